@@ -24,6 +24,7 @@ Prompt = list[int]
 class EngineRunner(FakeRunner):
     """What an engine calls besides what its loop calls."""
 
+    commands: Any = None
     host_arena: Any = None
     max_prefill_rows = 8
     times_device = False
@@ -84,7 +85,9 @@ def fake_engine(
         model=SimpleNamespace(
             config=FAKE_MODEL,
             stack=None,
-            kernels=SimpleNamespace(library=None, name="fake", fallbacks=(), collectives=None),
+            kernels=SimpleNamespace(
+                library=None, name="fake", fallbacks=(), collectives=None, collectives_report=None
+            ),
         ),
         tokenizer=tokenizer,
         groups=groups_of((None,)),

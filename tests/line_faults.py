@@ -1,14 +1,17 @@
 """Raises an exception at the n-th line that the package executes.
 
 Never where a `with` block ends, just before `__exit__`: no signal is handled there, and a lock that
-is left locked would stop later tests.
+is left locked would stop later tests. Never where a generator is made, for the same reason, and
+because CPython 3.11 then crashes.
 """
 
 from __future__ import annotations
 
 import dis
+import functools
 import sys
 from collections.abc import Callable
+from inspect import CO_GENERATOR
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -42,6 +45,18 @@ def with_ends(code: CodeType) -> frozenset[int]:
     return _WITH_ENDS[id(code)][1]
 
 
+def _is_excluded(frame: FrameType) -> bool:
+    """Whether no signal is handled where a frame is."""
+    code, at = frame.f_code, frame.f_lasti
+    makes_generator = bool(code.co_flags & CO_GENERATOR) and at <= _offset_of_resume(code)
+    return makes_generator or at in with_ends(code)
+
+
+@functools.cache
+def _offset_of_resume(code: CodeType) -> int:
+    return next(i.offset for i in dis.get_instructions(code) if i.opname == "RESUME")
+
+
 class LineFault:
     """Counts lines of the package in this thread, and raises `error` at number `at`, once."""
 
@@ -56,7 +71,7 @@ class LineFault:
             code = frame.f_code
             traced = code.co_filename.startswith(ROOMS) and not code.co_name.startswith("<")
             return self._trace if traced else None
-        if event == "line" and frame.f_lasti not in with_ends(frame.f_code):
+        if event == "line" and not _is_excluded(frame):
             self.lines += 1
             if self.lines == self.at:
                 code = frame.f_code

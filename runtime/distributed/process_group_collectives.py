@@ -7,7 +7,7 @@ in the order of ranks, and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +19,9 @@ from ..errors import RankError
 
 __all__ = ["ProcessGroupCollectives"]
 
+# The name from torch 2.13 on; torch.compile knows the other one in every version.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 class ProcessGroupCollectives:
     """The `Collectives` of one rank of a process group. Operations wait as long as the group does.
@@ -26,11 +29,25 @@ class ProcessGroupCollectives:
     All operations can be traced by torch.compile.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """`group` has been made by `torch.distributed`; `close` destroys it."""
-        self.rank: int = dist.get_rank(group)
-        self.ranks: int = dist.get_world_size(group)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        release: Callable[[], object] | None = None,
+        abort: Callable[[], object] | None = None,
+    ) -> None:
+        """Use a group.
+
+        Args:
+            group: of all ranks.
+            release: called by `close`; None: `torch.distributed` has made the group, and `close`
+                destroys it.
+            abort: ends operations that wait for dead ranks; None: they end by themselves.
+        """
+        self.rank: int = group.rank()
+        self.ranks: int = group.size()
         self._group: dist.ProcessGroup | None = group
+        self._release = release
+        self._abort = abort
 
     def all_reduce(self, x_BF: Tensor) -> Tensor:
         """See `Collectives.all_reduce`. Raises RankError."""
@@ -52,10 +69,19 @@ class ProcessGroupCollectives:
         return values.gather(0, best)[0], ids.gather(0, best)[0]
 
     def close(self) -> None:
-        """Destroy the process group."""
+        """Leave the process group. Idempotent."""
         group, self._group = self._group, None
-        if group is not None:
+        if group is None:
+            return
+        if self._release is not None:
+            self._release()
+        else:
             dist.destroy_process_group(group)
+
+    def abort(self) -> None:
+        """Let operations end that wait for ranks that have died, from any thread."""
+        if self._abort is not None and self._group is not None:
+            self._abort()
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """The tensors of all ranks, in their order."""
@@ -64,7 +90,7 @@ class ProcessGroupCollectives:
             dist.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
         else:
             with self._rank_errors():
-                dist.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
+                _all_gather(parts, x.contiguous(), group=self._group)
         return parts.chunk(self.ranks)
 
     @contextmanager

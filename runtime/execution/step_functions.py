@@ -218,8 +218,6 @@ class StepFunctions:
         if key.full_sampler:
             rows_B = rows_B if self._sampler.full_step else rows_B.clone()
             return self._call(self._sampled, result.logits, rows_B, result.positions, True)
-        if self.model.vocabulary is not None:
-            return self._sampled(result.logits, rows_B, result.positions, False)
         tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
         return StepOutput(tokens, result.logits, None)
 

@@ -22,7 +22,6 @@ from .step_costs import (
     floor_bytes,
     kernel_costs,
     predicted_seconds,
-    without_collectives,
 )
 
 __all__ = ["MULTIPROCESSORS", "GroupStep", "check_kernels", "group_step", "rank_plans"]
@@ -92,7 +91,7 @@ def check_kernels(plan: ModelPlan) -> None:
     Raises:
         ConfigError: names what those kernels do not compute.
     """
-    if (obstacle := fusion_obstacle(without_collectives(plan))) is not None:
+    if (obstacle := fusion_obstacle(plan)) is not None:
         raise ConfigError(
             f"the layers of a model with {obstacle} are not made of the kernels that are counted"
             " here"

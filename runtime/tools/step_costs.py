@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from ...profiling.kernel_names import OperationCost
 from ...profiling.roofline import floor_seconds
-from ..kernels.ops.layer_operations import AllReduce, Linear, Norm
-from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
+from ..kernels.ops.layer_operations import Linear, Norm
+from ..kernels.ops.layer_plan import ModelPlan
 from ..kernels.triton.fusion import (
     Activation,
     Attention,
@@ -43,7 +43,6 @@ __all__ = [
     "kernel_costs",
     "operation_costs",
     "predicted_seconds",
-    "without_collectives",
 ]
 
 EDGE_SECONDS = 1.3e-6
@@ -157,7 +156,7 @@ def kernel_costs(
 
     Args:
         plan: the model, or the part of it that a rank of a tensor-parallel group has; its
-            collective operations are left out.
+            collective operations are left out: `link_costs.py` counts them.
         sizes: bytes of its stored tensors.
         rows: rows that decode, without padding.
         context: tokens of each row, including the newest.
@@ -170,7 +169,6 @@ def kernel_costs(
     for name, value in (("rows", rows), ("context", context), ("splits", splits)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    plan = without_collectives(plan)
     step = _Step(plan, sizes, rows, context, splits, parts)
     layers = {layer: fuse(layer) for layer in dict.fromkeys(plan.layers)}
     counted = Counter(
@@ -180,15 +178,6 @@ def kernel_costs(
     in_order = sorted(counted.items(), key=lambda item: names.index(item[0].name))
     launched = (replace(cost, launches=count) for cost, count in in_order)
     return (step.begin(), *launched, *step.ends())
-
-
-def without_collectives(plan: ModelPlan) -> ModelPlan:
-    """Return a plan without collective operations, which `link_costs.py` counts."""
-    layers = {
-        layer: LayerPlan(tuple(op for op in layer.operations if not isinstance(op, AllReduce)))
-        for layer in dict.fromkeys(plan.layers)
-    }
-    return replace(plan, layers=tuple(layers[layer] for layer in plan.layers))
 
 
 @dataclass(frozen=True)

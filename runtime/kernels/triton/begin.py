@@ -32,6 +32,8 @@ class Embedding:
     """Of the model."""
     factor: float = 1.0
     """What embeddings are multiplied by, a number of the model's dtype."""
+    held: range | None = None
+    """The tokens whose rows these are: embeddings of others are zeros. None: all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ def begin_decode(
         hidden,
         half,
         embedding.factor,
+        0 if embedding.held is None else embedding.held.start,
+        embedding.weight.shape[0],
         GROUPS=groups,
         KINDS=kinds,
         BLOCK_D=block,
@@ -116,6 +120,7 @@ def begin_decode(
         SCALE_COLUMNS=scales.shape[1] if scales is not None and scales.dim() == 2 else 1,
         FP8=embedding.weight.dtype == torch.float8_e4m3fn,
         SCALED=embedding.factor != 1.0,
+        PART=embedding.held is not None,
     )
     return out
 
@@ -133,9 +138,16 @@ def reference_begin_decode(
     positions_T = positions_R[rows_T]
     blocks_GT = block_tables[:, rows_T, positions_T // block_size].to(torch.int64)
     ids_T = token_ids_R[rows_T]
+    own_T: Tensor | None = None
+    if embedding.held is not None:
+        ids_T = ids_T - embedding.held.start
+        own_T = (ids_T >= 0) & (ids_T < len(embedding.held))
+        ids_T = ids_T.clamp(0, len(embedding.held) - 1)
     x_TD = embedding.weight[ids_T]
     if embedding.scales is not None:
         x_TD = dequantise_weight(x_TD, embedding.scales[ids_T]).to(embedding.dtype)
+    if own_T is not None:
+        x_TD = x_TD.masked_fill(~own_T[:, None], 0.0)
     angles_KTE = positions_T[:, None].float() * rotations.frequencies[:, None]
     amplitudes = rotations.amplitudes[:, None]
     return Beginning(
@@ -152,7 +164,7 @@ def _bits(weight: Tensor) -> Tensor:
     return weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "first", "held"])
 def _begin_decode(  # type: ignore[no-untyped-def]
     rows_ptr,
     token_ids_ptr,
@@ -174,6 +186,8 @@ def _begin_decode(  # type: ignore[no-untyped-def]
     hidden,
     half,
     factor,
+    first,
+    held,
     GROUPS: tl.constexpr,
     KINDS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -182,6 +196,7 @@ def _begin_decode(  # type: ignore[no-untyped-def]
     SCALE_COLUMNS: tl.constexpr,
     FP8: tl.constexpr,
     SCALED: tl.constexpr,
+    PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0)
@@ -208,6 +223,10 @@ def _begin_decode(  # type: ignore[no-untyped-def]
         d = (part - 1) * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = d < hidden
         token_id = tl.load(token_ids_ptr + row)
+        if PART:
+            token_id -= first
+            inside &= (token_id >= 0) & (token_id < held)
+            token_id = tl.minimum(tl.maximum(token_id, 0), held - 1)
         x = tl.load(embedding_ptr + token_id * hidden + d, mask=inside, other=0)
         if FP8:
             x = decode_fp8(x, False)
@@ -220,7 +239,7 @@ def _begin_decode(  # type: ignore[no-untyped-def]
         x = x.to(x_ptr.dtype.element_ty)
         if SCALED:
             x = (x.to(tl.float32) * factor).to(x_ptr.dtype.element_ty)
-        tl.store(x_ptr + token * hidden + d, x, mask=inside)
+        tl.store(x_ptr + token * hidden + d, x, mask=d < hidden)
 
 
 @triton.jit

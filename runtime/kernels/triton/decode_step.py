@@ -27,8 +27,13 @@ class GpuDecodeStep:
         self.operations = stack.operations
         self._stack = stack
         plan, embedding = model.plan, model.embedding
+        self._collectives, self._shard = model.collectives, plan.shard
         self._embedding = Embedding(
-            embedding.weight, embedding.scales, model.norm.dtype, model.embedding_factor
+            embedding.weight,
+            embedding.scales,
+            model.norm.dtype,
+            model.embedding_factor,
+            None if plan.shard is None else plan.shard.vocab,
         )
         self._rotations = Rotations(model.frequencies, model.amplitudes)
         self._norm = GpuNorm(model.norm, plan.norm.eps, plan.norm.offset)
@@ -57,6 +62,10 @@ class GpuDecodeStep:
                 self._embedding,
                 self._rotations,
             )
+        x_TD = start.x
+        if self._collectives is not None and self._shard is not None:
+            with operation("embedding_sum"):
+                x_TD = self._collectives.all_reduce(x_TD)  # of zeros but for one rank: exact
         batch = RaggedBatch(
             positions=start.positions,
             slots=start.slots,
@@ -67,7 +76,7 @@ class GpuDecodeStep:
             block_size=block_size,
             tokens_per_row=1,
         )
-        hidden = self._stack.layers(start.x, arena, batch, start.cos, start.sin, decodes=True)
+        hidden = self._stack.layers(x_TD, arena, batch, start.cos, start.sin, decodes=True)
         with operation("head"):
             logits, maxima, ids = self.operations.head(
                 hidden.x,
@@ -86,4 +95,9 @@ class GpuDecodeStep:
         """See `DecodeStep.pick`."""
         with operation("greedy"):
             feed = Feedback(rows_T, result.positions, token_ids_R, positions_R)
-            return self.operations.pick_greedy(result.maxima, result.ids, feed)
+            if self._collectives is None or self._shard is None:
+                return self.operations.pick_greedy(result.maxima, result.ids, feed)
+            first = self._shard.vocab.start
+            return self.operations.pick_of_ranks(
+                self._collectives, result.maxima, result.ids, first, feed
+            )

@@ -12,6 +12,7 @@ from itertools import pairwise
 from ..ops.expert_operations import Experts
 from ..ops.layer_operations import (
     Activate,
+    AllReduce,
     Attend,
     Linear,
     Norm,
@@ -96,6 +97,8 @@ class ResidualLinear:
     scale: float = 1.0
     """Factor of the result."""
     name: str = "down"
+    sums: bool = False
+    """Ranks add their results first, by a kernel of its own with the residual and the norms."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,8 @@ class Mixture:
     scale: float = 1.0
     """Factor of the result."""
     name: str = "experts"
+    sums: bool = False
+    """As of `ResidualLinear`."""
 
     @property
     def operations(self) -> tuple[str, ...]:
@@ -165,6 +170,19 @@ def _mixture(*operations: Operation) -> Fused:
     raise AssertionError(operations)
 
 
+def _summed(*operations: Operation) -> Fused:
+    """As the same operations without the sum over ranks."""
+    rest = [op for op in operations if not isinstance(op, AllReduce)]
+    if any(isinstance(op, Experts) for op in rest):
+        fused = _mixture(*rest)
+    elif len(rest) == 2:
+        fused = _without_norm(*rest)  # type: ignore[arg-type]
+    else:
+        fused = _after_norm(*rest)  # type: ignore[arg-type]
+    assert isinstance(fused, ResidualLinear | Mixture)
+    return replace(fused, sums=True)
+
+
 _PATTERNS: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
     ((Norm, Linear, Activate), GateUp),
     ((Norm, Linear), NormLinear),
@@ -175,6 +193,10 @@ _PATTERNS: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
     ((Activate,), Activation),
     ((Norm, Experts, Residual), _mixture),
     ((Norm, Experts, Norm, Residual), _mixture),
+    ((Linear, AllReduce, Residual), _summed),
+    ((Linear, AllReduce, Norm, Residual), _summed),
+    ((Norm, Experts, AllReduce, Residual), _summed),
+    ((Norm, Experts, AllReduce, Norm, Residual), _summed),
 ]
 """The first that fits the next operations of a layer is one kernel."""
 _OF_HIDDEN_STATES: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
@@ -182,6 +204,8 @@ _OF_HIDDEN_STATES: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]
     ((Linear,), _without_norm),
     ((Experts, Residual), _mixture),
     ((Experts, Norm, Residual), _mixture),
+    ((Experts, AllReduce, Residual), _summed),
+    ((Experts, AllReduce, Norm, Residual), _summed),
 ]
 """Tried after these where the value is the hidden states: of layers that norm only outputs."""
 
@@ -261,14 +285,16 @@ def product_pairs(
     """Yield the products that one kernel may compute: the second norms the sum of the first.
 
     Of each pair of neighbours in the chain of all layers once; none where a norm comes before the
-    sum, which the next kernel then computes, none of a scaled sum, and none where an activation is
-    no part of a product.
+    sum, which the next kernel then computes, none of a scaled sum or a sum over ranks, and none
+    where an activation is no part of a product.
     """
     chain = [fused for layer in layers for fused in layer]
     if any(isinstance(fused, Activation) for fused in chain):
         return
     for first, second in dict.fromkeys(pairwise(chain)):
         if not isinstance(first, ResidualLinear) or first.norm is not None or first.scale != 1.0:
+            continue
+        if first.sums:
             continue
         if isinstance(second, GateUp | NormLinear) and second.norm is not None:
             yield first, second

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....profiling.attribution import operation
 from ..ops.bound_model import BoundLayer, BoundModel, LinearTensors
+from ..ops.collectives import Collectives
 from ..ops.experts import ExpertTensors
 from ..ops.layer_operations import Norm
 from .activation import Clamp
@@ -26,6 +27,7 @@ __all__ = [
     "FewRows",
     "Hidden",
     "LayerKernel",
+    "add_over_ranks",
     "gpu_linear",
     "norm_hidden",
     "run_activation",
@@ -40,6 +42,8 @@ class Hidden:
     x: Tensor
     delta: Tensor | None = None
     norm: GpuNorm | None = None
+    normed: Tensor | None = None
+    """x, normed as the next kernel would do it first; None: not yet."""
 
     def after(self, out_TD: Tensor, norm: GpuNorm | None) -> Hidden:
         """After a product that added x itself, unless a norm comes first."""
@@ -94,8 +98,38 @@ def gpu_linear(linear: LinearTensors) -> GpuLinear:
     return GpuLinear(*linear)
 
 
+def add_over_ranks(
+    operations: Operations,
+    collectives: Collectives | None,
+    kernel: LayerKernel,
+    hidden: Hidden,
+    part_TD: Tensor,
+) -> Hidden:
+    """Return the hidden states plus the sum over ranks of what a kernel left, its norm included.
+
+    They are normed for the next kernel at the same time.
+    """
+    fused, after = kernel.fused, kernel.after
+    assert collectives is not None, "a plan with sums over ranks belongs to a group"
+    assert isinstance(fused, ResidualLinear | Mixture)
+    post = kernel.norm if isinstance(fused, ResidualLinear) else kernel.output_norm
+    norms = after is not None and isinstance(after.fused, NormLinear | GateUp | Mixture)
+    norm = after.norm if after is not None and norms else None
+    sum_TD = torch.empty_like(part_TD)
+    normed_TD = None if norm is None else torch.empty_like(part_TD)
+    with operation("all_reduce"):
+        operations.sum_rows(
+            collectives, part_TD, hidden.x, post, norm, sum_TD, normed_TD, scale=fused.scale
+        )
+    return Hidden(sum_TD, normed=normed_TD)
+
+
 def run_mixture(
-    operations: Operations, kernel: LayerKernel, hidden: Hidden, live_T: Tensor | None
+    operations: Operations,
+    collectives: Collectives | None,
+    kernel: LayerKernel,
+    hidden: Hidden,
+    live_T: Tensor | None,
 ) -> Hidden:
     """Return the hidden states after a mixture of experts; padding is not `live_T`."""
     fused, tensors = kernel.fused, kernel.experts
@@ -105,11 +139,14 @@ def run_mixture(
     with operation("route"):
         routed = operations.route(fused.experts, normed_TD, tensors, live_T)
     out_TD = torch.empty_like(hidden.x)
-    residual_TD = hidden.x if kernel.output_norm is None else None
+    adds = kernel.output_norm is None and not fused.sums
+    residual_TD, scale = hidden.x if adds else None, 1.0 if fused.sums else fused.scale
     with operation(fused.name):
         operations.experts(
-            fused.experts, normed_TD, tensors, routed, residual_TD, out_TD, scale=fused.scale
+            fused.experts, normed_TD, tensors, routed, residual_TD, out_TD, scale=scale
         )
+    if fused.sums:
+        return add_over_ranks(operations, collectives, kernel, hidden, out_TD)
     return hidden.after(out_TD, kernel.output_norm)
 
 
@@ -117,6 +154,8 @@ def norm_hidden(
     operations: Operations, hidden: Hidden, norm: Norm | None, bound: GpuNorm | None
 ) -> tuple[Tensor, Hidden]:
     """Return the hidden states normed (as they are without a norm), and nothing pending."""
+    if hidden.normed is not None:
+        return hidden.normed, Hidden(hidden.x)
     pending = hidden.pending()
     if bound is None and pending is None:
         return hidden.x, hidden
@@ -151,11 +190,13 @@ class FewRows:
         barrier: Tensor,
         x_TD: Tensor,
         live_T: Tensor | None,
+        collectives: Collectives | None = None,
     ) -> None:
         """`pairs` are those products that are one kernel, which needs the barrier. Experts need
         `live_T`, false for padding."""
         self._operations, self._step, self._pairs = operations, step, pairs
         self._barrier, self._live = barrier, live_T
+        self._collectives = collectives
         self.hidden = Hidden(x_TD)
         """After the last kernel that ran."""
         self._value: Tensor | None = None
@@ -173,7 +214,9 @@ class FewRows:
         elif isinstance(fused, ResidualLinear):
             self._add_product(kernel, fused)
         elif isinstance(fused, Mixture):
-            self.hidden = run_mixture(self._operations, kernel, self.hidden, self._live)
+            self.hidden = run_mixture(
+                self._operations, self._collectives, kernel, self.hidden, self._live
+            )
         elif isinstance(fused, Activation):
             self._value = run_activation(self._operations, fused, self._value)
         else:
@@ -186,7 +229,11 @@ class FewRows:
     def _normed_product(self, kernel: LayerKernel, fused: NormLinear | GateUp) -> None:
         pending = self.hidden.pending()
         out_TN = self._new(fused.features)
-        arguments = (self.hidden.x, kernel.norm, kernel.linear, out_TN)
+        x_TD, norm = self.hidden.x, kernel.norm
+        if self.hidden.normed is not None:
+            x_TD, norm = self.hidden.normed, None
+            self.hidden = Hidden(self.hidden.x)
+        arguments = (x_TD, norm, kernel.linear, out_TN)
         with operation(fused.name):
             if isinstance(fused, GateUp):
                 self._operations.gate_up(*arguments, gelu=fused.gelu, pending=pending)
@@ -244,11 +291,14 @@ class FewRows:
                 )
             self.hidden, self._done = Hidden(out_TD), after
             return
-        residual_TD = x_TD if kernel.norm is None else None
-        outputs = (kernel.linear, residual_TD, out_TD)
+        residual_TD = x_TD if kernel.norm is None and not fused.sums else None
+        outputs, scale = (kernel.linear, residual_TD, out_TD), 1.0 if fused.sums else fused.scale
         with operation(fused.name):
             if value is None:
-                operations.combine_output(*self._step.partials, *outputs, scale=fused.scale)
+                operations.combine_output(*self._step.partials, *outputs, scale=scale)
             else:
-                operations.residual_linear(value, *outputs, scale=fused.scale)
+                operations.residual_linear(value, *outputs, scale=scale)
+        if fused.sums:
+            self.hidden = add_over_ranks(operations, self._collectives, kernel, self.hidden, out_TD)
+            return
         self.hidden = self.hidden.after(out_TD, kernel.norm)

@@ -60,6 +60,7 @@ WRITES: dict[str, Writes] = {
     "gate_up": Writes(("out_TF", "pending")),
     "fused_pair": Writes(("x_TD", "out_TN")),
     "norm_rows": Writes(("out_TD", "pending")),
+    "sum_rows": Writes(("sum_TD", "out_TD")),
     "activate_rows": Writes(("out_TF",)),
     "linear": Writes(("out_TN",)),
     "route": Writes(),
@@ -70,6 +71,7 @@ WRITES: dict[str, Writes] = {
     "paged_attention": Writes(updates=("arena",)),
     "head": Writes(("pending",)),
     "pick_greedy": Writes(updates=("feed",)),
+    "pick_of_ranks": Writes(updates=("feed",)),
 }
 """Of each field of `Operations`; parameters as its plain version names them."""
 

@@ -37,6 +37,7 @@ from .norm_linear import norm_linear
 from .paged_attention import triton_paged_attention
 from .prefill_attention import prefill_attention
 from .prefill_tiles import prefill_tiles
+from .rank_operations import pick_of_ranks, plain_pick_of_ranks, plain_sum_rows, sum_rows
 from .residual_linear import residual_linear
 from .store import rotate_and_store
 
@@ -64,6 +65,8 @@ class Operations:
     """`fused_pair.fused_pair`: two products as one kernel, where that was tuned to be faster."""
     norm_rows: Callable[..., None]
     """`norm.norm_rows`."""
+    sum_rows: Callable[..., None]
+    """`rank_operations.sum_rows`: over the ranks of a group."""
     activate_rows: Callable[..., None]
     """`activation.activate_rows`."""
     linear: Callable[..., None]
@@ -84,6 +87,8 @@ class Operations:
     """`head.head`; the number of chunks is that of the version."""
     pick_greedy: Callable[..., Tensor]
     """`greedy.pick_greedy`."""
+    pick_of_ranks: Callable[..., Tensor]
+    """`rank_operations.pick_of_ranks`: over the vocabulary of all ranks of a group."""
 
     @classmethod
     def native(cls) -> Operations:
@@ -97,6 +102,7 @@ class Operations:
             gate_up=gate_up,
             fused_pair=fused_pair,
             norm_rows=norm_rows,
+            sum_rows=sum_rows,
             activate_rows=activate_rows,
             linear=library_linear,
             route=route,
@@ -107,6 +113,7 @@ class Operations:
             paged_attention=triton_paged_attention,
             head=head,
             pick_greedy=pick_greedy,
+            pick_of_ranks=pick_of_ranks,
         )
 
     @classmethod
@@ -121,6 +128,7 @@ class Operations:
             gate_up=plain.gate_up,
             fused_pair=plain.fused_pair,
             norm_rows=plain.norm_rows,
+            sum_rows=plain_sum_rows,
             activate_rows=plain.activate_rows,
             linear=plain.linear,
             route=plain.route,
@@ -131,6 +139,7 @@ class Operations:
             paged_attention=plain.paged_attention,
             head=plain.head,
             pick_greedy=plain.pick_greedy,
+            pick_of_ranks=plain_pick_of_ranks,
         )
 
     def mixture(

@@ -10,6 +10,9 @@ Up to four rows each operation is one kernel; where the tuner found it faster, a
 kernels (`paired_layers.py`). For 5 to 32 rows a kernel norms the inputs of a product first, and the
 product is the library's or `row_product.py` (`linear_dispatch.py`).
 
+In a tensor-parallel group the ranks add what 3 and 5 leave: a kernel of its own sums, adds the
+residual and norms for the next one (`all_reduce.py`).
+
 The positions of few rows are split. For up to four rows the third operation (`combine_output` then)
 combines the splits where they are small; otherwise the last program of attention does.
 
@@ -39,6 +42,7 @@ from .layer_kernels import (
     FewRows,
     Hidden,
     LayerKernel,
+    add_over_ranks,
     norm_hidden,
     run_activation,
     run_mixture,
@@ -69,6 +73,7 @@ class GpuStack:
                 after = LayerKernel.bind(fused, layer, model, after)
                 kernels.insert(0, after)
             self._layers.insert(0, kernels)
+        self._collectives = model.collectives
         self._alike, self._final_norm = model.plan.is_uniform, model.plan.norm
         self._has_experts = any(isinstance(op, Experts) for op in model.plan.operations)
         self._norm = GpuNorm(model.norm, model.plan.norm.eps, model.plan.norm.offset)
@@ -134,7 +139,7 @@ class GpuStack:
     def _few(self, x_TD: Tensor, step: DecodeAttention, live_T: Tensor | None) -> Hidden:
         """A decode step of few rows."""
         pairs = self._pairs(x_TD.shape[0], x_TD.dtype)
-        run = FewRows(self.operations, step, pairs, self._barrier, x_TD, live_T)
+        run = FewRows(self.operations, step, pairs, self._barrier, x_TD, live_T, self._collectives)
         for index, layer in enumerate(self._layers):
             with operation("layer", index):
                 for kernel in layer:
@@ -168,14 +173,18 @@ class GpuStack:
                 value = run_activation(self.operations, fused, value)
                 continue
             if isinstance(fused, Mixture):
-                hidden = run_mixture(self.operations, kernel, hidden, live_T)
+                hidden = run_mixture(self.operations, self._collectives, kernel, hidden, live_T)
                 value = hidden.x
                 continue
             assert kernel.linear is not None
             if isinstance(fused, ResidualLinear):
                 with operation(fused.linear.name):
                     value = self._product(value, kernel.linear)
-                if kernel.norm is None:
+                if fused.sums:
+                    hidden = add_over_ranks(
+                        self.operations, self._collectives, kernel, hidden, value
+                    )
+                elif kernel.norm is None:
                     with operation("residual"):
                         scaled_TD = value if fused.scale == 1.0 else value * fused.scale
                         hidden = Hidden(hidden.x + scaled_TD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..ops.expert_operations import Experts
 from ..ops.layer_operations import (
     Activate,
+    AllReduce,
     Attend,
     Known,
     Linear,
@@ -23,6 +24,7 @@ SUPPORTED: Known = {
     Rotate: frozenset(),
     Attend: frozenset({"window", "chunk", "softcap", "sinks", "temperature"}),
     Activate: frozenset({"limit", "alpha", "up_offset"}),
+    AllReduce: frozenset(),
     Residual: frozenset({"scale"}),
     Experts: frozenset(
         {
