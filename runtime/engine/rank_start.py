@@ -19,7 +19,7 @@ from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import MemoryPlan
 from ..config import EngineConfig
 from ..distributed.futex import require_futex
-from ..distributed.rank_group import START_PATIENCE, RankGroup
+from ..distributed.rank_group import RankGroup
 from ..distributed.rank_processes import RankProcess
 from ..distributed.segment import SharedSegment, shared_memory
 from ..errors import ConfigError
@@ -36,7 +36,6 @@ from ..models.sharding import check_ranks
 from ..resolved_config import ResolvedConfig
 
 __all__ = [
-    "START_SECONDS",
     "agree_on_task",
     "decoded_config",
     "agree_on_plan",
@@ -51,9 +50,6 @@ __all__ = [
 ]
 
 Task = dict[str, Any]
-
-START_SECONDS = 10 * START_PATIENCE
-"""An operation waits so long while engines start: compilers of ranks take different times."""
 
 
 @contextmanager

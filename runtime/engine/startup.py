@@ -62,7 +62,6 @@ from .loop import StepLoop
 from .memory_planning import layer_groups, plan_engine
 from .rank_collectives import serve_collectives, with_collectives
 from .rank_start import (
-    START_SECONDS,
     agree_on_plan,
     agree_on_start,
     agree_on_task,
@@ -219,7 +218,6 @@ def _start(
             runner.library.prepare(report, captured)
     if group is not None:
         group.exchange(None)
-        serve_collectives(kernels.collectives, group, START_SECONDS)
     step_memory = StepMemory({})
     if group is None or group.rank == 0:  # the other ranks run the same steps as followers
         with log.phase("measure"):
