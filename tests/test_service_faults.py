@@ -312,8 +312,10 @@ def test_an_exception_while_a_failure_is_handled_ends_the_engine(
             recover(error)
 
         monkeypatch.setattr(requests, "recover", interrupted)
-        r.on_step = once(RuntimeError("injected"))
+        submitted = threading.Event()
+        r.on_step = once(RuntimeError("injected"), after=submitted)
         futures = [r.engine.submit(PROMPT, params(seed)) for seed in range(3)]
+        submitted.set()
         for future in futures:
             assert isinstance(future.exception(SECONDS), EngineFailedError)
         r.engine._thread.join()
