@@ -235,3 +235,24 @@ def test_modes(tiny: TinyModels, mode: str, kernels: str) -> None:
     with opened(tiny("base").directory, 2, **fields) as engine:
         assert tokens(engine.generate(PROMPTS, greedy())) == expected
         assert engine.stats()["fallbacks"] == 0
+
+
+def test_operations_of_torch_leave_the_cores_of_other_ranks(base: TinyModel) -> None:
+    """In a step rank 0 has as many threads as the others; the application keeps its own number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with opened(base.directory, 2, threads=1) as engine:
+            seen: list[int] = []
+            run = engine._loop.runner.library.run
+
+            def watched(*args: Any) -> Any:
+                seen.append(torch.get_num_threads())
+                return run(*args)
+
+            engine._loop.runner.library.run = watched  # type: ignore[method-assign]
+            engine.generate(PROMPTS, greedy())
+            assert set(seen) == {1}
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -16,7 +16,7 @@ from ...cache.arena import Arena, HostArena
 from ...cache.spec import LayerGroup
 from ...profiling import ranges
 from ..errors import RankError
-from ..kernels.cpu.threads import limit_threads
+from ..kernels.cpu.threads import limit_threads, torch_threads
 from ..models.decoder_model import DecoderModel
 from ..models.plan import plan_of
 from ..request import Request
@@ -92,6 +92,12 @@ class Runner:
         )
         self.inputs, self.embeds = self._writer.inputs, self._writer.embeds
         self.threads = None if model.kernels.library is None else config.threads
+        compiles = config.compiled and model.stack is None
+        self._torch_threads = None
+        if commands is not None and device.type == "cpu" and not compiles:
+            # Torch's threads would spin on the cores of other ranks. Code of torch.compile depends
+            # on their number.
+            self._torch_threads = config.threads
         self._decoding = _Decoding([])
         self.outputs: HostOutputs | None = None
         if config.is_async_device:
@@ -205,7 +211,10 @@ class Runner:
         """
         if self.commands is not None:
             self.commands.run(key, lanes)
-        return self.library.run(key)
+        if self._torch_threads is None:
+            return self.library.run(key)
+        with torch_threads(self._torch_threads):
+            return self.library.run(key)
 
     def launch(self, number: int, plan: StepPlan) -> LaunchedStep:
         """Launch step `number`; returns without waiting for it, except on a CPU.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import torch
 
-__all__ = ["affine_cores", "limit_threads", "resolve_threads", "usable_cores"]
+__all__ = ["affine_cores", "limit_threads", "resolve_threads", "torch_threads", "usable_cores"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
@@ -30,6 +32,17 @@ def limit_threads(threads: int) -> None:
     if threads != _limit:
         torch.ops.stepgraph.set_thread_limit.default(threads)
         _limit = threads
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """Let torch's own operations, called by this thread, use `threads` threads in this block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def resolve_threads(threads: int | None) -> int:
