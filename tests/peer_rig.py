@@ -63,7 +63,7 @@ class PeerRanks:
                 target=self._run, args=(body, rank, limit_seconds, write), daemon=True
             )
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+                warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads
                 process.start()
             write.close()
             self.processes.append(process)

@@ -50,7 +50,7 @@ class RankGroup:
                 target=self._run, args=(body, rank, timeout, threads, write), daemon=True
             )
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+                warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads
                 process.start()
             write.close()
             self.processes.append(process)

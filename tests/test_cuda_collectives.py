@@ -356,7 +356,7 @@ def test_kernels_on_cuda_have_the_chosen_collectives(
 
 
 class Nothing:
-    """Collectives that nobody calls."""
+    """Collectives whose operations are never called."""
 
     rank, ranks = 1, 2
 

@@ -12,7 +12,7 @@ from stepgraph import Engine, EngineConfig, SamplingParams
 try:
     from ray.serve.llm import LLMConfig, build_openai_app
 except ImportError:
-    pytest.skip("needs ray[llm], or vLLM beside ray[serve]", allow_module_level=True)
+    pytest.skip("needs ray[llm], or ray[serve] and vLLM", allow_module_level=True)
 
 from ray import serve
 from stepgraph.runtime.errors import ConfigError

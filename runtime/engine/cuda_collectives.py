@@ -2,8 +2,8 @@
 
 Candidates are the Triton kernels over peer memory, with each of their algorithms, and NCCL. A
 candidate that cannot be opened on some rank, whose results are wrong, or whose bits differ between
-ranks is out, on all ranks. Of the algorithms the fastest is used for each size. NCCL replaces the
-kernels where they are out, which is told, or where it is faster for the sums of one row.
+ranks is rejected on all ranks. Each size uses the fastest algorithm. NCCL is used if all kernels are
+rejected, with a warning, or if it is faster for the sums of one row.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ChosenCollectives:
     report: dict[str, Any]
     """For `Engine.stats`: `used`, `reason`, and microseconds of sums by candidate and bytes."""
     fallback: Fallback | None
-    """Tells that NCCL replaces the kernels; None: it does not."""
+    """Why NCCL replaces the kernels; None: it does not."""
 
 
 Times = dict[str, dict[int, float]]
