@@ -2,8 +2,8 @@
 
 Candidates are the Triton kernels over peer memory, with each of their algorithms, and NCCL. A
 candidate that cannot be opened on some rank, whose results are wrong, or whose bits differ between
-ranks is rejected on all ranks. Each size uses the fastest algorithm. NCCL is used if all kernels are
-rejected, with a warning, or if it is faster for the sums of one row.
+ranks is rejected on all ranks. Each size uses the fastest algorithm. NCCL is used if all kernels
+are rejected, with a warning, or if it is faster for the sums of one row.
 """
 
 from __future__ import annotations
