@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 from stepgraph.runtime import RankError
+from stepgraph.runtime.distributed import futex
 from stepgraph.runtime.distributed.command_ring import RingReader, RingWriter
 from stepgraph.runtime.distributed.segment import (
     MAILBOX_BYTES,
@@ -61,12 +62,13 @@ class Ring(RuleBasedStateMachine):
         size=st.one_of(
             st.integers(0, 40), st.integers(0, RING_BYTES // 3), st.just(RING_BYTES // 4)
         ),
+        wake=st.booleans(),
     )
-    def send(self, kind: int, size: int) -> None:
+    def send(self, kind: int, size: int, wake: bool) -> None:
         if self.used() + size > RING_BYTES // 3:
             return  # the writer would wait
         message = (kind, os.urandom(size))
-        self.writer.send(*message)
+        self.writer.send(*message, wake=wake)
         for queue in self.waiting:
             queue.append(message)
 
@@ -103,11 +105,50 @@ def test_a_writer_waits_for_the_slowest_reader() -> None:
     threads = [threading.Thread(target=read, args=(index,)) for index in range(len(readers))]
     for thread in threads:
         thread.start()
-    for message in messages:
-        writer.send(*message)
+    for number, message in enumerate(messages):
+        writer.send(*message, wake=number % 50 == 0)
     for thread in threads:
         thread.join()
     assert received == [messages, messages]
+
+
+def test_only_readers_that_sleep_are_woken_and_once_for_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    segment = make_segment()
+    writer = RingWriter(segment, check_of(segment))
+    reader = RingReader(segment, 1, check_of(segment))
+    woken = []
+    wake_all = futex.wake_all
+
+    def count(address: int) -> None:
+        woken.append(address)
+        wake_all(address)
+
+    monkeypatch.setattr(futex, "wake_all", count)
+    writer.send(1)
+    assert reader.receive() == (1, b"")
+    assert not woken
+
+    received: list[tuple[int, bytes]] = []
+    asleep = threading.Event()
+    reader.on_idle = asleep.set
+
+    def read() -> None:
+        while not received or received[-1][0] != 9:
+            received.append(reader.receive())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert asleep.wait(60)
+    for kind in (2, 3):
+        writer.send(kind, wake=False)
+    assert not woken
+    writer.send(9)
+    thread.join()
+    assert [kind for kind, _ in received] == [2, 3, 9]
+    assert len(woken) <= 1  # none if its first sleep has just ended
+    assert not segment.sleeping(1)
 
 
 def test_a_damaged_command_is_an_error() -> None:

@@ -13,6 +13,7 @@ from stepgraph.runtime.distributed import rank_watch
 from stepgraph.runtime.distributed.rank_group import RankGroup
 from stepgraph.runtime.distributed.segment import SharedSegment, shared_memory
 from stepgraph.runtime.errors import RankError
+from stepgraph.runtime.kernels.ops.collectives import CollectiveFailure
 
 LATE = "did not take part in an operation of the group within 3 s"
 
@@ -69,7 +70,7 @@ def late_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_watch, "_TICK_SECONDS", 600.0)
 
 
-def give_up(group: RankGroup, rank: int, failure: str) -> None:
+def give_up(group: RankGroup, rank: int, failure: CollectiveFailure) -> None:
     """Let operators of a rank end the group, and those of this one fail."""
     group.watch.collectives = SimpleNamespace(failure=failure)
     group.segment.abort_word.cast("I")[0] = rank + 1
@@ -77,7 +78,7 @@ def give_up(group: RankGroup, rank: int, failure: str) -> None:
 
 def reason(group: RankGroup) -> str:
     """What all methods that raise say."""
-    operator = RuntimeError(group.watch.collectives.failure)
+    operator = RuntimeError(str(group.watch.collectives.failure))
     ended = group.end(operator)
     assert isinstance(ended, RankError)
     assert ended.__cause__ is operator
@@ -95,7 +96,7 @@ def test_operators_give_up_before_the_watch_sees_that_a_rank_died(
     make_group: MakeGroup, late_watch: None, delay: float
 ) -> None:
     group, (_, two) = make_group()
-    give_up(group, 0, f"rank 2 {LATE}")
+    give_up(group, 0, CollectiveFailure(2, LATE))
     two.end_with("process 7 was ended by SIGKILL", delay=delay)
     assert reason(group) == "rank 2: process 7 was ended by SIGKILL"
 
@@ -104,14 +105,14 @@ def test_operators_give_up_waiting_for_a_rank_that_runs(
     make_group: MakeGroup, late_watch: None
 ) -> None:
     group, _ = make_group()
-    give_up(group, 0, f"rank 2 {LATE}")
+    give_up(group, 0, CollectiveFailure(2, LATE))
     assert reason(group) == f"rank 2: {LATE}"
 
 
 def test_operators_of_another_rank_give_up(make_group: MakeGroup, late_watch: None) -> None:
     """It ends by itself, which is not the reason."""
     group, (one, _) = make_group()
-    give_up(group, 1, "rank 1 aborted the group")
+    give_up(group, 1, CollectiveFailure(1, "aborted the group", ended_before=True))
     group.segment.abort(1, {"rank": 2, "reason": LATE}, decided=False)
     one.end_with("process 8 ended with status 1", by_itself=True)
     assert reason(group) == f"rank 2: {LATE}"
@@ -121,7 +122,7 @@ def test_another_rank_gives_up_waiting_for_one_that_died(
     make_group: MakeGroup, late_watch: None
 ) -> None:
     group, (one, two) = make_group()
-    give_up(group, 1, "rank 1 aborted the group")
+    give_up(group, 1, CollectiveFailure(1, "aborted the group", ended_before=True))
     group.segment.abort(1, {"rank": 2, "reason": LATE}, decided=False)
     one.end_with("process 8 ended with status 1", by_itself=True)
     two.end_with("process 7 was ended by SIGKILL", delay=0.1)
@@ -130,13 +131,13 @@ def test_another_rank_gives_up_waiting_for_one_that_died(
 
 def test_nobody_says_why(make_group: MakeGroup, late_watch: None) -> None:
     group, _ = make_group()
-    give_up(group, 1, "rank 1 aborted the group")
+    give_up(group, 1, CollectiveFailure(1, "aborted the group", ended_before=True))
     assert reason(group) == "rank 1: gave up waiting for another rank in an operation"
 
 
 def test_the_watch_finds_the_reason_before_it_ends_processes(make_group: MakeGroup) -> None:
     group, _ = make_group()
-    give_up(group, 0, f"rank 1 {LATE}")
+    give_up(group, 0, CollectiveFailure(1, LATE))
     wait_for(lambda: group.segment.abort_record(decided=True) is not None)
     assert reason(group) == f"rank 1: {LATE}"
 

@@ -30,7 +30,6 @@ _MODULE = __spec__.name if __name__ == "__main__" else __name__
 
 def measure_overhead(rows: int, steps: int, blocks: int = 20_000) -> tuple[Summary, Summary]:
     """Return the microseconds of a step of `rows` rows, without and with another rank."""
-    rigs = [HostRig(rows, 0, blocks, num_steps=steps + WARMUP_STEPS) for _ in range(2)]
     memory, descriptor = shared_memory(SharedSegment.nbytes_for(2))
     child = RankProcess(1, ["--reader", str(os.getpid()), str(descriptor)], module=_MODULE)
     group = RankGroup(memory, 0, 2, [child])
@@ -38,7 +37,10 @@ def measure_overhead(rows: int, steps: int, blocks: int = 20_000) -> tuple[Summa
         group.exchange(None)
         os.close(descriptor)
         commands = CommandSender(group)
-        rigs[1].runner.commands = commands
+        rigs = [
+            HostRig(rows, 0, blocks, num_steps=steps + WARMUP_STEPS, commands=sender)
+            for sender in (None, commands)
+        ]
         for rig in rigs:
             rig.run(WARMUP_STEPS)
         gc.collect()

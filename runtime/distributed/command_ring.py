@@ -7,9 +7,13 @@ Each reader publishes the bytes that it has read, so that the writer never overw
 a rank has not copied. Records do not wrap: a record without payload fills the end of the ring,
 unless that is shorter than a header. A long message is split into several records.
 
-A reader spins briefly, because the next command of a busy engine follows within microseconds, and
-then sleeps on the futex. A record whose CRC does not match is read again: on weakly ordered
-processors its bytes can arrive after the published number.
+A reader spins briefly, because the next command of a busy engine follows within microseconds. Then
+it says that it sleeps, and waits on the futex: the writer makes no system call for readers that
+spin. Each side writes its word before it reads the other's, but a processor may delay the write, so
+that the writer misses a reader that is about to sleep. The first wait is therefore short.
+
+A record whose CRC does not match is read again: on weakly ordered processors its bytes can arrive
+after the published number.
 """
 
 from __future__ import annotations
@@ -31,8 +35,11 @@ _FILLER = 0xFF
 """Kind of the record at the end of the ring."""
 _MOST_PAYLOAD = RING_BYTES // 4 - _HEADER.size
 
-SPIN_SECONDS = 100e-6
-"""A reader spins this long: about the host's part of a step."""
+SPIN_SECONDS = 300e-6
+"""A reader spins this long: more than the host's part of a step of 64 rows. Rank 0 would spend tens
+of microseconds on waking a reader that sleeps."""
+_FIRST_SLEEP_SECONDS = 1e-3
+"""Far longer than a processor delays a write."""
 _SLEEP_SECONDS = 1.0
 """A reader that sleeps looks at the abort word this often, even if nothing wakes it."""
 _RETRY_SECONDS = 0.05
@@ -53,8 +60,10 @@ class RingWriter:
         """The ring has room up to this byte, at least."""
         self.messages = 0
 
-    def send(self, kind: int, payload: bytes = b"") -> None:
+    def send(self, kind: int, payload: bytes = b"", *, wake: bool = True) -> None:
         """Publish a message, in order; waits if the slowest rank is a whole ring behind.
+
+        Without `wake` a reader that sleeps does so until a later message, for a second at most.
 
         Raises:
             RankError: the group has ended.
@@ -66,6 +75,8 @@ class RingWriter:
             self._put(kind, payload[begin : begin + _MOST_PAYLOAD], last=False)
             begin += _MOST_PAYLOAD
         self._put(kind, payload[begin:] if begin else payload, last=True)
+        if wake:
+            self._wake()
 
     def _put(self, kind: int, payload: bytes, *, last: bool) -> None:
         size = _record_bytes(len(payload))
@@ -80,10 +91,8 @@ class RingWriter:
         if self._end + size > self._free_until:
             self._wait_for_room(self._end + size)
         self._write(size, kind, payload, last)
-        segment = self._segment
         self.messages += 1
-        segment.publish(self._end, self.messages)
-        futex.wake_all(segment.messages_address)
+        self._segment.publish(self._end, self.messages)
 
     def _write(self, size: int, kind: int, payload: bytes, last: bool) -> None:
         """Write a record that takes `size` bytes; its end is published later."""
@@ -95,8 +104,16 @@ class RingWriter:
             self._ring[at : at + len(payload)] = payload
         self._end += size
 
+    def _wake(self) -> None:
+        """Wake the readers that sleep."""
+        for rank in self._readers:
+            if self._segment.sleeping(rank):
+                futex.wake_all(self._segment.messages_address)
+                return
+
     def _wait_for_room(self, end: int) -> None:
         pause = 20e-6
+        self._wake()
         while True:
             consumed = min(self._segment.consumed(rank) for rank in self._readers)
             self._free_until = consumed + RING_BYTES
@@ -117,7 +134,7 @@ class RingReader:
         self._rank = rank
         self._check = check
         self.on_idle: Callable[[], None] | None = None
-        """Called before the reader sleeps."""
+        """Called whenever the reader is about to sleep."""
         self._begin = 0
         """Bytes read."""
 
@@ -129,7 +146,7 @@ class RingReader:
         """
         parts: list[bytes] = []
         while True:
-            while self._segment.published == self._begin:
+            if self._segment.published == self._begin:
                 self._wait()
             kind, payload, last = self._record()
             if kind == _FILLER:
@@ -141,21 +158,27 @@ class RingReader:
                 return kind, b"".join(parts)
 
     def _wait(self) -> None:
-        """Wait until something is published, or for a while."""
+        """Wait until something is published."""
         segment, clock = self._segment, time.perf_counter
         spin_until = clock() + SPIN_SECONDS
         while clock() < spin_until:
             if segment.published != self._begin:
                 return
-        messages = segment.messages
-        if segment.published == self._begin:
-            if segment.aborted:
-                self._check()
-            if self.on_idle is not None:
-                self.on_idle()
-            futex.wait(segment.messages_address, messages, _SLEEP_SECONDS)
-        if segment.aborted:
-            self._check()
+        segment.set_sleeping(self._rank, True)
+        seconds = _FIRST_SLEEP_SECONDS
+        try:
+            while True:
+                messages = segment.messages
+                if segment.published != self._begin:
+                    return
+                if segment.aborted:
+                    self._check()
+                if self.on_idle is not None:
+                    self.on_idle()
+                futex.wait(segment.messages_address, messages, seconds)
+                seconds = _SLEEP_SECONDS
+        finally:
+            segment.set_sleeping(self._rank, False)
 
     def _record(self) -> tuple[int, bytes, bool]:
         """Return kind and payload of the next record, and whether it ends its message."""

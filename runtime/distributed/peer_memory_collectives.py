@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.ops.collectives import CollectiveFailure
 from ..kernels.ops.feedback import Feedback
 from ..kernels.triton.all_reduce import Algorithm, all_reduce, fits_rows, sum_rows
 from ..kernels.triton.linear import GpuNorm
@@ -127,16 +128,17 @@ class PeerMemoryCollectives:
         self.regions.control[LIMIT] = int(seconds * 1e9)
 
     @property
-    def failure(self) -> str | None:
+    def failure(self) -> CollectiveFailure | None:
         """Why a launch gave up waiting for the others; None: none did."""
         code = int(self.regions.control[FAILURE])
         if code == 0:
             return None
         if code == GAVE_UP_ON_ABORT:
-            return f"rank {self.rank}: the group ended during a collective operation"
-        return (
-            f"rank {self.rank} of {self.ranks}: rank {code - 1} did not take part in a collective"
-            f" operation within {self.timeout_seconds:g} s"
+            reason = "found the group ended during a collective operation"
+            return CollectiveFailure(self.rank, reason, ended_before=True)
+        seconds = f"{self.timeout_seconds:g} s"
+        return CollectiveFailure(
+            code - 1, f"did not take part in a collective operation within {seconds}"
         )
 
     def abort(self) -> None:

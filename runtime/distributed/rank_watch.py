@@ -14,7 +14,6 @@ it ends a process: a rank has ended, or one did not take part.
 from __future__ import annotations
 
 import os
-import re
 import select
 import threading
 import time
@@ -22,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..kernels.ops.collectives import CollectiveFailure
 from . import futex
 from .rank_processes import RankProcess
 from .segment import SharedSegment
@@ -36,9 +36,6 @@ _GRACE_SECONDS = 0.3
 
 _EXPLAIN_SECONDS = 0.5
 """After an operator gave up, a process may take so long to end, or a rank to say what failed."""
-
-_FAILURE = re.compile(r"rank (\d+) (.*)", re.DOTALL)
-"""What `failure` of collectives says."""
 
 KEPT_STEPS = 8192
 """Steps whose checksums rank 0 keeps for the comparison."""
@@ -168,14 +165,18 @@ class RankWatch:
     @property
     def collectives_failed(self) -> bool:
         """Whether operators of this rank have failed."""
-        return getattr(self.collectives, "failure", None) is not None
+        return self._failure is not None
 
     def _own_failure(self) -> tuple[int, str] | None:
         """Return the rank for which operators of this rank waited in vain, and what that did."""
-        found = _FAILURE.fullmatch(getattr(self.collectives, "failure", None) or "")
-        if found is None or found[2] == "aborted the group":  # because of another failure
+        failure = self._failure
+        if failure is None or failure.ended_before:
             return None
-        return int(found[1]), found[2]
+        return failure.rank, failure.reason
+
+    @property
+    def _failure(self) -> CollectiveFailure | None:
+        return getattr(self.collectives, "failure", None)
 
     def _waited_for(self) -> tuple[int, str]:
         blamed = self._blamed()

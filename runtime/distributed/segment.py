@@ -1,7 +1,8 @@
 """The shared memory of a group of ranks: one anonymous mapping, without a name in any file system.
 
     header     abort word, published bytes and messages
-    ranks      a page each: heartbeat, consumed bytes, progress, process, why it aborted
+    ranks      a page each: heartbeat, consumed bytes, whether it sleeps, progress, process, why it
+               aborted
     mailboxes  two for each rank, for `RankGroup.exchange`
     ring       of commands, see `command_ring.py`
 
@@ -25,7 +26,7 @@ __all__ = ["MAILBOX_BYTES", "RING_BYTES", "SharedSegment", "open_shared", "share
 
 _PAGE = 4096
 _ABORT, _PUBLISHED_MESSAGES, _PUBLISHED_BYTES = 0, 64, 72
-_HEARTBEAT, _CONSUMED, _PROGRESS, _PROCESS, _ARRIVED = 0, 64, 128, 192, 256
+_HEARTBEAT, _CONSUMED, _PROGRESS, _PROCESS, _ARRIVED, _SLEEPING = 0, 64, 128, 192, 256, 320
 _REASON = 1024
 """Offset in the page of a rank: length, then the record as JSON."""
 _MOST_REASON = _PAGE - _REASON - 4
@@ -133,6 +134,14 @@ class SharedSegment:
     def consume(self, rank: int, nbytes: int) -> None:
         """Set the bytes that this rank has read."""
         self._longs[self._at(rank, _CONSUMED) >> 3] = nbytes
+
+    def sleeping(self, rank: int) -> bool:
+        """Whether a rank waits for messages on the futex."""
+        return self._words[self._at(rank, _SLEEPING) >> 2] != 0
+
+    def set_sleeping(self, rank: int, sleeping: bool) -> None:
+        """Say whether this rank waits on the futex."""
+        self._words[self._at(rank, _SLEEPING) >> 2] = sleeping
 
     def progress(self, rank: int) -> int:
         """Number of the last step whose tokens a rank has checked in, and a checksum; 0 at first.

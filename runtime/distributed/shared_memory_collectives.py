@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import RankError
 from ..kernels import load_cpu_ops
 from ..kernels.cpu.collectives import all_reduce, gather_columns, largest, region_bytes
+from ..kernels.ops.collectives import CollectiveFailure
 
 __all__ = ["SharedMemoryCollectives"]
 
@@ -95,12 +96,14 @@ class SharedMemoryCollectives:
         self._timeout_seconds = seconds
 
     @property
-    def failure(self) -> str | None:
+    def failure(self) -> CollectiveFailure | None:
         """Why this rank gave up waiting for the others; None: it did not."""
         if not self._close.alive:
             return None
-        reason: str = torch.ops.stepgraph.communicator_failure.default(self.communicator)
-        return reason or None
+        found = CollectiveFailure(
+            *torch.ops.stepgraph.communicator_failure.default(self.communicator)
+        )
+        return found if found.reason else None
 
     @contextmanager
     def rank_errors(self) -> Iterator[None]:
@@ -108,9 +111,9 @@ class SharedMemoryCollectives:
         try:
             yield
         except RuntimeError as error:
-            if (reason := self.failure) is None:
+            if (failure := self.failure) is None:
                 raise
-            raise RankError(f"rank {self.rank} of {self.ranks}: {reason}") from error
+            raise RankError(f"rank {self.rank} of {self.ranks}: {failure}") from error
 
     def all_reduce(self, x_BF: Tensor) -> Tensor:
         """See `Collectives.all_reduce`; for float32, bfloat16 and float16, also inside compiled

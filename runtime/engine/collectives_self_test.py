@@ -55,7 +55,7 @@ def check_collectives(collectives: Collectives, cases: CollectiveCases) -> Colle
                 stored = found.contiguous().view(-1).view(torch.uint8).cpu()
                 checksum = crc32(stored.numpy().tobytes(), checksum)
                 if failure := getattr(collectives, "failure", None):
-                    return CollectivesCheck(problem or failure, checksum)
+                    return CollectivesCheck(problem or str(failure), checksum)
                 # After a wrong result the rest is run nevertheless: other ranks wait for it.
                 difference = disagreement(found.float(), expected.float(), limit)
                 if problem is None and difference is not None:

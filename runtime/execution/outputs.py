@@ -222,7 +222,7 @@ class _HostViews(NamedTuple):
 
 def checked_tokens(output: StepOutput, lanes: int) -> bytes:
     """Return the tokens of the first `lanes` lanes, for the comparison of ranks."""
-    return output.tokens[..., :lanes].numpy().tobytes()
+    return output.tokens.numpy()[..., :lanes].tobytes()
 
 
 def sampled_tokens(launched: LaunchedStep) -> Iterable[Sampled]:

@@ -62,7 +62,10 @@ class Inputs(NamedTuple):
 
 
 class CommandSender:
-    """Sends the commands of a runner. Every method publishes one, before the runner applies it."""
+    """Sends the commands of a runner. Every method publishes one, before the runner applies it.
+
+    What only prepares a step does not wake a rank that sleeps: the step does.
+    """
 
     def __init__(self, group: RankGroup) -> None:
         """Send to the ranks of a group, of which this is rank 0."""
@@ -70,6 +73,8 @@ class CommandSender:
         self.group = group
         self._send = group.writer.send
         self._runs: dict[tuple[StepKey, int], bytes] = {}
+        self._fields: dict[type, dict[str, int]] = {}
+        """Indices of the fields of dataclasses."""
 
     def run(self, key: StepKey, lanes: int) -> None:
         """Run a step, whose first `lanes` tokens are checked in."""
@@ -82,11 +87,14 @@ class CommandSender:
         self, buffer: InputBuffer, arrays: object, counts: dict[str, int], updates: int = 0
     ) -> None:
         """Copy the first `counts` elements of fields of a dataclass of arrays; see `Inputs`."""
-        names = [field.name for field in fields(arrays)]  # type: ignore[arg-type]
+        indices = self._fields.get(type(arrays))
+        if indices is None:
+            names = [field.name for field in fields(arrays)]  # type: ignore[arg-type]
+            indices = self._fields[type(arrays)] = {name: i for i, name in enumerate(names)}
         parts = [_INPUTS.pack(INPUT_BUFFERS.index(buffer), len(counts), updates)]
-        parts += [_FIELD.pack(names.index(name), count) for name, count in counts.items()]
+        parts += [_FIELD.pack(indices[name], count) for name, count in counts.items()]
         parts += [getattr(arrays, name)[:count].tobytes() for name, count in counts.items()]
-        self._send(Command.INPUTS, b"".join(parts))
+        self._send(Command.INPUTS, b"".join(parts), wake=False)
 
     def row(self, row: int, rope_length: int, parameters: RowParameters) -> None:
         """Assign a row to a request."""
@@ -98,7 +106,7 @@ class CommandSender:
         ]
         if counts is not None:
             parts += [used.numpy().tobytes(), counts[used].numpy().tobytes()]
-        self._send(Command.ROW, b"".join(parts))
+        self._send(Command.ROW, b"".join(parts), wake=False)
 
     def copy_blocks(self, copy: BlockCopy, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) blocks."""
@@ -107,7 +115,7 @@ class CommandSender:
 
     def force_token(self, row: int, token_id: int) -> None:
         """Replace the newest token of a row."""
-        self._send(Command.FORCE_TOKEN, _TOKEN.pack(row, token_id))
+        self._send(Command.FORCE_TOKEN, _TOKEN.pack(row, token_id), wake=False)
 
     def score(self, count: int, num_top: int) -> None:
         """Score the first `count` scored tokens."""
@@ -115,7 +123,7 @@ class CommandSender:
 
     def padding(self, null_position: int, start: int, count: int, last: int) -> None:
         """Move the null row and padding; see `Runner.place_padding`."""
-        self._send(Command.PADDING, _PADDING.pack(null_position, start, count, last))
+        self._send(Command.PADDING, _PADDING.pack(null_position, start, count, last), wake=False)
 
     def reload(self, source: str) -> None:
         """Take the weights of another checkpoint."""

@@ -301,7 +301,7 @@ class Runner:
         """Raise `RankError` if a kernel of an ended step waited in vain for another rank."""
         failure = getattr(self._collectives, "failure", None)
         if failure is not None:
-            raise RankError(failure)
+            raise RankError(str(failure))
 
     def read_scores(self, step: LaunchedStep) -> Iterable[Score]:
         """Return the scores of prompt tokens of a launch, after `read`."""

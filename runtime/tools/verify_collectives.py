@@ -162,7 +162,10 @@ def _fused(group: RankGroup, peers: Any, cases: CollectiveCases, rows: int) -> d
     )
     if problem is None and not torch.equal(tokens_T, every_TC.argmax(-1)):
         problem = "wrong tokens"
-    problem = problem or peers.failure or (f"{different} replays differ" if different else None)
+    if problem is None and peers.failure is not None:
+        problem = str(peers.failure)
+    if problem is None and different:
+        problem = f"{different} replays differ"
     found = group.exchange([problem, checksum])
     problems = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(found) if error]
     if len({checksum for _, checksum in found}) > 1:
@@ -201,7 +204,7 @@ def _absent_rank(group: RankGroup, peers: Any, cases: CollectiveCases) -> dict[s
         peers.all_reduce(cases.part(group.rank, 60, 1, _HIDDEN))
         torch.cuda.synchronize()
         waited = time.monotonic() - began
-        if peers.failure is None or f"rank {group.ranks - 1} did not" not in peers.failure:
+        if peers.failure is None or peers.failure.rank != group.ranks - 1:
             error = f"rank {group.rank}: after {waited:.1f} s its failure is {peers.failure}"
     errors = [found for found in group.exchange(error) if found]
     return {"check": "absent rank", "passed": not errors, "error": "; ".join(errors) or None}

@@ -27,7 +27,7 @@ torch.library.define("stepgraph::communicator_destroy", "(int handle) -> ()")
 torch.library.define(
     "stepgraph::communicator_set_timeout", "(int handle, float timeout_seconds) -> ()"
 )
-torch.library.define("stepgraph::communicator_failure", "(int handle) -> str")
+torch.library.define("stepgraph::communicator_failure", "(int handle) -> (int, str, bool)")
 torch.library.define("stepgraph::all_reduce", "(Tensor x, Tensor(a!) communicator) -> Tensor")
 torch.library.define(
     "stepgraph::gather_columns", "(Tensor x, int[] sizes, Tensor(a!) communicator) -> Tensor"

@@ -9,11 +9,24 @@ Shape suffixes: B rows, F features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Collectives", "StackCollectives"]
+__all__ = ["CollectiveFailure", "Collectives", "StackCollectives"]
+
+
+class CollectiveFailure(NamedTuple):
+    """Why the operations of a rank gave up: what a rank did, or did not do."""
+
+    rank: int
+    reason: str
+    ended_before: bool = False
+    """Whether the group had already ended, so that this explains nothing."""
+
+    def __str__(self) -> str:
+        """The sentence."""
+        return f"rank {self.rank} {self.reason}"
 
 
 class Collectives(Protocol):

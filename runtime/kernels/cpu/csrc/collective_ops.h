@@ -167,8 +167,10 @@ TORCH_LIBRARY_IMPL(stepgraph, CompositeExplicitAutograd, library) {
         ->communicator.set_timeout(seconds);
   });
   library.impl("communicator_failure", [](int64_t handle) {
-    return stepgraph::Communicators::instance()
-        .find("communicator_failure", handle)
-        ->communicator.failure();
+    const auto failure = stepgraph::Communicators::instance()
+                             .find("communicator_failure", handle)
+                             ->communicator.failure();
+    return std::make_tuple(static_cast<int64_t>(failure.rank), failure.reason,
+                           failure.ended_before);
   });
 }

@@ -164,27 +164,30 @@ void Communicator::fail(Reason reason, int rank) {
                                   std::memory_order_acq_rel);
 }
 
-std::string Communicator::failure() const {
+Communicator::Failure Communicator::failure() const {
   const uint64_t failure = failure_.load(std::memory_order_acquire);
-  const std::string rank = "rank " + std::to_string(failure >> 32);
+  const int rank = static_cast<int>(failure >> 32);
   switch (static_cast<Reason>(static_cast<uint32_t>(failure))) {
-    case Reason::kNone: return "";
+    case Reason::kNone: break;
     case Reason::kLate: {
       const double seconds = std::chrono::duration<double>(timeout_.load()).count();
       char text[32];
       std::snprintf(text, sizeof(text), "%g", seconds);
-      return rank + " did not take part in an operation of the group within " + text + " s";
+      return {rank, std::string("did not take part in an operation of the group within ") + text + " s",
+              false};
     }
-    case Reason::kDisagrees: return rank + " runs another operation of the group";
-    case Reason::kAborted: return rank + " aborted the group";
+    case Reason::kDisagrees: return {rank, "runs another operation of the group", false};
+    case Reason::kAborted: return {rank, "aborted the group", true};
   }
-  return rank;
+  return {-1, "", false};
 }
 
 void Communicator::check() {
   const uint32_t aborted = abort_->load(std::memory_order_acquire);
   if (aborted != 0) fail(Reason::kAborted, static_cast<int>(aborted - 1));
-  if (failure_.load(std::memory_order_acquire) != 0) throw std::runtime_error(failure());
+  const Failure failure = this->failure();
+  if (!failure.reason.empty())
+    throw std::runtime_error("rank " + std::to_string(failure.rank) + " " + failure.reason);
 }
 
 template <class T>

@@ -87,8 +87,13 @@ class Communicator {
     return true;
   }
 
-  // Why this rank gave up; empty: it did not.
-  std::string failure() const;
+  // Why this rank gave up: what another one did, or did not do.
+  struct Failure {
+    int rank;
+    std::string reason;  // empty: it did not give up
+    bool ended_before;   // the group had already ended
+  };
+  Failure failure() const;
 
   // Raises std::runtime_error with the failure, also if the group was aborted.
   void check();
