@@ -31,7 +31,7 @@ from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, Output
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer, ScoreArrays
 from stepgraph.runtime.execution.row_state import RowState
 from stepgraph.runtime.execution.runner import Runner
-from stepgraph.runtime.execution.step_functions import StepKey
+from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import Kernels, select_kernels
 from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling.sampling_state import SamplingState

@@ -12,7 +12,8 @@ from stepgraph.cache.arena import Arena
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime.execution.inputs import DraftInputs, StepInputs
 from stepgraph.runtime.execution.row_state import RowState
-from stepgraph.runtime.execution.step_functions import StepFunctions, StepKey, StepOutput
+from stepgraph.runtime.execution.step_functions import StepFunctions
+from stepgraph.runtime.execution.step_key import StepKey, StepOutput
 from stepgraph.runtime.kernels import Kernels, WeightStorage, select_kernels
 from stepgraph.runtime.kernels.ops.collectives import Collectives
 from stepgraph.runtime.loading.checkpoint import CheckpointReader

@@ -12,7 +12,7 @@ import torch
 from stepgraph.profiling import attribution
 from stepgraph.profiling.attribution import CapturedNode, KernelNames, StepNodes
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.execution.step_functions import StepKey
+from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.operation_scopes import operation
 from stepgraph.runtime.tools import recorded_steps
 from stepgraph.runtime.tools.step_report import decode_operation_costs

@@ -12,7 +12,7 @@ import pytest
 from stepgraph.runtime import Engine
 from stepgraph.runtime.engine import calibration, loop
 from stepgraph.runtime.execution import runner
-from stepgraph.runtime.execution.step_functions import StepKey
+from stepgraph.runtime.execution.step_key import StepKey
 
 from .engine_rig import greedy
 

@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.execution.step_functions import StepFunctions, StepKey
+from stepgraph.runtime.execution.step_functions import StepFunctions
+from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton.activation import activate_rows

@@ -14,7 +14,7 @@ from stepgraph.runtime.kernels import Kernels, reference_paged_attention
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.execution.step_functions import StepKey
+from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED, record_kernel_calls

@@ -22,7 +22,7 @@ from stepgraph.runtime.resolved_config import ResolvedConfig
 pytest.importorskip("triton")
 
 from stepgraph.runtime.execution.sample_steps import SampleCase, SampleSteps, sample_config
-from stepgraph.runtime.execution.step_functions import StepKey
+from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels.triton import operation_check as checks
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.dependent import is_dependent_launch_enabled

@@ -12,7 +12,7 @@ from stepgraph.graphs.steps import CapturedStep, CudaGraphCapturer
 from stepgraph.profiling import attribution
 from stepgraph.profiling.attribution import AttributionError, KernelNames, operation
 from stepgraph.profiling.graph_nodes import CudaGraphNodes, cuda_graph_nodes
-from stepgraph.runtime.execution.step_functions import StepKey
+from stepgraph.runtime.execution.step_key import StepKey
 
 from .fake_cuda_bindings import EXEC_ID, STREAM, FakeCuda, cudaGraphNodeType
 

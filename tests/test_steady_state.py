@@ -23,7 +23,7 @@ from stepgraph import cache, graphs, profiling, runtime
 from stepgraph.runtime import Engine, SamplingParams
 from stepgraph.runtime.bench.scenarios.host_overhead import HostRig, measure_host
 from stepgraph.runtime.execution.outputs import HostOutputs
-from stepgraph.runtime.execution.step_functions import StepOutput
+from stepgraph.runtime.execution.step_key import StepOutput
 from stepgraph.runtime.request import TOKENS_AT_A_TIME, RequestStatus
 from stepgraph.runtime.sampling.sample_output import SampleOutput
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -18,7 +18,8 @@ from stepgraph.runtime.execution.inputs import (
     write_drafts,
 )
 from stepgraph.runtime.execution.row_state import RowState
-from stepgraph.runtime.execution.step_functions import StepFunctions, StepKey, StepOutput
+from stepgraph.runtime.execution.step_functions import StepFunctions
+from stepgraph.runtime.execution.step_key import StepKey, StepOutput
 from stepgraph.runtime.kernels import have_compiler, select_kernels
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.loader import random_weights

@@ -11,7 +11,7 @@ from ...cache.blocks import NULL_BLOCK
 from ...graphs.steps import Capture, CudaGraphCapturer, GraphCapturer
 from ..config import MAX_ROWS
 from ..execution.sample_steps import SampleCase, SampleSteps, sample_cases, sample_config
-from ..execution.step_functions import StepOutput
+from ..execution.step_key import StepOutput
 from ..kernels import Kernels, paged_attention, reference_paged_attention
 from ..kernels.ops.experts_operator import opaque_experts
 from ..kernels.result_check import (

@@ -33,7 +33,7 @@ from ..execution.compiled_parts import constant_floats
 from ..execution.follower import Follower
 from ..execution.rank_commands import CommandSender
 from ..execution.runner import Runner
-from ..execution.step_functions import StepKey
+from ..execution.step_key import StepKey
 from ..kernels import Gap, Kernels, kernels_for, limit_threads, native_gaps, select_kernels
 from ..kernels.result_check import Fallback, brief, warn
 from ..loading.loader import Source
@@ -212,6 +212,7 @@ def _start(
         captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
         compiles = resolved.compiled and model.stack is None
         with (
+            runner.own_threads(),
             _preparation_bar(shown=progress) as report,
             constant_floats() if compiles else nullcontext(),
         ):

@@ -29,7 +29,7 @@ from .rank_commands import (
     decode_token,
 )
 from .runner import Runner
-from .step_functions import StepKey, StepOutput
+from .step_key import StepKey, StepOutput
 
 __all__ = ["Follower"]
 

@@ -25,7 +25,7 @@ from .inputs import (
 from .prompt_scorer import PromptScorer
 from .rank_commands import CommandSender
 from .row_state import RowState
-from .step_functions import StepKey
+from .step_key import StepKey
 from .step_sizes import most_table_updates
 
 __all__ = ["InputWriter"]

@@ -15,7 +15,7 @@ from ..request import Request
 from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import StepPlan
-from .step_functions import StepOutput
+from .step_key import StepOutput
 
 if TYPE_CHECKING:
     from .prompt_scorer import LaunchedScores

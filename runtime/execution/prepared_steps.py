@@ -16,7 +16,8 @@ from ...graphs.steps import (
     Step,
 )
 from ..resolved_config import ResolvedConfig
-from .step_functions import StepFunctions, StepKey, StepOutput
+from .step_functions import StepFunctions
+from .step_key import StepKey, StepOutput
 
 if TYPE_CHECKING:
     from ..kernels.triton.precompile import CompiledKernels

@@ -19,7 +19,7 @@ import torch
 
 from ..distributed.rank_group import RankGroup
 from ..sampling.sampling_state import RowParameters
-from .step_functions import StepKey
+from .step_key import StepKey
 
 __all__ = ["BLOCK_COPIES", "INPUT_BUFFERS", "Command", "CommandSender", "Inputs", "decode_inputs"]
 

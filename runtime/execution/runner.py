@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 
@@ -36,7 +37,8 @@ from .prepared_steps import PreparedSteps
 from .prompt_scorer import LaunchedScores, PromptScorer, Score
 from .rank_commands import BlockCopy, CommandSender
 from .row_state import RowState
-from .step_functions import StepFunctions, StepKey, StepOutput
+from .step_functions import StepFunctions
+from .step_key import StepKey, StepOutput
 from .step_sizes import StepSizes
 
 __all__ = ["Runner"]
@@ -92,12 +94,9 @@ class Runner:
         )
         self.inputs, self.embeds = self._writer.inputs, self._writer.embeds
         self.threads = None if model.kernels.library is None else config.threads
-        compiles = config.compiled and model.stack is None
         self._torch_threads = None
-        if commands is not None and device.type == "cpu" and not compiles:
-            # Torch's threads would spin on the cores of other ranks. Code of torch.compile depends
-            # on their number.
-            self._torch_threads = config.threads
+        if commands is not None and device.type == "cpu":
+            self._torch_threads = config.threads  # more would spin on the cores of other ranks
         self._decoding = _Decoding([])
         self.outputs: HostOutputs | None = None
         if config.is_async_device:
@@ -204,6 +203,13 @@ class Runner:
         else:
             self.host_arena.swap_in(pairs)
 
+    def own_threads(self) -> AbstractContextManager[None]:
+        """Return a block in which torch uses no more threads than this rank has.
+
+        Code of `torch.compile` keeps the number with which it was compiled.
+        """
+        return nullcontext() if self._torch_threads is None else torch_threads(self._torch_threads)
+
     def run(self, key: StepKey, lanes: int = 0) -> StepOutput:
         """Run the step for `key` on all ranks, and return its output.
 
@@ -213,7 +219,7 @@ class Runner:
             self.commands.run(key, lanes)
         if self._torch_threads is None:
             return self.library.run(key)
-        with torch_threads(self._torch_threads):
+        with self.own_threads():
             return self.library.run(key)
 
     def launch(self, number: int, plan: StepPlan) -> LaunchedStep:

@@ -25,7 +25,8 @@ from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
 from .inputs import StepInputs
 from .row_state import RowState
-from .step_functions import StepFunctions, StepKey
+from .step_functions import StepFunctions
+from .step_key import StepKey
 from .step_sizes import StepSizes
 
 __all__ = ["SampleCase", "SampleSteps", "sample_cases", "sample_config", "sample_weights"]

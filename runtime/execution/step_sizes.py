@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ...graphs.buckets import Buckets, default_width_buckets
 from ..kernels import Kernels
 from ..resolved_config import ResolvedConfig
-from .step_functions import StepKey
+from .step_key import StepKey
 
 __all__ = ["StepSizes", "most_table_updates"]
 

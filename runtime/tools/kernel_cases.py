@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..execution.sample_steps import SampleCase, SampleSteps
-from ..execution.step_functions import StepKey
+from ..execution.step_key import StepKey
 from ..kernels.ops.kv_storage import read_blocks
 from ..kernels.triton.backend import gpu_kernels
 from ..kernels.triton.expert_routing import Routed

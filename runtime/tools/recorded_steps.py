@@ -19,7 +19,8 @@ from ..config import EngineConfig
 from ..engine.memory_planning import layer_groups
 from ..execution.inputs import StepInputs
 from ..execution.row_state import RowState
-from ..execution.step_functions import StepFunctions, StepKey
+from ..execution.step_functions import StepFunctions
+from ..execution.step_key import StepKey
 from ..kernels import AttentionForm, LayerPlace, RaggedBatch, kernels_for, select_kernels
 from ..kernels.triton.kernel_calls import CAPABILITY, KernelCall, record_kernel_calls
 from ..kernels.triton.paged_attention import triton_paged_attention

@@ -29,7 +29,7 @@ from ...engine.loop import StepLoop
 from ...engine.memory_planning import layer_groups
 from ...execution.rank_commands import CommandSender
 from ...execution.runner import Runner
-from ...execution.step_functions import StepKey, StepOutput
+from ...execution.step_key import StepKey, StepOutput
 from ...kernels import select_kernels
 from ...models.config import ModelConfig
 from ...models.decoder import Decoder

@@ -1,0 +1,46 @@
+"""What distinguishes the steps of an engine, and what each returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..sampling.sample_output import SampleOutput
+
+__all__ = ["StepKey", "StepOutput"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """All host scalars that are constant in a captured step."""
+
+    phase: Literal["decode", "prefill"]
+    size: int
+    """Bucket: rows of a decode step, tokens of a prefill step."""
+    read_blocks: int
+    """Columns of the block tables that attention may read."""
+    full_sampler: bool
+    """Whether any request in the step needs more than the greedy token."""
+    steps: int = 1
+    """Decode steps per launch, run in sequence; 1 for a prefill step."""
+    tokens_per_row: int = 1
+    """Tokens of each row of a decode step; 1 + k makes it a verify step of k drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Outputs of a step on the device. B: rows of a decode step, or chunks of a prefill step.
+
+    For a launch of several decode steps, tokens and details are `[steps, B]` instead of `[B]`. For
+    a verify step they are `[1 + k, B]`, and logits `[1 + k, B, vocab_size]`.
+    """
+
+    tokens: torch.Tensor
+    """int64 `[B]`: sampled tokens; undefined for padded lanes."""
+    logits: torch.Tensor
+    """`[B, vocab_size]` in the model's dtype: logits of the (last) step, before sampling. After a
+    greedy step of a rank of a tensor-parallel group, those of its own tokens."""
+    details: SampleOutput | None
+    """Log-probabilities; only the full sampler returns them."""
