@@ -28,7 +28,11 @@ from stepgraph.runtime.service.ray_app.options import ReplicaOptions
 from stepgraph.runtime.service.ray_app.prompt_blocks import PromptBlocks
 from stepgraph.runtime.service.ray_app.ray_version import check_ray
 from stepgraph.runtime.service.ray_app.remote_call import Head, RemoteRequest, respond
-from stepgraph.runtime.service.ray_app.resources import check_nodes, replica_bundle
+from stepgraph.runtime.service.ray_app.resources import (
+    check_nodes,
+    check_ranks_of_model,
+    replica_bundle,
+)
 
 
 def blocks_of(tokens: Sequence[int], salt: str = "") -> bytes:
@@ -273,6 +277,16 @@ def test_resources_that_do_not_fit(
     config = EngineConfig(**engine)
     with pytest.raises(ConfigError, match=named):
         replica_bundle(ReplicaOptions(model="demo", engine=config, **options))
+
+
+def test_a_model_that_cannot_be_split_is_refused() -> None:
+    def options(model: str, ranks: int) -> ReplicaOptions:
+        return ReplicaOptions(model=model, engine=EngineConfig(tensor_parallel=ranks))
+
+    with pytest.raises(ConfigError, match=r"cannot be split over 3 ranks.*can be 1, 2"):
+        check_ranks_of_model(options("preset:qwen2.5-0.5b", 3))
+    check_ranks_of_model(options("preset:qwen2.5-0.5b", 2))
+    check_ranks_of_model(options("/on/the/nodes/only", 3))
 
 
 def test_a_replica_must_fit_one_node() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .options import ReplicaOptions
 from .ray_version import check_ray
-from .resources import check_nodes, replica_bundle
+from .resources import check_nodes, check_ranks_of_model, replica_bundle
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -28,8 +28,9 @@ def build(args: Mapping[str, Any]) -> Application:
         args: fields of `ReplicaOptions`, `model` at least.
 
     Raises:
-        ConfigError: Ray is missing or of another version; an argument is invalid; or no node has
-            the resources of a replica. Nothing has been loaded.
+        ConfigError: Ray is missing or of another version; an argument is invalid; the model cannot
+            be split over `tensor_parallel` ranks; or no node has the resources of a replica.
+            Nothing has been loaded.
     """
     check_ray()
     options = ReplicaOptions.of(args)
@@ -43,6 +44,7 @@ def build(args: Mapping[str, Any]) -> Application:
 
     make_output_parser(options.http.tool_parser, options.http.reasoning_parser)
     bundle = replica_bundle(options)
+    check_ranks_of_model(options)
     if ray.is_initialized() and not options.grows:
         check_nodes(bundle, ray.nodes())
     gpus = {"num_gpus": bundle["GPU"]} if "GPU" in bundle else {}

@@ -1,14 +1,14 @@
-"""The CPUs and GPUs of a replica, and whether a node of the cluster has them."""
+"""The CPUs and GPUs of a replica: whether its model can use them, and a node has them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import CheckpointError, ConfigError
 from .options import ReplicaOptions
 
-__all__ = ["check_nodes", "replica_bundle"]
+__all__ = ["check_nodes", "check_ranks_of_model", "replica_bundle"]
 
 
 def replica_bundle(options: ReplicaOptions) -> dict[str, float]:
@@ -50,6 +50,25 @@ def replica_bundle(options: ReplicaOptions) -> dict[str, float]:
     if options.accelerator_type is not None:
         bundle[f"accelerator_type:{options.accelerator_type}"] = 0.001
     return bundle
+
+
+def check_ranks_of_model(options: ReplicaOptions) -> None:
+    """Raise `ConfigError` if the model cannot be split over the ranks of a replica.
+
+    Only its config is read. A model that this machine does not have is left to the replicas.
+    """
+    engine = options.engine
+    if engine.tensor_parallel == 1:
+        return
+    from ...loading.loader import resolve_source  # imports torch
+    from ...models.plan import plan_of
+    from ...models.sharding import check_ranks
+
+    try:
+        found = resolve_source(options.model, config_only=True, model_impl=engine.model_impl)
+    except CheckpointError:
+        return
+    check_ranks(plan_of(found.config), engine.tensor_parallel)
 
 
 def check_nodes(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]) -> None:
