@@ -67,7 +67,7 @@ def test_ranks_agree_with_the_modules_of_the_whole_model(
     assert all(each == found[0] for each in found)
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans(wide=True, ranks=2), dtype=DTYPES, part_bytes=PARTS)
 def test_threads_and_delays_of_ranks_change_nothing(
     plan: ModelPlan, dtype: torch.dtype, part_bytes: int
