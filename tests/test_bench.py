@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import Engine, EngineConfig, StepgraphError
+from stepgraph.runtime.bench.benchmark_run import BenchmarkRun
 from stepgraph.runtime.bench.results.result_tables import markdown_table, tables
 from stepgraph.runtime.bench.scenarios import engine_start as start
 from stepgraph.runtime.bench.scenarios import steady
@@ -167,6 +168,14 @@ def test_more_steps_than_the_cache_holds_are_refused(capsys, monkeypatch):
     assert run_bench(monkeypatch, "--scenario host --num-steps 100000") == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("bench.py: error: 100060 steps make")
+
+
+def test_ranks_are_checked_before_the_first_engine_starts(capsys, monkeypatch):
+    flags = "--model preset:smollm2-135m --tensor-parallel 1 2"
+    with monkeypatch.context() as patched:
+        patched.setattr(BenchmarkRun, "start", lambda *_: pytest.fail("an engine started"))
+        assert run_bench(monkeypatch, flags) == 2
+    assert "2 does not divide 9 query heads" in capsys.readouterr().err
 
 
 def test_the_phases_of_a_start():

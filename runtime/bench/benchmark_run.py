@@ -16,6 +16,7 @@ from ...profiling.device_state import DeviceMonitor, watch
 from ...profiling.timeline import StepRecord
 from ..config import EngineConfig
 from ..engine.engine import Engine
+from ..engine.rank_start import check_can_split
 from ..errors import ConfigError
 from ..kernels import cpu_kernels_obstacle
 from ..loading.loader import resolve_source
@@ -74,9 +75,12 @@ def resolve_engine(model: str, config: EngineConfig) -> ResolvedConfig:
         CheckpointError: the model does not exist.
         ConfigError: it cannot run with this configuration: names the model and the reason.
     """
-    source = resolve_source(model, config_only=True, model_impl=config.model_impl).config
+    source = resolve_source(model, config_only=True, model_impl=config.model_impl)
     try:
-        return ResolvedConfig.resolve(config, source)
+        resolved = ResolvedConfig.resolve(config, source.config)
+        if config.tensor_parallel > 1:
+            check_can_split(source, resolved)
+        return resolved
     except ConfigError as error:
         raise ConfigError(f"{model}: {error}") from error
 
