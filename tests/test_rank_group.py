@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -10,9 +14,11 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime.distributed import rank_watch
+from stepgraph.runtime.distributed.command_ring import RingReader
 from stepgraph.runtime.distributed.rank_group import RankGroup
+from stepgraph.runtime.distributed.rank_processes import RankProcess
 from stepgraph.runtime.distributed.segment import SharedSegment, shared_memory
-from stepgraph.runtime.errors import RankError
+from stepgraph.runtime.errors import CheckpointError, RankError
 from stepgraph.runtime.kernels.ops.collectives import CollectiveFailure
 
 LATE = "did not take part in an operation of the group within 3 s"
@@ -183,3 +189,98 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+def test_a_rank_is_blamed_for_what_kernels_waited_for(
+    make_group: MakeGroup, late_watch: None
+) -> None:
+    """Kernels do not set the abort word: the error of the call ends the group."""
+    group, _ = make_group()
+    group.watch.collectives = SimpleNamespace(failure=CollectiveFailure(2, LATE))
+    with pytest.raises(RankError, match=f"rank 2: {LATE}"):
+        raise group.end(RankError(f"rank 2 {LATE}"))
+    with pytest.raises(RankError, match=f"rank 2: {LATE}"):
+        group.check()
+
+
+def test_errors_of_a_rank_keep_their_type_only_while_it_starts(make_group: MakeGroup) -> None:
+    for serves, kind in ((False, CheckpointError), (True, RankError)):
+        group, _ = make_group()
+        if serves:
+            group.serve(5.0)
+        group.segment.abort(
+            1, {"rank": 1, "reason": "no such directory", "kind": "CheckpointError"}
+        )
+        with pytest.raises(kind, match="rank 1: no such directory"):
+            group.check()
+
+
+def test_a_rank_that_takes_no_commands_ends_the_group(make_group: MakeGroup) -> None:
+    group, _ = make_group()
+    group.writer.send(1)
+    for rank in (1, 2):
+        reader = RingReader(group.segment, rank, group.check)
+        assert reader.receive() == (1, b"")
+    group.check_commands_taken()
+    group.writer.send(2)
+    assert reader.receive() == (2, b"")
+    with pytest.raises(RankError, match="rank 1: it has not taken a command for 60 s"):
+        group.check_commands_taken()
+
+
+def test_an_error_of_the_watch_ends_the_group(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, _ = make_group()
+    monkeypatch.setattr(group.watch, "_compare", lambda now: [][1])
+    wait_for(lambda: group.segment.aborted)
+    with pytest.raises(RankError, match="rank 0: its watch failed: IndexError"):
+        group.check()
+
+
+def test_ended_processes_are_seen_behind_many_descriptors(make_group: MakeGroup) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("too few descriptors are allowed")
+    group, _ = make_group(2)
+    group.segment.join(1)  # as this process
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        handle = fcntl.fcntl(os.pidfd_open(os.getpid()), fcntl.F_DUPFD, 1500)
+        group.watch._handles[1] = handle
+        assert not group.watch._has_ended(1)
+    finally:
+        group.watch.stop()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_ended_child_reads_no_descriptor_of_others() -> None:
+    child = RankProcess(1, [], module="this")
+    assert child.wait(60)
+    assert "ended with status 0" in str(child.failure())
+    child.end()
+    pipes = [os.pipe() for _ in range(4)]  # one has the number of the child's output
+    for _, write in pipes:
+        os.write(write, b"of a client")
+    child.end()
+    for ends in pipes:
+        assert os.read(ends[0], 100) == b"of a client"
+        for end in ends:
+            os.close(end)
+
+
+def test_a_rank_ends_even_if_nobody_reads_its_output() -> None:
+    program = (
+        "import sys, stepgraph.runtime.engine.rank_worker as worker\n"
+        "sys.stdin.readline(); print('buffered'); worker._exit(7)"
+    )
+    command = [sys.executable, "-c", program]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdin.write(b"go\n")
+        process.stdin.close()
+        assert process.wait(120) == 7

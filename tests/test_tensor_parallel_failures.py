@@ -231,17 +231,21 @@ def test_two_engines_and_a_fork(base: TinyModel) -> None:
 def test_an_async_engine_restarts_its_ranks(base: TinyModel) -> None:
     async def serve() -> None:
         config = EngineConfig(**SIZES | {"tensor_parallel": 2, "rank_timeout": TIMEOUT})
-        service = ServiceConfig(max_restarts=1)
+        service = ServiceConfig(max_restarts=2)
         async with AsyncEngine.from_pretrained(base.directory, config, service) as engine:
             expected = await engine.generate(PROMPTS[0], greedy())
-            children()[0].kill()
-            with pytest.raises(EngineFailedError):
-                await engine.generate(PROMPTS[0], LONG)
-            until = time.monotonic() + 60
-            while not engine.health().ready and time.monotonic() < until:
-                await asyncio.sleep(0.05)
-            again = await engine.generate(PROMPTS[0], greedy())
-            assert again.token_ids == expected.token_ids
+            for idle in (False, True):
+                (rank,) = children()
+                rank.kill()
+                if not idle:
+                    with pytest.raises(EngineFailedError):
+                        await engine.generate(PROMPTS[0], LONG)
+                until = time.monotonic() + 60
+                while children() in ([], [rank]) or not engine.health().ready:
+                    assert time.monotonic() < until
+                    await asyncio.sleep(0.05)
+                again = await engine.generate(PROMPTS[0], greedy())
+                assert again.token_ids == expected.token_ids
             await engine.sleep()
             assert not children()
             await engine.wake()

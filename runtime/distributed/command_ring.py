@@ -8,7 +8,7 @@ a rank has not copied. Records do not wrap: a record without payload fills the e
 unless that is shorter than a header. A long message is split into several records.
 
 A reader spins briefly, because the next command of a busy engine follows within microseconds. Then
-it says that it sleeps, and waits on the futex: the writer makes no system call for readers that
+it sets its sleeping word and waits on the futex: the writer makes no system call for readers that
 spin. Each side writes its word before it reads the other's, but a processor may delay the write, so
 that the writer misses a reader that is about to sleep. The first wait is therefore short.
 
@@ -38,8 +38,8 @@ _MOST_PAYLOAD = RING_BYTES // 4 - _HEADER.size
 SPIN_SECONDS = 300e-6
 """A reader spins this long: more than the host's part of a step of 64 rows. Rank 0 would spend tens
 of microseconds on waking a reader that sleeps."""
-_FIRST_SLEEP_SECONDS = 1e-3
-"""Far longer than a processor delays a write."""
+_SHORT_SLEEP_SECONDS = 1e-3
+"""The first sleep: far longer than a processor delays a write."""
 _SLEEP_SECONDS = 1.0
 """A reader that sleeps looks at the abort word this often, even if nothing wakes it."""
 _RETRY_SECONDS = 0.05
@@ -133,8 +133,8 @@ class RingReader:
         self._ring = segment.ring
         self._rank = rank
         self._check = check
-        self.on_idle: Callable[[], None] | None = None
-        """Called whenever the reader is about to sleep."""
+        self.on_idle: Callable[[], bool] | None = None
+        """Called whenever the reader is about to sleep; returns whether to sleep only briefly."""
         self._begin = 0
         """Bytes read."""
 
@@ -165,7 +165,7 @@ class RingReader:
             if segment.published != self._begin:
                 return
         segment.set_sleeping(self._rank, True)
-        seconds = _FIRST_SLEEP_SECONDS
+        seconds = _SHORT_SLEEP_SECONDS
         try:
             while True:
                 messages = segment.messages
@@ -173,8 +173,8 @@ class RingReader:
                     return
                 if segment.aborted:
                     self._check()
-                if self.on_idle is not None:
-                    self.on_idle()
+                if self.on_idle is not None and self.on_idle():
+                    seconds = _SHORT_SLEEP_SECONDS
                 futex.wait(segment.messages_address, messages, seconds)
                 seconds = _SLEEP_SECONDS
         finally:

@@ -45,23 +45,7 @@ class OwnProcessGroup:
         raise_of_any_rank(group, error, self.close)
 
     def _meet(self, group: RankGroup, device: torch.device, timeout: timedelta) -> None:
-        store = None
-        place: Any = None
-        try:
-            if group.rank == 0:
-                store = TCPStore(
-                    _HOST, 0, group.ranks, True, timeout=timeout, wait_for_workers=False
-                )
-                place = [store.port, secrets.token_hex(8)]
-        finally:
-            port_and_name = group.exchange(place)[0]
-        if port_and_name is None:
-            raise RuntimeError("rank 0 has no store")
-        port, name = port_and_name
-        if store is None:
-            store = TCPStore(
-                _HOST, port, group.ranks, False, timeout=timeout, wait_for_workers=False
-            )
+        store, name = _store(group, timeout)
         self.name = f"stepgraph-{name}"
         self.store = PrefixStore(self.name, store)
         members = dist.ProcessGroup(self.store, group.rank, group.ranks)
@@ -84,6 +68,29 @@ class OwnProcessGroup:
         if members is not None:
             torch._C._distributed_c10d._unregister_process_group(members.group_name)
             members.shutdown()
+
+
+def _store(group: RankGroup, timeout: timedelta) -> tuple[Store, str]:
+    """Return the store of the group and a new name; RuntimeError on all ranks if some fail."""
+    store: Any = None
+    place: Any = None
+    error = None
+    try:
+        if group.rank == 0:
+            store = TCPStore(_HOST, 0, group.ranks, True, timeout=timeout, wait_for_workers=False)
+            place = [store.port, secrets.token_hex(8)]
+    except Exception as failure:  # of sockets
+        error = f"{type(failure).__name__}: {failure}"
+    place = group.exchange(place)[0]
+    try:
+        if place is not None and group.rank:
+            store = TCPStore(
+                _HOST, place[0], group.ranks, False, timeout=timeout, wait_for_workers=False
+            )
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    raise_of_any_rank(group, error)  # a backend would wait for a rank without a store
+    return store, place[1]
 
 
 def _backend(

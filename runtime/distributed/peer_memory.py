@@ -6,6 +6,10 @@ processes exchange, with a multicast mapping of all of them where NVLink Switch 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory as symmetric_memory
@@ -16,6 +20,8 @@ from .own_process_group import OwnProcessGroup, raise_of_any_rank
 from .rank_group import RankGroup
 
 __all__ = ["open_peer_memory"]
+
+_T = TypeVar("_T")
 
 
 def open_peer_memory(
@@ -38,33 +44,47 @@ def open_peer_memory(
         RuntimeError: on all ranks, if the devices of some cannot access each other's memory; the
             message has each rank's reason.
     """
-    regions = None
+    allocate = partial(_allocate, group.ranks, device, slot_bytes)
+    region = _on_all_ranks(group, allocate)  # the rendezvous would wait for a rank without one
+    return _on_all_ranks(group, partial(_map, group, processes, region, slot_bytes, limit_seconds))
+
+
+def _on_all_ranks(group: RankGroup, make: Callable[[], _T]) -> _T:
+    """Return what `make` returns; raise RuntimeError on all ranks if it fails on some."""
+    made = None
     error = None
     try:
-        regions = _open(group, processes, device, slot_bytes, limit_seconds)
+        made = make()
     except Exception as failure:  # of the driver
         error = f"{type(failure).__name__}: {failure}".splitlines()[0][:300]
     raise_of_any_rank(group, error)
-    assert regions is not None
-    return regions
+    assert made is not None
+    return made
 
 
-def _open(
-    group: RankGroup,
-    processes: OwnProcessGroup,
-    device: torch.device,
-    slot_bytes: int,
-    limit_seconds: float,
-) -> PeerRegions:
+def _allocate(ranks: int, device: torch.device, slot_bytes: int) -> torch.Tensor:
+    """Return the zeroed region of this rank."""
     assert slot_bytes % 4096 == 0, slot_bytes
     for index in range(torch.cuda.device_count()):
-        if index < group.ranks and index != device.index:
+        if index < ranks and index != device.index:
             _require_peer_access(device.index, index)
     # An allocation of its own: `symmetric_memory.empty` may return a part of a pool.
-    size = region_bytes(group.ranks, slot_bytes)
+    size = region_bytes(ranks, slot_bytes)
     region = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
     region.zero_()
     torch.cuda.synchronize(device)
+    return region
+
+
+def _map(
+    group: RankGroup,
+    processes: OwnProcessGroup,
+    region: torch.Tensor,
+    slot_bytes: int,
+    limit_seconds: float,
+) -> PeerRegions:
+    """Return the regions of all ranks."""
+    device = region.device
     # A rendezvous returns when all ranks have come, so all flags are zero before the first launch.
     handle = symmetric_memory.rendezvous(region, c10d.GroupName(processes.name))
     if handle.buffer_ptrs[group.rank] != region.data_ptr():

@@ -40,7 +40,7 @@ _SAME_ERRORS: dict[str, type[Exception]] = {
         *(MemoryBudgetError,),
     )
 }
-"""Errors of a rank at start that rank 0 raises as they are."""
+"""Errors of a rank that rank 0 raises as they are, while the engine starts."""
 
 
 class RankGroup:
@@ -64,6 +64,7 @@ class RankGroup:
         self._exchanges = 0
         self._steps = self._checksum = 0
         self.timeout = START_PATIENCE
+        self._serves = False
         self.watch = RankWatch(segment, rank, START_PATIENCE, children)
         self._children = children
         self.writer = RingWriter(segment, self.check)
@@ -82,7 +83,9 @@ class RankGroup:
             record = self.segment.abort_record()
         if record is None:
             raise RankError("a rank gave up waiting for the others in a collective operation")
-        kind = _SAME_ERRORS.get(record.get("kind", ""), RankError)
+        kind: type[Exception] = RankError
+        if not self._serves:
+            kind = _SAME_ERRORS.get(record.get("kind", ""), RankError)
         raise kind(f"rank {record['rank']}: {record['reason']}")
 
     def exchange(self, value: Any) -> list[Any]:
@@ -128,8 +131,16 @@ class RankGroup:
 
     def serve(self, timeout: float) -> None:
         """Let no rank stand still for longer than `timeout` seconds from now on."""
-        self.timeout = timeout
+        self.timeout, self._serves = timeout, True
         self.watch.serve(timeout)
+
+    def check_commands_taken(self) -> None:
+        """Rank 0: raise `RankError` if a rank has not read all commands. End the group then."""
+        segment = self.segment
+        for rank in range(1, self.ranks):
+            if segment.consumed(rank) < segment.published:
+                self.watch.abort(rank, f"it has not taken a command for {self.timeout:g} s")
+        self.check()
 
     def check_in(self, tokens: bytes) -> None:
         """Add the tokens of a step to the checksum that rank 0 compares."""
@@ -140,12 +151,12 @@ class RankGroup:
 
     def fail(self, error: BaseException) -> None:
         """End the group because of an error on this rank, unless the error is that it has ended."""
+        if self.watch.collectives_failed or (self.segment.aborted and isinstance(error, RankError)):
+            self.watch.explain()
+            if self.segment.aborted:
+                return
         kind = type(error).__name__
         known = kind in _SAME_ERRORS or isinstance(error, RankError)
-        follows = isinstance(error, RankError) or self.watch.collectives_failed
-        if self.segment.aborted and follows:
-            self.watch.explain()
-            return
         reason = str(error) if known else f"{kind}: {error}"
         self.segment.abort(self.rank, {"rank": self.rank, "reason": reason, "kind": kind})
         futex.wake_all(self.segment.messages_address)
@@ -157,7 +168,8 @@ class RankGroup:
         """
         if not self.segment.aborted:
             self.fail(error)
-            return error
+            if not self.watch.collectives_failed:
+                return error
         try:
             self.check()
         except Exception as reason:

@@ -41,8 +41,8 @@ class RankProcess:
             module: the program.
 
         Raises:
-            ConfigError: this process has no Python executable that could be started.
-            OSError: the child cannot be started.
+            ConfigError: this process has no Python executable that could be started, or the system
+                starts no more processes.
         """
         if not sys.executable:
             raise ConfigError(
@@ -53,16 +53,21 @@ class RankProcess:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)
         }
         self.rank = rank
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"the process of rank {rank} cannot be started: {error}. tensor_parallel needs one"
+                " for each rank"
+            ) from error
         assert self._popen.stdout is not None
-        self._output = self._popen.stdout.fileno()
-        os.set_blocking(self._output, False)
+        os.set_blocking(self._popen.stdout.fileno(), False)
         self._last = b""
         if cores is not None:
             try:
@@ -72,10 +77,11 @@ class RankProcess:
 
     def drain(self) -> None:
         """Read and log what the child has printed, and keep the end of it."""
-        while True:
+        assert self._popen.stdout is not None
+        while not self._popen.stdout.closed:
             try:
-                read = os.read(self._output, 1 << 16)
-            except (BlockingIOError, ValueError, OSError):
+                read = os.read(self._popen.stdout.fileno(), 1 << 16)
+            except BlockingIOError:
                 return
             if not read:
                 return

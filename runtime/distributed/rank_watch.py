@@ -13,6 +13,7 @@ it ends a process: a rank has ended, or one did not take part.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -27,6 +28,8 @@ from .rank_processes import RankProcess
 from .segment import SharedSegment
 
 __all__ = ["KEPT_STEPS", "RankWatch"]
+
+logger = logging.getLogger("stepgraph.runtime")
 
 _TICK_SECONDS = 0.1
 _JOIN_SECONDS = 120.0
@@ -185,6 +188,20 @@ class RankWatch:
         return self._segment.aborted_by, "gave up waiting for another rank in an operation"
 
     def _run(self) -> None:
+        try:
+            self._watch_all()
+        except Exception as error:
+            logger.exception("the thread that watches the ranks failed")
+            self.abort(self._rank, f"its watch failed: {type(error).__name__}: {error}")
+        if not self._stopped.is_set():
+            self.explain()
+            futex.wake_all(self._segment.messages_address)
+            self.end_children()
+            if self.on_abort is not None:
+                self.on_abort()
+
+    def _watch_all(self) -> None:
+        """Watch until `stop`, or the end of the group."""
         segment = self._segment
         before = time.monotonic()
         self._seen = {rank: _Seen(0, before, self._start_patience) for rank in self._watched}
@@ -204,13 +221,7 @@ class RankWatch:
                 if not segment.aborted and self._rank == 0:
                     self._compare(now)
             if segment.aborted:
-                break
-        if not self._stopped.is_set():
-            self.explain()
-            futex.wake_all(segment.messages_address)
-            self.end_children()
-            if self.on_abort is not None:
-                self.on_abort()
+                return
 
     def _watch(self, rank: int, seen: _Seen, now: float) -> None:
         """Check one rank."""
@@ -241,8 +252,9 @@ class RankWatch:
                 return True
             except OSError:  # an old kernel or a sandbox: heartbeats remain
                 return False
-        readable, _, _ = select.select([self._handles[rank]], [], [], 0)
-        return bool(readable)
+        poll = select.poll()  # select() takes no descriptors from 1024 on
+        poll.register(self._handles[rank], select.POLLIN)
+        return bool(poll.poll(0))
 
     def _compare(self, now: float) -> None:
         """End the group if a rank has checked in other tokens than this one, or fewer for long."""

@@ -224,15 +224,6 @@ class SharedSegment:
             records = [record for record in records if record["decided"]]
         return min(records, key=lambda r: (not r["decided"], int(r["time"])), default=None)
 
-    def close(self) -> None:
-        """Unmap the memory. Idempotent."""
-        for view in (self.ring, self._longs, self._words, self._view):
-            view.release()
-        try:
-            self.memory.close()
-        except BufferError:  # an address of it is still held: unmapped with its last holder
-            return
-
     def _at(self, rank: int, offset: int) -> int:
         return _PAGE * (1 + rank) + offset
 

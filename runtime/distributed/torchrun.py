@@ -85,9 +85,11 @@ class TorchrunProcess:
                 memory, descriptor = shared_memory(nbytes)
                 token = secrets.token_hex(_TOKEN_BYTES)
                 memory[-_TOKEN_BYTES:] = bytes.fromhex(token)
-                store.set(key, json.dumps([os.getpid(), descriptor, token]))
-                store.wait([f"{key}/{rank}" for rank in range(1, self.ranks)])
-                os.close(descriptor)
+                try:
+                    store.set(key, json.dumps([os.getpid(), descriptor, token]))
+                    store.wait([f"{key}/{rank}" for rank in range(1, self.ranks)])
+                finally:
+                    os.close(descriptor)
                 return memory
             process, descriptor, token = json.loads(store.get(key))
             memory = open_shared(process, descriptor, nbytes)

@@ -190,24 +190,31 @@ def measured(group: RankGroup, collectives: Any, cases: CollectiveCases) -> dict
     times: dict[int, float] = {}
     for tokens in cases.tokens:
         x_TD = cases.part(group.rank, 0, tokens, cases.hidden_size)
+        graph = None
         try:
-            seconds = _captured_seconds(partial(collectives.all_reduce, x_TD), group)
+            graph = _captured(partial(collectives.all_reduce, x_TD))
         except RuntimeError as error:
             logger.warning("a sum over ranks cannot be captured: %s", error)
-            seconds = float("inf")
-        slowest = max(float(s) for s in group.exchange(repr(seconds)))
-        times[x_TD.nbytes] = round(1e6 * slowest, 2)
+        seconds = float("inf")
+        if all(group.exchange(graph is not None)) and graph is not None:
+            seconds = max(float(s) for s in group.exchange(repr(_replay_seconds(graph))))
+        times[x_TD.nbytes] = round(1e6 * seconds, 2)
     return times
 
 
-def _captured_seconds(run: Callable[[], object], group: RankGroup) -> float:
+def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Return the graph of some calls."""
     run()  # compiled and loaded
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(_OPERATIONS):
             run()
-    group.exchange(None)
+    return graph
+
+
+def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Return the median seconds of a call in a replay."""
     replays: list[float] = []
     for _ in range(_REPLAYS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

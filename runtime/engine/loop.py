@@ -103,6 +103,11 @@ class StepLoop:
         """Whether another rank of a tensor-parallel engine has failed."""
         return self.group is not None and self.group.segment.aborted
 
+    def check_ranks(self) -> None:
+        """Raise `RankError` if another rank of a tensor-parallel engine has failed."""
+        if self.group is not None:
+            self.group.check()
+
     @property
     def num_posted(self) -> int:
         """Posted requests that the next step will queue."""

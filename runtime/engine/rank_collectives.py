@@ -33,9 +33,8 @@ _MEASURED_ROWS = (1, 8, 32)
 def with_collectives(
     kernels: Kernels, group: RankGroup, model: ModelConfig, config: ResolvedConfig
 ) -> tuple[Kernels, Fallback | None]:
-    """Return the kernels with the collectives of this rank, and what was not to be had.
-
-    All ranks call it.
+    """Return the kernels with the collectives of this rank; with a fallback where NCCL replaces
+    the collective kernels. All ranks call it.
 
     Raises:
         KernelBuildError: the C++ operators that they need on a CPU cannot be built.

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -90,7 +89,7 @@ def check_can_split(found: Source, config: ResolvedConfig) -> None:
         )
 
 
-def spawn_group(source: str | Path, config: ResolvedConfig) -> RankGroup:
+def spawn_group(found: Source, config: ResolvedConfig) -> RankGroup:
     """Start the other ranks as processes of the worker; return the group, of which this is rank 0.
 
     Raises:
@@ -101,17 +100,17 @@ def spawn_group(source: str | Path, config: ResolvedConfig) -> RankGroup:
     children: list[RankProcess] = []
     cores = _cores_of_ranks(config)
     try:
-        for rank in range(1, ranks):
-            arguments = [str(n) for n in (os.getpid(), descriptor, rank, ranks)]
-            children.append(RankProcess(rank, arguments, cores[rank]))
-        group = RankGroup(memory, 0, ranks, children)
-    except BaseException:
-        for child in children:
-            child.end()
-        raise
-    try:
+        try:
+            for rank in range(1, ranks):
+                arguments = [str(n) for n in (os.getpid(), descriptor, rank, ranks)]
+                children.append(RankProcess(rank, arguments, cores[rank]))
+            group = RankGroup(memory, 0, ranks, children)
+        except BaseException:
+            for child in children:
+                child.end()
+            raise
         with ended_by_failures(group):
-            task = encoded_task(source, config)
+            task = encoded_task(found, config)
             group.exchange(task)
             agree_on_task(group, task)
     finally:
@@ -129,7 +128,7 @@ def _cores_of_ranks(config: ResolvedConfig) -> list[list[int] | None]:
     return [[cpu for core in part for cpu in core] for part in parts]
 
 
-def encoded_task(source: str | Path, config: ResolvedConfig) -> Task:
+def encoded_task(found: Source, config: ResolvedConfig) -> Task:
     """Return what the ranks have to do, as JSON: versions, source, configuration."""
     fields = {
         field.name: getattr(config.user, field.name) for field in dataclasses.fields(EngineConfig)
@@ -138,7 +137,7 @@ def encoded_task(source: str | Path, config: ResolvedConfig) -> Task:
     return {
         "version": sys.modules["stepgraph"].__version__,
         "torch": torch.__version__,
-        "source": str(source),
+        "source": found.place,
         "config": fields,
     }
 
@@ -179,7 +178,7 @@ def agree_on_start(group: RankGroup, opened: OpenedSource, kernels: Kernels) -> 
         headers = opened.reader.headers()
         for name in sorted(headers):
             digest.update(f"{name} {headers[name].dtype} {headers[name].shape}".encode())
-    fallbacks = [[fallback.name, fallback.error] for fallback in kernels.fallbacks]
+    fallbacks = [fallback.name for fallback in kernels.fallbacks]  # numbers in errors may differ
     group.agree_on(
         {
             "config.json or safetensors headers (SHA-256)": digest.hexdigest(),

@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
         task = group.exchange(None)[0]
         config = decoded_config(task)
         found, resolved = resolved_source(task["source"], config)
-        agree_on_task(group, encoded_task(task["source"], resolved))
+        agree_on_task(group, encoded_task(found, resolved))
         follow(*of_rank(found, resolved, group), group)
     except BaseException as error:
         if not isinstance(error, RankError):
@@ -50,9 +50,13 @@ def main(arguments: list[str]) -> None:
 
 def _exit(status: int) -> None:
     """End this process at once, whatever its threads and the device do."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # nobody reads them: rank 0 has died
+        pass
+    finally:
+        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def check_kernels(
         kernels: from `select_kernels`; without native operations they are not tested.
         model: of the engine.
         config: of the engine.
-        required: whether every native kernel must pass (`kernels="native"`).
+        required: whether every native kernel must pass: with `kernels="native"`, and on the ranks
+            of a tensor-parallel group on a CPU.
         seed: of the samples; the same on all ranks of a group, which run the same steps. None: a
             new one.
 
@@ -94,8 +95,9 @@ def _fresh() -> torch.Generator:
 def _refusal(fallbacks: tuple[Fallback, ...]) -> str:
     failed = "; ".join(f"{f.name} ({f.shape}): {f.error}" for f in fallbacks)
     return (
-        f"kernels='native', and {len(fallbacks)} of the native operations failed their self-test:"
-        f" {failed}. Use kernels='auto', which replaces them by plain PyTorch, or kernels='torch'"
+        f"{len(fallbacks)} of the native operations failed their self-test: {failed}. Use"
+        " kernels='torch', or kernels='auto', which replaces them by plain PyTorch if"
+        " tensor_parallel is 1"
     )
 
 

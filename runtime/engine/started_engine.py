@@ -164,9 +164,9 @@ class StartedEngine:
         self._shared.check_usable()
         parts = self._open_parts()
         with open_replacement(source, parts.model.config, parts.config.user) as new:
-            self._shared.run_idle("reload_weights", partial(self._take_model, str(source), new))
+            self._shared.run_idle("reload_weights", partial(self._take_model, new))
 
-    def _take_model(self, source: str, new: OpenedSource, loop: StepLoop) -> None:
+    def _take_model(self, new: OpenedSource, loop: StepLoop) -> None:
         """Replace the weights, and all that reads the tokenizer or the config."""
         parts = self._open_parts()
         config = parts.config
@@ -175,7 +175,7 @@ class StartedEngine:
         def change() -> None:
             commands = parts.runner.commands
             if commands is not None:
-                commands.reload(source)
+                commands.reload(new.place)
             overwrite()
             if parts.group is not None:
                 agree_on_weights(parts.group, parts.model)
@@ -316,6 +316,15 @@ class StartedEngine:
     def counters(self) -> EngineCounters:
         """Return the totals so far. Takes microseconds; any thread may call it at any time."""
         return EngineCounters.of(self._loop)
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether other processes share the model (`tensor_parallel`)."""
+        return self._loop.group is not None
+
+    def check_ranks(self) -> None:
+        """Raise `RankError` if another process of a tensor-parallel engine has failed."""
+        self._shared.run("check_ranks", StepLoop.check_ranks)
 
     def check_integrity(self) -> None:
         """Assert all invariants that hold between two steps. For tests."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -102,13 +103,18 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     check_can_split(found, resolved)
     launch = TorchrunProcess.of_environment()
     if launch is None:
-        group, device = spawn_group(source, resolved), 0
+        group, device = spawn_group(found, resolved), 0
     else:
         launch.check(config.tensor_parallel)
+        if config.threads is None and os.environ.get("OMP_NUM_THREADS") == "1":
+            warn(
+                "OMP_NUM_THREADS is 1, as torchrun sets it, so each rank uses one thread: give"
+                " EngineConfig.threads"
+            )
         group, device = RankGroup(launch.meet(), launch.rank, launch.ranks), launch.device
     with ended_by_failures(group):
         if launch is not None:
-            agree_on_task(group, encoded_task(source, resolved))
+            agree_on_task(group, encoded_task(found, resolved))
         found, resolved = of_rank(found, resolved, group, device)
         if not group.rank:
             return start_parts(found, resolved, group, began=began, progress=progress)
@@ -124,6 +130,8 @@ def follow(found: Source, config: ResolvedConfig, group: RankGroup) -> None:
         RankError: the group has failed.
         Exception: as `start`.
     """
+    if config.device.type == "cpu":
+        torch.set_num_threads(config.threads)  # this process does nothing else
     parts = start_parts(found, config, group, began=time.perf_counter(), progress=False)
     serve = partial(_serve_ranks, parts, group)
     try:
@@ -212,7 +220,7 @@ def _start(
         captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
         compiles = resolved.compiled and model.stack is None
         with (
-            runner.own_threads(),
+            runner.own_threads or nullcontext(),
             _preparation_bar(shown=progress) as report,
             constant_floats() if compiles else nullcontext(),
         ):
@@ -269,12 +277,14 @@ def _checked_kernels(
             fitting, replaced = with_collectives(fitting, group, model, config)
             group.watch.collectives = fitting.collectives
             seed = group.exchange(time.time_ns() % 2**30)[0]
-        required = config.user.kernels == "native"
+        # A rank whose C++ operators fail would leave the sums that others wait for.
+        on_cpu_ranks = group is not None and config.device.type == "cpu"
+        required = config.user.kernels == "native" or on_cpu_ranks
         kernels = check_kernels(fitting, model, config, required=required, seed=seed)
     else:
         kernels, gaps = fitting, tuple(gap for gap in gaps if gap.name != _LAYERS_GAP)
         if config.user.model_impl == "auto":
-            gaps = (Gap(_LAYERS_GAP, "no family of ours, transformers makes them"), *gaps)
+            gaps = (Gap(_LAYERS_GAP, "no native family, transformers makes them"), *gaps)
     if replaced is not None:
         warn(f"NCCL replaces the collective kernels of {replaced.shape}: {replaced.error}")
     dtype = str(config.dtype).removeprefix("torch.")

@@ -130,10 +130,11 @@ class Follower:
         self._runner.check_peers()
         self._group.check_in(checked_tokens(step.output, step.lanes))
 
-    def _check_in_arrived(self) -> None:
-        """Check in the steps that have ended, while there is no command."""
+    def _check_in_arrived(self) -> bool:
+        """Check in the steps that have ended; return whether there are others under way."""
         while self._pending and self._pending[0].arrived.query():
             self._check_in(self._pending.popleft())
+        return bool(self._pending)
 
     def _reload_weights(self, payload: bytes) -> None:
         while self._pending:  # rank 0 has read these steps, and does not wait for long

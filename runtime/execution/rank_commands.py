@@ -111,7 +111,8 @@ class CommandSender:
     def copy_blocks(self, copy: BlockCopy, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) blocks."""
         kind = bytes([BLOCK_COPIES.index(copy)])
-        self._send(Command.COPY_BLOCKS, kind + np.asarray(pairs, dtype=np.int64).tobytes())
+        encoded = kind + np.asarray(pairs, dtype=np.int64).tobytes()
+        self._send(Command.COPY_BLOCKS, encoded, wake=False)
 
     def force_token(self, row: int, token_id: int) -> None:
         """Replace the newest token of a row."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 
@@ -17,7 +16,7 @@ from ...cache.arena import Arena, HostArena
 from ...cache.spec import LayerGroup
 from ...profiling import ranges
 from ..errors import RankError
-from ..kernels.cpu.threads import limit_threads, torch_threads
+from ..kernels.cpu.threads import TorchThreads, limit_threads
 from ..models.decoder_model import DecoderModel
 from ..models.plan import plan_of
 from ..request import Request
@@ -94,9 +93,11 @@ class Runner:
         )
         self.inputs, self.embeds = self._writer.inputs, self._writer.embeds
         self.threads = None if model.kernels.library is None else config.threads
-        self._torch_threads = None
+        self.own_threads: TorchThreads | None = None
+        """Block in which torch uses no more threads than this rank has: others would spin on the
+        cores of other ranks. Code of `torch.compile` keeps the number that it was compiled with."""
         if commands is not None and device.type == "cpu":
-            self._torch_threads = config.threads  # more would spin on the cores of other ranks
+            self.own_threads = TorchThreads(config.threads)
         self._decoding = _Decoding([])
         self.outputs: HostOutputs | None = None
         if config.is_async_device:
@@ -203,13 +204,6 @@ class Runner:
         else:
             self.host_arena.swap_in(pairs)
 
-    def own_threads(self) -> AbstractContextManager[None]:
-        """Return a block in which torch uses no more threads than this rank has.
-
-        Code of `torch.compile` keeps the number with which it was compiled.
-        """
-        return nullcontext() if self._torch_threads is None else torch_threads(self._torch_threads)
-
     def run(self, key: StepKey, lanes: int = 0) -> StepOutput:
         """Run the step for `key` on all ranks, and return its output.
 
@@ -217,9 +211,9 @@ class Runner:
         """
         if self.commands is not None:
             self.commands.run(key, lanes)
-        if self._torch_threads is None:
+        if self.own_threads is None:
             return self.library.run(key)
-        with self.own_threads():
+        with self.own_threads:
             return self.library.run(key)
 
     def launch(self, number: int, plan: StepPlan) -> LaunchedStep:
@@ -294,8 +288,12 @@ class Runner:
         if self.commands is not None:
             group = self.commands.group
             if step.arrived is not None:
+                late = time.monotonic() + group.timeout
                 while not step.arrived.query():  # a step whose peers have died may never end
                     group.check()
+                    if time.monotonic() > late:
+                        group.check_commands_taken()
+                    time.sleep(0)  # releases the interpreter's lock, which `query` does not
                 self.check_peers()
             for lanes, output in step.parts:
                 group.check_in(checked_tokens(output, len(lanes)))

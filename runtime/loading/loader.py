@@ -65,6 +65,11 @@ class Source:
     """The checkpoint; None for a preset, whose weights are random."""
 
     @property
+    def place(self) -> str:
+        """What other processes of this machine open: an absolute path, or the name of a preset."""
+        return self.name if self.directory is None else str(self.directory.absolute())
+
+    @property
     def native(self) -> ModelConfig:
         """The config of a model of a native family; `ConfigError` for one of transformers."""
         if not isinstance(self.config, ModelConfig):

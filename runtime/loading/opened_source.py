@@ -37,6 +37,8 @@ class OpenedSource:
     tokenizer: TextTokenizer | None
     reader: CheckpointReader | None
     """Reads the weights; None for a preset, whose weights are random."""
+    place: str
+    """See `Source.place`."""
 
     def weights(
         self, dtype: torch.dtype, *, seed: int, progress: bool = False
@@ -93,4 +95,4 @@ def open_source(found: Source, open_files: ExitStack, *, check_head: bool) -> Op
             assert isinstance(found.config, TransformersConfig)
             check_headers(reader.headers(), found.config)
         tokenizer = load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
-    return OpenedSource(found.config, tokenizer, reader)
+    return OpenedSource(found.config, tokenizer, reader, found.place)

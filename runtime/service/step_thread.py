@@ -39,6 +39,9 @@ __all__ = ["StepThread"]
 
 logger = logging.getLogger("stepgraph.runtime")
 
+_RANK_CHECK_SECONDS = 1.0
+"""How often an idle engine looks at its other processes."""
+
 T = TypeVar("T")
 
 
@@ -199,11 +202,17 @@ class StepThread:
             self._fail(failure)
 
     def _turn(self) -> None:
-        """Run the actions that have arrived, then a step if there is work."""
+        """Run the actions that have arrived, then a step if there is work.
+
+        Raises:
+            RankError: a process of a tensor-parallel engine has failed, if there is no work.
+        """
         requests = self.dispatcher
         if self.engine is None or not requests.has_work:
             self._busy_since_ns = None
             self._inbox.wait(self._seconds_to_wait())
+            if self.engine is not None and self.engine.has_ranks:
+                self.engine.check_ranks()
         self._inbox.run()
         if self._closing:
             return
@@ -234,7 +243,10 @@ class StepThread:
             self._drains.next_ns,
         )
         due = min([ns for ns in times if ns is not None], default=None)
-        return None if due is None else max(due - time.perf_counter_ns(), 0) / 1e9
+        seconds = None if due is None else max(due - time.perf_counter_ns(), 0) / 1e9
+        if self.engine is None or not self.engine.has_ranks:
+            return seconds
+        return _RANK_CHECK_SECONDS if seconds is None else min(seconds, _RANK_CHECK_SECONDS)
 
     def _admit(self, handle: RequestHandle) -> None:
         supervisor = self.supervisor

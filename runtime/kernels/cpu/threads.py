@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import torch
 
-__all__ = ["affine_cores", "limit_threads", "resolve_threads", "torch_threads", "usable_cores"]
+__all__ = ["TorchThreads", "affine_cores", "limit_threads", "resolve_threads", "usable_cores"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
@@ -34,15 +32,21 @@ def limit_threads(threads: int) -> None:
         _limit = threads
 
 
-@contextmanager
-def torch_threads(threads: int) -> Iterator[None]:
-    """Let torch's own operations, called by this thread, use `threads` threads in this block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+class TorchThreads:
+    """A block in which torch's own operations, called by its thread, use so many threads.
+
+    Can be entered again after it was left.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._before = threads, threads
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._before)
 
 
 def resolve_threads(threads: int | None) -> int:

@@ -82,7 +82,7 @@ def gather_columns(regions: PeerRegions, x_BF: Tensor, sizes: Sequence[int]) -> 
     out = x_BF.new_empty(rows, sum(sizes))
     block = _TILE_BYTES // size
     slot = regions.slot_bytes // size // block * block
-    if PROGRAMS * slot < width:  # a row at a time does not fit: columns in turn
+    if PROGRAMS * slot < width:  # not even one row fits
         raise ValueError(f"rows of {width} elements do not fit {PROGRAMS} slots of {slot}")
     at_once = PROGRAMS * slot // width
     for start in range(0, rows, at_once):

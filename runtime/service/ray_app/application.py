@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .options import ReplicaOptions
 from .ray_version import check_ray
-from .resources import check_nodes, check_ranks_of_model, replica_bundle
+from .resources import checked_bundle
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -35,7 +35,6 @@ def build(args: Mapping[str, Any]) -> Application:
     check_ray()
     options = ReplicaOptions.of(args)
 
-    import ray
     from ray import serve
 
     from ..http.output_parsers import make_output_parser
@@ -43,10 +42,7 @@ def build(args: Mapping[str, Any]) -> Application:
     from .ingress import Ingress
 
     make_output_parser(options.http.tool_parser, options.http.reasoning_parser)
-    bundle = replica_bundle(options)
-    check_ranks_of_model(options)
-    if ray.is_initialized() and not options.grows:
-        check_nodes(bundle, ray.nodes())
+    bundle = checked_bundle(options)
     gpus = {"num_gpus": bundle["GPU"]} if "GPU" in bundle else {}
     kind = (
         {} if options.accelerator_type is None else {"accelerator_type": options.accelerator_type}

@@ -24,7 +24,7 @@ from .engine_replica import EngineReplica
 from .options import ReplicaOptions
 from .ray_version import check_ray
 from .remote_call import Head, RemoteRequest, respond
-from .resources import replica_bundle
+from .resources import checked_bundle
 
 if TYPE_CHECKING:
     from ray.serve.llm import LLMConfig
@@ -52,11 +52,12 @@ class StepgraphServer(EngineReplica):
         """Return the options of the deployment: one bundle for all ranks of a replica.
 
         Raises:
-            ConfigError: Ray is of another version, or `engine_kwargs` are invalid.
+            ConfigError: Ray is of another version, `engine_kwargs` are invalid, or the model or the
+                cluster does not allow them.
         """
         check_ray()
         options = _options(llm_config)
-        bundle = replica_bundle(options)
+        bundle = checked_bundle(options)
         deployment = copy.deepcopy(llm_config.deployment_config)
         actor = deployment.setdefault("ray_actor_options", {})
         actor["num_cpus"] = bundle["CPU"]

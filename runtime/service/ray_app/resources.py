@@ -8,7 +8,22 @@ from typing import Any
 from ...errors import CheckpointError, ConfigError
 from .options import ReplicaOptions
 
-__all__ = ["check_nodes", "check_ranks_of_model", "replica_bundle"]
+__all__ = ["check_nodes", "check_ranks_of_model", "checked_bundle", "replica_bundle"]
+
+
+def checked_bundle(options: ReplicaOptions) -> dict[str, float]:
+    """Return `replica_bundle`, for a model and a cluster that allow it.
+
+    Raises:
+        ConfigError: as the other functions of this file.
+    """
+    import ray
+
+    bundle = replica_bundle(options)
+    check_ranks_of_model(options)
+    if ray.is_initialized() and not options.grows:
+        check_nodes(bundle, ray.nodes())
+    return bundle
 
 
 def replica_bundle(options: ReplicaOptions) -> dict[str, float]:
