@@ -256,7 +256,11 @@ def _checked_kernels(
     )
     if kernels.library is not None:
         limit_threads(config.threads)
-    kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
+    kernels = dataclasses.replace(
+        kernels,
+        dependent_launch=config.dependent_launch,
+        batch_invariant=config.batch_invariant,
+    )
     plan = plan_of(model)
     replaced: Fallback | None = None
     fitting = kernels_for(kernels, plan)
@@ -269,7 +273,7 @@ def _checked_kernels(
             fitting, replaced = with_collectives(fitting, group, model, config)
             group.watch.collectives = fitting.collectives
             seed = group.exchange(time.time_ns() % 2**30)[0]
-        required = config.user.kernels == "native"
+        required = config.user.kernels == "native" or config.batch_invariant
         kernels = check_kernels(fitting, model, config, required=required, seed=seed)
     else:
         kernels, gaps = fitting, tuple(gap for gap in gaps if gap.name != _LAYERS_GAP)
