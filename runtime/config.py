@@ -58,6 +58,10 @@ class EngineConfig:
         dependent_launch: whether Triton kernels may begin while their predecessors still run
             (programmatic dependent launch, compute capability 9.0). The self-test at start disables
             it if it changes a result.
+        batch_invariant: whether the logits of a token have the same bits whatever else is in the
+            step: other rows, padding, the chunks of its prompt, drafts, cached prefixes, blocks
+            that were swapped. On a CPU, with native kernels; refused where it cannot be promised.
+            See docs/batch-invariance.md.
         tensor_parallel: devices, and processes, that share the model, 1 to 64: each holds a part of
             every layer. On a CPU each process has `threads` threads. See docs/tensor-parallel.md.
         rank_timeout: seconds, 1 to 3600, after which a process of a tensor-parallel engine that
@@ -128,6 +132,7 @@ class EngineConfig:
     mode: str = "auto"
     compile: bool = True
     dependent_launch: bool = True
+    batch_invariant: bool = False
     tensor_parallel: int = 1
     rank_timeout: float = 5.0
     threads: int | None = None
@@ -198,7 +203,10 @@ class EngineConfig:
         ):
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), low, high)
-        for field in ("compile", "dependent_launch", "prefix_cache", "prompt_embeds", "freeze_gc"):
+        for field in (
+            *("compile", "dependent_launch", "batch_invariant", "prefix_cache"),
+            *("prompt_embeds", "freeze_gc"),
+        ):
             if not isinstance(getattr(self, field), bool):
                 value = bounded_repr(getattr(self, field))
                 raise ConfigError(f"{field} must be True or False, not {value}")

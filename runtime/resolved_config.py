@@ -10,6 +10,7 @@ import torch
 
 from ..cache.arena import SCALE_BYTES, Storage
 from ..graphs.buckets import Buckets, default_row_buckets, default_token_buckets
+from .batch_invariance import check_batch_invariant
 from .bounded_repr import bounded_repr
 from .config import DEFAULT_MEMORY_FRACTION, DTYPES, EngineConfig
 from .errors import ConfigError
@@ -63,6 +64,7 @@ class ResolvedConfig:
         buckets: numbers of rows to prepare decode steps for; None for the default ones.
         max_itl_ms: time budget of a step with prefill in it, in milliseconds; None for none.
         dependent_launch: whether Triton kernels may use programmatic dependent launch.
+        batch_invariant: whether logits must not depend on what else is in a step.
         prompt_embeds: whether prompts may have embeddings.
         prefix_cache: whether requests with a common prefix share its blocks.
         host_cache_bytes: bytes of the host cache for preempted requests.
@@ -90,6 +92,7 @@ class ResolvedConfig:
     buckets: tuple[int, ...] | None
     max_itl_ms: float | None
     dependent_launch: bool
+    batch_invariant: bool
     prompt_embeds: bool
     prefix_cache: bool
     host_cache_bytes: int
@@ -171,10 +174,17 @@ class ResolvedConfig:
         weights = cast(
             WeightStorage, "model" if config.weight_dtype == "auto" else config.weight_dtype
         )
+        if config.batch_invariant:
+            check_batch_invariant(config, device, dtype, weights, model)
         obstacle = native_obstacle(device.type, dtype, weights, plan_of(model))
         mode = _resolve_mode(config, device, obstacle)
+        if config.batch_invariant and obstacle is not None:
+            mode = "eager"  # what is compiled for one token differs from that for several
         native = config.kernels == "native" or (config.kernels == "auto" and mode != "eager")
-        missing = _missing_for_native(device) if native else None
+        missing = _missing_for_native(device) if native or config.batch_invariant else None
+        if config.batch_invariant and missing is not None:
+            raise ConfigError(f"batch_invariant=True needs {missing}")
+        kernels = resolve_kernels(config.kernels, mode, obstacle, missing)
         return cls(
             user=config,
             device=device,
@@ -182,7 +192,7 @@ class ResolvedConfig:
             weights=weights,
             storage="model" if config.kv_dtype == "auto" else cast(Storage, config.kv_dtype),
             model_impl="native" if isinstance(model, ModelConfig) else "transformers",
-            kernels=resolve_kernels(config.kernels, mode, obstacle, missing),
+            kernels="native" if config.batch_invariant else kernels,
             native_obstacle=obstacle,
             mode=mode,
             threads=_threads(config),
@@ -194,6 +204,7 @@ class ResolvedConfig:
             buckets=config.buckets,
             max_itl_ms=config.max_itl_ms,
             dependent_launch=config.dependent_launch,
+            batch_invariant=config.batch_invariant,
             prompt_embeds=config.prompt_embeds,
             prefix_cache=config.prefix_cache,
             host_cache_bytes=config.host_cache_bytes,

@@ -57,8 +57,8 @@ def check_kernels(
         kernels: from `select_kernels`; without native operations they are not tested.
         model: of the engine.
         config: of the engine.
-        required: whether every native kernel must pass: with `kernels="native"`, and on the ranks
-            of a tensor-parallel group on a CPU.
+        required: whether every native kernel must pass: with `kernels="native"`, with
+            `batch_invariant`, and on the ranks of a tensor-parallel group on a CPU.
         seed: of the samples; the same on all ranks of a group, which run the same steps. None: a
             new one.
 
@@ -80,7 +80,7 @@ def check_kernels(
         torch.cuda.empty_cache()  # the memory plan counts what the device has free
     logger.info("self-test of native kernels: %.2f s", time.perf_counter() - started)
     if required and checked.fallbacks:
-        raise KernelSelfTestError(_refusal(checked.fallbacks))
+        raise KernelSelfTestError(_refusal(checked.fallbacks, config))
     warn_of_fallbacks(checked.fallbacks)
     return checked
 
@@ -92,8 +92,13 @@ def _fresh() -> torch.Generator:
     return generator
 
 
-def _refusal(fallbacks: tuple[Fallback, ...]) -> str:
+def _refusal(fallbacks: tuple[Fallback, ...], config: ResolvedConfig) -> str:
     failed = "; ".join(f"{f.name} ({f.shape}): {f.error}" for f in fallbacks)
+    if config.batch_invariant:
+        return (
+            f"batch_invariant=True needs the native operations, and {len(fallbacks)} of them failed"
+            f" their self-test: {failed}. Use batch_invariant=False"
+        )
     return (
         f"{len(fallbacks)} of the native operations failed their self-test: {failed}. Use"
         " kernels='torch', or kernels='auto', which replaces them by plain PyTorch if"

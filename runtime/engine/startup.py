@@ -264,7 +264,11 @@ def _checked_kernels(
     )
     if kernels.library is not None:
         limit_threads(config.threads)
-    kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
+    kernels = dataclasses.replace(
+        kernels,
+        dependent_launch=config.dependent_launch,
+        batch_invariant=config.batch_invariant,
+    )
     plan = plan_of(model)
     replaced: Fallback | None = None
     fitting = kernels_for(kernels, plan)
@@ -279,7 +283,7 @@ def _checked_kernels(
             seed = group.exchange(time.time_ns() % 2**30)[0]
         # A rank whose C++ operators fail would leave the sums that others wait for.
         on_cpu_ranks = group is not None and config.device.type == "cpu"
-        required = config.user.kernels == "native" or on_cpu_ranks
+        required = config.user.kernels == "native" or config.batch_invariant or on_cpu_ranks
         kernels = check_kernels(fitting, model, config, required=required, seed=seed)
     else:
         kernels, gaps = fitting, tuple(gap for gap in gaps if gap.name != _LAYERS_GAP)

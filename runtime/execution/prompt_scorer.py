@@ -24,6 +24,7 @@ from ..kernels.ops.draws import largest
 from ..kernels.triton.dependent import dependent_launch
 from ..logprobs import Float32Array, Int64Array
 from ..models.decoder_model import DecoderModel
+from ..models.each_token import each_token
 from ..request import Request
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import RowSpan
@@ -153,6 +154,7 @@ class PromptScorer:
             ScoreArrays.allocate(prefill_tokens, best, "cpu", pinned=pinned)
             for _ in range(host_sets)
         ]
+        self._log_mass = each_token(model.kernels, lambda logits_BV: logits_BV.logsumexp(-1))
         self._slice = min(slice_tokens(max_num_seqs), prefill_tokens)
         # One shape on CUDA, so that no kernel is compiled while requests wait.
         self._pads = device.type == "cuda"
@@ -253,7 +255,7 @@ class PromptScorer:
     def _score(self, part: slice, num_top: int) -> None:
         inputs, scores = self.inputs.device, self._scores
         logits_BV = self._model.logits(self.hidden[inputs.tokens[part]]).float()
-        log_mass_B = logits_BV.logsumexp(-1)
+        log_mass_B = self._log_mass(logits_BV)
         own_B = logits_BV.gather(1, inputs.next_ids[part, None])[:, 0] - log_mass_B
         scores.logprobs[part] = torch.where(log_mass_B.isfinite(), own_B, float("nan"))
         k = min(num_top, scores.top_ids.shape[1])

@@ -223,7 +223,7 @@ class StepFunctions:
             steps_BN = torch.minimum(step_N, counts_B[:, None] - 1)
             positions_BN = state.positions[rows_B][:, None] + steps_BN
             counts_BN = step_N < counts_B[:, None]
-            token_rows_BN = rows_B[:, None].expand(-1, n)
+            token_rows_BN = rows_B[:, None].repeat(1, n)
         batch = self._batch(
             positions_BN.flatten(), token_rows_BN.flatten(), rows_B, read_blocks, tokens_per_row=n
         )

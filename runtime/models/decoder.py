@@ -35,6 +35,7 @@ from ..kernels.ops.parameter import Parameter
 from ..operation_scopes import operation
 from .config import ModelConfig
 from .decoder_model import DecoderConfig
+from .each_token import each_token
 from .layout import fused_layout
 from .modules import Projection, RMSNorm, Vector
 from .operations import LayerStep, bind, collectives_of
@@ -271,7 +272,9 @@ class Decoder(nn.Module):
 
     @property
     def _runs_natively_on_cpu(self) -> bool:
-        return self.stack is not None and self.kernels.library is not None
+        """Whether small operations do, beside the layers."""
+        native = self.stack is not None or self.kernels.batch_invariant
+        return native and self.kernels.library is not None
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the embeddings `[T, hidden_size]` as the first layer takes them."""
@@ -299,8 +302,7 @@ class Decoder(nn.Module):
             with operation("layer", index):
                 x_TD = layer(x_TD, step)
         with operation("final_norm"):
-            normed: torch.Tensor = self.norm(x_TD)
-        return normed
+            return each_token(self.kernels, self.norm)(x_TD)
 
     def _rotations(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of the tokens, float32 `[K, T, E]`."""
@@ -308,15 +310,23 @@ class Decoder(nn.Module):
             lengths_T = batch.rope_lengths
             if lengths_T is None:
                 lengths_T = batch.positions + 1
-            frequencies_KTE = self._frequencies_by_length(lengths_T)
-            angles_KTE = batch.positions[:, None].float() * frequencies_KTE
-            cos_KTE, sin_KTE = angles_KTE.cos(), angles_KTE.sin()
+            turn = each_token(self.kernels, self._rotations_by_length)
+            cos_KTE, sin_KTE = turn(batch.positions, lengths_T).movedim(0, 2).contiguous()
         else:
             rotations_of = rotations if self._runs_natively_on_cpu else reference_rotations
             cos_KTE, sin_KTE = rotations_of(batch.positions, self.inverse_frequencies)
         if self.amplitudes is None:
             return cos_KTE, sin_KTE
         return cos_KTE * self.amplitudes, sin_KTE * self.amplitudes
+
+    def _rotations_by_length(
+        self, positions_T: torch.Tensor, lengths_T: torch.Tensor
+    ) -> torch.Tensor:
+        """Return cosines and sines `[T, 2, K, E]` of tokens whose sequences have these lengths."""
+        assert self._frequencies_by_length is not None
+        frequencies_KTE = self._frequencies_by_length(lengths_T)
+        angles_KTE = positions_T[:, None].float() * frequencies_KTE
+        return torch.stack((angles_KTE.cos(), angles_KTE.sin())).movedim(2, 0)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """Return logits `[B, vocab_size]` in the model's dtype."""

@@ -10,6 +10,7 @@ what latent attention caches of a token, F features, K kinds of rotation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from ..kernels.ops.layer_operations import (
     Rotate,
 )
 from ..kernels.ops.parameter import Parameter
+from .each_token import each_token
 from .modules import HeadProjection, Projection, RMSNorm, Vector, mean_square
 from .rope import rotate
 
@@ -70,7 +72,7 @@ def bind(
     """
     match operation:
         case Norm():
-            return _norm(operation, module)
+            return _norm(operation, module, kernels)
         case Linear():
             return _linear(operation, module, kernels)
         case QKNorm():
@@ -80,26 +82,26 @@ def bind(
         case Attend():
             return _attend(operation, module, kernels, place, storage)
         case Activate():
-            return _activate(operation)
+            return _activate(operation, kernels)
         case Experts():
             return _experts(operation, module, kernels)
         case LatentRotate():
             return _latent_rotate(operation)
         case QueriesToLatent():
-            return _queries_to_latent(operation, module)
+            return _queries_to_latent(operation, module, kernels)
         case LatentKeys():
-            return _latent_keys(operation, module)
+            return _latent_keys(operation, module, kernels)
         case LatentToValues():
-            return _latent_to_values(operation, module)
+            return _latent_to_values(operation, module, kernels)
         case AllReduce():
             return _all_reduce(kernels)
         case _:
             raise TypeError(f"no plain version of {operation}")
 
 
-def _norm(op: Norm, module: Module) -> Run:
+def _norm(op: Norm, module: Module, kernels: Kernels) -> Run:
     norm = module(op.weight, lambda: RMSNorm(op.eps, offset=op.offset))
-    return _on_part(norm, op.part)
+    return _on_part(each_token(kernels, norm), op.part)
 
 
 def _linear(op: Linear, module: Module, kernels: Kernels) -> Run:
@@ -121,10 +123,11 @@ def _on_part(function: Callable[[Tensor], Tensor], part: int | None) -> Run:
 def _qk_norm(op: QKNorm, module: Module, kernels: Kernels) -> Run:
     q_norm = module(op.q, lambda: RMSNorm(op.eps, offset=op.offset))
     k_norm = module(op.k, lambda: RMSNorm(op.eps, offset=op.offset))
+    if op.ranks > 1 and op.all_heads:
+        return _qk_norm_of_ranks(op, q_norm, k_norm, kernels)
+    q_norm, k_norm = each_token(kernels, q_norm), each_token(kernels, k_norm)
     if not op.all_heads:
         return lambda qkv, step: (q_norm(qkv[0]), k_norm(qkv[1]), qkv[2])
-    if op.ranks > 1:
-        return _qk_norm_of_ranks(op, q_norm, k_norm, collectives_of(kernels))
 
     def run(qkv: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, Tensor, Tensor]:
         q_THE, k_TGE, v_TGE = qkv
@@ -134,15 +137,14 @@ def _qk_norm(op: QKNorm, module: Module, kernels: Kernels) -> Run:
     return run
 
 
-def _qk_norm_of_ranks(
-    op: QKNorm, q_norm: RMSNorm, k_norm: RMSNorm, collectives: Collectives
-) -> Run:
+def _qk_norm_of_ranks(op: QKNorm, q_norm: RMSNorm, k_norm: RMSNorm, kernels: Kernels) -> Run:
     """The norm over the heads of all ranks, from the sum of their means of squares."""
+    collectives, mean = collectives_of(kernels), each_token(kernels, mean_square)
 
     def run(qkv: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, Tensor, Tensor]:
         q_THE, k_TGE, v_TGE = qkv
         q_TF, k_TF = q_THE.flatten(1), k_TGE.flatten(1)
-        squares_T2 = torch.stack((mean_square(q_TF), mean_square(k_TF)), dim=-1)
+        squares_T2 = torch.stack((mean(q_TF), mean(k_TF)), dim=-1)
         q_T1, k_T1 = (collectives.all_reduce(squares_T2) / op.ranks).split(1, dim=-1)
         q_TF, k_TF = q_norm(q_TF, q_T1), k_norm(k_TF, k_T1)
         return q_TF.view(q_THE.shape), k_TF.view(k_TGE.shape), v_TGE
@@ -175,12 +177,15 @@ def _rotate(op: Rotate) -> Run:
 def _attend(op: Attend, module: Module, kernels: Kernels, place: LayerPlace, storage: str) -> Run:
     sinks = None if op.sinks is None else module(op.sinks, Vector)
     attention, features = kernels.attention, op.features
+    temper = None
+    if op.temperature is not None:
+        temper = each_token(kernels, partial(_tempered, op.temperature))
     constants = (op.scale, op.window, op.softcap, storage, op.value_dim, op.chunk)
 
     def run(value: tuple[Tensor, ...], step: LayerStep) -> Tensor:
         q_THE, k_TGE, *values = value
-        if op.temperature is not None:
-            q_THE = _tempered(q_THE, step.batch.positions, op.temperature)
+        if temper is not None:
+            q_THE = temper(q_THE, step.batch.positions)
         form = AttentionForm(*constants, None if sinks is None else sinks.weight)
         v_TGE = values[0] if values else None
         attended_THE = attention(q_THE, k_TGE, v_TGE, step.arena, place, step.batch, form)
@@ -189,15 +194,15 @@ def _attend(op: Attend, module: Module, kernels: Kernels, place: LayerPlace, sto
     return run
 
 
-def _tempered(q_THE: Tensor, positions_T: Tensor, temperature: AttentionTemperature) -> Tensor:
+def _tempered(temperature: AttentionTemperature, q_THE: Tensor, positions_T: Tensor) -> Tensor:
     """Multiply queries by the temperature of their positions, in float32."""
     floors_T = torch.floor((positions_T.float() + 1.0) / temperature.floor)
     factors_T = torch.log1p(floors_T) * temperature.scale + 1.0
     return (q_THE * factors_T[:, None, None]).to(q_THE.dtype)
 
 
-def _activate(op: Activate) -> Run:
-    gated = gated_activation(op)
+def _activate(op: Activate, kernels: Kernels) -> Run:
+    gated = each_token(kernels, gated_activation(op))
     return lambda gate_up, step: gated(*gate_up)
 
 
@@ -243,19 +248,20 @@ def _latent_rotate(op: LatentRotate) -> Run:
     return run
 
 
-def _queries_to_latent(op: QueriesToLatent, module: Module) -> Run:
+def _queries_to_latent(op: QueriesToLatent, module: Module, kernels: Kernels) -> Run:
     kv_up = module(op.kv_up, lambda: HeadProjection(op.keys))
+    project = each_token(kernels, kv_up.queries_to_latent)
 
     def run(value: tuple[Tensor, Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, ...]:
         plain_THE, turned_THE, latent_TR, key_T1E = value
-        q_THC = torch.cat((kv_up.queries_to_latent(plain_THE), turned_THE), dim=-1)
+        q_THC = torch.cat((project(plain_THE), turned_THE), dim=-1)
         return q_THC, latent_TR, key_T1E
 
     return run
 
 
-def _latent_keys(op: LatentKeys, module: Module) -> Run:
-    norm = module(op.weight, lambda: RMSNorm(op.eps))
+def _latent_keys(op: LatentKeys, module: Module, kernels: Kernels) -> Run:
+    norm = each_token(kernels, module(op.weight, lambda: RMSNorm(op.eps)))
 
     def run(value: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, Tensor]:
         q_THC, latent_TR, key_T1E = value
@@ -264,13 +270,14 @@ def _latent_keys(op: LatentKeys, module: Module) -> Run:
     return run
 
 
-def _latent_to_values(op: LatentToValues, module: Module) -> Run:
+def _latent_to_values(op: LatentToValues, module: Module, kernels: Kernels) -> Run:
     kv_up = module(op.kv_up, lambda: HeadProjection(op.keys))
+    project = each_token(kernels, kv_up.latent_to_values)
     heads = op.kv_up.shape[0]
 
     def run(attended_TF: Tensor, step: LayerStep) -> Tensor:
         tokens = attended_TF.shape[0]
-        values: Tensor = kv_up.latent_to_values(attended_TF.view(tokens, heads, -1))
+        values = project(attended_TF.view(tokens, heads, -1))
         return values.reshape(tokens, -1)
 
     return run

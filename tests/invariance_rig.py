@@ -1,0 +1,204 @@
+"""Logits of known sequences, computed by steps of any shape, to be compared bit by bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, cast
+
+import torch
+from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
+from stepgraph.cache.spec import group_layers
+from stepgraph.runtime.execution.inputs import (
+    DraftInputs,
+    Int64Array,
+    StepInputs,
+    write_decode_rows,
+    write_drafts,
+)
+from stepgraph.runtime.execution.row_state import RowState
+from stepgraph.runtime.execution.step_functions import StepFunctions
+from stepgraph.runtime.execution.step_key import StepKey
+from stepgraph.runtime.kernels import Kernels, kernels_for
+from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
+from stepgraph.runtime.loading.loader import iter_weights
+from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.models.plan import plan_of
+
+__all__ = ["BUCKET", "Forced", "Step", "decode_steps", "random_steps", "same_bits"]
+
+CPU = torch.device("cpu")
+BUCKET = 6
+"""Rows of the largest decode step; one is always padding."""
+PROMPT = 9
+"""The rope length of every row."""
+CHUNK = 200
+WIDTHS = (1, 2, 3, 5, 8, 16)
+"""Tokens of a row in decode and verify steps."""
+
+
+class Step(NamedTuple):
+    """A step that is given the next tokens of some rows."""
+
+    kind: Literal["decode", "prefill"]
+    counts: dict[int, int]
+    """Tokens of each row, in the order of the batch."""
+    size: int
+    """Bucket: rows, or tokens of a prefill step."""
+
+
+class Forced:
+    """A model over poisoned memory, and the rows' sequences."""
+
+    def __init__(
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        lengths: Sequence[int],
+        *,
+        storage: Storage = "model",
+        compiled: bool = False,
+        block_size: int = 8,
+    ) -> None:
+        """Make the model; `lengths` are those of the sequences, at most `BUCKET - 1` of them."""
+        torch.manual_seed(0)
+        config = read_config(directory)
+        kernels = kernels_for(kernels, plan_of(config))
+        element_bytes = dtype.itemsize if storage == "model" else 1
+        groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
+        self.decoder = Decoder(config, kernels, dtype, CPU, groups, storage)
+        with CheckpointReader(directory) as reader:
+            self.decoder.store(iter_weights(reader, config, dtype))
+        rows, self._columns = len(lengths), -(-max(lengths) // block_size)
+        blocks = 2 + rows * self._columns * len(groups)
+        self.arena = Arena(groups, blocks, block_size, dtype, CPU, storage).tensor
+        vocab, by_length = config.vocab_size, self.decoder.plan.rope_by_length
+        self.state = RowState.allocate(
+            rows, len(groups), self._columns, vocab, CPU, rope_by_length=by_length
+        )
+        if self.state.rope_lengths is not None:
+            self.state.rope_lengths[:rows] = PROMPT
+        order = (
+            1 + torch.randperm(blocks - 2, dtype=torch.int32)[: rows * self._columns * len(groups)]
+        )
+        self.state.block_tables[:, :rows] = order.view(len(groups), rows, self._columns)
+        layout = StepInputs.layout(
+            max_num_seqs=BUCKET, prefill_tokens=CHUNK, prefill_rows=BUCKET, table_updates=1
+        )
+        self.inputs = StepInputs(
+            **{name: torch.full(s.shape, s.fill, dtype=s.dtype) for name, s in layout.items()}
+        )
+        drafts = DraftInputs.layout(max_num_seqs=BUCKET, drafts=max(WIDTHS) - 1)
+        self.drafts = DraftInputs(
+            **{name: torch.full(s.shape, s.fill, dtype=s.dtype) for name, s in drafts.items()}
+        )
+        self.hidden = torch.zeros(CHUNK + 1, config.hidden_size, dtype=dtype)
+        self.functions = StepFunctions(
+            *(self.decoder, self.arena, block_size, self.state, self.inputs, None, compiled),
+            *(self.drafts, self.hidden),
+        )
+        generator = torch.Generator().manual_seed(1)
+        self.sequences = [torch.randint(vocab, (n,), generator=generator) for n in lengths]
+        self.null_row = rows
+
+    def close(self) -> None:
+        """Release what the steps hold."""
+        self.functions.close()
+        if self.decoder.stack is not None:
+            self.decoder.stack.close()
+
+    def run(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """Return the logits `[tokens that the steps were given, V]` of each row, from scratch."""
+        poison = torch.nan if self.decoder.storage == "model" else 255
+        self.arena[:, :, 1:] = cast(float, poison)
+        self.state.positions.zero_()
+        done = [0] * len(self.sequences)
+        found: list[list[torch.Tensor]] = [[] for _ in self.sequences]
+        for step in steps:
+            run = self._decode if step.kind == "decode" else self._prefill
+            for row, logits in run(step, done).items():
+                found[row].append(logits.clone())
+                done[row] += step.counts[row]
+        empty = torch.empty(0, self.decoder.config.vocab_size, dtype=self.decoder.dtype)
+        return [torch.cat([empty, *parts]) for parts in found]
+
+    def _decode(self, step: Step, done: list[int]) -> dict[int, torch.Tensor]:
+        width = max(step.counts.values())
+        write_decode_rows(list(step.counts), self.null_row, _arrays(self.inputs))
+        write_drafts(
+            [
+                self.sequences[row][done[row] + 1 : done[row] + count].tolist()
+                for row, count in step.counts.items()
+            ],
+            DraftInputs(self.drafts.token_ids.numpy(), self.drafts.counts.numpy()),
+        )
+        for row in step.counts:
+            self.state.token_ids[row] = self.sequences[row][done[row]]
+            self.state.positions[row] = done[row]
+        key = StepKey("decode", step.size, self._columns, False, tokens_per_row=width)
+        logits = self.functions.bind(key)().logits
+        logits = logits if width > 1 else logits[None]
+        return {row: logits[:count, lane] for lane, (row, count) in enumerate(step.counts.items())}
+
+    def _prefill(self, step: Step, done: list[int]) -> dict[int, torch.Tensor]:
+        host, end = _arrays(self.inputs), 0
+        host.prefill_rows[:] = host.sample_rows[:] = host.token_rows[:] = self.null_row
+        host.token_ids[:] = host.positions[:] = 0
+        spans: dict[int, slice] = {}
+        for lane, (row, count) in enumerate(step.counts.items()):
+            begin, end = end, end + count
+            spans[row] = slice(begin, end)
+            host.token_ids[begin:end] = self.sequences[row][done[row] : done[row] + count]
+            host.positions[begin:end] = range(done[row], done[row] + count)
+            host.token_rows[begin:end] = row
+            host.prefill_rows[lane] = row
+            host.query_start_loc[lane] = begin
+        host.query_start_loc[len(step.counts) :] = end
+        key = StepKey("prefill", step.size, self._columns, False)
+        last = self.functions.bind(key)().logits
+        with torch.no_grad():
+            logits = self.decoder.logits(self.hidden[:end])
+        for lane, span in enumerate(spans.values()):  # the step's own logits, of its last tokens
+            logits[span.stop - 1] = last[lane]
+        return {row: logits[span] for row, span in spans.items()}
+
+
+def decode_steps(row: int, length: int) -> list[Step]:
+    """Return steps that decode a row alone, token by token."""
+    return [Step("decode", {row: 1}, 1)] * length
+
+
+def random_steps(lengths: Sequence[int], seed: int) -> list[Step]:
+    """Return steps of random shapes that are given each sequence once."""
+    rng = random.Random(seed)
+    left, steps = list(lengths), []
+    while live := [row for row, count in enumerate(left) if count]:
+        rows = rng.sample(live, rng.randint(1, len(live)))
+        if rng.random() < 0.4:
+            most = rng.choice((3, 20, CHUNK))
+            counts: dict[int, int] = {}
+            for row in rows:
+                room = min(left[row], most - sum(counts.values()))
+                if room > 0:
+                    counts[row] = rng.randint(1, room)
+            size = min(sum(counts.values()) + rng.choice((0, 1, 13)), CHUNK)
+            steps.append(Step("prefill", counts, size))
+        else:
+            width = rng.choice(WIDTHS)
+            counts = {row: rng.randint(1, min(width, left[row])) for row in rows}
+            steps.append(Step("decode", counts, rng.randint(len(rows), BUCKET)))
+        for row, count in steps[-1].counts.items():
+            left[row] -= count
+    return steps
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether all elements have the same bits; a NaN may be any."""
+    assert not expected.isnan().any(), "the comparison says nothing of NaN"
+    return torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def _arrays(inputs: StepInputs[torch.Tensor]) -> StepInputs[Int64Array]:
+    return StepInputs(**{name: tensor.numpy() for name, tensor in vars(inputs).items()})
