@@ -154,7 +154,6 @@ class PromptScorer:
             ScoreArrays.allocate(prefill_tokens, best, "cpu", pinned=pinned)
             for _ in range(host_sets)
         ]
-        self._log_mass = each_token(model.kernels, lambda logits_BV: logits_BV.logsumexp(-1))
         self._slice = min(slice_tokens(max_num_seqs), prefill_tokens)
         # One shape on CUDA, so that no kernel is compiled while requests wait.
         self._pads = device.type == "cuda"
@@ -255,7 +254,8 @@ class PromptScorer:
     def _score(self, part: slice, num_top: int) -> None:
         inputs, scores = self.inputs.device, self._scores
         logits_BV = self._model.logits(self.hidden[inputs.tokens[part]]).float()
-        log_mass_B = self._log_mass(logits_BV)
+        log_mass = each_token(self._model.kernels, lambda x_BV: x_BV.logsumexp(-1))
+        log_mass_B = log_mass(logits_BV)
         own_B = logits_BV.gather(1, inputs.next_ids[part, None])[:, 0] - log_mass_B
         scores.logprobs[part] = torch.where(log_mass_B.isfinite(), own_B, float("nan"))
         k = min(num_top, scores.top_ids.shape[1])
