@@ -20,7 +20,7 @@ _LONGEST = (3, 5, 8, 16)
 _CLASS_OF = tuple(2 * bisect_left(_LONGEST, length) for length in range(MAX_MATCH + MAX_DRAFTS + 1))
 """Class by length of match: even where occurrences differ, the next odd number where they agree."""
 
-_FIRST_RATES = (0.2, 0.3, 0.25, 0.4, 0.3, 0.5, 0.4, 0.7, 0.5, 0.85)
+_FIRST_RATES = (0.1, 0.15, 0.15, 0.3, 0.3, 0.5, 0.4, 0.7, 0.5, 0.85)
 """Acceptance assumed for each class before any is measured."""
 
 _FIRST_WEIGHT = 4.0

@@ -23,12 +23,13 @@ LEAST_GAIN = math.log(1.03)
 RATE = 0.1
 """Share of an error by which the time of a step is corrected."""
 
-RETURN = 0.02
+RETURN = 0.002
 """Share by which every other time moves toward what the current step implies, so that one
 disturbed measurement is forgotten."""
 
-LARGEST_ERROR = 0.5
-"""Errors are clipped to this multiple of the expected time."""
+LARGEST_ERROR = 0.25
+"""Errors are clipped to this multiple of the expected time: steps that other processes disturb
+count little, and the time is nearer to the median than to the mean."""
 
 VERIFY_IN_A_ROW = 64
 """Verify steps after which a decode step is run, so that its time remains known."""
