@@ -147,7 +147,7 @@ def test_text_that_nobody_can_guess_is_as_fast() -> None:
     """Twelve tokens: short contexts recur, and a draft is right for one of twelve."""
     speculator, speed = served(guessable=False)
     assert speed > 0.98
-    assert speculator.counts["drafted"] < 60
+    assert speculator.counts["drafted"] < 90
 
 
 def test_a_device_in_flight_is_waited_for_while_drafts_pay() -> None:

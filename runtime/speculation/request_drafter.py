@@ -17,6 +17,13 @@ TOKENS_AT_A_TIME = 2048
 """Tokens that are indexed between two steps: about a millisecond of work."""
 
 
+PROMISING = 0.3
+"""Chance of a first draft that is worth a look at every token."""
+
+PATIENCE, REST = 8, 4
+"""After `PATIENCE` looks without a promising draft, one look every `REST` tokens."""
+
+
 class Proposer(Protocol):
     """Proposes drafts for one sequence, on the host."""
 
@@ -40,11 +47,15 @@ class RequestDrafter:
         self._proposer = proposer
         self._most = most
         self._seen = first
+        self._in_vain = 0
 
     def catch_up(self, known: int, tokens_of: Callable[[int, int], list[int]]) -> None:
         """Draft what follows the `known` tokens of the request; see `Request.tokens`."""
         seen = self._seen
         if known == seen:
+            return
+        if self._in_vain >= PATIENCE and known - seen < REST:
+            self.chances = []
             return
         stop = min(known, seen + TOKENS_AT_A_TIME)
         tokens = tokens_of(seen, stop)
@@ -54,3 +65,5 @@ class RequestDrafter:
         self._seen = stop
         self.draft = self._proposer.propose(self._most) if stop == known else None
         self.chances = [] if self.draft is None else self.acceptance.chances(self.draft)
+        promising = bool(self.chances) and self.chances[0] >= PROMISING
+        self._in_vain = 0 if promising else self._in_vain + 1
