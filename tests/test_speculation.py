@@ -95,8 +95,8 @@ def test_tokens_are_those_of_plain_decoding(
     guesses = guess(engine, {name: own[0] for name, own in expected.items()}, right)
     for _ in range(2):  # the second time prompts are cached
         assert run_mixed(engine, prompts, MIXED) == expected
-    assert guesses.accepted > 20
-    assert guesses.rejected > 20
+    assert guesses.accepted > 10
+    assert guesses.rejected > 3
     stats = engine.stats()
     assert stats["fallbacks"] == 0
     assert stats["preemptions"] >= ("num_blocks" in config)
