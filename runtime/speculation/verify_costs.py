@@ -20,16 +20,16 @@ __all__ = ["VerifyCosts"]
 LEAST_GAIN = math.log(1.03)
 """Expected gains up to this one are not worth the risk."""
 
-RATE = 0.1
-"""Share of an error by which the time of a step is corrected."""
+COMMON_RATE = 0.075
+"""Share of an error by which the times of all steps of so many rows are corrected: longer contexts
+and a busy machine slow all of them down."""
 
-RETURN = 0.002
-"""Share by which every other time moves toward what the current step implies, so that one
-disturbed measurement is forgotten."""
+OWN_RATE = 0.025
+"""Share of an error by which the time of the step itself is corrected in addition."""
 
-LARGEST_ERROR = 0.25
+LARGEST_ERROR = 0.5
 """Errors are clipped to this multiple of the expected time: steps that other processes disturb
-count little, and the time is nearer to the median than to the mean."""
+count little."""
 
 VERIFY_IN_A_ROW = 64
 """Verify steps after which a decode step is run, so that its time remains known."""
@@ -41,11 +41,9 @@ class VerifyCosts:
     def __init__(self, rows: Buckets, seconds: Mapping[tuple[int, int], float]) -> None:
         """Start with the seconds of each (rows, tokens per row); 1 token per row: decode steps."""
         self._rows = rows
-        self._measured: dict[int, dict[int, float]] = {}
+        self._seconds: dict[int, dict[int, float]] = {}
         for (size, tokens_per_row), value in seconds.items():
-            self._measured.setdefault(size, {})[tokens_per_row] = value
-        self._seconds = {size: dict(each) for size, each in self._measured.items()}
-        self._used: set[tuple[int, int]] = set()
+            self._seconds.setdefault(size, {})[tokens_per_row] = value
         self._in_a_row = 0
 
     def choose(self, chances: Sequence[Sequence[float]]) -> int:
@@ -74,18 +72,12 @@ class VerifyCosts:
         self._in_a_row = self._in_a_row + 1 if tokens_per_row > 1 else 0
         if not (math.isfinite(seconds) and seconds > 0):
             return
-        size = self._bucket(rows)
-        times, measured = self._seconds[size], self._measured[size]
-        expected = times[tokens_per_row]
-        largest = LARGEST_ERROR * expected
-        error = min(max(seconds - expected, -largest), largest)
-        times[tokens_per_row] = expected + RATE * error
-        self._used.add((size, tokens_per_row))
-        factor = times[tokens_per_row] / measured[tokens_per_row]
-        for other, value in times.items():
-            if other != tokens_per_row:
-                share = RETURN if (size, other) in self._used else 1.0
-                times[other] += share * (measured[other] * factor - value)
+        times = self._seconds[self._bucket(rows)]
+        error = seconds / times[tokens_per_row] - 1
+        error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
+        for other in times:
+            times[other] *= 1 + COMMON_RATE * error
+        times[tokens_per_row] *= 1 + OWN_RATE * error
 
     def seconds(self) -> dict[str, float]:
         """Return the present times by "rows x tokens per row"."""
