@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from ..cache.memory.handler import MemoryBudget
 from .bounded_repr import bounded_repr
 from .errors import ConfigError
+from .speculation.config import Speculation
 
 __all__ = ["EngineConfig"]
 
@@ -104,6 +106,10 @@ class EngineConfig:
             host overhead is paid once for all of them. Raises the throughput of small models and of
             offline batches. A new request waits for the whole launch, and tokens after the end of a
             request are discarded. docs/embedding.md says when a launch has several steps.
+        speculation: how tokens are drafted for steps that verify several tokens per row: a method
+            (`suffix` or `ngram`), a mapping such as `{"method": "suffix", "num_speculative_tokens":
+            7}`, or a `Speculation`. None: every step decodes one token per row. See
+            docs/speculation.md.
         freeze_gc: whether Python's garbage collector ignores every object that exists once the
             engine is ready (`gc.freeze`), in the whole process and permanently. See
             docs/embedding.md.
@@ -150,6 +156,7 @@ class EngineConfig:
     prefill_chunk: int = 512
     max_itl_ms: float | None = None
     steps_per_launch: int = 1
+    speculation: Speculation | Mapping[str, Any] | str | None = None
     freeze_gc: bool = False
     buckets: tuple[int, ...] | None = None
     prompt_embeds: bool = False
@@ -234,6 +241,13 @@ class EngineConfig:
                 f"max_itl_ms must be a positive number of milliseconds, not"
                 f" {bounded_repr(most_itl)}: leave it out for chunks of prefill_chunk tokens"
             )
+        if self.speculation is not None:
+            object.__setattr__(self, "speculation", Speculation.of(self.speculation))
+            if self.steps_per_launch > 1:
+                raise ConfigError(
+                    f"speculation and steps_per_launch={self.steps_per_launch} exclude each other:"
+                    " a verify step is launched alone. Leave out one of them"
+                )
         given = [name for name in MEMORY_BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(

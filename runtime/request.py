@@ -29,6 +29,7 @@ from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it needs torch, and the scheduler reads this file
     from .prompt_embeds import EmbeddedSpan
+    from .speculation.request_drafter import RequestDrafter
 
 __all__ = [
     "AbortReason",
@@ -128,6 +129,8 @@ class Request:
     num_reported_tokens: int = 0
     num_reported_chars: int = 0
     """Tokens and characters in outputs so far: the next `delta` begins there."""
+    drafter: RequestDrafter | None = field(default=None, init=False, repr=False)
+    """Its tokens as the proposer of drafts sees them; None until it first decodes with one."""
     may_fork: bool = True
     """Whether it may share the blocks of a sibling; not after copies for that failed."""
 
@@ -205,6 +208,7 @@ class Request:
         del self._output_ids[self.num_output :]
         del self._token_ns[self.num_output :]
         self.embeds = ()
+        self.drafter = None
         self.prefix_hashes = None
 
     def replace_last_token(self, token_id: int) -> None:

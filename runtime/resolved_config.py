@@ -28,6 +28,7 @@ from .kernels.result_check import warn
 from .models.config import ModelConfig
 from .models.decoder_model import DecoderConfig
 from .models.plan import plan_of
+from .speculation.config import Speculation
 
 __all__ = ["ResolvedConfig", "resolve_device", "resolve_kernels"]
 
@@ -61,6 +62,7 @@ class ResolvedConfig:
         prefill_chunk: maximum prompt tokens of one step; limited by the memory plan once there is
             one.
         steps_per_launch: maximum decode steps of one launch.
+        speculation: how tokens are drafted; None: they are not.
         buckets: numbers of rows to prepare decode steps for; None for the default ones.
         max_itl_ms: time budget of a step with prefill in it, in milliseconds; None for none.
         dependent_launch: whether Triton kernels may use programmatic dependent launch.
@@ -89,6 +91,7 @@ class ResolvedConfig:
     max_model_len: int
     prefill_chunk: int
     steps_per_launch: int
+    speculation: Speculation | None
     buckets: tuple[int, ...] | None
     max_itl_ms: float | None
     dependent_launch: bool
@@ -132,6 +135,20 @@ class ResolvedConfig:
     def token_buckets(self) -> Buckets:
         """Numbers of tokens that prefill steps are prepared for; the largest is `prefill_chunk`."""
         return default_token_buckets(self.prefill_chunk, fine=self.max_itl_ms is not None)
+
+    @property
+    def tokens_per_row(self) -> tuple[int, ...]:
+        """Tokens per row of the prepared verify steps, ascending; () without speculation."""
+        return () if self.speculation is None else self.speculation.tokens_per_row
+
+    @property
+    def most_lanes(self) -> int:
+        """Maximum tokens that a decode or verify step samples.
+
+        A verify step has no more than a prefill step, which the activations are planned for.
+        """
+        verified = min(self.max_num_seqs * max(self.tokens_per_row, default=1), self.prefill_chunk)
+        return max(self.max_num_seqs, verified)
 
     @property
     def kv_element_bytes(self) -> int:
@@ -201,6 +218,7 @@ class ResolvedConfig:
             max_model_len=config.max_model_len or longest,
             prefill_chunk=config.prefill_chunk,
             steps_per_launch=config.steps_per_launch,
+            speculation=cast("Speculation | None", config.speculation),
             buckets=config.buckets,
             max_itl_ms=config.max_itl_ms,
             dependent_launch=config.dependent_launch,

@@ -11,7 +11,6 @@ at the wrong time, a token too many or a missed recomputation shows as another o
 
 from __future__ import annotations
 
-import random
 import time
 import zlib
 from collections import Counter, deque
@@ -218,7 +217,6 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.sampling: list[bool] = []  # for each chunk of the last plan
         self.launched = 0
-        self._drafts = random.Random(0)
         self.seen: Counter[str] = Counter()  # what has happened, so that tests are not empty
         self._stages: list[str] = []  # of the step under way
         # Blocks handed out since contents were last forgotten.
@@ -292,7 +290,8 @@ class FakeRunner:
         sampled, advanced = [], None
         if plan.tokens_per_row > 1:
             device.written.clear()
-            verified = [self._verify(span) for span in plan.decode_spans()]
+            spans = zip(plan.decode_spans(), plan.drafts, strict=True)
+            verified = [self._verify(span, drafts) for span, drafts in spans]
             advanced = [len(tokens) for tokens in verified]
             rows = zip(plan.decode, verified, strict=True)
             sampled += [(request, token, None) for request, tokens in rows for token in tokens]
@@ -318,21 +317,21 @@ class FakeRunner:
         self.unread.append(launch)
         return launch
 
-    def _verify(self, span: RowSpan) -> list[int]:
-        """Compute the newest token and drafts, most of them right; return what is accepted."""
+    def _verify(self, span: RowSpan, drafts: Sequence[int]) -> list[int]:
+        """Compute the newest token and drafts; return what is accepted."""
+        assert span.count == 1 + len(drafts)
         device, row = self.device, span.row
         first, token = device.positions[row], device.tokens[row]
         accepted: list[int] = []
         right = True
-        for position in range(first, first + span.count):
+        for position, draft in enumerate((*drafts, None), first):
             self._write(row, position, token)
             seen = device.seen(row, position, position + 1)
             sampled = next_token(device.seeds[row], seen)
             if right:
                 accepted.append(sampled)
-            draft = sampled if self._drafts.random() < 0.7 else self._drafts.randrange(VOCAB)
             right = right and draft == sampled
-            token = max(draft, 0)
+            token = draft if draft is not None else token
         self.seen["rejected"] += len(accepted) < span.count
         self.seen["accepted"] += len(accepted) > 1
         device.tokens[row], device.positions[row] = max(accepted[-1], 0), first + len(accepted)
@@ -395,7 +394,8 @@ def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
     assert plan.prefill_tokens <= scheduler.prefill_chunk
     assert plan.prefill_tokens + plan.decode_tokens <= scheduler.max_batch_tokens
     for span in plan.decode_spans():
-        assert 1 <= span.count <= plan.tokens_per_row <= scheduler.tokens_per_row
+        assert 1 <= span.count <= plan.tokens_per_row
+    assert (plan.tokens_per_row > 1) == bool(plan.drafts) == bool(plan.decode_counts)
     assert len(plan.prefill) <= scheduler.max_prefill_rows
     assert plan.steps in (1, scheduler.steps_per_launch)
     if plan.steps > 1:

@@ -27,6 +27,7 @@ from stepgraph.runtime.scheduling.scheduler import Scheduler
 from stepgraph.runtime.scheduling.step_budget import StepBudget
 
 from .fake_device import NAN, NO_ROPES, NO_TOKENS, VOCAB, FakeRunner, Windows, oracle
+from .speculation_rig import Guesses
 
 MAX_LEN = 40
 """Tokens of the longest sequence, if the cache can hold it."""
@@ -92,7 +93,6 @@ class Rig:
             preemption=preemption,
             step_budget=step_budget,
             steps_per_launch=steps_per_launch,
-            tokens_per_row=tokens_per_row,
             rope_lengths=ropes,
         )
         self.runner = FakeRunner(self.scheduler, in_flight, windows, nan_tokens, ropes)
@@ -101,6 +101,13 @@ class Rig:
             self.runner,  # type: ignore[arg-type]
             in_flight=in_flight,
             step_budget=step_budget,
+            speculator=Guesses(  # type: ignore[arg-type]
+                lambda rows: range(2, tokens_per_row + 1),
+                VOCAB,
+                lambda request: oracle(request, windows, nan_tokens, ropes)[0],
+            )
+            if tokens_per_row > 1
+            else None,
         )
         self.arrivals = 0
         self.work = 0  # tokens that all requests so far have at most

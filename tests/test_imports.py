@@ -37,7 +37,10 @@ FILES = sorted(
     for package in PACKAGES["stepgraph"]
     for path in (ROOT / package).rglob("*.py")
 )
-HOST_LOGIC = ("profiling/", "cache/", "graphs/", "runtime/scheduling/", FACE)
+HOST_LOGIC = (
+    *("profiling/", "cache/", "graphs/", "runtime/scheduling/", "runtime/speculation/"),
+    FACE,
+)
 OF_TENSORS = {
     *("cache/arena.py", "cache/encoder_outputs.py", "cache/memory/device_memory.py"),
     *("graphs/buffers.py", "graphs/library.py", "graphs/steps.py"),
@@ -145,17 +148,21 @@ ROOMS = {
     "models": frozenset({"kernels"}),
     "loading": frozenset({"kernels", "models"}),
     "scheduling": frozenset[str](),
+    "speculation": frozenset({"scheduling"}),
     "distributed": frozenset({"kernels"}),
     "execution": frozenset({"kernels", "models", "sampling", "scheduling", "distributed"}),
     "memory": frozenset({"kernels", "models", "loading", "execution"}),
     "engine": frozenset(
         {
             *("kernels", "models", "loading", "sampling", "scheduling", "execution", "memory"),
-            *("distributed",),
+            *("distributed", "speculation"),
         }
     ),
     "tools": frozenset(
-        {"kernels", "models", "loading", "execution", "memory", "engine", "service", "distributed"}
+        {
+            *("kernels", "models", "loading", "execution", "memory", "engine", "service"),
+            *("distributed", "speculation"),
+        }
     ),
 }
 """The folders of the runtime that each of them may import, besides itself."""

@@ -118,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps_per_launch, tokens_per_row = steps
         self.rig = Rig(
             max_num_seqs=max_num_seqs,
-            max_batch_tokens=max_num_seqs * tokens_per_row + spare_tokens,
+            max_batch_tokens=max_num_seqs + spare_tokens,
             steps_per_launch=steps_per_launch,
             tokens_per_row=tokens_per_row,
             **sizes,
@@ -289,7 +289,7 @@ def crowded_rig(seed: int, windows: Windows, **options: Any) -> Rig:
         usable_blocks=int(one * rng.uniform(1.2, 2.2)),
         block_size=block_size,
         max_num_seqs=5,
-        max_batch_tokens=rng.randint(6, 16) + 5 * (options.get("tokens_per_row", 1) - 1),
+        max_batch_tokens=rng.randint(6, 16) + 10 * (options.get("tokens_per_row", 1) > 1),
         prefill_chunk=chunk,
         max_prefill_rows=rng.randint(1, 3),
         **options,

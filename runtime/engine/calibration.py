@@ -20,11 +20,15 @@ from ..resolved_config import ResolvedConfig
 from ..scheduling.preemption import PreemptionPolicy
 from ..scheduling.step_budget import StepBudget
 from ..scheduling.step_costs import calibrate
+from ..speculation.speculator import Speculator
+from ..speculation.verify_costs import VerifyCosts
 
-__all__ = ["calibrated_step_budget", "preemption_policy"]
+__all__ = ["calibrated_speculator", "calibrated_step_budget", "preemption_policy"]
 
 REPETITIONS = 5
 COPIED_BLOCKS = 8
+LONG_STEP = 0.01
+"""Seconds of a step that is measured once."""
 CONTEXT = 1024
 """Positions before the tokens of steps that measure the time of attention, if the model has so
 many."""
@@ -91,6 +95,40 @@ def calibrated_step_budget(
     )
     steps.clean()
     return StepBudget(config.max_itl_ms, costs, calibration_seconds=time.perf_counter() - began)
+
+
+def calibrated_speculator(runner: Runner, config: ResolvedConfig) -> Speculator | None:
+    """Return the speculator of a prepared runner without requests; None without speculation.
+
+    Decode and verify steps are run on padding, in interleaved rounds, of which the fastest counts.
+    Steps that take long run once: their time is hardly disturbed.
+    """
+    if config.speculation is None:
+        return None
+    sizes, blocks = runner.sizes, runner.sizes.read_blocks.sizes[0]
+    points = [
+        (full, rows, n)
+        for full in (False, True)
+        for rows in sizes.rows
+        for n in (1, *sizes.verifying(rows))
+    ]
+    fastest = dict.fromkeys(points, float("inf"))
+    for _ in range(REPETITIONS):
+        for full, rows, n in points:
+            if not LONG_STEP < fastest[full, rows, n] < float("inf"):
+                key = sizes.decode_key(rows, blocks, full, tokens_per_row=n)
+                seconds = _seconds(partial(runner.run, key), runner.device)
+                fastest[full, rows, n] = min(fastest[full, rows, n], seconds)
+    greedy, sampled = (
+        VerifyCosts(sizes.rows, {point[1:]: fastest[point] for point in points if point[0] is full})
+        for full in (False, True)
+    )
+    return Speculator(
+        config.speculation,
+        sizes.verifying,
+        (greedy, sampled),
+        is_async_device=config.is_async_device,
+    )
 
 
 class _NullSteps:

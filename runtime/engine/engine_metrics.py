@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # it needs torch
@@ -64,6 +65,12 @@ class EngineCounters(NamedTuple):
     preemptions: int = 0
     evicted_blocks: int = 0
     """Cached blocks that were allocated again."""
+    drafted_tokens: int = 0
+    """Drafts that steps verified."""
+    accepted_tokens: int = 0
+    """Of them, those accepted."""
+    accepted_by_position: tuple[int, ...] = ()
+    """Of them, by their number in the draft of a row, the first one first."""
     collections: int = 0
     """Runs of Python's garbage collector."""
     collected_ns: int = 0
@@ -71,7 +78,8 @@ class EngineCounters(NamedTuple):
     @classmethod
     def of(cls, loop: StepLoop) -> EngineCounters:
         """Read the counters of a loop, which may run steps meanwhile."""
-        cache = loop.scheduler.cache
+        cache, speculator = loop.scheduler.cache, loop.speculator
+        drafts = {} if speculator is None else speculator.counts
         return cls(
             steps=loop.num_steps,
             fallbacks=loop.runner.library.stats().misses,
@@ -80,10 +88,19 @@ class EngineCounters(NamedTuple):
             cached_tokens=cache.counts["hit_tokens"],
             preemptions=loop.counts["preemptions"],
             evicted_blocks=cache.num_evictions,
+            drafted_tokens=drafts.get("drafted", 0),
+            accepted_tokens=drafts.get("accepted", 0),
+            accepted_by_position=() if speculator is None else speculator.accepted_by_position,
             collections=loop.collector.collections,
             collected_ns=loop.collector.total_ns,
         )
 
     def plus(self, other: EngineCounters) -> EngineCounters:
         """Return the sums of the counters of two engines."""
-        return EngineCounters(*map(int.__add__, self, other))
+        sums = {
+            name: value + getattr(other, name)
+            for name, value in self._asdict().items()
+            if name != "accepted_by_position"
+        }
+        positions = zip_longest(self.accepted_by_position, other.accepted_by_position, fillvalue=0)
+        return EngineCounters(**sums, accepted_by_position=tuple(map(sum, positions)))

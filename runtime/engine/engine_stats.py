@@ -79,6 +79,7 @@ def engine_stats(
             "seconds": loop.collector.total_ns / 1e9,
         },
         "step_budget": None if step_budget is None else step_budget.stats(),
+        "speculation": None if loop.speculator is None else loop.speculator.stats(),
         "fallbacks": counters.misses,
         "padding": counters.padding_fraction,
         "memory": {

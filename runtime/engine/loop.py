@@ -40,6 +40,7 @@ from ..request import AbortReason, Request, RequestGroup, RequestStatus
 from ..scheduling.plan import StepPlan
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
+from ..speculation.speculator import Speculator
 from .open_requests import OpenRequests
 from .request_output import RequestOutput
 
@@ -61,6 +62,7 @@ class StepLoop:
         *,
         in_flight: int,
         step_budget: StepBudget | None = None,
+        speculator: Speculator | None = None,
         group: RankGroup | None = None,
     ) -> None:
         """Create a loop over a scheduler and a runner.
@@ -71,6 +73,7 @@ class StepLoop:
             in_flight: maximum steps in flight when `step` returns: 1 for an asynchronous device,
                 0 for the CPU.
             step_budget: receives the time of every step; None without a latency budget.
+            speculator: drafts tokens for verify steps; None without speculation.
             group: the processes of a tensor-parallel engine; it ends with the loop.
         """
         self.scheduler = scheduler
@@ -86,6 +89,7 @@ class StepLoop:
         self._posted: deque[tuple[Callable[[RequestGroup], None], RequestGroup]] = deque()
         self._in_flight = in_flight
         self._step_budget = step_budget
+        self.speculator = speculator
         self._launched: deque[LaunchedStep] = deque()
 
     @property
@@ -164,17 +168,21 @@ class StepLoop:
         number = self.num_steps
         with ranges.span(ranges.STEP, number):
             collected = self.collector.total_ns
-            started = time.perf_counter_ns()
+            started = began = time.perf_counter_ns()
+            waited = 0
+            if self.speculator is not None and self.speculator.waits:
+                waited = self._commit_until(0)  # its tokens are what drafts continue
+                started = time.perf_counter_ns()
             with ranges.span(ranges.PLAN, number):
                 plan = self.scheduler.plan()
+                if self.speculator is not None:
+                    self._verify_drafts(plan, self.speculator, began)
             planned = time.perf_counter_ns()
             step = self._launch(plan)
             launched = time.perf_counter_ns()
             # Without a launch, commit all steps in flight: nothing else can make progress.
             most = 0 if step is None else self._in_flight
-            waited = 0
-            while len(self._launched) > most:
-                waited += self._commit(self._launched.popleft())
+            waited += self._commit_until(most)
             self.requests.collect()
             if step is not None:
                 self.timeline.record(
@@ -281,6 +289,25 @@ class StepLoop:
                 chunk.request.prompt_logprobs.launch(chunk.scored)
         return step
 
+    def _verify_drafts(self, plan: StepPlan, speculator: Speculator, started_ns: int) -> None:
+        """Let the rows of a plan verify drafts, if that is expected to be faster.
+
+        Where a latency budget sizes chunks, a step with one of them verifies nothing.
+        """
+        drafts: Sequence[Sequence[int]] = ()
+        if plan.decode and (self._step_budget is None or not plan.prefill):
+            drafts = speculator.propose(plan.decode)
+        if drafts:
+            self.scheduler.verify(plan, drafts, speculator.sizes(len(plan.decode)))
+        speculator.planned(plan, started_ns)
+
+    def _commit_until(self, most: int) -> int:
+        """Commit launched steps until `most` are in flight; return the nanoseconds waited."""
+        waited = 0
+        while len(self._launched) > most:
+            waited += self._commit(self._launched.popleft())
+        return waited
+
     def _copy_blocks(self, plan: StepPlan) -> None:
         """Issue the block copies of a plan. If they fail, the requests recompute the tokens."""
         cache = self.scheduler.cache
@@ -323,8 +350,10 @@ class StepLoop:
             elapsed = step.elapsed_ns()
             if elapsed is not None:  # the timeline has recorded this step already
                 self.timeline.set_device_ns(step.number, elapsed)
-            if self._step_budget is not None:
+            if self._step_budget is not None and step.advanced is None:
                 self._step_budget.observe(step.plan, step.launched_ns, arrived)
+            if self.speculator is not None:
+                self.speculator.committed(step.plan, step.advanced, arrived)
             if step.advanced is not None:
                 self._take_back(step.plan, step.advanced)
             if step.plan.scored_tokens:

@@ -134,6 +134,8 @@ def encoded_task(found: Source, config: ResolvedConfig) -> Task:
         field.name: getattr(config.user, field.name) for field in dataclasses.fields(EngineConfig)
     }
     fields["threads"] = config.threads
+    if config.speculation is not None:
+        fields["speculation"] = dataclasses.asdict(config.speculation)
     return {
         "version": sys.modules["stepgraph"].__version__,
         "torch": torch.__version__,

@@ -20,7 +20,7 @@ from ..loading.opened_source import OpenedSource
 from ..loading.tokenizer import TextTokenizer
 from ..models.decoder_model import DecoderConfig, DecoderModel
 from ..request import RequestGroup
-from .calibration import calibrated_step_budget
+from .calibration import calibrated_speculator, calibrated_step_budget
 from .encoded_contents import EncodedContents
 from .engine_metrics import EngineCounters, EngineGauges
 from .engine_parts import EngineParts
@@ -48,7 +48,8 @@ class StartedEngine:
         self._parts: EngineParts | None = parts
         with ended_by_failures(parts.group):
             self._step_budget = calibrated_step_budget(parts.runner, parts.groups, config)
-            self._shared = SharedLoop(make_loop(parts, self._step_budget))
+            speculator = calibrated_speculator(parts.runner, config)
+            self._shared = SharedLoop(make_loop(parts, self._step_budget, speculator))
         self._encoded = EncodedContents(
             config.encoder_cache_bytes, parts.model.config.hidden_size, config.dtype
         )
@@ -284,6 +285,8 @@ class StartedEngine:
           was created.
         - `step_budget` (None without `max_itl_ms`): predicted and measured times of mixed prefill
           and decode steps; see docs/embedding.md.
+        - `speculation` (None without it): `method`, `verify_steps`, `drafted` and `accepted` drafts
+          (also by position), and `step_seconds`, the times of steps by "rows x tokens per row".
         - `padding`: share of padding in the rows and tokens of all steps.
         """
         return engine_stats(

@@ -57,6 +57,7 @@ from ..models.transformers.scopes import add_scopes
 from ..resolved_config import ResolvedConfig
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
+from ..speculation.speculator import Speculator
 from .calibration import preemption_policy
 from .engine_parts import CodeCache, EngineParts
 from .loop import StepLoop
@@ -303,7 +304,9 @@ def _checked_kernels(
     return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, *fallbacks))
 
 
-def make_loop(parts: EngineParts, step_budget: StepBudget | None) -> StepLoop:
+def make_loop(
+    parts: EngineParts, step_budget: StepBudget | None, speculator: Speculator | None = None
+) -> StepLoop:
     """Return the loop over the parts of an engine, with an empty cache and no requests."""
     config, host = parts.config, parts.runner.host_arena
     cache = KVCache(
@@ -333,6 +336,7 @@ def make_loop(parts: EngineParts, step_budget: StepBudget | None) -> StepLoop:
         parts.runner,
         in_flight=int(config.is_async_device),
         step_budget=step_budget,
+        speculator=speculator,
         group=parts.group,
     )
 

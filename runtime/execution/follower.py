@@ -13,7 +13,7 @@ import torch
 from ...graphs.buffers import StaticBuffers
 from ..distributed.rank_group import RankGroup
 from ..kernels.cpu.threads import limit_threads
-from .inputs import EmbedInputs, StepInputs
+from .inputs import DraftInputs, EmbedInputs, StepInputs
 from .outputs import OUTPUT_SETS, checked_tokens
 from .prompt_scorer import ScoreInputs
 from .rank_commands import (
@@ -71,6 +71,8 @@ class Follower:
         }
         if runner.embeds is not None:
             self._arrays["embeds"] = runner.embeds.arrays(EmbedInputs[npt.NDArray[Any]])
+        if runner.drafts is not None:
+            self._arrays["drafts"] = runner.drafts.arrays(DraftInputs[npt.NDArray[Any]])
         sampling = runner.state.sampling
         self._row_sizes = sampling.reals.shape[1], sampling.integers.shape[1]
         self._vocab_size = sampling.token_counts.shape[1]
@@ -148,6 +150,7 @@ class Follower:
             "steps": runner.inputs,
             "embeds": runner.embeds,
             "scores": runner.scorer.inputs,
+            "drafts": runner.drafts,
         }
         target, arrays = buffers[changed.buffer], self._arrays[changed.buffer]
         assert target is not None

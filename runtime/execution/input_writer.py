@@ -13,11 +13,13 @@ from ...profiling import ranges
 from ..resolved_config import ResolvedConfig
 from ..scheduling.plan import StepPlan, TableUpdate
 from .inputs import (
+    DraftInputs,
     EmbedInputs,
     Int64Array,
     StepInputs,
     prefill_fields,
     write_decode_rows,
+    write_drafts,
     write_embeds,
     write_prefill,
     write_table_updates,
@@ -73,6 +75,16 @@ class InputWriter:
                 EmbedInputs.layout(prefill_tokens=config.prefill_chunk, hidden_size=hidden_size),
                 config.device,
             )
+        self.drafts: StaticBuffers[DraftInputs[torch.Tensor]] | None = None
+        if config.tokens_per_row:
+            self.drafts = StaticBuffers.allocate(
+                DraftInputs[torch.Tensor],
+                DraftInputs.layout(
+                    max_num_seqs=config.max_num_seqs, drafts=config.tokens_per_row[-1] - 1
+                ),
+                config.device,
+            )
+            self._host_drafts = self.drafts.arrays(DraftInputs[Int64Array])
         self._embeds_shown = False  # set by the last prefill step
         self.decode_rows: list[int] = []
         """As last written."""
@@ -100,6 +112,16 @@ class InputWriter:
             self._copy_updates(updates, changed)
         else:
             self._copy(changed)
+
+    def write_drafts(self, drafts: Sequence[Sequence[int]]) -> None:
+        """Write and copy the drafts of the decoding rows, in their order."""
+        assert self.drafts is not None, "a verify step without speculation"
+        self.drafts.begin_write()
+        write_drafts(drafts, self._host_drafts)
+        if self._commands is not None:
+            rows = len(self._host_drafts.counts)
+            self._commands.inputs("drafts", self._host_drafts, {"token_ids": rows, "counts": rows})
+        self.drafts.copy_to_device()
 
     def _write_embeds(self, plan: StepPlan) -> None:
         """Copy the embeddings of the chunks, or clear the mask of the last prefill step."""

@@ -133,8 +133,8 @@ class DraftInputs(Generic[A]):
 
 def write_drafts(drafts: Sequence[Sequence[int]], host: DraftInputs[Int64Array]) -> None:
     """Write the drafts of the decoding rows, in their order."""
-    host.token_ids[:] = 0
-    host.counts[:] = 1
+    host.token_ids.fill(0)
+    host.counts.fill(1)
     for index, tokens in enumerate(drafts):
         host.token_ids[index, : len(tokens)] = tokens
         host.counts[index] = 1 + len(tokens)

@@ -25,6 +25,7 @@ __all__ = [
     "LaunchedStep",
     "OutputEvents",
     "Sampled",
+    "accepted_counts",
     "checked_tokens",
     "current_stream",
     "sampled_tokens",
@@ -59,9 +60,9 @@ class LaunchedStep:
     """Event after the copies to the host; None on a CPU."""
     device_ns: int
     """Time that the launching thread ran the step itself; 0 for an asynchronous device."""
-    advanced: Sequence[int] | None = None
-    """Tokens that each row of `plan.decode` advanced by, valid once the outputs have arrived; None:
-    as many as planned."""
+    advanced: list[int] | None = None
+    """Tokens that each row of `plan.decode` advanced by, filled in when they are read; None: as
+    many as planned."""
     began: torch.cuda.Event | None = None
     """Event before the first part; None on a CPU, or without device timing."""
     scores: LaunchedScores | None = None
@@ -225,12 +226,29 @@ def checked_tokens(output: StepOutput, lanes: int) -> bytes:
     return output.tokens.numpy()[..., :lanes].tobytes()
 
 
+def accepted_counts(launched: LaunchedStep) -> list[int]:
+    """Return the tokens that each row of a verify step advanced by: accepted drafts and one more.
+
+    The step has accepted the same drafts on the device.
+    """
+    _, output = launched.parts[0]
+    counts = []
+    for tokens, drafts in zip(output.tokens.T.tolist(), launched.plan.drafts, strict=False):
+        accepted = 1
+        for token, draft in zip(tokens, drafts, strict=False):
+            if token != draft:
+                break
+            accepted += 1
+        counts.append(accepted)
+    return counts
+
+
 def sampled_tokens(launched: LaunchedStep) -> Iterable[Sampled]:
     """Return the tokens of a launch whose outputs have arrived, by step, then by lane."""
     parts = []
     for lanes, output in launched.parts:
         tokens, details = output.tokens.tolist(), output.details
-        if launched.plan.steps == launched.plan.tokens_per_row == 1:
+        if output.tokens.dim() == 1:
             parts.append(_of_lanes(lanes, tokens, details))
             continue
         each = repeat(None, len(tokens)) if details is None else details.unbind()

@@ -25,8 +25,8 @@ __all__ = ["BLOCK_COPIES", "INPUT_BUFFERS", "Command", "CommandSender", "Inputs"
 
 BlockCopy = Literal["within", "to_host", "from_host"]
 BLOCK_COPIES: tuple[BlockCopy, ...] = ("within", "to_host", "from_host")
-InputBuffer = Literal["steps", "embeds", "scores"]
-INPUT_BUFFERS: tuple[InputBuffer, ...] = ("steps", "embeds", "scores")
+InputBuffer = Literal["steps", "embeds", "scores", "drafts"]
+INPUT_BUFFERS: tuple[InputBuffer, ...] = ("steps", "embeds", "scores", "drafts")
 
 _PHASES = ("decode", "prefill")
 _RUN = Struct("<BIIBIII")

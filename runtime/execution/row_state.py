@@ -95,18 +95,16 @@ class RowState:
         return {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
 
     def accept(
-        self, rows_B: torch.Tensor, tokens_NB: torch.Tensor, accepted_B: torch.Tensor
+        self, rows_B: torch.Tensor, tokens_BN: torch.Tensor, accepted_B: torch.Tensor
     ) -> None:
         """Advance each row by the first `accepted_B` tokens of a verify step.
 
         Rows and counts are int64; counts are at least 1. The null row remains at position 0.
         """
-        last_B = tokens_NB.gather(0, accepted_B[None] - 1)[0]
+        last_B = tokens_BN.gather(1, accepted_B[:, None] - 1)[:, 0]
         positions_B = self.positions[rows_B] + accepted_B
         self.token_ids.index_put_((rows_B,), last_B.clamp(min=0))
         self.positions.index_put_((rows_B,), torch.where(rows_B == self.null_row, 0, positions_B))
-        for index, tokens_B in enumerate(tokens_NB):
-            self.sampling.count(rows_B, tokens_B, (accepted_B > index).to(torch.int64))
 
     def update_tables(self, updates_U4: torch.Tensor) -> None:
         """Write (group, row, column, block) entries into the block tables."""

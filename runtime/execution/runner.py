@@ -29,6 +29,7 @@ from .outputs import (
     HostOutputs,
     LaunchedStep,
     Sampled,
+    accepted_counts,
     checked_tokens,
     sampled_tokens,
 )
@@ -92,6 +93,7 @@ class Runner:
             config, len(groups), model.config.hidden_size, self.state, self.scorer, commands
         )
         self.inputs, self.embeds = self._writer.inputs, self._writer.embeds
+        self.drafts = self._writer.drafts
         self.threads = None if model.kernels.library is None else config.threads
         self.own_threads: TorchThreads | None = None
         """Block in which torch uses no more threads than this rank has: others would spin on the
@@ -105,7 +107,7 @@ class Runner:
                 config.max_num_seqs,
                 self.max_prefill_rows,
                 model.config.vocab_size,
-                config.steps_per_launch,
+                max(config.steps_per_launch, *config.tokens_per_row, 1),
                 device=device,
             )
         self._arena = arena
@@ -120,6 +122,7 @@ class Runner:
             self.state,
             self.inputs.device,
             None if self.embeds is None else self.embeds.device,
+            drafts=None if self.drafts is None else self.drafts.device,
             hidden=self.scorer.hidden,
         )
         self.steps = PreparedSteps(config, self.sizes.keys(), make_functions)
@@ -133,15 +136,18 @@ class Runner:
     @property
     def nbytes(self) -> int:
         """Bytes of row state, inputs and buffers for scoring."""
-        embeds = 0 if self.embeds is None else self.embeds.nbytes
-        return self.state.nbytes + self.inputs.nbytes + embeds + self.scorer.nbytes
+        return self.state.nbytes + self._input_nbytes + self.scorer.nbytes
+
+    @property
+    def _input_nbytes(self) -> int:
+        buffers = (self.inputs, self.embeds, self.drafts)
+        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
 
     @property
     def host_nbytes(self) -> int:
         """Bytes of host buffers for an asynchronous device: input mirrors and outputs."""
-        embeds = 0 if self.embeds is None else self.embeds.nbytes
         outputs = 0 if self.outputs is None else self.outputs.nbytes
-        return self.inputs.nbytes + embeds + outputs + self.scorer.host_nbytes
+        return self._input_nbytes + outputs + self.scorer.host_nbytes
 
     def addresses(self) -> dict[str, int]:
         """Return the device address of everything that captured steps read or write."""
@@ -154,6 +160,11 @@ class Runner:
                 {}
                 if self.embeds is None
                 else {f"embeds.{k}": v for k, v in self.embeds.addresses().items()}
+            ),
+            **(
+                {}
+                if self.drafts is None
+                else {f"drafts.{k}": v for k, v in self.drafts.addresses().items()}
             ),
             **self.scorer.addresses(),
         }
@@ -234,9 +245,11 @@ class Runner:
         clock, launched, worked, bucket = time.perf_counter_ns, 0, 0, 0
         began = None if self.outputs is None else self.outputs.begin(number)
         if plan.decode:
-            key = self._decode_key(plan.steps)
+            key = self._decode_key(plan.steps) if not plan.drafts else self._verify_key(plan)
             bucket, rows = key.size, len(plan.decode)
             tokens, lanes = plan.steps * rows, plan.steps * bucket
+            if plan.drafts:
+                tokens, lanes = plan.decode_tokens, key.tokens_per_row * bucket
             with ranges.step_span(
                 ranges.REPLAY, number, rows, bucket, tokens, plan.blocks_in_use, lanes - tokens
             ):
@@ -262,11 +275,28 @@ class Runner:
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
         if self.outputs is None:
             return LaunchedStep(
-                number, plan, bucket, launched, tuple(parts), None, worked, scores=scores
+                number,
+                plan,
+                bucket,
+                launched,
+                tuple(parts),
+                None,
+                worked,
+                [] if plan.drafts else None,
+                scores=scores,
             )
         arrived = self.outputs.record_event(number, began)
         return LaunchedStep(
-            number, plan, bucket, launched, tuple(parts), arrived, 0, began=began, scores=scores
+            number,
+            plan,
+            bucket,
+            launched,
+            tuple(parts),
+            arrived,
+            0,
+            [] if plan.drafts else None,
+            began=began,
+            scores=scores,
         )
 
     @property
@@ -299,6 +329,8 @@ class Runner:
                 group.check_in(checked_tokens(output, len(lanes)))
         elif step.arrived is not None:
             step.arrived.synchronize()
+        if step.advanced is not None:
+            step.advanced.extend(accepted_counts(step))
         return sampled_tokens(step)
 
     def check_peers(self) -> None:
@@ -367,10 +399,11 @@ class Runner:
         if plan.decode is not self._decoding.requests:
             rows = [request.row for request in plan.decode if request.row is not None]
             assert len(rows) == len(plan.decode), "a request that decodes holds a row"
-            assert plan.tokens_per_row == 1, "verify steps need drafts and their acceptance"
             self._decoding = _Decoding(plan.decode)
         if plan.table_updates or plan.prefill or rows != self._writer.decode_rows:
             self._writer.write(plan, rows, prefill_key)
+        if plan.drafts:
+            self._writer.write_drafts(plan.drafts)
 
     def _decode_key(self, steps: int) -> StepKey:
         """Return the key of the decode step: the last one while it is valid."""
@@ -383,6 +416,19 @@ class Runner:
                 len(decoding.requests), read_blocks, decoding.full_sampler, steps
             )
         return key
+
+    def _verify_key(self, plan: StepPlan) -> StepKey:
+        """Return the key of the verify step of a plan, after which another row may be longest."""
+        decoding = self._decoding
+        assert decoding.longest is not None, "the plan has no decoding row"
+        stop = max(span.start + span.count for span in plan.decode_spans())
+        self._decoding = _Decoding([])
+        return self.sizes.decode_key(
+            len(plan.decode),
+            -(-stop // self.block_size),
+            decoding.full_sampler,
+            tokens_per_row=plan.tokens_per_row,
+        )
 
     def _prefill_key(self, plan: StepPlan) -> StepKey:
         longest = max(chunk.start + chunk.count for chunk in plan.prefill)

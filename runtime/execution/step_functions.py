@@ -6,6 +6,7 @@ tokens back.
 
     decode   rows -> token, position -> slot -> forward -> sample -> token, position + 1
     verify   rows, drafts -> newest token and drafts -> slots -> forward -> sample at each of them
+             -> accept the drafts that were sampled too -> token, position + 1 + accepted
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
 Steps with native layers are not compiled: there is nothing to fuse, and compiled code has to check
@@ -29,7 +30,6 @@ from ..kernels.ops.feedback import Feedback
 from ..kernels.triton.dependent import dependent_launch
 from ..models.decoder_model import DecoderModel
 from ..operation_scopes import operation
-from ..sampling.drafts import sample_drafts
 from ..sampling.sample_output import SampleOutput
 from ..sampling.samplers import SAMPLERS, torch_sampler
 from .compiled_parts import CompiledParts
@@ -49,6 +49,19 @@ class _Forward(NamedTuple):
     """int64 `[B]`: the positions after which tokens are sampled."""
     tokens: torch.Tensor | None
     """int64 `[B]`: greedy tokens, which are stored; None: not sampled yet."""
+
+
+class _Lanes(NamedTuple):
+    """The tokens of a verify step, row by row. T: rows times tokens per row."""
+
+    logits: torch.Tensor
+    """`[T, vocab_size]`, or those of the rank's own tokens."""
+    rows: torch.Tensor
+    """int64 `[T]`: the row that samples after each token; the null row for padding."""
+    positions: torch.Tensor
+    """int64 `[T]`: the positions after which tokens are sampled."""
+    tokens: torch.Tensor | None
+    """int64 `[T]`: greedy tokens; None: not sampled yet."""
 
 
 class StepFunctions:
@@ -91,6 +104,8 @@ class StepFunctions:
                 self._parts.add(self._verify_parts)
         if compiled and self._sampler is torch_sampler:
             self._parts.add(self._sampled)
+            if drafts is not None:
+                self._parts.add(self._drawn)
 
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
@@ -146,7 +161,7 @@ class StepFunctions:
         hidden_BD = self._forward_pass(token_ids_B, batch)
         return self._forward_output(hidden_BD, rows_B, positions_B, greedy)
 
-    def _greedy(self, part: Callable[..., _Forward], key: StepKey) -> bool:
+    def _greedy(self, part: Callable[..., _Forward | _Lanes], key: StepKey) -> bool:
         """Whether a part samples greedy tokens; compiled ones always do, to be one version."""
         return self._parts.compiles(part) or not key.full_sampler
 
@@ -190,18 +205,37 @@ class StepFunctions:
     def verify(self, key: StepKey) -> StepOutput:
         """Sample after the newest token of each of `decode_rows`, and after each of its drafts.
 
-        Writes the tokens only to the output. `RowState.accept` adds the accepted ones to the rows.
+        A draft is accepted if all drafts before it are, and if it is the token that is sampled in
+        its place. So the accepted tokens, and the one sampled after them, are those that decode
+        steps would sample one by one. Each row advances by these.
         """
         assert self.drafts is not None, "these steps were made without room for drafts"
         assert (key.phase, key.steps) == ("decode", 1)
-        drafts, size = self.drafts, key.size
-        tensors = self._parts.inputs(
-            self._verify_parts,
+        drafts, size, part = self.drafts, key.size, self._verify_parts
+        rows_B, drafts_BK, counts_B = self._parts.inputs(
+            part,
             self.inputs.decode_rows[:size],
             drafts.token_ids[:size, : key.tokens_per_row - 1],
             drafts.counts[:size],
         )
-        return self._call(self._verify_parts, *tensors, key.read_blocks, key.full_sampler)
+        greedy = self._greedy(part, key)
+        lanes = self._parts.call(part, rows_B, drafts_BK, counts_B, key.read_blocks, greedy)
+        shape = size, key.tokens_per_row
+        if key.full_sampler:
+            output = self._parts.call(self._drawn, lanes.logits, lanes.rows, lanes.positions)
+        else:
+            assert lanes.tokens is not None
+            output = StepOutput(lanes.tokens, lanes.logits, None)
+        with operation("accept"):
+            tokens_BN = output.tokens.view(shape)
+            self._accept(rows_B, drafts_BK, counts_B, tokens_BN)
+            logits_NBV = output.logits.unflatten(0, shape).transpose(0, 1)
+            if output.details is None:
+                return StepOutput(tokens_BN.T.contiguous(), logits_NBV, None)
+            details = output.details.by_position(*shape)
+            if logits_NBV.is_cuda:
+                details = details.pack()  # so that one copy transfers them to the host
+        return StepOutput(details.tokens, logits_NBV, details)
 
     def _verify_parts(
         self,
@@ -209,8 +243,8 @@ class StepFunctions:
         drafts_BK: torch.Tensor,
         counts_B: torch.Tensor,
         read_blocks: int,
-        full_sampler: bool,
-    ) -> StepOutput:
+        greedy: bool,
+    ) -> _Lanes:
         """A verify step. `counts_B` tokens of each row are valid: the newest one and its drafts.
 
         The other tokens, and rows of padding, write to the null block. They have the row's last
@@ -220,25 +254,49 @@ class StepFunctions:
         with operation("inputs"):
             token_ids_BN = torch.cat((state.token_ids[rows_B][:, None], drafts_BK), dim=1)
             step_N = torch.arange(n, device=rows_B.device)
+            valid_BN = step_N < counts_B[:, None]
             steps_BN = torch.minimum(step_N, counts_B[:, None] - 1)
-            positions_BN = state.positions[rows_B][:, None] + steps_BN
-            counts_BN = step_N < counts_B[:, None]
-            token_rows_BN = rows_B[:, None].repeat(1, n)
+            positions_T = (state.positions[rows_B][:, None] + steps_BN).flatten()
+            token_rows_BN = rows_B[:, None].expand(-1, n).contiguous()
         batch = self._batch(
-            positions_BN.flatten(), token_rows_BN.flatten(), rows_B, read_blocks, tokens_per_row=n
+            positions_T, token_rows_BN.flatten(), rows_B, read_blocks, tokens_per_row=n
         )
-        batch = dataclasses.replace(batch, slots=torch.where(counts_BN.flatten(), batch.slots, 0))
+        batch = dataclasses.replace(batch, slots=torch.where(valid_BN.flatten(), batch.slots, 0))
         hidden_TD = self._forward_pass(token_ids_BN.flatten(), batch)
-        compute = self.model.logits if full_sampler else self.model.own_logits
-        logits_NBV = compute(hidden_TD).unflatten(0, (-1, n)).transpose(0, 1)
-        with operation("sample" if full_sampler else "greedy"):
-            if not full_sampler:
-                tokens_T = self._greedy_tokens(logits_NBV.flatten(0, 1))
-                return StepOutput(tokens_T.unflatten(0, (n, -1)), logits_NBV, None)
-            details = sample_drafts(
-                self._sampler, logits_NBV, state.sampling, rows_B, positions_BN, drafts_BK
-            )
-            return StepOutput(details.tokens, logits_NBV, details)
+        logits_TV = self.model.own_logits(hidden_TD)
+        tokens_T = None
+        if greedy:
+            with operation("greedy"):
+                tokens_T = self._greedy_tokens(logits_TV)
+        sampled_rows_T = torch.where(valid_BN, token_rows_BN, state.null_row).flatten()
+        return _Lanes(logits_TV, sampled_rows_T, positions_T, tokens_T)
+
+    def _drawn(
+        self, logits_TV: torch.Tensor, rows_T: torch.Tensor, positions_T: torch.Tensor
+    ) -> StepOutput:
+        """Draw the token after each position of a verify step.
+
+        The sampler counts the tokens of rows with penalties, which therefore have no drafts.
+        """
+        with operation("sample"):
+            if self.model.vocabulary is not None:
+                logits_TV = self.model.vocabulary.gather(logits_TV)
+            state = self.state.sampling
+            details = self._sampler.full(logits_TV, state, rows_T, positions_T + 1)
+            return StepOutput(details.tokens, logits_TV, details)
+
+    def _accept(
+        self,
+        rows_B: torch.Tensor,
+        drafts_BK: torch.Tensor,
+        counts_B: torch.Tensor,
+        tokens_BN: torch.Tensor,
+    ) -> None:
+        """Advance each row by its accepted drafts and the token after them."""
+        number_K = torch.arange(1, 1 + drafts_BK.shape[1], device=rows_B.device)
+        equal_BK = (tokens_BN[:, :-1] == drafts_BK) & (number_K < counts_B[:, None])
+        accepted_B = 1 + equal_BK.cumprod(dim=1).sum(dim=1)
+        self.state.accept(rows_B, tokens_BN, accepted_B)
 
     def prefill(self, key: StepKey) -> StepOutput:
         """Write the keys and values of the chunks; sample a token for each chunk that samples."""

@@ -21,6 +21,8 @@ class StepSizes:
     read_blocks: Buckets
     steps: int = 1
     """Decode steps per launch; single steps are always prepared too."""
+    tokens_per_row: tuple[int, ...] = ()
+    """Tokens per row of verify steps, ascending; see `verifying`."""
 
     @classmethod
     def choose(cls, config: ResolvedConfig, kernels: Kernels) -> StepSizes:
@@ -33,6 +35,7 @@ class StepSizes:
             if kernels.bounded_by_length
             else default_width_buckets(config.max_blocks_per_row, config.block_size),
             steps=config.steps_per_launch,
+            tokens_per_row=config.tokens_per_row,
         )
 
     def keys(self) -> list[StepKey]:
@@ -42,14 +45,38 @@ class StepSizes:
         return [
             *(StepKey("prefill", size, *variant) for size in self.tokens for variant in variants),
             *(StepKey("decode", size, *variant) for size in self.rows for variant in launches),
+            *(
+                StepKey("decode", size, *variant, tokens_per_row=n)
+                for size in self.rows
+                for n in self.verifying(size)
+                for variant in variants
+            ),
         ]
 
+    def verifying(self, rows: int) -> tuple[int, ...]:
+        """Return the tokens per row of the verify steps of `rows` rows, ascending.
+
+        A verify step has at most the tokens of the largest prefill step.
+        """
+        if not self.tokens_per_row:
+            return ()
+        most = self.tokens.largest // _fit(self.rows, rows)
+        return tuple(n for n in self.tokens_per_row if n <= most)
+
     def decode_key(
-        self, rows: int, read_blocks: int, full_sampler: bool, steps: int = 1
+        self,
+        rows: int,
+        read_blocks: int,
+        full_sampler: bool,
+        steps: int = 1,
+        tokens_per_row: int = 1,
     ) -> StepKey:
-        """Return the key of the smallest launch of `steps` decode steps that fits."""
-        size = _fit(self.rows, rows)
-        return StepKey("decode", size, _fit(self.read_blocks, read_blocks), full_sampler, steps)
+        """Return the key of the smallest launch of `steps` decode steps, or verify step, that fits.
+
+        `tokens_per_row` is 1, or one of `verifying`.
+        """
+        width = _fit(self.read_blocks, read_blocks)
+        return StepKey("decode", _fit(self.rows, rows), width, full_sampler, steps, tokens_per_row)
 
     def prefill_key(self, tokens: int, read_blocks: int, full_sampler: bool) -> StepKey:
         """Return the key of the smallest prefill step that fits."""
@@ -66,11 +93,12 @@ def _fit(buckets: Buckets, n: int) -> int:
 def most_table_updates(config: ResolvedConfig, num_groups: int) -> int:
     """Return the number of block table entries that one copy to the device can update.
 
-    In each layer group, every decoding row adds and drops at most the blocks that the steps of a
-    launch fill (one for a single step), and a prompt adds the blocks of a chunk. A plan with more
+    In each layer group, every decoding row adds and drops at most the blocks that the tokens of a
+    launch fill (one for a single token), and a prompt adds the blocks of a chunk. A plan with more
     updates, whose prompt was cached, needs several copies. Every copy has this size, so the rare
     case does not increase it.
     """
     most_per_row = -(-min(config.max_model_len, config.prefill_chunk) // config.block_size)
-    most_per_launch = -(-config.steps_per_launch // config.block_size)
+    tokens = max(config.steps_per_launch, *config.tokens_per_row, 1)
+    most_per_launch = -(-tokens // config.block_size)
     return num_groups * (2 * config.max_num_seqs * most_per_launch + most_per_row)

@@ -13,7 +13,7 @@ from ...cache.memory.model_footprint import BufferBytes, ModelFootprint
 from ...cache.spec import LayerGroup
 from ...graphs.buffers import CPU_ALIGNMENT, CUDA_ALIGNMENT, TensorSpec
 from ..errors import ConfigError
-from ..execution.inputs import EmbedInputs, StepInputs
+from ..execution.inputs import DraftInputs, EmbedInputs, StepInputs
 from ..execution.outputs import OUTPUT_SETS, HostOutputs
 from ..execution.prompt_scorer import PromptScorer, ScoreInputs, slice_tokens
 from ..execution.row_state import RowState
@@ -86,6 +86,9 @@ def model_footprint(
     plan = plan_of(model)
     layer_weight, head_weight = _unpacked_bytes(plan, kernels, config)
     attends = [operation for operation in plan.operations if isinstance(operation, Attend)]
+    activations = math.ceil(heap * _activation_bytes(plan, config, len(groups)))
+    logits_per_lane = model.vocab_size * _logit_bytes(config) + _own_logits(plan, config)
+    verified = config.most_lanes - config.max_num_seqs
     footprint = ModelFootprint(
         weight_bytes=weight_bytes(plan, kernels, config.dtype),
         groups=groups,
@@ -93,8 +96,11 @@ def model_footprint(
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         prefill_chunk=config.prefill_chunk,
-        activation_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0) + layer_weight,
-        activation_bytes_per_token=math.ceil(heap * _activation_bytes(plan, config, len(groups))),
+        activation_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0)
+        + layer_weight
+        # Beside what the rows of a verify step gather; without gathering, prefill steps are larger.
+        + (0 if kernels.bounded_by_length else verified * activations),
+        activation_bytes_per_token=activations,
         read_bytes_per_position=0
         if kernels.bounded_by_length
         else math.ceil(heap * max(_gathered_bytes(op, config) for op in attends)),
@@ -103,8 +109,9 @@ def model_footprint(
         ),
         logits_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0)
         + head_weight
-        + _scoring_bytes(model, plan, config),
-        logits_bytes_per_row=model.vocab_size * _logit_bytes(config) + _own_logits(plan, config),
+        + _scoring_bytes(model, plan, config)
+        + verified * logits_per_lane,
+        logits_bytes_per_row=logits_per_lane,
         static_bytes=_static_bytes(model, config, len(groups)),
         graph_bytes=sum(key.steps for key in steps) * GRAPH_BYTES_PER_STEP
         if config.mode == "graph"
@@ -285,6 +292,11 @@ def _input_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) 
                 prefill_tokens=prefill_tokens, hidden_size=model.hidden_size
             )
             total += _allocation_bytes(embeds, alignment)
+        if config.tokens_per_row:
+            drafts = DraftInputs.layout(
+                max_num_seqs=config.max_num_seqs, drafts=config.tokens_per_row[-1] - 1
+            )
+            total += _allocation_bytes(drafts, alignment)
         scored = ScoreInputs.layout(prefill_tokens=prefill_tokens)
         return total + _allocation_bytes(scored, alignment)
 
@@ -298,7 +310,7 @@ def _host_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -
         config.max_num_seqs,
         config.max_prefill_rows,
         model.vocab_size,
-        config.steps_per_launch,
+        max(config.steps_per_launch, *config.tokens_per_row, 1),
     )
 
     def host_bytes(prefill_tokens: int, row_blocks: int) -> int:

@@ -282,8 +282,12 @@ def _terms(peaks: Mapping[StepKey, int], sizes: StepSizes, kernels: Kernels) -> 
     tokens, rows = sizes.tokens.largest, sizes.rows.largest
 
     def of(phase: str, full_sampler: bool) -> list[tuple[StepKey, int]]:
-        kind = (phase, full_sampler, 1)
-        return [(k, p) for k, p in peaks.items() if (k.phase, k.full_sampler, k.steps) == kind]
+        kind = (phase, full_sampler, 1, 1)
+        return [
+            (k, p)
+            for k, p in peaks.items()
+            if (k.phase, k.full_sampler, k.steps, k.tokens_per_row) == kind
+        ]
 
     measured: dict[str, int] = {}
     remarks: dict[str, str] = {}

@@ -23,6 +23,7 @@ __all__ = [
     "Health",
     "ReloadResult",
     "SamplingParams",
+    "Speculation",
     "RequestOutput",
     "CompletionOutput",
     "OutputDelta",

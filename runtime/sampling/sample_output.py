@@ -61,6 +61,11 @@ class SampleOutput:
         packed = torch.cat((*as_bytes, as_bytes[0][..., :missing]), dim=-1)
         return SampleOutput.unpack(packed, rows, tops)
 
+    def by_position(self, rows: int, tokens_per_row: int) -> SampleOutput:
+        """Return the output of `rows` times `tokens_per_row` tokens by position, then by row."""
+        columns = (t.unflatten(0, (rows, tokens_per_row)).transpose(0, 1) for t in self._four())
+        return SampleOutput(*(column.contiguous() for column in columns))
+
     def copy_(self, source: SampleOutput) -> None:
         """Copy the four tensors asynchronously."""
         for own, other in zip(self._four(), source._four(), strict=True):

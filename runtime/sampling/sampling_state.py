@@ -92,18 +92,6 @@ class SamplingState:
         """Bytes of all tensors."""
         return sum(getattr(self, field.name).nbytes for field in fields(self))
 
-    def count(
-        self, rows_B: torch.Tensor, tokens_B: torch.Tensor, times: int | torch.Tensor
-    ) -> None:
-        """Count tokens, int64 `[B]`, in the output of their rows, where these have penalties.
-
-        `times` may be int64 `[B]`, and negative to take back. `NON_FINITE` is not counted.
-        """
-        _, _, _, repetition_B, presence_B, frequency_B = self.reals[rows_B, :NUM_REALS].unbind(1)
-        penalised_B = (repetition_B != 1.0) | (presence_B != 0.0) | (frequency_B != 0.0)
-        counted_B = torch.where(penalised_B & (tokens_B >= 0), times, 0).to(torch.int32)
-        self.token_counts.index_put_((rows_B, tokens_B.clamp(min=0)), counted_B, accumulate=True)
-
     def write_row(
         self,
         row: int,

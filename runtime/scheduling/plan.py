@@ -81,6 +81,8 @@ class StepPlan:
     """Tokens of each row of `decode`: 1, or 1 + k in a verify step."""
     decode_counts: Sequence[int] = ()
     """Verify steps: valid tokens of each row, 1 to `tokens_per_row`; the rest is padding."""
+    drafts: Sequence[Sequence[int]] = ()
+    """Verify steps: the drafts of each row, one fewer than its valid tokens."""
     steps: int = 1
     """Decode steps per launch: tokens that each request of `decode` gets. 1 with prefill."""
     blocks_in_use: int = 0

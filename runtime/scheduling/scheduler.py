@@ -12,10 +12,11 @@ block, publish one or sample its last token is known in advance, so its next eve
 that step. A step processes only the requests with a due event, prefilling requests, and the head of
 the queue.
 
-With `tokens_per_row` = 1 + k every row verifies up to k drafts per step. The number of accepted
-tokens is known when the step is committed. Until then blocks are allocated for the largest possible
-number, and freed or shared for the smallest. A request that may have sampled all of its tokens is
-not planned; it decodes again if the commit rejects drafts (`fell_short`).
+`verify` makes a plan verify drafts of some rows, as far as blocks and tokens are free: no request
+is preempted for drafts. The number of accepted tokens is known when the step is committed. Until
+then blocks are allocated for the largest possible number, and freed or shared for the smallest. A
+request that may have sampled all of its tokens is not planned; it decodes again if the commit
+rejects drafts (`fell_short`).
 
 With `steps_per_launch` a plan decodes that many tokens per row if no request prefills, every row
 has that many tokens to go, and the blocks for them are free. Otherwise it decodes one token per
@@ -32,6 +33,8 @@ blocks with the same content (see `cache/kv_cache.py`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from ...cache.kv_cache import KVCache, TableChange
 from ..request import Request, RequestStatus
@@ -67,14 +70,10 @@ class Scheduler:
         preemption: PreemptionPolicy | None = None,
         step_budget: StepBudget | None = None,
         steps_per_launch: int = 1,
-        tokens_per_row: int = 1,
         rope_lengths: RopeLengths | None = None,
     ) -> None:
-        """Plan decode steps of one token per row, or verify steps of up to `tokens_per_row`."""
-        assert max_batch_tokens > max_num_seqs * tokens_per_row
-        assert max_num_seqs >= 1
-        assert tokens_per_row >= 1
-        assert tokens_per_row == 1 or steps_per_launch == 1, "a verify step is launched alone"
+        """Plan steps of at most these sizes."""
+        assert max_batch_tokens > max_num_seqs >= 1
         assert prefill_chunk >= 1
         assert max_prefill_rows >= 1
         assert steps_per_launch >= 1
@@ -85,7 +84,6 @@ class Scheduler:
         self.max_prefill_rows = max_prefill_rows
         self.preemption = preemption or PreemptionPolicy()
         self.steps_per_launch = steps_per_launch
-        self.tokens_per_row = tokens_per_row
         self._step_budget = step_budget
         self._rope_lengths = rope_lengths or RopeLengths()
         self._waiting = WaitingQueue()
@@ -144,10 +142,26 @@ class Scheduler:
                 plan.decode = running.decoding()
         if self.steps_per_launch > 1 and not single:
             self._plan_several_steps(plan)
-        if self.tokens_per_row > 1 and not single:
-            plan.tokens_per_row = self.tokens_per_row
-            plan.decode_counts = [self._next_count(request) for request in plan.decode]
         return plan
+
+    def verify(self, plan: StepPlan, drafts: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
+        """Let the decoding rows of a plan verify drafts, those that there is room for.
+
+        Args:
+            plan: the current plan, of one decode step.
+            drafts: of each of `plan.decode`; may be empty.
+            sizes: the tokens per row that verify steps of so many rows exist for, ascending.
+        """
+        assert plan.steps == 1
+        spare = self.max_batch_tokens - plan.prefill_tokens - len(plan.decode)
+        kept = [
+            own[: self._room_for(plan, request, min(len(own), spare // len(plan.decode)))]
+            for request, own in zip(plan.decode, drafts, strict=True)
+        ]
+        counts = [1 + len(own) for own in kept]
+        if (most := max(counts)) > 1:
+            plan.drafts, plan.decode_counts = kept, counts
+            plan.tokens_per_row = next(size for size in sizes if size >= most)
 
     def fell_short(self, request: Request) -> None:
         """Handle a committed step that advanced a running request by less than was launched.
@@ -207,7 +221,7 @@ class Scheduler:
             if request.num_computed >= request.outgrown_at:
                 self._preempt(plan, request, may_swap=False)
                 continue
-            stop = request.num_computed + self._next_count(request)
+            stop = request.num_computed + 1
             if self._make_room(plan, request, stop, may_leave=True):
                 if request not in due or request in running.ending:
                     running.begin_decoding(request)
@@ -239,23 +253,35 @@ class Scheduler:
         plan.steps = steps
         self._num_steps += steps - 1
 
-    def _schedule_next_event(self, request: Request, least: int = 1) -> None:
+    def _room_for(self, plan: StepPlan, request: Request, drafts: int) -> int:
+        """Return how many drafts a decoding request of the plan verifies; allocate their blocks."""
+        count = self._next_count(request, 1 + drafts) if drafts > 0 else 1
+        if count <= 1:
+            return 0
+        stop = request.num_computed + count
+        if self.cache.lacking(request.id, stop) > self.cache.num_free_blocks:
+            return 0
+        self._next_events.cancel(request)
+        grown = self.cache.grow(request.id, stop)
+        assert grown is not None, "there were enough blocks"
+        self._update_tables(plan, request, grown)
+        self._headroom.update(request)
+        self._schedule_next_event(request, count=count)
+        return count - 1
+
+    def _schedule_next_event(self, request: Request, least: int = 1, *, count: int = 1) -> None:
         """Schedule the next event of a request that decodes from this step on.
 
-        It needs nothing during the first `least` steps. The event is at the earliest possible step,
-        because rows may advance by less than `tokens_per_row`.
+        It needs nothing during the first `least` steps. This step computes `count` of its tokens if
+        all drafts are accepted, and each later one a token, unless it verifies drafts too.
         """
         tokens = min(self._quiet_until(request) - request.num_computed, request.num_unsampled)
-        steps = tokens // self.tokens_per_row
-        self._next_events.schedule(request, self._num_steps + max(least, steps))
+        self._next_events.schedule(request, self._num_steps + max(least, tokens - count + 1))
 
-    def _next_count(self, request: Request, most: int | None = None) -> int:
-        """Return the number of tokens in the next span of a decoding request.
-
-        At most `most`, which is `tokens_per_row` if it is None.
-        """
+    def _next_count(self, request: Request, most: int) -> int:
+        """Return the number of tokens that a decoding request can compute next, at most `most`."""
         left = request.outgrown_at - request.num_computed
-        return min(most or self.tokens_per_row, request.num_unsampled, left)
+        return min(most, request.num_unsampled, left)
 
     def _quiet_until(self, request: Request) -> int:
         """First position whose token requires a change of the request's blocks."""
@@ -278,9 +304,7 @@ class Scheduler:
 
     def _plan_prefill(self, plan: StepPlan) -> None:
         running = self._running
-        budget = min(
-            self.prefill_chunk, self.max_batch_tokens - len(plan.decode) * self.tokens_per_row
-        )
+        budget = min(self.prefill_chunk, self.max_batch_tokens - len(plan.decode))
         for request in tuple(running.prefilling):
             if budget <= 0 or len(plan.prefill) == self.max_prefill_rows:
                 break
@@ -404,7 +428,7 @@ class Scheduler:
             assert request.reached_max_tokens == (request not in events)
         assert events.keys() - ending == set(self._running.decoding())
         for request, number in events.items():
-            tokens = (number - self._num_steps - 1) * self.tokens_per_row  # decoded before
+            tokens = number - self._num_steps - 1  # decoded before, if no step verifies
             assert 0 <= tokens <= request.num_unsampled
             last = request.num_computed + tokens - 1
             assert tokens == 0 or last < self._quiet_until(request)

@@ -96,6 +96,10 @@ class EngineMetrics(Collector):
             observed.count_steps(snapshot.timeline)
             series = _gauges(snapshot)
             series |= {name: {(): value} for name, value in _counters(snapshot).items()}
+            series["spec_decode_num_accepted_tokens_per_pos"] = {
+                (str(position),): count
+                for position, count in enumerate(snapshot.counters.accepted_by_position)
+            }
             for name, counts in observed.counters.items():
                 series[name] = _labelled(counts)
             for name, histograms in observed.histograms.items():
@@ -161,6 +165,8 @@ def _counters(snapshot: ServiceSnapshot) -> dict[str, float]:
         "prefix_cache_hits": counters.cached_tokens,
         "evicted_blocks": counters.evicted_blocks,
         "num_preemptions": counters.preemptions,
+        "spec_decode_num_draft_tokens": counters.drafted_tokens,
+        "spec_decode_num_accepted_tokens": counters.accepted_tokens,
         "steps": counters.steps,
         "step_fallbacks": counters.fallbacks,
         "gc_collections": counters.collections,

@@ -17,19 +17,21 @@ from ...profiling.atomic_write import WriteError, write_file
 from ..config import EngineConfig
 from ..sampling_params import SamplingParams
 from ..service.service_config import ServiceConfig
+from ..speculation.config import Speculation
 
 __all__ = ["described_fields", "reference"]
 
-CONFIGURED: tuple[type, ...] = (EngineConfig, SamplingParams, ServiceConfig)
+CONFIGURED: tuple[type, ...] = (EngineConfig, Speculation, SamplingParams, ServiceConfig)
 _WIDTH = 110
 _PREAMBLE = """\
 <!-- python -m stepgraph.runtime.tools.configuration_reference docs/configuration.md -->
 
 # Configuration
 
-The fields of `EngineConfig` (an engine), `SamplingParams` (a request) and `ServiceConfig` (an
-`AsyncEngine`). All are frozen dataclasses with keyword arguments; `help(EngineConfig)` prints the
-same text. The constructor raises an error for a value of the wrong type or outside its range.
+The fields of `EngineConfig` (an engine), `Speculation` (its `speculation`), `SamplingParams` (a
+request) and `ServiceConfig` (an `AsyncEngine`). All are frozen dataclasses with keyword arguments;
+`help(EngineConfig)` prints the same text. The constructor raises an error for a value of the wrong
+type or outside its range.
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import types
 import typing
@@ -11,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from ...errors import ConfigError
+from ...speculation.config import Speculation
 from ...tools.configuration_reference import described_fields
 from ...tools.memory_report import parse_bytes
 
@@ -97,6 +99,8 @@ def _settings(name: str, hint: Any) -> dict[str, Any]:
     if isinstance(hint, types.UnionType) and len(arguments) == 1:
         hint = arguments[0]  # None is the default
     origin = typing.get_origin(hint)
+    if Speculation in arguments:
+        return {"type": flag_type(_speculation, "a method or a JSON object"), "metavar": "METHOD"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     if origin is typing.Literal:
@@ -114,6 +118,10 @@ def _settings(name: str, hint: Any) -> dict[str, Any]:
         return {"type": flag_type(float, "a number"), "metavar": "X"}
     assert hint is str, f"no flag for {name}: {hint}"
     return {"metavar": "NAME"}
+
+
+def _speculation(text: str) -> Speculation:
+    return Speculation.of(json.loads(text) if text.startswith("{") else text)
 
 
 def _name_and_number(text: str) -> tuple[str, float]:

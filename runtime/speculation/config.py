@@ -1,0 +1,97 @@
+"""`Speculation`: how an engine drafts tokens. Does not import torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..bounded_repr import bounded_repr
+from ..errors import ConfigError
+
+__all__ = ["MAX_DRAFTS", "Speculation"]
+
+MAX_DRAFTS = 15
+METHODS = ("suffix", "ngram")
+_DRAFT_BUCKETS = (1, 2, 3, 4, 7, 15)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speculation:
+    """How an engine drafts tokens, for steps that verify several tokens per row.
+
+    Tokens are the same with and without it. See docs/speculation.md.
+
+    Attributes:
+        method: the proposer. `suffix`: tokens that followed earlier occurrences of the newest
+            tokens in prompt and output, the most frequent ones first. `ngram`: those that followed
+            the latest such occurrence.
+        num_speculative_tokens: maximum drafts of a row and step, 1 to 15. The engine chooses fewer,
+            or none, by measured acceptance and step times.
+        prompt_lookup_min: tokens, 2 to 32, that an earlier occurrence must share with the newest
+            tokens.
+        adaptive: whether measured acceptance and step times decide how many drafts are verified.
+            False verifies every draft, which can be slower than no drafts at all.
+
+    Raises:
+        ConfigError: a value is out of range; it names field, value and range.
+    """
+
+    method: Literal["suffix", "ngram"] = "suffix"
+    num_speculative_tokens: int = 7
+    prompt_lookup_min: int = 3
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(
+                f"speculation method must be one of {', '.join(METHODS)}, not"
+                f" {bounded_repr(self.method)}"
+            )
+        for field, low, high in (
+            ("num_speculative_tokens", 1, MAX_DRAFTS),
+            ("prompt_lookup_min", 2, 32),
+        ):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(
+                    f"speculation {field} must be an integer from {low} to {high}, not"
+                    f" {bounded_repr(value)}"
+                )
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(
+                f"speculation adaptive must be True or False, not {bounded_repr(self.adaptive)}"
+            )
+
+    @classmethod
+    def of(cls, given: object) -> Speculation:
+        """Return the speculation of a method's name, or of a mapping of fields.
+
+        Raises:
+            ConfigError: `given` is neither, or has an unknown or invalid field.
+        """
+        if isinstance(given, Speculation):
+            return given
+        if isinstance(given, str):
+            given = {"method": given}
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                "speculation must be a method such as 'suffix', a mapping such as"
+                " {'method': 'suffix', 'num_speculative_tokens': 7}, a Speculation or None, not"
+                f" {bounded_repr(given)}"
+            )
+        names = [field.name for field in dataclasses.fields(cls)]
+        unknown = [name for name in given if name not in names]
+        if unknown:
+            raise ConfigError(
+                f"speculation has no field {bounded_repr(unknown[0])}: use {', '.join(names)}"
+            )
+        fields: dict[str, Any] = dict(given)
+        return cls(**fields)
+
+    @property
+    def tokens_per_row(self) -> tuple[int, ...]:
+        """The numbers of tokens per row that verify steps are prepared for, ascending."""
+        most = self.num_speculative_tokens
+        return tuple(1 + drafts for drafts in (*(b for b in _DRAFT_BUCKETS if b < most), most))

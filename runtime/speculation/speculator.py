@@ -1,0 +1,156 @@
+"""Decides before each step which rows verify how many drafts. No torch.
+
+Every row's proposer drafts after each token, and learns from the next ones whether it was right
+(`acceptance.py`). `VerifyCosts` compares what a step with drafts is expected to gain with the time
+that it takes longer.
+
+Drafts of the host continue the newest token, which on an asynchronous device is known only once the
+step in flight is committed. While drafts are expected to pay, the loop commits it before it plans
+the next step (`waits`): the device then idles for the work of the host, which the measured times of
+these steps contain. Otherwise one step stays in flight as without speculation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..request import Request
+from ..scheduling.plan import StepPlan
+from .acceptance import Acceptance
+from .config import Speculation
+from .request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
+from .suffix_index import MAX_CANDIDATES, SuffixIndex
+from .verify_costs import VerifyCosts
+
+__all__ = ["Speculator"]
+
+LEAST_CHANCE = 0.05
+"""Drafts that are less likely to be accepted are not verified."""
+
+
+class Speculator:
+    """Proposes the drafts of all rows, and chooses how many are verified."""
+
+    def __init__(
+        self,
+        config: Speculation,
+        sizes: Callable[[int], Sequence[int]],
+        costs: tuple[VerifyCosts, VerifyCosts],
+        *,
+        is_async_device: bool,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            config: the proposer, and whether to choose.
+            sizes: returns the tokens per row that verify steps of so many rows exist for.
+            costs: the times of steps, by whether the full sampler runs.
+            is_async_device: whether steps stay in flight.
+        """
+        self.config = config
+        self.sizes = sizes
+        self.waits = False
+        """Whether the step in flight is to be committed before the next one is planned."""
+        self._costs = costs
+        self._is_async_device = is_async_device
+        self._acceptance = Acceptance()
+        self._candidates = 1 if config.method == "ngram" else MAX_CANDIDATES
+        self._planned: deque[tuple[StepPlan, int]] = deque()
+        self._arrived_ns = 0
+        self._verify_steps = 0
+        self._drafted = [0] * config.num_speculative_tokens
+        self._accepted = [0] * config.num_speculative_tokens
+
+    def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
+        """Return the drafts of each decoding request; nothing if no request should draft."""
+        sizes = self.sizes(len(requests))
+        if not sizes:
+            return ()
+        drafters = [self._caught_up(request) for request in requests]
+        chances = [() if drafter is None else drafter.chances for drafter in drafters]
+        if not any(chances):
+            self.waits = False
+            return ()
+        if self.config.adaptive:
+            most = self._costs[_full_sampler(requests)].choose(chances) - 1
+        else:
+            most = min(max(map(len, chances)), sizes[-1] - 1)
+        self.waits = self._is_async_device and most > 0
+        if not most or any(request.num_pending for request in requests):
+            return ()
+        least = LEAST_CHANCE if self.config.adaptive else 0.0
+        drafts = []
+        for drafter, own in zip(drafters, chances, strict=True):
+            count = sum(chance >= least for chance in own[:most])
+            kept = () if drafter is None or drafter.draft is None else drafter.draft.tokens[:count]
+            drafts.append(kept)
+        return drafts
+
+    def planned(self, plan: StepPlan, started_ns: int) -> None:
+        """Note when the loop began with a step that is launched next."""
+        if not plan.is_empty:
+            self._planned.append((plan, started_ns))
+
+    def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
+        """Count what a step accepted, and learn from its time; once for every launched step."""
+        began, self._arrived_ns = self._arrived_ns, arrived_ns
+        if advanced is not None:
+            self._verify_steps += 1
+            for drafts, count in zip(plan.drafts, advanced, strict=True):
+                for index in range(len(drafts)):
+                    self._drafted[index] += 1
+                    self._accepted[index] += index < count - 1
+        if not (self._planned and self._planned[0][0] is plan):  # a step of `Engine.score`
+            return
+        _, started = self._planned.popleft()
+        if plan.decode and not plan.prefill:
+            # An asynchronous device begins a step when the previous one has ended.
+            seconds = (arrived_ns - max(began, started)) / 1e9
+            costs = self._costs[_full_sampler(plan.decode)]
+            costs.observe(len(plan.decode), plan.tokens_per_row, seconds)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Verify steps, and the drafts that they verified and accepted."""
+        return {
+            "verify_steps": self._verify_steps,
+            "drafted": sum(self._drafted),
+            "accepted": sum(self._accepted),
+        }
+
+    @property
+    def accepted_by_position(self) -> tuple[int, ...]:
+        """Accepted drafts by their number in the draft of a row, the first one first."""
+        return tuple(self._accepted)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and step times as plain numbers; see `Engine.stats`."""
+        return {
+            "method": self.config.method,
+            **self.counts,
+            "drafted_by_position": list(self._drafted),
+            "accepted_by_position": list(self._accepted),
+            "step_seconds": self._costs[0].seconds(),
+        }
+
+    def _caught_up(self, request: Request) -> RequestDrafter | None:
+        """Return the drafter of a request with its known tokens; None if it does not draft.
+
+        The sampler counts one token per step for the penalties of a row.
+        """
+        if request.params.uses_penalties:
+            return None
+        drafter = request.drafter
+        if drafter is None:
+            index = SuffixIndex(self.config.prompt_lookup_min, self._candidates)
+            first = max(0, request.num_tokens - MAX_INDEXED_TOKENS)
+            own, most = Acceptance(self._acceptance), self.config.num_speculative_tokens
+            drafter = request.drafter = RequestDrafter(index, own, most, first)
+        drafter.catch_up(request.num_tokens, request.tokens)
+        return drafter
+
+
+def _full_sampler(requests: Sequence[Request]) -> bool:
+    return any(request.params.needs_full_sampler for request in requests)

@@ -1,0 +1,67 @@
+"""Speculators for tests: they draft what is known to follow, and tokens that do not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from stepgraph.runtime import Engine
+from stepgraph.runtime.request import Request
+from stepgraph.runtime.scheduling.plan import StepPlan
+
+Known = Callable[[Request], Sequence[int]]
+"""Returns the output tokens of a request, those to come included."""
+
+
+class Guesses:
+    """A speculator that drafts the tokens to come, each of which is right by chance.
+
+    It drafts for rows whose newest tokens are unknown too, as a proposer on the device would.
+    """
+
+    waits = False
+    accepted_by_position = ()
+
+    def __init__(
+        self, sizes: Callable[[int], Sequence[int]], vocab: int, known: Known, right: float = 0.8
+    ) -> None:
+        self.sizes = sizes
+        self.accepted = self.rejected = 0
+        self._vocab, self._known, self._right = vocab, known, right
+        self._rng = random.Random(vocab)
+
+    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        sizes = self.sizes(len(requests))
+        if not sizes or self._rng.random() < 0.2:  # a decode step
+            return []
+        return [self._drafts(request, sizes[-1]) for request in requests]
+
+    def _drafts(self, request: Request, most: int) -> list[int]:
+        if request.params.uses_penalties:
+            return []
+        count = self._rng.randrange(most)
+        at = request.num_output + request.num_pending
+        drafts = [max(token, 0) for token in self._known(request)[at : at + count]]
+        draw = self._rng.random
+        return [t if draw() < self._right else self._rng.randrange(self._vocab) for t in drafts]
+
+    def planned(self, plan: StepPlan, started_ns: int) -> None:
+        assert (plan.tokens_per_row > 1) == bool(plan.drafts)
+        assert plan.tokens_per_row in (1, *self.sizes(len(plan.decode) or 1))
+
+    def committed(self, plan: StepPlan, advanced: list[int] | None, arrived_ns: int) -> None:
+        assert (advanced is None) == (not plan.drafts)
+        for drafts, count in zip(plan.drafts, advanced or (), strict=True):
+            self.accepted += count - 1
+            self.rejected += 1 + len(drafts) - count
+
+    def stats(self) -> dict[str, int]:
+        return {"accepted": self.accepted, "rejected": self.rejected}
+
+
+def guess(engine: Engine, outputs: dict[str, list[int]], right: float = 0.8) -> Guesses:
+    """Let an engine verify guesses of the outputs of its requests, by id."""
+    sizes, vocab = engine._loop.runner.sizes.verifying, engine.model_config.vocab_size
+    guesses = Guesses(sizes, vocab, lambda request: outputs[request.id], right)
+    engine._loop.speculator = guesses  # type: ignore[assignment]
+    return guesses

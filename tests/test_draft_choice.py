@@ -1,0 +1,172 @@
+"""How many drafts a step verifies: measured acceptance, step times, and the gain of both."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from stepgraph.graphs.buckets import Buckets
+from stepgraph.runtime.request import Request
+from stepgraph.runtime.sampling_params import SamplingParams
+from stepgraph.runtime.scheduling.plan import StepPlan
+from stepgraph.runtime.speculation.acceptance import Acceptance
+from stepgraph.runtime.speculation.config import Speculation
+from stepgraph.runtime.speculation.request_drafter import TOKENS_AT_A_TIME, RequestDrafter
+from stepgraph.runtime.speculation.speculator import Speculator
+from stepgraph.runtime.speculation.suffix_index import Draft, SuffixIndex
+from stepgraph.runtime.speculation.verify_costs import VERIFY_IN_A_ROW, VerifyCosts
+
+ROWS = Buckets([1, 8])
+SIZES = (1, 2, 3, 5)
+
+
+def costs() -> VerifyCosts:
+    """One row verifies at 10 % more time a draft, 8 rows at 80 %."""
+    times = {(1, n): 1 + 0.1 * (n - 1) for n in SIZES} | {(8, n): 1 + 0.8 * (n - 1) for n in SIZES}
+    return VerifyCosts(ROWS, times)
+
+
+def test_the_gain_decides() -> None:
+    sure, unlikely = [1.0, 1.0, 1.0, 1.0], [0.08, 0.01, 0.0, 0.0]
+    assert costs().choose([sure]) == 5
+    assert costs().choose([unlikely]) == 1
+    assert costs().choose([[]]) == 1
+    assert costs().choose([[0.9, 0.05, 0.05, 0.05]]) == 2
+    assert costs().choose([sure] * 8) == 5
+    assert costs().choose([[0.7, 0.5, 0.3, 0.2]] * 8) == 1  # for one row it would pay
+    assert costs().choose([sure, *[[]] * 7]) == 1  # seven rows would wait for one
+    assert costs().choose([[0.7, 0.5, 0.3, 0.2]]) > 1
+
+
+def test_times_follow_the_steps() -> None:
+    learned = costs()
+    for _ in range(300):
+        learned.observe(1, 5, 4.0)
+        learned.observe(1, 1, 1.0)
+    assert learned.seconds()["1x5"] / learned.seconds()["1x1"] == pytest.approx(4.0, rel=0.1)
+    assert learned.choose([[0.9, 0.8, 0.7, 0.6]]) != 5
+    assert learned.seconds()["8x5"] == costs().seconds()["8x5"]
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        before = learned.seconds()
+        learned.observe(1, 5, bad)
+        assert learned.seconds() == before
+
+
+def test_a_busy_machine_slows_all_steps_down() -> None:
+    """The decode step is measured, and the verify steps remain as much longer, nearly."""
+    learned = costs()
+    for _ in range(100):
+        learned.observe(1, 1, 2.0)
+    assert learned.seconds()["1x1"] == pytest.approx(2.0, rel=0.1)
+    assert learned.seconds()["1x5"] / learned.seconds()["1x1"] > 1.4 / 1.25
+
+
+def test_one_stalled_step_changes_little() -> None:
+    learned = costs()
+    learned.observe(1, 5, 1000.0)
+    assert learned.seconds()["1x5"] < 1.1 * costs().seconds()["1x5"]
+
+
+def test_decode_steps_remain_known() -> None:
+    learned = costs()
+    for _ in range(VERIFY_IN_A_ROW):
+        assert learned.choose([[1.0] * 4]) == 5
+        learned.observe(1, 5, 1.4)
+    assert learned.choose([[1.0] * 4]) == 1
+    learned.observe(1, 1, 1.0)
+    assert learned.choose([[1.0] * 4]) == 5
+
+
+def test_acceptance_is_that_of_the_row() -> None:
+    everywhere = Acceptance()
+    good, bad = Acceptance(everywhere), Acceptance(everywhere)
+    draft = Draft([1, 2, 3], 4, [True, True, False])
+    for _ in range(50):
+        good.judge(draft, [1, 2, 3, 4])
+        bad.judge(draft, [9])
+    assert good.chances(draft)[-1] > 0.7
+    assert bad.chances(draft)[0] < 0.1
+    fresh = Acceptance(everywhere).chances(draft)
+    assert bad.chances(draft)[0] < fresh[0] < good.chances(draft)[0]
+    assert fresh == sorted(fresh, reverse=True)
+    for _ in range(40):  # a row that changes
+        bad.judge(draft, [1, 2, 3])
+    assert bad.chances(draft)[0] > 0.4
+
+
+def test_a_long_prompt_is_indexed_in_parts() -> None:
+    tokens = [index % 7 for index in range(2 * TOKENS_AT_A_TIME + 9)]
+    drafter = RequestDrafter(SuffixIndex(3), Acceptance(), 4, 0)
+    drafted = []
+    for _ in range(4):
+        drafter.catch_up(len(tokens), lambda start, stop: tokens[start:stop])
+        drafted.append(drafter.draft is not None)
+    assert drafted == [False, False, True, True]
+
+
+def row(tokens: list[int]) -> Request:
+    request = Request(
+        id="r", prompt_ids=tokens, params=SamplingParams(max_tokens=4000, temperature=0.0), seed=0,
+        order=(0, 0), max_tokens=4000, stop_token_ids=frozenset(), detokenizer=None, arrival_ns=0,
+    )  # fmt: skip
+    request.row = 0
+    return request
+
+
+def served(guessable: bool, *, is_async_device: bool = False) -> tuple[Speculator, float]:
+    """Decode 600 tokens with the times of `costs`; tokens in a unit of time."""
+    speculator = Speculator(
+        Speculation(num_speculative_tokens=4),
+        lambda rows: SIZES[1:],
+        (costs(), costs()),
+        is_async_device=is_async_device,
+    )
+    rng = random.Random(1)
+    output = [index % 9 if guessable else rng.randrange(12) for index in range(700)]
+    request, now = row([6, 5, 7]), 1
+    began = now
+    while request.num_output < 600:
+        drafts = speculator.propose([request])
+        plan = StepPlan(decode=[request])
+        right = output[request.num_output :]
+        accepted = 0
+        if drafts and drafts[0]:
+            plan.drafts, plan.decode_counts = drafts, [1 + len(drafts[0])]
+            plan.tokens_per_row = next(n for n in SIZES if n > len(drafts[0]))
+            for draft, token in zip(drafts[0], right, strict=False):
+                if draft != token:
+                    break
+                accepted += 1
+        speculator.planned(plan, now)
+        now += round(1e9 * (1 + 0.1 * (plan.tokens_per_row - 1)))
+        speculator.committed(plan, [accepted + 1] if plan.drafts else None, now)
+        for token in right[: accepted + 1]:
+            request.append_token(token, now)
+    return speculator, 1e9 * request.num_output / (now - began)
+
+
+def test_text_that_can_be_guessed_is_faster() -> None:
+    speculator, speed = served(guessable=True)
+    assert speed > 3
+    assert sum(speculator.accepted_by_position) == speculator.counts["accepted"] > 400
+
+
+def test_text_that_nobody_can_guess_is_as_fast() -> None:
+    """Twelve tokens: short contexts recur, and a draft is right for one of twelve."""
+    speculator, speed = served(guessable=False)
+    assert speed > 0.98
+    assert speculator.counts["drafted"] < 90
+
+
+def test_a_device_in_flight_is_waited_for_while_drafts_pay() -> None:
+    speculator, _ = served(guessable=True, is_async_device=True)
+    request = row([1, 2, 3, 4] * 9)
+    request.num_pending = 1
+    for _ in range(2):
+        assert speculator.propose([request]) == ()
+        assert speculator.waits
+    request.num_pending = 0
+    assert speculator.propose([request])[0]
+    request = row(list(range(40)))
+    assert speculator.propose([request]) == ()
+    assert not speculator.waits

@@ -1,0 +1,234 @@
+"""Speculation changes the time of tokens, and no token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from stepgraph.runtime import ConfigError, Engine, EngineConfig, SamplingParams, Speculation
+from stepgraph.runtime.kernels import have_compiler
+
+from .engine_rig import greedy
+from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+from .speculation_rig import guess
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+needs_compiler = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
+SIZES: dict[str, Any] = {"block_size": 4, "prefill_chunk": 32, "max_model_len": 64}
+MIXED = [
+    SamplingParams(max_tokens=26, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=0.9, top_k=20, top_p=0.9, seed=5, n=3),
+    SamplingParams(max_tokens=19, temperature=0.0, min_tokens=7, logprobs=3),
+    SamplingParams(
+        max_tokens=23, temperature=1.1, seed=8, logprobs=2, repetition_penalty=1.3,
+        presence_penalty=0.4, frequency_penalty=0.3, min_p=0.01, logit_bias={4: 3.0},
+    ),
+    SamplingParams(max_tokens=200, temperature=0.7, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=1, temperature=0.0),
+]  # fmt: skip
+CASES = {
+    "eager": ("base", {}),
+    "native": ("base", {"mode": "compile"}),
+    "native windows": ("gemma3", {"mode": "compile"}),
+    "native fp8": ("qwen3", {"mode": "compile", "kv_dtype": "fp8"}),
+    "graph": ("base", {"mode": "graph", "compile": False, "buckets": (4,)}),
+    "windows": ("mistral", {}),
+    "graph windows": ("gemma2", {"mode": "graph", "compile": False, "buckets": (4,)}),
+    "int8": ("gemma3", {"kv_dtype": "int8"}),
+    "latent": ("deepseek_v3", {}),
+    "no prefix cache": ("base", {"prefix_cache": False}),
+    "swap": ("base", {"num_blocks": 24, "host_cache_bytes": 1 << 20, "preemption": "swap"}),
+    "recompute": ("base", {"num_blocks": 24}),
+}
+
+
+def run_mixed(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
+) -> dict[str, Any]:
+    """Requests that come one after the other, checked after every step; all that they return."""
+    todo = list(zip(prompts, params, strict=True))
+    found: dict[str, Any] = {}
+    while todo or engine.has_unfinished():
+        if todo:
+            prompt, own = todo.pop(0)
+            engine.add_request(prompt, own, f"r{len(todo)}")
+        for output in engine.step():
+            if output.finished:
+                for index, c in enumerate(output.completions):
+                    top = [(p.token_id, list(p.top)) for p in c.logprobs]
+                    own = c.token_ids, c.finish_reason, c.text, top
+                    found[f"{output.request_id}/{index}"] = own
+        engine.check_integrity()
+    return found
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("right", [0.9, 0.3])
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_plain_decoding(
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    fake_graphs: FakeGraphs,
+    case: str,
+    right: float,
+) -> None:
+    """Of all parameters, with drafts that are right and wrong; one request is as long as can be."""
+    variant, config = CASES[case]
+    if config.get("mode") == "compile":
+        if not have_compiler():
+            pytest.skip("needs a C++ compiler")
+        fake_graphs.kernels = "compile"
+    prompts = tiny(variant).prompts(30, 4, 12, 7, 9, 5)
+    plain = open_engine(variant, **SIZES | config, dtype="float32")
+    engine = open_engine(
+        variant,
+        **SIZES | config,
+        dtype="float32",
+        speculation={"num_speculative_tokens": 1 if config.get("mode") == "graph" else 4},
+    )
+    fake_graphs.stream.behind = config.get("mode") == "graph"
+    expected = run_mixed(plain, prompts, MIXED)
+    guesses = guess(engine, {name: own[0] for name, own in expected.items()}, right)
+    for _ in range(2):  # the second time prompts are cached
+        assert run_mixed(engine, prompts, MIXED) == expected
+    assert guesses.accepted > 10
+    assert guesses.rejected > 3
+    stats = engine.stats()
+    assert stats["fallbacks"] == 0
+    assert stats["preemptions"] >= ("num_blocks" in config)
+
+
+def test_a_stop_within_accepted_drafts_ends_the_request(
+    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]
+) -> None:
+    """Tokens and strings: nothing after them is returned, though the step computed it."""
+    plain = open_engine("text")
+    (prompt,) = tiny("text").prompts(9)
+    (output,) = plain.generate([prompt], greedy(24))
+    text = output.completions[0].text
+    params = [
+        greedy(24, stop_token_ids=[output.token_ids[9]]),
+        greedy(24, stop=[text[8:10]]),
+        greedy(24, stop=[text[8:10]], min_tokens=14),
+    ]
+    engine = open_engine("text", speculation={"num_speculative_tokens": 7})
+    expected = run_mixed(plain, [prompt] * 3, params)
+    whole = dict.fromkeys(expected, output.token_ids)
+    guesses = guess(engine, whole, right=1.0)
+    assert run_mixed(engine, [prompt] * 3, params) == expected
+    assert guesses.accepted > 6
+
+
+REPETITIVE = [7, 3, 9, 1, 5, 7, 3, 9, 1, 5, 7, 3, 9, 1]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_drafts_of_the_proposers(
+    open_engine: Callable[..., Engine],
+    base: TinyModel,
+    fake_graphs: FakeGraphs,
+    method: str,
+    adaptive: bool,
+    mode: str,
+) -> None:
+    speculation = Speculation(
+        method=method, num_speculative_tokens=2, prompt_lookup_min=2, adaptive=adaptive
+    )
+    config = SIZES | {"mode": mode, "compile": False, "buckets": (4,)}
+    prompts = [REPETITIVE, *base.prompts(5, 9)]
+    bias = {7: 9.0, 3: 9.0}  # so that the output repeats, of whatever it makes
+    params = [
+        greedy(40, logit_bias=bias),
+        SamplingParams(temperature=1.0, seed=3, logit_bias=bias, max_tokens=40, ignore_eos=True),
+        greedy(30, n=2),
+    ]
+    plain, engine = (open_engine("base", **config, speculation=s) for s in (None, speculation))
+    fake_graphs.stream.behind = mode == "graph"
+    assert run_mixed(engine, prompts, params) == run_mixed(plain, prompts, params)
+    stats = engine.stats()["speculation"]
+    assert stats["method"] == method
+    assert sum(stats["accepted_by_position"]) == stats["accepted"] <= stats["drafted"]
+    assert sum(stats["drafted_by_position"]) == stats["drafted"]
+    if not adaptive:
+        assert stats["accepted"] > 5
+        assert engine.stats()["steps"] < plain.stats()["steps"]
+    assert plain.stats()["speculation"] is None
+
+
+def test_rows_with_penalties_draft_nothing(open_engine: Callable[..., Engine]) -> None:
+    params = greedy(30, repetition_penalty=1.01)
+    engine = open_engine("base", speculation=Speculation(adaptive=False, prompt_lookup_min=2))
+    (output,) = engine.generate([REPETITIVE], params)
+    assert engine.stats()["speculation"]["drafted"] == 0
+    assert open_engine("base").generate([REPETITIVE], params)[0].token_ids == output.token_ids
+
+
+def test_the_distribution_is_that_of_plain_sampling(open_engine: Callable[..., Engine]) -> None:
+    """Chi-square of the tokens of 400 draws; its drafts are right for half of them."""
+    prompt, count = [5, 6, 7], 400
+    params = SamplingParams(temperature=1.0, top_k=6, max_tokens=2, ignore_eos=True)
+    plain, engine = (
+        open_engine("base", max_num_seqs=16, seed=seed, speculation=speculation, **SIZES)
+        for seed, speculation in ((1, None), (2, {"num_speculative_tokens": 1}))
+    )
+
+    def counted(engine: Engine) -> Counter[tuple[int, ...]]:
+        outputs = engine.generate([prompt] * count, params)
+        return Counter(tuple(output.token_ids) for output in outputs)
+
+    expected = counted(plain)
+    likely = [pair[1] for pair, _ in expected.most_common(2)]
+    guesses = guess(engine, {}, right=1.0)
+    guesses._known = lambda request: [0, likely[request.seed % 2]]
+    found = counted(engine)
+    pairs = [pair for pair in expected | found if expected[pair] + found[pair] >= 10]
+    statistic = sum(
+        (expected[pair] - found[pair]) ** 2 / (expected[pair] + found[pair]) for pair in pairs
+    )
+    freedom = len(pairs) - 1
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5, "the seeds are fixed: no chance"
+
+
+def test_ranks_verify_the_same_drafts(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+    prompts = base.prompts(12, 5)
+    params = [greedy(20), SamplingParams(temperature=0.9, seed=1, max_tokens=20, ignore_eos=True)]
+    expected = run_mixed(open_engine("base"), prompts, params)
+    engine = open_engine(
+        "base", tensor_parallel=2, threads=1, rank_timeout=60,
+        speculation={"num_speculative_tokens": 3},
+    )  # fmt: skip
+    guesses = guess(engine, {name: own[0] for name, own in expected.items()}, right=0.8)
+    assert run_mixed(engine, prompts, params) == expected
+    assert guesses.accepted > 5
+
+
+@pytest.mark.parametrize(
+    ("speculation", "message"),
+    [
+        ("eagle", "method must be one of suffix, ngram, not 'eagle'"),
+        (7, "must be a method such as 'suffix'"),
+        ({"num_speculative_tokens": 16}, "an integer from 1 to 15, not 16"),
+        ({"num_speculative_tokens": True}, "an integer from 1 to 15, not True"),
+        ({"prompt_lookup_min": 1}, "an integer from 2 to 32, not 1"),
+        ({"adaptive": 1}, "adaptive must be True or False, not 1"),
+        ({"model": "draft"}, "has no field 'model': use method, num_speculative_tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused(speculation: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(speculation=speculation)
+
+
+def test_it_excludes_several_steps_per_launch() -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        EngineConfig(speculation="suffix", steps_per_launch=2)
+    assert EngineConfig(speculation="ngram").speculation == Speculation(method="ngram")
+    assert Speculation(num_speculative_tokens=5).tokens_per_row == (2, 3, 4, 5, 6)
+    assert Speculation(num_speculative_tokens=15).tokens_per_row == (2, 3, 4, 5, 8, 16)
