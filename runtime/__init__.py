@@ -18,6 +18,7 @@ from .service.reload_result import ReloadResult
 from .service.request_handle import Delta
 from .service.service_config import ServiceConfig
 from .service.streams import AsyncStream
+from .structured_output import StructuredOutput
 
 __all__ = [
     "Engine",
@@ -29,6 +30,7 @@ __all__ = [
     "Health",
     "ReloadResult",
     "SamplingParams",
+    "StructuredOutput",
     "RequestOutput",
     "CompletionOutput",
     "OutputDelta",

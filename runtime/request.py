@@ -29,6 +29,7 @@ from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it needs torch, and the scheduler reads this file
     from .prompt_embeds import EmbeddedSpan
+    from .structured.matcher import TokenMatcher
 
 __all__ = [
     "AbortReason",
@@ -101,6 +102,8 @@ class Request:
     """The other completions of the same prompt, until this one ends."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log-probabilities of its prompt, if it is the completion that computes them."""
+    matcher: TokenMatcher | None = None
+    """The grammar that its output follows; None without one."""
 
     num_output: int = field(default=0, init=False)
     """Output tokens known on the host."""
@@ -206,6 +209,7 @@ class Request:
         del self._token_ns[self.num_output :]
         self.embeds = ()
         self.prefix_hashes = None
+        self.matcher = None
 
     def replace_last_token(self, token_id: int) -> None:
         """Replace the newest token."""

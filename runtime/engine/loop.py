@@ -10,6 +10,9 @@ each step is committed right after its launch.
 With `steps_per_launch` a plan can contain several decode steps, which are launched and committed
 together. The tokens that a request gets after its end are discarded.
 
+The launch of a step with outputs that follow a grammar is finished after the commit of the step
+before (see `execution/masked_launch.py`).
+
 Requests join and leave between steps. `post_add` and `post_abort` can be called by any thread; the
 next step applies them first. `intact` is False while an operation changes the state. It remains
 False if an exception interrupts the operation, because requests and blocks are then inconsistent.
@@ -164,10 +167,12 @@ class StepLoop:
                 plan = self.scheduler.plan()
             planned = time.perf_counter_ns()
             step = self._launch(plan)
-            launched = time.perf_counter_ns()
+            waited = 0
+            if step is not None and step.unfinished is not None:
+                step, waited = self._finish_launch()
+            launched = time.perf_counter_ns() - waited
             # Without a launch, commit all steps in flight: nothing else can make progress.
             most = 0 if step is None else self._in_flight
-            waited = 0
             while len(self._launched) > most:
                 waited += self._commit(self._launched.popleft())
             self.requests.collect()
@@ -275,6 +280,20 @@ class StepLoop:
             if chunk.request.prompt_logprobs is not None:
                 chunk.request.prompt_logprobs.launch(chunk.scored)
         return step
+
+    def _finish_launch(self) -> tuple[LaunchedStep, int]:
+        """Finish the last launch with its token masks, which need the tokens of all earlier steps.
+
+        Returns the step, and the nanoseconds waited for these tokens.
+        """
+        waited = 0
+        while len(self._launched) > 1:
+            waited += self._commit(self._launched.popleft())
+        step, ends = self.runner.finish(self._launched.pop())
+        self._launched.append(step)
+        for request, error in ends:
+            self.requests.end_by_grammar(request, error)
+        return step, waited
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         """Issue the block copies of a plan. If they fail, the requests recompute the tokens."""

@@ -18,6 +18,7 @@ from ..scheduling.plan import StepPlan
 from .step_key import StepOutput
 
 if TYPE_CHECKING:
+    from .masked_launch import MaskedLaunch
     from .prompt_scorer import LaunchedScores
 
 __all__ = [
@@ -66,6 +67,8 @@ class LaunchedStep:
     """Event before the first part; None on a CPU, or without device timing."""
     scores: LaunchedScores | None = None
     """Scores of prompt tokens, if a chunk of the plan has any."""
+    unfinished: MaskedLaunch | None = None
+    """The rest of the launch, which needs token masks; `Runner.finish` runs it."""
 
     def elapsed_ns(self) -> int | None:
         """Device time in nanoseconds from `began` to `arrived`, or None without timing.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...graphs.buckets import Buckets, default_width_buckets
 from ..kernels import Kernels
 from ..resolved_config import ResolvedConfig
-from .step_key import StepKey
+from .step_key import Phase, StepKey
 
 __all__ = ["StepSizes", "most_table_updates"]
 
@@ -21,6 +21,8 @@ class StepSizes:
     read_blocks: Buckets
     steps: int = 1
     """Decode steps per launch; single steps are always prepared too."""
+    prefill_rows: int = 0
+    """Lanes of the sampling of a prefill step with token masks; 0 without structured output."""
 
     @classmethod
     def choose(cls, config: ResolvedConfig, kernels: Kernels) -> StepSizes:
@@ -33,6 +35,7 @@ class StepSizes:
             if kernels.bounded_by_length
             else default_width_buckets(config.max_blocks_per_row, config.block_size),
             steps=config.steps_per_launch,
+            prefill_rows=config.max_prefill_rows if config.structured_output else 0,
         )
 
     def keys(self) -> list[StepKey]:
@@ -42,7 +45,26 @@ class StepSizes:
         return [
             *(StepKey("prefill", size, *variant) for size in self.tokens for variant in variants),
             *(StepKey("decode", size, *variant) for size in self.rows for variant in launches),
+            *self._masked_keys(),
         ]
+
+    def _masked_keys(self) -> list[StepKey]:
+        """Return the keys of the parts of steps with token masks."""
+        if not self.prefill_rows:
+            return []
+        sizes: list[tuple[Phase, int]] = [("prefill", size) for size in self.tokens]
+        sizes += [("decode", size) for size in self.rows]
+        whole = [StepKey(*each, width, False) for each in sizes for width in self.read_blocks]
+        full = (False, True)
+        return [
+            *(replace(key, part="forward") for key in whole),
+            *(self.sample_key(replace(key, full_sampler=f)) for key in whole for f in full),
+        ]
+
+    def sample_key(self, key: StepKey) -> StepKey:
+        """Return the key of the sampling part of a step."""
+        lanes = key.size if key.phase == "decode" else self.prefill_rows
+        return StepKey(key.phase, lanes, 0, key.full_sampler, part="sample")
 
     def decode_key(
         self, rows: int, read_blocks: int, full_sampler: bool, steps: int = 1

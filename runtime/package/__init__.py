@@ -23,6 +23,7 @@ __all__ = [
     "Health",
     "ReloadResult",
     "SamplingParams",
+    "StructuredOutput",
     "RequestOutput",
     "CompletionOutput",
     "OutputDelta",
@@ -41,6 +42,7 @@ __all__ = [
     "EngineFailedError",
     "EngineForkedError",
     "EngineUnavailableError",
+    "GrammarError",
     "KernelBuildError",
     "KernelSelfTestError",
     "MemoryBudgetError",
@@ -49,6 +51,7 @@ __all__ = [
     "RankError",
     "RequestError",
     "StepPreparationError",
+    "StructuredOutputError",
 ]
 
 

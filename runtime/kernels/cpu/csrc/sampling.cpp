@@ -136,6 +136,32 @@ void sample_full(const SampleArgs<T>& args) {
 }
 
 template <class T>
+void mask_logits(const T* logits, int64_t logits_stride, const int32_t* bits, const int64_t* rows,
+                 int64_t lanes, int64_t vocab_size, T* masked, int threads) {
+  constexpr int64_t kBits = 32, kLogitsPerThread = 1 << 17;
+  const int64_t useful = lanes * vocab_size / kLogitsPerThread, words = (vocab_size + 31) / kBits;
+  const int used = static_cast<int>(std::clamp<int64_t>(std::min(lanes, useful), 1, threads));
+  const T minus_infinity = static_cast<T>(kMinusInfinity);
+  parallel_for(lanes, used, [&](int64_t lane, int64_t) {
+    const T* from = logits + lane * logits_stride;
+    const int32_t* mask = bits + rows[lane] * words;
+    T* to = masked + lane * vocab_size;
+    for (int64_t word = 0; word < words; ++word) {
+      const int64_t first = word * kBits, count = std::min(kBits, vocab_size - first);
+      const uint32_t allowed = static_cast<uint32_t>(mask[word]);
+      if (allowed == ~0u) {
+        std::copy_n(from + first, count, to + first);
+        continue;
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        const T value = from[first + i];
+        to[first + i] = (allowed >> i) & 1u ? value : static_cast<T>(value + minus_infinity);
+      }
+    }
+  });
+}
+
+template <class T>
 void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
                    int64_t* tokens, int threads) {
   constexpr int64_t kLogitsPerThread = 1 << 17;
@@ -157,6 +183,12 @@ void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_
   });
 }
 
+template void mask_logits(const c10::BFloat16*, int64_t, const int32_t*, const int64_t*, int64_t,
+                          int64_t, c10::BFloat16*, int);
+template void mask_logits(const c10::Half*, int64_t, const int32_t*, const int64_t*, int64_t,
+                          int64_t, c10::Half*, int);
+template void mask_logits(const float*, int64_t, const int32_t*, const int64_t*, int64_t, int64_t,
+                          float*, int);
 template void sample_full(const SampleArgs<c10::BFloat16>&);
 template void sample_full(const SampleArgs<c10::Half>&);
 template void sample_full(const SampleArgs<float>&);
