@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from stepgraph.runtime.structured_output import StructuredOutput
 from transformers import PreTrainedModel
 
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {

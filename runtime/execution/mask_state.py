@@ -1,4 +1,4 @@
-"""Device tensors of steps with token masks; `sampling/reference_sampler.py` applies the masks."""
+"""Device tensors of steps with token masks; `kernels/ops/token_masks.py` applies the masks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..structured.matcher import MASK_BITS
+from ..kernels.ops.token_masks import MASK_BITS
 
 __all__ = ["MaskState"]
 

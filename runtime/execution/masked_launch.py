@@ -17,20 +17,20 @@ import dataclasses
 import time
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from ...graphs.library import StepLibrary
 from ...profiling import ranges
 from ..request import Request
 from ..scheduling.plan import StepPlan
-from .outputs import LaunchedStep
+from .outputs import GrammarEnd, HostOutputs, LaunchedStep
+from .prompt_scorer import LaunchedScores, PromptScorer
 from .step_key import StepKey, StepOutput
-from .token_masks import GrammarEnd, Lane, TokenMasks
+from .step_sizes import StepSizes
+from .token_masks import Lane, TokenMasks
 
 if TYPE_CHECKING:
     import torch
-
-    from .prompt_scorer import LaunchedScores
-    from .runner import Runner
 
 __all__ = ["MaskedLaunch", "has_grammar"]
 
@@ -40,12 +40,27 @@ def has_grammar(plan: StepPlan) -> bool:
     return any(chunk.samples and chunk.request.matcher is not None for chunk in plan.prefill)
 
 
+class Runs(Protocol):
+    """What a launch uses of a `Runner`."""
+
+    outputs: HostOutputs | None
+    sizes: StepSizes
+    scorer: PromptScorer
+    library: StepLibrary[StepKey, StepOutput]
+
+    def run(self, key: StepKey, lanes: int = 0) -> StepOutput:
+        """See `Runner.run`."""
+
+    def copy_outputs(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
+        """See `Runner.copy_outputs`."""
+
+
 class MaskedLaunch:
     """Runs the parts of a plan, and stops before the first that needs token masks."""
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Runs,
         masks: TokenMasks,
         number: int,
         plan: StepPlan,

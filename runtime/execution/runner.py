@@ -28,6 +28,7 @@ from .input_writer import InputWriter
 from .masked_launch import MaskedLaunch, has_grammar
 from .outputs import (
     OUTPUT_SETS,
+    GrammarEnd,
     HostOutputs,
     LaunchedStep,
     Sampled,
@@ -41,7 +42,7 @@ from .row_state import RowState
 from .step_functions import StepFunctions
 from .step_key import StepKey, StepOutput
 from .step_sizes import StepSizes
-from .token_masks import GrammarEnd, TokenMasks
+from .token_masks import TokenMasks
 
 __all__ = ["Runner"]
 
@@ -84,7 +85,9 @@ class Runner:
             rope_by_length=plan_of(model.config).rope_by_length,
             masked=config.masked_dtype,
         )
-        self._masks = None if self.state.masks is None else TokenMasks(self.state.masks)
+        self._masks: TokenMasks | None = None
+        if self.state.masks is not None:
+            self._masks = TokenMasks(self.state.masks, is_async=config.is_async_device)
         self.null_row = self.state.null_row
         self.scorer = PromptScorer(
             model,

@@ -14,13 +14,12 @@ from ..bounded_repr import bounded_repr
 from ..errors import StructuredOutputError
 from ..request import Request, RequestStatus
 from .mask_state import MaskState
+from .outputs import GrammarEnd
 
-__all__ = ["GrammarEnd", "Lane", "TokenMasks"]
+__all__ = ["Lane", "TokenMasks"]
 
 Lane: TypeAlias = tuple[int, Request]
 """A row of a step with token masks, and its request."""
-GrammarEnd: TypeAlias = tuple[Request, StructuredOutputError | None]
-"""A request that ends before its next token: with an error, or None if its grammar is complete."""
 
 
 class TokenMasks:
@@ -30,11 +29,11 @@ class TokenMasks:
     that runs steps asynchronously after the commit of the last one.
     """
 
-    def __init__(self, state: MaskState) -> None:
-        """Write the masks of `state`; without a pinned copy if it is in host memory."""
+    def __init__(self, state: MaskState, *, is_async: bool) -> None:
+        """Write the masks of `state`, on a device that runs steps asynchronously by a copy."""
         self._device = state.bits
         self._host = state.bits
-        if state.bits.device.type != "cpu":
+        if is_async:
             self._host = torch.full_like(
                 state.bits, -1, device="cpu", pin_memory=state.bits.is_cuda
             )
@@ -75,8 +74,12 @@ class TokenMasks:
         pending, self._pending = self._pending, None
         ends = pending.result()
         if self._host is not self._device:
-            self._device.copy_(self._host, non_blocking=True)
+            self.copy_to_device()
         return ends
+
+    def copy_to_device(self) -> None:
+        """Issue the copy of all masks."""
+        self._device.copy_(self._host, non_blocking=True)
 
     def close(self) -> None:
         """End the thread."""

@@ -31,7 +31,6 @@ from ..kernels.ops.draws import draw, largest, uniform
 from ..kernels.ops.feedback import NON_FINITE
 from ..kernels.ops.thresholds import bisect_thresholds
 from ..sampling_params import MAX_LOGPROBS
-from ..structured.matcher import MASK_BITS
 from .sample_output import SampleOutput
 from .sampling_state import (
     COUNT_MASK,
@@ -41,20 +40,7 @@ from .sampling_state import (
     SamplingState,
 )
 
-__all__ = ["mask_logits", "sample_full", "sample_greedy"]
-
-
-def mask_logits(
-    logits_BV: torch.Tensor, bits_RW: torch.Tensor, rows_B: torch.Tensor
-) -> torch.Tensor:
-    """Return the logits `[B, V]` with -inf for tokens that the mask of their row forbids.
-
-    Bit i % 32 of word i // 32 of a row of `bits_RW`, int32, allows token i. NaN and +inf of
-    forbidden tokens become NaN, so that samplers still detect them.
-    """
-    shifts = torch.arange(MASK_BITS, dtype=torch.int32, device=bits_RW.device)
-    bits_BV = ((bits_RW[rows_B][:, :, None] >> shifts) & 1).flatten(1)[:, : logits_BV.shape[1]]
-    return torch.where(bits_BV == 0, logits_BV - torch.inf, logits_BV)
+__all__ = ["sample_full", "sample_greedy"]
 
 
 def sample_greedy(logits_BV: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,9 @@ import torch
 from ..kernels.choice import SamplerName
 from ..kernels.cpu.sampling import fused_full, fused_greedy, fused_mask
 from ..kernels.ops.feedback import Feedback
+from ..kernels.ops.token_masks import mask_logits
 from ..sampling_params import MAX_LOGPROBS
-from .reference_sampler import mask_logits, sample_full, sample_greedy
+from .reference_sampler import sample_full, sample_greedy
 from .sample_output import SampleOutput
 from .sampling_state import SamplingState
 

@@ -34,7 +34,7 @@ MAX_CACHED_BYTES: Final = 1 << 20
 """Compiled grammars that are kept, and the bytes of their texts."""
 
 _MAX_REASON_CHARS = 300
-_WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,32}"
+_WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,16}"
 """Between the parts of a JSON text, where a model could otherwise go on forever."""
 
 
@@ -175,6 +175,8 @@ def _grammar(kind: str, source: str) -> str:
     """Return a grammar as llguidance reads it."""
     from llguidance import LLMatcher, grammar_from
 
+    if kind == "json" and source in ("true", "false"):  # which have no room for options
+        source = "{}" if source == "true" else '{"not": {}}'
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(
             source, defaults={"whitespace_pattern": _WHITE_SPACE}

@@ -10,16 +10,14 @@ import numpy.typing as npt
 
 from ..bounded_repr import bounded_text
 from ..errors import StructuredOutputError
+from ..kernels.ops.token_masks import MASK_BITS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from ..request import Request
 
-__all__ = ["MASK_BITS", "TokenMatcher"]
-
-MASK_BITS = 32
-"""Tokens of a word of a mask."""
+__all__ = ["TokenMatcher"]
 
 
 class TokenMatcher:
