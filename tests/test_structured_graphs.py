@@ -23,8 +23,8 @@ def tokens(outputs: list[RequestOutput]) -> list[Any]:
     "config",
     [
         {},
-        {"block_size": 4, "num_blocks": 20, "prefill_chunk": 8},
-        {"block_size": 4, "num_blocks": 20, "host_cache_bytes": 1 << 18, "preemption": "swap"},
+        {"block_size": 4, "num_blocks": 25, "prefill_chunk": 8},
+        {"block_size": 4, "num_blocks": 25, "host_cache_bytes": 1 << 18, "preemption": "swap"},
         {"steps_per_launch": 3},
     ],
     ids=str,

@@ -85,9 +85,9 @@ class Runner:
             rope_by_length=plan_of(model.config).rope_by_length,
             masked=config.masked_dtype,
         )
-        self._masks: TokenMasks | None = None
+        self.masks: TokenMasks | None = None
         if self.state.masks is not None:
-            self._masks = TokenMasks(self.state.masks, is_async=config.is_async_device)
+            self.masks = TokenMasks(self.state.masks, is_async=config.is_async_device)
         self.null_row = self.state.null_row
         self.scorer = PromptScorer(
             model,
@@ -147,7 +147,7 @@ class Runner:
         """Bytes of host buffers for an asynchronous device: input mirrors and outputs."""
         embeds = 0 if self.embeds is None else self.embeds.nbytes
         outputs = 0 if self.outputs is None else self.outputs.nbytes
-        masks = 0 if self._masks is None else self._masks.host_nbytes
+        masks = 0 if self.masks is None else self.masks.host_nbytes
         return self.inputs.nbytes + embeds + outputs + masks + self.scorer.host_nbytes
 
     def addresses(self) -> dict[str, int]:
@@ -174,8 +174,8 @@ class Runner:
 
     def close(self) -> None:
         """Release all steps and their compiled code."""
-        if self._masks is not None:
-            self._masks.close()
+        if self.masks is not None:
+            self.masks.close()
         self.steps.close()
 
     def swap_out(self, plan: StepPlan) -> None:
@@ -250,7 +250,7 @@ class Runner:
         scores: LaunchedScores | None = None
         clock, launched, worked, bucket = time.perf_counter_ns, 0, 0, 0
         began = None if self.outputs is None else self.outputs.begin(number)
-        if self._masks is not None and (
+        if self.masks is not None and (
             (plan.decode and self._decoding.has_grammar) or has_grammar(plan)
         ):
             decode = None
@@ -260,7 +260,7 @@ class Runner:
                     self._writer.decode_rows,
                     self._decoding.has_grammar,
                 )
-            launch = MaskedLaunch(self, self._masks, number, plan, decode, prefill_key)
+            launch = MaskedLaunch(self, self.masks, number, plan, decode, prefill_key)
             return launch.begin(began)
         if plan.decode:
             key = self._decode_key(plan.steps)

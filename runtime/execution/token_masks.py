@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -40,8 +41,10 @@ class TokenMasks:
         self._masks: npt.NDArray[np.int32] = self._host.numpy()
         self._restricted: set[int] = set()
         """Rows whose mask may forbid tokens."""
+        self.in_thread = True
+        """Whether a thread computes the masks; otherwise `finish` does, for comparison."""
         self._thread: ThreadPoolExecutor | None = None
-        self._pending: Future[list[GrammarEnd]] | None = None
+        self._pending: Callable[[], list[GrammarEnd]] | None = None
 
     @property
     def host_nbytes(self) -> int:
@@ -61,9 +64,12 @@ class TokenMasks:
                 self._restricted.discard(row)
         restricted = [lane for lane in present if lane[1].matcher is not None]
         self._restricted.update(row for row, _ in restricted)
+        if not self.in_thread:
+            self._pending = partial(self._fill, restricted)
+            return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "stepgraph-masks")
-        self._pending = self._thread.submit(self._fill, restricted)
+        self._pending = self._thread.submit(self._fill, restricted).result
 
     def finish(self) -> list[GrammarEnd]:
         """Wait for the masks, and issue their copy to the device.
@@ -72,7 +78,7 @@ class TokenMasks:
         """
         assert self._pending is not None, "no masks are being computed"
         pending, self._pending = self._pending, None
-        ends = pending.result()
+        ends = pending()
         if self._host is not self._device:
             self.copy_to_device()
         return ends

@@ -135,27 +135,38 @@ void sample_full(const SampleArgs<T>& args) {
   });
 }
 
+constexpr int64_t kMaskBits = 32;
+
+// Adds 0 to what the mask allows, and -inf to the rest. Without branches, so that it is vectorised.
+template <class T>
+inline void mask_word(const T* from, uint32_t allowed, int64_t count, T* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t forbidden = ((allowed >> i) & 1u) - 1u;  // all bits set, or none
+    to[i] = static_cast<T>(static_cast<float>(from[i]) +
+                           std::bit_cast<float>(forbidden & 0xff800000u));
+  }
+}
+
 template <class T>
 void mask_logits(const T* logits, int64_t logits_stride, const int32_t* bits, const int64_t* rows,
                  int64_t lanes, int64_t vocab_size, T* masked, int threads) {
-  constexpr int64_t kBits = 32, kLogitsPerThread = 1 << 17;
-  const int64_t useful = lanes * vocab_size / kLogitsPerThread, words = (vocab_size + 31) / kBits;
+  constexpr int64_t kLogitsPerThread = 1 << 17;
+  const int64_t useful = lanes * vocab_size / kLogitsPerThread;
+  const int64_t words = (vocab_size + kMaskBits - 1) / kMaskBits;
   const int used = static_cast<int>(std::clamp<int64_t>(std::min(lanes, useful), 1, threads));
-  const T minus_infinity = static_cast<T>(kMinusInfinity);
   parallel_for(lanes, used, [&](int64_t lane, int64_t) {
     const T* from = logits + lane * logits_stride;
     const int32_t* mask = bits + rows[lane] * words;
     T* to = masked + lane * vocab_size;
     for (int64_t word = 0; word < words; ++word) {
-      const int64_t first = word * kBits, count = std::min(kBits, vocab_size - first);
+      const int64_t first = word * kMaskBits, count = std::min(kMaskBits, vocab_size - first);
       const uint32_t allowed = static_cast<uint32_t>(mask[word]);
       if (allowed == ~0u) {
         std::copy_n(from + first, count, to + first);
-        continue;
-      }
-      for (int64_t i = 0; i < count; ++i) {
-        const T value = from[first + i];
-        to[first + i] = (allowed >> i) & 1u ? value : static_cast<T>(value + minus_infinity);
+      } else if (count == kMaskBits) {
+        mask_word(from + first, allowed, kMaskBits, to + first);
+      } else {
+        mask_word(from + first, allowed, count, to + first);
       }
     }
   });
