@@ -41,20 +41,26 @@ def main(arguments: list[str] | None = None) -> None:
         prefix_cache=False,
         structured_output=True,
     )
-    steps: dict[str, list[float]] = {side: [] for side in SIDES}
+    rounds: dict[str, list[list[float]]] = {side: [] for side in SIDES}
     with Engine.from_pretrained(given.model, config) as engine:
         for count in range(given.rounds + 1):
             turn = count % len(SIDES)
             for side in SIDES[turn:] + SIDES[:turn]:
                 times = _round(engine, side, given)
                 if count:  # the first round warms up
-                    steps[side] += times
-    base = np.percentile(steps["plain"], [50, 99])
+                    rounds[side].append(times)
+    plain = np.array(rounds["plain"])
     for side in SIDES:
-        p50, p90, p99 = np.percentile(steps[side], [50, 90, 99])
+        steps = np.array(rounds[side])
+        p10, p50, p90, p99 = np.percentile(steps, [10, 50, 90, 99])
+        ratios = [
+            p / q for p, q in zip((p10, p50, p99), np.percentile(plain, [10, 50, 99]), strict=True)
+        ]
+        by_round = np.median(np.median(steps, axis=1) / np.median(plain, axis=1))
         print(
-            f"{side:7} n={len(steps[side])}  p50 {p50:.3f}  p90 {p90:.3f}  p99 {p99:.3f} ms"
-            f"  ratio of p50 {p50 / base[0]:.3f}, of p99 {p99 / base[1]:.3f}"
+            f"{side:7} n={steps.size}  p10 {p10:.3f}  p50 {p50:.3f}  p90 {p90:.3f}  p99 {p99:.3f}"
+            f" ms; ratios of p10, p50, p99: {', '.join(f'{ratio:.2f}' for ratio in ratios)};"
+            f" median over {len(steps)} rounds of that of p50: {by_round:.2f}"
         )
 
 
