@@ -38,6 +38,7 @@ PREFILL: Final = "prefill"
 COMMIT: Final = "commit"
 CAPTURE: Final = "capture"
 LOAD: Final = "load"
+MASK: Final = "mask"
 WARMUP: Final = "warmup"
 WINDOW: Final = "window"
 
@@ -123,6 +124,7 @@ _RANGES: Final = (
     EventInfo(COPY, LAUNCH, "device", "copy changed inputs to the device", "bytes"),
     EventInfo(REPLAY, LAUNCH, "device", "run a decode step", _NUMBERS, STEP_NUMBERS),
     EventInfo(PREFILL, LAUNCH, "device", "run a prefill chunk", _NUMBERS, STEP_NUMBERS),
+    EventInfo(MASK, STEP, "host", "wait for the token masks of grammars", "rows that sample"),
     # With a step in flight the tokens taken in are those of an earlier step than the range around
     # this one launches: nesting alone would name the wrong step.
     EventInfo(COMMIT, STEP, "host", "process the tokens of a finished step", "number of that step"),

@@ -19,6 +19,7 @@ from .service.request_handle import Delta
 from .service.service_config import ServiceConfig
 from .service.streams import AsyncStream
 from .speculation.config import Speculation
+from .structured_output import StructuredOutput
 
 __all__ = [
     "Engine",
@@ -31,6 +32,7 @@ __all__ = [
     "ReloadResult",
     "SamplingParams",
     "Speculation",
+    "StructuredOutput",
     "RequestOutput",
     "CompletionOutput",
     "OutputDelta",

@@ -19,6 +19,7 @@ __all__ = [
     "EngineFailedError",
     "EngineForkedError",
     "EngineUnavailableError",
+    "GrammarError",
     "KernelBuildError",
     "KernelSelfTestError",
     "MemoryBudgetError",
@@ -27,6 +28,7 @@ __all__ = [
     "RankError",
     "RequestError",
     "StepPreparationError",
+    "StructuredOutputError",
 ]
 
 
@@ -55,6 +57,17 @@ class KernelSelfTestError(StepgraphError, RuntimeError):
 
 class RequestError(StepgraphError, ValueError):
     """A request that cannot be served. It was not queued; other requests are not affected."""
+
+
+class GrammarError(RequestError):
+    """A grammar that is invalid, unsupported or too complex. The request was not queued."""
+
+
+class StructuredOutputError(StepgraphError, RuntimeError):
+    """The grammar of a request cannot be followed any further, for example because of a limit.
+
+    The request ends with the tokens before it; other requests are not affected.
+    """
 
 
 class NonFiniteLogitsError(StepgraphError, ArithmeticError):

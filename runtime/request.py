@@ -19,7 +19,7 @@ import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..cache.prefix_hashes import PrefixHashes
 from .loading.detokenizer import IncrementalDetokenizer
@@ -27,13 +27,18 @@ from .logprobs import PromptLogprobs, TokenLogprobs
 from .rope_lengths import UNLIMITED
 from .sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # it needs torch, and the scheduler reads this file
+if TYPE_CHECKING:  # the scheduler reads this file, and needs neither torch nor numpy
+    import numpy as np
+    import numpy.typing as npt
+
+    from .errors import StructuredOutputError
     from .prompt_embeds import EmbeddedSpan
     from .speculation.request_drafter import RequestDrafter
 
 __all__ = [
     "AbortReason",
     "FinishReason",
+    "OutputMatcher",
     "Request",
     "RequestGroup",
     "RequestStatus",
@@ -64,6 +69,18 @@ TOKENS_AT_A_TIME = 1024
 """Maximum output tokens for which a request allocates memory at once."""
 
 _FINISHED = RequestStatus.FINISHED
+
+
+class OutputMatcher(Protocol):
+    """The grammar of one completion, which `structured/matcher.py` implements."""
+
+    def fill(
+        self, request: Request, mask: npt.NDArray[np.int32]
+    ) -> StructuredOutputError | Literal["complete"] | None:
+        """Write which tokens may follow the output of the request to `mask`.
+
+        Returns why the request ends before its next token, if it does.
+        """
 
 
 def _no_integers() -> array[int]:
@@ -102,6 +119,8 @@ class Request:
     """The other completions of the same prompt, until this one ends."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log-probabilities of its prompt, if it is the completion that computes them."""
+    matcher: OutputMatcher | None = None
+    """The grammar that its output follows; None without one."""
 
     num_output: int = field(default=0, init=False)
     """Output tokens known on the host."""
@@ -210,6 +229,7 @@ class Request:
         self.embeds = ()
         self.drafter = None
         self.prefix_hashes = None
+        self.matcher = None
 
     def replace_last_token(self, token_id: int) -> None:
         """Replace the newest token."""

@@ -68,6 +68,7 @@ class ResolvedConfig:
         dependent_launch: whether Triton kernels may use programmatic dependent launch.
         batch_invariant: whether logits must not depend on what else is in a step.
         prompt_embeds: whether prompts may have embeddings.
+        structured_output: whether outputs may follow a grammar.
         prefix_cache: whether requests with a common prefix share its blocks.
         host_cache_bytes: bytes of the host cache for preempted requests.
         encoder_cache_bytes: bytes of the cache of encoder outputs.
@@ -97,6 +98,7 @@ class ResolvedConfig:
     dependent_launch: bool
     batch_invariant: bool
     prompt_embeds: bool
+    structured_output: bool
     prefix_cache: bool
     host_cache_bytes: int
     encoder_cache_bytes: int
@@ -108,6 +110,11 @@ class ResolvedConfig:
     def is_async_device(self) -> bool:
         """Whether launches return before the device has run them, as on CUDA."""
         return self.device.type != "cpu"
+
+    @property
+    def masked_dtype(self) -> torch.dtype | None:
+        """The dtype of logits that token masks apply to; None without structured output."""
+        return self.dtype if self.structured_output else None
 
     @property
     def compiled(self) -> bool:
@@ -224,6 +231,7 @@ class ResolvedConfig:
             dependent_launch=config.dependent_launch,
             batch_invariant=config.batch_invariant,
             prompt_embeds=config.prompt_embeds,
+            structured_output=config.structured_output,
             prefix_cache=config.prefix_cache,
             host_cache_bytes=config.host_cache_bytes,
             encoder_cache_bytes=config.encoder_cache_bytes,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import RequestError
+from .structured_output import StructuredOutput
 
 __all__ = ["LogitBias", "SamplingParams"]
 
@@ -89,6 +91,11 @@ class SamplingParams:
             prompt is then computed as a whole, even if the prefix cache has its beginning.
         skip_special_tokens: omit special tokens from the text. The token that ends an output
             never has text.
+        structured: a `StructuredOutput`, or a mapping of its fields: the grammar that the output
+            follows. Needs `EngineConfig.structured_output`. The end-of-sequence token can only be
+            drawn where the grammar may end. A request whose grammar allows nothing else before
+            `min_tokens`, or with `ignore_eos`, ends there with `stop`. See
+            docs/structured-output.md.
 
     Raises:
         RequestError: a value has a wrong type or is out of range; it names field, value and range.
@@ -112,6 +119,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured: StructuredOutput | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 0, MAX_TOKENS_LIMIT)
@@ -138,6 +146,8 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_stop_ids(self.stop_token_ids))
+        if self.structured is not None:
+            object.__setattr__(self, "structured", StructuredOutput.of(self.structured))
 
     def _set_real(self, field: str, low: float, high: float, *, above: bool = False) -> None:
         """Checks a real field and stores it as a float; `above` leaves `low` itself out."""

@@ -188,6 +188,7 @@ class FakeLaunchedStep:
     device_ns: int
     sampled: list[Sampled]  # seen by the host when it reads the launch, not before
     advanced: list[int] | None  # likewise
+    unfinished: None = None
 
     def elapsed_ns(self) -> None:
         return None

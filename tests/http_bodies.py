@@ -113,6 +113,7 @@ ACCEPTED = {
     "best_of": st.none(),
     "chat_template": st.none(),
     "response_format": st.just({"type": "text"}),
+    "structured_outputs": st.none(),
     "stop_token_ids": st.lists(st.integers(0, 10), max_size=2),
     "logit_bias": st.dictionaries(st.sampled_from("0123"), st.floats(-100, 100), max_size=2),
 }

@@ -169,6 +169,7 @@ def test_static_buffers_to_the_byte(
         {"host_cache_bytes": 1 << 18, "block_size": 4},
         {"memory_tokens": 77, "prefill_chunk": 24, "max_num_seqs": 2},
         {"prompt_embeds": True, "num_blocks": 9},
+        {"structured_output": True, "dtype": "bfloat16", "max_num_seqs": 3},
     ],
     ids=str,
 )

@@ -152,10 +152,11 @@ ROOMS = {
     "distributed": frozenset({"kernels"}),
     "execution": frozenset({"kernels", "models", "sampling", "scheduling", "distributed"}),
     "memory": frozenset({"kernels", "models", "loading", "execution"}),
+    "structured": frozenset({"kernels", "loading"}),
     "engine": frozenset(
         {
             *("kernels", "models", "loading", "sampling", "scheduling", "execution", "memory"),
-            *("distributed", "speculation"),
+            *("distributed", "speculation", "structured"),
         }
     ),
     "tools": frozenset(

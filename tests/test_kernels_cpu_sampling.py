@@ -4,6 +4,7 @@ import pytest
 import torch
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
+from stepgraph.runtime.kernels.ops.token_masks import mask_logits
 from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_greedy
 from stepgraph.runtime.sampling.samplers import fused_sampler, torch_sampler
 from stepgraph.runtime.sampling_params import SamplingParams
@@ -146,3 +147,18 @@ def test_operators_are_described_to_compilers() -> None:
     torch.library.opcheck(
         torch.ops.stepgraph.packed_embedding.default, (rows, packed, 8), test_utils=tests
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100, 5000])
+def test_masks_what_the_reference_masks(vocab_size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(5, vocab_size, generator=generator).to(dtype)
+    logits[0, 0], logits[1, -1], logits[2, vocab_size // 2] = float("nan"), torch.inf, -torch.inf
+    words = torch.randint(-(2**31), 2**31, (7, -(-vocab_size // 32)), generator=generator)
+    bits, rows = words.to(torch.int32), torch.tensor([3, 1, 0, 6, 3])
+    bits[3], bits[1, 0] = -1, 0
+    masked = fused_sampler.mask(logits, bits, rows)
+    expected = mask_logits(logits, bits, rows)
+    torch.testing.assert_close(masked, expected, rtol=0, atol=0, equal_nan=True)
+    assert masked.dtype == dtype

@@ -24,6 +24,9 @@ from ..prompt_ids import plain_text, plain_token_ids, too_long, type_name
 from ..request import Request, RequestGroup
 from ..sampling.sampling_state import MAX_ROW_STOP_IDS
 from ..sampling_params import SamplingParams
+from ..structured.compiler import GrammarCompiler
+from ..structured.matcher import TokenMatcher
+from ..structured_output import StructuredOutput
 
 __all__ = ["Intake", "Prompt"]
 
@@ -45,11 +48,13 @@ class Intake:
         seed: int,
         prefix_block_size: int | None,
         embeds_dtype: torch.dtype | None,
+        structured_output: bool = False,
     ) -> None:
         """Accept requests of at most `longest_sequence` tokens, prompt and output.
 
         `prefix_block_size` is the block size of the prefix cache, None without one; `embeds_dtype`
-        the dtype of embeddings, None if steps cannot read any.
+        the dtype of embeddings, None if steps cannot read any; `structured_output` whether steps
+        can apply token masks.
         """
         self._config = config
         self._tokenizer = tokenizer
@@ -57,6 +62,8 @@ class Intake:
         self._seed = seed
         self._prefix_block_size = prefix_block_size
         self._embeds_dtype = embeds_dtype
+        self._structured_output = structured_output
+        self._grammars = self._make_grammars()
         self._rope_lengths = rope_lengths(config)
         self._arrivals = itertools.count(1)  # atomic: prompts arrive from any thread
 
@@ -64,7 +71,13 @@ class Intake:
         """Return an intake for a model of the same sizes; it continues the order of arrivals."""
         other = copy.copy(self)
         other._config, other._tokenizer = config, tokenizer
+        other._grammars = other._make_grammars()
         return other
+
+    def _make_grammars(self) -> GrammarCompiler | None:
+        if not self._structured_output or self._tokenizer is None:
+            return None
+        return GrammarCompiler(self._tokenizer, self._config.vocab_size, self._config.eos_token_ids)
 
     def accept(
         self,
@@ -80,6 +93,7 @@ class Intake:
             RequestError: the prompt has a wrong type, is empty or too long; there is no tokenizer
                 for text, or it fails; a token of the prompt or of the parameters is outside the
                 vocabulary; or the priority or the salt is invalid.
+            GrammarError: the grammar of the output is invalid or too complex.
         """
         if not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, not {priority!r}")
@@ -101,6 +115,7 @@ class Intake:
                 f" included, and there are {len(stops)}: give fewer in stop_token_ids"
             )
         hashes = self._hashes(cache_salt, len(prompt_ids))
+        matchers = self._matchers(params)
         requests = [
             Request(
                 id=f"{group_id}/{index}",
@@ -114,6 +129,7 @@ class Intake:
                 arrival_ns=arrival_ns,
                 embeds=embeds,
                 rope_length=len(prompt_ids),
+                matcher=matchers[index],
             )
             for index in range(params.n)
         ]
@@ -130,6 +146,23 @@ class Intake:
             if hashes is not None:
                 request.prefix_hashes = hashes.copy()
         return RequestGroup(group_id, prompt_ids, requests)
+
+    def _matchers(self, params: SamplingParams) -> Sequence[TokenMatcher | None]:
+        """Return the grammar of each completion."""
+        if params.structured is None:
+            return [None] * params.n
+        assert isinstance(params.structured, StructuredOutput)
+        if not self._structured_output:
+            raise RequestError(
+                "structured is given, but this engine has no token masks: set"
+                " structured_output=True in its EngineConfig"
+            )
+        if self._grammars is None:
+            raise RequestError(
+                "structured output needs a tokenizer, which this checkpoint lacks: leave out"
+                " structured"
+            )
+        return self._grammars.matchers(params.structured, params.n)
 
     def _hashes(self, cache_salt: str | None, num_tokens: int) -> PrefixHashes | None:
         if cache_salt is not None:

@@ -10,6 +10,9 @@ each step is committed right after its launch.
 With `steps_per_launch` a plan can contain several decode steps, which are launched and committed
 together. The tokens that a request gets after its end are discarded.
 
+The launch of a step with outputs that follow a grammar is finished after the commit of the step
+before (see `execution/masked_launch.py`).
+
 Requests join and leave between steps. `post_add` and `post_abort` can be called by any thread; the
 next step applies them first. `intact` is False while an operation changes the state. It remains
 False if an exception interrupts the operation, because requests and blocks are then inconsistent.
@@ -34,6 +37,7 @@ from ...profiling.collector import CollectorWatch
 from ...profiling.timeline import Timeline
 from ..distributed.rank_group import RankGroup
 from ..errors import RankError
+from ..execution.masked_launch import needs_masks
 from ..execution.outputs import LaunchedStep
 from ..execution.runner import Runner
 from ..request import AbortReason, Request, RequestGroup, RequestStatus
@@ -179,7 +183,11 @@ class StepLoop:
                     self._verify_drafts(plan, self.speculator, began)
             planned = time.perf_counter_ns()
             step = self._launch(plan)
-            launched = time.perf_counter_ns()
+            waited_in_launch = 0
+            if step is not None and step.unfinished is not None:
+                step, waited_in_launch = self._finish_launch()
+            launched = time.perf_counter_ns() - waited_in_launch
+            waited += waited_in_launch
             # Without a launch, commit all steps in flight: nothing else can make progress.
             most = 0 if step is None else self._in_flight
             waited += self._commit_until(most)
@@ -292,8 +300,12 @@ class StepLoop:
     def _verify_drafts(self, plan: StepPlan, speculator: Speculator, started_ns: int) -> None:
         """Let the rows of a plan verify drafts, if that is expected to be faster.
 
-        Where a latency budget sizes chunks, a step with one of them verifies nothing.
+        Where a latency budget sizes chunks, a step with one of them verifies nothing. Nor does a
+        step with token masks, which has one for each row.
         """
+        if self.runner.masks is not None and needs_masks(plan):
+            speculator.waits = False
+            return
         drafts: Sequence[Sequence[int]] = ()
         if plan.decode and (self._step_budget is None or not plan.prefill):
             drafts = speculator.propose(plan.decode)
@@ -307,6 +319,18 @@ class StepLoop:
         while len(self._launched) > most:
             waited += self._commit(self._launched.popleft())
         return waited
+
+    def _finish_launch(self) -> tuple[LaunchedStep, int]:
+        """Finish the last launch with its token masks, which need the tokens of all earlier steps.
+
+        Returns the step, and the nanoseconds waited for these tokens.
+        """
+        waited = self._commit_until(1)
+        step, ends = self.runner.finish(self._launched.pop())
+        self._launched.append(step)
+        for request, error in ends:
+            self.requests.end_by_grammar(request, error)
+        return step, waited
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         """Issue the block copies of a plan. If they fail, the requests recompute the tokens."""

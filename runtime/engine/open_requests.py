@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from ..errors import NonFiniteLogitsError
+from ..errors import NonFiniteLogitsError, StructuredOutputError
 from ..execution.outputs import Sampled
 from ..execution.prompt_scorer import Score
 from ..kernels.ops.feedback import NON_FINITE
@@ -109,6 +109,14 @@ class OpenRequests:
             self.counts["scored_prompt_tokens"] += len(positions)
             if not request.prompt_logprobs.append(positions, logprobs, top_ids, top_logprobs):
                 self._end_non_finite(request, "prompt_logprobs cannot be computed")
+
+    def end_by_grammar(self, request: Request, error: StructuredOutputError | None) -> None:
+        """End a request whose grammar allows no further token: it is complete, or has failed."""
+        request.error = error
+        self._changed[self._group_of[request]] = None
+        if request.detokenizer is not None:
+            request.detokenizer.finish()
+        self._finish(request, "stop" if error is None else "error")
 
     def collect(self) -> None:
         """Create outputs for changed groups, and remove finished groups."""

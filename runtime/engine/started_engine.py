@@ -60,6 +60,7 @@ class StartedEngine:
             seed=config.seed,
             prefix_block_size=config.block_size if config.prefix_cache else None,
             embeds_dtype=config.dtype if config.prompt_embeds else None,
+            structured_output=config.structured_output,
         )
         if config.freeze_gc:
             gc.collect()  # garbage that is frozen is never freed

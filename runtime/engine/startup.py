@@ -58,6 +58,7 @@ from ..resolved_config import ResolvedConfig
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
 from ..speculation.speculator import Speculator
+from ..structured.compiler import check_installed
 from .calibration import preemption_policy
 from .engine_parts import CodeCache, EngineParts
 from .loop import StepLoop
@@ -98,6 +99,8 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     until rank 0 closes its engine, and raises `SystemExit`.
     """
     began = time.perf_counter()
+    if config.structured_output:
+        check_installed()
     found, resolved = resolved_source(source, config)
     if config.tensor_parallel == 1:
         return start_parts(found, resolved, began=began, progress=progress)

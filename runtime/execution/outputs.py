@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from ..errors import StructuredOutputError
 from ..logprobs import LOWEST_LOGPROB, TokenLogprobs
 from ..request import Request
 from ..sampling.sample_output import SampleOutput
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
     from .prompt_scorer import LaunchedScores
 
 __all__ = [
+    "GrammarEnd",
     "HostOutputs",
     "LaunchedStep",
     "OutputEvents",
     "Sampled",
+    "UnfinishedLaunch",
     "accepted_counts",
     "checked_tokens",
     "current_stream",
@@ -41,6 +44,17 @@ OUTPUT_SETS = 2
 Sampled: TypeAlias = tuple[Request | None, int, TokenLogprobs | None]
 """Output of a lane: its request (None for padding), the token or `NON_FINITE`, and the requested
 log-probabilities. A plain tuple, because a step creates one per row."""
+
+
+GrammarEnd: TypeAlias = tuple[Request, StructuredOutputError | None]
+"""A request that ends before its next token: with an error, or None if its grammar is complete."""
+
+
+class UnfinishedLaunch(Protocol):
+    """A launch up to its first token masks; see `masked_launch.py`."""
+
+    def finish(self, step: LaunchedStep) -> tuple[LaunchedStep, list[GrammarEnd]]:
+        """Run the rest. Returns the whole step, and the requests that end before its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +81,8 @@ class LaunchedStep:
     """Event before the first part; None on a CPU, or without device timing."""
     scores: LaunchedScores | None = None
     """Scores of prompt tokens, if a chunk of the plan has any."""
+    unfinished: UnfinishedLaunch | None = None
+    """The rest of the launch, which needs token masks; `Runner.finish` runs it."""
 
     def elapsed_ns(self) -> int | None:
         """Device time in nanoseconds from `began` to `arrived`, or None without timing.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from ..sampling.sampling_state import SamplingState
+from .mask_state import MaskState
 
 __all__ = ["RowState"]
 
@@ -31,6 +32,8 @@ class RowState:
     rope_lengths: torch.Tensor | None = None
     """int64 `[R]`: rope length of each row's request (see `rope_lengths.py`); None where rotations
     do not depend on the length."""
+    masks: MaskState | None = None
+    """Token masks of rows whose output follows a grammar; None without structured output."""
 
     @classmethod
     def allocate(
@@ -42,8 +45,12 @@ class RowState:
         device: torch.device,
         *,
         rope_by_length: bool = False,
+        masked: torch.dtype | None = None,
     ) -> RowState:
-        """Allocate the state of `max_num_seqs` rows and the null row."""
+        """Allocate the state of `max_num_seqs` rows and the null row.
+
+        `masked` is the dtype of logits if steps may have token masks, else None.
+        """
         rows = max_num_seqs + 1
         rope_lengths = None
         if rope_by_length:
@@ -56,6 +63,9 @@ class RowState:
             ),
             sampling=SamplingState.allocate(max_num_seqs, vocab_size, device),
             rope_lengths=rope_lengths,
+            masks=None
+            if masked is None
+            else MaskState.allocate(max_num_seqs, vocab_size, masked, device),
         )
 
     @property
@@ -76,10 +86,13 @@ class RowState:
         vocab_size: int,
         *,
         rope_by_length: bool = False,
+        masked: torch.dtype | None = None,
     ) -> int:
         """Bytes that `allocate` will allocate."""
         per_row = 8 + 8 + 4 * num_groups * max_blocks_per_row + 8 * rope_by_length
         own = (max_num_seqs + 1) * per_row
+        if masked is not None:
+            own += MaskState.bytes_for(max_num_seqs, vocab_size, masked)
         return own + SamplingState.bytes_for(max_num_seqs, vocab_size)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -87,6 +100,8 @@ class RowState:
         own = {name: getattr(self, name) for name in ("token_ids", "positions", "block_tables")}
         if self.rope_lengths is not None:
             own["rope_lengths"] = self.rope_lengths
+        if self.masks is not None:
+            own |= {f"masks.{f.name}": getattr(self.masks, f.name) for f in fields(self.masks)}
         sampling = {f.name: getattr(self.sampling, f.name) for f in fields(self.sampling)}
         return own | {f"sampling.{name}": tensor for name, tensor in sampling.items()}
 

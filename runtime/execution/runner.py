@@ -24,8 +24,10 @@ from ..resolved_config import ResolvedConfig
 from ..sampling.sampling_state import RowParameters
 from ..scheduling.plan import StepPlan
 from .input_writer import InputWriter
+from .masked_launch import MaskedLaunch, has_grammar
 from .outputs import (
     OUTPUT_SETS,
+    GrammarEnd,
     HostOutputs,
     LaunchedStep,
     Sampled,
@@ -40,6 +42,7 @@ from .row_state import RowState
 from .step_functions import StepFunctions
 from .step_key import StepKey, StepOutput
 from .step_sizes import StepSizes
+from .token_masks import TokenMasks
 
 __all__ = ["Runner"]
 
@@ -80,7 +83,11 @@ class Runner:
             model.config.vocab_size,
             device,
             rope_by_length=plan_of(model.config).rope_by_length,
+            masked=config.masked_dtype,
         )
+        self.masks: TokenMasks | None = None
+        if self.state.masks is not None:
+            self.masks = TokenMasks(self.state.masks, is_async=config.is_async_device)
         self.null_row = self.state.null_row
         self.scorer = PromptScorer(
             model,
@@ -147,7 +154,8 @@ class Runner:
     def host_nbytes(self) -> int:
         """Bytes of host buffers for an asynchronous device: input mirrors and outputs."""
         outputs = 0 if self.outputs is None else self.outputs.nbytes
-        return self._input_nbytes + outputs + self.scorer.host_nbytes
+        masks = 0 if self.masks is None else self.masks.host_nbytes
+        return self._input_nbytes + outputs + masks + self.scorer.host_nbytes
 
     def addresses(self) -> dict[str, int]:
         """Return the device address of everything that captured steps read or write."""
@@ -178,6 +186,8 @@ class Runner:
 
     def close(self) -> None:
         """Release all steps and their compiled code."""
+        if self.masks is not None:
+            self.masks.close()
         self.steps.close()
 
     def swap_out(self, plan: StepPlan) -> None:
@@ -230,7 +240,8 @@ class Runner:
     def launch(self, number: int, plan: StepPlan) -> LaunchedStep:
         """Launch step `number`; returns without waiting for it, except on a CPU.
 
-        The decode part runs first, so that prefill does not delay its tokens.
+        The decode part runs first, so that prefill does not delay its tokens. A step with rows
+        whose output follows a grammar is launched up to their masks; `finish` runs the rest.
         """
         if self.threads is not None:
             limit_threads(self.threads)
@@ -244,6 +255,18 @@ class Runner:
         scores: LaunchedScores | None = None
         clock, launched, worked, bucket = time.perf_counter_ns, 0, 0, 0
         began = None if self.outputs is None else self.outputs.begin(number)
+        if self.masks is not None and (
+            (plan.decode and self._decoding.has_grammar) or has_grammar(plan)
+        ):
+            decode = None
+            if plan.decode:
+                decode = (
+                    self._decode_key(plan.steps),
+                    self._writer.decode_rows,
+                    self._decoding.has_grammar,
+                )
+            launch = MaskedLaunch(self, self.masks, number, plan, decode, prefill_key)
+            return launch.begin(began)
         if plan.decode:
             key = self._decode_key(plan.steps) if not plan.drafts else self._verify_key(plan)
             bucket, rows = key.size, len(plan.decode)
@@ -256,7 +279,7 @@ class Runner:
                 launched = clock()
                 output = self.run(key, rows)
                 worked = clock() - launched
-                parts.append((plan.decode, self._copy_outputs(number, key, output)))
+                parts.append((plan.decode, self.copy_outputs(number, key, output)))
             self.library.record_padding(tokens, lanes)
         if prefill_key is not None:
             key = prefill_key
@@ -268,7 +291,7 @@ class Runner:
                 started = clock()
                 launched = launched or started
                 output = self.run(key, len(plan.prefill))
-                output = self._copy_outputs(number, key, output)
+                output = self.copy_outputs(number, key, output)
                 scores = self.scorer.launch(number, plan.prefill)
                 worked += clock() - started
             self.library.record_padding(tokens, lanes)
@@ -298,6 +321,14 @@ class Runner:
             began=began,
             scores=scores,
         )
+
+    def finish(self, step: LaunchedStep) -> tuple[LaunchedStep, list[GrammarEnd]]:
+        """Run the rest of a launch that is `unfinished`; all earlier steps have been committed.
+
+        Returns the step, and the requests whose grammar ends them before its tokens.
+        """
+        assert step.unfinished is not None, "the step was launched as a whole"
+        return step.unfinished.finish(step)
 
     @property
     def times_device(self) -> bool:
@@ -343,7 +374,7 @@ class Runner:
         """Return the scores of prompt tokens of a launch, after `read`."""
         return () if step.scores is None else step.scores.read()
 
-    def _copy_outputs(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
+    def copy_outputs(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
         """Issue the copy of an output to the host, before another launch can overwrite it."""
         return (
             output if self.outputs is None else self.outputs.copy_async(number, key.phase, output)
@@ -439,10 +470,11 @@ class Runner:
 class _Decoding:
     """The decoding requests, and values derived from them while none joins or leaves."""
 
-    __slots__ = ("full_sampler", "key", "longest", "requests")
+    __slots__ = ("full_sampler", "has_grammar", "key", "longest", "requests")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
         self.longest = max(requests, key=attrgetter("num_computed"), default=None)  # and remains so
         self.full_sampler = any(request.params.needs_full_sampler for request in requests)
+        self.has_grammar = any(request.matcher is not None for request in requests)
         self.key: StepKey | None = None

@@ -9,6 +9,11 @@ tokens back.
              -> accept the drafts that were sampled too -> token, position + 1 + accepted
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
+A step with token masks has two parts, so that the host computes masks during the first:
+
+    forward  as decode or prefill, up to logits and positions, which it stores
+    sample   stored logits, masks of the rows -> sample -> token, position + 1
+
 Steps with native layers are not compiled: there is nothing to fuse, and compiled code has to check
 its guards. Other greedy steps are compiled as a whole: forward pass, head, sampling and token
 feedback (see `compiled_parts.py`). Any other step is a greedy one, followed by the full sampler,
@@ -25,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels import DecodeStep, RaggedBatch
+from ..kernels import DecodeResult, DecodeStep, RaggedBatch
 from ..kernels.ops.feedback import Feedback
 from ..kernels.triton.dependent import dependent_launch
 from ..models.decoder_model import DecoderModel
@@ -34,6 +39,7 @@ from ..sampling.sample_output import SampleOutput
 from ..sampling.samplers import SAMPLERS, torch_sampler
 from .compiled_parts import CompiledParts
 from .inputs import DraftInputs, EmbedInputs, StepInputs
+from .mask_state import MaskState
 from .row_state import RowState
 from .step_key import StepKey, StepOutput
 
@@ -106,12 +112,16 @@ class StepFunctions:
             self._parts.add(self._sampled)
             if drafts is not None:
                 self._parts.add(self._drawn)
+            if state.masks is not None:
+                self._parts.add(self._masked)
 
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
         step = self.decode if key.phase == "decode" else self.prefill
         if key.tokens_per_row > 1:
             step = self.verify
+        if key.part != "whole":
+            step = self.forward_part if key.part == "forward" else self.sample_part
 
         def run() -> StepOutput:
             with (
@@ -148,10 +158,13 @@ class StepFunctions:
     def _decode_step(self, key: StepKey) -> StepOutput:
         if self.model.decode_step is not None:
             return self._decode_fused(self.model.decode_step, key)
+        return self._finished(*self._decode_forward(key), key)
+
+    def _decode_forward(self, key: StepKey) -> tuple[_Forward, torch.Tensor]:
+        """Run a decode step up to the logits, or to greedy tokens; return it with its rows."""
         part, rows_B = self._decode_parts, self.inputs.decode_rows[: key.size]
         (rows_B,) = self._parts.inputs(part, rows_B)
-        result = self._parts.call(part, rows_B, key.read_blocks, self._greedy(part, key))
-        return self._finished(result, rows_B, key)
+        return self._parts.call(part, rows_B, key.read_blocks, self._greedy(part, key)), rows_B
 
     def _decode_parts(self, rows_B: torch.Tensor, read_blocks: int, greedy: bool) -> _Forward:
         """A decode step of the rows `[B]`, int64; with `greedy`, it samples."""
@@ -163,7 +176,7 @@ class StepFunctions:
 
     def _greedy(self, part: Callable[..., _Forward | _Lanes], key: StepKey) -> bool:
         """Whether a part samples greedy tokens; compiled ones always do, to be one version."""
-        return self._parts.compiles(part) or not key.full_sampler
+        return self._parts.compiles(part) or not (key.full_sampler or key.part == "forward")
 
     def _forward_output(
         self,
@@ -187,8 +200,17 @@ class StepFunctions:
     def _decode_fused(self, decode_step: DecodeStep, key: StepKey) -> StepOutput:
         """As `_decode_step`, with kernels that read the state and, if greedy, update it."""
         state, rows_B = self.state, self.inputs.decode_rows[: key.size]
-        result = decode_step.run(
-            rows_B,
+        result = self._run_fused(decode_step, key)
+        if key.full_sampler:
+            rows_B = rows_B if self._sampler.full_step else rows_B.clone()
+            return self._call(self._sampled, result.logits, rows_B, result.positions, True)
+        tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
+        return StepOutput(tokens, result.logits, None)
+
+    def _run_fused(self, decode_step: DecodeStep, key: StepKey) -> DecodeResult:
+        state = self.state
+        return decode_step.run(
+            self.inputs.decode_rows[: key.size],
             state.token_ids,
             state.positions,
             state.block_tables,
@@ -196,11 +218,48 @@ class StepFunctions:
             key.read_blocks,
             self.block_size,
         )
-        if key.full_sampler:
-            rows_B = rows_B if self._sampler.full_step else rows_B.clone()
-            return self._call(self._sampled, result.logits, rows_B, result.positions, True)
-        tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
-        return StepOutput(tokens, result.logits, None)
+
+    def forward_part(self, key: StepKey) -> StepOutput:
+        """Run a step up to its logits, and store these; `sample_part` continues."""
+        masks = self._masks
+        if key.phase == "prefill":
+            forward, _ = self._prefill_forward(key)
+            logits_BV, positions_B = forward.logits, forward.positions
+        elif self.model.decode_step is not None:
+            result = self._run_fused(self.model.decode_step, key)
+            logits_BV, positions_B = result.logits, result.positions
+        else:
+            forward, _ = self._decode_forward(key)
+            logits_BV, positions_B = forward.logits, forward.positions
+        with operation("outputs"):
+            masks.store(logits_BV, positions_B)
+        return StepOutput(masks.positions[: len(positions_B)], masks.logits[: len(logits_BV)], None)
+
+    def sample_part(self, key: StepKey) -> StepOutput:
+        """Sample from the logits of the last forward part, and update the rows' state."""
+        masks, inputs, part, lanes = self._masks, self.inputs, self._masked, key.size
+        rows = inputs.decode_rows if key.phase == "decode" else inputs.sample_rows
+        tensors = self._parts.inputs(
+            part, masks.logits[:lanes], rows[:lanes], masks.positions[:lanes]
+        )
+        return self._call(part, *tensors, key.full_sampler)
+
+    def _masked(
+        self,
+        logits_BV: torch.Tensor,
+        rows_B: torch.Tensor,
+        positions_B: torch.Tensor,
+        full_sampler: bool,
+    ) -> StepOutput:
+        """As `_sampled`, without the tokens that the masks of the rows forbid."""
+        with operation("mask"):
+            logits_BV = self._sampler.mask(logits_BV, self._masks.bits, rows_B)
+        return self._sampled(logits_BV, rows_B, positions_B, full_sampler)
+
+    @property
+    def _masks(self) -> MaskState:
+        assert self.state.masks is not None, "these steps were made without token masks"
+        return self.state.masks
 
     def verify(self, key: StepKey) -> StepOutput:
         """Sample after the newest token of each of `decode_rows`, and after each of its drafts.
@@ -300,6 +359,10 @@ class StepFunctions:
 
     def prefill(self, key: StepKey) -> StepOutput:
         """Write the keys and values of the chunks; sample a token for each chunk that samples."""
+        return self._finished(*self._prefill_forward(key), key)
+
+    def _prefill_forward(self, key: StepKey) -> tuple[_Forward, torch.Tensor]:
+        """As `_decode_forward`, for a prefill step."""
         inputs, size, part = self.inputs, key.size, self._prefill_parts
         tensors = self._parts.inputs(
             part,
@@ -312,8 +375,7 @@ class StepFunctions:
         )
         embeds = self._parts.inputs(part, *self._embeds(size))
         constants = key.read_blocks, self._greedy(part, key)
-        result = self._parts.call(part, *tensors, *constants, *embeds)
-        return self._finished(result, tensors[-1], key)
+        return self._parts.call(part, *tensors, *constants, *embeds), tensors[-1]
 
     def _prefill_parts(
         self,

@@ -9,14 +9,18 @@ import torch
 
 from ..sampling.sample_output import SampleOutput
 
-__all__ = ["StepKey", "StepOutput"]
+__all__ = ["Phase", "StepKey", "StepOutput", "StepPart"]
+
+Phase = Literal["decode", "prefill"]
+StepPart = Literal["whole", "forward", "sample"]
+"""Steps with token masks have two parts, so that masks can be computed during the forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepKey:
     """All host scalars that are constant in a captured step."""
 
-    phase: Literal["decode", "prefill"]
+    phase: Phase
     size: int
     """Bucket: rows of a decode step, tokens of a prefill step."""
     read_blocks: int
@@ -27,6 +31,9 @@ class StepKey:
     """Decode steps per launch, run in sequence; 1 for a prefill step."""
     tokens_per_row: int = 1
     """Tokens of each row of a decode step; 1 + k makes it a verify step of k drafts."""
+    part: StepPart = "whole"
+    """`forward`: up to the logits. `sample`: from the logits of that part on, with token masks; its
+    size is the number of lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,7 @@ class StepOutput:
     """
 
     tokens: torch.Tensor
-    """int64 `[B]`: sampled tokens; undefined for padded lanes."""
+    """int64 `[B]`: sampled tokens; undefined for padded lanes, and after a forward part."""
     logits: torch.Tensor
     """`[B, vocab_size]` in the model's dtype: logits of the (last) step, before sampling. After a
     greedy step of a rank of a tensor-parallel group, those of its own tokens."""

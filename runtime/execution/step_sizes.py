@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...graphs.buckets import Buckets, default_width_buckets
 from ..kernels import Kernels
 from ..resolved_config import ResolvedConfig
-from .step_key import StepKey
+from .step_key import Phase, StepKey
 
 __all__ = ["StepSizes", "most_table_updates"]
 
@@ -23,6 +23,8 @@ class StepSizes:
     """Decode steps per launch; single steps are always prepared too."""
     tokens_per_row: tuple[int, ...] = ()
     """Tokens per row of verify steps, ascending; see `verifying`."""
+    prefill_rows: int = 0
+    """Lanes of the sampling of a prefill step with token masks; 0 without structured output."""
 
     @classmethod
     def choose(cls, config: ResolvedConfig, kernels: Kernels) -> StepSizes:
@@ -36,6 +38,7 @@ class StepSizes:
             else default_width_buckets(config.max_blocks_per_row, config.block_size),
             steps=config.steps_per_launch,
             tokens_per_row=config.tokens_per_row,
+            prefill_rows=config.max_prefill_rows if config.structured_output else 0,
         )
 
     def keys(self) -> list[StepKey]:
@@ -51,6 +54,7 @@ class StepSizes:
                 for n in self.verifying(size)
                 for variant in variants
             ),
+            *self._masked_keys(),
         ]
 
     def verifying(self, rows: int) -> tuple[int, ...]:
@@ -62,6 +66,24 @@ class StepSizes:
             return ()
         most = self.tokens.largest // _fit(self.rows, rows)
         return tuple(n for n in self.tokens_per_row if n <= most)
+
+    def _masked_keys(self) -> list[StepKey]:
+        """Return the keys of the parts of steps with token masks."""
+        if not self.prefill_rows:
+            return []
+        sizes: list[tuple[Phase, int]] = [("prefill", size) for size in self.tokens]
+        sizes += [("decode", size) for size in self.rows]
+        whole = [StepKey(*each, width, False) for each in sizes for width in self.read_blocks]
+        full = (False, True)
+        return [
+            *(replace(key, part="forward") for key in whole),
+            *(self.sample_key(replace(key, full_sampler=f)) for key in whole for f in full),
+        ]
+
+    def sample_key(self, key: StepKey) -> StepKey:
+        """Return the key of the sampling part of a step."""
+        lanes = key.size if key.phase == "decode" else self.prefill_rows
+        return StepKey(key.phase, lanes, 0, key.full_sampler, part="sample")
 
     def decode_key(
         self,

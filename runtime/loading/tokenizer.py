@@ -87,6 +87,11 @@ class TextTokenizer:
         """The number of tokens, added ones included. A model's vocabulary may be larger."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def definition(self) -> str:
+        """The tokenizer in the format of tokenizer.json."""
+        return str(self._tokenizer.to_str())
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of `text`.
 

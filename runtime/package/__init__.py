@@ -24,6 +24,7 @@ __all__ = [
     "ReloadResult",
     "SamplingParams",
     "Speculation",
+    "StructuredOutput",
     "RequestOutput",
     "CompletionOutput",
     "OutputDelta",
@@ -42,6 +43,7 @@ __all__ = [
     "EngineFailedError",
     "EngineForkedError",
     "EngineUnavailableError",
+    "GrammarError",
     "KernelBuildError",
     "KernelSelfTestError",
     "MemoryBudgetError",
@@ -50,6 +52,7 @@ __all__ = [
     "RankError",
     "RequestError",
     "StepPreparationError",
+    "StructuredOutputError",
 ]
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.choice import SamplerName
-from ..kernels.cpu.sampling import fused_full, fused_greedy
+from ..kernels.cpu.sampling import fused_full, fused_greedy, fused_mask
 from ..kernels.ops.feedback import Feedback
+from ..kernels.ops.token_masks import mask_logits
 from ..sampling_params import MAX_LOGPROBS
 from .reference_sampler import sample_full, sample_greedy
 from .sample_output import SampleOutput
@@ -86,6 +87,8 @@ class Sampler:
     """Signature of `sample_greedy`."""
     full: Callable[[torch.Tensor, SamplingState, torch.Tensor, torch.Tensor], SampleOutput]
     """Signature of `sample_full`."""
+    mask: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = mask_logits
+    """Signature of `mask_logits`."""
     greedy_step: Callable[[torch.Tensor, Feedback], torch.Tensor] | None = None
     """As `greedy`, with token feedback into the rows' state; None if not available."""
     full_step: Callable[[torch.Tensor, SamplingState, Feedback], SampleOutput] | None = None
@@ -95,10 +98,12 @@ class Sampler:
 torch_sampler = Sampler(sample_greedy, sample_full)
 """For every device; `torch.compile` fuses it."""
 
-fused_sampler = Sampler(fused_greedy, _sample_full_fused)
+fused_sampler = Sampler(fused_greedy, _sample_full_fused, fused_mask)
 """For CPUs, after `load_cpu_ops`."""
 
-triton_sampler = Sampler(_triton_greedy, _triton_full, _triton_greedy, _triton_full_step)
+triton_sampler = Sampler(
+    _triton_greedy, _triton_full, greedy_step=_triton_greedy, full_step=_triton_full_step
+)
 """For CUDA devices: two kernels for either, with token feedback. Needs triton."""
 
 SAMPLERS: dict[SamplerName, Sampler] = {

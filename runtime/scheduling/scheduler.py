@@ -18,8 +18,9 @@ then blocks are allocated for the largest possible number, and freed or shared f
 request that may have sampled all of its tokens is not planned; it decodes again if the commit
 rejects drafts (`fell_short`).
 
-With `steps_per_launch` a plan decodes that many tokens per row if no request prefills, every row
-has that many tokens to go, and the blocks for them are free. Otherwise it decodes one token per
+With `steps_per_launch` a plan decodes that many tokens per row if no request prefills, no row
+follows a grammar (its next token needs the one before), every row has that many tokens to go, and
+the blocks for them are free. Otherwise it decodes one token per
 row. So the last tokens of a request are decoded one per launch, and no request is preempted for
 tokens of later steps. Waiting requests do not prevent such launches. They wait longer, because a
 row that ends within a launch is freed only after it.
@@ -234,6 +235,8 @@ class Scheduler:
         """
         steps = self.steps_per_launch
         if not plan.decode or plan.prefill or self._running.prefilling:
+            return
+        if any(request.matcher is not None for request in plan.decode):
             return
         soon = self._next_events.between(self._num_steps + 1, self._num_steps + steps)
         lacking = 0

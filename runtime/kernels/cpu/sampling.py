@@ -9,6 +9,9 @@ from torch import Tensor
 
 torch.library.define("stepgraph::sample_greedy", "(Tensor logits) -> Tensor")
 torch.library.define(
+    "stepgraph::mask_logits", "(Tensor logits, Tensor bits, Tensor rows) -> Tensor"
+)
+torch.library.define(
     "stepgraph::sample_full",
     "(Tensor logits, Tensor reals, Tensor integers, Tensor(a!) token_counts, Tensor rows, "
     "Tensor positions, int num_top) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -17,6 +20,10 @@ torch.library.define(
 
 def _fake_greedy(logits_BV: Tensor) -> Tensor:
     return logits_BV.new_empty(logits_BV.shape[0], dtype=torch.int64)
+
+
+def _fake_mask(logits_BV: Tensor, bits_RW: Tensor, rows_B: Tensor) -> Tensor:
+    return torch.empty_like(logits_BV, memory_format=torch.contiguous_format)
 
 
 def _fake_full(
@@ -38,6 +45,7 @@ def _fake_full(
 
 
 torch.library.register_fake("stepgraph::sample_greedy", _fake_greedy)
+torch.library.register_fake("stepgraph::mask_logits", _fake_mask)
 torch.library.register_fake("stepgraph::sample_full", _fake_full)
 
 
@@ -49,6 +57,16 @@ def fused_greedy(logits_BV: Tensor) -> Tensor:
     """
     tokens: Tensor = torch.ops.stepgraph.sample_greedy.default(logits_BV)
     return tokens
+
+
+def fused_mask(logits_BV: Tensor, bits_RW: Tensor, rows_B: Tensor) -> Tensor:
+    """Return the logits with -inf for tokens whose bit in the row of each lane is not set.
+
+    NaN and +inf of these tokens become NaN. `bits_RW`: int32 `[R, ceil(V / 32)]`. Runs on CPU after
+    `load_cpu_ops`. Raises RuntimeError or IndexError for arguments that do not fit together.
+    """
+    masked: Tensor = torch.ops.stepgraph.mask_logits.default(logits_BV, bits_RW, rows_B)
+    return masked
 
 
 def fused_full(

@@ -39,7 +39,9 @@ async def chat(service: Service, exchange: Exchange) -> None:
     """Respond to a conversation with the model's answers."""
     request = await exchange.read(ChatRequest)
     model = service.model_name(request.model)
-    params = request.params(request.num_tokens(), request.num_logprobs())
+    params = request.params(
+        request.num_tokens(), request.num_logprobs(), request.forced_call(service.tool_parser)
+    )
     prompt = chat_prompt(request, request.offered_tools())
     generation = Generation(
         service.engine, [prompt], params, request.options(exchange.header(b"traceparent"))

@@ -6,6 +6,7 @@ from typing import Annotated, Any, cast
 
 import msgspec
 
+from ...bounded_repr import bounded_repr
 from ...engine.intake import MAX_SALT_CHARS
 from ...loading.chat_template import ChatPrompt
 from ...prompt_ids import too_long
@@ -21,6 +22,7 @@ from ...sampling_params import (
     MAX_TOKENS_LIMIT,
     SamplingParams,
 )
+from ...structured_output import StructuredOutput
 from ..request_options import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
 from .chat_messages import template_messages
 from .field_limits import (
@@ -38,6 +40,7 @@ from .field_limits import (
     check_count,
     check_length,
 )
+from .forced_calls import tool_call_grammar
 from .http_errors import HttpError
 
 __all__ = [
@@ -58,7 +61,7 @@ _SAMPLING_FIELDS = (
 )
 _REFUSED = (
     *("suffix", "functions", "function_call", "audio", "prediction", "web_search_options"),
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("prompt_embeds", "logits_processors", "use_beam_search"),
 )
 """Fields whose effect cannot be left out silently."""
@@ -71,10 +74,42 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """`response_format.json_schema` of the OpenAI API. The output follows it, `strict` or not."""
+
+    schema: dict[str, Any] | bool
+    name: str | None = None
+
+
 class ResponseFormat(msgspec.Struct):
-    """`response_format` of the OpenAI API; only `text` is supported."""
+    """`response_format` of the OpenAI API: `text`, `json_object` or `json_schema`."""
 
     type: str
+    json_schema: JsonSchemaFormat | None = None
+
+    def structured(self) -> StructuredOutput | None:
+        """Return what the output must be.
+
+        Raises:
+            HttpError: the type is not supported, or has no schema.
+            RequestError: the schema is too large.
+        """
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return StructuredOutput(json_object=True)
+        if self.type != "json_schema":
+            raise HttpError(
+                400,
+                f"response_format.type is {bounded_repr(self.type)}; supported are text,"
+                " json_object and json_schema",
+                param="response_format",
+            )
+        if self.json_schema is None:
+            raise HttpError(
+                400, "response_format needs json_schema", param="response_format.json_schema"
+            )
+        return StructuredOutput(json=self.json_schema.schema)
 
 
 class SamplingRequest(msgspec.Struct, kw_only=True):
@@ -118,7 +153,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     audio: Refused = None
     prediction: Refused = None
     web_search_options: Refused = None
-    structured_outputs: Refused = None
+    structured_outputs: dict[str, Any] | None = None
+    """One of `json`, `regex`, `choice`, `grammar` and `json_object`, as in vLLM."""
     guided_json: Refused = None
     guided_regex: Refused = None
     guided_choice: Refused = None
@@ -127,17 +163,41 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     logits_processors: Refused = None
     use_beam_search: Refused = None
 
-    def params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """Return how tokens are chosen.
+    def params(
+        self,
+        max_tokens: int,
+        logprobs: int | None,
+        forced: StructuredOutput | None = None,
+    ) -> SamplingParams:
+        """Return how tokens are chosen; `forced` is what another field demands of the output.
 
         Raises:
-            HttpError: a field is not supported.
+            HttpError: a field is not supported, or several fields demand a form of the output.
             RequestError: a value is out of range.
         """
         self._check_supported()
+        structured = self._structured(forced)
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         fields = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(**fields, max_tokens=max_tokens, logprobs=logprobs)
+        return SamplingParams(
+            **fields, max_tokens=max_tokens, logprobs=logprobs, structured=structured
+        )
+
+    def _structured(self, forced: StructuredOutput | None) -> StructuredOutput | None:
+        form, fields = self.response_format, self.structured_outputs
+        demands = {
+            "tool_choice": forced,
+            "response_format": None if form is None else form.structured(),
+            "structured_outputs": None
+            if fields is None
+            else StructuredOutput.of({k: v for k, v in fields.items() if v is not None}),
+        }
+        given = [name for name, structured in demands.items() if structured is not None]
+        if len(given) > 1:
+            raise HttpError(
+                400, f"{' and '.join(given)} contradict each other: give one", param=given[1]
+            )
+        return demands[given[0]] if given else None
 
     def options(self, traceparent: str | None) -> RequestOptions:
         """Return the options for an `AsyncEngine`; `traceparent` is a header of the request."""
@@ -171,11 +231,6 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
                 raise HttpError(400, f"{name} is not supported", param=name)
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise HttpError(400, "best_of is not supported: give n", param="best_of")
-        form = self.response_format
-        if form is not None and form.type != "text":
-            raise HttpError(
-                400, "response_format is not supported, except text", param="response_format"
-            )
         if self.stream_options is not None and not self.stream:
             raise HttpError(400, "stream_options needs stream", param="stream_options")
 
@@ -238,8 +293,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
         """Return the tools that the model may call.
 
         Raises:
-            HttpError: a call of a tool is demanded, which needs constrained decoding; or a tool has
-                no name.
+            HttpError: a tool has no name, or `tool_choice` is invalid.
         """
         for index, tool in enumerate(self.tools or ()):
             function = tool.get("function")
@@ -247,13 +301,39 @@ class ChatRequest(SamplingRequest, kw_only=True):
                 field = f"tools[{index}].function.name"
                 raise HttpError(400, f"{field} must be a string", param=field)
         choice = self.tool_choice
-        if choice is not None and choice not in ("none", "auto"):
+        if isinstance(choice, str) and choice not in ("none", "auto", "required"):
             raise HttpError(
                 400,
-                "tool_choice must be 'none' or 'auto': others are not supported",
+                f"tool_choice is {bounded_repr(choice)}; allowed are 'none', 'auto', 'required' and"
+                ' {"type": "function", "function": {"name": ...}}',
                 param="tool_choice",
             )
         return None if choice == "none" else self.tools or None
+
+    def forced_call(self, tool_parser: str | None) -> StructuredOutput | None:
+        """Return the form of an answer that must be a call; None if `tool_choice` forces none.
+
+        `tool_parser` is that of the service, which determines how a call is written.
+
+        Raises:
+            HttpError: there is no such tool, or no form for this parser.
+            RequestError: the schemas of the tools are too large.
+        """
+        choice = self.tool_choice
+        if choice is None or choice in ("none", "auto"):
+            return None
+        name = None
+        if isinstance(choice, dict):
+            function = choice.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+        tools = [tool["function"] for tool in self.offered_tools() or ()]
+        if choice != "required":
+            tools = [tool for tool in tools if tool["name"] == name]
+        if not tools:
+            raise HttpError(
+                400, "tool_choice demands a call, but tools has no such tool", param="tool_choice"
+            )
+        return tool_call_grammar(tools, tool_parser)
 
     def num_tokens(self) -> int:
         """Return the maximum tokens of an answer; without one the longest sequence ends it."""

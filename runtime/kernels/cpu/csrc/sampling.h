@@ -50,4 +50,10 @@ template <class T>
 void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
                    int64_t* tokens, int threads);
 
+// masked[b, i] = logits[b, i] where bit i % 32 of bits[rows[b], i / 32] is set, elsewhere -inf, or
+// NaN for NaN and +inf. `masked` is dense; `bits` has (vocab_size + 31) / 32 words a row.
+template <class T>
+void mask_logits(const T* logits, int64_t logits_stride, const int32_t* bits, const int64_t* rows,
+                 int64_t lanes, int64_t vocab_size, T* masked, int threads);
+
 }  // namespace stepgraph

@@ -41,6 +41,24 @@ at::Tensor sample_greedy_cpu(const at::Tensor& logits) {
   return tokens;
 }
 
+at::Tensor mask_logits_cpu(const at::Tensor& logits, const at::Tensor& bits,
+                           const at::Tensor& rows) {
+  check_logits(logits, "mask_logits");
+  const int64_t lanes = logits.size(0), vocab_size = logits.size(1);
+  TORCH_CHECK(bits.scalar_type() == at::kInt && bits.is_contiguous() && bits.dim() == 2 &&
+                  bits.size(1) == (vocab_size + 31) / 32,
+              "mask_logits: bits are a contiguous int32 [rows, ", (vocab_size + 31) / 32,
+              "], got ", bits.sizes());
+  check_index("mask_logits", rows, at::kLong, lanes, bits.size(0), "rows");
+  at::Tensor masked = at::empty({lanes, vocab_size}, logits.options());
+  for_logits(logits, "mask_logits", [&]<class T>(const T* data) {
+    mask_logits(data, logits.stride(0), bits.const_data_ptr<int32_t>(),
+                rows.const_data_ptr<int64_t>(), lanes, vocab_size, masked.mutable_data_ptr<T>(),
+                threads());
+  });
+  return masked;
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
     const at::Tensor& logits, const at::Tensor& reals, const at::Tensor& integers,
     at::Tensor& counts, const at::Tensor& rows, const at::Tensor& positions, int64_t tops) {
@@ -99,5 +117,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
 
 TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
   library.impl("sample_greedy", &stepgraph::sample_greedy_cpu);
+  library.impl("mask_logits", &stepgraph::mask_logits_cpu);
   library.impl("sample_full", &stepgraph::sample_full_cpu);
 }

@@ -1,0 +1,1 @@
+"""Grammars that outputs follow: compiled, and advanced token by token."""

@@ -1,0 +1,190 @@
+"""Compiles grammars with llguidance, within limits of size and time, and caches them by content.
+
+A grammar becomes an automaton over the tokenizer's vocabulary in the thread that adds the request:
+of an `AsyncEngine` one of its preparation threads. The work itself runs in a thread of its own, so
+that a caller gives up at the deadline. The limits of llguidance end what was given up.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final
+
+from ..bounded_repr import bounded_text
+from ..errors import ConfigError, GrammarError, RequestError
+from ..loading.tokenizer import TextTokenizer
+from ..structured_output import StructuredOutput
+from .matcher import TokenMatcher
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+__all__ = ["GrammarCompiler", "check_installed"]
+
+COMPILE_SECONDS: Final = 5.0
+"""Seconds until a grammar is refused, the wait for other compilations included."""
+MAX_COMPILATIONS: Final = 4
+"""Grammars that compile at the same time, those that were given up included."""
+MAX_CACHED: Final = 64
+MAX_CACHED_BYTES: Final = 1 << 20
+"""Compiled grammars that are kept, and the bytes of their texts."""
+
+_MAX_REASON_CHARS = 300
+_WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,16}"
+"""Between the parts of a JSON text, where a model could otherwise go on forever."""
+
+
+def check_installed() -> None:
+    """Raise `ConfigError` if llguidance cannot be imported."""
+    try:
+        import llguidance  # noqa: F401  # an optional package
+    except ImportError as error:
+        raise ConfigError(
+            "structured_output needs the package llguidance, which cannot be imported"
+            f" ({bounded_text(error)}): install stepgraph[structured]"
+        ) from error
+
+
+class GrammarCompiler:
+    """The grammars of one tokenizer. Any thread may call it at any time."""
+
+    def __init__(
+        self, tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        """Build the automaton's alphabet: the bytes of each token.
+
+        Args:
+            tokenizer: of the checkpoint.
+            vocab_size: of the model; tokens without an entry in the tokenizer are never allowed.
+            eos_token_ids: tokens that end the model's output.
+        """
+        self._obstacle: str | None = None
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._cached_bytes = 0
+        self._lock = threading.Lock()
+        self._compiling = threading.Semaphore(MAX_COMPILATIONS)
+        self.counts = {"compiled": 0, "found": 0, "refused": 0}
+        """Grammars that were compiled, found in the cache, and refused."""
+        if not eos_token_ids:
+            self._obstacle = "the model has no end-of-sequence token, which ends an output"
+            return
+        from llguidance import LLParserLimits, LLTokenizer  # an optional package
+
+        self._limits: LLParserLimits = LLParserLimits(
+            max_grammar_size=200_000,
+            max_lexer_states=50_000,  # about 100 MB
+            initial_lexer_fuel=1_000_000,  # about 20 ms
+            step_lexer_fuel=200_000,  # about 15 ms of a mask
+            step_max_items=50_000,  # about 3 ms of a mask
+            verbose_errors=False,
+        )
+        try:
+            self._tokenizer = LLTokenizer(
+                tokenizer.definition, n_vocab=vocab_size, eos_token=list(eos_token_ids)
+            )
+        except Exception as error:  # of any type, according to what is missing in the definition
+            self._obstacle = f"llguidance cannot read the tokenizer: {bounded_text(error)}"
+
+    def matchers(self, structured: StructuredOutput, count: int) -> list[TokenMatcher]:
+        """Return a matcher at the beginning of the grammar for each of `count` completions.
+
+        Raises:
+            GrammarError: the grammar is invalid, too complex, or not compiled in time.
+            RequestError: grammars cannot be used with this tokenizer or model.
+        """
+        if self._obstacle is not None:
+            raise RequestError(
+                f"structured output is not possible: {self._obstacle}. Leave out structured"
+            )
+        key = structured.kind, structured.source
+        with self._lock:
+            found = self._compiled.get(key)
+            if found is not None:
+                self._compiled.move_to_end(key)
+                self.counts["found"] += 1
+        if found is None:
+            found = self._compile(*key)
+            self._keep(key, found)
+        return [TokenMatcher(found.deep_copy(), self._eos_token_ids) for _ in range(count)]
+
+    def _keep(self, key: tuple[str, str], compiled: LLMatcher) -> None:
+        with self._lock:
+            self.counts["compiled"] += 1
+            if key in self._compiled:
+                return
+            self._compiled[key] = compiled
+            self._cached_bytes += len(key[1])
+            while len(self._compiled) > MAX_CACHED or self._cached_bytes > MAX_CACHED_BYTES:
+                (_, source), _ = self._compiled.popitem(last=False)
+                self._cached_bytes -= len(source)
+
+    def _compile(self, kind: str, source: str) -> LLMatcher:
+        """Compile in another thread, and wait for it until the deadline."""
+        if not self._compiling.acquire(timeout=COMPILE_SECONDS):
+            raise self._refusal(
+                kind, f"{MAX_COMPILATIONS} others have been compiling for {COMPILE_SECONDS:g} s"
+            )
+        result: Future[LLMatcher] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(self._made(kind, source))
+            except BaseException as error:
+                result.set_exception(error)
+            finally:
+                self._compiling.release()
+
+        threading.Thread(target=run, name="stepgraph-grammar", daemon=True).start()
+        try:
+            return result.result(COMPILE_SECONDS)
+        except TimeoutError:
+            pass
+        except (ValueError, TypeError, RecursionError) as error:
+            raise self._refusal(kind, str(error) or type(error).__name__) from error
+        raise self._refusal(kind, f"it did not compile within {COMPILE_SECONDS:g} s")
+
+    def _made(self, kind: str, source: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        assert self._tokenizer is not None
+        grammar = _grammar(kind, source)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first one builds states that all copies need
+        if matcher.is_error():
+            raise ValueError(matcher.get_error().removesuffix("<non-verbose/>").strip())
+        return matcher
+
+    def _refusal(self, kind: str, reason: str) -> GrammarError:
+        with self._lock:
+            self.counts["refused"] += 1
+        name = {"json": "JSON schema", "regex": "regular expression"}.get(kind, kind)
+        return GrammarError(
+            f"the {name} of structured cannot be used:"
+            f" {bounded_text(reason, _MAX_REASON_CHARS)}; give a valid, simpler one"
+        )
+
+
+def _grammar(kind: str, source: str) -> str:
+    """Return a grammar as llguidance reads it."""
+    from llguidance import LLMatcher, grammar_from
+
+    if kind == "json" and source in ("true", "false"):  # which have no room for options
+        source = "{}" if source == "true" else '{"not": {}}'
+    if kind == "json":
+        return LLMatcher.grammar_from_json_schema(
+            source, defaults={"whitespace_pattern": _WHITE_SPACE}
+        )
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(source)
+    if kind == "choice":
+        texts = dict.fromkeys(json.loads(source))
+        quoted = (json.dumps(text, ensure_ascii=False) for text in texts)
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
+    return grammar_from("grammar", source)  # which tells Lark's syntax from others by "::="

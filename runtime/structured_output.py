@@ -1,0 +1,204 @@
+"""`StructuredOutput`: the grammar that an output must follow, checked at construction.
+
+Imports neither torch nor llguidance. The text of the grammar is parsed when a request is added (see
+`structured/compiler.py`). The limits below bound that work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from .bounded_repr import bounded_repr
+from .errors import RequestError
+
+__all__ = ["GrammarKind", "StructuredOutput"]
+
+MAX_SCHEMA_BYTES = 1 << 17
+MAX_SCHEMA_DEPTH = 64
+MAX_REGEX_CHARS = 1 << 13
+MAX_GRAMMAR_BYTES = 1 << 16
+MAX_CHOICES = 1024
+MAX_CHOICE_CHARS = 1024
+
+GrammarKind = Literal["json", "regex", "grammar", "choice"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StructuredOutput:
+    """What an output must be; exactly one field is given. The names are those of vLLM.
+
+    Attributes:
+        json: a JSON schema, as a mapping, a bool or its text: at most 128 KiB, 64 levels deep. It
+            is stored as text.
+        regex: a regular expression of 1 to 8192 characters, in the syntax of Rust's `regex`; the
+            whole output matches it.
+        choice: up to 1024 texts of 1 to 1024 characters; the output is one of them.
+        grammar: a context-free grammar in Lark's syntax as llguidance reads it, or in GBNF or
+            another EBNF with `::=`: at most 64 KiB.
+        json_object: True: any JSON object.
+
+    Raises:
+        RequestError: none or several fields are given, or one has a wrong type or is too large.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool | None):
+            raise _refusal("json_object", self.json_object, "True or False")
+        object.__setattr__(self, "json_object", self.json_object or None)
+        names = [field.name for field in fields(self)]
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            shown = " and ".join(given) if given else "none"
+            raise RequestError(
+                f"StructuredOutput: {shown} given; give exactly one of {', '.join(names)}"
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.regex is not None:
+            _check_text("regex", self.regex, MAX_REGEX_CHARS, bytes_=False)
+        if self.grammar is not None:
+            _check_text("grammar", self.grammar, MAX_GRAMMAR_BYTES, bytes_=True)
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _checked_choices(self.choice))
+
+    @property
+    def kind(self) -> GrammarKind:
+        """The kind of `source`; a JSON object is a schema."""
+        if self.regex is not None:
+            return "regex"
+        if self.choice is not None:
+            return "choice"
+        return "json" if self.grammar is None else "grammar"
+
+    @property
+    def source(self) -> str:
+        """The text that determines the grammar, with `kind`: choices are a list in JSON."""
+        if self.choice is not None:
+            return json.dumps(self.choice, ensure_ascii=False)
+        if self.json_object:
+            return '{"type": "object"}'
+        text = self.json or self.regex or self.grammar
+        assert isinstance(text, str)
+        return text
+
+    @classmethod
+    def of(cls, value: object) -> StructuredOutput:
+        """Return a value of `SamplingParams.structured`, which may be a mapping of the fields.
+
+        Raises:
+            RequestError: the value is no `StructuredOutput` or invalid.
+        """
+        if isinstance(value, StructuredOutput):
+            return value
+        names = [field.name for field in fields(cls)]
+        if not isinstance(value, Mapping):
+            raise RequestError(
+                f"SamplingParams: structured is {bounded_repr(value)}; allowed is a"
+                f" StructuredOutput, or a mapping with one of {', '.join(names)}"
+            )
+        unknown = [name for name in value if name not in names]
+        if unknown:
+            raise RequestError(
+                f"StructuredOutput: there is no field {bounded_repr(unknown[0])}; the fields are"
+                f" {', '.join(names)}"
+            )
+        return cls(**value)
+
+
+def _schema_text(schema: object) -> str:
+    allowed = f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes"
+    parsed = schema
+    try:
+        if isinstance(schema, str):
+            if len(schema) > MAX_SCHEMA_BYTES:
+                raise _too_large("json", len(schema), "characters", allowed)
+            parsed = json.loads(schema)
+        if not isinstance(parsed, Mapping | bool):
+            raise _refusal("json", schema, f"{allowed}: an object, True or False, or its text")
+        if _is_deep(parsed):
+            raise RequestError(
+                f"StructuredOutput: json nests deeper than {MAX_SCHEMA_DEPTH} levels; name inner"
+                " schemas under $defs and refer to them"
+            )
+        # The order of properties is that of the output. NaN is no JSON.
+        text = json.dumps(_plain(parsed), allow_nan=False, ensure_ascii=False)
+        size = len(text.encode())
+    except RequestError:
+        raise
+    except (ValueError, TypeError, RecursionError) as error:
+        reason = str(error) or type(error).__name__
+        raise RequestError(
+            f"StructuredOutput: json is no JSON: {reason[:200]}; allowed is {allowed}"
+        ) from error
+    if size > MAX_SCHEMA_BYTES:
+        raise _too_large("json", size, "bytes", allowed)
+    return text
+
+
+def _plain(value: object) -> object:
+    """Return a value whose mappings are dicts and whose sequences are lists."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _is_deep(value: object) -> bool:
+    """Whether a value nests deeper than is allowed; looks level by level, and no further."""
+    level: list[object] = [value]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        following: list[object] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                following += item.values()
+            elif isinstance(item, list | tuple):
+                following += item
+        if not following:
+            return False
+        if len(following) > MAX_SCHEMA_BYTES:  # each takes a byte of the text
+            raise _too_large("json", len(following), "values", f"{MAX_SCHEMA_BYTES} bytes")
+        level = following
+    return True
+
+
+def _check_text(field: str, text: object, most: int, *, bytes_: bool) -> None:
+    unit = "bytes" if bytes_ else "characters"
+    allowed = f"a string of 1 to {most} {unit}"
+    if not isinstance(text, str):
+        raise _refusal(field, text, allowed)
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate
+        raise _refusal(field, text, f"{allowed} in valid Unicode") from error
+    size = len(encoded) if bytes_ else len(text)
+    if not 1 <= size <= most:
+        raise _too_large(field, size, unit, allowed)
+
+
+def _checked_choices(value: object) -> tuple[str, ...]:
+    allowed = f"a sequence of 1 to {MAX_CHOICES} strings of 1 to {MAX_CHOICE_CHARS} characters"
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
+        raise _refusal("choice", value, allowed)
+    if not 1 <= len(value) <= MAX_CHOICES:
+        raise _too_large("choice", len(value), "strings", allowed)
+    for text in value:
+        _check_text("choice", text, MAX_CHOICE_CHARS, bytes_=False)
+    return tuple(value)
+
+
+def _too_large(field: str, size: int, unit: str, allowed: str) -> RequestError:
+    return RequestError(f"StructuredOutput: {field} has {size} {unit}; allowed is {allowed}")
+
+
+def _refusal(field: str, value: object, allowed: str) -> RequestError:
+    return RequestError(f"StructuredOutput: {field} is {bounded_repr(value)}; allowed is {allowed}")

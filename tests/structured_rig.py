@@ -1,0 +1,97 @@
+"""Grammars outside the engine: what they allow, and greedy decoding that follows them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from stepgraph.runtime.structured_output import StructuredOutput
+from transformers import PreTrainedModel
+
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS: list[dict[str, Any]] = [
+    {"json": PERSON},
+    {"regex": "[a-c]{2,5}-[0-9]+"},
+    {"choice": ["yes", "no", "naïve café"]},
+    {"grammar": 'start: "(" inner ")"\ninner: /[xy]*/ | start'},
+    {"grammar": 'root ::= "a" | "b" root'},
+    {"json_object": True},
+]
+
+
+@lru_cache
+def ll_tokenizer(directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+    text = (directory / "tokenizer.json").read_text()
+    return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+def matcher_of(tokenizer: LLTokenizer, structured: dict[str, Any]) -> LLMatcher:
+    given = StructuredOutput.of(structured)
+    if given.kind == "json":
+        grammar = LLMatcher.grammar_from_json_schema(
+            given.source, defaults={"whitespace_pattern": WHITE_SPACE}
+        )
+    elif given.kind == "regex":
+        grammar = LLMatcher.grammar_from_regex(given.source)
+    elif given.kind == "choice":
+        texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(given.source)]
+        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
+    else:
+        source = given.source.replace("root ::=", "start:").replace("root", "start")
+        grammar = LLMatcher.grammar_from_lark(source)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+def allowed(matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> torch.Tensor:
+    """Return which tokens may come next, bool `[vocab_size]`.
+
+    The end-of-sequence tokens of tiny models are texts, which a grammar may allow anywhere.
+    """
+    packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    bits = np.unpackbits(packed, bitorder="little")[:vocab_size]
+    found = torch.from_numpy(bits.astype(bool))
+    if not matcher.is_accepting():
+        found[list(eos_token_ids)] = False
+    return found
+
+
+def reference(
+    model: PreTrainedModel,
+    tokenizer: LLTokenizer,
+    prompt_ids: Sequence[int],
+    structured: dict[str, Any] | None,
+    max_tokens: int,
+    eos_token_ids: Sequence[int],
+) -> list[int]:
+    """Return the greedy tokens of transformers' model, with the logits masked in plain torch."""
+    matcher = None if structured is None else matcher_of(tokenizer, structured)
+    tokens: list[int] = []
+    while len(tokens) < max_tokens:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt_ids, *tokens]])).logits[0, -1].float()
+        if matcher is not None:
+            logits = logits.masked_fill(~allowed(matcher, len(logits), eos_token_ids), -torch.inf)
+        tokens.append(int(logits.argmax()))
+        if tokens[-1] in eos_token_ids:
+            break
+        if matcher is not None:
+            assert matcher.consume_token(tokens[-1])
+    return tokens

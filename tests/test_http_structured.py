@@ -1,0 +1,173 @@
+"""Structured outputs over HTTP, through an `AsyncEngine`, with the demo model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+import jsonschema
+import stepgraph.runtime.demo
+from stepgraph.runtime import AsyncEngine, EngineConfig, SamplingParams
+from stepgraph.runtime.structured import compiler
+
+from .http_rig import Rig
+
+CHAT = "/v1/chat/completions"
+TEMPLATE = "{% for m in messages %}# {{ m.content }}\n{% endfor %}def "
+CONFIG = EngineConfig(mode="eager", max_model_len=256, structured_output=True)
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Paris"]}, "days": {"enum": [3, 7]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "trip", "parameters": SCHEMA, "strict": True}}
+OTHER = {"type": "function", "function": {"name": "other"}}
+
+Serve = Callable[[Callable[[Rig], Coroutine[Any, Any, None]]], None]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
+    """The demo model with a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    for path in Path(stepgraph.runtime.demo.__path__[0]).iterdir():
+        if path.suffix in (".json", ".safetensors"):
+            (folder / path.name).symlink_to(path)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with AsyncEngine.from_pretrained(folder, CONFIG) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
+        ({"structured_outputs": {"choice": ["yes", "no"], "json": None}}, "yes|no"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" | "b" root'}}, "b*a"),
+        ({"structured_outputs": {"json": SCHEMA}}, None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            None,
+        ),
+    ],
+    ids=str,
+)
+def test_outputs_follow_the_fields(
+    engine: AsyncEngine, fields: dict[str, Any], pattern: str | None
+) -> None:
+    def check(text: str) -> None:
+        if pattern is None:
+            jsonschema.validate(json.loads(text), SCHEMA)
+        else:
+            assert re.fullmatch(pattern, text)
+
+    async def use(rig: Rig) -> None:
+        common = {"max_tokens": 200, "seed": 4, **fields}
+        answer = (await rig.post({"prompt": "def main(", **common})).json()
+        check(answer["choices"][0]["text"])
+        answer = (await rig.post({"messages": HI, **common}, CHAT)).json()
+        check(answer["choices"][0]["message"]["content"])
+        events = await rig.events({"messages": HI, **common}, CHAT)
+        check("".join(event["choices"][0]["delta"].get("content", "") for event in events))
+
+    asyncio.run(use(Rig(engine)))
+
+
+def test_json_objects(engine: AsyncEngine) -> None:
+    async def use(rig: Rig) -> None:
+        body = {
+            "prompt": "x = ",
+            "max_tokens": 30,
+            "temperature": 0.0,
+            "response_format": {"type": "json_object"},
+        }
+        assert (await rig.post(body)).json()["choices"][0]["text"].startswith("{")
+
+    asyncio.run(use(Rig(engine)))
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "trip"}}], ids=str
+)
+def test_a_demanded_call_follows_the_parameters(
+    engine: AsyncEngine, parser: str, choice: Any
+) -> None:
+    async def use(rig: Rig) -> None:
+        tools = [TOOL, OTHER] if isinstance(choice, dict) else [TOOL]
+        body = {"messages": HI, "tools": tools, "tool_choice": choice, "max_tokens": 200, "seed": 1}
+        (found,) = (await rig.post(body, CHAT)).json()["choices"]
+        assert found["finish_reason"] == "tool_calls"
+        (call,) = found["message"]["tool_calls"]
+        assert call["function"]["name"] == "trip"
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+
+    asyncio.run(use(Rig(engine, tool_parser=parser)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
+        ({"structured_outputs": {"json": {"type": "string", "not": {}}}}, "not"),
+        (
+            {
+                "structured_outputs": {"regex": "a"},
+                "response_format": {"type": "json_object"},
+            },
+            "contradict",
+        ),
+        ({"tools": [TOOL], "tool_choice": "required"}, "--tool-parser"),
+        (
+            {"tools": [TOOL], "tool_choice": {"function": {"name": "missing"}}},
+            "no such tool",
+        ),
+        ({"guided_regex": "a"}, "guided_regex is not supported"),
+    ],
+    ids=str,
+)
+def test_refusals_name_the_reason(engine: AsyncEngine, fields: dict[str, Any], reason: str) -> None:
+    async def use(rig: Rig) -> None:
+        response = await rig.post({"messages": HI, "max_tokens": 5, **fields}, CHAT)
+        assert response.status_code == 400
+        assert reason in response.json()["error"]["message"]
+
+    asyncio.run(use(Rig(engine)))
+
+
+def test_a_compilation_delays_no_other_request(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the event loop nor the step thread waits for a grammar."""
+    made = compiler.GrammarCompiler._made
+
+    async def use() -> None:
+        loop, go_on = asyncio.get_running_loop(), asyncio.Event()
+
+        def slow(self: Any, kind: str, source: str) -> Any:
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+            return made(self, kind, source)
+
+        monkeypatch.setattr(compiler.GrammarCompiler, "_made", slow)
+        monkeypatch.setattr(compiler, "COMPILE_SECONDS", 60.0)
+        params = SamplingParams(max_tokens=20, structured={"regex": "[xy]{4}"})
+        held = asyncio.ensure_future(engine.generate("def", params))
+        plain = await engine.generate("def", SamplingParams(max_tokens=5))
+        assert len(plain.token_ids) <= 5
+        assert not held.done()
+        go_on.set()
+        assert re.fullmatch("[xy]{4}", (await held).text)
+
+    asyncio.run(use())

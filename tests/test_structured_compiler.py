@@ -1,0 +1,146 @@
+"""Grammars are compiled once, within limits, and hostile ones are refused with a reason."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stepgraph.runtime.errors import GrammarError, RequestError
+from stepgraph.runtime.loading.tokenizer import load_tokenizer
+from stepgraph.runtime.structured import compiler
+from stepgraph.runtime.structured.compiler import GrammarCompiler
+from stepgraph.runtime.structured_output import StructuredOutput
+from tokenizers import Tokenizer
+
+DEMO = Path(__file__).resolve().parent.parent / "runtime" / "demo"
+MANY = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(200)}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(DEMO, eos_token_ids=(0,))
+
+
+@pytest.fixture
+def grammars(tokenizer: Any) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, 4096, (0,))
+
+
+def test_a_grammar_is_compiled_once(grammars: GrammarCompiler) -> None:
+    for schema in (True, "true", " true "):
+        assert len(grammars.matchers(StructuredOutput(json=schema), 2)) == 2
+    assert grammars.counts == {"compiled": 1, "found": 2, "refused": 0}
+    grammars.matchers(StructuredOutput(regex="true"), 1)
+    assert grammars.counts["compiled"] == 2, "a regular expression of the same text is another"
+
+
+def test_the_cache_is_bounded(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MAX_CACHED", 3)
+    for text in "abcadea":
+        grammars.matchers(StructuredOutput(regex=text), 1)
+    assert grammars.counts == {"compiled": 5, "found": 2, "refused": 0}
+    monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 10)
+    for text in ("f" * 9, "g" * 9, "f" * 9):
+        grammars.matchers(StructuredOutput(regex=text), 1)
+    assert grammars.counts["compiled"] == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": r"(?=a)b"}, ""),
+        ({"grammar": "start: %%%"}, "lexer error"),
+        ({"grammar": "start: missing"}, "missing"),
+        ({"grammar": 'root ::= "a" ('}, ""),
+        ({"grammar": "root ::= " + "(" * 30_000}, ""),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
+        ({"json": False}, "not"),
+        ({"json": {"type": "object", "not": {}}}, "not"),
+        ({"json": {"type": "nothing"}}, ""),
+        ({"json": {"$ref": "http://example.com/x.json"}}, "not present"),
+        ({"json": {"$ref": "file:///etc/passwd"}}, ""),
+        ({"json": {"$ref": "#"}}, ""),
+        ({"json": {"$ref": "#/$defs/missing"}}, ""),
+        ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, ""),
+        ({"json": {"type": "string", "pattern": "("}}, ""),
+        ({"json": {"enum": []}}, ""),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_invalid_grammars_are_refused(
+    grammars: GrammarCompiler, fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(GrammarError) as raised:
+        grammars.matchers(StructuredOutput(**fields), 1)
+    assert reason in str(raised.value)
+    assert "of structured cannot be used" in str(raised.value)
+    assert len(str(raised.value)) < 600
+    assert grammars.counts["refused"] == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "a{1000000000}"},
+        {"regex": "((a{100}b?){100}c*){100}"},
+        {"regex": "(a|b)*a(a|b){30}"},
+        {"regex": "(.*a.*b.*){50}"},
+        {"regex": "|".join(f"a{i}.*b" for i in range(800))},
+        {"grammar": 'start: x\nx: x x | "a" | ""'},
+        {"grammar": "start: start start |"},
+        {"json": {"type": "array", "minItems": 100_000, "items": {"type": "integer"}}},
+        {"json": {"type": "string", "minLength": 1_000_000}},
+        {"json": {"properties": {f"p{i}": {"$ref": "#"} for i in range(300)}}},
+        {"json": {"anyOf": [{"properties": {f"a{i}": True}} for i in range(300)]}},
+        {"choice": [f"{i:0900}" for i in range(1000)]},
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_absurd_grammars_take_bounded_time(
+    grammars: GrammarCompiler, fields: dict[str, Any]
+) -> None:
+    """They are compiled or refused. A compilation ends by itself some time after the deadline."""
+    started = time.monotonic()
+    with contextlib.suppress(GrammarError):
+        grammars.matchers(StructuredOutput(**fields), 1)
+    assert time.monotonic() - started < 4 * compiler.COMPILE_SECONDS
+
+
+def test_a_grammar_is_refused_at_the_deadline(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "COMPILE_SECONDS", 0.05)
+    go_on = threading.Event()
+    made = GrammarCompiler._made
+    monkeypatch.setattr(
+        GrammarCompiler, "_made", lambda *arguments: go_on.wait(60) and made(*arguments)
+    )
+    for text in "abcd":
+        with pytest.raises(GrammarError, match=r"did not compile within 0.05 s"):
+            grammars.matchers(StructuredOutput(regex=text), 1)
+    with pytest.raises(GrammarError, match=r"4 others have been compiling for 0.05 s"):
+        grammars.matchers(StructuredOutput(regex="e"), 1)
+    go_on.set()
+    monkeypatch.setattr(compiler, "COMPILE_SECONDS", 60.0)
+    assert grammars.matchers(StructuredOutput(json=MANY), 1)
+
+
+def test_models_and_tokenizers_without_what_grammars_need(tokenizer: Any) -> None:
+    for arguments, reason in (
+        ((tokenizer, 4096, ()), "no end-of-sequence token"),
+        ((tokenizer, 4000, (0,)), "cannot read the tokenizer"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            GrammarCompiler(*arguments).matchers(StructuredOutput(regex="a"), 1)
+
+
+def test_the_definition_of_a_tokenizer_is_that_of_its_file(tokenizer: Any) -> None:
+    again = Tokenizer.from_str(tokenizer.definition)
+    assert again.encode("def main():\n").ids == tokenizer.encode("def main():\n")
+    assert json.loads(tokenizer.definition)["model"]["type"] == "BPE"
