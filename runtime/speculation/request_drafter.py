@@ -21,7 +21,8 @@ PROMISING = 0.3
 """Chance of a first draft that is worth a look at every token."""
 
 PATIENCE, REST = 8, 4
-"""After `PATIENCE` looks without a promising draft, one look every `REST` tokens."""
+"""After `PATIENCE` looks without a promising draft, one look every `REST` tokens, and after as many
+more looks one every `4 * REST`."""
 
 
 class Proposer(Protocol):
@@ -54,7 +55,8 @@ class RequestDrafter:
         seen = self._seen
         if known == seen:
             return
-        if self._in_vain >= PATIENCE and known - seen < REST:
+        rest = 4 * REST if self._in_vain >= 2 * PATIENCE else REST
+        if self._in_vain >= PATIENCE and known - seen < rest:
             self.chances = []
             return
         stop = min(known, seen + TOKENS_AT_A_TIME)
