@@ -201,6 +201,8 @@ class FakeRunner:
     the device fails, if it does.
     """
 
+    masks = None
+
     def __init__(
         self,
         scheduler: Scheduler,

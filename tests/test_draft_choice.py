@@ -11,8 +11,8 @@ from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import StepPlan
 from stepgraph.runtime.speculation.acceptance import Acceptance
 from stepgraph.runtime.speculation.config import Speculation
-from stepgraph.runtime.speculation.request_drafter import TOKENS_AT_A_TIME, RequestDrafter
-from stepgraph.runtime.speculation.speculator import Speculator
+from stepgraph.runtime.speculation.request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
+from stepgraph.runtime.speculation.speculator import FEW_TOKENS, INDEXED_PER_STEP, Speculator
 from stepgraph.runtime.speculation.suffix_index import Draft, SuffixIndex
 from stepgraph.runtime.speculation.verify_costs import VERIFY_IN_A_ROW, VerifyCosts
 
@@ -71,8 +71,10 @@ def test_decode_steps_remain_known() -> None:
     learned = costs()
     for _ in range(VERIFY_IN_A_ROW):
         assert learned.choose([[1.0] * 4]) == 5
+        learned.count(5)
         learned.observe(1, 5, 1.4)
     assert learned.choose([[1.0] * 4]) == 1
+    learned.count(1)
     learned.observe(1, 1, 1.0)
     assert learned.choose([[1.0] * 4]) == 5
 
@@ -95,13 +97,58 @@ def test_acceptance_is_that_of_the_row() -> None:
 
 
 def test_a_long_prompt_is_indexed_in_parts() -> None:
-    tokens = [index % 7 for index in range(2 * TOKENS_AT_A_TIME + 9)]
+    tokens = [index % 7 for index in range(209)]
     drafter = RequestDrafter(SuffixIndex(3), Acceptance(), 4, 0)
     drafted = []
     for _ in range(4):
-        drafter.catch_up(len(tokens), lambda start, stop: tokens[start:stop])
+        drafter.catch_up(len(tokens), lambda start, stop: tokens[start:stop], 100)
         drafted.append(drafter.draft is not None)
     assert drafted == [False, False, True, True]
+
+
+def test_an_index_begins_anew_when_it_is_full() -> None:
+    index = SuffixIndex(3)
+    drafter = RequestDrafter(index, Acceptance(), 4, 0)
+    known = 0
+    for _ in range(MAX_INDEXED_TOKENS // 4096 + 2):
+        known += 4096
+        drafter.catch_up(known, lambda start, stop: [t % 7 for t in range(start, stop)], 4096)
+        assert len(index.tokens) <= MAX_INDEXED_TOKENS
+        assert drafter.draft is not None
+    assert len(index.tokens) == 2 * 4096
+
+
+def test_rows_share_the_tokens_that_a_step_indexes() -> None:
+    speculator = Speculator(
+        Speculation(), lambda rows: SIZES[1:], (costs(), costs()), is_async_device=False
+    )
+    requests = [row([1, 2, 3, 4])] + [row([n % 9 for n in range(2000)]) for _ in range(7)]
+    for _ in range(80):
+        before = [r.drafter.seen if r.drafter else 0 for r in requests]
+        speculator.propose(requests)
+        after = [r.drafter.seen for r in requests if r.drafter]
+        assert sum(after) - sum(before) <= INDEXED_PER_STEP + FEW_TOKENS
+    assert after == [r.num_tokens for r in requests]
+
+
+def test_the_device_is_not_waited_for_without_verify_steps() -> None:
+    speculator, _ = served(guessable=True, is_async_device=True)
+    assert speculator.waits
+    speculator.sizes = lambda rows: ()
+    assert speculator.propose([row([1, 2, 3])]) == ()
+    assert not speculator.waits
+
+
+def test_a_verify_step_that_was_taken_for_too_slow_is_tried_again() -> None:
+    seconds = {1: 1.0, 2: 1.1, 5: 1.4}
+    slow = VerifyCosts(Buckets([1]), {(1, 1): 1.0, (1, 2): 1.1, (1, 5): 9.0})
+    chosen = []
+    for _ in range(20_000):
+        chosen.append(slow.choose([[0.9] * 4]))
+        slow.count(chosen[-1])
+        slow.observe(1, chosen[-1], seconds[chosen[-1]])
+    assert 5 not in chosen[:100]
+    assert chosen[-1000:].count(5) > 900
 
 
 def row(tokens: list[int]) -> Request:
@@ -137,7 +184,7 @@ def served(guessable: bool, *, is_async_device: bool = False) -> tuple[Speculato
                 if draft != token:
                     break
                 accepted += 1
-        speculator.planned(plan, now)
+        speculator.launched(plan, now)
         now += round(1e9 * (1 + 0.1 * (plan.tokens_per_row - 1)))
         speculator.committed(plan, [accepted + 1] if plan.drafts else None, now)
         for token in right[: accepted + 1]:

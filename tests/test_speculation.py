@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from stepgraph.runtime import ConfigError, Engine, EngineConfig, SamplingParams, Speculation
 from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime.scheduling.plan import StepPlan
 
 from .engine_rig import greedy
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
@@ -256,3 +257,27 @@ def test_steps_with_token_masks_verify_nothing(
     guesses = guess(engine, {name: own[0] for name, own in expected.items()}, 0.8)
     assert run_mixed(engine, prompts, params) == expected
     assert guesses.accepted > 5
+
+
+def test_a_failed_copy_leaves_nothing_behind(
+    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan of a step that is not launched is not waited for."""
+    fields = {"num_blocks": 24, "host_cache_bytes": 1 << 20, "preemption": "swap"}
+    engine = open_engine("base", **SIZES | fields, speculation="suffix")
+    runner, failures = engine._loop.runner, []
+    copy_in = runner.copy_in
+
+    def fail(plan: StepPlan) -> None:
+        if not failures and any(admission.found.swap_in for admission in plan.admitted):
+            failures.append(plan)
+            raise RuntimeError("injected")
+        copy_in(plan)
+
+    monkeypatch.setattr(runner, "copy_in", fail)
+    prompts = [[n, n + 1, n + 2] * 3 for n in range(4, 10)]
+    engine.generate(prompts, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
+    assert failures
+    assert engine.stats()["failed_copies"] == 1
+    assert not engine._loop.speculator._launched  # type: ignore[union-attr]
+    engine.check_integrity()

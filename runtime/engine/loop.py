@@ -180,12 +180,14 @@ class StepLoop:
             with ranges.span(ranges.PLAN, number):
                 plan = self.scheduler.plan()
                 if self.speculator is not None:
-                    self._verify_drafts(plan, self.speculator, began)
+                    self._verify_drafts(plan, self.speculator)
             planned = time.perf_counter_ns()
             step = self._launch(plan)
             waited_in_launch = 0
             if step is not None and step.unfinished is not None:
                 step, waited_in_launch = self._finish_launch()
+            elif step is not None and self.speculator is not None:
+                self.speculator.launched(plan, began)
             launched = time.perf_counter_ns() - waited_in_launch
             waited += waited_in_launch
             # Without a launch, commit all steps in flight: nothing else can make progress.
@@ -297,21 +299,20 @@ class StepLoop:
                 chunk.request.prompt_logprobs.launch(chunk.scored)
         return step
 
-    def _verify_drafts(self, plan: StepPlan, speculator: Speculator, started_ns: int) -> None:
+    def _verify_drafts(self, plan: StepPlan, speculator: Speculator) -> None:
         """Let the rows of a plan verify drafts, if that is expected to be faster.
 
         Where a latency budget sizes chunks, a step with one of them verifies nothing. Nor does a
         step with token masks, which has one for each row.
         """
+        speculator.waits = False
         if self.runner.masks is not None and needs_masks(plan):
-            speculator.waits = False
             return
         drafts: Sequence[Sequence[int]] = ()
         if plan.decode and (self._step_budget is None or not plan.prefill):
             drafts = speculator.propose(plan.decode)
         if drafts:
             self.scheduler.verify(plan, drafts, speculator.sizes(len(plan.decode)))
-        speculator.planned(plan, started_ns)
 
     def _commit_until(self, most: int) -> int:
         """Commit launched steps until `most` are in flight; return the nanoseconds waited."""

@@ -11,6 +11,8 @@ from .step_key import Phase, StepKey
 
 __all__ = ["StepSizes", "most_table_updates"]
 
+MOST_VERIFIED_TOKENS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
@@ -60,11 +62,12 @@ class StepSizes:
     def verifying(self, rows: int) -> tuple[int, ...]:
         """Return the tokens per row of the verify steps of `rows` rows, ascending.
 
-        A verify step has at most the tokens of the largest prefill step.
+        A verify step has at most 128 tokens: more take as much longer as they are more. It has at
+        most those of the largest prefill step.
         """
         if not self.tokens_per_row:
             return ()
-        most = self.tokens.largest // _fit(self.rows, rows)
+        most = min(self.tokens.largest, MOST_VERIFIED_TOKENS) // _fit(self.rows, rows)
         return tuple(n for n in self.tokens_per_row if n <= most)
 
     def _masked_keys(self) -> list[StepKey]:

@@ -26,6 +26,12 @@ from .verify_costs import VerifyCosts
 
 __all__ = ["Speculator"]
 
+INDEXED_PER_STEP = 512
+"""Tokens that are indexed between two steps, of all rows: about a quarter of a millisecond."""
+
+FEW_TOKENS = 32
+"""Rows with no more new tokens are indexed at once: any step adds fewer."""
+
 LEAST_CHANCE = 0.05
 """Drafts that are less likely to be accepted are not verified."""
 
@@ -40,6 +46,7 @@ class Speculator:
         costs: tuple[VerifyCosts, VerifyCosts],
         *,
         is_async_device: bool,
+        calibration_seconds: float = 0.0,
     ) -> None:
         """Start without requests.
 
@@ -48,7 +55,9 @@ class Speculator:
             sizes: returns the tokens per row that verify steps of so many rows exist for.
             costs: the times of steps, by whether the full sampler runs.
             is_async_device: whether steps stay in flight.
+            calibration_seconds: that measuring the times took.
         """
+        self._calibration_seconds = calibration_seconds
         self.config = config
         self.sizes = sizes
         self.waits = False
@@ -57,7 +66,7 @@ class Speculator:
         self._is_async_device = is_async_device
         self._acceptance = Acceptance()
         self._candidates = 1 if config.method == "ngram" else MAX_CANDIDATES
-        self._planned: deque[tuple[StepPlan, int]] = deque()
+        self._launched: deque[tuple[StepPlan, int]] = deque()
         self._arrived_ns = 0
         self._verify_steps = 0
         self._drafted = [0] * config.num_speculative_tokens
@@ -65,13 +74,13 @@ class Speculator:
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         """Return the drafts of each decoding request; nothing if no request should draft."""
+        self.waits = False
         sizes = self.sizes(len(requests))
         if not sizes:
             return ()
-        drafters = [self._caught_up(request) for request in requests]
+        drafters = self._caught_up(requests)
         chances = [() if drafter is None else drafter.chances for drafter in drafters]
         if not any(chances):
-            self.waits = False
             return ()
         if self.config.adaptive:
             most = self._costs[_full_sampler(requests)].choose(chances) - 1
@@ -88,10 +97,9 @@ class Speculator:
             drafts.append(kept)
         return drafts
 
-    def planned(self, plan: StepPlan, started_ns: int) -> None:
-        """Note when the loop began with a step that is launched next."""
-        if not plan.is_empty:
-            self._planned.append((plan, started_ns))
+    def launched(self, plan: StepPlan, started_ns: int) -> None:
+        """Note when the loop began with a step that was launched."""
+        self._launched.append((plan, started_ns))
 
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
         """Count what a step accepted, and learn from its time; once for every launched step."""
@@ -102,13 +110,16 @@ class Speculator:
                 for index in range(len(drafts)):
                     self._drafted[index] += 1
                     self._accepted[index] += index < count - 1
-        if not (self._planned and self._planned[0][0] is plan):  # a step of `Engine.score`
+        if not (self._launched and self._launched[0][0] is plan):  # of `score`, or with token masks
             return
-        _, started = self._planned.popleft()
-        if plan.decode and not plan.prefill:
+        _, started = self._launched.popleft()
+        if not plan.decode:
+            return
+        costs = self._costs[_full_sampler(plan.decode)]
+        costs.count(plan.tokens_per_row)
+        if not plan.prefill:
             # An asynchronous device begins a step when the previous one has ended.
             seconds = (arrived_ns - max(began, started)) / 1e9
-            costs = self._costs[_full_sampler(plan.decode)]
             costs.observe(len(plan.decode), plan.tokens_per_row, seconds)
 
     @property
@@ -129,27 +140,40 @@ class Speculator:
         """Return counters and step times as plain numbers; see `Engine.stats`."""
         return {
             "method": self.config.method,
+            "calibration_seconds": self._calibration_seconds,
             **self.counts,
             "drafted_by_position": list(self._drafted),
             "accepted_by_position": list(self._accepted),
             "step_seconds": self._costs[0].seconds(),
+            "sampled_step_seconds": self._costs[1].seconds(),
         }
 
-    def _caught_up(self, request: Request) -> RequestDrafter | None:
-        """Return the drafter of a request with its known tokens; None if it does not draft.
+    def _caught_up(self, requests: Sequence[Request]) -> list[RequestDrafter | None]:
+        """Return the drafters of requests with their known tokens; None for those that never draft.
 
-        The sampler counts one token per step for the penalties of a row.
+        The sampler counts one token per step for the penalties of a row. Rows share the tokens that
+        are indexed between two steps, those of long prompts after the newest ones of others.
         """
-        if request.params.uses_penalties:
-            return None
-        drafter = request.drafter
-        if drafter is None:
-            index = SuffixIndex(self.config.prompt_lookup_min, self._candidates)
-            first = max(0, request.num_tokens - MAX_INDEXED_TOKENS)
-            own, most = Acceptance(self._acceptance), self.config.num_speculative_tokens
-            drafter = request.drafter = RequestDrafter(index, own, most, first)
-        drafter.catch_up(request.num_tokens, request.tokens)
-        return drafter
+        left, drafters, behind = INDEXED_PER_STEP, [], []
+        for request in requests:
+            drafter = None
+            if not request.params.uses_penalties:
+                drafter = request.drafter or self._new_drafter(request)
+                if request.num_tokens - drafter.seen > FEW_TOKENS:
+                    behind.append((drafter, request))
+                else:
+                    left -= drafter.catch_up(request.num_tokens, request.tokens, FEW_TOKENS)
+            drafters.append(drafter)
+        for drafter, request in behind:
+            left -= drafter.catch_up(request.num_tokens, request.tokens, max(left, 0))
+        return drafters
+
+    def _new_drafter(self, request: Request) -> RequestDrafter:
+        index = SuffixIndex(self.config.prompt_lookup_min, self._candidates)
+        first = max(0, request.num_tokens - MAX_INDEXED_TOKENS)
+        own, most = Acceptance(self._acceptance), self.config.num_speculative_tokens
+        request.drafter = RequestDrafter(index, own, most, first)
+        return request.drafter
 
 
 def _full_sampler(requests: Sequence[Request]) -> bool:

@@ -31,6 +31,10 @@ LARGEST_ERROR = 0.5
 """Errors are clipped to this multiple of the expected time: steps that other processes disturb
 count little."""
 
+FADING = 2e-4
+"""Share by which each step lowers the times of other verify steps, never below that of a decode
+step: one that was taken for too slow is tried again."""
+
 VERIFY_IN_A_ROW = 64
 """Verify steps after which a decode step is run, so that its time remains known."""
 
@@ -67,9 +71,12 @@ class VerifyCosts:
                 best, best_gain = tokens_per_row, gain
         return best
 
+    def count(self, tokens_per_row: int) -> None:
+        """Count a step, with or without prefill."""
+        self._in_a_row = self._in_a_row + 1 if tokens_per_row > 1 else 0
+
     def observe(self, rows: int, tokens_per_row: int, seconds: float) -> None:
         """Correct the time of a step by how long one took. Invalid times are ignored."""
-        self._in_a_row = self._in_a_row + 1 if tokens_per_row > 1 else 0
         if not (math.isfinite(seconds) and seconds > 0):
             return
         times = self._seconds[self._bucket(rows)]
@@ -78,6 +85,9 @@ class VerifyCosts:
         for other in times:
             times[other] *= 1 + COMMON_RATE * error
         times[tokens_per_row] *= 1 + OWN_RATE * error
+        for other in times:
+            if other != tokens_per_row:
+                times[other] = max(times[other] * (1 - FADING), times[1])
 
     def seconds(self) -> dict[str, float]:
         """Return the present times by "rows x tokens per row"."""
