@@ -99,6 +99,7 @@ def prefill_attention(
         STORAGE=form.storage,
         NATIVE_FP8=fp8_is_native(q_THD.device),
         LATENT=latent,
+        ONE_LOOP=latent or tiling.one_loop,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
@@ -123,7 +124,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, LATENT: tl.constexpr,
-    PDL: tl.constexpr,
+    ONE_LOOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv head and tile of its query heads); later tiles, which see more, first."""
     wait_for_inputs(PDL)
@@ -185,8 +186,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         begin = 0
         shared = 0
     shared_end = tl.maximum((earliest + 1) // BLOCK_N * BLOCK_N, shared)
-    FIRST_SPAN: tl.constexpr = 2 if LATENT else (0 if LIMITED else 1)
-    if LATENT:
+    FIRST_SPAN: tl.constexpr = 2 if ONE_LOOP else (0 if LIMITED else 1)
+    if ONE_LOOP:
         shared_end = begin
     for SPAN in tl.static_range(FIRST_SPAN, 3):
         MASKED = SPAN != 1
