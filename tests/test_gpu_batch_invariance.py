@@ -33,7 +33,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.triton import kernel_calls
+from stepgraph.runtime.kernels.triton import kernel_calls, step_attention
+from stepgraph.runtime.kernels.triton import prefill_attention as prefill_module
 from stepgraph.runtime.kernels.triton.any_rows import linear_of_any_rows
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.expert_routing import route
@@ -108,20 +109,27 @@ def test_rows_of_a_product_do_not_depend_on_the_others(
     ids=str,
 )
 def test_attention_of_a_token_does_not_depend_on_the_others(
-    dtype: torch.dtype, form: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, form: dict[str, Any]
 ) -> None:
-    """Alone as in a decode step, with the tokens before it, and with those that follow."""
+    """Alone as in a decode step, with the tokens before it, and with those that follow; parts of
+    the context by a program each, or all by one."""
     case = make_case([(0, 37), (75, 3)], (4, 2, 34), 8, dtype, 2, **form).to(str(DEVICE))
     arena, place = case.arena.clone(), LayerPlace(0, case.layer)
     slots, storage = case.batch.slots[0], case.form.storage
     reference_store(case.k, case.v, arena, case.layer, slots, case.batch.block_size, storage)
-    tiling = any_tiling(34, dtype, storage, DEVICE)._replace(one_loop=True)
+    tiling = any_tiling(34, dtype, storage, DEVICE)._replace(split=64)
 
     def attend(one: Case) -> Tensor:
         tiles = prefill_tiles(one.batch.token_rows, len(one.batch.rows), tiling.tokens(2))
         return prefill_attention(one.q, arena, place, one.batch, one.form, tiles, tiling)
 
-    together, valid = attend(case), case.valid_tokens
+    valid, apart = case.valid_tokens, attend(case)
+    monkeypatch.setattr(prefill_module, "_MOST_PART_BYTES", 10_000)
+    with record_kernel_calls() as calls:
+        attend(case)
+    assert calls[-1].name == "_attention_kernel"  # which summed all parts
+    together = attend(case)
+    assert same_bits(apart[:valid], together[:valid])
     limit = TOLERANCE[dtype]
     torch.testing.assert_close(
         together[:valid].double(), case.expected[:valid].double(), rtol=limit, atol=limit
@@ -188,13 +196,14 @@ def test_a_token_has_the_same_logits_in_any_step(tiny: Tiny) -> None:
     model.close()
 
 
-REFUSED = ("deepseek", "dynamic", "longrope", "latent")
-"""Parts of the names of models that are refused or run elsewhere."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if not any(r in v for r in REFUSED)])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_all_families_have_the_same_logits_in_any_step(tiny: Tiny, variant: str) -> None:
+    config = EngineConfig(device="cuda", batch_invariant=True)
+    try:
+        resolve_absent(config, read_config(tiny(variant).directory))
+    except ConfigError as refused:
+        pytest.skip(str(refused))
     rng = random.Random(variant)
     dtype = rng.choice((BF16, F32))
     storage: Storage = rng.choice(("model", "int8", "fp8"))
@@ -228,13 +237,16 @@ def compiled_as(call: KernelCall) -> tuple[Any, ...]:
 
 @pytest.mark.skipif(not INTERPRETED, reason="addresses of recorded calls are those of a CPU")
 @pytest.mark.parametrize("variant", ["odd", "gemma3", "qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("processors", [1, 132])
+@pytest.mark.parametrize(("processors", "split"), [(1, 1024), (132, 64)])
 def test_every_step_runs_the_same_compiled_kernels(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, variant: str, processors: int
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, variant: str, processors: int, split: int
 ) -> None:
-    """Decode, verify and prefill of any number of tokens: nothing but grids depends on it."""
+    """Decode, verify and prefill of any number of tokens: nothing but grids depends on it, and
+    whether one program adds all parts of the context."""
     monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", processors)
-    model = open_model(tiny, variant, BF16, lengths=(40, 40, 40, 40, 40))
+    monkeypatch.setattr(step_attention, "SPLIT", split)
+    monkeypatch.setattr(prefill_module, "_MOST_PART_BYTES", 8_000)
+    model = open_model(tiny, variant, BF16, lengths=(130,) * 5)
     steps = [
         *(Step("decode", dict.fromkeys(range(rows), 1), size)
           for rows, size in ((1, 1), (1, 2), (2, 3), (4, 5), (5, 6))),
@@ -243,13 +255,19 @@ def test_every_step_runs_the_same_compiled_kernels(
           for count, extra in ((1, 0), (6, 1), (15, 0), (30, 2))),
     ]  # fmt: skip
     expected: set[tuple[Any, ...]] = set()
+    combining: list[set[tuple[Any, ...]]] = []
     for step in steps:
         with record_kernel_calls() as calls:
             model.run([step])
         found = {compiled_as(call) for call in calls if call.name not in INDIVIDUAL}
+        combining.append({kernel for kernel in found if kernel[0] == "_combine_parts"})
+        found -= combining[-1]
         expected = expected or found
         assert found == expected, step
     assert len({name for name, *_ in expected}) >= 5
+    apart = [kernels for kernels in combining if kernels]
+    assert all(kernels == apart[0] for kernels in apart)
+    assert 0 < len(apart) < len(steps) if split == 64 else not apart
     model.close()
 
 

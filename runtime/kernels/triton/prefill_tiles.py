@@ -21,6 +21,7 @@ from torch import Tensor
 from .kernel_calls import call_kernel, let_dependents_start, num_multiprocessors, wait_for_inputs
 
 __all__ = [
+    "SPLIT",
     "PrefillTiling",
     "any_tiling",
     "num_prefill_tiles",
@@ -33,6 +34,10 @@ _SCAN = 1024
 """Tokens that the kernel of tiles looks at together."""
 
 
+SPLIT = 1024
+"""Positions of a part of the context in steps whose parts are the same in all steps."""
+
+
 class PrefillTiling(NamedTuple):
     """Sizes of the attention kernel for a shape of model and step."""
 
@@ -42,9 +47,10 @@ class PrefillTiling(NamedTuple):
     """Positions of an iteration."""
     num_warps: int
     num_stages: int
-    one_loop: bool = False
-    """Whether one loop over positions masks scores wherever it is; else those positions that all
-    queries see have a loop of their own, without masks."""
+    split: int = 0
+    """Positions of a part of the context, a multiple of `block_n`: parts are summed alone, and then
+    together in their order. Scores are masked in all of them. 0: the context is one part, where
+    positions that all queries see have a loop of their own, without masks."""
 
     def heads(self, group: int) -> int:
         """Query heads of a tile, of `group` that share a kv head."""

@@ -19,7 +19,7 @@ from ..ops.layer_operations import Attend
 from .fusion import Attention
 from .kernel_calls import num_multiprocessors
 from .operations import Operations
-from .prefill_tiles import PrefillTiling, any_tiling, prefill_tiling
+from .prefill_tiles import SPLIT, PrefillTiling, any_tiling, prefill_tiling
 from .rotated_heads import HeadRotation
 from .split_attention import new_partials
 from .splits import choose_splits
@@ -198,7 +198,11 @@ class AnyAttention(PrefillAttention):
         attend = self.like.attend
         storage, device = self.like.form.storage, self.x.device
         tiling = any_tiling(attend.head_dim, self.x.dtype, storage, device)
-        return tiling._replace(one_loop=True)
+        # Sums of the parts before take as many registers as those of the part: without these
+        # sizes they spill.
+        rows = min(tiling.block_m, 32) if attend.head_dim > 128 else tiling.block_m
+        warps = 8 if attend.head_dim > 64 else tiling.num_warps
+        return tiling._replace(block_m=rows, num_warps=warps, split=SPLIT)
 
 
 def _aligned(parts_PT: Tensor) -> Tensor:
