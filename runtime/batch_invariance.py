@@ -33,13 +33,6 @@ def check_batch_invariant(
     Raises:
         ConfigError: they cannot; it says what to change.
     """
-    if device.type != "cpu":
-        raise _refusal(
-            f"device={config.device!r} ({device})",
-            "the Triton kernels choose tiles and splits by the number of rows, and products of many"
-            " rows are the library's",
-            "use device='cpu'",
-        )
     if config.kernels == "torch":
         raise _refusal(
             "kernels='torch'",
@@ -52,6 +45,9 @@ def check_batch_invariant(
             "its layers are compiled by torch.compile, for each number of tokens in another way",
             "use a model with a native family (docs/models.md)",
         )
+    if device.type == "cuda":
+        _check_cuda(config, weights, model)
+        return
     if dtype == torch.float16:
         raise _refusal(
             f"dtype={config.dtype!r} and a model in float16",
@@ -73,6 +69,24 @@ def check_batch_invariant(
             "mode='compile' and this model",
             f"torch.compile compiles one token and several in different ways ({gaps[0].reason})",
             "use mode='auto' or mode='eager'",
+        )
+
+
+def _check_cuda(config: EngineConfig, weights: WeightStorage, model: ModelConfig) -> None:
+    """Check what only a GPU refuses; its kernels support all types of weights."""
+    gaps = native_gaps("cuda", torch.float32, weights, plan_of(model))
+    if gaps:
+        raise _refusal(
+            f"model type {model.model_type!r} on CUDA",
+            "PyTorch operations, whose order of sums depends on the number of tokens, run where"
+            f" {gaps[0].reason}",
+            "use device='cpu'",
+        )
+    if config.tensor_parallel > 1:
+        raise _refusal(
+            f"tensor_parallel={config.tensor_parallel} on CUDA",
+            "sums over ranks are made in another order, or by the switch, for other sizes",
+            "use tensor_parallel=1 or device='cpu'",
         )
 
 

@@ -62,8 +62,8 @@ class EngineConfig:
             it if it changes a result.
         batch_invariant: whether the logits of a token have the same bits whatever else is in the
             step: other rows, padding, the chunks of its prompt, drafts, cached prefixes, blocks
-            that were swapped. On a CPU, with native kernels; refused where it cannot be promised.
-            See docs/batch-invariance.md.
+            that were swapped. With native kernels; refused where it cannot be promised. On CUDA it
+            costs time. See docs/batch-invariance.md.
         tensor_parallel: devices, and processes, that share the model, 1 to 64: each holds a part of
             every layer. On a CPU each process has `threads` threads. See docs/tensor-parallel.md.
         rank_timeout: seconds, 1 to 3600, after which a process of a tensor-parallel engine that

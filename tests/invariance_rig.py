@@ -61,6 +61,7 @@ class Forced:
         storage: Storage = "model",
         compiled: bool = False,
         block_size: int = 8,
+        device: torch.device = CPU,
     ) -> None:
         """Make the model; `lengths` are those of the sequences, at most `BUCKET - 1` of them."""
         torch.manual_seed(0)
@@ -68,15 +69,15 @@ class Forced:
         kernels = kernels_for(kernels, plan_of(config))
         element_bytes = dtype.itemsize if storage == "model" else 1
         groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
-        self.decoder = Decoder(config, kernels, dtype, CPU, groups, storage)
+        self.decoder = Decoder(config, kernels, dtype, device, groups, storage)
         with CheckpointReader(directory) as reader:
             self.decoder.store(iter_weights(reader, config, dtype))
         rows, self._columns = len(lengths), -(-max(lengths) // block_size)
         blocks = 2 + rows * self._columns * len(groups)
-        self.arena = Arena(groups, blocks, block_size, dtype, CPU, storage).tensor
+        self.arena = Arena(groups, blocks, block_size, dtype, device, storage).tensor
         vocab, by_length = config.vocab_size, self.decoder.plan.rope_by_length
         self.state = RowState.allocate(
-            rows, len(groups), self._columns, vocab, CPU, rope_by_length=by_length
+            rows, len(groups), self._columns, vocab, device, rope_by_length=by_length
         )
         if self.state.rope_lengths is not None:
             self.state.rope_lengths[:rows] = PROMPT
@@ -87,14 +88,16 @@ class Forced:
         layout = StepInputs.layout(
             max_num_seqs=BUCKET, prefill_tokens=CHUNK, prefill_rows=BUCKET, table_updates=1
         )
-        self.inputs = StepInputs(
+        self._host = StepInputs(
             **{name: torch.full(s.shape, s.fill, dtype=s.dtype) for name, s in layout.items()}
         )
+        self.inputs = StepInputs(**{k: v.to(device) for k, v in vars(self._host).items()})
         drafts = DraftInputs.layout(max_num_seqs=BUCKET, drafts=max(WIDTHS) - 1)
-        self.drafts = DraftInputs(
+        self._host_drafts = DraftInputs(
             **{name: torch.full(s.shape, s.fill, dtype=s.dtype) for name, s in drafts.items()}
         )
-        self.hidden = torch.zeros(CHUNK + 1, config.hidden_size, dtype=dtype)
+        self.drafts = DraftInputs(**{k: v.to(device) for k, v in vars(self._host_drafts).items()})
+        self.hidden = torch.zeros(CHUNK + 1, config.hidden_size, dtype=dtype, device=device)
         self.functions = StepFunctions(
             *(self.decoder, self.arena, block_size, self.state, self.inputs, None, compiled),
             *(self.drafts, self.hidden),
@@ -119,21 +122,22 @@ class Forced:
         for step in steps:
             run = self._decode if step.kind == "decode" else self._prefill
             for row, logits in run(step, done).items():
-                found[row].append(logits.clone())
+                found[row].append(logits.to(CPU, copy=True))
                 done[row] += step.counts[row]
         empty = torch.empty(0, self.decoder.config.vocab_size, dtype=self.decoder.dtype)
         return [torch.cat([empty, *parts]) for parts in found]
 
     def _decode(self, step: Step, done: list[int]) -> dict[int, torch.Tensor]:
         width = max(step.counts.values())
-        write_decode_rows(list(step.counts), self.null_row, _arrays(self.inputs))
+        write_decode_rows(list(step.counts), self.null_row, _arrays(self._host))
         write_drafts(
             [
                 self.sequences[row][done[row] + 1 : done[row] + count].tolist()
                 for row, count in step.counts.items()
             ],
-            DraftInputs(self.drafts.token_ids.numpy(), self.drafts.counts.numpy()),
+            DraftInputs(self._host_drafts.token_ids.numpy(), self._host_drafts.counts.numpy()),
         )
+        self._send()
         for row in step.counts:
             self.state.token_ids[row] = self.sequences[row][done[row]]
             self.state.positions[row] = done[row]
@@ -143,7 +147,7 @@ class Forced:
         return {row: logits[:count, lane] for lane, (row, count) in enumerate(step.counts.items())}
 
     def _prefill(self, step: Step, done: list[int]) -> dict[int, torch.Tensor]:
-        host, end = _arrays(self.inputs), 0
+        host, end = _arrays(self._host), 0
         host.prefill_rows[:] = host.sample_rows[:] = host.token_rows[:] = self.null_row
         host.token_ids[:] = host.positions[:] = 0
         spans: dict[int, slice] = {}
@@ -156,6 +160,7 @@ class Forced:
             host.prefill_rows[lane] = row
             host.query_start_loc[lane] = begin
         host.query_start_loc[len(step.counts) :] = end
+        self._send()
         key = StepKey("prefill", step.size, self._columns, False)
         last = self.functions.bind(key)().logits
         with torch.no_grad():
@@ -163,6 +168,12 @@ class Forced:
         for lane, span in enumerate(spans.values()):  # the step's own logits, of its last tokens
             logits[span.stop - 1] = last[lane]
         return {row: logits[span] for row, span in spans.items()}
+
+    def _send(self) -> None:
+        """Copy the inputs to the device."""
+        for device, host in ((self.inputs, self._host), (self.drafts, self._host_drafts)):
+            for name, tensor in vars(host).items():
+                getattr(device, name).copy_(tensor)
 
 
 def decode_steps(row: int, length: int) -> list[Step]:

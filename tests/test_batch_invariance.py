@@ -11,7 +11,6 @@ import pytest
 import torch
 from stepgraph.cache.arena import Storage
 from stepgraph.runtime import ConfigError, Engine, EngineConfig, RequestOutput, SamplingParams
-from stepgraph.runtime.batch_invariance import check_batch_invariant
 from stepgraph.runtime.kernels import (
     KernelChoice,
     Kernels,
@@ -20,7 +19,6 @@ from stepgraph.runtime.kernels import (
     limit_threads,
     select_kernels,
 )
-from stepgraph.runtime.loading.checkpoint import read_config
 
 from .conftest import TinyModel
 from .invariance_rig import Forced, decode_steps, random_steps, same_bits
@@ -210,13 +208,6 @@ def test_what_cannot_be_invariant_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         open_engine(variant, **({"mode": "auto", "batch_invariant": True} | settings))
-
-
-def test_gpus_are_refused(tiny: Tiny) -> None:
-    config = EngineConfig(device="cuda", batch_invariant=True)
-    model = read_config(tiny("base").directory)
-    with pytest.raises(ConfigError, match=r"device='cuda'.*use device='cpu'"):
-        check_batch_invariant(config, torch.device("cuda", 0), BF16, "model", model)
 
 
 def test_the_option_is_a_bool() -> None:

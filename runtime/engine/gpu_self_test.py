@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -40,10 +41,13 @@ _DEPENDENT_REPLAYS = 20
 def check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, seed: int) -> Kernels:
     from ..kernels.triton.backend import gpu_kernels
     from ..kernels.triton.operation_check import OperationChecks
+    from ..kernels.triton.operations import Operations
 
     size = config.block_size
-    checks = OperationChecks(config.dtype, config.storage, size, config.device)
-    both = _with_operations(kernels, gpu_kernels(config.weights, checks.operations))
+    kernels_of = partial(gpu_kernels, config.weights, batch_invariant=kernels.batch_invariant)
+    native = Operations.batch_invariant() if kernels.batch_invariant else Operations.native()
+    checks = OperationChecks(config.dtype, config.storage, size, config.device, native)
+    both = _with_operations(kernels, kernels_of(checks.operations))
     checked = checks.operations
     both = dataclasses.replace(both, attention=checked.paged_attention, experts=checked.mixture)
     # Two layers: in some families the second one adds the residual of the first.
@@ -68,7 +72,7 @@ def check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, seed
     failed = tuple(checks.failures.values())
     mixed = kernels
     if failed:
-        mixed = _with_operations(kernels, gpu_kernels(config.weights, checks.passed()))
+        mixed = _with_operations(kernels, kernels_of(checks.passed()))
     if "paged_attention" in checks.failures:
         plain = paged_attention if config.device.type == "cuda" else reference_paged_attention
         mixed = dataclasses.replace(mixed, attention=plain)

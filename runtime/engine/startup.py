@@ -35,7 +35,15 @@ from ..execution.follower import Follower
 from ..execution.rank_commands import CommandSender
 from ..execution.runner import Runner
 from ..execution.step_key import StepKey
-from ..kernels import Gap, Kernels, kernels_for, limit_threads, native_gaps, select_kernels
+from ..kernels import (
+    Gap,
+    Kernels,
+    batch_invariant_kernels,
+    kernels_for,
+    limit_threads,
+    native_gaps,
+    select_kernels,
+)
 from ..kernels.result_check import Fallback, brief, warn
 from ..loading.loader import Source
 from ..loading.opened_source import OpenedSource, find_source, open_source
@@ -268,11 +276,9 @@ def _checked_kernels(
     )
     if kernels.library is not None:
         limit_threads(config.threads)
-    kernels = dataclasses.replace(
-        kernels,
-        dependent_launch=config.dependent_launch,
-        batch_invariant=config.batch_invariant,
-    )
+    if config.batch_invariant:
+        kernels = batch_invariant_kernels(kernels)
+    kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
     plan = plan_of(model)
     replaced: Fallback | None = None
     fitting = kernels_for(kernels, plan)

@@ -5,6 +5,7 @@ Models call only what it returns.
 """
 
 import os
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -118,6 +119,15 @@ def select_kernels(
     )
 
 
+def batch_invariant_kernels(kernels: Kernels) -> Kernels:
+    """Return native kernels whose results for a token do not depend on the rest of a step."""
+    if kernels.name == "triton":
+        from .triton.backend import gpu_kernels
+
+        kernels = gpu_kernels(kernels.weights, batch_invariant=True)
+    return replace(kernels, batch_invariant=True)
+
+
 def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage) -> Kernels:
     library = load_cpu_ops()
     packs = can_pack(quantised_dtype(weights) or dtype) and can_pack(dtype)
@@ -188,6 +198,7 @@ __all__ = [
     "stored_bytes",
     "dequantise_weight",
     "KernelBuildError",
+    "batch_invariant_kernels",
     "build_cpu_ops",
     "build_kernels",
     "cpu_kernels_obstacle",

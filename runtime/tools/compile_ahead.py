@@ -280,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             weight_dtype=options.weight_dtype,
             kv_dtype=options.kv_dtype,
             max_model_len=options.max_model_len,
+            batch_invariant=options.batch_invariant,
         )
         for capability in options.capability:
             _check(capability)
@@ -289,13 +290,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for capability in options.capability:
             record = partial(record_steps, options.model, config, capability=capability)
             steps = record(rows=options.rows, tokens=options.tokens)
+            if options.batch_invariant:
+                many, few = [], []  # there is one way to compute a product
             if many:
                 steps += record(rows=many, tokens=(), library=False)
             if few:
                 steps += record(rows=few, tokens=(), pairs=True)
-            steps += record_paged_attention(
-                options.model, config, tokens=options.tokens, capability=capability
-            )
+            if not options.batch_invariant:
+                steps += record_paged_attention(
+                    options.model, config, tokens=options.tokens, capability=capability
+                )
             if not document["steps"]:  # of any device there are as many
                 for step in steps:
                     counts = Counter(call.name for call in step.kernel_calls)
@@ -363,6 +367,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--weight-dtype", default="auto", choices=STORED_DTYPES)
     parser.add_argument("--kv-dtype", default="auto", choices=STORED_DTYPES)
     parser.add_argument("--max-model-len", type=int, help="(default: the model's own)")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="of an engine with `batch_invariant`"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     return parser.parse_args(arguments)
 

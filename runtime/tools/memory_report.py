@@ -14,6 +14,7 @@ import torch
 from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, plan_memory
 from ...cache.memory.memory_plan import format_bytes
+from ..batch_invariance import check_batch_invariant
 from ..config import MAX_ROWS, EngineConfig
 from ..engine.memory_planning import RESERVE_BYTES, layer_groups, plan_engine
 from ..kernels import Kernels, Mode, kernels_for, native_obstacle, select_kernels
@@ -122,18 +123,29 @@ def explain_memory(
 
 
 def resolve_absent(config: EngineConfig, model: DecoderConfig) -> ResolvedConfig:
-    """Make the choices of `ResolvedConfig.resolve` without asking for the device."""
+    """Make the choices of `ResolvedConfig.resolve` without asking for the device.
+
+    Raises as it.
+    """
     if config.device not in ("auto", "cuda") and not config.device.startswith("cuda:"):
         return ResolvedConfig.resolve(config, model)
-    on_cpu = dataclasses.replace(config, device="cpu", mode="eager", kernels="torch")
+    on_cpu = dataclasses.replace(
+        config, device="cpu", mode="eager", kernels="torch", batch_invariant=False
+    )
     resolved = ResolvedConfig.resolve(on_cpu, model)
     mode = cast(Mode, "graph" if config.mode == "auto" else config.mode)
     obstacle = native_obstacle("cuda", resolved.dtype, resolved.weights, plan_of(model))
+    device = torch.device("cuda")
+    kernels = resolve_kernels(config.kernels, mode, obstacle)
+    if config.batch_invariant:
+        check_batch_invariant(config, device, resolved.dtype, resolved.weights, model)
+        kernels = "native"
     return dataclasses.replace(
         resolved,
         user=config,
-        device=torch.device("cuda"),
-        kernels=resolve_kernels(config.kernels, mode, obstacle),
+        device=device,
+        batch_invariant=config.batch_invariant,
+        kernels=kernels,
         native_obstacle=obstacle,
         mode=mode,
     )

@@ -21,7 +21,14 @@ from ..execution.inputs import StepInputs
 from ..execution.row_state import RowState
 from ..execution.step_functions import StepFunctions
 from ..execution.step_key import StepKey
-from ..kernels import AttentionForm, LayerPlace, RaggedBatch, kernels_for, select_kernels
+from ..kernels import (
+    AttentionForm,
+    LayerPlace,
+    RaggedBatch,
+    batch_invariant_kernels,
+    kernels_for,
+    select_kernels,
+)
 from ..kernels.triton.kernel_calls import CAPABILITY, KernelCall, record_kernel_calls
 from ..kernels.triton.paged_attention import triton_paged_attention
 from ..kernels.triton.paired_layers import every_pair
@@ -83,6 +90,8 @@ def record_steps(
     kernels = select_kernels(
         "cuda", resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
     )
+    if resolved.batch_invariant:
+        kernels = batch_invariant_kernels(kernels)
     kernels = kernels_for(kernels, model_plan(model))
     arena = Arena(groups, _BLOCKS, resolved.block_size, resolved.dtype, _META, resolved.storage)
     decoder = Decoder(model, kernels, resolved.dtype, _META, groups, resolved.storage)

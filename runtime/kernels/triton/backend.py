@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["gpu_kernels"]
 
 
-def gpu_kernels(weights: WeightStorage, operations: Operations | None = None) -> Kernels:
+def gpu_kernels(
+    weights: WeightStorage,
+    operations: Operations | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> Kernels:
     """What runs on a CUDA device with Triton.
 
     Latent attention has no stack: its layers are compiled around the attention of this package.
@@ -34,6 +39,8 @@ def gpu_kernels(weights: WeightStorage, operations: Operations | None = None) ->
     Args:
         weights: how those of linear layers are stored.
         operations: what steps launch; None: the kernels of this package.
+        batch_invariant: whether results of a token must not depend on the others of its step. There
+            is no fused decode step then: its kernels are others than those of prefill steps.
     """
 
     def chosen() -> Operations:
@@ -41,12 +48,12 @@ def gpu_kernels(weights: WeightStorage, operations: Operations | None = None) ->
             return operations
         from .operations import Operations
 
-        return Operations.native()
+        return Operations.batch_invariant() if batch_invariant else Operations.native()
 
     def make_stack(model: BoundModel) -> Stack:
         from .stack import GpuStack
 
-        return GpuStack(model, chosen())
+        return GpuStack(model, chosen(), any_batch=batch_invariant)
 
     def make_decode_step(stack: Stack, model: BoundModel) -> DecodeStep:
         from .decode_step import GpuDecodeStep
@@ -81,7 +88,8 @@ def gpu_kernels(weights: WeightStorage, operations: Operations | None = None) ->
         sampler="triton",
         make_stack=make_stack,
         stack_obstacle=fusion_obstacle,
-        make_decode_step=make_decode_step,
+        make_decode_step=None if batch_invariant else make_decode_step,
+        batch_invariant=batch_invariant,
     )
 
 

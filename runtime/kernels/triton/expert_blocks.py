@@ -95,11 +95,19 @@ def sort_pairs(experts_TK: Tensor, total: int, rows: int) -> PairBlocks:
 
 
 def gate_up_of_blocks(
-    op: Experts, x_TD: Tensor, tensors: ExpertTensors, routed: Routed, config: LinearConfig
+    op: Experts,
+    x_TD: Tensor,
+    tensors: ExpertTensors,
+    routed: Routed,
+    config: LinearConfig,
+    rows: int | None = None,
 ) -> tuple[PairBlocks, Tensor]:
-    """Return the sorted pairs, and gate and up of each pair, activated: `[N, F]`."""
+    """Return the sorted pairs, and gate and up of each pair, activated: `[N, F]`.
+
+    Blocks have so many `rows`; None: those of `block_rows`.
+    """
     pairs = routed.experts.numel()
-    blocks = sort_pairs(routed.experts, op.total, block_rows(pairs, op.total))
+    blocks = sort_pairs(routed.experts, op.total, rows or block_rows(pairs, op.total))
     inner_NF = x_TD.new_empty(pairs, op.activate.features)
     _product(
         GpuLinear(tensors.gate_up, tensors.gate_up_scales, tensors.gate_up_bias),

@@ -41,7 +41,12 @@ class Routed(NamedTuple):
 
 
 def route(
-    op: Experts, x_TD: Tensor, tensors: ExpertTensors, live_T: Tensor | None = None
+    op: Experts,
+    x_TD: Tensor,
+    tensors: ExpertTensors,
+    live_T: Tensor | None = None,
+    *,
+    any_tokens: bool = False,
 ) -> Routed:
     """Choose the experts of each token as `ops.experts.reference_route` does.
 
@@ -50,18 +55,22 @@ def route(
         x_TD: normed hidden states, contiguous.
         tensors: of which the router, its bias and the correction count.
         live_T: bool, false for padding; None: there is no padding.
+        any_tokens: one compiled kernel for any number of tokens, so that the logits of a token do
+            not depend on it.
     """
-    logits_TR = router_logits(x_TD, tensors.router, tensors.router_bias)
+    logits_TR = router_logits(x_TD, tensors.router, tensors.router_bias, any_tokens=any_tokens)
     return choose_experts(op, logits_TR, tensors.correction, live_T)
 
 
-def router_logits(x_TD: Tensor, router_RD: Tensor, bias_R: Tensor | None) -> Tensor:
-    """Return `x @ router.T + bias`, float32 `[T, R]`."""
+def router_logits(
+    x_TD: Tensor, router_RD: Tensor, bias_R: Tensor | None, *, any_tokens: bool = False
+) -> Tensor:
+    """Return `x @ router.T + bias`, float32 `[T, R]`; `any_tokens` as for `route`."""
     tokens, hidden = x_TD.shape
     routed = router_RD.shape[0]
     logits_TR = x_TD.new_empty(tokens, routed, dtype=torch.float32)
     arguments = (x_TD, router_RD, bias_R, logits_TR, tokens, routed)
-    if tokens <= FEW_ROWS:
+    if tokens <= FEW_ROWS and not any_tokens:
         call_kernel(
             router_of_few_rows,
             (triton.cdiv(routed, _ROUTER_ROWS), tokens),
@@ -72,7 +81,7 @@ def router_logits(x_TD: Tensor, router_RD: Tensor, bias_R: Tensor | None) -> Ten
         )
         return logits_TR
     wide = x_TD.dtype == torch.float32
-    block_t = 16 if tokens <= 16 or wide else 32
+    block_t = 16 if tokens <= 16 or wide or any_tokens else 32
     call_kernel(
         router_product,
         (triton.cdiv(tokens, block_t), triton.cdiv(routed, 16)),

@@ -23,7 +23,9 @@ from .linear import EXPERT_PRODUCTS, FEW_ROWS, SCALE_BLOCK, LinearConfig
 from .tuning import TuningKey, expert_key, lookup
 
 __all__ = [
+    "ANY_PAIRS",
     "ExpertSizes",
+    "any_tiles",
     "block_rows",
     "block_tiles",
     "candidate_tiles",
@@ -44,6 +46,9 @@ _WIDEST, _TALLEST = 256, 32
 _STAGES = (3, 8)
 _MOST_ROWS = 128
 """Pairs of a block at most."""
+ANY_PAIRS = 32
+"""Pairs of a block that do not depend on the step: few have to be padded, and many share the reads
+of a weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +165,11 @@ def block_tiles(pairs: int, total: int, dtype: torch.dtype) -> LinearConfig:
     block_k = 32 if wide else (SCALE_BLOCK if rows == 16 else 64)
     stages = 2 if wide else 4 if rows == 16 else 3
     return LinearConfig(height, block_k, 8 if height == 128 else 4, "blocks", stages=stages)
+
+
+def any_tiles(dtype: torch.dtype) -> LinearConfig:
+    """Return sizes of `expert_blocks.py` that do not depend on the step, for `ANY_PAIRS`."""
+    return block_tiles(ANY_PAIRS, 1, dtype)
 
 
 def candidate_tiles(kernel: str, sizes: ExpertSizes, kind: str | None = None) -> list[LinearConfig]:

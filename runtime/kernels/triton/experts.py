@@ -18,10 +18,16 @@ from ..ops.experts_operator import define_experts
 from .expert_blocks import down_of_blocks, gate_up_of_blocks
 from .expert_pairs import down_of_pairs, gate_up_of_pairs
 from .expert_routing import Routed, route
-from .expert_tiles import ExpertSizes, expert_tiles
+from .expert_tiles import ANY_PAIRS, ExpertSizes, any_tiles, expert_tiles
 from .linear import LinearConfig
 
-__all__ = ["experts", "experts_on_gpu", "reference_experts_of_choice", "triton_experts"]
+__all__ = [
+    "experts",
+    "experts_of_any_tokens",
+    "experts_on_gpu",
+    "reference_experts_of_choice",
+    "triton_experts",
+]
 
 
 def experts(
@@ -61,6 +67,27 @@ def experts(
     else:
         blocks, inner_NF = gate_up_of_blocks(op, x_TD, tensors, routed, first)
         down_of_blocks(op, blocks, inner_NF, tensors, routed, *ends)
+
+
+def experts_of_any_tokens(
+    op: Experts,
+    x_TD: Tensor,
+    tensors: ExpertTensors,
+    routed: Routed,
+    residual_TD: Tensor | None,
+    out_TD: Tensor,
+    *,
+    scale: float = 1.0,
+) -> None:
+    """As `experts`, with one compiled kernel for any number of tokens.
+
+    The bits of a token do not depend on the other tokens: each of its experts is one chain of
+    products, whatever the place of the pair in its block.
+    """
+    config = any_tiles(x_TD.dtype)
+    blocks, inner_NF = gate_up_of_blocks(op, x_TD, tensors, routed, config, ANY_PAIRS)
+    ends = (residual_TD, out_TD, scale, config)
+    down_of_blocks(op, blocks, inner_NF, tensors, routed, *ends)
 
 
 def reference_experts_of_choice(

@@ -80,9 +80,17 @@ class OperationChecks:
     """Both versions of every operation, compared wherever one is called."""
 
     def __init__(
-        self, dtype: torch.dtype, storage: str, block_size: int, device: torch.device
+        self,
+        dtype: torch.dtype,
+        storage: str,
+        block_size: int,
+        device: torch.device,
+        native: Operations | None = None,
     ) -> None:
-        """Check operations of a model in `dtype` over a cache of this storage."""
+        """Check operations of a model in `dtype` over a cache of this storage.
+
+        They are those of `native`; None: `Operations.native`.
+        """
         self.failures: dict[str, Fallback] = {}
         """The first failure of each operation that failed."""
         self.checked: set[str] = set()
@@ -94,7 +102,8 @@ class OperationChecks:
         self._limit = tolerance(dtype)
         self._cache_limit = tolerance(dtype, storage)
         self._storage, self._block_size, self._device = storage, block_size, device
-        native, reference = Operations.native(), Operations.reference()
+        self._native = native = native or Operations.native()
+        reference = Operations.reference()
         self.operations = Operations(
             **{
                 field.name: self._both(
@@ -107,7 +116,7 @@ class OperationChecks:
 
     def passed(self) -> Operations:
         """The native operations, with the plain versions of those that failed."""
-        return Operations.native().with_reference(self.failures)
+        return self._native.with_reference(self.failures)
 
     def _both(
         self, name: str, native: Callable[..., Any], reference: Callable[..., Any]

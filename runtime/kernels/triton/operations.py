@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,11 +23,12 @@ from ..ops.expert_operations import Experts
 from ..ops.experts import ExpertTensors
 from . import reference_operations as plain
 from .activation import activate_rows
+from .any_rows import linear_of_any_rows
 from .begin import Beginning, begin_decode
 from .combine_output import combine_output
 from .decode_attention import decode_attention
 from .expert_routing import Routed, route
-from .experts import experts
+from .experts import experts, experts_of_any_tokens
 from .fused_pair import fused_pair
 from .gate_up import gate_up
 from .greedy import pick_greedy
@@ -114,6 +116,16 @@ class Operations:
             head=head,
             pick_greedy=pick_greedy,
             pick_of_ranks=pick_of_ranks,
+        )
+
+    @classmethod
+    def batch_invariant(cls) -> Operations:
+        """Those of `GpuStack` with `any_batch`: none of its sums depends on the rows of a step."""
+        return replace(
+            cls.native(),
+            linear=linear_of_any_rows,
+            route=partial(route, any_tokens=True),
+            experts=experts_of_any_tokens,
         )
 
     @classmethod

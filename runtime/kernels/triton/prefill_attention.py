@@ -8,12 +8,17 @@ A program takes BLOCK_M queries, the heads of one group of some neighbouring tok
 `prefill_tiles.py`), over BLOCK_N positions at a time, from the first of the window to the last that
 one of them sees (FlashAttention-2, Dao 2023, with scores in units of log2).
 
+With `PrefillTiling.split` the context is cut into parts of that many positions. A part is summed
+alone and then added to the parts before it, by the same program or by a kernel of its own: the
+result of a token has the same bits in both cases, and whatever else is in its tile.
+
 Contract: the tokens of a row are neighbours, and their positions follow one another. Memory that no
 token of a tile sees is not read; scores that a token does not see are selected away.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,6 +38,9 @@ from .quantised_cache import (
 from .split_attention import first_seen, in_log2, load_sinks, padded
 
 __all__ = ["prefill_attention"]
+
+_MOST_PART_BYTES = 32 << 20
+"""Of partial results: where they would be more, one program sums all parts of its tile."""
 
 
 def prefill_attention(
@@ -67,9 +75,21 @@ def prefill_attention(
     latent = views.values is None
     block_d, block_rest = _pieces(d)
     heads = tiling.heads(group)
+    grid: tuple[int, ...] = (tiles.shape[0] - 1, g * triton.cdiv(group, heads))
+    parts, maxima, sums, partial = 1, None, None, None
+    if tiling.split:
+        assert not latent, "the context of latent attention is one part"
+        parts = triton.cdiv(block_tables.shape[1] * batch.block_size, tiling.split)
+        shape = (t, h, parts)
+        apart = parts > 1 and 4 * t * h * parts * e <= _MOST_PART_BYTES
+        maxima, sums = (
+            q_THD.new_empty(shape if apart else 1, dtype=torch.float32) for _ in range(2)
+        )
+        partial = q_THD.new_empty((*shape, e) if apart else 1, dtype=torch.float32)
+        grid = (*grid, parts if apart else 1)
     call_kernel(
         _attention_kernel,
-        (tiles.shape[0] - 1, g * triton.cdiv(group, heads)),
+        grid,
         q_THD,
         *views,
         form.sinks,
@@ -78,10 +98,14 @@ def prefill_attention(
         batch.positions,
         tiles,
         out,
+        maxima,
+        sums,
+        partial,
         form.scale,
         q_THD.stride(0),
         q_THD.stride(1),
         block_tables.stride(0),
+        parts,
         G=g,
         GROUP=group,
         HEADS=heads,
@@ -99,9 +123,28 @@ def prefill_attention(
         STORAGE=form.storage,
         NATIVE_FP8=fp8_is_native(q_THD.device),
         LATENT=latent,
+        SPLIT=tiling.split,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
+    if len(grid) == 3 and grid[2] > 1:
+        call_kernel(
+            _combine_parts,
+            (t, h),
+            maxima,
+            sums,
+            partial,
+            form.sinks,
+            batch.positions,
+            out,
+            form.scale,
+            parts,
+            H=h,
+            E=e,
+            BLOCK_E=padded(e),
+            SPLIT=tiling.split,
+            PLAIN=form.softcap == 0.0 and form.storage == "model",
+        )
     return out
 
 
@@ -118,14 +161,17 @@ def _pieces(width: int) -> tuple[int, int]:
 def _attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, sinks_ptr,
     block_tables_ptr, token_rows_ptr, positions_ptr, tiles_ptr, out_ptr,
-    scale, q_token_stride, q_head_stride, table_stride,
+    m_ptr, l_ptr, acc_ptr, scale, q_token_stride, q_head_stride, table_stride, parts,
     G: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, LATENT: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, kv head and tile of its query heads); later tiles, which see more, first."""
+    """Program (tile, kv head and tile of its query heads); later tiles, which see more, first.
+
+    With `SPLIT` there are as many of them as parts, of which each sums one, or one that sums all.
+    """
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -167,10 +213,17 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     unit = scale * 1.4426950408889634 if PLAIN else 1.0
     largest = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if sinks_ptr is not None:  # one more term of the denominator
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    if SPLIT:  # of the parts before
+        alone = tl.num_programs(2) == 1
+        whole_largest, whole_total, whole_acc = largest, total, acc
+        if sinks_ptr is not None:
+            sink = load_sinks(sinks_ptr + head, inside) / unit
+            whole_largest = tl.where(alone, sink, whole_largest)
+            whole_total += tl.where(alone, 1.0, 0.0)
+    elif sinks_ptr is not None:  # one more term of the denominator
         largest = load_sinks(sinks_ptr + head, inside) / unit
         total += 1.0
-    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
 
     # Positions that all queries see lie between two spans that only some of them do.
     end = latest + 1
@@ -185,8 +238,13 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         begin = 0
         shared = 0
     shared_end = tl.maximum((earliest + 1) // BLOCK_N * BLOCK_N, shared)
-    FIRST_SPAN: tl.constexpr = 2 if LATENT else (0 if LIMITED else 1)
-    if LATENT:
+    ONE_LOOP: tl.constexpr = LATENT or SPLIT > 0
+    FIRST_SPAN: tl.constexpr = 2 if ONE_LOOP else (0 if LIMITED else 1)
+    if SPLIT:
+        part_begin = tl.where(alone, 0, tl.program_id(2) * SPLIT)
+        begin = tl.maximum(begin, part_begin)
+        end = tl.where(alone, end, tl.minimum(end, part_begin + SPLIT))
+    if ONE_LOOP:
         shared_end = begin
     for SPAN in tl.static_range(FIRST_SPAN, 3):
         MASKED = SPAN != 1
@@ -197,6 +255,14 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         else:
             low, high = shared_end, end
         for start in range(low, high, BLOCK_N):
+            if SPLIT:  # noqa: SIM102 - decided at compile time
+                if start % SPLIT == 0:
+                    whole_largest, whole_total, whole_acc = _merged(
+                        whole_largest, whole_total, whole_acc, largest, total, acc, unit
+                    )
+                    largest = tl.full([BLOCK_M], -1e30, tl.float32)
+                    total = tl.zeros([BLOCK_M], tl.float32)
+                    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
             n = start + tl.arange(0, BLOCK_N)
             stored = n < end if MASKED else tl.full([BLOCK_N], True, tl.int1)
             if LIMITED and MASKED:
@@ -256,9 +322,70 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                     weights *= load_scales(value_scales_ptr, scales_at, stored)[None, :]
             acc = tl.dot(weights.to(weight_dtype), v, acc * shrink[:, None], input_precision="ieee")
 
+    if SPLIT:
+        largest, total, acc = _merged(
+            whole_largest, whole_total, whole_acc, largest, total, acc, unit
+        )
+        # Of tokens that do not see the part nothing is read.
+        partly = inside & (position >= part_begin) & (tl.num_programs(2) > 1)
+        cell = (token * (GROUP * G) + head) * parts + tl.program_id(2)
+        tl.store(m_ptr + cell, largest, mask=partly)
+        tl.store(l_ptr + cell, total, mask=partly)
+        tl.store(
+            acc_ptr + cell[:, None] * E + e[None, :],
+            acc,
+            mask=partly[:, None] & (e < E)[None, :],
+        )
+        inside &= alone
+        total = tl.where(alone, total, 1.0)
     out_at = out_ptr + token * (GROUP * G * E) + head * E
     tl.store(
         out_at[:, None] + e[None, :],
         (acc / total[:, None]).to(dtype),
         mask=inside[:, None] & (e < E)[None, :],
     )
+
+
+@triton.jit
+def _merged(largest, total, acc, other_largest, other_total, other_acc, unit):  # type: ignore[no-untyped-def]
+    """Maxima, denominators and numerators of two parts of the context together, the first first.
+
+    Which product is rounded before the sum is written out, so that all compilations do the same.
+    """
+    larger = tl.maximum(largest, other_largest)
+    shrink = tl.exp2((largest - larger) * unit)
+    other_shrink = tl.exp2((other_largest - larger) * unit)
+    total = tl.fma(total, shrink, other_total * other_shrink)
+    shrinks = tl.broadcast_to(shrink[:, None], acc.shape)
+    acc = tl.fma(acc, shrinks, other_acc * other_shrink[:, None])
+    return larger, total, acc
+
+
+@triton.jit
+def _combine_parts(  # type: ignore[no-untyped-def]
+    m_ptr, l_ptr, acc_ptr, sinks_ptr, positions_ptr, out_ptr, scale, parts,
+    H: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, SPLIT: tl.constexpr,
+    PLAIN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (token, head): the parts in their order, as a program that sums all of them."""
+    wait_for_inputs(PDL)
+    let_dependents_start(PDL)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    one = tl.zeros([1], tl.int32)
+    e = tl.arange(0, BLOCK_E)[None, :]
+    unit = scale * 1.4426950408889634 if PLAIN else 1.0
+    largest = tl.full([1], -1e30, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_E], tl.float32)
+    if sinks_ptr is not None:
+        largest = load_sinks(sinks_ptr + head + one, one == 0) / unit
+        total += 1.0
+    last = tl.load(positions_ptr + token).to(tl.int32) // SPLIT
+    for part in range(0, last + 1):
+        cell = (token * H + head) * parts + part + one
+        other = tl.load(acc_ptr + cell[:, None] * E + e, mask=e < E, other=0.0)
+        largest, total, acc = _merged(
+            largest, total, acc, tl.load(m_ptr + cell), tl.load(l_ptr + cell), other, unit
+        )
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (token * H + head) * E + e, out, mask=e < E)

@@ -21,7 +21,9 @@ from torch import Tensor
 from .kernel_calls import call_kernel, let_dependents_start, num_multiprocessors, wait_for_inputs
 
 __all__ = [
+    "SPLIT",
     "PrefillTiling",
+    "any_tiling",
     "num_prefill_tiles",
     "prefill_tiles",
     "prefill_tiling",
@@ -30,6 +32,10 @@ __all__ = [
 
 _SCAN = 1024
 """Tokens that the kernel of tiles looks at together."""
+
+
+SPLIT = 1024
+"""Positions of a part of the context in steps whose parts are the same in all steps."""
 
 
 class PrefillTiling(NamedTuple):
@@ -41,6 +47,10 @@ class PrefillTiling(NamedTuple):
     """Positions of an iteration."""
     num_warps: int
     num_stages: int
+    split: int = 0
+    """Positions of a part of the context, a multiple of `block_n`: parts are summed alone, and then
+    together in their order. Scores are masked in all of them. 0: the context is one part, where
+    positions that all queries see have a loop of their own, without masks."""
 
     def heads(self, group: int) -> int:
         """Query heads of a tile, of `group` that share a kv head."""
@@ -70,21 +80,29 @@ def prefill_tiling(
     Of the stages one is for the block table, the others hold keys and values. None of these spills
     registers.
     """
+    small = any_tiling(head_dim, dtype, storage, device)
+    if dtype == torch.float32 or head_dim > 128:
+        return small
+    wide = 128 if head_dim <= 64 else 64
+    large = PrefillTiling(128, 32 if storage != "model" else wide, 8, 3)
+    group = num_heads // num_kv_heads
+    programs = triton.cdiv(tokens, large.tokens(group)) * num_kv_heads
+    return large if 4 * programs >= 3 * num_multiprocessors(device) else small
+
+
+def any_tiling(
+    head_dim: int, dtype: torch.dtype, storage: str, device: torch.device
+) -> PrefillTiling:
+    """Sizes that do not depend on the step: of few queries, because a decode step has few."""
     if dtype == torch.float32:  # multiplied by the ordinary units: as small as products can be
         return PrefillTiling(16, 32 if head_dim <= 64 else 16, 8 if head_dim > 128 else 4, 1)
     quantised = storage != "model"
     if head_dim > 128:
         tight = head_dim > 256 and not _has_warp_groups(device)
         return PrefillTiling(32 if quantised else 64, 16 if tight else 32, 8, 3)
-    narrow = head_dim <= 64
     if quantised:
-        large, small = PrefillTiling(128, 32, 8, 3), PrefillTiling(64, 32, 8, 3)
-    else:
-        large = PrefillTiling(128, 128 if narrow else 64, 8, 3)
-        small = PrefillTiling(64, 64 if narrow else 32, 4, 3)
-    group = num_heads // num_kv_heads
-    programs = triton.cdiv(tokens, large.tokens(group)) * num_kv_heads
-    return large if 4 * programs >= 3 * num_multiprocessors(device) else small
+        return PrefillTiling(64, 32, 8, 3)
+    return PrefillTiling(64, 64 if head_dim <= 64 else 32, 4, 3)
 
 
 def _has_warp_groups(device: torch.device) -> bool:

@@ -51,7 +51,7 @@ from .linear import ROW_CLASSES, GpuLinear, GpuNorm
 from .operations import Operations
 from .paired_layers import LayerPairs, tuned_pairs
 from .split_attention import new_counters
-from .step_attention import DecodeAttention, PrefillAttention
+from .step_attention import AnyAttention, DecodeAttention, PrefillAttention
 
 __all__ = ["GpuStack"]
 
@@ -62,9 +62,16 @@ MOST_ROWS = ROW_CLASSES[-1]
 class GpuStack:
     """The layers of one model and its final norm, as kernels in one stream."""
 
-    def __init__(self, model: BoundModel, operations: Operations) -> None:
-        """The plan is one that `fusion_obstacle` has nothing against."""
-        self.operations = operations
+    def __init__(
+        self, model: BoundModel, operations: Operations, *, any_batch: bool = False
+    ) -> None:
+        """The plan is one that `fusion_obstacle` has nothing against.
+
+        With `any_batch` all steps run as prefill steps do, in kernels that do not depend on the
+        step: results of a token do not depend on the others. It takes the operations of
+        `Operations.batch_invariant`.
+        """
+        self.operations, self._any_batch = operations, any_batch
         self._layers: list[list[LayerKernel]] = []
         after: LayerKernel | None = None
         for layer in reversed(model.layers):
@@ -123,7 +130,10 @@ class GpuStack:
         shared = (self.operations, like, x_TD, arena, batch, cos_KTE, sin_KTE)
         live_T = batch.live_tokens if self._has_experts else None
         step: DecodeAttention | PrefillAttention
-        if decodes:
+        if self._any_batch:
+            with operation("prefill_tiles"):
+                step = AnyAttention(*shared)
+        elif decodes:
             step = DecodeAttention(self._counters, *shared)
             if tokens <= MOST_ROWS:
                 return self._few(x_TD, step, live_T)

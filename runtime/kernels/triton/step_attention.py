@@ -6,7 +6,7 @@ rotation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,12 +19,12 @@ from ..ops.layer_operations import Attend
 from .fusion import Attention
 from .kernel_calls import num_multiprocessors
 from .operations import Operations
-from .prefill_tiles import PrefillTiling, prefill_tiling
+from .prefill_tiles import SPLIT, PrefillTiling, any_tiling, prefill_tiling
 from .rotated_heads import HeadRotation
 from .split_attention import new_partials
 from .splits import choose_splits
 
-__all__ = ["DecodeAttention", "LayerAttention", "PrefillAttention"]
+__all__ = ["AnyAttention", "DecodeAttention", "LayerAttention", "PrefillAttention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +151,15 @@ class PrefillAttention(_StepAttention):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        attend, tokens, rows = self.like.attend, self.x.shape[0], self.batch.rows.shape[0]
-        self.tiling: PrefillTiling = prefill_tiling(
-            tokens,
+        attend, rows = self.like.attend, self.batch.rows.shape[0]
+        self.tiling = self._tiling()
+        most = self.tiling.tokens(attend.heads // attend.kv_heads)
+        self.tiles = self.operations.prefill_tiles(self.batch.token_rows, rows, most)
+
+    def _tiling(self) -> PrefillTiling:
+        attend = self.like.attend
+        return prefill_tiling(
+            self.x.shape[0],
             attend.heads,
             attend.kv_heads,
             attend.head_dim,
@@ -161,8 +167,6 @@ class PrefillAttention(_StepAttention):
             self.like.form.storage,
             self.x.device,
         )
-        most = self.tiling.tokens(attend.heads // attend.kv_heads)
-        self.tiles = self.operations.prefill_tiles(self.batch.token_rows, rows, most)
 
     def attended(self, layer: LayerAttention, qkv_TN: Tensor) -> Tensor:
         """Write keys and values, and attend: `[T, H * E]`."""
@@ -176,3 +180,35 @@ class PrefillAttention(_StepAttention):
                 q_THE, self.arena, place, self.batch, form, self.tiles, self.tiling
             )
         return out_THE.flatten(1)
+
+
+class AnyAttention(PrefillAttention):
+    """A step of any kind: the same compiled kernels whatever its rows and tokens.
+
+    Triton also compiles other kernels for tensors that do not begin at a multiple of 16 bytes. So
+    the parts of tensors do, for each group and kind of rotation, whatever the number of tokens.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.batch = replace(self.batch, slots=_aligned(self.batch.slots))
+        self.cos, self.sin = _aligned(self.cos), _aligned(self.sin)
+
+    def _tiling(self) -> PrefillTiling:
+        attend = self.like.attend
+        storage, device = self.like.form.storage, self.x.device
+        tiling = any_tiling(attend.head_dim, self.x.dtype, storage, device)
+        # Sums of the parts before take as many registers as those of the part: without these
+        # sizes they spill.
+        rows = min(tiling.block_m, 32) if attend.head_dim > 128 else tiling.block_m
+        warps = 8 if attend.head_dim > 64 else tiling.num_warps
+        return tiling._replace(block_m=rows, num_warps=warps, split=SPLIT)
+
+
+def _aligned(parts_PT: Tensor) -> Tensor:
+    """Return a tensor `[P, T, ...]` whose parts begin at multiples of 16 bytes."""
+    parts, tokens = parts_PT.shape[:2]
+    if parts == 1 or tokens % 4 == 0:
+        return parts_PT
+    padded = parts_PT.new_empty(parts, tokens + -tokens % 4, *parts_PT.shape[2:])
+    return padded[:, :tokens].copy_(parts_PT)
