@@ -117,6 +117,7 @@ class Forced:
         poison = torch.nan if self.decoder.storage == "model" else 255
         self.arena[:, :, 1:] = cast(float, poison)
         self.state.positions.zero_()
+        self.state.token_ids.zero_()
         done = [0] * len(self.sequences)
         found: list[list[torch.Tensor]] = [[] for _ in self.sequences]
         for step in steps:
