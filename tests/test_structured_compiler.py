@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from stepgraph.runtime.errors import GrammarError, RequestError
+from stepgraph.runtime.errors import GrammarError, RequestError, StructuredOutputError
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
-from stepgraph.runtime.structured import compiler
+from stepgraph.runtime.request import Request
+from stepgraph.runtime.sampling_params import SamplingParams
+from stepgraph.runtime.structured import compile_threads, compiler, matcher
 from stepgraph.runtime.structured.compiler import GrammarCompiler
 from stepgraph.runtime.structured_output import StructuredOutput
 from tokenizers import Tokenizer
@@ -112,8 +117,92 @@ def test_absurd_grammars_take_bounded_time(
     assert time.monotonic() - started < 4 * compiler.COMPILE_SECONDS
 
 
-def test_a_grammar_is_refused_at_the_deadline(
+_CHAINS = """
+import sys
+from pathlib import Path
+from stepgraph.runtime.errors import GrammarError
+from stepgraph.runtime.loading.tokenizer import load_tokenizer
+from stepgraph.runtime.structured.compiler import GrammarCompiler
+from stepgraph.runtime.structured_output import StructuredOutput
+
+grammars = GrammarCompiler(load_tokenizer(Path(sys.argv[1]), eos_token_ids=(0,)), 4096, (0,))
+rules = "\\n".join(f"r{i}: r{i + 1}" for i in range(4000))
+refs = {f"D{i}": {"$ref": f"#/D{i + 1}"} for i in range(4200)}
+null = {"type": "null"}
+either = {f"D{i}": {"anyOf": [{"$ref": f"#/D{i + 1}"}, null]} for i in range(2000)}
+inner = {f"D{i}": {"items": {"$ref": f"#/D{i + 1}"}} for i in range(2800)}
+for fields in (
+    {"grammar": f"start: r0\\n{rules}\\nr4000: \\"x\\""},
+    {"json": {"$ref": "#/D0", **refs, "D4200": null}},
+    {"json": {"$ref": "#/D0", **either, "D2000": null}},
+    {"json": {"$ref": "#/D0", **inner, "D2800": null}},
+):
+    structured = StructuredOutput(**fields)
+    try:
+        print("compiled", len(grammars.matchers(structured, 1)))
+    except GrammarError as error:
+        print("refused", error)
+"""
+
+
+def test_long_chains_of_references_do_not_end_the_process() -> None:
+    """llguidance recurses along them, and an overflow of the stack cannot be caught."""
+    arguments = [sys.executable, "-c", _CHAINS, str(DEMO)]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout.splitlines()) == 4
+    assert "compiled" in ended.stdout
+
+
+def test_other_threads_keep_their_stacks(grammars: GrammarCompiler) -> None:
+    before = threading.stack_size()
+    assert grammars.matchers(StructuredOutput(regex="a"), 1)
+    assert threading.stack_size() == before
+
+
+def test_a_thread_that_cannot_be_started_takes_no_place(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        for _ in range(compile_threads.MAX_COMPILATIONS + 1):
+            with pytest.raises(RequestError, match="no thread with a stack of 512 MiB"):
+                grammars.matchers(StructuredOutput(regex="a"), 1)
+    assert grammars.matchers(StructuredOutput(regex="a"), 1)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"grammar": "start: A{1000}\nA: /a{1000}/"}, {"regex": "(a{1000}){1000}"}], ids=str
+)
+def test_a_grammar_whose_masks_take_long_is_refused(
+    grammars: GrammarCompiler, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "MASK_SECONDS", 0.02)  # a fifth of what they take
+    with pytest.raises(GrammarError, match=r"a token mask takes \d+ ms.* allowed are 20 ms"):
+        grammars.matchers(StructuredOutput(**fields), 1)
+
+
+def test_a_request_whose_masks_take_long_is_ended(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slow,) = grammars.matchers(StructuredOutput(regex="[ab]*"), 1)
+    params, nothing = SamplingParams(), frozenset[int]()
+    request = Request("r", [5], params, 0, (0, 0), 9, nothing, detokenizer=None, arrival_ns=0)
+    mask = np.zeros(128, dtype=np.int32)
+    assert slow.fill(request, mask) is None
+    assert not (mask == -1).all()
+    monkeypatch.setattr(matcher, "MASK_SECONDS", -1.0)
+    error = slow.fill(request, mask)
+    assert isinstance(error, StructuredOutputError)
+    assert "masks take more than" in str(error)
+    assert (mask == -1).all()
+
+
+def test_a_grammar_is_refused_at_the_deadline(
+    grammars: GrammarCompiler, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "COMPILE_SECONDS", 0.05)
     go_on = threading.Event()
@@ -126,6 +215,8 @@ def test_a_grammar_is_refused_at_the_deadline(
             grammars.matchers(StructuredOutput(regex=text), 1)
     with pytest.raises(GrammarError, match=r"4 others have been compiling for 0.05 s"):
         grammars.matchers(StructuredOutput(regex="e"), 1)
+    with pytest.raises(GrammarError, match="4 others"):  # for all compilers of the process
+        GrammarCompiler(tokenizer, 4096, (0,)).matchers(StructuredOutput(regex="e"), 1)
     go_on.set()
     monkeypatch.setattr(compiler, "COMPILE_SECONDS", 60.0)
     assert grammars.matchers(StructuredOutput(json=MANY), 1)

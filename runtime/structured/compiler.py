@@ -1,7 +1,7 @@
 """Compiles grammars with llguidance, within limits of size and time, and caches them by content.
 
 A grammar becomes an automaton over the tokenizer's vocabulary in the thread that adds the request:
-of an `AsyncEngine` one of its preparation threads. The work itself runs in a thread of its own, so
+of an `AsyncEngine` one of its threads for grammars. The work itself runs in a thread of its own, so
 that a caller gives up at the deadline. The limits of llguidance end what was given up.
 """
 
@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
 from ..bounded_repr import bounded_text
 from ..errors import ConfigError, GrammarError, RequestError
 from ..loading.tokenizer import TextTokenizer
 from ..structured_output import StructuredOutput
-from .matcher import TokenMatcher
+from .compile_threads import NotCompiledError, compile_until
+from .matcher import MASK_SECONDS, TokenMatcher
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -27,8 +28,6 @@ __all__ = ["GrammarCompiler", "check_installed"]
 
 COMPILE_SECONDS: Final = 5.0
 """Seconds until a grammar is refused, the wait for other compilations included."""
-MAX_COMPILATIONS: Final = 4
-"""Grammars that compile at the same time, those that were given up included."""
 MAX_CACHED: Final = 64
 MAX_CACHED_BYTES: Final = 1 << 20
 """Compiled grammars that are kept, and the bytes of their texts."""
@@ -68,7 +67,6 @@ class GrammarCompiler:
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.Lock()
-        self._compiling = threading.Semaphore(MAX_COMPILATIONS)
         self.counts = {"compiled": 0, "found": 0, "refused": 0}
         """Grammars that were compiled, found in the cache, and refused."""
         if not eos_token_ids:
@@ -126,28 +124,10 @@ class GrammarCompiler:
 
     def _compile(self, kind: str, source: str) -> LLMatcher:
         """Compile in another thread, and wait for it until the deadline."""
-        if not self._compiling.acquire(timeout=COMPILE_SECONDS):
-            raise self._refusal(
-                kind, f"{MAX_COMPILATIONS} others have been compiling for {COMPILE_SECONDS:g} s"
-            )
-        result: Future[LLMatcher] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(self._made(kind, source))
-            except BaseException as error:
-                result.set_exception(error)
-            finally:
-                self._compiling.release()
-
-        threading.Thread(target=run, name="stepgraph-grammar", daemon=True).start()
         try:
-            return result.result(COMPILE_SECONDS)
-        except TimeoutError:
-            pass
-        except (ValueError, TypeError, RecursionError) as error:
+            return compile_until(lambda: self._made(kind, source), COMPILE_SECONDS)
+        except (NotCompiledError, ValueError, TypeError, RecursionError) as error:
             raise self._refusal(kind, str(error) or type(error).__name__) from error
-        raise self._refusal(kind, f"it did not compile within {COMPILE_SECONDS:g} s")
 
     def _made(self, kind: str, source: str) -> LLMatcher:
         from llguidance import LLMatcher
@@ -157,6 +137,8 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one builds states that all copies need
+        if not matcher.is_error():
+            _check_speed(matcher.deep_copy())
         if matcher.is_error():
             raise ValueError(matcher.get_error().removesuffix("<non-verbose/>").strip())
         return matcher
@@ -169,6 +151,21 @@ class GrammarCompiler:
             f"the {name} of structured cannot be used:"
             f" {bounded_text(reason, _MAX_REASON_CHARS)}; give a valid, simpler one"
         )
+
+
+def _check_speed(matcher: LLMatcher) -> None:
+    """Raise `ValueError` if the first mask takes too long whenever it is computed."""
+    seconds = MASK_SECONDS
+    for _ in range(2):  # the first may have met a busy processor
+        began = time.thread_time()
+        matcher.compute_bitmask()
+        seconds = time.thread_time() - began
+        if seconds <= MASK_SECONDS:
+            return
+    raise ValueError(
+        f"a token mask takes {1e3 * seconds:.0f} ms, and all requests of a step wait for it;"
+        f" allowed are {1e3 * MASK_SECONDS:g} ms: repeat less, such as a{{10}} for a{{1000}}"
+    )
 
 
 def _grammar(kind: str, source: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
 
     from ..request import Request
 
-__all__ = ["TokenMatcher"]
+__all__ = ["MASK_SECONDS", "TokenMatcher"]
+
+MASK_SECONDS: Final = 0.05
+"""Processor time of a mask, for which all requests of its step wait. What the masks of a request
+take beyond it may add up to as much again."""
 
 
 class TokenMatcher:
@@ -27,13 +32,15 @@ class TokenMatcher:
     where it was.
     """
 
-    __slots__ = ("_eos_token_ids", "_matcher", "_num_consumed")
+    __slots__ = ("_eos_token_ids", "_matcher", "_num_consumed", "_overrun")
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int]) -> None:
         """Take a matcher at the beginning of the grammar."""
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
         self._num_consumed = 0
+        self._overrun = 0.0
+        """Seconds of all masks beyond `MASK_SECONDS` each."""
 
     def fill(
         self, request: Request, mask: npt.NDArray[np.int32]
@@ -49,6 +56,7 @@ class TokenMatcher:
             grammar allows only end-of-sequence tokens and the request forbids them.
         """
         matcher, params = self._matcher, request.params
+        began = time.thread_time()
         tokens = request.output_slice(self._num_consumed, request.num_output)
         if tokens:
             matcher.consume_tokens(list(tokens))
@@ -58,6 +66,10 @@ class TokenMatcher:
         if matcher.is_error():
             mask.fill(-1)
             return self._error(request, matcher.get_error())
+        self._overrun += max(0.0, time.thread_time() - began - MASK_SECONDS)
+        if self._overrun > MASK_SECONDS:
+            mask.fill(-1)
+            return self._error(request, f"masks take more than {1e3 * MASK_SECONDS:g} ms each")
         # In some vocabularies the end-of-sequence token is also a text.
         ends = matcher.is_accepting()
         forbidden = () if ends and not params.ignore_eos else self._eos_token_ids
