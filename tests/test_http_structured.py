@@ -147,10 +147,11 @@ def test_refusals_name_the_reason(engine: AsyncEngine, fields: dict[str, Any], r
     asyncio.run(use(Rig(engine)))
 
 
+@pytest.mark.parametrize("prompt", ["def", [5, 6, 7]], ids=["text", "tokens"])
 def test_a_compilation_delays_no_other_request(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, prompt: Any
 ) -> None:
-    """Neither the event loop nor the step thread waits for a grammar."""
+    """Neither the event loop nor the step thread nor other prompts wait for a grammar."""
     made = compiler.GrammarCompiler._made
 
     async def use() -> None:
@@ -162,12 +163,16 @@ def test_a_compilation_delays_no_other_request(
 
         monkeypatch.setattr(compiler.GrammarCompiler, "_made", slow)
         monkeypatch.setattr(compiler, "COMPILE_SECONDS", 60.0)
-        params = SamplingParams(max_tokens=20, structured={"regex": "[xy]{4}"})
-        held = asyncio.ensure_future(engine.generate("def", params))
+        pattern = f"[xy]{{4}}{type(prompt).__name__}"  # the cache has no other test's
+        params = SamplingParams(max_tokens=20, structured={"regex": pattern})
+        held = [asyncio.ensure_future(engine.generate(prompt, params)) for _ in range(2)]
+        await asyncio.sleep(0)  # they begin first
         plain = await engine.generate("def", SamplingParams(max_tokens=5))
         assert len(plain.token_ids) <= 5
-        assert not held.done()
+        assert not any(task.done() for task in held)
         go_on.set()
-        assert re.fullmatch("[xy]{4}", (await held).text)
+        for output in await asyncio.gather(*held):
+            assert re.fullmatch(pattern, output.text)
 
+    assert engine.config.preparation_threads == 1
     asyncio.run(use())
