@@ -44,6 +44,14 @@ def test_a_grammar_is_compiled_once(grammars: GrammarCompiler) -> None:
     assert grammars.counts["compiled"] == 2, "a regular expression of the same text is another"
 
 
+@pytest.mark.parametrize(
+    "text", ['a"b\\', "a\x7fb", "\x00\n", "\x85\u2028\ufffe", "naïve 😀"], ids=ascii
+)
+def test_a_choice_may_have_any_character(grammars: GrammarCompiler, text: str) -> None:
+    compiled = grammars._made("choice", json.dumps([text]))
+    assert compiled.compute_ff_bytes() == text.encode()
+
+
 def test_the_cache_is_bounded(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_CACHED", 3)
     for text in "abcadea":

@@ -182,6 +182,9 @@ def _grammar(kind: str, source: str) -> str:
         return LLMatcher.grammar_from_regex(source)
     if kind == "choice":
         texts = dict.fromkeys(json.loads(source))
-        quoted = (json.dumps(text, ensure_ascii=False) for text in texts)
+        quoted = (
+            json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # not read otherwise
+            for text in texts
+        )
         return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
     return grammar_from("grammar", source)  # which tells Lark's syntax from others by "::="
