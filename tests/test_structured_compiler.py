@@ -36,6 +36,11 @@ def grammars(tokenizer: Any) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, 4096, (0,))
 
 
+def a_request() -> Request:
+    params, nothing = SamplingParams(), frozenset[int]()
+    return Request("r", [5], params, 0, (0, 0), 9, nothing, detokenizer=None, arrival_ns=0)
+
+
 def test_a_grammar_is_compiled_once(grammars: GrammarCompiler) -> None:
     for schema in (True, "true", " true "):
         assert len(grammars.matchers(StructuredOutput(json=schema), 2)) == 2
@@ -57,10 +62,23 @@ def test_the_cache_is_bounded(grammars: GrammarCompiler, monkeypatch: pytest.Mon
     for text in "abcadea":
         grammars.matchers(StructuredOutput(regex=text), 1)
     assert grammars.counts == {"compiled": 5, "found": 2, "refused": 0}
-    monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 10)
-    for text in ("f" * 9, "g" * 9, "f" * 9):
+    monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 40)
+    for text in ("f" * 9, "g" * 9, "h" * 9, "i" * 9, "j" * 9, "f" * 9):
         grammars.matchers(StructuredOutput(regex=text), 1)
-    assert grammars.counts["compiled"] == 8
+    assert grammars.counts == {"compiled": 11, "found": 2, "refused": 0}
+
+
+def test_large_and_slow_grammars_displace_no_others(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 40)
+    for text in ("small", "ä" * 6, "ä" * 6, "small"):
+        grammars.matchers(StructuredOutput(regex=text), 1)
+    assert grammars.counts == {"compiled": 3, "found": 1, "refused": 0}
+    monkeypatch.setattr(compiler, "MAX_CACHED_SECONDS", 0.0)
+    for text in ("slow", "slow", "small"):
+        grammars.matchers(StructuredOutput(regex=text), 1)
+    assert grammars.counts == {"compiled": 5, "found": 2, "refused": 0}
 
 
 @pytest.mark.parametrize(
@@ -197,13 +215,11 @@ def test_a_request_whose_masks_take_long_is_ended(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (slow,) = grammars.matchers(StructuredOutput(regex="[ab]*"), 1)
-    params, nothing = SamplingParams(), frozenset[int]()
-    request = Request("r", [5], params, 0, (0, 0), 9, nothing, detokenizer=None, arrival_ns=0)
     mask = np.zeros(128, dtype=np.int32)
-    assert slow.fill(request, mask) is None
+    assert slow.fill(a_request(), mask) is None
     assert not (mask == -1).all()
     monkeypatch.setattr(matcher, "MASK_SECONDS", -1.0)
-    error = slow.fill(request, mask)
+    error = slow.fill(a_request(), mask)
     assert isinstance(error, StructuredOutputError)
     assert "masks take more than" in str(error)
     assert (mask == -1).all()
@@ -230,13 +246,33 @@ def test_a_grammar_is_refused_at_the_deadline(
     assert grammars.matchers(StructuredOutput(json=MANY), 1)
 
 
-def test_models_and_tokenizers_without_what_grammars_need(tokenizer: Any) -> None:
-    for arguments, reason in (
-        ((tokenizer, 4096, ()), "no end-of-sequence token"),
-        ((tokenizer, 4000, (0,)), "cannot read the tokenizer"),
-    ):
-        with pytest.raises(RequestError, match=reason):
-            GrammarCompiler(*arguments).matchers(StructuredOutput(regex="a"), 1)
+@pytest.mark.parametrize("eos_token_ids", [(), (5000,)])
+def test_models_without_what_grammars_need(
+    tokenizer: Any, eos_token_ids: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = "none of the model's end" if eos_token_ids else "no end-of-sequence token"
+    refusing = GrammarCompiler(tokenizer, 6000, eos_token_ids)
+    assert reason in caplog.text
+    with pytest.raises(RequestError, match=reason):
+        refusing.matchers(StructuredOutput(regex="a"), 1)
+
+
+@pytest.mark.parametrize("vocab_size", [2050, 3999, 4096, 4200])
+def test_tokens_that_the_model_lacks_are_never_allowed(tokenizer: Any, vocab_size: int) -> None:
+    structured = StructuredOutput(regex="(?s:.*)")
+    (reference,) = GrammarCompiler(tokenizer, 4096, (0,)).matchers(structured, 1)
+    (cut,) = GrammarCompiler(tokenizer, vocab_size, (0, 5000)).matchers(structured, 1)
+    whole = np.zeros(4096 // 32, dtype=np.int32)
+    mask = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+    assert reference.fill(a_request(), whole) is None
+    assert cut.fill(a_request(), mask) is None
+    expected, found = (
+        np.unpackbits(bits.view(np.uint8), bitorder="little") for bits in (whole, mask)
+    )
+    shared = min(vocab_size, 4096)
+    assert (found[:shared] == expected[:shared]).all()
+    assert found[:shared].sum() > 1000
+    assert not found[shared:].any()
 
 
 def test_the_definition_of_a_tokenizer_is_that_of_its_file(tokenizer: Any) -> None:

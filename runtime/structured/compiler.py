@@ -8,13 +8,14 @@ that a caller gives up at the deadline. The limits of llguidance end what was gi
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ..bounded_repr import bounded_text
+from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import ConfigError, GrammarError, RequestError
 from ..loading.tokenizer import TextTokenizer
 from ..structured_output import StructuredOutput
@@ -26,11 +27,16 @@ if TYPE_CHECKING:
 
 __all__ = ["GrammarCompiler", "check_installed"]
 
+logger = logging.getLogger("stepgraph.runtime")
+
 COMPILE_SECONDS: Final = 5.0
 """Seconds until a grammar is refused, the wait for other compilations included."""
 MAX_CACHED: Final = 64
 MAX_CACHED_BYTES: Final = 1 << 20
-"""Compiled grammars that are kept, and the bytes of their texts."""
+MAX_CACHED_SECONDS: Final = 2.0
+"""Compiled grammars that are kept, the bytes of their texts, and the processor time that they took,
+which grows as their memory does: up to about 200 MB a second. A grammar that alone takes more than
+a quarter of a limit is not kept."""
 
 _MAX_REASON_CHARS = 300
 _WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,16}"
@@ -48,6 +54,16 @@ def check_installed() -> None:
         ) from error
 
 
+class _Compiled(NamedTuple):
+    """A grammar that is kept."""
+
+    matcher: LLMatcher
+    size: int
+    """Bytes of its text."""
+    seconds: float
+    """Processor time of its compilation."""
+
+
 class GrammarCompiler:
     """The grammars of one tokenizer. Any thread may call it at any time."""
 
@@ -58,19 +74,29 @@ class GrammarCompiler:
 
         Args:
             tokenizer: of the checkpoint.
-            vocab_size: of the model; tokens without an entry in the tokenizer are never allowed.
-            eos_token_ids: tokens that end the model's output.
+            vocab_size: of the model; tokens without an entry in the tokenizer are never allowed,
+                nor are those of the tokenizer beyond it.
+            eos_token_ids: tokens that end the model's output. Those that the tokenizer or the model
+                lacks are left out.
         """
         self._obstacle: str | None = None
         self._eos_token_ids = tuple(eos_token_ids)
+        self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
-        self._cached_bytes = 0
+        self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self.counts = {"compiled": 0, "found": 0, "refused": 0}
         """Grammars that were compiled, found in the cache, and refused."""
-        if not eos_token_ids:
-            self._obstacle = "the model has no end-of-sequence token, which ends an output"
+        known_ids = tokenizer.id_bound
+        ends = [token_id for token_id in eos_token_ids if token_id < min(known_ids, vocab_size)]
+        if not ends:
+            self._obstacle = (
+                "the model has no end-of-sequence token, which ends an output"
+                if not eos_token_ids
+                else "the tokenizer has none of the model's end-of-sequence tokens"
+                f" {bounded_repr(list(eos_token_ids))}"
+            )
+            self._warn()
             return
         from llguidance import LLParserLimits, LLTokenizer  # an optional package
 
@@ -84,10 +110,14 @@ class GrammarCompiler:
         )
         try:
             self._tokenizer = LLTokenizer(
-                tokenizer.definition, n_vocab=vocab_size, eos_token=list(eos_token_ids)
+                tokenizer.definition, n_vocab=max(vocab_size, known_ids), eos_token=ends
             )
         except Exception as error:  # of any type, according to what is missing in the definition
             self._obstacle = f"llguidance cannot read the tokenizer: {bounded_text(error)}"
+            self._warn()
+
+    def _warn(self) -> None:
+        logger.warning("structured output is not possible: %s", self._obstacle)
 
     def matchers(self, structured: StructuredOutput, count: int) -> list[TokenMatcher]:
         """Return a matcher at the beginning of the grammar for each of `count` completions.
@@ -100,6 +130,7 @@ class GrammarCompiler:
             raise RequestError(
                 f"structured output is not possible: {self._obstacle}. Leave out structured"
             )
+        assert self._tokenizer is not None
         key = structured.kind, structured.source
         with self._lock:
             found = self._compiled.get(key)
@@ -109,23 +140,32 @@ class GrammarCompiler:
         if found is None:
             found = self._compile(*key)
             self._keep(key, found)
-        return [TokenMatcher(found.deep_copy(), self._eos_token_ids) for _ in range(count)]
+        tokens = self._eos_token_ids, self._vocab_size, self._tokenizer.vocab_size
+        return [TokenMatcher(found.matcher.deep_copy(), *tokens) for _ in range(count)]
 
-    def _keep(self, key: tuple[str, str], compiled: LLMatcher) -> None:
+    def _keep(self, key: tuple[str, str], compiled: _Compiled) -> None:
         with self._lock:
             self.counts["compiled"] += 1
-            if key in self._compiled:
+            if 4 * compiled.size > MAX_CACHED_BYTES or 4 * compiled.seconds > MAX_CACHED_SECONDS:
                 return
             self._compiled[key] = compiled
-            self._cached_bytes += len(key[1])
-            while len(self._compiled) > MAX_CACHED or self._cached_bytes > MAX_CACHED_BYTES:
-                (_, source), _ = self._compiled.popitem(last=False)
-                self._cached_bytes -= len(source)
+            while (
+                len(self._compiled) > MAX_CACHED
+                or sum(kept.size for kept in self._compiled.values()) > MAX_CACHED_BYTES
+                or sum(kept.seconds for kept in self._compiled.values()) > MAX_CACHED_SECONDS
+            ):
+                self._compiled.popitem(last=False)
 
-    def _compile(self, kind: str, source: str) -> LLMatcher:
+    def _compile(self, kind: str, source: str) -> _Compiled:
         """Compile in another thread, and wait for it until the deadline."""
+
+        def work() -> _Compiled:
+            began = time.thread_time()
+            matcher = self._made(kind, source)
+            return _Compiled(matcher, len(source.encode()), time.thread_time() - began)
+
         try:
-            return compile_until(lambda: self._made(kind, source), COMPILE_SECONDS)
+            return compile_until(work, COMPILE_SECONDS)
         except (NotCompiledError, ValueError, TypeError, RecursionError) as error:
             raise self._refusal(kind, str(error) or type(error).__name__) from error
 
