@@ -116,6 +116,59 @@ def test_a_demanded_call_follows_the_parameters(
     asyncio.run(use(Rig(engine, tool_parser=parser)))
 
 
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("keyword", ["$defs", "definitions"])
+def test_the_parameters_of_a_demanded_call_may_refer_to_themselves(
+    engine: AsyncEngine, parser: str, keyword: str
+) -> None:
+    def tool(name: str, place: dict[str, Any]) -> dict[str, Any]:
+        again = {"$ref": "#/properties/to", "description": "as \x7f" * 10_000}
+        parameters = {
+            **{"type": "object", "properties": {"to": {"$ref": f"#/{keyword}/Place"}, "by": again}},
+            **{"required": ["to", "by"], "additionalProperties": False},
+            keyword: {"Place": place},
+        }
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    tools = [tool("go", {"enum": ["Rome"]}), tool("come", {"const": {"$ref": "#/\x7f"}})]
+
+    async def use(rig: Rig) -> None:
+        body = {"messages": HI, "tools": tools, "max_tokens": 200, "seed": 1}
+        for name, place in (("go", "Rome"), ("come", {"$ref": "#/\x7f"})):
+            body["tool_choice"] = {"type": "function", "function": {"name": name}}
+            (found,) = (await rig.post(body, CHAT)).json()["choices"]
+            (call,) = found["message"]["tool_calls"]
+            assert call["function"]["name"] == name
+            assert json.loads(call["function"]["arguments"]) == {"to": place, "by": place}
+
+    asyncio.run(use(Rig(engine, tool_parser=parser)))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field", "reason"),
+    [
+        (5, "tools[1].function.parameters", "is 5; allowed is a JSON schema"),
+        ([SCHEMA], "tools[1].function.parameters", "allowed is a JSON schema"),
+        ({"enum": ["x" * 150_000]}, "tools[1].function.parameters", "bytes"),
+        ({"enum": ["x" * 70_000]}, "tools", "offer fewer or smaller tools"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_invalid_parameters_of_a_tool_are_named(
+    engine: AsyncEngine, parameters: Any, field: str, reason: str
+) -> None:
+    async def use(rig: Rig) -> None:
+        tool = {"type": "function", "function": {"name": "bad", "parameters": parameters}}
+        body = {"messages": HI, "tools": [TOOL, tool], "tool_choice": "required", "max_tokens": 5}
+        response = await rig.post(body, CHAT)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == field
+        assert reason in error["message"]
+
+    asyncio.run(use(Rig(engine, tool_parser="hermes")))
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -147,10 +200,11 @@ def test_refusals_name_the_reason(engine: AsyncEngine, fields: dict[str, Any], r
     asyncio.run(use(Rig(engine)))
 
 
+@pytest.mark.parametrize("prompt", ["def", [5, 6, 7]], ids=["text", "tokens"])
 def test_a_compilation_delays_no_other_request(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, prompt: Any
 ) -> None:
-    """Neither the event loop nor the step thread waits for a grammar."""
+    """Neither the event loop nor the step thread nor other prompts wait for a grammar."""
     made = compiler.GrammarCompiler._made
 
     async def use() -> None:
@@ -162,12 +216,16 @@ def test_a_compilation_delays_no_other_request(
 
         monkeypatch.setattr(compiler.GrammarCompiler, "_made", slow)
         monkeypatch.setattr(compiler, "COMPILE_SECONDS", 60.0)
-        params = SamplingParams(max_tokens=20, structured={"regex": "[xy]{4}"})
-        held = asyncio.ensure_future(engine.generate("def", params))
+        pattern = f"[xy]{{4}}{type(prompt).__name__}"  # the cache has no other test's
+        params = SamplingParams(max_tokens=20, structured={"regex": pattern})
+        held = [asyncio.ensure_future(engine.generate(prompt, params)) for _ in range(2)]
+        await asyncio.sleep(0)  # they begin first
         plain = await engine.generate("def", SamplingParams(max_tokens=5))
         assert len(plain.token_ids) <= 5
-        assert not held.done()
+        assert not any(task.done() for task in held)
         go_on.set()
-        assert re.fullmatch("[xy]{4}", (await held).text)
+        for output in await asyncio.gather(*held):
+            assert re.fullmatch(pattern, output.text)
 
+    assert engine.config.preparation_threads == 1
     asyncio.run(use())

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from stepgraph.runtime.errors import GrammarError, RequestError
+from stepgraph.runtime.errors import GrammarError, RequestError, StructuredOutputError
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
-from stepgraph.runtime.structured import compiler
+from stepgraph.runtime.request import Request
+from stepgraph.runtime.sampling_params import SamplingParams
+from stepgraph.runtime.structured import compile_threads, compiler, matcher
 from stepgraph.runtime.structured.compiler import GrammarCompiler
 from stepgraph.runtime.structured_output import StructuredOutput
 from tokenizers import Tokenizer
@@ -31,6 +36,11 @@ def grammars(tokenizer: Any) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, 4096, (0,))
 
 
+def a_request() -> Request:
+    params, nothing = SamplingParams(), frozenset[int]()
+    return Request("r", [5], params, 0, (0, 0), 9, nothing, detokenizer=None, arrival_ns=0)
+
+
 def test_a_grammar_is_compiled_once(grammars: GrammarCompiler) -> None:
     for schema in (True, "true", " true "):
         assert len(grammars.matchers(StructuredOutput(json=schema), 2)) == 2
@@ -39,15 +49,36 @@ def test_a_grammar_is_compiled_once(grammars: GrammarCompiler) -> None:
     assert grammars.counts["compiled"] == 2, "a regular expression of the same text is another"
 
 
+@pytest.mark.parametrize(
+    "text", ['a"b\\', "a\x7fb", "\x00\n", "\x85\u2028\ufffe", "naïve 😀"], ids=ascii
+)
+def test_a_choice_may_have_any_character(grammars: GrammarCompiler, text: str) -> None:
+    compiled = grammars._made("choice", json.dumps([text]))
+    assert compiled.compute_ff_bytes() == text.encode()
+
+
 def test_the_cache_is_bounded(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_CACHED", 3)
     for text in "abcadea":
         grammars.matchers(StructuredOutput(regex=text), 1)
     assert grammars.counts == {"compiled": 5, "found": 2, "refused": 0}
-    monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 10)
-    for text in ("f" * 9, "g" * 9, "f" * 9):
+    monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 40)
+    for text in ("f" * 9, "g" * 9, "h" * 9, "i" * 9, "j" * 9, "f" * 9):
         grammars.matchers(StructuredOutput(regex=text), 1)
-    assert grammars.counts["compiled"] == 8
+    assert grammars.counts == {"compiled": 11, "found": 2, "refused": 0}
+
+
+def test_large_and_slow_grammars_displace_no_others(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 40)
+    for text in ("small", "ä" * 6, "ä" * 6, "small"):
+        grammars.matchers(StructuredOutput(regex=text), 1)
+    assert grammars.counts == {"compiled": 3, "found": 1, "refused": 0}
+    monkeypatch.setattr(compiler, "MAX_CACHED_SECONDS", 0.0)
+    for text in ("slow", "slow", "small"):
+        grammars.matchers(StructuredOutput(regex=text), 1)
+    assert grammars.counts == {"compiled": 5, "found": 2, "refused": 0}
 
 
 @pytest.mark.parametrize(
@@ -112,8 +143,90 @@ def test_absurd_grammars_take_bounded_time(
     assert time.monotonic() - started < 4 * compiler.COMPILE_SECONDS
 
 
-def test_a_grammar_is_refused_at_the_deadline(
+_CHAINS = """
+import sys
+from pathlib import Path
+from stepgraph.runtime.errors import GrammarError
+from stepgraph.runtime.loading.tokenizer import load_tokenizer
+from stepgraph.runtime.structured.compiler import GrammarCompiler
+from stepgraph.runtime.structured_output import StructuredOutput
+
+grammars = GrammarCompiler(load_tokenizer(Path(sys.argv[1]), eos_token_ids=(0,)), 4096, (0,))
+rules = "\\n".join(f"r{i}: r{i + 1}" for i in range(4000))
+refs = {f"D{i}": {"$ref": f"#/D{i + 1}"} for i in range(4200)}
+null = {"type": "null"}
+either = {f"D{i}": {"anyOf": [{"$ref": f"#/D{i + 1}"}, null]} for i in range(2000)}
+inner = {f"D{i}": {"items": {"$ref": f"#/D{i + 1}"}} for i in range(2800)}
+for fields in (
+    {"grammar": f"start: r0\\n{rules}\\nr4000: \\"x\\""},
+    {"json": {"$ref": "#/D0", **refs, "D4200": null}},
+    {"json": {"$ref": "#/D0", **either, "D2000": null}},
+    {"json": {"$ref": "#/D0", **inner, "D2800": null}},
+):
+    structured = StructuredOutput(**fields)
+    try:
+        print("compiled", len(grammars.matchers(structured, 1)))
+    except GrammarError as error:
+        print("refused", error)
+"""
+
+
+def test_long_chains_of_references_do_not_end_the_process() -> None:
+    """llguidance recurses along them, and an overflow of the stack cannot be caught."""
+    arguments = [sys.executable, "-c", _CHAINS, str(DEMO)]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout.splitlines()) == 4
+    assert "compiled" in ended.stdout
+
+
+def test_other_threads_keep_their_stacks(grammars: GrammarCompiler) -> None:
+    before = threading.stack_size()
+    assert grammars.matchers(StructuredOutput(regex="a"), 1)
+    assert threading.stack_size() == before
+
+
+def test_a_thread_that_cannot_be_started_takes_no_place(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        for _ in range(compile_threads.MAX_COMPILATIONS + 1):
+            with pytest.raises(RequestError, match="no thread with a stack of 512 MiB"):
+                grammars.matchers(StructuredOutput(regex="a"), 1)
+    assert grammars.matchers(StructuredOutput(regex="a"), 1)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"grammar": "start: A{1000}\nA: /a{1000}/"}, {"regex": "(a{1000}){1000}"}], ids=str
+)
+def test_a_grammar_whose_masks_take_long_is_refused(
+    grammars: GrammarCompiler, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "MASK_SECONDS", 0.02)  # a fifth of what they take
+    with pytest.raises(GrammarError, match=r"a token mask takes \d+ ms.* allowed are 20 ms"):
+        grammars.matchers(StructuredOutput(**fields), 1)
+
+
+def test_a_request_whose_masks_take_long_is_ended(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slow,) = grammars.matchers(StructuredOutput(regex="[ab]*"), 1)
+    mask = np.zeros(128, dtype=np.int32)
+    assert slow.fill(a_request(), mask) is None
+    assert not (mask == -1).all()
+    monkeypatch.setattr(matcher, "MASK_SECONDS", -1.0)
+    error = slow.fill(a_request(), mask)
+    assert isinstance(error, StructuredOutputError)
+    assert "masks take more than" in str(error)
+    assert (mask == -1).all()
+
+
+def test_a_grammar_is_refused_at_the_deadline(
+    grammars: GrammarCompiler, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "COMPILE_SECONDS", 0.05)
     go_on = threading.Event()
@@ -126,18 +239,40 @@ def test_a_grammar_is_refused_at_the_deadline(
             grammars.matchers(StructuredOutput(regex=text), 1)
     with pytest.raises(GrammarError, match=r"4 others have been compiling for 0.05 s"):
         grammars.matchers(StructuredOutput(regex="e"), 1)
+    with pytest.raises(GrammarError, match="4 others"):  # for all compilers of the process
+        GrammarCompiler(tokenizer, 4096, (0,)).matchers(StructuredOutput(regex="e"), 1)
     go_on.set()
     monkeypatch.setattr(compiler, "COMPILE_SECONDS", 60.0)
     assert grammars.matchers(StructuredOutput(json=MANY), 1)
 
 
-def test_models_and_tokenizers_without_what_grammars_need(tokenizer: Any) -> None:
-    for arguments, reason in (
-        ((tokenizer, 4096, ()), "no end-of-sequence token"),
-        ((tokenizer, 4000, (0,)), "cannot read the tokenizer"),
-    ):
-        with pytest.raises(RequestError, match=reason):
-            GrammarCompiler(*arguments).matchers(StructuredOutput(regex="a"), 1)
+@pytest.mark.parametrize("eos_token_ids", [(), (5000,)])
+def test_models_without_what_grammars_need(
+    tokenizer: Any, eos_token_ids: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = "none of the model's end" if eos_token_ids else "no end-of-sequence token"
+    refusing = GrammarCompiler(tokenizer, 6000, eos_token_ids)
+    assert reason in caplog.text
+    with pytest.raises(RequestError, match=reason):
+        refusing.matchers(StructuredOutput(regex="a"), 1)
+
+
+@pytest.mark.parametrize("vocab_size", [2050, 3999, 4096, 4200])
+def test_tokens_that_the_model_lacks_are_never_allowed(tokenizer: Any, vocab_size: int) -> None:
+    structured = StructuredOutput(regex="(?s:.*)")
+    (reference,) = GrammarCompiler(tokenizer, 4096, (0,)).matchers(structured, 1)
+    (cut,) = GrammarCompiler(tokenizer, vocab_size, (0, 5000)).matchers(structured, 1)
+    whole = np.zeros(4096 // 32, dtype=np.int32)
+    mask = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+    assert reference.fill(a_request(), whole) is None
+    assert cut.fill(a_request(), mask) is None
+    expected, found = (
+        np.unpackbits(bits.view(np.uint8), bitorder="little") for bits in (whole, mask)
+    )
+    shared = min(vocab_size, 4096)
+    assert (found[:shared] == expected[:shared]).all()
+    assert found[:shared].sum() > 1000
+    assert not found[shared:].any()
 
 
 def test_the_definition_of_a_tokenizer_is_that_of_its_file(tokenizer: Any) -> None:

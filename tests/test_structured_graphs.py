@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -53,8 +54,11 @@ def test_one_step_stays_in_flight(
 ) -> None:
     captured, _ = open_both("text", structured_output=True)
     captured.add_request(PROMPTS[0], SamplingParams(max_tokens=20, structured={"regex": "[a-z]*"}))
+    threads = set(threading.enumerate())
     for _ in range(4):
         captured.step()
+    started = {thread.name for thread in set(threading.enumerate()) - threads}
+    assert not any("masks" in name for name in started), "the host has nothing else to do"
     del fake_graphs.log[:]
     captured.step()
     kinds = [entry[0] for entry in fake_graphs.log]

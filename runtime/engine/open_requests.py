@@ -114,8 +114,8 @@ class OpenRequests:
         """End a request whose grammar allows no further token: it is complete, or has failed."""
         request.error = error
         self._changed[self._group_of[request]] = None
-        if request.detokenizer is not None:
-            request.detokenizer.finish()
+        if request.detokenizer is not None and error is not None:
+            request.detokenizer.finish()  # its text so far is valid, unlike that of other errors
         self._finish(request, "stop" if error is None else "error")
 
     def collect(self) -> None:

@@ -1,4 +1,4 @@
-"""Computes token masks in a thread of its own, while the forward pass runs."""
+"""Computes token masks while the forward pass runs, on a CPU in a thread of their own."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class TokenMasks:
         self._masks: npt.NDArray[np.int32] = self._host.numpy()
         self._restricted: set[int] = set()
         """Rows whose mask may forbid tokens."""
-        self.in_thread = True
-        """Whether a thread computes the masks; otherwise `finish` does, for comparison."""
+        self.in_thread = not is_async
+        """Whether a thread computes the masks; otherwise `finish` does, as after a commit, where
+        the host has nothing else to do."""
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Callable[[], list[GrammarEnd]] | None = None
 
@@ -99,6 +100,8 @@ class TokenMasks:
             assert request.matcher is not None
             try:
                 outcome = request.matcher.fill(request, self._masks[row])
+            except (KeyboardInterrupt, SystemExit):  # of a signal handler of the application
+                raise
             except BaseException as error:  # a panic of llguidance is no Exception
                 self._masks[row].fill(-1)
                 outcome = StructuredOutputError(

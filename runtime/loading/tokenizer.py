@@ -88,6 +88,11 @@ class TextTokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @property
+    def id_bound(self) -> int:
+        """One more than the largest token id."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
     def definition(self) -> str:
         """The tokenizer in the format of tokenizer.json."""
         return str(self._tokenizer.to_str())

@@ -199,7 +199,10 @@ class AsyncEngine(ManagedEngine):
         params: SamplingParams | None,
         options: RequestOptions,
     ) -> None:
-        """Count a request and prepare it: short lists of tokens now, others in a thread."""
+        """Count a request and prepare it: short lists of tokens now, others in a thread.
+
+        Those with grammars have threads of their own, for which no other prompt waits.
+        """
         requests = self._thread.dispatcher
         try:
             handle.is_chat = isinstance(prompt, ChatPrompt)
@@ -208,11 +211,12 @@ class AsyncEngine(ManagedEngine):
             if handle.deadline_ns is not None or handle.first_token_deadline_ns is not None:
                 self._thread.watch(handle)
             prepare = partial(self._prepare, handle, prompt, params, options.get("cache_salt"))
-            if isinstance(prompt, list) and len(prompt) <= INLINE_TOKENS:
+            has_grammar = getattr(params, "structured", None) is not None
+            if isinstance(prompt, list) and len(prompt) <= INLINE_TOKENS and not has_grammar:
                 prepare()
                 return
             try:
-                self._pool.submit(prepare)
+                (self._grammar_pool if has_grammar else self._pool).submit(prepare)
             except RuntimeError as error:  # closed meanwhile, or no thread can be started
                 refusal = EngineUnavailableError(f"the prompt cannot be prepared: {error}")
                 self._prepared(handle, refusal)

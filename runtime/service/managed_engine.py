@@ -18,6 +18,7 @@ from ..engine.engine import Engine
 from ..engine.forks import call_in_children
 from ..errors import EngineClosedError, EngineForkedError
 from ..loading.tokenizer import TextTokenizer
+from ..structured.compile_threads import MAX_COMPILATIONS
 from .callbacks import CallbackMailbox
 from .health import Health
 from .reload_result import ReloadResult
@@ -45,6 +46,8 @@ class ManagedEngine:
         self._thread = StepThread(start_engine, self.config)
         self._supervisor = self._thread.supervisor
         self._pool = ThreadPoolExecutor(self.config.preparation_threads, "stepgraph-prepare")
+        self._grammar_pool = ThreadPoolExecutor(MAX_COMPILATIONS, "stepgraph-grammars")
+        """Prepares prompts whose outputs follow a grammar, which can take seconds to compile."""
         self._callbacks = CallbackMailbox()
         self._thread.dispatcher.on_ended = self._callbacks.report
         self._engine_config: EngineConfig | None = None
@@ -259,6 +262,7 @@ class ManagedEngine:
         self._thread.close()
         self._thread.join()
         self._pool.shutdown()
+        self._grammar_pool.shutdown()
         self._callbacks.end()
         self._callbacks.join()
         self._finalizer.detach()

@@ -1,37 +1,42 @@
 """Compiles grammars with llguidance, within limits of size and time, and caches them by content.
 
 A grammar becomes an automaton over the tokenizer's vocabulary in the thread that adds the request:
-of an `AsyncEngine` one of its preparation threads. The work itself runs in a thread of its own, so
+of an `AsyncEngine` one of its threads for grammars. The work itself runs in a thread of its own, so
 that a caller gives up at the deadline. The limits of llguidance end what was given up.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ..bounded_repr import bounded_text
+from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import ConfigError, GrammarError, RequestError
 from ..loading.tokenizer import TextTokenizer
 from ..structured_output import StructuredOutput
-from .matcher import TokenMatcher
+from .compile_threads import NotCompiledError, compile_until
+from .matcher import MASK_SECONDS, TokenMatcher
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 __all__ = ["GrammarCompiler", "check_installed"]
 
+logger = logging.getLogger("stepgraph.runtime")
+
 COMPILE_SECONDS: Final = 5.0
 """Seconds until a grammar is refused, the wait for other compilations included."""
-MAX_COMPILATIONS: Final = 4
-"""Grammars that compile at the same time, those that were given up included."""
 MAX_CACHED: Final = 64
 MAX_CACHED_BYTES: Final = 1 << 20
-"""Compiled grammars that are kept, and the bytes of their texts."""
+MAX_CACHED_SECONDS: Final = 2.0
+"""Compiled grammars that are kept, the bytes of their texts, and the processor time that they took,
+which grows as their memory does: up to about 200 MB a second. A grammar that alone takes more than
+a quarter of a limit is not kept."""
 
 _MAX_REASON_CHARS = 300
 _WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,16}"
@@ -49,6 +54,16 @@ def check_installed() -> None:
         ) from error
 
 
+class _Compiled(NamedTuple):
+    """A grammar that is kept."""
+
+    matcher: LLMatcher
+    size: int
+    """Bytes of its text."""
+    seconds: float
+    """Processor time of its compilation."""
+
+
 class GrammarCompiler:
     """The grammars of one tokenizer. Any thread may call it at any time."""
 
@@ -59,20 +74,29 @@ class GrammarCompiler:
 
         Args:
             tokenizer: of the checkpoint.
-            vocab_size: of the model; tokens without an entry in the tokenizer are never allowed.
-            eos_token_ids: tokens that end the model's output.
+            vocab_size: of the model; tokens without an entry in the tokenizer are never allowed,
+                nor are those of the tokenizer beyond it.
+            eos_token_ids: tokens that end the model's output. Those that the tokenizer or the model
+                lacks are left out.
         """
         self._obstacle: str | None = None
         self._eos_token_ids = tuple(eos_token_ids)
+        self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
-        self._cached_bytes = 0
+        self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
         self._lock = threading.Lock()
-        self._compiling = threading.Semaphore(MAX_COMPILATIONS)
         self.counts = {"compiled": 0, "found": 0, "refused": 0}
         """Grammars that were compiled, found in the cache, and refused."""
-        if not eos_token_ids:
-            self._obstacle = "the model has no end-of-sequence token, which ends an output"
+        known_ids = tokenizer.id_bound
+        ends = [token_id for token_id in eos_token_ids if token_id < min(known_ids, vocab_size)]
+        if not ends:
+            self._obstacle = (
+                "the model has no end-of-sequence token, which ends an output"
+                if not eos_token_ids
+                else "the tokenizer has none of the model's end-of-sequence tokens"
+                f" {bounded_repr(list(eos_token_ids))}"
+            )
+            self._warn()
             return
         from llguidance import LLParserLimits, LLTokenizer  # an optional package
 
@@ -86,10 +110,14 @@ class GrammarCompiler:
         )
         try:
             self._tokenizer = LLTokenizer(
-                tokenizer.definition, n_vocab=vocab_size, eos_token=list(eos_token_ids)
+                tokenizer.definition, n_vocab=max(vocab_size, known_ids), eos_token=ends
             )
         except Exception as error:  # of any type, according to what is missing in the definition
             self._obstacle = f"llguidance cannot read the tokenizer: {bounded_text(error)}"
+            self._warn()
+
+    def _warn(self) -> None:
+        logger.warning("structured output is not possible: %s", self._obstacle)
 
     def matchers(self, structured: StructuredOutput, count: int) -> list[TokenMatcher]:
         """Return a matcher at the beginning of the grammar for each of `count` completions.
@@ -102,6 +130,7 @@ class GrammarCompiler:
             raise RequestError(
                 f"structured output is not possible: {self._obstacle}. Leave out structured"
             )
+        assert self._tokenizer is not None
         key = structured.kind, structured.source
         with self._lock:
             found = self._compiled.get(key)
@@ -111,43 +140,34 @@ class GrammarCompiler:
         if found is None:
             found = self._compile(*key)
             self._keep(key, found)
-        return [TokenMatcher(found.deep_copy(), self._eos_token_ids) for _ in range(count)]
+        tokens = self._eos_token_ids, self._vocab_size, self._tokenizer.vocab_size
+        return [TokenMatcher(found.matcher.deep_copy(), *tokens) for _ in range(count)]
 
-    def _keep(self, key: tuple[str, str], compiled: LLMatcher) -> None:
+    def _keep(self, key: tuple[str, str], compiled: _Compiled) -> None:
         with self._lock:
             self.counts["compiled"] += 1
-            if key in self._compiled:
+            if 4 * compiled.size > MAX_CACHED_BYTES or 4 * compiled.seconds > MAX_CACHED_SECONDS:
                 return
             self._compiled[key] = compiled
-            self._cached_bytes += len(key[1])
-            while len(self._compiled) > MAX_CACHED or self._cached_bytes > MAX_CACHED_BYTES:
-                (_, source), _ = self._compiled.popitem(last=False)
-                self._cached_bytes -= len(source)
+            while (
+                len(self._compiled) > MAX_CACHED
+                or sum(kept.size for kept in self._compiled.values()) > MAX_CACHED_BYTES
+                or sum(kept.seconds for kept in self._compiled.values()) > MAX_CACHED_SECONDS
+            ):
+                self._compiled.popitem(last=False)
 
-    def _compile(self, kind: str, source: str) -> LLMatcher:
+    def _compile(self, kind: str, source: str) -> _Compiled:
         """Compile in another thread, and wait for it until the deadline."""
-        if not self._compiling.acquire(timeout=COMPILE_SECONDS):
-            raise self._refusal(
-                kind, f"{MAX_COMPILATIONS} others have been compiling for {COMPILE_SECONDS:g} s"
-            )
-        result: Future[LLMatcher] = Future()
 
-        def run() -> None:
-            try:
-                result.set_result(self._made(kind, source))
-            except BaseException as error:
-                result.set_exception(error)
-            finally:
-                self._compiling.release()
+        def work() -> _Compiled:
+            began = time.thread_time()
+            matcher = self._made(kind, source)
+            return _Compiled(matcher, len(source.encode()), time.thread_time() - began)
 
-        threading.Thread(target=run, name="stepgraph-grammar", daemon=True).start()
         try:
-            return result.result(COMPILE_SECONDS)
-        except TimeoutError:
-            pass
-        except (ValueError, TypeError, RecursionError) as error:
+            return compile_until(work, COMPILE_SECONDS)
+        except (NotCompiledError, ValueError, TypeError, RecursionError) as error:
             raise self._refusal(kind, str(error) or type(error).__name__) from error
-        raise self._refusal(kind, f"it did not compile within {COMPILE_SECONDS:g} s")
 
     def _made(self, kind: str, source: str) -> LLMatcher:
         from llguidance import LLMatcher
@@ -157,6 +177,8 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one builds states that all copies need
+        if not matcher.is_error():
+            _check_speed(matcher.deep_copy())
         if matcher.is_error():
             raise ValueError(matcher.get_error().removesuffix("<non-verbose/>").strip())
         return matcher
@@ -169,6 +191,21 @@ class GrammarCompiler:
             f"the {name} of structured cannot be used:"
             f" {bounded_text(reason, _MAX_REASON_CHARS)}; give a valid, simpler one"
         )
+
+
+def _check_speed(matcher: LLMatcher) -> None:
+    """Raise `ValueError` if the first mask takes too long whenever it is computed."""
+    seconds = MASK_SECONDS
+    for _ in range(2):  # the first may have met a busy processor
+        began = time.thread_time()
+        matcher.compute_bitmask()
+        seconds = time.thread_time() - began
+        if seconds <= MASK_SECONDS:
+            return
+    raise ValueError(
+        f"a token mask takes {1e3 * seconds:.0f} ms, and all requests of a step wait for it;"
+        f" allowed are {1e3 * MASK_SECONDS:g} ms: repeat less, such as a{{10}} for a{{1000}}"
+    )
 
 
 def _grammar(kind: str, source: str) -> str:
@@ -185,6 +222,9 @@ def _grammar(kind: str, source: str) -> str:
         return LLMatcher.grammar_from_regex(source)
     if kind == "choice":
         texts = dict.fromkeys(json.loads(source))
-        quoted = (json.dumps(text, ensure_ascii=False) for text in texts)
+        quoted = (
+            json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # not read otherwise
+            for text in texts
+        )
         return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
     return grammar_from("grammar", source)  # which tells Lark's syntax from others by "::="

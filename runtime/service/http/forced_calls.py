@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ...structured_output import StructuredOutput
+from ...bounded_repr import bounded_repr
+from ...errors import RequestError
+from ...structured_output import MAX_GRAMMAR_BYTES, StructuredOutput
 from .http_errors import HttpError
 
 __all__ = ["tool_call_grammar"]
@@ -14,16 +16,25 @@ __all__ = ["tool_call_grammar"]
 _ANY_OBJECT = {"type": "object"}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As chat templates write calls; without it a model can put white space between any two parts."""
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment"})
+"""Keywords that allow and forbid nothing."""
+_VALUES = frozenset({"const", "enum"})
+"""Keywords that hold no schemas."""
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords that hold schemas by names."""
 
 
 def tool_call_grammar(
-    functions: Sequence[Mapping[str, Any]], tool_parser: str | None
+    functions: Mapping[int, Mapping[str, Any]], tool_parser: str | None
 ) -> StructuredOutput:
     """Return the grammar of one call of one of `functions`, whose arguments follow its parameters.
 
+    Args:
+        functions: by their positions in `tools`.
+        tool_parser: that of the service, which determines how a call is written.
+
     Raises:
-        HttpError: the service has no parser of this package.
-        RequestError: the schemas are too large.
+        HttpError: the service has no parser of this package, or a schema is invalid or too large.
     """
     if tool_parser not in ("hermes", "llama3_json"):
         raise HttpError(
@@ -38,14 +49,14 @@ def tool_call_grammar(
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                arguments: function.get("parameters") or _ANY_OBJECT,
+                arguments: _parameters(index, function, f"#/properties/{arguments}"),
             },
             "required": ["name", arguments],
             "additionalProperties": False,
         }
-        for function in functions
+        for index, function in functions.items()
     ]
-    names = [f"call_{index}" for index in range(len(calls))]
+    names = [f"call_{index}" for index in functions]
     rules = [
         f"{name}: %json {json.dumps(call | {'x-guidance': _SPACING})}"
         for name, call in zip(names, calls, strict=True)
@@ -53,4 +64,49 @@ def tool_call_grammar(
     start = "(" + " | ".join(names) + ")"
     if tool_parser == "hermes":
         start = f'"<tool_call>\\n" {start} "\\n</tool_call>"'
-    return StructuredOutput(grammar="\n".join((f"start: {start}", *rules)))
+    # Within a grammar, llguidance does not read this character.
+    grammar = "\n".join((f"start: {start}", *rules)).replace("\x7f", "\\u007f")
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        raise HttpError(
+            400,
+            f"the parameters of tools take {len(grammar)} bytes; to demand a call, tool_choice"
+            f" allows {MAX_GRAMMAR_BYTES}: offer fewer or smaller tools, or choose 'auto'",
+            param="tools",
+        )
+    return StructuredOutput(grammar=grammar)
+
+
+def _parameters(index: int, function: Mapping[str, Any], place: str) -> Any:
+    """Return the schema of a function's parameters for `place` in another schema."""
+    field = f"tools[{index}].function.parameters"
+    schema = function.get("parameters")
+    if schema is None:
+        return _ANY_OBJECT
+    if not isinstance(schema, dict):
+        raise HttpError(
+            400, f"{field} is {bounded_repr(schema)}; allowed is a JSON schema", param=field
+        )
+    try:
+        StructuredOutput(json=schema)
+    except RequestError as error:
+        raise HttpError(400, f"{field}: {error}", param=field) from error
+    return _moved(schema, place) or _ANY_OBJECT
+
+
+def _moved(schema: object, place: str) -> object:
+    """Return a schema without annotations, whose references are right at `place`."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict) or "$id" in schema:  # references below it are relative to it
+        return schema
+    moved: dict[str, object] = {}
+    for key, value in schema.items():
+        if key in _ANNOTATIONS:
+            continue
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value[:2] == "#/"):
+            moved[key] = place + value[1:]
+        elif key in _NAMED and isinstance(value, dict):
+            moved[key] = {name: _moved(item, place) for name, item in value.items()}
+        else:
+            moved[key] = value if key in _VALUES else _moved(value, place)
+    return moved

@@ -316,8 +316,8 @@ class ChatRequest(SamplingRequest, kw_only=True):
         `tool_parser` is that of the service, which determines how a call is written.
 
         Raises:
-            HttpError: there is no such tool, or no form for this parser.
-            RequestError: the schemas of the tools are too large.
+            HttpError: there is no such tool, no form for this parser, or a schema is invalid or
+                too large.
         """
         choice = self.tool_choice
         if choice is None or choice in ("none", "auto"):
@@ -326,9 +326,11 @@ class ChatRequest(SamplingRequest, kw_only=True):
         if isinstance(choice, dict):
             function = choice.get("function")
             name = function.get("name") if isinstance(function, dict) else None
-        tools = [tool["function"] for tool in self.offered_tools() or ()]
-        if choice != "required":
-            tools = [tool for tool in tools if tool["name"] == name]
+        tools = {
+            index: tool["function"]
+            for index, tool in enumerate(self.offered_tools() or ())
+            if choice == "required" or tool["function"]["name"] == name
+        }
         if not tools:
             raise HttpError(
                 400, "tool_choice demands a call, but tools has no such tool", param="tool_choice"
