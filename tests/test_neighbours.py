@@ -70,6 +70,7 @@ def test_an_error_ends_them() -> None:
 
     def end_one() -> None:
         with busy_processes(2):
+            wait_until(lambda: len(spinning()) == 2)
             spinning()[0].kill()
             wait_until(lambda: len(spinning()) == 1)
 
