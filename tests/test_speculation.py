@@ -239,7 +239,7 @@ def test_it_excludes_several_steps_per_launch() -> None:
 def test_steps_with_token_masks_verify_nothing(
     open_engine: Callable[..., Engine], fake_graphs: FakeGraphs, mode: str
 ) -> None:
-    """Rows with a grammar come and go beside rows that draft."""
+    """Rows with and without a grammar share the batch."""
     config: dict[str, Any] = {"mode": mode, "structured_output": True, "dtype": "float32"}
     if mode == "graph":
         config |= {"compile": False, "buckets": (4,)}

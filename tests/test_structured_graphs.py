@@ -1,4 +1,4 @@
-"""Grammars on a device that runs captured steps behind the host, over the fake of the graph API."""
+"""Grammars with captured steps on an asynchronous device: the fake of the graph API."""
 
 from __future__ import annotations
 

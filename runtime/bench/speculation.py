@@ -5,7 +5,7 @@
 An engine with and one without speculation decode the same requests in turns. Prompts are source
 code of this package: `edit` is a text and its beginning once more, whose continuation repeats much
 of the text; `code` is one text; `free` is a few tokens; `random` are tokens sampled at a
-temperature at which all of them are about equally likely, so that nobody can guess them.
+temperature at which all of them are about equally likely, so that drafts are never right.
 
 With `--cpu-time` both engines have one thread, and times are its processor time: other processes of
 a busy machine disturb them less.
@@ -24,11 +24,14 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ...profiling.command_line import CommandParser
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.intake import Prompt
 from ..execution import inputs
 from ..sampling_params import SamplingParams
+from ..speculation.config import METHODS
+from ..tools.arguments import positive_int
 
 __all__ = ["main"]
 
@@ -50,14 +53,20 @@ class _Run(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a line for each case; return the exit status."""
-    parser = argparse.ArgumentParser(prog="stepgraph.runtime.bench.speculation")
-    parser.add_argument("--speculation", default="suffix")
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4, 8])
+    parser = CommandParser(
+        prog="python -m stepgraph.runtime.bench.speculation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--speculation", choices=METHODS, default="suffix")
+    parser.add_argument("--batch-size", type=positive_int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--output-len", type=int, default=200)
-    parser.add_argument("--num-iters", type=int, default=6)
+    parser.add_argument("--output-len", type=positive_int, default=200)
+    parser.add_argument("--num-iters", type=positive_int, default=6)
     parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args(arguments)
+    if options.output_len < 2:
+        parser.error("--output-len must be at least 2: times are those between tokens")
     sizes: dict[str, Any] = {
         "max_num_seqs": max(options.batch_size),
         "max_model_len": 1024,

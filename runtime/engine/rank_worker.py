@@ -53,7 +53,7 @@ def _exit(status: int) -> None:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except (OSError, ValueError):  # nobody reads them: rank 0 has died
+    except (OSError, ValueError):  # the pipe is closed: rank 0 has died
         pass
     finally:
         os._exit(status)

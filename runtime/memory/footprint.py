@@ -99,7 +99,7 @@ def model_footprint(
         prefill_chunk=config.prefill_chunk,
         activation_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0)
         + layer_weight
-        # Beside what the rows of a verify step gather; without gathering, prefill steps are larger.
+        # A verify step gathers the blocks of its rows, unless attention is bounded by length.
         + (0 if kernels.bounded_by_length else verified * activations),
         activation_bytes_per_token=activations,
         read_bytes_per_position=0

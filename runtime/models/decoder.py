@@ -272,7 +272,7 @@ class Decoder(nn.Module):
 
     @property
     def _runs_natively_on_cpu(self) -> bool:
-        """Whether small operations do, beside the layers."""
+        """Whether operations outside of the layers run in C++ too."""
         native = self.stack is not None or self.kernels.batch_invariant
         return native and self.kernels.library is not None
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..bounded_repr import bounded_repr
 from ..errors import ConfigError
 
-__all__ = ["MAX_DRAFTS", "Speculation"]
+__all__ = ["MAX_DRAFTS", "METHODS", "Speculation"]
 
 MAX_DRAFTS = 15
 METHODS = ("suffix", "ngram")

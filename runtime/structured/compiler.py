@@ -227,4 +227,4 @@ def _grammar(kind: str, source: str) -> str:
             for text in texts
         )
         return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
-    return grammar_from("grammar", source)  # which tells Lark's syntax from others by "::="
+    return grammar_from("grammar", source)  # a grammar with "::=" is EBNF, any other is Lark

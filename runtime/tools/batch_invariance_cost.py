@@ -17,6 +17,7 @@ from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..errors import StepgraphError
 from ..sampling_params import SamplingParams
+from .arguments import positive_int
 
 __all__ = ["main"]
 
@@ -93,12 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", help="see `Engine.from_pretrained`")
     parser.add_argument("--dtype", default="auto", help="see EngineConfig (default: %(default)s)")
     parser.add_argument(
-        "--prefill", type=int, default=512, help="tokens of a long prompt (default: %(default)s)"
+        "--prefill",
+        type=positive_int,
+        default=512,
+        help="tokens of a long prompt (default: %(default)s)",
     )
-    parser.add_argument("--rounds", type=int, default=9, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=positive_int, default=9, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
-    if options.rounds < 1 or options.prefill < 1:
-        parser.error("--rounds and --prefill must be at least 1")
     try:
         _measure(options.model, options)
     except StepgraphError as error:

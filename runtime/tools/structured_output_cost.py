@@ -14,9 +14,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from ...profiling.command_line import CommandParser
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..sampling_params import SamplingParams
+from .arguments import positive_int
 
 __all__ = ["main"]
 
@@ -27,14 +29,16 @@ FIRST: Final = 10
 
 def main(arguments: list[str] | None = None) -> None:
     """Print percentiles of the time of a step, in milliseconds, by side."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="demo", help="as of Engine.from_pretrained")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output-len", type=int, default=160)
+    parser.add_argument("--rows", type=positive_int, default=8)
+    parser.add_argument("--rounds", type=positive_int, default=10)
+    parser.add_argument("--output-len", type=positive_int, default=160)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--threads", type=int)
     given = parser.parse_args(arguments)
+    if given.output_len <= FIRST:
+        parser.error(f"--output-len must be above {FIRST}: the first steps are left out")
     config = EngineConfig(
         max_num_seqs=given.rows,
         threads=given.threads,
