@@ -7,6 +7,7 @@ tokens back.
     decode   rows -> token, position -> slot -> forward -> sample -> token, position + 1
     verify   rows, drafts -> newest token and drafts -> slots -> forward -> sample at each of them
              -> accept the drafts that were sampled too -> token, position + 1 + accepted
+             -> with a drafter: new drafts
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
 A step with token masks has two parts, so that the host computes masks during the first:
@@ -24,8 +25,8 @@ sampler is compiled, on its own.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +35,13 @@ from ..kernels import DecodeResult, DecodeStep, RaggedBatch
 from ..kernels.ops.feedback import Feedback
 from ..kernels.triton.dependent import dependent_launch
 from ..models.decoder_model import DecoderModel
+from ..models.drafters.drafter import Drafts
 from ..operation_scopes import operation
 from ..sampling.sample_output import SampleOutput
 from ..sampling.samplers import SAMPLERS, torch_sampler
+from .batches import ragged_batch
 from .compiled_parts import CompiledParts
+from .draft_step import DraftStep, VerifiedRows
 from .inputs import DraftInputs, EmbedInputs, StepInputs
 from .mask_state import MaskState
 from .row_state import RowState
@@ -55,6 +59,8 @@ class _Forward(NamedTuple):
     """int64 `[B]`: the positions after which tokens are sampled."""
     tokens: torch.Tensor | None
     """int64 `[B]`: greedy tokens, which are stored; None: not sampled yet."""
+    features: torch.Tensor | None = None
+    """`[T, F]`: those that the drafter reads, of all tokens of a prefill step."""
 
 
 class _Lanes(NamedTuple):
@@ -68,6 +74,12 @@ class _Lanes(NamedTuple):
     """int64 `[T]`: the positions after which tokens are sampled."""
     tokens: torch.Tensor | None
     """int64 `[T]`: greedy tokens; None: not sampled yet."""
+    token_ids: torch.Tensor
+    """int64 `[rows, tokens per row]`: the newest tokens and their drafts."""
+    slots: torch.Tensor
+    """int64 `[G, T]`: the write index."""
+    features: torch.Tensor | None
+    """`[T, F]`: those that the drafter reads."""
 
 
 class StepFunctions:
@@ -84,11 +96,13 @@ class StepFunctions:
         compiled: bool,
         drafts: DraftInputs[torch.Tensor] | None = None,
         hidden: torch.Tensor | None = None,
+        drafting: DraftStep | None = None,
     ) -> None:
         """Bind the tensors. With `compiled`, steps are compiled at their first call.
 
         Prefill steps read `embeds` if prompts may have embeddings, and write their final hidden
         states to `hidden`, at least `[M, hidden_size]`, if it is given. Verify steps read `drafts`.
+        `drafting` proposes them on the device.
         """
         self.model = model
         self.arena = arena
@@ -98,6 +112,7 @@ class StepFunctions:
         self.embeds = embeds
         self.drafts = drafts
         self.hidden = hidden
+        self._drafting = drafting
         self._sampler = SAMPLERS[model.kernels.sampler]
         static = (arena, *state.tensors().values(), *(() if hidden is None else (hidden,)))
         self._parts = CompiledParts(static)
@@ -118,7 +133,7 @@ class StepFunctions:
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
         step = self.decode if key.phase == "decode" else self.prefill
-        if key.tokens_per_row > 1:
+        if key.tokens_per_row > 1 or key.drafts:
             step = self.verify
         if key.part != "whole":
             step = self.forward_part if key.part == "forward" else self.sample_part
@@ -171,7 +186,7 @@ class StepFunctions:
         with operation("inputs"):
             positions_B, token_ids_B = self.state.positions[rows_B], self.state.token_ids[rows_B]
         batch = self._batch(positions_B, rows_B, rows_B, read_blocks, tokens_per_row=1)
-        hidden_BD = self._forward_pass(token_ids_B, batch)
+        hidden_BD, _ = self._forward_pass(token_ids_B, batch)
         return self._forward_output(hidden_BD, rows_B, positions_B, greedy)
 
     def _greedy(self, part: Callable[..., _Forward | _Lanes], key: StepKey) -> bool:
@@ -225,6 +240,8 @@ class StepFunctions:
         if key.phase == "prefill":
             forward, _ = self._prefill_forward(key)
             logits_BV, positions_B = forward.logits, forward.positions
+            # The drafter takes the most probable token for the one that the grammar will allow.
+            self._follow_prefill(key, logits_BV.argmax(dim=-1), forward)
         elif self.model.decode_step is not None:
             result = self._run_fused(self.model.decode_step, key)
             logits_BV, positions_B = result.logits, result.positions
@@ -287,14 +304,43 @@ class StepFunctions:
             output = StepOutput(lanes.tokens, lanes.logits, None)
         with operation("accept"):
             tokens_BN = output.tokens.view(shape)
-            self._accept(rows_B, drafts_BK, counts_B, tokens_BN)
+            advanced_B = self._accept(rows_B, drafts_BK, counts_B, tokens_BN)
+        proposed: Drafts | None = None
+        if key.drafts:
+            proposed = self._propose(key, rows_B, lanes, tokens_BN, advanced_B)
+        with operation("outputs"):
             logits_NBV = output.logits.unflatten(0, shape).transpose(0, 1)
             if output.details is None:
-                return StepOutput(tokens_BN.T.contiguous(), logits_NBV, None)
+                return StepOutput(tokens_BN.T.contiguous(), logits_NBV, None, proposed)
             details = output.details.by_position(*shape)
             if logits_NBV.is_cuda:
                 details = details.pack()  # so that one copy transfers them to the host
-        return StepOutput(details.tokens, logits_NBV, details)
+        return StepOutput(details.tokens, logits_NBV, details, proposed)
+
+    def _propose(
+        self,
+        key: StepKey,
+        rows_B: torch.Tensor,
+        lanes: _Lanes,
+        tokens_BN: torch.Tensor,
+        advanced_B: torch.Tensor,
+    ) -> Drafts:
+        """Let the drafter continue the rows of a verify step."""
+        assert self._drafting is not None, "these steps were made without a drafter"
+        assert self.drafts is not None, "a drafter needs room for its drafts"
+        n = key.tokens_per_row
+        batch = RaggedBatch(
+            positions=lanes.positions,
+            slots=lanes.slots,
+            token_rows=rows_B[:, None].expand(-1, n).flatten(),
+            rows=rows_B,
+            block_tables=self.state.block_tables,
+            read_blocks=key.read_blocks,
+            block_size=self.block_size,
+            tokens_per_row=n,
+        )
+        done = VerifiedRows(rows_B, lanes.token_ids, tokens_BN, advanced_B, lanes.features, batch)
+        return self._drafting.propose(key, done, self.drafts.stops[: key.size])
 
     def _verify_parts(
         self,
@@ -318,17 +364,29 @@ class StepFunctions:
             positions_T = (state.positions[rows_B][:, None] + steps_BN).flatten()
             token_rows_BN = rows_B[:, None].expand(-1, n).contiguous()
         batch = self._batch(
-            positions_T, token_rows_BN.flatten(), rows_B, read_blocks, tokens_per_row=n
+            positions_T,
+            token_rows_BN.flatten(),
+            rows_B,
+            read_blocks,
+            tokens_per_row=n,
+            valid_T=valid_BN.flatten(),
         )
-        batch = dataclasses.replace(batch, slots=torch.where(valid_BN.flatten(), batch.slots, 0))
-        hidden_TD = self._forward_pass(token_ids_BN.flatten(), batch)
+        hidden_TD, features_TF = self._forward_pass(token_ids_BN.flatten(), batch)
         logits_TV = self.model.own_logits(hidden_TD)
         tokens_T = None
         if greedy:
             with operation("greedy"):
                 tokens_T = self._greedy_tokens(logits_TV)
         sampled_rows_T = torch.where(valid_BN, token_rows_BN, state.null_row).flatten()
-        return _Lanes(logits_TV, sampled_rows_T, positions_T, tokens_T)
+        return _Lanes(
+            logits_TV,
+            sampled_rows_T,
+            positions_T,
+            tokens_T,
+            token_ids_BN,
+            batch.slots,
+            features_TF,
+        )
 
     def _drawn(
         self, logits_TV: torch.Tensor, rows_T: torch.Tensor, positions_T: torch.Tensor
@@ -350,16 +408,24 @@ class StepFunctions:
         drafts_BK: torch.Tensor,
         counts_B: torch.Tensor,
         tokens_BN: torch.Tensor,
-    ) -> None:
-        """Advance each row by its accepted drafts and the token after them."""
+    ) -> torch.Tensor:
+        """Advance each row by its accepted drafts and the token after them; return by how many."""
         number_K = torch.arange(1, 1 + drafts_BK.shape[1], device=rows_B.device)
         equal_BK = (tokens_BN[:, :-1] == drafts_BK) & (number_K < counts_B[:, None])
         accepted_B = 1 + equal_BK.cumprod(dim=1).sum(dim=1)
         self.state.accept(rows_B, tokens_BN, accepted_B)
+        return accepted_B
 
     def prefill(self, key: StepKey) -> StepOutput:
         """Write the keys and values of the chunks; sample a token for each chunk that samples."""
-        return self._finished(*self._prefill_forward(key), key)
+        forward, rows_P = self._prefill_forward(key)
+        output = self._finished(forward, rows_P, key)
+        self._follow_prefill(key, output.tokens, forward)
+        return output
+
+    def _follow_prefill(self, key: StepKey, tokens_P: torch.Tensor, forward: _Forward) -> None:
+        if self._drafting is not None:
+            self._drafting.follow_prefill(self.inputs, key, tokens_P, forward.features)
 
     def _prefill_forward(self, key: StepKey) -> tuple[_Forward, torch.Tensor]:
         """As `_decode_forward`, for a prefill step."""
@@ -393,14 +459,15 @@ class StepFunctions:
         batch = self._batch(
             positions_T, token_rows_T, rows_R, read_blocks, query_start_loc=query_start_loc
         )
-        hidden_TD = self._forward_pass(token_ids_T, batch, *embeds)
+        hidden_TD, features_TF = self._forward_pass(token_ids_T, batch, *embeds)
         with operation("last_tokens"):
             if self.hidden is not None:
                 self.hidden[: hidden_TD.shape[0]].copy_(hidden_TD)
             # Rows of padding have no tokens; clamp their index, which can be -1.
             last_R = (query_start_loc[1:] - 1).clamp(min=0)
             hidden_RD, positions_R = hidden_TD[last_R], positions_T[last_R]
-        return self._forward_output(hidden_RD, sample_rows_R, positions_R, greedy)
+        output = self._forward_output(hidden_RD, sample_rows_R, positions_R, greedy)
+        return output._replace(features=features_TF)
 
     def _embeds(self, size: int) -> tuple[torch.Tensor, ...]:
         """Return embeddings and mask of a prefill step, or () without `prompt_embeds`."""
@@ -415,41 +482,9 @@ class StepFunctions:
         details = output.details.pack()  # so that one copy transfers them to the host
         return StepOutput(details.tokens, output.logits, details)
 
-    def _batch(
-        self,
-        positions_T: torch.Tensor,
-        token_rows_T: torch.Tensor,
-        rows_R: torch.Tensor,
-        read_blocks: int,
-        *,
-        tokens_per_row: int | None = None,
-        query_start_loc: torch.Tensor | None = None,
-    ) -> RaggedBatch:
-        """Return the batch of these tokens, with its write index.
-
-        Token at position 37 of row 2, blocks of 16: it is written to slot
-        `block_tables[group, 2, 37 // 16] * 16 + 37 % 16` in each layer group.
-        """
-        block_tables, size = self.state.block_tables, self.block_size
-        with operation("begin"):
-            blocks_GT = block_tables[:, token_rows_T, positions_T // size]
-            slots_GT = blocks_GT.to(torch.int64) * size + positions_T % size
-            rope_lengths_T = None
-            if self.state.rope_lengths is not None:
-                own_T = self.state.rope_lengths[token_rows_T]
-                rope_lengths_T = torch.maximum(positions_T + 1, own_T)
-        return RaggedBatch(
-            positions=positions_T,
-            slots=slots_GT,
-            token_rows=token_rows_T,
-            rows=rows_R,
-            block_tables=block_tables,
-            read_blocks=read_blocks,
-            block_size=size,
-            tokens_per_row=tokens_per_row,
-            query_start_loc=query_start_loc,
-            rope_lengths=rope_lengths_T,
-        )
+    @property
+    def _batch(self) -> Callable[..., RaggedBatch]:
+        return partial(ragged_batch, self.state, self.block_size)
 
     def _forward_pass(
         self,
@@ -457,13 +492,13 @@ class StepFunctions:
         batch: RaggedBatch,
         embeds_TD: torch.Tensor | None = None,
         embed_mask_T: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the final hidden states `[T, hidden_size]`."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the final hidden states `[T, hidden_size]`, and what a drafter reads of them."""
         with operation("begin"):
             x_TD = self.model.embed(token_ids_T)
             if embeds_TD is not None and embed_mask_T is not None:
                 x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
-        return self.model.decode(x_TD, self.arena, batch)
+        return self.model.decode(x_TD, self.arena, batch), None
 
     def _sampled(
         self,

@@ -12,7 +12,6 @@ these steps contain. Otherwise one step stays in flight as without speculation.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from ..scheduling.plan import StepPlan
 from .acceptance import Acceptance
 from .config import Speculation
 from .request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
+from .step_counter import StepCounter, full_sampler
 from .suffix_index import MAX_CANDIDATES, SuffixIndex
 from .verify_costs import VerifyCosts
 
@@ -66,20 +66,21 @@ class Speculator:
         self.sizes = sizes
         self.waits = False
         """Whether the step in flight is to be committed before the next one is planned."""
+        self.proposes = 0
+        """Drafts that the step proposes on the device; see `DrafterSpeculator`."""
         self._costs = costs
         self._is_async_device = is_async_device
         self._in_vain = self._skipped = 0
         self._acceptance = Acceptance()
         self._candidates = 1 if config.method == "ngram" else MAX_CANDIDATES
-        self._launched: deque[tuple[StepPlan, int]] = deque()
-        self._arrived_ns = 0
-        self._verify_steps = 0
-        self._drafted = [0] * config.num_speculative_tokens
-        self._accepted = [0] * config.num_speculative_tokens
+        self._counter = StepCounter(config.num_speculative_tokens)
+
+    def begin_plan(self) -> None:
+        """Begin with the next step, which may draft nothing."""
+        self.waits = False
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         """Return the drafts of each decoding request; nothing if no request should draft."""
-        self.waits = False
         sizes = self.sizes(len(requests))
         if not sizes:
             return ()
@@ -93,7 +94,7 @@ class Speculator:
         if not any(chances):
             return ()
         if self.config.adaptive:
-            most = self._costs[_full_sampler(requests)].choose(chances) - 1
+            most = self._costs[full_sampler(requests)].choose(chances) - 1
         else:
             most = min(max(map(len, chances)), sizes[-1] - 1)
         if most:
@@ -111,51 +112,34 @@ class Speculator:
 
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         """Note when the loop began with a step that was launched."""
-        self._launched.append((plan, started_ns))
+        self._counter.launched(plan, started_ns)
 
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
         """Count what a step accepted, and learn from its time; once for every launched step."""
-        began, self._arrived_ns = self._arrived_ns, arrived_ns
-        if advanced is not None:
-            self._verify_steps += 1
-            for drafts, count in zip(plan.drafts, advanced, strict=True):
-                for index in range(len(drafts)):
-                    self._drafted[index] += 1
-                    self._accepted[index] += index < count - 1
-        if not (self._launched and self._launched[0][0] is plan):  # of `score`, or with token masks
+        seconds = self._counter.committed(plan, advanced, arrived_ns)
+        if seconds is None or not plan.decode:
             return
-        _, started = self._launched.popleft()
-        if not plan.decode:
-            return
-        costs = self._costs[_full_sampler(plan.decode)]
+        costs = self._costs[full_sampler(plan.decode)]
         costs.count(plan.tokens_per_row)
         if not plan.prefill:
-            # An asynchronous device begins a step when the previous one has ended.
-            seconds = (arrived_ns - max(began, started)) / 1e9
             costs.observe(len(plan.decode), plan.tokens_per_row, seconds)
 
     @property
     def counts(self) -> dict[str, int]:
         """Verify steps, and the drafts that they verified and accepted."""
-        return {
-            "verify_steps": self._verify_steps,
-            "drafted": sum(self._drafted),
-            "accepted": sum(self._accepted),
-        }
+        return self._counter.counts
 
     @property
     def accepted_by_position(self) -> tuple[int, ...]:
         """Accepted drafts by their number in the draft of a row, the first one first."""
-        return tuple(self._accepted)
+        return self._counter.accepted_by_position
 
     def stats(self) -> dict[str, Any]:
         """Return counters and step times as plain numbers; see `Engine.stats`."""
         return {
             "method": self.config.method,
             "calibration_seconds": self._calibration_seconds,
-            **self.counts,
-            "drafted_by_position": list(self._drafted),
-            "accepted_by_position": list(self._accepted),
+            **self._counter.stats(),
             "step_seconds": self._costs[0].seconds(),
             "sampled_step_seconds": self._costs[1].seconds(),
         }
@@ -186,7 +170,3 @@ class Speculator:
         own, most = Acceptance(self._acceptance), self.config.num_speculative_tokens
         request.drafter = RequestDrafter(index, own, most, first)
         return request.drafter
-
-
-def _full_sampler(requests: Sequence[Request]) -> bool:
-    return any(request.params.needs_full_sampler for request in requests)

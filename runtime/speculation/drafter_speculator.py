@@ -1,0 +1,199 @@
+"""Decides when the drafter on the device proposes, and which rows verify how many drafts. No torch.
+
+    step        N                          N + 1
+    device      decode, propose x y z      verify x y z, propose u v w
+    host                        commit N: x y z, with probabilities
+
+A step that proposes takes longer than one that does not, whether or not its drafts are verified. If
+they do not pay for some steps, the drafter rests, longer each time, and then tries again.
+
+The host chooses how many drafts are verified, so it reads them with the tokens of the step. On an
+asynchronous device the loop commits such a step before it plans the next one (`waits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..request import Request
+from ..scheduling.plan import StepPlan
+from .config import Speculation
+from .drafter_acceptance import DrafterAcceptance
+from .step_counter import StepCounter, full_sampler
+from .verify_costs import VerifyCosts
+
+__all__ = ["DrafterSpeculator", "RowDrafts"]
+
+PATIENCE = 8
+"""Steps with proposals that do not pay, after which the drafter rests."""
+
+TRIAL = 2
+"""Steps of a trial after a rest: the first proposes, the second judges it and proposes again."""
+
+FIRST_REST, LONGEST_REST = 16, 512
+"""Steps of a rest: doubled after each trial in vain, so that trials are less than 1 % of steps."""
+
+LEAST_CHANCE = 0.05
+"""Drafts that are less likely to be accepted are not verified."""
+
+
+class RowDrafts:
+    """The newest drafts of one request."""
+
+    __slots__ = ("at", "chances", "probabilities", "tokens")
+
+    def __init__(
+        self, at: int, tokens: list[int], probabilities: list[float], chances: list[float]
+    ) -> None:
+        """`at`: known tokens of the request when they were proposed, which they follow."""
+        self.at, self.tokens = at, tokens
+        self.probabilities, self.chances = probabilities, chances
+
+
+class DrafterSpeculator:
+    """Chooses how many of a drafter's proposals are verified, and when it proposes."""
+
+    def __init__(
+        self,
+        config: Speculation,
+        sizes: Callable[[int], Sequence[int]],
+        costs: tuple[VerifyCosts, VerifyCosts],
+        *,
+        is_async_device: bool,
+        calibration_seconds: float = 0.0,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            config: the drafter, and whether to choose.
+            sizes: returns the tokens per row that verify steps of so many rows exist for.
+            costs: the times of decode steps and of verify steps with proposals, by whether the full
+                sampler runs.
+            is_async_device: whether steps stay in flight.
+            calibration_seconds: that measuring the times took.
+        """
+        self.config = config
+        self.sizes = sizes
+        self.proposes = 0
+        """Drafts that the step to be planned proposes for each row."""
+        self._costs = costs
+        self._is_async_device = is_async_device
+        self._calibration_seconds = calibration_seconds
+        self._acceptance = DrafterAcceptance()
+        self._in_vain = self._resting = 0
+        self._rest = FIRST_REST
+        self._counter = StepCounter(config.num_speculative_tokens)
+        self._proposing_steps = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether the step in flight is to be committed before the next one is planned."""
+        return self._is_async_device and self.proposes > 0
+
+    def begin_plan(self) -> None:
+        """Begin with the next step, which may draft nothing."""
+        self.proposes = 0
+
+    def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
+        """Return the drafts that each decoding request verifies; nothing if none does.
+
+        Decides too whether the step proposes.
+        """
+        sizes = self.sizes(len(requests))
+        if not sizes or self._rests():
+            return ()
+        self.proposes = self.config.num_speculative_tokens
+        proposed = [_current(request) for request in requests]
+        if not any(proposed):
+            return ()
+        chances = [own.chances if own is not None else () for own in proposed]
+        most = sizes[-1] - 1
+        if self.config.adaptive:
+            most = self._costs[full_sampler(requests)].choose(chances) - 1
+            self._note(pays=most > 0)
+        least = LEAST_CHANCE if self.config.adaptive else 0.0
+        if not most:
+            return ()
+        drafts = []
+        for own in proposed:
+            count = 0 if own is None else sum(chance >= least for chance in own.chances[:most])
+            drafts.append([] if own is None else own.tokens[:count])
+        return drafts
+
+    def _rests(self) -> bool:
+        if not self._resting:
+            return False
+        self._resting -= 1
+        return True
+
+    def _note(self, *, pays: bool) -> None:
+        """Begin a rest, if the last drafts did not pay."""
+        if pays:
+            self._in_vain, self._rest = 0, FIRST_REST
+            return
+        self._in_vain += 1
+        if self._in_vain >= PATIENCE:
+            self._in_vain = PATIENCE - TRIAL + 1
+            self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
+            self.proposes = 0
+
+    def received(
+        self, requests: Sequence[Request], drafts: list[list[int]], probabilities: list[list[float]]
+    ) -> None:
+        """Take what a committed step proposed, and judge what the one before it did."""
+        for request, tokens, own in zip(requests, drafts, probabilities, strict=True):
+            last = request.proposed
+            if last is not None:
+                sampled = request.tokens(last.at, request.num_tokens)
+                self._acceptance.judge(last.tokens, last.probabilities, sampled)
+            request.proposed = RowDrafts(
+                request.num_tokens, tokens, own, self._acceptance.chances(own)
+            )
+
+    def launched(self, plan: StepPlan, started_ns: int) -> None:
+        """Note when the loop began with a step that was launched."""
+        self._counter.launched(plan, started_ns)
+
+    def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
+        """Count what a step accepted, and learn from its time; once for every launched step."""
+        seconds = self._counter.committed(plan, advanced, arrived_ns)
+        self._proposing_steps += plan.proposes > 0
+        if seconds is None or not plan.decode:
+            return
+        costs = self._costs[full_sampler(plan.decode)]
+        costs.count(plan.tokens_per_row)
+        if not plan.prefill and (plan.tokens_per_row > 1) == (plan.proposes > 0):
+            costs.observe(len(plan.decode), plan.tokens_per_row, seconds)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Verify steps, and the drafts that they verified and accepted."""
+        return self._counter.counts
+
+    @property
+    def accepted_by_position(self) -> tuple[int, ...]:
+        """Accepted drafts by their number in the draft of a row, the first one first."""
+        return self._counter.accepted_by_position
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and step times as plain numbers; see `Engine.stats`."""
+        return {
+            "method": self.config.method,
+            "calibration_seconds": self._calibration_seconds,
+            "proposing_steps": self._proposing_steps,
+            **self._counter.stats(),
+            "step_seconds": self._costs[0].seconds(),
+            "sampled_step_seconds": self._costs[1].seconds(),
+        }
+
+
+def _current(request: Request) -> RowDrafts | None:
+    """Return the drafts after a request's newest token, if it may have any.
+
+    The sampler counts one token per step for the penalties of a row.
+    """
+    drafts = request.proposed
+    if drafts is None or drafts.at != request.num_tokens or request.num_pending:
+        return None
+    return None if request.params.uses_penalties else drafts
