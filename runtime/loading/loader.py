@@ -39,6 +39,7 @@ __all__ = [
     "TensorHeader",
     "check_tensors",
     "check_tied_head",
+    "find_directory",
     "fused_layout",
     "iter_weights",
     "random_weights",
@@ -105,23 +106,33 @@ def resolve_source(
                 " checkpoint: give a directory or a hub id, or use model_impl='auto'"
             )
         return Source(name, preset(source.removeprefix(_PRESET_PREFIX)), None)
-    if source == "demo":
-        directory = Path(__file__).parents[1] / "demo"
-    else:
-        try:
-            directory = Path(source).expanduser()
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"no checkpoint at {bounded_text(name)}: the home directory is unknown ({error})"
-            ) from error
-        if not is_directory(directory):
-            if isinstance(source, Path) or directory.exists() or not _HUB_ID.fullmatch(source):
-                raise CheckpointError(
-                    f"no checkpoint at {bounded_text(directory, 500)}: it must be a directory with "
-                    f"config.json and {SINGLE_FILE} or {INDEX_FILE}"
-                )
-            directory = _hub_snapshot(source, config_only=config_only)
+    directory = find_directory(source, config_only=config_only)
     return Source(name, read_config(directory, model_impl), directory)
+
+
+def find_directory(source: str | Path, *, config_only: bool = False) -> Path:
+    """Return the directory of a checkpoint; `source` as in `resolve_source`, but no preset.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if source == "demo":
+        return Path(__file__).parents[1] / "demo"
+    name = str(source)
+    try:
+        directory = Path(source).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"no checkpoint at {bounded_text(name)}: the home directory is unknown ({error})"
+        ) from error
+    if is_directory(directory):
+        return directory
+    if isinstance(source, Path) or directory.exists() or not _HUB_ID.fullmatch(source):
+        raise CheckpointError(
+            f"no checkpoint at {bounded_text(directory, 500)}: it must be a directory with "
+            f"config.json and {SINGLE_FILE} or {INDEX_FILE}"
+        )
+    return _hub_snapshot(source, config_only=config_only)
 
 
 def _hub_snapshot(repository: str, *, config_only: bool) -> Path:

@@ -32,13 +32,13 @@ from ..kernels.ops.layer_operations import (
     Operation,
 )
 from ..kernels.ops.layer_plan import ModelPlan
-from ..kernels.ops.parameter import Parameter
 from ..kernels.ops.weight_storage import quantised_dtype
 from ..models.decoder_model import DecoderConfig
+from ..models.layout import parameter_bytes
 from ..models.plan import plan_of
 from ..resolved_config import ResolvedConfig
 
-__all__ = ["DrafterBytes", "model_footprint", "parameter_bytes", "weight_bytes"]
+__all__ = ["DrafterBytes", "model_footprint", "weight_bytes"]
 
 GRAPH_BYTES_PER_STEP = 4 << 20
 """Memory of a captured step outside of the shared pool: its kernel nodes. An estimate, which the
@@ -66,14 +66,6 @@ class DrafterBytes(NamedTuple):
 def weight_bytes(plan: ModelPlan, kernels: Kernels, dtype: torch.dtype) -> int:
     """Return the bytes of all parameters as the kernels store them."""
     return sum(parameter_bytes(parameter, kernels, dtype) for parameter in plan.parameters())
-
-
-def parameter_bytes(parameter: Parameter, kernels: Kernels, dtype: torch.dtype) -> int:
-    """Return the bytes of a parameter as the kernels store it."""
-    if not parameter.is_matrix:
-        return parameter.elements * (parameter.dtype or dtype).itemsize
-    rows, columns = parameter.shape
-    return kernels.stored_bytes(rows, columns, dtype, parameter.matrices)
 
 
 def model_footprint(

@@ -30,7 +30,7 @@ from ..kernels.cpu.elementwise import (
 )
 from ..kernels.ops.bound_model import BoundModel
 from ..kernels.ops.layer_operations import Residual
-from ..kernels.ops.layer_plan import LayerPlan
+from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ..kernels.ops.parameter import Parameter
 from ..operation_scopes import operation
 from .config import ModelConfig
@@ -106,8 +106,20 @@ class Decoder(nn.Module):
         device: torch.device,
         groups: Sequence[LayerGroup],
         storage: Storage = "model",
+        *,
+        plan: ModelPlan | None = None,
     ) -> None:
-        """`groups` are those of the arena, `storage` is how it stores what layers write."""
+        """Make the modules.
+
+        Args:
+            config: of the model.
+            kernels: of its operations.
+            dtype: of weights and activations.
+            device: where it runs.
+            groups: those of the arena.
+            storage: how the arena stores what layers write.
+            plan: the plan of the config with layers that attend to less; None: the plan itself.
+        """
         super().__init__()
         self.config = config
         self.kernels = kernels
@@ -116,7 +128,7 @@ class Decoder(nn.Module):
         self.storage: Storage = storage
         self.stack: Stack | None = None
         self.decode_step: DecodeStep | None = None
-        self.plan = plan = model_plan(config)
+        self.plan = plan = plan or model_plan(config)
         self.vocabulary = (
             None if plan.shard is None else ShardedVocabulary(plan.shard, collectives_of(kernels))
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from ..kernels import Kernels
 from ..kernels.ops.expert_operations import Experts
 from ..kernels.ops.layer_plan import ModelPlan
 from ..kernels.ops.parameter import Cut, Parameter, Source
@@ -14,6 +17,7 @@ __all__ = [
     "Parameter",
     "Source",
     "fused_layout",
+    "parameter_bytes",
     "plan_weights_per_step",
     "weights_per_step",
 ]
@@ -46,3 +50,11 @@ def plan_weights_per_step(plan: ModelPlan) -> int:
                 unused = op.total - op.per_token
                 unread += (op.gate_up.elements + op.down.elements) * unused // op.total
     return sum(parameter.elements for parameter in plan.parameters()) - unread
+
+
+def parameter_bytes(parameter: Parameter, kernels: Kernels, dtype: torch.dtype) -> int:
+    """Return the bytes of a parameter as the kernels store it."""
+    if not parameter.is_matrix:
+        return parameter.elements * (parameter.dtype or dtype).itemsize
+    rows, columns = parameter.shape
+    return kernels.stored_bytes(rows, columns, dtype, parameter.matrices)

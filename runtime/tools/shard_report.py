@@ -7,7 +7,7 @@ import torch
 from ...cache.memory.memory_plan import format_bytes
 from ..kernels import Kernels
 from ..kernels.ops.layer_plan import ModelPlan
-from ..memory.footprint import parameter_bytes
+from ..models.layout import parameter_bytes
 
 __all__ = ["describe_shard"]
 

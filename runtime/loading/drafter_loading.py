@@ -1,0 +1,59 @@
+"""Loads the drafters that `find_drafter` found."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from ...cache.arena import Storage
+from ...cache.spec import LayerGroup
+from ..kernels import Kernels
+from ..models.decoder import Decoder
+from ..models.drafters.draft_model import DraftModel
+from ..models.drafters.drafter import Drafter
+from ..models.drafters.drafter_config import DrafterConfig
+from ..models.drafters.reach import within_window
+from .loader import Source
+from .opened_source import open_source
+
+__all__ = ["load_drafter"]
+
+
+def load_drafter(
+    config: DrafterConfig,
+    target: Decoder,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: LayerGroup,
+    storage: Storage = "model",
+    *,
+    seed: int = 0,
+    progress: bool = False,
+) -> Drafter:
+    """Load the weights of a drafter.
+
+    Args:
+        config: as `find_drafter` returned it.
+        target: the model that it drafts for, with weights; they may share some.
+        kernels: of its operations.
+        dtype: of weights and activations.
+        device: where it runs, that of the target.
+        group: its layers in its arena; `index` is that of the layer group of the target whose block
+            table it uses, `spec` is `DrafterConfig.layer_spec`.
+        storage: how its arena stores keys and values.
+        seed: of the random weights of a preset.
+        progress: draw a bar on stderr.
+
+    Raises:
+        CheckpointError: a file is damaged, or a weight cannot be quantised.
+    """
+    assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
+    plan = within_window(config.plan, group.spec.window_tokens)
+    decoder = Decoder(config.model, kernels, dtype, device, [group], storage, plan=plan)
+    with ExitStack() as open_files:
+        source = Source(config.name, config.model, config.directory)
+        opened = open_source(source, open_files, check_head=False)
+        decoder.store(opened.weights(dtype, seed=seed, progress=progress))
+    return DraftModel(decoder.eval(), config.most_drafts)

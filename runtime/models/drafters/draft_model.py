@@ -1,0 +1,50 @@
+"""A smaller model with the vocabulary of the target. Shapes: B rows, T tokens, D hidden_size."""
+
+from __future__ import annotations
+
+import torch
+
+from ..decoder import Decoder
+from .drafter import Drafts, FollowedTokens, NewestTokens
+from .most_likely import most_likely
+
+__all__ = ["DraftModel"]
+
+
+class DraftModel:
+    """Drafts with a decoder of its own, one pass per draft.
+
+    The first pass of `propose` has two tokens per row. Of the tokens of a verify step it has
+    computed all before, when it drafted them, but the last draft, which may be the previous token
+    now. This holds if the drafts of a step are those that it proposed after the step before.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, decoder: Decoder, most_drafts: int) -> None:
+        self.decoder = decoder
+        self.most_drafts = most_drafts
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its parameters as stored."""
+        return self.decoder.weight_bytes
+
+    def follow(self, tokens: FollowedTokens, arena: torch.Tensor) -> None:
+        """Store keys and values of the tokens."""
+        self.decoder(tokens.token_ids, arena, tokens.batch)
+
+    def propose(
+        self, tokens: FollowedTokens, newest: NewestTokens, arena: torch.Tensor, count: int
+    ) -> Drafts:
+        """See `Drafter.propose`; of `tokens` it needs the previous token of each row only."""
+        both_B2 = torch.stack((newest.previous_ids, newest.token_ids), dim=1)
+        hidden_TD = self.decoder(both_B2.flatten(), arena, newest.batch(-1, 2))
+        ids_B, probability_B = most_likely(self.decoder.logits(hidden_TD[1::2]))
+        ids, probabilities = [ids_B], [probability_B]
+        for place in range(1, count):
+            hidden_BD = self.decoder(ids_B, arena, newest.batch(place, 1))
+            ids_B, probability_B = most_likely(self.decoder.logits(hidden_BD))
+            ids.append(ids_B)
+            probabilities.append(probability_B)
+        return Drafts(torch.stack(ids, dim=1), torch.stack(probabilities, dim=1))

@@ -1,0 +1,14 @@
+"""Greedy drafts. Shapes: B rows, V tokens of the drafter's vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["most_likely"]
+
+
+def most_likely(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the most likely token of each row, int64 `[B]`, and its probability, float32 `[B]`."""
+    logits_BV = logits_BV.float()
+    top_B, ids_B = logits_BV.max(-1)
+    return ids_B, (top_B - logits_BV.logsumexp(-1)).exp()
