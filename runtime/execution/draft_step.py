@@ -89,7 +89,7 @@ class DraftStep:
             self._state,
             self._block_size,
             positions_BN.flatten(),
-            rows_B[:, None].expand(-1, count).flatten(),
+            rows_B[:, None].expand(-1, count).contiguous().flatten(),
             rows_B,
             key.read_blocks,
             tokens_per_row=count,

@@ -332,7 +332,7 @@ class StepFunctions:
         batch = RaggedBatch(
             positions=lanes.positions,
             slots=lanes.slots,
-            token_rows=rows_B[:, None].expand(-1, n).flatten(),
+            token_rows=rows_B[:, None].expand(-1, n).contiguous().flatten(),
             rows=rows_B,
             block_tables=self.state.block_tables,
             read_blocks=key.read_blocks,
