@@ -24,6 +24,7 @@ from ..kernels.ops.layer_operations import (
     AllReduce,
     Attend,
     AttentionTemperature,
+    JoinNorms,
     LatentKeys,
     LatentRotate,
     LatentToValues,
@@ -50,6 +51,8 @@ class LayerStep(NamedTuple):
     sin: Tensor
     arena: Tensor
     batch: RaggedBatch
+    embeddings: Tensor | None = None
+    """`[T, D]`: those of `JoinNorms`."""
 
 
 Run = Callable[[Any, LayerStep], Any]
@@ -73,6 +76,8 @@ def bind(
     match operation:
         case Norm():
             return _norm(operation, module, kernels)
+        case JoinNorms():
+            return _join_norms(operation, module, kernels)
         case Linear():
             return _linear(operation, module, kernels)
         case QKNorm():
@@ -102,6 +107,21 @@ def bind(
 def _norm(op: Norm, module: Module, kernels: Kernels) -> Run:
     norm = module(op.weight, lambda: RMSNorm(op.eps, offset=op.offset))
     return _on_part(each_token(kernels, norm), op.part)
+
+
+def _join_norms(op: JoinNorms, module: Module, kernels: Kernels) -> Run:
+    def norm(weight: Parameter) -> Callable[[Tensor], Tensor]:
+        return each_token(kernels, module(weight, lambda: RMSNorm(op.eps, offset=op.offset)))
+
+    of_embeddings = norm(op.embeddings)
+    of_hidden = None if op.hidden is None else norm(op.hidden)
+
+    def run(x_TD: Tensor, step: LayerStep) -> Tensor:
+        assert step.embeddings is not None
+        normed_TD = x_TD if of_hidden is None else of_hidden(x_TD)
+        return torch.cat((of_embeddings(step.embeddings), normed_TD), dim=-1)
+
+    return run
 
 
 def _linear(op: Linear, module: Module, kernels: Kernels) -> Run:

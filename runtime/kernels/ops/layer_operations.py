@@ -62,6 +62,25 @@ class Norm(Operation):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JoinNorms(Operation):
+    """Norm of the embeddings of the step, followed by that of the hidden states, `[T, 2 D]`.
+
+    The first operation of a layer (EAGLE-3, arXiv 2503.01840).
+    """
+
+    embeddings: Parameter
+    hidden: Parameter | None
+    """None: the hidden states are not normed."""
+    eps: float
+    offset: bool = False
+    """As that of `Norm`."""
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self.embeddings,) if self.hidden is None else (self.embeddings, self.hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Linear(Operation):
     """A product with a weight `[out_features, in_features]`, with an optional bias."""
 

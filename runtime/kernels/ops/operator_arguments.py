@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .expert_operations import Experts
 from .experts import ExpertTensors
-from .layer_operations import Activate, Norm, QKNorm
+from .layer_operations import Activate, JoinNorms, Norm, QKNorm
 
 __all__ = ["OperatorArguments"]
 
@@ -24,7 +24,7 @@ class OperatorArguments:
     integers: list[int] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
 
-    def add_norm(self, norm: Norm | QKNorm | None, weight: Tensor | None) -> None:
+    def add_norm(self, norm: Norm | QKNorm | JoinNorms | None, weight: Tensor | None) -> None:
         """Add a norm and its weight; None: there is none."""
         self.tensors.append(weight)
         self.numbers.append(0.0 if norm is None else norm.eps)

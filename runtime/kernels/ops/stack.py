@@ -11,7 +11,8 @@ Weights are not arguments: a stack is created once from them, and calls pass its
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple, Protocol, get_args, get_type_hints
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from .layer_operations import (
     Activate,
     AllReduce,
     Attend,
+    JoinNorms,
     Known,
     Linear,
     Norm,
@@ -38,6 +40,7 @@ from .operator_arguments import OperatorArguments
 
 KNOWN_TO_STACK: Known = {
     Norm: frozenset({"offset"}),
+    JoinNorms: frozenset({"offset"}),
     Linear: frozenset({"bias", "split", "unit"}),
     QKNorm: frozenset({"offset", "all_heads", "ranks"}),
     Rotate: frozenset(),
@@ -62,6 +65,12 @@ torch.library.define(
     "(Tensor x, Tensor(a!) arena, Tensor positions, Tensor slots, Tensor block_tables,"
     " Tensor token_rows, Tensor cos, Tensor sin, int read_blocks, Tensor handle) -> Tensor",
 )
+torch.library.define(
+    "stepgraph::tapped_stack",
+    "(Tensor x, Tensor(a!) arena, Tensor positions, Tensor slots, Tensor block_tables,"
+    " Tensor token_rows, Tensor cos, Tensor sin, int read_blocks, Tensor handle, int[] taps,"
+    " Tensor? embeddings) -> (Tensor, Tensor)",
+)
 
 
 def _fake_decoder_stack(
@@ -82,11 +91,17 @@ def _fake_decoder_stack(
 torch.library.register_fake("stepgraph::decoder_stack", _fake_decoder_stack)
 
 
+@torch.library.register_fake("stepgraph::tapped_stack")
+def _fake_tapped_stack(x_TD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *_, taps, _embeddings = arguments
+    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(len(taps), *x_TD.shape)
+
+
 class GatedLayer(NamedTuple):
     """A layer that the stack supports: attention with keys and values, and a gated MLP or a
     mixture of them."""
 
-    input_norm: Norm | None
+    input_norm: Norm | JoinNorms | None
     qkv: Linear
     qk_norm: QKNorm | None
     rotate: Rotate
@@ -156,6 +171,22 @@ class Stack(Protocol):
         """Run all layers and the final norm: `[T, D]`; writes keys and values.
 
         Cosines and sines are float32. All positions are below `batch.read_blocks` blocks.
+        """
+
+    def run_tapped(
+        self,
+        x_TD: Tensor,
+        arena: Tensor,
+        batch: RaggedBatch,
+        cos_KTE: Tensor,
+        sin_KTE: Tensor,
+        taps: Sequence[int],
+        embeddings_TD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, and return the outputs of the layers `taps` side by side.
+
+        They are `[T, len(taps) * D]`; `taps` are ascending, and not empty. `embeddings_TD` are
+        those that layers with `JoinNorms` need.
         """
 
     def workspace_bytes(self, tokens: int) -> int:
@@ -260,6 +291,33 @@ class DecoderStack:
         )
         return out
 
+    def run_tapped(
+        self,
+        x_TD: Tensor,
+        arena: Tensor,
+        batch: RaggedBatch,
+        cos_KTE: Tensor,
+        sin_KTE: Tensor,
+        taps: Sequence[int],
+        embeddings_TD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Stack.run_tapped`; raises as `run`."""
+        out, taps_LTD = torch.ops.stepgraph.tapped_stack.default(
+            x_TD,
+            arena,
+            batch.positions,
+            batch.slots,
+            batch.block_tables,
+            batch.token_rows,
+            cos_KTE,
+            sin_KTE,
+            batch.read_blocks,
+            self._handle,
+            taps,
+            embeddings_TD,
+        )
+        return out, taps_LTD.transpose(0, 1).flatten(1)
+
 
 def stack_arguments(
     model: BoundModel,
@@ -288,7 +346,7 @@ def stack_arguments(
 def _add_attention(arguments: OperatorArguments, layer: BoundLayer, ops: GatedLayer) -> None:
     attend, temperature, qk_norm = ops.attend, ops.attend.temperature, ops.qk_norm
     arguments.integers += [*layer.place, attend.window, attend.chunk, ops.rotate.kind]
-    _add_norm(arguments, layer, ops.input_norm)
+    _add_input_norm(arguments, layer, ops.input_norm)
     arguments.tensors += layer.linear(ops.qkv)
     arguments.integers += [
         qk_norm is not None and qk_norm.all_heads,
@@ -304,6 +362,17 @@ def _add_attention(arguments: OperatorArguments, layer: BoundLayer, ops: GatedLa
     arguments.integers.append(ops.attention_sum is not None)
     _add_norm(arguments, layer, ops.attention_output_norm)
     arguments.numbers.append(ops.attention_residual.scale)
+
+
+def _add_input_norm(
+    arguments: OperatorArguments, layer: BoundLayer, norm: Norm | JoinNorms | None
+) -> None:
+    if not isinstance(norm, JoinNorms):
+        arguments.add_norm(None, None)
+        _add_norm(arguments, layer, norm)
+        return
+    arguments.add_norm(norm, layer.tensor(norm.embeddings))
+    arguments.add_norm(norm, None if norm.hidden is None else layer.tensor(norm.hidden))
 
 
 def _add_mlp(arguments: OperatorArguments, layer: BoundLayer, ops: GatedLayer) -> None:

@@ -29,6 +29,8 @@ places.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -111,6 +113,25 @@ class GpuStack:
         normed_TD, _ = norm_hidden(self.operations, hidden, self._final_norm, self._norm)
         return normed_TD
 
+    @torch.no_grad()
+    def run_tapped(
+        self,
+        x_TD: Tensor,
+        arena: Tensor,
+        batch: RaggedBatch,
+        cos_KTE: Tensor,
+        sin_KTE: Tensor,
+        taps: Sequence[int],
+        embeddings_TD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Stack.run_tapped`. There are no kernels of layers that need embeddings."""
+        assert embeddings_TD is None, "a plan that `fusion_obstacle` refuses"
+        outputs: dict[int, Tensor] = dict.fromkeys(taps, x_TD)
+        decodes = batch.tokens_per_row == 1
+        hidden = self.layers(x_TD, arena, batch, cos_KTE, sin_KTE, decodes=decodes, outputs=outputs)
+        normed_TD, _ = norm_hidden(self.operations, hidden, self._final_norm, self._norm)
+        return normed_TD, torch.cat([outputs[tap] for tap in taps], dim=-1)
+
     def layers(
         self,
         x_TD: Tensor,
@@ -120,11 +141,14 @@ class GpuStack:
         sin_KTE: Tensor,
         *,
         decodes: bool,
+        outputs: dict[int, Tensor] | None = None,
     ) -> Hidden:
         """Return the hidden states after the last layer, not normed.
 
-        A step that `decodes` has one token a row: no token attends to the key of another one.
+        A step that `decodes` has one token a row: no token attends to the key of another one. The
+        outputs of the layers that are keys of `outputs` become its values.
         """
+        outputs = outputs or {}
         tokens = x_TD.shape[0]
         like = next(kernel.attention for kernel in self._layers[0] if kernel.attention is not None)
         shared = (self.operations, like, x_TD, arena, batch, cos_KTE, sin_KTE)
@@ -136,7 +160,7 @@ class GpuStack:
         elif decodes:
             step = DecodeAttention(self._counters, *shared)
             if tokens <= MOST_ROWS:
-                return self._few(x_TD, step, live_T)
+                return self._few(x_TD, step, live_T, outputs)
         else:
             with operation("prefill_tiles"):
                 step = PrefillAttention(*shared)
@@ -144,9 +168,24 @@ class GpuStack:
         for index, layer in enumerate(self._layers):
             with operation("layer", index):
                 hidden = self._many(layer, hidden, step, live_T)
+            if index in outputs:
+                hidden = self._added(hidden)
+                outputs[index] = hidden.x
         return hidden
 
-    def _few(self, x_TD: Tensor, step: DecodeAttention, live_T: Tensor | None) -> Hidden:
+    def _added(self, hidden: Hidden) -> Hidden:
+        """The hidden states with nothing left to add."""
+        if hidden.delta is None:
+            return hidden
+        return norm_hidden(self.operations, hidden, None, None)[1]
+
+    def _few(
+        self,
+        x_TD: Tensor,
+        step: DecodeAttention,
+        live_T: Tensor | None,
+        outputs: dict[int, Tensor],
+    ) -> Hidden:
         """A decode step of few rows."""
         pairs = self._pairs(x_TD.shape[0], x_TD.dtype)
         run = FewRows(self.operations, step, pairs, self._barrier, x_TD, live_T, self._collectives)
@@ -154,6 +193,9 @@ class GpuStack:
             with operation("layer", index):
                 for kernel in layer:
                     run.run(kernel)
+            if index in outputs:
+                run.hidden = self._added(run.hidden)
+                outputs[index] = run.hidden.x
         return run.hidden
 
     def _pairs(self, rows: int, dtype: torch.dtype) -> LayerPairs | None:

@@ -67,6 +67,12 @@ Stack::Stack(const StackShape& shape, std::vector<StackLayer> layers, std::vecto
 
 Stack::~Stack() = default;
 
+bool Stack::reads_embeddings() const {
+  return std::any_of(layers_.begin(), layers_.end(), [](const StackLayer& layer) {
+    return layer.embedding_norm.weight != nullptr;
+  });
+}
+
 int64_t Stack::phases(int64_t tokens, int64_t element_bytes) const {
   int64_t phases = static_cast<int64_t>(layers_.size()) * kMostPhases + 1;
   if (communicator_ != nullptr) {
@@ -140,7 +146,7 @@ Stack::Layout Stack::layout(int64_t tokens, int threads) const {
                  layer.mlp_output_norm.weight != nullptr || layer.attention_summed ||
                  layer.mlp_summed;
   }
-  at.normed_stride = padded(shape_.hidden);
+  at.normed_stride = padded((reads_embeddings() ? 2 : 1) * shape_.hidden);
   at.own_size = tokens * at.normed_stride;
   at.x = take(tokens * shape_.hidden);
   at.normed = take(own ? 0 : at.own_size);

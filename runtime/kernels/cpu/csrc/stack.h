@@ -23,6 +23,7 @@ namespace stepgraph {
 constexpr int64_t kMeansBytes = 2 * sizeof(float);
 
 struct StackLayer {
+  NormWeights embedding_norm;  // of a layer whose input is the normed embeddings, then the normed x
   NormWeights input_norm, q_norm, k_norm, attention_output_norm, mlp_norm, mlp_output_norm;
   Weights qkv, output;
   std::optional<Mixture> mixture;
@@ -61,7 +62,10 @@ struct StackShape {
 template <class T>
 struct StackStep {
   const T* x;                  // [tokens, hidden]
+  const T* embeddings;         // [tokens, hidden], or null: no layer needs them
   T* out;                      // [tokens, hidden]
+  T* taps;                     // [tapped layers, tokens, hidden]: the outputs of these layers
+  std::vector<int64_t> tapped; // ascending
   uint8_t* arena;              // [layers of a group, sides, num_blocks, ...]
   int64_t layer_bytes, side_bytes;
   const int64_t* positions;    // [tokens]
@@ -95,6 +99,10 @@ class Stack {
   int64_t workspace_bytes(int64_t tokens, int64_t element_bytes, int threads) const;
 
   const StackShape& shape() const { return shape_; }
+  int64_t layers() const { return static_cast<int64_t>(layers_.size()); }
+
+  // Whether a layer reads the embeddings of the step.
+  bool reads_embeddings() const;
 
   // Layers of the largest layer group: what the arena has to have.
   int64_t positions() const;

@@ -72,8 +72,10 @@ class Stacks {
 
 inline StackLayer read_layer(ArgumentReader& reader, const StackShape& shape) {
   StackLayer layer{};
+  layer.embedding_norm = reader.norm(shape.hidden, "the norm of embeddings");
   layer.input_norm = reader.norm(shape.hidden, "the input norm");
-  layer.qkv = reader.linear(shape.qkv_size(), shape.hidden, "qkv");
+  const int64_t inputs = (layer.embedding_norm.weight == nullptr ? 1 : 2) * shape.hidden;
+  layer.qkv = reader.linear(shape.qkv_size(), inputs, "qkv");
   layer.all_heads = reader.integer("all_heads") != 0;
   layer.head_ranks = reader.integer("the ranks of a norm", 1);
   const int64_t queries = layer.all_heads ? shape.heads : 1;

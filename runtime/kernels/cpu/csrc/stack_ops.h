@@ -3,6 +3,8 @@
 #pragma once
 
 #include <memory>
+#include <optional>
+#include <tuple>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -26,11 +28,12 @@ inline int64_t stack_workspace(int64_t handle, int64_t tokens) {
   return owned->stack->workspace_bytes(tokens, c10::elementSize(owned->dtype), threads());
 }
 
-inline at::Tensor decoder_stack_cpu(const at::Tensor& x, at::Tensor& arena,
-                                    const at::Tensor& positions, const at::Tensor& slots,
-                                    const at::Tensor& block_tables, const at::Tensor& token_rows,
-                                    const at::Tensor& cos, const at::Tensor& sin,
-                                    int64_t read_blocks, const at::Tensor& handle) {
+// The final hidden states, and the outputs of the tapped layers, [taps, tokens, hidden].
+inline std::tuple<at::Tensor, at::Tensor> tapped_stack_cpu(
+    const at::Tensor& x, at::Tensor& arena, const at::Tensor& positions, const at::Tensor& slots,
+    const at::Tensor& block_tables, const at::Tensor& token_rows, const at::Tensor& cos,
+    const at::Tensor& sin, int64_t read_blocks, const at::Tensor& handle, at::IntArrayRef taps,
+    const std::optional<at::Tensor>& embeddings) {
   TORCH_CHECK(handle.scalar_type() == at::kLong && handle.numel() == 1,
               "decoder_stack: the handle is one int64");
   const std::shared_ptr<OwnedStack> owned =
@@ -66,13 +69,31 @@ inline at::Tensor decoder_stack_cpu(const at::Tensor& x, at::Tensor& arena,
                 "decoder_stack: cos and sin are contiguous float32 [", owned->ropes, ", ", tokens,
                 ", ", half, "], got ", table.sizes(), " of ", table.scalar_type());
   }
+  TORCH_CHECK(owned->stack->reads_embeddings() == embeddings.has_value() &&
+                  (!embeddings || (embeddings->sizes() == x.sizes() &&
+                                   embeddings->scalar_type() == x.scalar_type())),
+              "decoder_stack: layers that join embeddings need those of all tokens, in the shape and "
+              "dtype of x; others need none");
+  for (size_t i = 0; i < taps.size(); ++i) {
+    TORCH_CHECK(taps[i] >= 0 && taps[i] < owned->stack->layers() &&
+                    (i == 0 || taps[i] > taps[i - 1]),
+                "decoder_stack: taps are layers below ", owned->stack->layers(),
+                " in ascending order, got ", taps);
+  }
   const at::Tensor inputs = x.contiguous();
+  const at::Tensor joined = embeddings ? embeddings->contiguous() : at::Tensor();
   at::Tensor out = at::empty(x.sizes(), x.options());
+  at::Tensor outputs;
+  if (!taps.empty()) {
+    outputs = at::empty({static_cast<int64_t>(taps.size()), tokens, shape.hidden}, x.options());
+  }
   const auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{
-      inputs, out, arena, positions, slots, block_tables, token_rows, cos, sin});
+      inputs, joined, out, outputs, arena, positions, slots, block_tables, token_rows, cos, sin});
   const auto run = [&]<class T>(T) {
     owned->stack->run(StackStep<T>{
-        inputs.const_data_ptr<T>(), out.mutable_data_ptr<T>(),
+        inputs.const_data_ptr<T>(), joined.defined() ? joined.const_data_ptr<T>() : nullptr,
+        out.mutable_data_ptr<T>(), taps.empty() ? nullptr : outputs.mutable_data_ptr<T>(),
+        taps.vec(),
         static_cast<uint8_t*>(arena.mutable_data_ptr()), arena.stride(0) * arena.element_size(),
         arena.stride(1) * arena.element_size(), positions.const_data_ptr<int64_t>(),
         slots.const_data_ptr<int64_t>(), block_tables.const_data_ptr<int32_t>(),
@@ -82,7 +103,16 @@ inline at::Tensor decoder_stack_cpu(const at::Tensor& x, at::Tensor& arena,
   };
   if (owned->dtype == at::kBFloat16) run(at::BFloat16());
   else run(float());
-  return out;
+  return {out, outputs};
+}
+
+inline at::Tensor decoder_stack_cpu(const at::Tensor& x, at::Tensor& arena,
+                                    const at::Tensor& positions, const at::Tensor& slots,
+                                    const at::Tensor& block_tables, const at::Tensor& token_rows,
+                                    const at::Tensor& cos, const at::Tensor& sin,
+                                    int64_t read_blocks, const at::Tensor& handle) {
+  return std::get<0>(tapped_stack_cpu(x, arena, positions, slots, block_tables, token_rows, cos,
+                                      sin, read_blocks, handle, {}, std::nullopt));
 }
 
 }  // namespace stepgraph

@@ -33,7 +33,8 @@ class StackThread {
 
   void run() {
     const T* x = step_.x;
-    T* residual = workspace_ + at_.x;
+    T *residual = workspace_ + at_.x, *tap = step_.taps;
+    size_t taps = 0;
     const size_t layers = stack_.layers_.size();
     for (size_t i = 0; i < layers; ++i) {
       const StackLayer& layer = stack_.layers_[i];
@@ -45,6 +46,12 @@ class StackThread {
       if (!attended) return;
       x = residual;
       const StackLayer& next = i + 1 < layers ? stack_.layers_[i + 1] : stack_.layers_.front();
+      T* output = residual;
+      if (taps < step_.tapped.size() && step_.tapped[taps] == static_cast<int64_t>(i)) {
+        output = tap;  // where the next layer reads it, too
+        tap += step_.tokens * shape_.hidden;
+        ++taps;
+      }
       const T* inputs = normed(x, layer.mlp_norm, layer.mixture ? kMixtureInputPhases : 1);
       if (!layer.mixture) gated_mlp(layer, inputs);
       const bool added = add([&](auto publish) {
@@ -54,8 +61,9 @@ class StackThread {
         } else {
           linear(layer.down, workspace_ + at_.inner, padded(layer.inner), after, publish);
         }
-      }, layer.mlp_summed, layer.mlp_output_norm, layer.mlp_factor, x, residual);
+      }, layer.mlp_summed, layer.mlp_output_norm, layer.mlp_factor, x, output);
       if (!added) return;
+      x = output;
     }
     each_row([&](int64_t t) {
       norm_row<T>(x + t * shape_.hidden, stack_.norm_, shape_.hidden, step_.out + t * shape_.hidden);
@@ -79,16 +87,22 @@ class StackThread {
   }
 
   // All rows, normed unless the norm is none, `normed_stride` apart, for so many phases from the one
-  // that comes next.
-  const T* normed(const T* x, const NormWeights& norm, int64_t phases = 1) {
+  // that comes next. With `before`, the embeddings of the step come first, in that norm.
+  const T* normed(const T* x, const NormWeights& norm, int64_t phases = 1,
+                  const NormWeights& before = {}) {
     const bool own = step_.tokens <= kOwnRows;
     T* out = workspace_ + (own ? at_.own + index_ * at_.own_size : at_.normed);
     const auto row = [&](int64_t t) {
       const T* from = x + t * shape_.hidden;
       T* place = out + t * at_.normed_stride;
+      if (before.weight != nullptr) {
+        norm_row<T>(step_.embeddings + t * shape_.hidden, before, shape_.hidden, place);
+        place += shape_.hidden;
+      }
       if (norm.weight != nullptr) norm_row<T>(from, norm, shape_.hidden, place);
       else std::copy_n(from, shape_.hidden, place);
-      if (shape_.hidden % 2 != 0) place[shape_.hidden] = T(0.0f);  // read as half of a word
+      // Read as half of a word.
+      if (shape_.hidden % 2 != 0 && before.weight == nullptr) place[shape_.hidden] = T(0.0f);
     };
     if (!own) {
       each_row(row);
@@ -129,7 +143,8 @@ class StackThread {
                                 static_cast<const T*>(layer.sinks)};
     AttentionPlan& plan = job_.plans_[layer.plan];
     const int64_t groups = row_groups(step_.tokens);
-    linear(layer.qkv, normed(x, layer.input_norm), at_.normed_stride, begin_of(layer.output),
+    const T* inputs = normed(x, layer.input_norm, 1, layer.embedding_norm);
+    linear(layer.qkv, inputs, at_.normed_stride, begin_of(layer.output),
            [&](int64_t block, int64_t row, int64_t rows, const float* sums) {
              const int64_t begin = block * kBlock, end = std::min(begin + kBlock, size);
              put_sums(sums, rows, end - begin, qkv + row * size + begin, size);
