@@ -391,7 +391,7 @@ class StepLoop:
             if isinstance(self.speculator, DrafterSpeculator):
                 proposed = self.runner.read_drafts(step)
                 if proposed is not None:
-                    self.speculator.received(step.plan.decode, *proposed)
+                    self.speculator.received(step.plan, *proposed)
         return arrived - started if is_async_device else 0
 
     def _take_back(self, plan: StepPlan, advanced: Sequence[int]) -> None:

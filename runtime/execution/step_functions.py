@@ -113,6 +113,7 @@ class StepFunctions:
         self.drafts = drafts
         self.hidden = hidden
         self._drafting = drafting
+        self._taps = () if drafting is None else drafting.taps
         self._sampler = SAMPLERS[model.kernels.sampler]
         static = (arena, *state.tensors().values(), *(() if hidden is None else (hidden,)))
         self._parts = CompiledParts(static)
@@ -186,7 +187,7 @@ class StepFunctions:
         with operation("inputs"):
             positions_B, token_ids_B = self.state.positions[rows_B], self.state.token_ids[rows_B]
         batch = self._batch(positions_B, rows_B, rows_B, read_blocks, tokens_per_row=1)
-        hidden_BD, _ = self._forward_pass(token_ids_B, batch)
+        hidden_BD = self.model.decode(self._embedded(token_ids_B), self.arena, batch)
         return self._forward_output(hidden_BD, rows_B, positions_B, greedy)
 
     def _greedy(self, part: Callable[..., _Forward | _Lanes], key: StepKey) -> bool:
@@ -494,11 +495,23 @@ class StepFunctions:
         embed_mask_T: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the final hidden states `[T, hidden_size]`, and what a drafter reads of them."""
+        x_TD = self._embedded(token_ids_T, embeds_TD, embed_mask_T)
+        if not self._taps:
+            return self.model.decode(x_TD, self.arena, batch), None
+        return self.model.decode_tapped(x_TD, self.arena, batch, self._taps)
+
+    def _embedded(
+        self,
+        token_ids_T: torch.Tensor,
+        embeds_TD: torch.Tensor | None = None,
+        embed_mask_T: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return what the first layer takes, `[T, hidden_size]`."""
         with operation("begin"):
             x_TD = self.model.embed(token_ids_T)
             if embeds_TD is not None and embed_mask_T is not None:
                 x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
-        return self.model.decode(x_TD, self.arena, batch), None
+        return x_TD
 
     def _sampled(
         self,

@@ -168,8 +168,8 @@ class Scheduler:
     def propose(self, plan: StepPlan, drafts: int, group: int) -> None:
         """Let a drafter propose `drafts` tokens for each decoding row of a plan.
 
-        It stores keys and values for them in blocks of a layer group, those that are free. A row
-        without enough of them gets drafts that are worth less.
+        It stores their keys and values in blocks of a layer group. A row for which too few of them
+        are free gets fewer drafts (`StepPlan.draft_stops`).
         """
         size = self.cache.block_size
         stops = []

@@ -139,17 +139,20 @@ class DrafterSpeculator:
             self.proposes = 0
 
     def received(
-        self, requests: Sequence[Request], drafts: list[list[int]], probabilities: list[list[float]]
+        self, plan: StepPlan, drafts: list[list[int]], probabilities: list[list[float]]
     ) -> None:
-        """Take what a committed step proposed, and judge what the one before it did."""
-        for request, tokens, own in zip(requests, drafts, probabilities, strict=True):
-            last = request.proposed
+        """Take what a committed step proposed, and judge what the one before it did.
+
+        A draft after one that found no slot is worthless.
+        """
+        for index, request in enumerate(plan.decode):
+            last, known = request.proposed, request.num_tokens
             if last is not None:
-                sampled = request.tokens(last.at, request.num_tokens)
+                sampled = request.tokens(last.at, known)
                 self._acceptance.judge(last.tokens, last.probabilities, sampled)
-            request.proposed = RowDrafts(
-                request.num_tokens, tokens, own, self._acceptance.chances(own)
-            )
+            most = max(plan.draft_stops[index] - known + 1, 0)
+            tokens, own = drafts[index][:most], probabilities[index][:most]
+            request.proposed = RowDrafts(known, tokens, own, self._acceptance.chances(own))
 
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         """Note when the loop began with a step that was launched."""
