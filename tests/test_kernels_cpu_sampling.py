@@ -139,7 +139,7 @@ def test_operators_are_described_to_compilers() -> None:
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(
         torch.ops.stepgraph.sample_full.default,
-        (logits, state.reals, state.integers, state.token_counts, rows, rows + 9, 20),
+        (logits, state.reals, state.integers, state.token_counts, rows, rows + 9, None, 20),
         test_utils=tests,
     )
     torch.library.opcheck(torch.ops.stepgraph.sample_greedy.default, (logits,), test_utils=tests)

@@ -108,6 +108,7 @@ def calibrated_speculator(runner: Runner, config: ResolvedConfig) -> Speculator 
         return None
     began = time.perf_counter()
     sizes, blocks = runner.sizes, runner.sizes.read_blocks.sizes[0]
+    functions = runner.steps.functions
     points = [(rows, n, False) for rows in sizes.rows for n in (1, *sizes.verifying(rows))]
     points += [(rows, 1, True) for rows in sizes.rows]
     fastest = dict.fromkeys(points, float("inf"))
@@ -115,17 +116,24 @@ def calibrated_speculator(runner: Runner, config: ResolvedConfig) -> Speculator 
         for point in points:
             if repetition < 2 or fastest[point] < LONG_STEP:
                 rows, n, full = point
+                if n > 1:
+                    runner.place_drafts(rows, n - 1)
                 key = sizes.decode_key(rows, blocks, full, tokens_per_row=n)
                 seconds = _seconds(partial(runner.run, key), runner.device)
                 fastest[point] = min(fastest[point], seconds)
+    runner.place_drafts(0, 0)
     greedy = {(rows, n): fastest[rows, n, full] for rows, n, full in points if not full}
     extra = {rows: fastest[rows, 1, True] - fastest[rows, 1, False] for rows in sizes.rows}
     sampled = {(rows, n): value + n * max(extra[rows], 0.0) for (rows, n), value in greedy.items()}
     return Speculator(
         config.speculation,
         sizes.verifying,
-        (VerifyCosts(sizes.rows, greedy), VerifyCosts(sizes.rows, sampled)),
+        (
+            VerifyCosts(sizes.rows, greedy, padded=not functions.ragged),
+            VerifyCosts(sizes.rows, sampled, padded=not functions.ragged),
+        ),
         is_async_device=config.is_async_device,
+        penalties=functions.drafts_with_penalties,
         calibration_seconds=time.perf_counter() - began,
     )
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels import DecodeResult, DecodeStep, RaggedBatch
+from ..kernels.cpu.verify import accept_drafts, verify_inputs
 from ..kernels.ops.feedback import Feedback
 from ..kernels.triton.dependent import dependent_launch
 from ..models.decoder_model import DecoderModel
@@ -66,6 +67,8 @@ class _Lanes(NamedTuple):
     """int64 `[T]`: the row that samples after each token; the null row for padding."""
     positions: torch.Tensor
     """int64 `[T]`: the positions after which tokens are sampled."""
+    token_ids: torch.Tensor
+    """int64 `[T]`: these tokens."""
     tokens: torch.Tensor | None
     """int64 `[T]`: greedy tokens; None: not sampled yet."""
 
@@ -270,6 +273,8 @@ class StepFunctions:
         """
         assert self.drafts is not None, "these steps were made without room for drafts"
         assert (key.phase, key.steps) == ("decode", 1)
+        if self.ragged:
+            return self._verify_ragged(key, self.drafts)
         drafts, size, part = self.drafts, key.size, self._verify_parts
         rows_B, drafts_BK, counts_B = self._parts.inputs(
             part,
@@ -281,7 +286,10 @@ class StepFunctions:
         lanes = self._parts.call(part, rows_B, drafts_BK, counts_B, key.read_blocks, greedy)
         shape = size, key.tokens_per_row
         if key.full_sampler:
-            output = self._parts.call(self._drawn, lanes.logits, lanes.rows, lanes.positions)
+            token_ids_BN = lanes.token_ids.view(shape)
+            output = self._parts.call(
+                self._drawn, lanes.logits, lanes.rows, lanes.positions, token_ids_BN
+            )
         else:
             assert lanes.tokens is not None
             output = StepOutput(lanes.tokens, lanes.logits, None)
@@ -328,20 +336,73 @@ class StepFunctions:
             with operation("greedy"):
                 tokens_T = self._greedy_tokens(logits_TV)
         sampled_rows_T = torch.where(valid_BN, token_rows_BN, state.null_row).flatten()
-        return _Lanes(logits_TV, sampled_rows_T, positions_T, tokens_T)
+        return _Lanes(logits_TV, sampled_rows_T, positions_T, token_ids_BN.flatten(), tokens_T)
+
+    def _verify_ragged(self, key: StepKey, drafts: DraftInputs[torch.Tensor]) -> StepOutput:
+        """As `verify`, without padding between rows, and with the host's part of it in C++."""
+        state, size = self.state, key.size
+        rows_B, counts_B = self.inputs.decode_rows[:size], drafts.counts[:size]
+        drafts_BK = drafts.token_ids[:size, : key.tokens_per_row - 1]
+        with operation("inputs"):
+            inputs = verify_inputs(
+                *(rows_B, drafts_BK, counts_B, state.token_ids, state.positions),
+                *(state.block_tables, self.block_size),
+            )
+            batch = RaggedBatch(
+                positions=inputs.positions,
+                slots=inputs.slots,
+                token_rows=inputs.token_rows,
+                rows=rows_B,
+                block_tables=state.block_tables,
+                read_blocks=key.read_blocks,
+                block_size=self.block_size,
+                tokens_per_row=None,
+                query_start_loc=inputs.query_start_loc,
+                rope_lengths=self._rope_lengths(inputs.positions, inputs.token_rows),
+            )
+        logits_TV = self.model.own_logits(self._forward_pass(inputs.token_ids, batch))
+        if key.full_sampler:
+            output = self._drawn(logits_TV, batch.token_rows, batch.positions, inputs.token_ids)
+        else:
+            with operation("greedy"):
+                output = StepOutput(self._greedy_tokens(logits_TV), logits_TV, None)
+        with operation("accept"):
+            lanes_NB = accept_drafts(
+                output.tokens, rows_B, drafts_BK, counts_B, state.token_ids, state.positions
+            )
+            details = None if output.details is None else output.details.at(lanes_NB)
+            tokens_NB = output.tokens[lanes_NB] if details is None else details.tokens
+        return StepOutput(tokens_NB, output.logits, details)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether verify steps have no padding between rows: their sizes are not captured."""
+        kernels = self.model.kernels
+        return self.model.stack is not None and kernels.library is not None
+
+    @property
+    def drafts_with_penalties(self) -> bool:
+        """Whether rows with penalties verify drafts; otherwise they must have none."""
+        return self._sampler.drafted is not None
 
     def _drawn(
-        self, logits_TV: torch.Tensor, rows_T: torch.Tensor, positions_T: torch.Tensor
+        self,
+        logits_TV: torch.Tensor,
+        rows_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        token_ids_BN: torch.Tensor,
     ) -> StepOutput:
-        """Draw the token after each position of a verify step.
-
-        The sampler counts the tokens of rows with penalties, which therefore have no drafts.
-        """
+        """Draw the token after each of the tokens of a verify step."""
         with operation("sample"):
             if self.model.vocabulary is not None:
                 logits_TV = self.model.vocabulary.gather(logits_TV)
             state = self.state.sampling
-            details = self._sampler.full(logits_TV, state, rows_T, positions_T + 1)
+            if self._sampler.drafted is None:
+                details = self._sampler.full(logits_TV, state, rows_T, positions_T + 1)
+            else:
+                details = self._sampler.drafted(
+                    logits_TV, state, rows_T, positions_T + 1, token_ids_BN
+                )
             return StepOutput(details.tokens, logits_TV, details)
 
     def _accept(
@@ -434,10 +495,7 @@ class StepFunctions:
         with operation("begin"):
             blocks_GT = block_tables[:, token_rows_T, positions_T // size]
             slots_GT = blocks_GT.to(torch.int64) * size + positions_T % size
-            rope_lengths_T = None
-            if self.state.rope_lengths is not None:
-                own_T = self.state.rope_lengths[token_rows_T]
-                rope_lengths_T = torch.maximum(positions_T + 1, own_T)
+            rope_lengths_T = self._rope_lengths(positions_T, token_rows_T)
         return RaggedBatch(
             positions=positions_T,
             slots=slots_GT,
@@ -450,6 +508,14 @@ class StepFunctions:
             query_start_loc=query_start_loc,
             rope_lengths=rope_lengths_T,
         )
+
+    def _rope_lengths(
+        self, positions_T: torch.Tensor, token_rows_T: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return `RaggedBatch.rope_lengths`."""
+        if self.state.rope_lengths is None:
+            return None
+        return torch.maximum(positions_T + 1, self.state.rope_lengths[token_rows_T])
 
     def _forward_pass(
         self,
