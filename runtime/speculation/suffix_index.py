@@ -85,12 +85,14 @@ class SuffixIndex:
 
         Drafts end before a separator, and where the tokens of the index end.
         """
-        found, matched = self._find(newest)
-        draft = self._continued(found, matched, most, separator) if found else None
-        return draft if draft is not None and draft.tokens else None
+        found, matched = self._find(newest, separator)
+        return self._continued(found, matched, most, separator) if found else None
 
-    def _find(self, newest: list[int]) -> tuple[list[int], int]:
-        """Return the positions after the longest matches with the end of `newest`; their length."""
+    def _find(self, newest: list[int], separator: int | None = None) -> tuple[list[int], int]:
+        """Return the positions after the longest matches with the end of `newest`; their length.
+
+        Matches before a separator do not count.
+        """
         tokens, n = self.tokens, self._n
         if len(newest) < n:
             return [], 0
@@ -99,7 +101,7 @@ class SuffixIndex:
         best, left, longest = n, self._candidates, len(newest)
         tail = newest[-best:]
         while position != _NONE and left:
-            if position >= best and tokens[position - best : position] == tail:
+            if tokens[position - best : position] == tail and tokens[position] != separator:
                 matched, most = best, min(longest, position)
                 while matched < most and tokens[position - matched - 1] == newest[-matched - 1]:
                     matched += 1
