@@ -122,6 +122,8 @@ class Request:
     """Log-probabilities of its prompt, if it is the completion that computes them."""
     matcher: OutputMatcher | None = None
     """The grammar that its output follows; None without one."""
+    salt: str | None = None
+    """`cache_salt`: it shares nothing with requests of another salt."""
 
     num_output: int = field(default=0, init=False)
     """Output tokens known on the host."""

@@ -97,7 +97,7 @@ def test_nothing_of_an_earlier_request_is_left_in_new_blocks(
     runner = engine._loop.runner
     assert runner.drafter is not None
     speculator: Any = engine._loop.speculator
-    speculator._resting = 10**6
+    speculator._credit = -1e9
     arena = runner.drafter.arena.tensor
     arena[:, :, 1:] = float("nan")
     (prompt,) = base.prompts(9)
@@ -135,9 +135,8 @@ def test_a_drafter_that_does_not_pay_rests(
     )
     speculator: Any = engine._loop.speculator
     for costs in speculator._costs:  # as if drafts took long
-        for own in costs._seconds.values():
-            for n in own:
-                own[n] = 1.0 if n == 1 else 50.0
+        for own in costs._times.values():
+            own.multiples[1:] = [50.0] * len(own.multiples[1:])
     engine.generate(model.prompts(9), greedy(60))
     stats = engine.stats()["speculation"]
     assert 0 < stats["proposing_steps"] < 20

@@ -111,6 +111,7 @@ def calibrated_speculator(
         return None
     began = time.perf_counter()
     sizes, blocks = runner.sizes, runner.sizes.read_blocks.sizes[0]
+    functions = runner.steps.functions
     points = [(rows, n, False) for rows in sizes.rows for n in (1, *sizes.verifying(rows))]
     points += [(rows, 1, True) for rows in sizes.rows]
     fastest = dict.fromkeys(points, float("inf"))
@@ -119,9 +120,12 @@ def calibrated_speculator(
             if repetition < 2 or fastest[point] < LONG_STEP:
                 rows, n, full = point
                 drafts = sizes.proposed if n > 1 else 0
+                if n > 1:
+                    runner.place_drafts(rows, n - 1)
                 key = sizes.decode_key(rows, blocks, full, tokens_per_row=n, drafts=drafts)
                 seconds = _seconds(partial(runner.run, key), runner.device)
                 fastest[point] = min(fastest[point], seconds)
+    runner.place_drafts(0, 0)
     greedy = {(rows, n): fastest[rows, n, full] for rows, n, full in points if not full}
     extra = {rows: fastest[rows, 1, True] - fastest[rows, 1, False] for rows in sizes.rows}
     sampled = {(rows, n): value + n * max(extra[rows], 0.0) for (rows, n), value in greedy.items()}
@@ -129,8 +133,12 @@ def calibrated_speculator(
     return kind(
         config.speculation,
         sizes.verifying,
-        (VerifyCosts(sizes.rows, greedy), VerifyCosts(sizes.rows, sampled)),
+        (
+            VerifyCosts(sizes.rows, greedy, padded=not functions.ragged),
+            VerifyCosts(sizes.rows, sampled, padded=not functions.ragged),
+        ),
         is_async_device=config.is_async_device,
+        penalties=functions.drafts_with_penalties,
         calibration_seconds=time.perf_counter() - began,
     )
 

@@ -8,7 +8,7 @@ from ..kernels import RaggedBatch
 from ..operation_scopes import operation
 from .row_state import RowState
 
-__all__ = ["ragged_batch"]
+__all__ = ["ragged_batch", "rope_lengths"]
 
 
 def ragged_batch(
@@ -35,10 +35,7 @@ def ragged_batch(
         slots_GT = blocks_GT.to(torch.int64) * block_size + positions_T % block_size
         if valid_T is not None:
             slots_GT = torch.where(valid_T, slots_GT, 0)
-        rope_lengths_T = None
-        if state.rope_lengths is not None:
-            own_T = state.rope_lengths[token_rows_T]
-            rope_lengths_T = torch.maximum(positions_T + 1, own_T)
+        rope_lengths_T = rope_lengths(state, positions_T, token_rows_T)
     return RaggedBatch(
         positions=positions_T,
         slots=slots_GT,
@@ -51,3 +48,12 @@ def ragged_batch(
         query_start_loc=query_start_loc,
         rope_lengths=rope_lengths_T,
     )
+
+
+def rope_lengths(
+    state: RowState, positions_T: torch.Tensor, token_rows_T: torch.Tensor
+) -> torch.Tensor | None:
+    """Return `RaggedBatch.rope_lengths`."""
+    if state.rope_lengths is None:
+        return None
+    return torch.maximum(positions_T + 1, state.rope_lengths[token_rows_T])

@@ -6,8 +6,8 @@ propose drafts. What it misses in the others stays as it was when the block was 
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -19,23 +19,7 @@ from .inputs import StepInputs
 from .row_state import RowState
 from .step_key import StepKey
 
-__all__ = ["DraftStep", "VerifiedRows"]
-
-
-class VerifiedRows(NamedTuple):
-    """What a decode or verify step has done, as the drafter reads it. B rows, N tokens of each."""
-
-    rows: torch.Tensor
-    """int64 `[B]`."""
-    token_ids: torch.Tensor
-    """int64 `[B, N]`: the newest token and its drafts."""
-    sampled: torch.Tensor
-    """int64 `[B, N]`: the token sampled after each of them."""
-    advanced: torch.Tensor
-    """int64 `[B]`: accepted drafts and one more."""
-    features: torch.Tensor | None
-    """See `FollowedTokens`."""
-    batch: RaggedBatch
+__all__ = ["DraftStep"]
 
 
 class DraftStep:
@@ -49,26 +33,32 @@ class DraftStep:
         self._drafter, self._arena = drafter, arena
         self._state, self._block_size = state, block_size
 
-    def propose(self, key: StepKey, done: VerifiedRows, stops_B: torch.Tensor) -> Drafts:
+    def propose(
+        self, key: StepKey, tokens: FollowedTokens, first_B: torch.Tensor, stops_B: torch.Tensor
+    ) -> Drafts:
         """Return `key.drafts` tokens that may follow the newest one of each row.
 
-        `stops_B`, int64: the first position of each row that has no slot.
+        Args:
+            key: of a decode or verify step.
+            tokens: its tokens, row by row, and those sampled after them.
+            first_B: int64, index of the first of each row. The row's position is behind the last of
+                those that it advanced by.
+            stops_B: int64, the first position of each row that has no slot.
         """
         with operation("draft"):
-            sampled_BN, rows_B = done.sampled.clamp(min=0), done.rows  # logits may be non-finite
-            last_B = done.advanced - 1
-            before_BN = torch.cat((done.token_ids[:, :1], sampled_BN[:, :-1]), dim=1)
-            size, n = sampled_BN.shape
-            index_B = torch.arange(size, device=rows_B.device) * n + last_B
+            sampled_T = tokens.next_ids.clamp(min=0)  # logits may be non-finite
+            rows_B = tokens.batch.rows
+            newest_B = self._state.positions[rows_B]
+            # The null row stays at its position.
+            last_B = (newest_B - tokens.batch.positions[first_B] - 1).clamp(min=0)
+            index_B = first_B + last_B
             newest = NewestTokens(
-                sampled_BN.flatten()[index_B],
-                before_BN.flatten()[index_B],
+                sampled_T[index_B],
+                tokens.token_ids[index_B],
                 index_B,
-                partial(self._batch, rows_B, self._state.positions[rows_B], stops_B, key),
+                partial(self._batch, rows_B, newest_B, stops_B, key),
             )
-            tokens = FollowedTokens(
-                done.token_ids.flatten(), sampled_BN.flatten(), done.features, done.batch
-            )
+            tokens = dataclasses.replace(tokens, next_ids=sampled_T)
             return self._drafter.propose(tokens, newest, self._arena, key.drafts)
 
     def _batch(

@@ -435,6 +435,10 @@ class Runner:
             self.state.rope_lengths[row] = rope_length
         self.state.sampling.store_row(row, parameters)
 
+    def place_drafts(self, rows: int, drafts: int) -> None:
+        """Let each of the first `rows` rows of verify steps have so many drafts of token 0."""
+        self._writer.write_drafts([[0] * drafts] * rows, ())
+
     def place_padding(self, null_position: int, start: int, count: int, last: int) -> None:
         """Move the padding of steps, for measurements; zeros put it back.
 

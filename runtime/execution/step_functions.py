@@ -32,16 +32,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels import DecodeResult, DecodeStep, RaggedBatch
+from ..kernels.cpu.verify import accept_drafts, verify_inputs
 from ..kernels.ops.feedback import Feedback
 from ..kernels.triton.dependent import dependent_launch
 from ..models.decoder_model import DecoderModel
-from ..models.drafters.drafter import Drafts
+from ..models.drafters.drafter import Drafts, FollowedTokens
 from ..operation_scopes import operation
 from ..sampling.sample_output import SampleOutput
 from ..sampling.samplers import SAMPLERS, torch_sampler
-from .batches import ragged_batch
+from .batches import ragged_batch, rope_lengths
 from .compiled_parts import CompiledParts
-from .draft_step import DraftStep, VerifiedRows
+from .draft_step import DraftStep
 from .inputs import DraftInputs, EmbedInputs, StepInputs
 from .mask_state import MaskState
 from .row_state import RowState
@@ -72,10 +73,10 @@ class _Lanes(NamedTuple):
     """int64 `[T]`: the row that samples after each token; the null row for padding."""
     positions: torch.Tensor
     """int64 `[T]`: the positions after which tokens are sampled."""
+    token_ids: torch.Tensor
+    """int64 `[T]`: these tokens."""
     tokens: torch.Tensor | None
     """int64 `[T]`: greedy tokens; None: not sampled yet."""
-    token_ids: torch.Tensor
-    """int64 `[rows, tokens per row]`: the newest tokens and their drafts."""
     slots: torch.Tensor
     """int64 `[G, T]`: the write index."""
     features: torch.Tensor | None
@@ -288,6 +289,8 @@ class StepFunctions:
         """
         assert self.drafts is not None, "these steps were made without room for drafts"
         assert (key.phase, key.steps) == ("decode", 1)
+        if self.ragged:
+            return self._verify_ragged(key, self.drafts)
         drafts, size, part = self.drafts, key.size, self._verify_parts
         rows_B, drafts_BK, counts_B = self._parts.inputs(
             part,
@@ -299,16 +302,29 @@ class StepFunctions:
         lanes = self._parts.call(part, rows_B, drafts_BK, counts_B, key.read_blocks, greedy)
         shape = size, key.tokens_per_row
         if key.full_sampler:
-            output = self._parts.call(self._drawn, lanes.logits, lanes.rows, lanes.positions)
+            token_ids_BN = lanes.token_ids.view(shape)
+            output = self._parts.call(
+                self._drawn, lanes.logits, lanes.rows, lanes.positions, token_ids_BN
+            )
         else:
             assert lanes.tokens is not None
             output = StepOutput(lanes.tokens, lanes.logits, None)
         with operation("accept"):
             tokens_BN = output.tokens.view(shape)
-            advanced_B = self._accept(rows_B, drafts_BK, counts_B, tokens_BN)
-        proposed: Drafts | None = None
-        if key.drafts:
-            proposed = self._propose(key, rows_B, lanes, tokens_BN, advanced_B)
+            self._accept(rows_B, drafts_BK, counts_B, tokens_BN)
+        batch = RaggedBatch(
+            positions=lanes.positions,
+            slots=lanes.slots,
+            token_rows=rows_B[:, None].expand(-1, key.tokens_per_row).contiguous().flatten(),
+            rows=rows_B,
+            block_tables=self.state.block_tables,
+            read_blocks=key.read_blocks,
+            block_size=self.block_size,
+            tokens_per_row=key.tokens_per_row,
+        )
+        tokens = FollowedTokens(lanes.token_ids, output.tokens, lanes.features, batch)
+        first_B = torch.arange(key.size, device=rows_B.device) * key.tokens_per_row
+        proposed = self._proposed(key, tokens, first_B)
         with operation("outputs"):
             logits_NBV = output.logits.unflatten(0, shape).transpose(0, 1)
             if output.details is None:
@@ -317,31 +333,6 @@ class StepFunctions:
             if logits_NBV.is_cuda:
                 details = details.pack()  # so that one copy transfers them to the host
         return StepOutput(details.tokens, logits_NBV, details, proposed)
-
-    def _propose(
-        self,
-        key: StepKey,
-        rows_B: torch.Tensor,
-        lanes: _Lanes,
-        tokens_BN: torch.Tensor,
-        advanced_B: torch.Tensor,
-    ) -> Drafts:
-        """Let the drafter continue the rows of a verify step."""
-        assert self._drafting is not None, "these steps were made without a drafter"
-        assert self.drafts is not None, "a drafter needs room for its drafts"
-        n = key.tokens_per_row
-        batch = RaggedBatch(
-            positions=lanes.positions,
-            slots=lanes.slots,
-            token_rows=rows_B[:, None].expand(-1, n).contiguous().flatten(),
-            rows=rows_B,
-            block_tables=self.state.block_tables,
-            read_blocks=key.read_blocks,
-            block_size=self.block_size,
-            tokens_per_row=n,
-        )
-        done = VerifiedRows(rows_B, lanes.token_ids, tokens_BN, advanced_B, lanes.features, batch)
-        return self._drafting.propose(key, done, self.drafts.stops[: key.size])
 
     def _verify_parts(
         self,
@@ -383,24 +374,94 @@ class StepFunctions:
             logits_TV,
             sampled_rows_T,
             positions_T,
+            token_ids_BN.flatten(),
             tokens_T,
-            token_ids_BN,
             batch.slots,
             features_TF,
         )
 
-    def _drawn(
-        self, logits_TV: torch.Tensor, rows_T: torch.Tensor, positions_T: torch.Tensor
-    ) -> StepOutput:
-        """Draw the token after each position of a verify step.
+    def _verify_ragged(self, key: StepKey, drafts: DraftInputs[torch.Tensor]) -> StepOutput:
+        """As `verify`, without padding between rows, and with the host's part of it in C++."""
+        state, size = self.state, key.size
+        rows_B, counts_B = self.inputs.decode_rows[:size], drafts.counts[:size]
+        drafts_BK = drafts.token_ids[:size, : key.tokens_per_row - 1]
+        with operation("inputs"):
+            inputs = verify_inputs(
+                *(rows_B, drafts_BK, counts_B, state.token_ids, state.positions),
+                *(state.block_tables, self.block_size),
+            )
+            batch = RaggedBatch(
+                positions=inputs.positions,
+                slots=inputs.slots,
+                token_rows=inputs.token_rows,
+                rows=rows_B,
+                block_tables=state.block_tables,
+                read_blocks=key.read_blocks,
+                block_size=self.block_size,
+                tokens_per_row=None,
+                query_start_loc=inputs.query_start_loc,
+                rope_lengths=rope_lengths(state, inputs.positions, inputs.token_rows),
+            )
+        hidden_TD, features_TF = self._forward_pass(inputs.token_ids, batch)
+        logits_TV = self.model.own_logits(hidden_TD)
+        if key.full_sampler:
+            output = self._drawn(logits_TV, batch.token_rows, batch.positions, inputs.token_ids)
+        else:
+            with operation("greedy"):
+                output = StepOutput(self._greedy_tokens(logits_TV), logits_TV, None)
+        with operation("accept"):
+            lanes_NB = accept_drafts(
+                output.tokens, rows_B, drafts_BK, counts_B, state.token_ids, state.positions
+            )
+            details = None if output.details is None else output.details.at(lanes_NB)
+            tokens_NB = output.tokens[lanes_NB] if details is None else details.tokens
+        proposed = self._proposed(
+            key, FollowedTokens(inputs.token_ids, output.tokens, features_TF, batch), lanes_NB[0]
+        )
+        return StepOutput(tokens_NB, output.logits, details, proposed)
 
-        The sampler counts the tokens of rows with penalties, which therefore have no drafts.
+    def _proposed(
+        self, key: StepKey, tokens: FollowedTokens, first_B: torch.Tensor
+    ) -> Drafts | None:
+        """Let the drafter continue the rows of a step, if it is to; `first_B`: their first tokens.
+
+        The rows have advanced already.
         """
+        if not key.drafts:
+            return None
+        assert self._drafting is not None, "these steps were made without a drafter"
+        assert self.drafts is not None, "a drafter needs room for its drafts"
+        return self._drafting.propose(key, tokens, first_B, self.drafts.stops[: key.size])
+
+    @property
+    def ragged(self) -> bool:
+        """Whether verify steps have no padding between rows: their sizes are not captured."""
+        kernels = self.model.kernels
+        return self.model.stack is not None and kernels.library is not None
+
+    @property
+    def drafts_with_penalties(self) -> bool:
+        """Whether rows with penalties verify drafts; otherwise they must have none."""
+        return self._sampler.drafted is not None
+
+    def _drawn(
+        self,
+        logits_TV: torch.Tensor,
+        rows_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        token_ids_BN: torch.Tensor,
+    ) -> StepOutput:
+        """Draw the token after each of the tokens of a verify step."""
         with operation("sample"):
             if self.model.vocabulary is not None:
                 logits_TV = self.model.vocabulary.gather(logits_TV)
             state = self.state.sampling
-            details = self._sampler.full(logits_TV, state, rows_T, positions_T + 1)
+            if self._sampler.drafted is None:
+                details = self._sampler.full(logits_TV, state, rows_T, positions_T + 1)
+            else:
+                details = self._sampler.drafted(
+                    logits_TV, state, rows_T, positions_T + 1, token_ids_BN
+                )
             return StepOutput(details.tokens, logits_TV, details)
 
     def _accept(
@@ -409,13 +470,12 @@ class StepFunctions:
         drafts_BK: torch.Tensor,
         counts_B: torch.Tensor,
         tokens_BN: torch.Tensor,
-    ) -> torch.Tensor:
-        """Advance each row by its accepted drafts and the token after them; return by how many."""
+    ) -> None:
+        """Advance each row by its accepted drafts and the token after them."""
         number_K = torch.arange(1, 1 + drafts_BK.shape[1], device=rows_B.device)
         equal_BK = (tokens_BN[:, :-1] == drafts_BK) & (number_K < counts_B[:, None])
         accepted_B = 1 + equal_BK.cumprod(dim=1).sum(dim=1)
         self.state.accept(rows_B, tokens_BN, accepted_B)
-        return accepted_B
 
     def prefill(self, key: StepKey) -> StepOutput:
         """Write the keys and values of the chunks; sample a token for each chunk that samples."""

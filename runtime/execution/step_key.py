@@ -44,7 +44,8 @@ class StepOutput:
     """Outputs of a step on the device. B: rows of a decode step, or chunks of a prefill step.
 
     For a launch of several decode steps, tokens and details are `[steps, B]` instead of `[B]`. For
-    a verify step they are `[1 + k, B]`, and logits `[1 + k, B, vocab_size]`.
+    a verify step they are `[1 + k, B]`, and logits `[1 + k, B, vocab_size]`; or, without padding
+    between rows, `[T, vocab_size]` row by row.
     """
 
     tokens: torch.Tensor

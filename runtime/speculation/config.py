@@ -39,6 +39,9 @@ class Speculation:
             tokens.
         adaptive: whether measured acceptance and step times decide how many drafts are verified.
             False verifies every draft, which can be slower than no drafts at all.
+        share_outputs: whether requests also draft from recent outputs of others with the same
+            `cache_salt`, where prompt and output have no match or a shorter one. Requests without
+            a salt share theirs.
 
     Raises:
         ConfigError: a value is out of range; it names field, value and range.
@@ -49,6 +52,7 @@ class Speculation:
     num_speculative_tokens: int = 7
     prompt_lookup_min: int = 3
     adaptive: bool = True
+    share_outputs: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -77,10 +81,12 @@ class Speculation:
                     f"speculation {field} must be an integer from {low} to {high}, not"
                     f" {bounded_repr(value)}"
                 )
-        if not isinstance(self.adaptive, bool):
-            raise ConfigError(
-                f"speculation adaptive must be True or False, not {bounded_repr(self.adaptive)}"
-            )
+        for field in ("adaptive", "share_outputs"):
+            value = getattr(self, field)
+            if not isinstance(value, bool):
+                raise ConfigError(
+                    f"speculation {field} must be True or False, not {bounded_repr(value)}"
+                )
 
     @classmethod
     def of(cls, given: object) -> Speculation:

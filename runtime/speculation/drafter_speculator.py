@@ -4,8 +4,9 @@
     device      decode, propose x y z      verify x y z, propose u v w
     host                        commit N: x y z, with probabilities
 
-A step that proposes takes longer than one that does not, whether or not its drafts are verified. If
-they do not pay for some steps, the drafter rests, longer each time, and then tries again.
+A step that proposes takes longer than one that does not, whether or not its drafts are verified. So
+the engine keeps an account of the time that drafts have gained and cost. While it is overdrawn, the
+drafter rests, and each decode step pays a little into it.
 
 The host chooses how many drafts are verified, so it reads them with the tokens of the step. On an
 asynchronous device the loop commits such a step before it plans the next one (`waits`).
@@ -25,17 +26,16 @@ from .verify_costs import VerifyCosts
 
 __all__ = ["DrafterSpeculator", "RowDrafts"]
 
-PATIENCE = 8
-"""Steps with proposals that do not pay, after which the drafter rests."""
+DRAFT_SHARE = 0.002
+"""Share of the time of decode steps that may be spent on drafts that do not pay: less than one step
+in a hundred is then slower for them."""
 
-TRIAL = 2
-"""Steps of a trial after a rest: the first proposes, the second judges it and proposes again."""
+FIRST_CREDIT, MOST_CREDIT = 4.0, 8.0
+"""Time that may be lost to drafts before they have gained any, and after they have gained much: in
+decode steps."""
 
-FIRST_REST, LONGEST_REST = 16, 512
-"""Steps of a rest: doubled after each trial in vain, so that trials are less than 1 % of steps."""
-
-LEAST_CHANCE = 0.05
-"""Drafts that are less likely to be accepted are not verified."""
+LARGEST_LOSS = 1.0
+"""Decode steps that one step can lose at most: longer ones were disturbed by something else."""
 
 
 class RowDrafts:
@@ -61,6 +61,7 @@ class DrafterSpeculator:
         costs: tuple[VerifyCosts, VerifyCosts],
         *,
         is_async_device: bool,
+        penalties: bool = False,
         calibration_seconds: float = 0.0,
     ) -> None:
         """Start without requests.
@@ -71,6 +72,7 @@ class DrafterSpeculator:
             costs: the times of decode steps and of verify steps with proposals, by whether the full
                 sampler runs.
             is_async_device: whether steps stay in flight.
+            penalties: whether the sampler can count drafts for the penalties of a row.
             calibration_seconds: that measuring the times took.
         """
         self.config = config
@@ -79,10 +81,10 @@ class DrafterSpeculator:
         """Drafts that the step to be planned proposes for each row."""
         self._costs = costs
         self._is_async_device = is_async_device
+        self._penalties = penalties
         self._calibration_seconds = calibration_seconds
         self._acceptance = DrafterAcceptance()
-        self._in_vain = self._resting = 0
-        self._rest = FIRST_REST
+        self._credit = FIRST_CREDIT * costs[0].decode_seconds(1)
         self._counter = StepCounter(config.num_speculative_tokens)
         self._proposing_steps = 0
 
@@ -101,42 +103,29 @@ class DrafterSpeculator:
         Decides too whether the step proposes.
         """
         sizes = self.sizes(len(requests))
-        if not sizes or self._rests():
+        if not sizes:
             return ()
-        self.proposes = self.config.num_speculative_tokens
-        proposed = [_current(request) for request in requests]
-        if not any(proposed):
+        proposed = [self._current(request) for request in requests]
+        counts = [0 if own is None else min(len(own.tokens), sizes[-1] - 1) for own in proposed]
+        if self.config.adaptive and any(counts):
+            chances = [() if own is None else own.chances for own in proposed]
+            counts = self._costs[full_sampler(requests)].choose(chances)
+        verifies = any(counts)
+        if verifies or self._credit >= 0 or not self.config.adaptive:
+            self.proposes = self.config.num_speculative_tokens
+        if not verifies:
             return ()
-        chances = [own.chances if own is not None else () for own in proposed]
-        most = sizes[-1] - 1
-        if self.config.adaptive:
-            most = self._costs[full_sampler(requests)].choose(chances) - 1
-            self._note(pays=most > 0)
-        least = LEAST_CHANCE if self.config.adaptive else 0.0
-        if not most:
-            return ()
-        drafts = []
-        for own in proposed:
-            count = 0 if own is None else sum(chance >= least for chance in own.chances[:most])
-            drafts.append([] if own is None else own.tokens[:count])
-        return drafts
+        return [
+            () if own is None else own.tokens[:count]
+            for own, count in zip(proposed, counts, strict=True)
+        ]
 
-    def _rests(self) -> bool:
-        if not self._resting:
-            return False
-        self._resting -= 1
-        return True
-
-    def _note(self, *, pays: bool) -> None:
-        """Begin a rest, if the last drafts did not pay."""
-        if pays:
-            self._in_vain, self._rest = 0, FIRST_REST
-            return
-        self._in_vain += 1
-        if self._in_vain >= PATIENCE:
-            self._in_vain = PATIENCE - TRIAL + 1
-            self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
-            self.proposes = 0
+    def _current(self, request: Request) -> RowDrafts | None:
+        """Return the drafts after a request's newest token, if it may verify any."""
+        drafts = request.proposed
+        if drafts is None or drafts.at != request.num_tokens or request.num_pending:
+            return None
+        return drafts if self._penalties or not request.params.uses_penalties else None
 
     def received(
         self, plan: StepPlan, drafts: list[list[int]], probabilities: list[list[float]]
@@ -164,10 +153,18 @@ class DrafterSpeculator:
         self._proposing_steps += plan.proposes > 0
         if seconds is None or not plan.decode:
             return
-        costs = self._costs[full_sampler(plan.decode)]
+        rows, costs = len(plan.decode), self._costs[full_sampler(plan.decode)]
         costs.count(plan.tokens_per_row)
-        if not plan.prefill and (plan.tokens_per_row > 1) == (plan.proposes > 0):
-            costs.observe(len(plan.decode), plan.tokens_per_row, seconds)
+        if plan.prefill:
+            return
+        decode_seconds = costs.decode_seconds(rows)
+        gained = DRAFT_SHARE * decode_seconds
+        if plan.proposes:
+            tokens = sum(advanced) / rows if advanced is not None else 1.0
+            gained = max(decode_seconds * tokens - seconds, -LARGEST_LOSS * decode_seconds)
+        self._credit = min(self._credit + gained, MOST_CREDIT * decode_seconds)
+        if (plan.tokens_per_row > 1) == (plan.proposes > 0):
+            costs.observe(rows, plan.tokens_per_row, plan.decode_tokens, seconds)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -189,14 +186,3 @@ class DrafterSpeculator:
             "step_seconds": self._costs[0].seconds(),
             "sampled_step_seconds": self._costs[1].seconds(),
         }
-
-
-def _current(request: Request) -> RowDrafts | None:
-    """Return the drafts after a request's newest token, if it may have any.
-
-    The sampler counts one token per step for the penalties of a row.
-    """
-    drafts = request.proposed
-    if drafts is None or drafts.at != request.num_tokens or request.num_pending:
-        return None
-    return None if request.params.uses_penalties else drafts
