@@ -136,7 +136,8 @@ class Forced:
                 self.sequences[row][done[row] + 1 : done[row] + count].tolist()
                 for row, count in step.counts.items()
             ],
-            DraftInputs(self._host_drafts.token_ids.numpy(), self._host_drafts.counts.numpy()),
+            (),
+            DraftInputs(**{k: v.numpy() for k, v in vars(self._host_drafts).items()}),
         )
         self._send()
         for row in step.counts:

@@ -20,6 +20,7 @@ class Guesses:
     """
 
     waits = False
+    proposes = 0
     accepted_by_position = ()
 
     def __init__(
@@ -29,6 +30,9 @@ class Guesses:
         self.accepted = self.rejected = 0
         self._vocab, self._known, self._right = vocab, known, right
         self._rng = random.Random(vocab)
+
+    def begin_plan(self) -> None:
+        pass
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
         sizes = self.sizes(len(requests))

@@ -275,14 +275,14 @@ def test_ranks_verify_the_same_drafts(open_engine: Callable[..., Engine], base: 
 @pytest.mark.parametrize(
     ("speculation", "message"),
     [
-        ("eagle", "method must be one of suffix, ngram, not 'eagle'"),
+        ("eagle", "method must be one of suffix, ngram, draft_model, eagle3, mtp, dflash, not 'eagle'"),
         (7, "must be a method such as 'suffix'"),
         ({"num_speculative_tokens": 16}, "an integer from 1 to 15, not 16"),
         ({"num_speculative_tokens": True}, "an integer from 1 to 15, not True"),
         ({"prompt_lookup_min": 1}, "an integer from 2 to 32, not 1"),
         ({"adaptive": 1}, "adaptive must be True or False, not 1"),
         ({"share_outputs": "a"}, "share_outputs must be True or False, not 'a'"),
-        ({"model": "draft"}, "has no field 'model': use method, num_speculative_tokens"),
+        ({"draft": "model"}, "has no field .draft.: use method, model, num_speculative_tokens"),
     ],
 )
 def test_what_cannot_be_is_refused(speculation: Any, message: str) -> None:
@@ -342,5 +342,5 @@ def test_a_failed_copy_leaves_nothing_behind(
     engine.generate(prompts, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     assert failures
     assert engine.stats()["failed_copies"] == 1
-    assert not engine._loop.speculator._launched  # type: ignore[union-attr]
+    assert not engine._loop.speculator._counter._launched  # type: ignore[union-attr]
     engine.check_integrity()

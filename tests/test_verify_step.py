@@ -118,8 +118,8 @@ class Rig:
 
     def verify(self, n: int, drafts: list[list[int]]) -> StepOutput:
         """Run a verify step; its logits by position."""
-        arrays = DraftInputs(self.drafts.token_ids.numpy(), self.drafts.counts.numpy())
-        write_drafts(drafts, arrays)
+        arrays = DraftInputs(**{name: t.numpy() for name, t in vars(self.drafts).items()})
+        write_drafts(drafts, (), arrays)
         output = self.steps[n]()
         if output.logits.dim() == 2:  # row by row, without padding
             rows = output.logits.split(self.drafts.counts.tolist())

@@ -97,6 +97,7 @@ class Speculator:
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         """Return the drafts of each decoding request; nothing if no request should draft."""
+        self.begin_plan()
         sizes = self.sizes(len(requests))
         if not sizes or (self.config.adaptive and self._credit < 0):
             return ()
