@@ -13,8 +13,11 @@ from ..models.decoder import Decoder
 from ..models.drafters.draft_model import DraftModel
 from ..models.drafters.drafter import Drafter
 from ..models.drafters.drafter_config import DrafterConfig
+from ..models.drafters.eagle3 import Eagle3
 from ..models.drafters.reach import within_window
-from .loader import Source
+from .checkpoint import CheckpointReader
+from .drafter_source import read_target_ids
+from .loader import Source, read_parameters
 from .opened_source import open_source
 
 __all__ = ["load_drafter"]
@@ -50,6 +53,8 @@ def load_drafter(
         CheckpointError: a file is damaged, or a weight cannot be quantised.
     """
     assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
+    if config.parts is not None:
+        return _load_head(config, target, kernels, dtype, device, group, storage)
     plan = within_window(config.plan, group.spec.window_tokens)
     decoder = Decoder(config.model, kernels, dtype, device, [group], storage, plan=plan)
     with ExitStack() as open_files:
@@ -57,3 +62,24 @@ def load_drafter(
         opened = open_source(source, open_files, check_head=False)
         decoder.store(opened.weights(dtype, seed=seed, progress=progress))
     return DraftModel(decoder.eval(), config.most_drafts)
+
+
+def _load_head(
+    config: DrafterConfig,
+    target: Decoder,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: LayerGroup,
+    storage: Storage,
+) -> Drafter:
+    """Load a drafter that shares modules with the target."""
+    assert target.vocabulary is None, "a target on one device"
+    assert config.directory is not None
+    head = Eagle3(config, target, kernels, dtype, device, group, storage)
+    with CheckpointReader(config.directory) as reader:
+        head.store(read_parameters(reader, config.parameters, dtype))
+        target_ids = read_target_ids(reader, config)
+    if target_ids is not None:
+        head.map_to_target(target_ids)
+    return head.eval()
