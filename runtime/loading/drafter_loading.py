@@ -14,6 +14,8 @@ from ..models.drafters.draft_model import DraftModel
 from ..models.drafters.drafter import Drafter
 from ..models.drafters.drafter_config import DrafterConfig
 from ..models.drafters.eagle3 import Eagle3
+from ..models.drafters.feature_head import FeatureHead
+from ..models.drafters.mtp import MultiTokenPrediction
 from ..models.drafters.reach import within_window
 from .checkpoint import CheckpointReader
 from .drafter_source import read_target_ids
@@ -76,10 +78,9 @@ def _load_head(
     """Load a drafter that shares modules with the target."""
     assert target.vocabulary is None, "a target on one device"
     assert config.directory is not None
-    head = Eagle3(config, target, kernels, dtype, device, group, storage)
+    parts = (config, target, kernels, dtype, device, group, storage)
+    head: FeatureHead = MultiTokenPrediction(*parts) if config.kind == "mtp" else Eagle3(*parts)
     with CheckpointReader(config.directory) as reader:
         head.store(read_parameters(reader, config.parameters, dtype))
-        target_ids = read_target_ids(reader, config)
-    if target_ids is not None:
-        head.map_to_target(target_ids)
+        head.map_to_target(read_target_ids(reader, config))
     return head.eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import get_args
@@ -14,6 +15,7 @@ from ..models.config import ModelConfig
 from ..models.decoder_model import DecoderConfig
 from ..models.drafters.drafter_config import MOST_DRAFTS, DrafterConfig, DrafterKind
 from ..models.drafters.eagle3_config import Eagle3Parts, eagle3_config, is_eagle3
+from ..models.drafters.mtp_config import has_mtp, is_unused_by_mtp, mtp_config
 from ..models.family import Json
 from ..models.plan import model_plan
 from .checkpoint import CONFIG_BYTES, CheckpointReader
@@ -39,9 +41,10 @@ def find_drafter(
 
     Args:
         path: a directory in the Hugging Face layout, a hub id, `demo` or `preset:NAME`, as the name
-            of a model.
+            of a model. That of the target for its own module for multi-token prediction.
         target: the config of the model that it drafts for.
-        method: the kind that it must be; None: any.
+        method: the kind that it must be; None: any. A checkpoint with a module for multi-token
+            prediction is a draft model, unless it is that of the target.
         target_directory: the checkpoint of the target. If both have a `tokenizer.json`, the files
             must have the same vocabulary.
 
@@ -60,18 +63,20 @@ def find_drafter(
     if not has_file(config_path):
         raise CheckpointError(f"no checkpoint at {directory}: it has no config.json")
     config = read_json_object(config_path, CONFIG_BYTES)
-    kind = _kind(config)
+    own = target_directory is not None and directory.resolve() == target_directory.resolve()
+    kind: DrafterKind
+    kind = "mtp" if method == "mtp" or (own and not method and has_mtp(config)) else _kind(config)
     _check_kind(path, kind, method)
     if kind == "draft_model":
         return _draft_model(path, target, target_directory)
     with CheckpointReader(directory) as reader:
         try:
-            names = reader.headers()
-            drafter = eagle3_config(bounded_text(str(path)), directory, config, names, target)
+            read = mtp_config if kind == "mtp" else eagle3_config
+            drafter = read(bounded_text(str(path)), directory, config, reader.headers(), target)
         except CheckpointError as error:
             raise CheckpointError(f"{config_path}: {error}") from error
         layout = {parameter.name: parameter for parameter in drafter.parameters}
-        check_layout(reader, layout, _UNUSED.__contains__)
+        check_layout(reader, layout, _unused_by(drafter))
         read_target_ids(reader, drafter)
     return drafter
 
@@ -101,6 +106,13 @@ def read_target_ids(reader: CheckpointReader, drafter: DrafterConfig) -> torch.T
             f" from 0 to {vocab - 1}"
         )
     return ids
+
+
+def _unused_by(drafter: DrafterConfig) -> Callable[[str], bool]:
+    """Return which tensors are none of a drafter's own."""
+    if drafter.kind == "mtp":
+        return lambda name: is_unused_by_mtp(name, drafter.model.num_layers)
+    return _UNUSED.__contains__
 
 
 def _kind(config: Json) -> DrafterKind:
