@@ -10,11 +10,12 @@ from ...cache.arena import Storage
 from ...cache.spec import LayerGroup
 from ..kernels import Kernels
 from ..models.decoder import Decoder
+from ..models.decoder_model import DecoderModel
+from ..models.drafters.block_drafter import BlockDrafter
 from ..models.drafters.draft_model import DraftModel
 from ..models.drafters.drafter import Drafter
-from ..models.drafters.drafter_config import DrafterConfig
+from ..models.drafters.drafter_config import DrafterConfig, DrafterKind
 from ..models.drafters.eagle3 import Eagle3
-from ..models.drafters.feature_head import FeatureHead
 from ..models.drafters.mtp import MultiTokenPrediction
 from ..models.drafters.reach import within_window
 from .checkpoint import CheckpointReader
@@ -24,10 +25,18 @@ from .opened_source import open_source
 
 __all__ = ["load_drafter"]
 
+_Head = Eagle3 | MultiTokenPrediction | BlockDrafter
+_HEADS: dict[DrafterKind, type[_Head]] = {
+    "eagle3": Eagle3,
+    "mtp": MultiTokenPrediction,
+    "dflash": BlockDrafter,
+}
+"""Drafters that share modules with the target, by `DrafterConfig.kind`."""
+
 
 def load_drafter(
     config: DrafterConfig,
-    target: Decoder,
+    target: DecoderModel,
     kernels: Kernels,
     dtype: torch.dtype,
     device: torch.device,
@@ -68,7 +77,7 @@ def load_drafter(
 
 def _load_head(
     config: DrafterConfig,
-    target: Decoder,
+    target: DecoderModel,
     kernels: Kernels,
     dtype: torch.dtype,
     device: torch.device,
@@ -76,11 +85,12 @@ def _load_head(
     storage: Storage,
 ) -> Drafter:
     """Load a drafter that shares modules with the target."""
+    assert isinstance(target, Decoder), "others are refused"
     assert target.vocabulary is None, "a target on one device"
     assert config.directory is not None
-    parts = (config, target, kernels, dtype, device, group, storage)
-    head: FeatureHead = MultiTokenPrediction(*parts) if config.kind == "mtp" else Eagle3(*parts)
+    head = _HEADS[config.kind](config, target, kernels, dtype, device, group, storage)
     with CheckpointReader(config.directory) as reader:
         head.store(read_parameters(reader, config.parameters, dtype))
-        head.map_to_target(read_target_ids(reader, config))
+        if isinstance(head, Eagle3):
+            head.map_to_target(read_target_ids(reader, config))
     return head.eval()

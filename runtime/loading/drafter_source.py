@@ -13,6 +13,7 @@ from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
 from ..models.config import ModelConfig
 from ..models.decoder_model import DecoderConfig
+from ..models.drafters.block_config import block_config, is_block_drafter
 from ..models.drafters.drafter_config import MOST_DRAFTS, DrafterConfig, DrafterKind
 from ..models.drafters.eagle3_config import Eagle3Parts, eagle3_config, is_eagle3
 from ..models.drafters.mtp_config import has_mtp, is_unused_by_mtp, mtp_config
@@ -29,6 +30,8 @@ __all__ = ["find_drafter", "read_target_ids"]
 _TOKENIZER = "tokenizer.json"
 _UNUSED = frozenset({"d2t", "t2d"})
 """Tensors without place in a layout: `d2t` is read by itself, `t2d` is its inverse."""
+_READERS = {"eagle3": eagle3_config, "mtp": mtp_config, "dflash": block_config}
+"""Of the `config.json` of drafters that share modules with the target."""
 
 
 def find_drafter(
@@ -71,8 +74,8 @@ def find_drafter(
         return _draft_model(path, target, target_directory)
     with CheckpointReader(directory) as reader:
         try:
-            read = mtp_config if kind == "mtp" else eagle3_config
-            drafter = read(bounded_text(str(path)), directory, config, reader.headers(), target)
+            name, names = bounded_text(str(path)), reader.headers()
+            drafter = _READERS[kind](name, directory, config, names, target)
         except CheckpointError as error:
             raise CheckpointError(f"{config_path}: {error}") from error
         layout = {parameter.name: parameter for parameter in drafter.parameters}
@@ -119,11 +122,13 @@ def _kind(config: Json) -> DrafterKind:
     """Return the kind of drafter that a `config.json` describes."""
     if is_eagle3(config):
         return "eagle3"
+    if is_block_drafter(config):
+        return "dflash"
     for key in ("speculators_model_type", "speculators_config"):
         if key in config:
             raise CheckpointError(
                 f"{key} = {bounded_repr(config[key], 100)} is an unknown kind of drafter;"
-                " supported are models of a native family, and EAGLE-3 heads"
+                " supported are models of a native family, EAGLE-3 heads and DFlash models"
             )
     return "draft_model"
 
