@@ -154,7 +154,7 @@ class Decoder(LayerStack):
             cap = self.logit_softcap
             if not cap:
                 return logits
-            capped = cap_logits if self._runs_natively_on_cpu else reference_cap_logits
+            capped = cap_logits if self.runs_natively_on_cpu else reference_cap_logits
             return capped(logits, cap)
 
 

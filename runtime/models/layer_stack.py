@@ -236,7 +236,7 @@ class LayerStack(nn.Module):
         return sum(p.nbytes for p in self.parameters())
 
     @property
-    def _runs_natively_on_cpu(self) -> bool:
+    def runs_natively_on_cpu(self) -> bool:
         """Whether operations outside of the layers run in C++ too."""
         native = self.stack is not None or self.kernels.batch_invariant
         return native and self.kernels.library is not None
@@ -291,7 +291,7 @@ class LayerStack(nn.Module):
             turn = each_token(self.kernels, self._rotations_by_length)
             cos_KTE, sin_KTE = turn(batch.positions, lengths_T).movedim(0, 2).contiguous()
         else:
-            rotations_of = rotations if self._runs_natively_on_cpu else reference_rotations
+            rotations_of = rotations if self.runs_natively_on_cpu else reference_rotations
             cos_KTE, sin_KTE = rotations_of(batch.positions, self.inverse_frequencies)
         if self.amplitudes is None:
             return cos_KTE, sin_KTE

@@ -94,7 +94,7 @@ class BlockDrafter(LayerStack):
         attended = None if self._parts.causal else _to_the_end(batch, size)
         normed_TD, _ = self.run_layers(x_TD, arena, batch, attended=attended)
         masked_TD = normed_TD.view(rows, size, -1)[:, 1:].flatten(0, 1)
-        ids_T, probabilities_T = most_likely(self._head[0](masked_TD))
+        ids_T, probabilities_T = most_likely(self, self._head[0](masked_TD))
         return Drafts(ids_T.view(rows, count), probabilities_T.view(rows, count))
 
     def _normed(self, k_TLGE: torch.Tensor) -> torch.Tensor:

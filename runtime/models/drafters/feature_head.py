@@ -102,7 +102,7 @@ class FeatureHead(LayerStack):
             if place > 0:
                 batch = newest.batch(place - 1, 1)
                 normed_BD, output_BD = self.advance(output_BD, ids[-1], arena, batch)
-            ids_B, probability_B = most_likely(self.logits(normed_BD))
+            ids_B, probability_B = most_likely(self, self.logits(normed_BD))
             ids.append(ids_B if self.target_ids is None else self.target_ids[ids_B])
             probabilities.append(probability_B)
         return Drafts(torch.stack(ids, dim=1), torch.stack(probabilities, dim=1))
