@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the scheduler reads this file, and needs neither torch nor 
 
     from .errors import StructuredOutputError
     from .prompt_embeds import EmbeddedSpan
+    from .speculation.drafter_speculator import RowDrafts
     from .speculation.request_drafter import RequestDrafter
 
 __all__ = [
@@ -121,6 +122,8 @@ class Request:
     """Log-probabilities of its prompt, if it is the completion that computes them."""
     matcher: OutputMatcher | None = None
     """The grammar that its output follows; None without one."""
+    salt: str | None = None
+    """`cache_salt`: it shares nothing with requests of another salt."""
 
     num_output: int = field(default=0, init=False)
     """Output tokens known on the host."""
@@ -150,6 +153,8 @@ class Request:
     """Tokens and characters in outputs so far: the next `delta` begins there."""
     drafter: RequestDrafter | None = field(default=None, init=False, repr=False)
     """Its tokens as the proposer of drafts sees them; None until it first decodes with one."""
+    proposed: RowDrafts | None = field(default=None, init=False, repr=False)
+    """What a drafter on the device has proposed last."""
     may_fork: bool = True
     """Whether it may share the blocks of a sibling; not after copies for that failed."""
 
@@ -228,6 +233,7 @@ class Request:
         del self._token_ns[self.num_output :]
         self.embeds = ()
         self.drafter = None
+        self.proposed = None
         self.prefix_hashes = None
         self.matcher = None
 

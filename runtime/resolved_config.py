@@ -149,6 +149,13 @@ class ResolvedConfig:
         return () if self.speculation is None else self.speculation.tokens_per_row
 
     @property
+    def proposed_drafts(self) -> int:
+        """Drafts that the drafter proposes in a step; 0 without a drafter on the device."""
+        if self.speculation is None or not self.speculation.uses_drafter:
+            return 0
+        return self.speculation.num_speculative_tokens
+
+    @property
     def most_lanes(self) -> int:
         """Maximum tokens that a decode or verify step samples.
 

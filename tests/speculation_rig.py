@@ -37,8 +37,6 @@ class Guesses:
         return [self._drafts(request, sizes[-1]) for request in requests]
 
     def _drafts(self, request: Request, most: int) -> list[int]:
-        if request.params.uses_penalties:
-            return []
         count = self._rng.randrange(most)
         at = request.num_output + request.num_pending
         drafts = [max(token, 0) for token in self._known(request)[at : at + count]]

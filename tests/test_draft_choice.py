@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
@@ -14,41 +19,74 @@ from stepgraph.runtime.speculation.config import Speculation
 from stepgraph.runtime.speculation.request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
 from stepgraph.runtime.speculation.speculator import FEW_TOKENS, INDEXED_PER_STEP, Speculator
 from stepgraph.runtime.speculation.suffix_index import Draft, SuffixIndex
-from stepgraph.runtime.speculation.verify_costs import VERIFY_IN_A_ROW, VerifyCosts
+from stepgraph.runtime.speculation.verify_costs import LEAST_GAIN, VERIFY_IN_A_ROW, VerifyCosts
 
 ROWS = Buckets([1, 8])
 SIZES = (1, 2, 3, 5)
 
 
-def costs() -> VerifyCosts:
-    """One row verifies at 10 % more time a draft, 8 rows at 80 %."""
-    times = {(1, n): 1 + 0.1 * (n - 1) for n in SIZES} | {(8, n): 1 + 0.8 * (n - 1) for n in SIZES}
-    return VerifyCosts(ROWS, times)
+def costs(*, padded: bool = True, slope: float | None = None) -> VerifyCosts:
+    """Time of a draft of each row, in decode steps: 0.1 for one row and 0.8 for 8, or `slope`."""
+    slopes = {1: slope or 0.1, 8: slope or 0.8}
+    times = {(rows, n): 1 + slopes[rows] * (n - 1) for rows in slopes for n in SIZES}
+    return VerifyCosts(ROWS, times, padded=padded)
 
 
 def test_the_gain_decides() -> None:
     sure, unlikely = [1.0, 1.0, 1.0, 1.0], [0.08, 0.01, 0.0, 0.0]
-    assert costs().choose([sure]) == 5
-    assert costs().choose([unlikely]) == 1
-    assert costs().choose([[]]) == 1
-    assert costs().choose([[0.9, 0.05, 0.05, 0.05]]) == 2
-    assert costs().choose([sure] * 8) == 5
-    assert costs().choose([[0.7, 0.5, 0.3, 0.2]] * 8) == 1  # for one row it would pay
-    assert costs().choose([sure, *[[]] * 7]) == 1  # seven rows would wait for one
-    assert costs().choose([[0.7, 0.5, 0.3, 0.2]]) > 1
+    for choose in (costs().choose, costs(padded=False).choose):
+        assert choose([sure]) == [4]
+        assert choose([unlikely]) == [0]
+        assert choose([[]]) == [0]
+        assert choose([[0.9, 0.05, 0.05, 0.05]]) == [1]
+        assert choose([sure] * 8) == [4] * 8
+        assert choose([[0.7, 0.5, 0.3, 0.2]] * 8) == [0] * 8  # for one row it would pay
+        assert choose([[0.7, 0.5, 0.3, 0.2]])[0] > 0
+
+
+def test_padding_decides() -> None:
+    """One row of eight: with padding seven rows would wait for it."""
+    chances = [[1.0] * 4, *[[]] * 6, [0.9, 0.3, 0.1, 0.02]]
+    assert costs().choose(chances) == [0] * 8
+    assert costs(padded=False, slope=0.2).choose(chances) == [4, 0, 0, 0, 0, 0, 0, 1]
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(0.05, 1), max_size=4).map(lambda own: sorted(own, reverse=True)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.floats(0.01, 1.5),
+)
+def test_no_other_drafts_gain_more(chances: list[list[float]], slope: float) -> None:
+    """Compared with all numbers of drafts of all rows."""
+    rows, size = len(chances), 1 if len(chances) == 1 else 8
+
+    def gain(counts: Sequence[int]) -> float:
+        time = 1 + slope * sum(counts) / size
+        tokens = (1 + sum(own[:n]) for own, n in zip(chances, counts, strict=True))
+        return sum(map(math.log, tokens)) / rows - math.log(time)
+
+    found = costs(padded=False, slope=slope).choose(chances)
+    best = max(map(gain, itertools.product(*(range(len(own) + 1) for own in chances))))
+    if any(found):
+        assert gain(found) == pytest.approx(best, abs=1e-9)
+    else:
+        assert best <= LEAST_GAIN + 1e-9
 
 
 def test_times_follow_the_steps() -> None:
     learned = costs()
     for _ in range(300):
-        learned.observe(1, 5, 4.0)
-        learned.observe(1, 1, 1.0)
+        learned.observe(1, 5, 5, 4.0)
+        learned.observe(1, 1, 1, 1.0)
     assert learned.seconds()["1x5"] / learned.seconds()["1x1"] == pytest.approx(4.0, rel=0.1)
-    assert learned.choose([[0.9, 0.8, 0.7, 0.6]]) != 5
+    assert learned.choose([[0.9, 0.8, 0.7, 0.6]]) != [4]
     assert learned.seconds()["8x5"] == costs().seconds()["8x5"]
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         before = learned.seconds()
-        learned.observe(1, 5, bad)
+        learned.observe(1, 5, 5, bad)
         assert learned.seconds() == before
 
 
@@ -56,27 +94,27 @@ def test_a_busy_machine_slows_all_steps_down() -> None:
     """The decode step is measured, and the verify steps remain as much longer, nearly."""
     learned = costs()
     for _ in range(100):
-        learned.observe(1, 1, 2.0)
+        learned.observe(1, 1, 1, 2.0)
     assert learned.seconds()["1x1"] == pytest.approx(2.0, rel=0.1)
     assert learned.seconds()["1x5"] / learned.seconds()["1x1"] > 1.4 / 1.25
 
 
 def test_one_stalled_step_changes_little() -> None:
     learned = costs()
-    learned.observe(1, 5, 1000.0)
+    learned.observe(1, 5, 5, 1000.0)
     assert learned.seconds()["1x5"] < 1.1 * costs().seconds()["1x5"]
 
 
 def test_decode_steps_remain_known() -> None:
     learned = costs()
     for _ in range(VERIFY_IN_A_ROW):
-        assert learned.choose([[1.0] * 4]) == 5
+        assert learned.choose([[1.0] * 4]) == [4]
         learned.count(5)
-        learned.observe(1, 5, 1.4)
-    assert learned.choose([[1.0] * 4]) == 1
+        learned.observe(1, 5, 5, 1.4)
+    assert learned.choose([[1.0] * 4]) == [0]
     learned.count(1)
-    learned.observe(1, 1, 1.0)
-    assert learned.choose([[1.0] * 4]) == 5
+    learned.observe(1, 1, 1, 1.0)
+    assert learned.choose([[1.0] * 4]) == [4]
 
 
 def test_acceptance_is_that_of_the_row() -> None:
@@ -124,6 +162,7 @@ def test_rows_share_the_tokens_that_a_step_indexes() -> None:
     )
     requests = [row([1, 2, 3, 4])] + [row([n % 9 for n in range(2000)]) for _ in range(7)]
     for _ in range(80):
+        speculator._credit = 1.0
         before = [r.drafter.seen if r.drafter else 0 for r in requests]
         speculator.propose(requests)
         after = [r.drafter.seen for r in requests if r.drafter]
@@ -144,9 +183,9 @@ def test_a_verify_step_that_was_taken_for_too_slow_is_tried_again() -> None:
     slow = VerifyCosts(Buckets([1]), {(1, 1): 1.0, (1, 2): 1.1, (1, 5): 9.0})
     chosen = []
     for _ in range(20_000):
-        chosen.append(slow.choose([[0.9] * 4]))
+        chosen.append(1 + slow.choose([[0.9] * 4])[0])
         slow.count(chosen[-1])
-        slow.observe(1, chosen[-1], seconds[chosen[-1]])
+        slow.observe(1, chosen[-1], chosen[-1], seconds[chosen[-1]])
     assert 5 not in chosen[:100]
     assert chosen[-1000:].count(5) > 900
 

@@ -7,7 +7,7 @@ from stepgraph.runtime.kernels.cpu.sampling import fused_most_likely
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
 from stepgraph.runtime.kernels.ops.token_masks import mask_logits
 from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_greedy
-from stepgraph.runtime.sampling.samplers import fused_sampler, torch_sampler
+from stepgraph.runtime.sampling.samplers import Sampler, fused_sampler, torch_sampler
 from stepgraph.runtime.sampling_params import SamplingParams
 
 from .sampling_cases import (
@@ -48,6 +48,40 @@ def test_draws_what_the_reference_draws(vocab_size: int, dtype: torch.dtype) -> 
         assert torch.equal(states[1].token_counts, states[0].token_counts)
         for name in ("reals", "integers"):
             assert torch.equal(getattr(states[1], name), getattr(states[0], name))
+
+
+@pytest.mark.parametrize("sampler", [torch_sampler, fused_sampler], ids=["torch", "fused"])
+def test_drafts_are_drawn_as_if_one_by_one(sampler: Sampler) -> None:
+    """Rows with and without penalties, drafts that are right up to each place."""
+    params, n = params_for(300), 4
+    rows = torch.arange(len(params))
+    rows_BN = rows[:, None].expand(-1, n).contiguous()
+    positions_BN = FIRST + torch.arange(n).expand(len(params), -1)
+    logits_BNV = logits_of(len(params) * n, 300, 1, torch.float32).view(len(params), n, 300)
+    logits_BNV[:, 1:] = logits_BNV[:, :1]  # so that counts decide
+    for right in range(n):
+        states = [state_of(params) for _ in range(2)]
+        expected = torch.stack(
+            [
+                sample_full(logits_BNV[:, j], states[0], rows, positions_BN[:, j]).tokens
+                for j in range(right + 1)
+            ],
+            dim=1,
+        )
+        inputs_BN = torch.zeros(len(params), n, dtype=torch.int64)
+        inputs_BN[:, 1 : 1 + right] = expected[:, : n - 1][:, :right]
+        if right < n - 1:
+            inputs_BN[:, 1 + right] = (expected[:, right] + 1) % 300
+        assert sampler.drafted is not None
+        found = sampler.drafted(
+            logits_BNV.flatten(0, 1),
+            states[1],
+            rows_BN.flatten(),
+            positions_BN.flatten(),
+            inputs_BN,
+        )
+        assert torch.equal(found.tokens.view(-1, n)[:, : right + 1], expected)
+        assert torch.equal(states[1].token_counts, states[0].token_counts)
 
 
 @pytest.mark.sampled(5)
@@ -140,7 +174,7 @@ def test_operators_are_described_to_compilers() -> None:
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(
         torch.ops.stepgraph.sample_full.default,
-        (logits, state.reals, state.integers, state.token_counts, rows, rows + 9, 20),
+        (logits, state.reals, state.integers, state.token_counts, rows, rows + 9, None, 20),
         test_utils=tests,
     )
     torch.library.opcheck(torch.ops.stepgraph.sample_greedy.default, (logits,), test_utils=tests)

@@ -163,12 +163,74 @@ def test_drafts_of_the_proposers(
     assert plain.stats()["speculation"] is None
 
 
-def test_rows_with_penalties_draft_nothing(open_engine: Callable[..., Engine]) -> None:
-    params = greedy(30, repetition_penalty=1.01)
-    engine = open_engine("base", speculation=Speculation(adaptive=False, prompt_lookup_min=2))
-    (output,) = engine.generate([REPETITIVE], params)
-    assert engine.stats()["speculation"]["drafted"] == 0
-    assert open_engine("base").generate([REPETITIVE], params)[0].token_ids == output.token_ids
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.6, "min_tokens": 6},
+    {"frequency_penalty": 0.5, "temperature": 1.0, "seed": 4, "top_k": 12},
+    {"repetition_penalty": 0.8, "frequency_penalty": -0.4, "temperature": 0.8, "seed": 9},
+]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_penalties_count_the_drafts_before(
+    open_engine: Callable[..., Engine], base: TinyModel, kernels: str
+) -> None:
+    """Right drafts, which repeat tokens, and wrong ones, which must not count."""
+    if kernels == "native" and not have_compiler():
+        pytest.skip("needs a C++ compiler")
+    config = SIZES | {"kernels": kernels, "dtype": "float32"}
+    params = [
+        SamplingParams(**{"max_tokens": 40, "temperature": 0.0, "logprobs": 2} | own)
+        for own in PENALTIES
+    ]
+    prompts = [REPETITIVE, *base.prompts(5, 9, 7)]
+    expected = run_mixed(open_engine("base", **config), prompts, params)
+    engine = open_engine("base", **config, speculation={"num_speculative_tokens": 4})
+    guesses = guess(engine, {name: own[0] for name, own in expected.items()}, 0.8)
+    assert run_mixed(engine, prompts, params) == expected
+    assert guesses.accepted > 20
+    assert guesses.rejected > 5
+
+
+def test_rows_with_penalties_draft_if_the_sampler_counts_drafts(
+    open_engine: Callable[..., Engine],
+) -> None:
+    params = greedy(30, repetition_penalty=1.01, logit_bias={7: 30.0})
+    for counts in (True, False):
+        engine = open_engine("base", speculation=Speculation(adaptive=False, prompt_lookup_min=2))
+        speculator = engine._loop.speculator
+        assert speculator is not None
+        speculator._penalties &= counts
+        (output,) = engine.generate([REPETITIVE], params)
+        assert (engine.stats()["speculation"]["drafted"] > 0) == counts
+        assert open_engine("base").generate([REPETITIVE], params)[0].token_ids == output.token_ids
+
+
+def test_requests_draft_from_outputs_of_their_salt(open_engine: Callable[..., Engine]) -> None:
+    """Outputs without repetition, of prompts that differ in the first token."""
+    speculation = Speculation(adaptive=False, share_outputs=True)
+    bias = {"logit_bias": {7: 5.0}}
+    engine = open_engine("base", speculation=speculation, **SIZES)
+    plain = open_engine("base", **SIZES)
+    params = SamplingParams(max_tokens=24, temperature=1.2, seed=3, ignore_eos=True, **bias)  # type: ignore[arg-type]
+    prompt = [5, 6, 9, 12]
+
+    def accepted(salt: str | None) -> int:
+        before = engine.stats()["speculation"]["accepted"]
+        engine.add_request(prompt, params, "r", cache_salt=salt)
+        tokens = []
+        while engine.has_unfinished():
+            for output in engine.step():
+                tokens = output.completions[0].token_ids
+        assert tokens == plain.generate([prompt], params)[0].token_ids
+        return int(engine.stats()["speculation"]["accepted"]) - before
+
+    alone = accepted("a")
+    assert accepted("b") == alone
+    assert accepted(None) == alone
+    assert accepted("a") > alone + 8
+    assert accepted("c") == alone
+    assert accepted(None) > alone + 8
 
 
 def test_the_distribution_is_that_of_plain_sampling(open_engine: Callable[..., Engine]) -> None:
@@ -219,6 +281,7 @@ def test_ranks_verify_the_same_drafts(open_engine: Callable[..., Engine], base: 
         ({"num_speculative_tokens": True}, "an integer from 1 to 15, not True"),
         ({"prompt_lookup_min": 1}, "an integer from 2 to 32, not 1"),
         ({"adaptive": 1}, "adaptive must be True or False, not 1"),
+        ({"share_outputs": "a"}, "share_outputs must be True or False, not 'a'"),
         ({"model": "draft"}, "has no field 'model': use method, num_speculative_tokens"),
     ],
 )

@@ -117,10 +117,15 @@ class Rig:
         return [(o.tokens[:ROWS].clone(), o.logits[:ROWS].clone()) for o in outputs]
 
     def verify(self, n: int, drafts: list[list[int]]) -> StepOutput:
-        """Run a verify step."""
+        """Run a verify step; its logits by position."""
         arrays = DraftInputs(self.drafts.token_ids.numpy(), self.drafts.counts.numpy())
         write_drafts(drafts, arrays)
-        return self.steps[n]()
+        output = self.steps[n]()
+        if output.logits.dim() == 2:  # row by row, without padding
+            rows = output.logits.split(self.drafts.counts.tolist())
+            padded = torch.nn.utils.rnn.pad_sequence(rows)
+            output = StepOutput(output.tokens, padded, output.details)
+        return output
 
 
 CASES = {

@@ -30,6 +30,7 @@ class ModelFootprint:
         weight_bytes: all parameters.
         groups: the layer groups; each has its own block table.
         block_size: slots of a block.
+        drafter_block_bytes: bytes of a block in the arena of a drafter; 0 without one.
         max_num_seqs: rows of the decode batch.
         max_model_len: tokens of the longest request, unless the cache holds fewer.
         prefill_chunk: maximum prompt tokens of one step.
@@ -57,6 +58,7 @@ class ModelFootprint:
     max_num_seqs: int
     max_model_len: int
     prefill_chunk: int
+    drafter_block_bytes: int = 0
     activation_bytes_fixed: int = 0
     activation_bytes_per_token: int = 0
     read_bytes_per_position: int = 0
@@ -84,9 +86,13 @@ class ModelFootprint:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of a layer group; they are the same in every group."""
+        """Bytes of one block over all layers of a layer group; they are the same in every group.
+
+        Those of a drafter are included.
+        """
         group = self.groups[0]
-        return group.spec.block_bytes(self.block_size) * len(group.layers)
+        own = group.spec.block_bytes(self.block_size) * len(group.layers)
+        return own + self.drafter_block_bytes
 
     @property
     def least_batch_tokens(self) -> int:

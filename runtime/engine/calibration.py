@@ -20,6 +20,7 @@ from ..resolved_config import ResolvedConfig
 from ..scheduling.preemption import PreemptionPolicy
 from ..scheduling.step_budget import StepBudget
 from ..scheduling.step_costs import calibrate
+from ..speculation.drafter_speculator import DrafterSpeculator
 from ..speculation.speculator import Speculator
 from ..speculation.verify_costs import VerifyCosts
 
@@ -97,17 +98,20 @@ def calibrated_step_budget(
     return StepBudget(config.max_itl_ms, costs, calibration_seconds=time.perf_counter() - began)
 
 
-def calibrated_speculator(runner: Runner, config: ResolvedConfig) -> Speculator | None:
+def calibrated_speculator(
+    runner: Runner, config: ResolvedConfig
+) -> Speculator | DrafterSpeculator | None:
     """Return the speculator of a prepared runner without requests; None without speculation.
 
     Decode and verify steps are run on padding, in interleaved rounds, of which the fastest counts.
     Steps that take long run twice. The full sampler is measured in decode steps, and takes as long
-    for each token of a verify step.
+    for each token of a verify step. Where a drafter proposes, verify steps do so too.
     """
     if config.speculation is None:
         return None
     began = time.perf_counter()
     sizes, blocks = runner.sizes, runner.sizes.read_blocks.sizes[0]
+    functions = runner.steps.functions
     points = [(rows, n, False) for rows in sizes.rows for n in (1, *sizes.verifying(rows))]
     points += [(rows, 1, True) for rows in sizes.rows]
     fastest = dict.fromkeys(points, float("inf"))
@@ -115,17 +119,26 @@ def calibrated_speculator(runner: Runner, config: ResolvedConfig) -> Speculator 
         for point in points:
             if repetition < 2 or fastest[point] < LONG_STEP:
                 rows, n, full = point
-                key = sizes.decode_key(rows, blocks, full, tokens_per_row=n)
+                drafts = sizes.proposed if n > 1 else 0
+                if n > 1:
+                    runner.place_drafts(rows, n - 1)
+                key = sizes.decode_key(rows, blocks, full, tokens_per_row=n, drafts=drafts)
                 seconds = _seconds(partial(runner.run, key), runner.device)
                 fastest[point] = min(fastest[point], seconds)
+    runner.place_drafts(0, 0)
     greedy = {(rows, n): fastest[rows, n, full] for rows, n, full in points if not full}
     extra = {rows: fastest[rows, 1, True] - fastest[rows, 1, False] for rows in sizes.rows}
     sampled = {(rows, n): value + n * max(extra[rows], 0.0) for (rows, n), value in greedy.items()}
-    return Speculator(
+    kind = DrafterSpeculator if config.speculation.uses_drafter else Speculator
+    return kind(
         config.speculation,
         sizes.verifying,
-        (VerifyCosts(sizes.rows, greedy), VerifyCosts(sizes.rows, sampled)),
+        (
+            VerifyCosts(sizes.rows, greedy, padded=not functions.ragged),
+            VerifyCosts(sizes.rows, sampled, padded=not functions.ragged),
+        ),
         is_async_device=config.is_async_device,
+        penalties=functions.drafts_with_penalties,
         calibration_seconds=time.perf_counter() - began,
     )
 

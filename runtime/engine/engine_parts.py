@@ -80,10 +80,10 @@ class EngineParts:
         On CUDA, weights, cache and static buffers are what torch's allocator counted in their
         phases of the start; on a CPU they are the sizes of the tensors.
         """
-        runner = self.runner
+        runner, drafter = self.runner, self.runner.drafter
         held = {
-            "weights": self.model.weight_bytes,
-            "cache": self.arena.nbytes,
+            "weights": self.model.weight_bytes + (0 if drafter is None else drafter.weight_bytes),
+            "cache": self.arena.nbytes + (0 if drafter is None else drafter.nbytes),
             "static_buffers": runner.nbytes,
         }
         grown = {
@@ -113,7 +113,7 @@ class EngineParts:
             {
                 **held,
                 "captured_graphs": 0,
-                "host_cache": 0 if runner.host_arena is None else runner.host_arena.nbytes,
+                "host_cache": runner.host_cache_nbytes,
                 "host_buffers": host_buffers,
                 **measured,
             },

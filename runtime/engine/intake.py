@@ -130,6 +130,7 @@ class Intake:
                 embeds=embeds,
                 rope_length=len(prompt_ids),
                 matcher=matchers[index],
+                salt=cache_salt,
             )
             for index in range(params.n)
         ]

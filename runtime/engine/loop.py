@@ -44,6 +44,7 @@ from ..request import AbortReason, Request, RequestGroup, RequestStatus
 from ..scheduling.plan import StepPlan
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
+from ..speculation.drafter_speculator import DrafterSpeculator
 from ..speculation.speculator import Speculator
 from .open_requests import OpenRequests
 from .request_output import RequestOutput
@@ -66,7 +67,7 @@ class StepLoop:
         *,
         in_flight: int,
         step_budget: StepBudget | None = None,
-        speculator: Speculator | None = None,
+        speculator: Speculator | DrafterSpeculator | None = None,
         group: RankGroup | None = None,
     ) -> None:
         """Create a loop over a scheduler and a runner.
@@ -299,13 +300,13 @@ class StepLoop:
                 chunk.request.prompt_logprobs.launch(chunk.scored)
         return step
 
-    def _verify_drafts(self, plan: StepPlan, speculator: Speculator) -> None:
-        """Let the rows of a plan verify drafts, if that is expected to be faster.
+    def _verify_drafts(self, plan: StepPlan, speculator: Speculator | DrafterSpeculator) -> None:
+        """Let the rows of a plan verify drafts and get new ones, if that is expected to be faster.
 
         Where a latency budget sizes chunks, a step with one of them verifies nothing. Nor does a
         step with token masks, which has one for each row.
         """
-        speculator.waits = False
+        speculator.begin_plan()
         if self.runner.masks is not None and needs_masks(plan):
             return
         drafts: Sequence[Sequence[int]] = ()
@@ -313,6 +314,9 @@ class StepLoop:
             drafts = speculator.propose(plan.decode)
         if drafts:
             self.scheduler.verify(plan, drafts, speculator.sizes(len(plan.decode)))
+        if speculator.proposes:
+            assert self.runner.drafter is not None, "a drafter proposes"
+            self.scheduler.propose(plan, speculator.proposes, self.runner.drafter.group)
 
     def _commit_until(self, most: int) -> int:
         """Commit launched steps until `most` are in flight; return the nanoseconds waited."""
@@ -384,6 +388,10 @@ class StepLoop:
             if step.plan.scored_tokens:
                 self.requests.append_scores(self.runner.read_scores(step))
             self.requests.append(sampled, arrived)
+            if isinstance(self.speculator, DrafterSpeculator):
+                proposed = self.runner.read_drafts(step)
+                if proposed is not None:
+                    self.speculator.received(step.plan, *proposed)
         return arrived - started if is_async_device else 0
 
     def _take_back(self, plan: StepPlan, advanced: Sequence[int]) -> None:

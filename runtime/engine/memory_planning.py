@@ -8,7 +8,7 @@ from ...cache.memory.memory_plan import format_bytes
 from ...cache.spec import LayerGroup, group_layers
 from ..errors import ConfigError
 from ..kernels import Kernels
-from ..memory.footprint import model_footprint
+from ..memory.footprint import DrafterBytes, model_footprint
 from ..models.decoder import attention_specs
 from ..models.decoder_model import DecoderConfig
 from ..resolved_config import ResolvedConfig
@@ -31,10 +31,12 @@ def plan_engine(
     groups: tuple[LayerGroup, ...],
     memory: DeviceMemory,
     agreed: tuple[int, int] | None = None,
+    drafter: DrafterBytes | None = None,
 ) -> MemoryPlan:
     """Return the memory plan, which needs no weights and no device but `memory`.
 
-    `agreed` fixes blocks and batch tokens: those of the rank with the least memory.
+    `agreed` fixes blocks and batch tokens: those of the rank with the least memory. `drafter`: the
+    memory of a drafter, if there is one.
 
     A cache sized by a share of the free memory has no more blocks than `max_num_seqs` requests of
     `max_model_len` tokens use. `num_blocks` and `memory_tokens` may exceed that, and `memory_bytes`
@@ -48,7 +50,9 @@ def plan_engine(
     user = config.user
     # A share of the free memory is a limit; memory_bytes on a device with own memory an amount.
     capped = memory.shared_with_os or user.memory_bytes is None
-    footprint = model_footprint(model, config, kernels, groups, host_shared=memory.shared_with_os)
+    footprint = model_footprint(
+        model, config, kernels, groups, host_shared=memory.shared_with_os, drafter=drafter
+    )
     budget, fixed, tokens = (
         (user.memory_budget(config.device), user.fixed_blocks, user.max_batch_tokens)
         if agreed is None

@@ -65,9 +65,11 @@ from ..models.transformers.scopes import add_scopes
 from ..resolved_config import ResolvedConfig
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
+from ..speculation.drafter_speculator import DrafterSpeculator
 from ..speculation.speculator import Speculator
 from ..structured.compiler import check_installed
 from .calibration import preemption_policy
+from .drafter_start import find_engine_drafter
 from .engine_parts import CodeCache, EngineParts
 from .loop import StepLoop
 from .memory_planning import layer_groups, plan_engine
@@ -194,7 +196,16 @@ def _start(
     memory = DeviceMemory.of(resolved.device)
     if group is not None:
         memory = share_of_memory(memory, group.ranks)
-    planned = partial(plan_engine, found.config, resolved, kernels, groups, memory)
+    found_drafter = find_engine_drafter(found, resolved, groups)
+    planned = partial(
+        plan_engine,
+        found.config,
+        resolved,
+        kernels,
+        groups,
+        memory,
+        drafter=None if found_drafter is None else found_drafter.memory(kernels, resolved),
+    )
     plan = planned()
     if group is not None:
         plan = agree_on_plan(group, plan, lambda blocks, tokens: planned((blocks, tokens)))
@@ -205,6 +216,9 @@ def _start(
     )
     with log.phase("load"), ranges.span(ranges.LOAD, plan.weights):
         model = _load(opened, resolved, kernels, groups, progress=progress)
+        drafter = None
+        if found_drafter is not None:
+            drafter = found_drafter.load(model, resolved, progress=progress)
     open_files.close()
     if group is not None:
         agree_on_weights(group, model)
@@ -217,13 +231,16 @@ def _start(
             resolved.device,
             resolved.storage,
         )
+        drafting = None
+        if found_drafter is not None and drafter is not None:
+            drafting = found_drafter.allocate(drafter, resolved, plan.num_blocks, plan.host_blocks)
     host = None
     if plan.host_blocks:
         with log.phase("host_cache"):
             host = HostArena(arena, plan.host_blocks)
     with log.phase("static_buffers"):
         commands = CommandSender(group) if group is not None and group.rank == 0 else None
-        runner = Runner(model, resolved, arena, groups, host, commands)
+        runner = Runner(model, resolved, arena, groups, host, commands, drafting)
     compiled_kernels = None
     if resolved.device.type == "cuda" and resolved.mode != "eager" and find_spec("triton"):
         with log.phase("compile_kernels"):
@@ -314,7 +331,9 @@ def _checked_kernels(
 
 
 def make_loop(
-    parts: EngineParts, step_budget: StepBudget | None, speculator: Speculator | None = None
+    parts: EngineParts,
+    step_budget: StepBudget | None,
+    speculator: Speculator | DrafterSpeculator | None = None,
 ) -> StepLoop:
     """Return the loop over the parts of an engine, with an empty cache and no requests."""
     config, host = parts.config, parts.runner.host_arena

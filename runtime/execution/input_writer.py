@@ -113,13 +113,13 @@ class InputWriter:
         else:
             self._copy(changed)
 
-    def write_drafts(self, drafts: Sequence[Sequence[int]]) -> None:
-        """Write and copy the drafts of the decoding rows, in their order."""
+    def write_drafts(self, drafts: Sequence[Sequence[int]], stops: Sequence[int]) -> None:
+        """Write and copy the drafts of the decoding rows, in their order; see `DraftInputs`."""
         assert self.drafts is not None, "a verify step without speculation"
         self.drafts.begin_write()
-        write_drafts(drafts, self._host_drafts)
+        write_drafts(drafts, stops, self._host_drafts)
         if self._commands is not None:
-            rows = len(self._host_drafts.counts)
+            rows = len(self._host_drafts.counts)  # ranks have no drafter, which reads `stops`
             self._commands.inputs("drafts", self._host_drafts, {"token_ids": rows, "counts": rows})
         self.drafts.copy_to_device()
 

@@ -11,6 +11,7 @@ point at the null row, whose block table contains only the null block.
         prefill_rows     4  1  9  9                rows whose blocks are read
         sample_rows      9  1  9  9                rows that sample; row 4 has more chunks
         query_start_loc  0  3  5  5  5           first token of each row, and the end of the last
+        next_ids         d  0  0  0              token after each chunk, if it is known
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class StepInputs(Generic[A]):
     query_start_loc: A
     """int64 `[P + 1]`: index into `token_ids` of the first token of each chunk, then the end of the
     last chunk, repeated for rows of padding."""
+    next_ids: A
+    """int64 `[P]`: the token after each chunk, which drafters read; 0 if it is not known yet."""
     table_updates: A
     """int64 `[U, 4]`: (group, row, column, block) to write into the block tables."""
 
@@ -86,6 +89,7 @@ class StepInputs(Generic[A]):
             "prefill_rows": ints(prefill_rows, fill=null_row),
             "sample_rows": ints(prefill_rows, fill=null_row),
             "query_start_loc": ints(prefill_rows + 1),
+            "next_ids": ints(prefill_rows),
             "table_updates": ints(table_updates, 4),
         }
 
@@ -114,13 +118,15 @@ class EmbedInputs(Generic[A]):
 
 @dataclass(frozen=True)
 class DraftInputs(Generic[A]):
-    """Drafts of the decoding rows, for verify steps. K: maximum drafts of a row."""
+    """Drafts of the decoding rows, for verify steps, and room for new ones. K: maximum drafts."""
 
     token_ids: A
     """int64 `[max_num_seqs, K]`: draft tokens after the newest token of each of `decode_rows`; 0
     where a row has fewer."""
     counts: A
     """int64 `[max_num_seqs]`: valid tokens of each row, the newest one included; 1 for padding."""
+    stops: A
+    """int64 `[max_num_seqs]`: the first position that has no slot, for a drafter; 1 for padding."""
 
     @staticmethod
     def layout(*, max_num_seqs: int, drafts: int) -> dict[str, TensorSpec]:
@@ -128,13 +134,18 @@ class DraftInputs(Generic[A]):
         return {
             "token_ids": TensorSpec((max_num_seqs, drafts), torch.int64, 0),
             "counts": TensorSpec((max_num_seqs,), torch.int64, 1),
+            "stops": TensorSpec((max_num_seqs,), torch.int64, 1),
         }
 
 
-def write_drafts(drafts: Sequence[Sequence[int]], host: DraftInputs[Int64Array]) -> None:
-    """Write the drafts of the decoding rows, in their order."""
+def write_drafts(
+    drafts: Sequence[Sequence[int]], stops: Sequence[int], host: DraftInputs[Int64Array]
+) -> None:
+    """Write the drafts of the decoding rows, in their order, and where their slots end."""
     host.token_ids.fill(0)
     host.counts.fill(1)
+    host.stops.fill(1)
+    host.stops[: len(stops)] = stops
     for index, tokens in enumerate(drafts):
         host.token_ids[index, : len(tokens)] = tokens
         host.counts[index] = 1 + len(tokens)
@@ -162,6 +173,7 @@ def write_prefill(
         host.prefill_rows[i] = chunk.row
         host.sample_rows[i] = chunk.row if chunk.samples else null_row
         host.query_start_loc[i] = offset
+        host.next_ids[i] = 0 if chunk.samples else chunk.request.tokens(stop, stop + 1)[0]
         offset = end
     host.query_start_loc[len(chunks) :] = offset
     assert offset <= bucket
@@ -174,7 +186,7 @@ def prefill_fields(bucket: int, prefill_rows: int) -> dict[str, int]:
     """Return the fields that `write_prefill` writes, with the number of elements of each."""
     return {
         **dict.fromkeys(("token_ids", "positions", "token_rows"), bucket),
-        **dict.fromkeys(("prefill_rows", "sample_rows"), prefill_rows),
+        **dict.fromkeys(("prefill_rows", "sample_rows", "next_ids"), prefill_rows),
         "query_start_loc": prefill_rows + 1,
     }
 

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import StructuredOutputError
 from ..logprobs import LOWEST_LOGPROB, TokenLogprobs
+from ..models.drafters.drafter import Drafts
 from ..request import Request
 from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
@@ -26,16 +27,19 @@ __all__ = [
     "HostOutputs",
     "LaunchedStep",
     "OutputEvents",
+    "Proposed",
     "Sampled",
     "UnfinishedLaunch",
     "accepted_counts",
     "checked_tokens",
     "current_stream",
+    "proposed_drafts",
     "sampled_tokens",
     "timed_event",
 ]
 
 Phase = Literal["decode", "prefill"]
+_Part = Literal["decode", "prefill", "drafts"]
 
 OUTPUT_SETS = 2
 """Output buffers on the host: one for the step that is read, one for the step in flight."""
@@ -48,6 +52,10 @@ log-probabilities. A plain tuple, because a step creates one per row."""
 
 GrammarEnd: TypeAlias = tuple[Request, StructuredOutputError | None]
 """A request that ends before its next token: with an error, or None if its grammar is complete."""
+
+
+Proposed: TypeAlias = tuple[list[list[int]], list[list[float]]]
+"""Of each row: drafts, and their probabilities by the drafter."""
 
 
 class UnfinishedLaunch(Protocol):
@@ -122,16 +130,18 @@ class HostOutputs:
         vocab_size: int,
         steps: int = 1,
         *,
+        drafts: int = 0,
         device: torch.device,
     ) -> None:
         """Allocate buffers for `steps` decode steps of `max_num_seqs`, and `prefill_rows` chunks.
 
-        `device` is the source of the outputs. Copies from CUDA are asynchronous.
+        Each row may have so many proposed `drafts`. `device` is the source of the outputs. Copies
+        from CUDA are asynchronous.
         """
         self._device = device
         self._is_cuda = device.type == "cuda"
-        sizes = self._sizes(max_num_seqs, prefill_rows, vocab_size, steps)
-        self._sets: list[dict[Phase, torch.Tensor]] = [
+        sizes = self._sizes(max_num_seqs, prefill_rows, vocab_size, steps, drafts)
+        self._sets: list[dict[_Part, torch.Tensor]] = [
             {
                 phase: torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
                 for phase, size in sizes.items()
@@ -148,13 +158,14 @@ class HostOutputs:
 
     @staticmethod
     def _sizes(
-        max_num_seqs: int, prefill_rows: int, vocab_size: int, steps: int
-    ) -> dict[Phase, int]:
+        max_num_seqs: int, prefill_rows: int, vocab_size: int, steps: int, drafts: int
+    ) -> dict[_Part, int]:
         """Bytes of one set, for all steps of a launch."""
         best = min(MAX_LOGPROBS, vocab_size)
         return {
             "decode": steps * SampleOutput.packed_bytes(max_num_seqs, best),
             "prefill": SampleOutput.packed_bytes(prefill_rows, best),
+            "drafts": 12 * max_num_seqs * drafts,
         }
 
     @property
@@ -163,9 +174,11 @@ class HostOutputs:
         return sum(whole.nbytes for phases in self._sets for whole in phases.values())
 
     @staticmethod
-    def bytes_for(max_num_seqs: int, prefill_rows: int, vocab_size: int, steps: int = 1) -> int:
+    def bytes_for(
+        max_num_seqs: int, prefill_rows: int, vocab_size: int, steps: int = 1, drafts: int = 0
+    ) -> int:
         """Bytes of a `HostOutputs` of these sizes."""
-        sizes = HostOutputs._sizes(max_num_seqs, prefill_rows, vocab_size, steps)
+        sizes = HostOutputs._sizes(max_num_seqs, prefill_rows, vocab_size, steps, drafts)
         return OUTPUT_SETS * sum(sizes.values())
 
     def begin(self, number: int) -> torch.cuda.Event | None:
@@ -191,7 +204,12 @@ class HostOutputs:
             views.details.packed.copy_(details.packed, non_blocking=True)
         else:
             views.details.copy_(details)
-        return StepOutput(views.tokens, output.logits, views.details)
+        drafts = None
+        if output.drafts is not None:
+            drafts = _host_drafts(self._sets[index]["drafts"], output.drafts)
+            for there, here in zip(drafts, output.drafts, strict=True):
+                there.copy_(here, non_blocking=True)
+        return StepOutput(views.tokens, output.logits, views.details, drafts)
 
     def record_event(self, number: int, began: torch.cuda.Event | None) -> torch.cuda.Event | None:
         """Record and return the end event of step `number`, after its copies.
@@ -237,6 +255,16 @@ class _HostViews(NamedTuple):
         return cls(details.tokens, details)
 
 
+def _host_drafts(whole: torch.Tensor, drafts: Drafts) -> Drafts:
+    """Return views of a set's memory for proposed drafts."""
+    shape = drafts.token_ids.shape
+    count = shape.numel()
+    token_ids, probabilities = whole[: 12 * count].split((8 * count, 4 * count))
+    return Drafts(
+        token_ids.view(torch.int64).view(shape), probabilities.view(torch.float32).view(shape)
+    )
+
+
 def checked_tokens(output: StepOutput, lanes: int) -> bytes:
     """Return the tokens of the first `lanes` lanes, for the comparison of ranks."""
     return output.tokens.numpy()[..., :lanes].tobytes()
@@ -257,6 +285,15 @@ def accepted_counts(launched: LaunchedStep) -> list[int]:
             accepted += 1
         counts.append(accepted)
     return counts
+
+
+def proposed_drafts(launched: LaunchedStep) -> Proposed | None:
+    """Return what the drafter proposed for each row of `plan.decode`; None: it did not run."""
+    if not launched.plan.proposes:
+        return None
+    drafts, rows = launched.parts[0][1].drafts, len(launched.plan.decode)
+    assert drafts is not None, "the step proposes"
+    return drafts.token_ids[:rows].tolist(), drafts.probabilities[:rows].tolist()
 
 
 def sampled_tokens(launched: LaunchedStep) -> Iterable[Sampled]:

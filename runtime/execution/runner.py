@@ -23,6 +23,8 @@ from ..request import Request
 from ..resolved_config import ResolvedConfig
 from ..sampling.sampling_state import RowParameters
 from ..scheduling.plan import StepPlan
+from .draft_step import DraftStep
+from .drafter_cache import DrafterCache, new_blocks
 from .input_writer import InputWriter
 from .masked_launch import MaskedLaunch, has_grammar
 from .outputs import (
@@ -30,9 +32,11 @@ from .outputs import (
     GrammarEnd,
     HostOutputs,
     LaunchedStep,
+    Proposed,
     Sampled,
     accepted_counts,
     checked_tokens,
+    proposed_drafts,
     sampled_tokens,
 )
 from .prepared_steps import PreparedSteps
@@ -58,6 +62,7 @@ class Runner:
         groups: Sequence[LayerGroup],
         host: HostArena | None = None,
         commands: CommandSender | None = None,
+        drafter: DrafterCache | None = None,
     ) -> None:
         """Allocate row state and input buffers of the sizes of `config`.
 
@@ -69,6 +74,7 @@ class Runner:
             host: the arena for swapped requests; None: no swapping.
             commands: sends all changes and steps to the other ranks of a tensor-parallel group;
                 None: there are none, or this is one of them.
+            drafter: proposes tokens on the device; None: steps propose nothing.
         """
         device = config.device
         self.device = device
@@ -115,10 +121,12 @@ class Runner:
                 self.max_prefill_rows,
                 model.config.vocab_size,
                 max(config.steps_per_launch, *config.tokens_per_row, 1),
+                drafts=config.proposed_drafts,
                 device=device,
             )
         self._arena = arena
         self.host_arena = host
+        self.drafter = drafter
         self._addresses = self.addresses()
         self.sizes = StepSizes.choose(config, model.kernels)
         make_functions = partial(
@@ -131,6 +139,9 @@ class Runner:
             None if self.embeds is None else self.embeds.device,
             drafts=None if self.drafts is None else self.drafts.device,
             hidden=self.scorer.hidden,
+            drafting=None
+            if drafter is None
+            else DraftStep(drafter.drafter, drafter.arena.tensor, self.state, config.block_size),
         )
         self.steps = PreparedSteps(config, self.sizes.keys(), make_functions)
         self.library = self.steps.library
@@ -157,6 +168,12 @@ class Runner:
         masks = 0 if self.masks is None else self.masks.host_nbytes
         return self._input_nbytes + outputs + masks + self.scorer.host_nbytes
 
+    @property
+    def host_cache_nbytes(self) -> int:
+        """Bytes of the arenas for swapped requests."""
+        own = 0 if self.host_arena is None else self.host_arena.nbytes
+        return own if self.drafter is None else own + self.drafter.host_nbytes
+
     def addresses(self) -> dict[str, int]:
         """Return the device address of everything that captured steps read or write."""
         return {
@@ -174,6 +191,7 @@ class Runner:
                 if self.drafts is None
                 else {f"drafts.{k}": v for k, v in self.drafts.addresses().items()}
             ),
+            **({} if self.drafter is None else self.drafter.addresses()),
             **self.scorer.addresses(),
         }
 
@@ -188,6 +206,8 @@ class Runner:
         """Release all steps and their compiled code."""
         if self.masks is not None:
             self.masks.close()
+        if self.drafter is not None:
+            self.drafter.close()
         self.steps.close()
 
     def swap_out(self, plan: StepPlan) -> None:
@@ -216,14 +236,18 @@ class Runner:
         """Issue the copies of (source, destination) blocks, on all ranks."""
         if self.commands is not None:
             self.commands.copy_blocks(copy, pairs)
-        if copy == "within":
-            self._arena.copy_blocks(pairs)
-            return
-        assert self.host_arena is not None, "requests are swapped without a host arena"
-        if copy == "to_host":
-            self.host_arena.swap_out(pairs)
-        else:
-            self.host_arena.swap_in(pairs)
+        arenas = [(self._arena, self.host_arena)]
+        if self.drafter is not None:
+            arenas.append((self.drafter.arena, self.drafter.host))
+        for arena, host in arenas:
+            if copy == "within":
+                arena.copy_blocks(pairs)
+                continue
+            assert host is not None, "requests are swapped without a host arena"
+            if copy == "to_host":
+                host.swap_out(pairs)
+            else:
+                host.swap_in(pairs)
 
     def run(self, key: StepKey, lanes: int = 0) -> StepOutput:
         """Run the step for `key` on all ranks, and return its output.
@@ -250,6 +274,8 @@ class Runner:
                 for admission in plan.admitted:
                     self._take_row(admission.request, admission.row)
         prefill_key = self._prefill_key(plan) if plan.prefill else None
+        if self.drafter is not None and plan.table_updates:
+            self.drafter.clear(new_blocks(plan, self.drafter.group, self.block_size))
         self._write_inputs(plan, prefill_key)
         parts: list[tuple[Sequence[Request | None], StepOutput]] = []
         scores: LaunchedScores | None = None
@@ -268,10 +294,10 @@ class Runner:
             launch = MaskedLaunch(self, self.masks, number, plan, decode, prefill_key)
             return launch.begin(began)
         if plan.decode:
-            key = self._decode_key(plan.steps) if not plan.drafts else self._verify_key(plan)
+            key = self._verify_key(plan) if plan.drafting else self._decode_key(plan.steps)
             bucket, rows = key.size, len(plan.decode)
             tokens, lanes = plan.steps * rows, plan.steps * bucket
-            if plan.drafts:
+            if plan.drafting:
                 tokens, lanes = plan.decode_tokens, key.tokens_per_row * bucket
             with ranges.step_span(
                 ranges.REPLAY, number, rows, bucket, tokens, plan.blocks_in_use, lanes - tokens
@@ -370,6 +396,10 @@ class Runner:
         if failure is not None:
             raise RankError(str(failure))
 
+    def read_drafts(self, step: LaunchedStep) -> Proposed | None:
+        """Return what a launch proposed for each row that decodes, after `read`; None: nothing."""
+        return proposed_drafts(step)
+
     def read_scores(self, step: LaunchedStep) -> Iterable[Score]:
         """Return the scores of prompt tokens of a launch, after `read`."""
         return () if step.scores is None else step.scores.read()
@@ -405,6 +435,10 @@ class Runner:
             self.state.rope_lengths[row] = rope_length
         self.state.sampling.store_row(row, parameters)
 
+    def place_drafts(self, rows: int, drafts: int) -> None:
+        """Let each of the first `rows` rows of verify steps have so many drafts of token 0."""
+        self._writer.write_drafts([[0] * drafts] * rows, ())
+
     def place_padding(self, null_position: int, start: int, count: int, last: int) -> None:
         """Move the padding of steps, for measurements; zeros put it back.
 
@@ -433,8 +467,8 @@ class Runner:
             self._decoding = _Decoding(plan.decode)
         if plan.table_updates or plan.prefill or rows != self._writer.decode_rows:
             self._writer.write(plan, rows, prefill_key)
-        if plan.drafts:
-            self._writer.write_drafts(plan.drafts)
+        if plan.drafting:
+            self._writer.write_drafts(plan.drafts, plan.draft_stops)
 
     def _decode_key(self, steps: int) -> StepKey:
         """Return the key of the decode step: the last one while it is valid."""
@@ -452,13 +486,15 @@ class Runner:
         """Return the key of the verify step of a plan, after which another row may be longest."""
         decoding = self._decoding
         assert decoding.longest is not None, "the plan has no decoding row"
-        stop = max(span.start + span.count for span in plan.decode_spans())
+        stop = max(span.start + span.count for span in plan.decode_spans()) + plan.proposes
+        stop = min(stop, self.state.block_tables.shape[2] * self.block_size)
         self._decoding = _Decoding([])
         return self.sizes.decode_key(
             len(plan.decode),
             -(-stop // self.block_size),
             decoding.full_sampler,
             tokens_per_row=plan.tokens_per_row,
+            drafts=plan.proposes,
         )
 
     def _prefill_key(self, plan: StepPlan) -> StepKey:

@@ -7,6 +7,7 @@ tokens back.
     decode   rows -> token, position -> slot -> forward -> sample -> token, position + 1
     verify   rows, drafts -> newest token and drafts -> slots -> forward -> sample at each of them
              -> accept the drafts that were sampled too -> token, position + 1 + accepted
+             -> with a drafter: new drafts
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
 A step with token masks has two parts, so that the host computes masks during the first:
@@ -24,20 +25,24 @@ sampler is compiled, on its own.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ..kernels import DecodeResult, DecodeStep, RaggedBatch
+from ..kernels.cpu.verify import accept_drafts, verify_inputs
 from ..kernels.ops.feedback import Feedback
 from ..kernels.triton.dependent import dependent_launch
 from ..models.decoder_model import DecoderModel
+from ..models.drafters.drafter import Drafts, FollowedTokens
 from ..operation_scopes import operation
 from ..sampling.sample_output import SampleOutput
 from ..sampling.samplers import SAMPLERS, torch_sampler
+from .batches import ragged_batch, rope_lengths
 from .compiled_parts import CompiledParts
+from .draft_step import DraftStep
 from .inputs import DraftInputs, EmbedInputs, StepInputs
 from .mask_state import MaskState
 from .row_state import RowState
@@ -55,6 +60,8 @@ class _Forward(NamedTuple):
     """int64 `[B]`: the positions after which tokens are sampled."""
     tokens: torch.Tensor | None
     """int64 `[B]`: greedy tokens, which are stored; None: not sampled yet."""
+    features: torch.Tensor | None = None
+    """`[T, F]`: those that the drafter reads, of all tokens of a prefill step."""
 
 
 class _Lanes(NamedTuple):
@@ -66,8 +73,14 @@ class _Lanes(NamedTuple):
     """int64 `[T]`: the row that samples after each token; the null row for padding."""
     positions: torch.Tensor
     """int64 `[T]`: the positions after which tokens are sampled."""
+    token_ids: torch.Tensor
+    """int64 `[T]`: these tokens."""
     tokens: torch.Tensor | None
     """int64 `[T]`: greedy tokens; None: not sampled yet."""
+    slots: torch.Tensor
+    """int64 `[G, T]`: the write index."""
+    features: torch.Tensor | None
+    """`[T, F]`: those that the drafter reads."""
 
 
 class StepFunctions:
@@ -84,11 +97,13 @@ class StepFunctions:
         compiled: bool,
         drafts: DraftInputs[torch.Tensor] | None = None,
         hidden: torch.Tensor | None = None,
+        drafting: DraftStep | None = None,
     ) -> None:
         """Bind the tensors. With `compiled`, steps are compiled at their first call.
 
         Prefill steps read `embeds` if prompts may have embeddings, and write their final hidden
         states to `hidden`, at least `[M, hidden_size]`, if it is given. Verify steps read `drafts`.
+        `drafting` proposes them on the device.
         """
         self.model = model
         self.arena = arena
@@ -98,6 +113,8 @@ class StepFunctions:
         self.embeds = embeds
         self.drafts = drafts
         self.hidden = hidden
+        self._drafting = drafting
+        self._taps = () if drafting is None else drafting.taps
         self._sampler = SAMPLERS[model.kernels.sampler]
         static = (arena, *state.tensors().values(), *(() if hidden is None else (hidden,)))
         self._parts = CompiledParts(static)
@@ -118,7 +135,7 @@ class StepFunctions:
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
         step = self.decode if key.phase == "decode" else self.prefill
-        if key.tokens_per_row > 1:
+        if key.tokens_per_row > 1 or key.drafts:
             step = self.verify
         if key.part != "whole":
             step = self.forward_part if key.part == "forward" else self.sample_part
@@ -171,7 +188,7 @@ class StepFunctions:
         with operation("inputs"):
             positions_B, token_ids_B = self.state.positions[rows_B], self.state.token_ids[rows_B]
         batch = self._batch(positions_B, rows_B, rows_B, read_blocks, tokens_per_row=1)
-        hidden_BD = self._forward_pass(token_ids_B, batch)
+        hidden_BD = self.model.decode(self._embedded(token_ids_B), self.arena, batch)
         return self._forward_output(hidden_BD, rows_B, positions_B, greedy)
 
     def _greedy(self, part: Callable[..., _Forward | _Lanes], key: StepKey) -> bool:
@@ -225,6 +242,8 @@ class StepFunctions:
         if key.phase == "prefill":
             forward, _ = self._prefill_forward(key)
             logits_BV, positions_B = forward.logits, forward.positions
+            # The drafter takes the most probable token for the one that the grammar will allow.
+            self._follow_prefill(key, logits_BV.argmax(dim=-1), forward)
         elif self.model.decode_step is not None:
             result = self._run_fused(self.model.decode_step, key)
             logits_BV, positions_B = result.logits, result.positions
@@ -270,6 +289,8 @@ class StepFunctions:
         """
         assert self.drafts is not None, "these steps were made without room for drafts"
         assert (key.phase, key.steps) == ("decode", 1)
+        if self.ragged:
+            return self._verify_ragged(key, self.drafts)
         drafts, size, part = self.drafts, key.size, self._verify_parts
         rows_B, drafts_BK, counts_B = self._parts.inputs(
             part,
@@ -281,20 +302,37 @@ class StepFunctions:
         lanes = self._parts.call(part, rows_B, drafts_BK, counts_B, key.read_blocks, greedy)
         shape = size, key.tokens_per_row
         if key.full_sampler:
-            output = self._parts.call(self._drawn, lanes.logits, lanes.rows, lanes.positions)
+            token_ids_BN = lanes.token_ids.view(shape)
+            output = self._parts.call(
+                self._drawn, lanes.logits, lanes.rows, lanes.positions, token_ids_BN
+            )
         else:
             assert lanes.tokens is not None
             output = StepOutput(lanes.tokens, lanes.logits, None)
         with operation("accept"):
             tokens_BN = output.tokens.view(shape)
             self._accept(rows_B, drafts_BK, counts_B, tokens_BN)
+        batch = RaggedBatch(
+            positions=lanes.positions,
+            slots=lanes.slots,
+            token_rows=rows_B[:, None].expand(-1, key.tokens_per_row).contiguous().flatten(),
+            rows=rows_B,
+            block_tables=self.state.block_tables,
+            read_blocks=key.read_blocks,
+            block_size=self.block_size,
+            tokens_per_row=key.tokens_per_row,
+        )
+        tokens = FollowedTokens(lanes.token_ids, output.tokens, lanes.features, batch)
+        first_B = torch.arange(key.size, device=rows_B.device) * key.tokens_per_row
+        proposed = self._proposed(key, tokens, first_B)
+        with operation("outputs"):
             logits_NBV = output.logits.unflatten(0, shape).transpose(0, 1)
             if output.details is None:
-                return StepOutput(tokens_BN.T.contiguous(), logits_NBV, None)
+                return StepOutput(tokens_BN.T.contiguous(), logits_NBV, None, proposed)
             details = output.details.by_position(*shape)
             if logits_NBV.is_cuda:
                 details = details.pack()  # so that one copy transfers them to the host
-        return StepOutput(details.tokens, logits_NBV, details)
+        return StepOutput(details.tokens, logits_NBV, details, proposed)
 
     def _verify_parts(
         self,
@@ -318,30 +356,112 @@ class StepFunctions:
             positions_T = (state.positions[rows_B][:, None] + steps_BN).flatten()
             token_rows_BN = rows_B[:, None].expand(-1, n).contiguous()
         batch = self._batch(
-            positions_T, token_rows_BN.flatten(), rows_B, read_blocks, tokens_per_row=n
+            positions_T,
+            token_rows_BN.flatten(),
+            rows_B,
+            read_blocks,
+            tokens_per_row=n,
+            valid_T=valid_BN.flatten(),
         )
-        batch = dataclasses.replace(batch, slots=torch.where(valid_BN.flatten(), batch.slots, 0))
-        hidden_TD = self._forward_pass(token_ids_BN.flatten(), batch)
+        hidden_TD, features_TF = self._forward_pass(token_ids_BN.flatten(), batch)
         logits_TV = self.model.own_logits(hidden_TD)
         tokens_T = None
         if greedy:
             with operation("greedy"):
                 tokens_T = self._greedy_tokens(logits_TV)
         sampled_rows_T = torch.where(valid_BN, token_rows_BN, state.null_row).flatten()
-        return _Lanes(logits_TV, sampled_rows_T, positions_T, tokens_T)
+        return _Lanes(
+            logits_TV,
+            sampled_rows_T,
+            positions_T,
+            token_ids_BN.flatten(),
+            tokens_T,
+            batch.slots,
+            features_TF,
+        )
+
+    def _verify_ragged(self, key: StepKey, drafts: DraftInputs[torch.Tensor]) -> StepOutput:
+        """As `verify`, without padding between rows, and with the host's part of it in C++."""
+        state, size = self.state, key.size
+        rows_B, counts_B = self.inputs.decode_rows[:size], drafts.counts[:size]
+        drafts_BK = drafts.token_ids[:size, : key.tokens_per_row - 1]
+        with operation("inputs"):
+            inputs = verify_inputs(
+                *(rows_B, drafts_BK, counts_B, state.token_ids, state.positions),
+                *(state.block_tables, self.block_size),
+            )
+            batch = RaggedBatch(
+                positions=inputs.positions,
+                slots=inputs.slots,
+                token_rows=inputs.token_rows,
+                rows=rows_B,
+                block_tables=state.block_tables,
+                read_blocks=key.read_blocks,
+                block_size=self.block_size,
+                tokens_per_row=None,
+                query_start_loc=inputs.query_start_loc,
+                rope_lengths=rope_lengths(state, inputs.positions, inputs.token_rows),
+            )
+        hidden_TD, features_TF = self._forward_pass(inputs.token_ids, batch)
+        logits_TV = self.model.own_logits(hidden_TD)
+        if key.full_sampler:
+            output = self._drawn(logits_TV, batch.token_rows, batch.positions, inputs.token_ids)
+        else:
+            with operation("greedy"):
+                output = StepOutput(self._greedy_tokens(logits_TV), logits_TV, None)
+        with operation("accept"):
+            lanes_NB = accept_drafts(
+                output.tokens, rows_B, drafts_BK, counts_B, state.token_ids, state.positions
+            )
+            details = None if output.details is None else output.details.at(lanes_NB)
+            tokens_NB = output.tokens[lanes_NB] if details is None else details.tokens
+        proposed = self._proposed(
+            key, FollowedTokens(inputs.token_ids, output.tokens, features_TF, batch), lanes_NB[0]
+        )
+        return StepOutput(tokens_NB, output.logits, details, proposed)
+
+    def _proposed(
+        self, key: StepKey, tokens: FollowedTokens, first_B: torch.Tensor
+    ) -> Drafts | None:
+        """Let the drafter continue the rows of a step, if it is to; `first_B`: their first tokens.
+
+        The rows have advanced already.
+        """
+        if not key.drafts:
+            return None
+        assert self._drafting is not None, "these steps were made without a drafter"
+        assert self.drafts is not None, "a drafter needs room for its drafts"
+        return self._drafting.propose(key, tokens, first_B, self.drafts.stops[: key.size])
+
+    @property
+    def ragged(self) -> bool:
+        """Whether verify steps have no padding between rows: their sizes are not captured."""
+        kernels = self.model.kernels
+        return self.model.stack is not None and kernels.library is not None
+
+    @property
+    def drafts_with_penalties(self) -> bool:
+        """Whether rows with penalties verify drafts; otherwise they must have none."""
+        return self._sampler.drafted is not None
 
     def _drawn(
-        self, logits_TV: torch.Tensor, rows_T: torch.Tensor, positions_T: torch.Tensor
+        self,
+        logits_TV: torch.Tensor,
+        rows_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        token_ids_BN: torch.Tensor,
     ) -> StepOutput:
-        """Draw the token after each position of a verify step.
-
-        The sampler counts the tokens of rows with penalties, which therefore have no drafts.
-        """
+        """Draw the token after each of the tokens of a verify step."""
         with operation("sample"):
             if self.model.vocabulary is not None:
                 logits_TV = self.model.vocabulary.gather(logits_TV)
             state = self.state.sampling
-            details = self._sampler.full(logits_TV, state, rows_T, positions_T + 1)
+            if self._sampler.drafted is None:
+                details = self._sampler.full(logits_TV, state, rows_T, positions_T + 1)
+            else:
+                details = self._sampler.drafted(
+                    logits_TV, state, rows_T, positions_T + 1, token_ids_BN
+                )
             return StepOutput(details.tokens, logits_TV, details)
 
     def _accept(
@@ -359,7 +479,14 @@ class StepFunctions:
 
     def prefill(self, key: StepKey) -> StepOutput:
         """Write the keys and values of the chunks; sample a token for each chunk that samples."""
-        return self._finished(*self._prefill_forward(key), key)
+        forward, rows_P = self._prefill_forward(key)
+        output = self._finished(forward, rows_P, key)
+        self._follow_prefill(key, output.tokens, forward)
+        return output
+
+    def _follow_prefill(self, key: StepKey, tokens_P: torch.Tensor, forward: _Forward) -> None:
+        if self._drafting is not None:
+            self._drafting.follow_prefill(self.inputs, key, tokens_P, forward.features)
 
     def _prefill_forward(self, key: StepKey) -> tuple[_Forward, torch.Tensor]:
         """As `_decode_forward`, for a prefill step."""
@@ -393,14 +520,15 @@ class StepFunctions:
         batch = self._batch(
             positions_T, token_rows_T, rows_R, read_blocks, query_start_loc=query_start_loc
         )
-        hidden_TD = self._forward_pass(token_ids_T, batch, *embeds)
+        hidden_TD, features_TF = self._forward_pass(token_ids_T, batch, *embeds)
         with operation("last_tokens"):
             if self.hidden is not None:
                 self.hidden[: hidden_TD.shape[0]].copy_(hidden_TD)
             # Rows of padding have no tokens; clamp their index, which can be -1.
             last_R = (query_start_loc[1:] - 1).clamp(min=0)
             hidden_RD, positions_R = hidden_TD[last_R], positions_T[last_R]
-        return self._forward_output(hidden_RD, sample_rows_R, positions_R, greedy)
+        output = self._forward_output(hidden_RD, sample_rows_R, positions_R, greedy)
+        return output._replace(features=features_TF)
 
     def _embeds(self, size: int) -> tuple[torch.Tensor, ...]:
         """Return embeddings and mask of a prefill step, or () without `prompt_embeds`."""
@@ -415,41 +543,9 @@ class StepFunctions:
         details = output.details.pack()  # so that one copy transfers them to the host
         return StepOutput(details.tokens, output.logits, details)
 
-    def _batch(
-        self,
-        positions_T: torch.Tensor,
-        token_rows_T: torch.Tensor,
-        rows_R: torch.Tensor,
-        read_blocks: int,
-        *,
-        tokens_per_row: int | None = None,
-        query_start_loc: torch.Tensor | None = None,
-    ) -> RaggedBatch:
-        """Return the batch of these tokens, with its write index.
-
-        Token at position 37 of row 2, blocks of 16: it is written to slot
-        `block_tables[group, 2, 37 // 16] * 16 + 37 % 16` in each layer group.
-        """
-        block_tables, size = self.state.block_tables, self.block_size
-        with operation("begin"):
-            blocks_GT = block_tables[:, token_rows_T, positions_T // size]
-            slots_GT = blocks_GT.to(torch.int64) * size + positions_T % size
-            rope_lengths_T = None
-            if self.state.rope_lengths is not None:
-                own_T = self.state.rope_lengths[token_rows_T]
-                rope_lengths_T = torch.maximum(positions_T + 1, own_T)
-        return RaggedBatch(
-            positions=positions_T,
-            slots=slots_GT,
-            token_rows=token_rows_T,
-            rows=rows_R,
-            block_tables=block_tables,
-            read_blocks=read_blocks,
-            block_size=size,
-            tokens_per_row=tokens_per_row,
-            query_start_loc=query_start_loc,
-            rope_lengths=rope_lengths_T,
-        )
+    @property
+    def _batch(self) -> Callable[..., RaggedBatch]:
+        return partial(ragged_batch, self.state, self.block_size)
 
     def _forward_pass(
         self,
@@ -457,13 +553,25 @@ class StepFunctions:
         batch: RaggedBatch,
         embeds_TD: torch.Tensor | None = None,
         embed_mask_T: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the final hidden states `[T, hidden_size]`, and what a drafter reads of them."""
+        x_TD = self._embedded(token_ids_T, embeds_TD, embed_mask_T)
+        if not self._taps:
+            return self.model.decode(x_TD, self.arena, batch), None
+        return self.model.decode_tapped(x_TD, self.arena, batch, self._taps)
+
+    def _embedded(
+        self,
+        token_ids_T: torch.Tensor,
+        embeds_TD: torch.Tensor | None = None,
+        embed_mask_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the final hidden states `[T, hidden_size]`."""
+        """Return what the first layer takes, `[T, hidden_size]`."""
         with operation("begin"):
             x_TD = self.model.embed(token_ids_T)
             if embeds_TD is not None and embed_mask_T is not None:
                 x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
-        return self.model.decode(x_TD, self.arena, batch)
+        return x_TD
 
     def _sampled(
         self,

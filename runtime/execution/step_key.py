@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from ..models.drafters.drafter import Drafts
 from ..sampling.sample_output import SampleOutput
 
 __all__ = ["Phase", "StepKey", "StepOutput", "StepPart"]
@@ -31,6 +32,8 @@ class StepKey:
     """Decode steps per launch, run in sequence; 1 for a prefill step."""
     tokens_per_row: int = 1
     """Tokens of each row of a decode step; 1 + k makes it a verify step of k drafts."""
+    drafts: int = 0
+    """Drafts of each row that the drafter proposes at the end of a decode or verify step."""
     part: StepPart = "whole"
     """`forward`: up to the logits. `sample`: from the logits of that part on, with token masks; its
     size is the number of lanes."""
@@ -41,7 +44,8 @@ class StepOutput:
     """Outputs of a step on the device. B: rows of a decode step, or chunks of a prefill step.
 
     For a launch of several decode steps, tokens and details are `[steps, B]` instead of `[B]`. For
-    a verify step they are `[1 + k, B]`, and logits `[1 + k, B, vocab_size]`.
+    a verify step they are `[1 + k, B]`, and logits `[1 + k, B, vocab_size]`; or, without padding
+    between rows, `[T, vocab_size]` row by row.
     """
 
     tokens: torch.Tensor
@@ -51,3 +55,5 @@ class StepOutput:
     greedy step of a rank of a tensor-parallel group, those of its own tokens."""
     details: SampleOutput | None
     """Log-probabilities; only the full sampler returns them."""
+    drafts: Drafts | None = None
+    """What the drafter proposes to follow the newest token of each row."""

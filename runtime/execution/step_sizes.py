@@ -25,6 +25,8 @@ class StepSizes:
     """Decode steps per launch; single steps are always prepared too."""
     tokens_per_row: tuple[int, ...] = ()
     """Tokens per row of verify steps, ascending; see `verifying`."""
+    proposed: int = 0
+    """Drafts that the drafter of the engine proposes in a step; 0 without a drafter."""
     prefill_rows: int = 0
     """Lanes of the sampling of a prefill step with token masks; 0 without structured output."""
 
@@ -40,6 +42,7 @@ class StepSizes:
             else default_width_buckets(config.max_blocks_per_row, config.block_size),
             steps=config.steps_per_launch,
             tokens_per_row=config.tokens_per_row,
+            proposed=config.proposed_drafts,
             prefill_rows=config.max_prefill_rows if config.structured_output else 0,
         )
 
@@ -51,9 +54,9 @@ class StepSizes:
             *(StepKey("prefill", size, *variant) for size in self.tokens for variant in variants),
             *(StepKey("decode", size, *variant) for size in self.rows for variant in launches),
             *(
-                StepKey("decode", size, *variant, tokens_per_row=n)
+                StepKey("decode", size, *variant, tokens_per_row=n, drafts=self.proposed)
                 for size in self.rows
-                for n in self.verifying(size)
+                for n in self._drafting(size)
                 for variant in variants
             ),
             *self._masked_keys(),
@@ -69,6 +72,11 @@ class StepSizes:
             return ()
         most = min(self.tokens.largest, MOST_VERIFIED_TOKENS) // _fit(self.rows, rows)
         return tuple(n for n in self.tokens_per_row if n <= most)
+
+    def _drafting(self, rows: int) -> tuple[int, ...]:
+        """Return the tokens per row of the steps that verify drafts or propose them."""
+        sizes = self.verifying(rows)
+        return (1, *sizes) if self.proposed and sizes else sizes
 
     def _masked_keys(self) -> list[StepKey]:
         """Return the keys of the parts of steps with token masks."""
@@ -95,13 +103,14 @@ class StepSizes:
         full_sampler: bool,
         steps: int = 1,
         tokens_per_row: int = 1,
+        drafts: int = 0,
     ) -> StepKey:
         """Return the key of the smallest launch of `steps` decode steps, or verify step, that fits.
 
-        `tokens_per_row` is 1, or one of `verifying`.
+        `tokens_per_row` is 1, or one of `verifying`; `drafts` is 0 or `proposed`.
         """
-        width = _fit(self.read_blocks, read_blocks)
-        return StepKey("decode", _fit(self.rows, rows), width, full_sampler, steps, tokens_per_row)
+        size, width = _fit(self.rows, rows), _fit(self.read_blocks, read_blocks)
+        return StepKey("decode", size, width, full_sampler, steps, tokens_per_row, drafts)
 
     def prefill_key(self, tokens: int, read_blocks: int, full_sampler: bool) -> StepKey:
         """Return the key of the smallest prefill step that fits."""
@@ -124,6 +133,7 @@ def most_table_updates(config: ResolvedConfig, num_groups: int) -> int:
     case does not increase it.
     """
     most_per_row = -(-min(config.max_model_len, config.prefill_chunk) // config.block_size)
-    tokens = max(config.steps_per_launch, *config.tokens_per_row, 1)
+    drafted = max(config.tokens_per_row, default=1) + config.proposed_drafts
+    tokens = max(config.steps_per_launch, drafted)
     most_per_launch = -(-tokens // config.block_size)
     return num_groups * (2 * config.max_num_seqs * most_per_launch + most_per_row)

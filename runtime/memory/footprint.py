@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 
@@ -37,7 +38,7 @@ from ..models.layout import parameter_bytes
 from ..models.plan import plan_of
 from ..resolved_config import ResolvedConfig
 
-__all__ = ["model_footprint", "weight_bytes"]
+__all__ = ["DrafterBytes", "model_footprint", "weight_bytes"]
 
 GRAPH_BYTES_PER_STEP = 4 << 20
 """Memory of a captured step outside of the shared pool: its kernel nodes. An estimate, which the
@@ -53,6 +54,15 @@ CPU_STEP_BYTES = 1 << 20
 of the kernel's counters."""
 
 
+class DrafterBytes(NamedTuple):
+    """What a drafter adds to the memory of a model."""
+
+    weights: int
+    """Its own parameters as stored."""
+    block: int
+    """A block of the cache, over its layers."""
+
+
 def weight_bytes(plan: ModelPlan, kernels: Kernels, dtype: torch.dtype) -> int:
     """Return the bytes of all parameters as the kernels store them."""
     return sum(parameter_bytes(parameter, kernels, dtype) for parameter in plan.parameters())
@@ -65,6 +75,7 @@ def model_footprint(
     groups: tuple[LayerGroup, ...],
     *,
     host_shared: bool,
+    drafter: DrafterBytes | None = None,
 ) -> ModelFootprint:
     """Return every term of the memory plan as a function of blocks and batch tokens.
 
@@ -83,9 +94,11 @@ def model_footprint(
     logits_per_lane = model.vocab_size * _logit_bytes(config) + _own_logits(plan, config)
     verified = config.most_lanes - config.max_num_seqs
     footprint = ModelFootprint(
-        weight_bytes=weight_bytes(plan, kernels, config.dtype),
+        weight_bytes=weight_bytes(plan, kernels, config.dtype)
+        + (0 if drafter is None else drafter.weights),
         groups=groups,
         block_size=config.block_size,
+        drafter_block_bytes=0 if drafter is None else drafter.block,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         prefill_chunk=config.prefill_chunk,
@@ -305,6 +318,7 @@ def _host_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -
         config.max_prefill_rows,
         model.vocab_size,
         max(config.steps_per_launch, *config.tokens_per_row, 1),
+        config.proposed_drafts,
     )
 
     masks = 0

@@ -40,7 +40,7 @@ from .sampling_state import (
     SamplingState,
 )
 
-__all__ = ["sample_full", "sample_greedy"]
+__all__ = ["sample_drafted", "sample_full", "sample_greedy"]
 
 
 def sample_greedy(logits_BV: torch.Tensor) -> torch.Tensor:
@@ -71,6 +71,47 @@ def sample_full(
         positions_B: int64, the position that the drawn token takes in its sequence: the length of
             the prompt for the first one.
     """
+    output, counted_B = _sample(logits_BV, state, rows_B, positions_B, state.token_counts[rows_B])
+    state.token_counts.index_put_((rows_B, output.tokens.clamp(min=0)), counted_B, accumulate=True)
+    return output
+
+
+def sample_drafted(
+    logits_TV: torch.Tensor,
+    state: SamplingState,
+    rows_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    token_ids_BN: torch.Tensor,
+) -> SampleOutput:
+    """Draw a token after each of the tokens `[B, N]` of a verify step, as `sample_full` one by one.
+
+    For the penalties of a row each draft counts where it precedes, and then each token up to the
+    first that differs from the draft in its place. Tokens after that one are arbitrary.
+
+    T = B * N, row by row. Lanes of padding have the null row, and no penalties.
+    """
+    n = token_ids_BN.shape[1]
+    drafts_T = token_ids_BN[:, None, 1:].expand(-1, n, -1).reshape(len(rows_T), n - 1)
+    precede_NK = torch.ones(n, n - 1, dtype=torch.int32, device=rows_T.device).tril(-1)
+    counts_TV = state.token_counts[rows_T]
+    counts_TV = counts_TV.scatter_add(1, drafts_T, precede_NK.repeat(len(token_ids_BN), 1))
+    output, counted_T = _sample(logits_TV, state, rows_T, positions_T, counts_TV)
+    tokens_BN = output.tokens.view_as(token_ids_BN)
+    accepted_BK = (tokens_BN[:, :-1] == token_ids_BN[:, 1:]).to(torch.int32).cumprod(1)
+    kept_BN = torch.cat((torch.ones_like(accepted_BK[:, :1]), accepted_BK), dim=1)
+    counted_T = counted_T * kept_BN.flatten().to(torch.int32)
+    state.token_counts.index_put_((rows_T, output.tokens.clamp(min=0)), counted_T, accumulate=True)
+    return output
+
+
+def _sample(
+    logits_BV: torch.Tensor,
+    state: SamplingState,
+    rows_B: torch.Tensor,
+    positions_B: torch.Tensor,
+    counts_BV: torch.Tensor,
+) -> tuple[SampleOutput, torch.Tensor]:
+    """Draw with these token counts; also return, int32 `[B]`, what the drawn token adds to them."""
     raw_BV = logits_BV.float()
     log_mass_B = raw_BV.logsumexp(-1)
     top_logits, top_ids = largest(raw_BV, min(MAX_LOGPROBS, raw_BV.shape[1]))
@@ -88,7 +129,7 @@ def sample_full(
     penalised_B = (repetition_B != 1.0) | (presence_B != 0.0) | (frequency_B != 0.0)
     wanted_BV = torch.where(
         penalised_B[:, None],
-        _penalise(wanted_BV, state.token_counts[rows_B], repetition_B, presence_B, frequency_B),
+        _penalise(wanted_BV, counts_BV, repetition_B, presence_B, frequency_B),
         wanted_BV,
     )
 
@@ -105,13 +146,13 @@ def sample_full(
 
     sound_B = log_mass_B.isfinite() & best_B.isfinite()
     counted_B = (penalised_B & sound_B).to(torch.int32)
-    state.token_counts.index_put_((rows_B, ids_B), counted_B, accumulate=True)
-    return SampleOutput(
+    output = SampleOutput(
         tokens=torch.where(sound_B, ids_B, NON_FINITE),
         logprob=raw_BV.gather(1, ids_B[:, None])[:, 0] - log_mass_B,
         top_logprobs=top_logits - log_mass_B[:, None],
         top_ids=top_ids,
     )
+    return output, counted_B
 
 
 def _penalise(

@@ -66,6 +66,10 @@ class SampleOutput:
         columns = (t.unflatten(0, (rows, tokens_per_row)).transpose(0, 1) for t in self._four())
         return SampleOutput(*(column.contiguous() for column in columns))
 
+    def at(self, lanes: torch.Tensor) -> SampleOutput:
+        """Return the output of some lanes, in the shape of `lanes`, int64."""
+        return SampleOutput(*(tensor[lanes] for tensor in self._four()))
+
     def copy_(self, source: SampleOutput) -> None:
         """Copy the four tensors asynchronously."""
         for own, other in zip(self._four(), source._four(), strict=True):

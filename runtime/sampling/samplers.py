@@ -12,7 +12,7 @@ from ..kernels.cpu.sampling import fused_full, fused_greedy, fused_mask
 from ..kernels.ops.feedback import Feedback
 from ..kernels.ops.token_masks import mask_logits
 from ..sampling_params import MAX_LOGPROBS
-from .reference_sampler import sample_full, sample_greedy
+from .reference_sampler import sample_drafted, sample_full, sample_greedy
 from .sample_output import SampleOutput
 from .sampling_state import SamplingState
 
@@ -24,8 +24,9 @@ def _sample_full_fused(
     state: SamplingState,
     rows_B: torch.Tensor,
     positions_B: torch.Tensor,
+    inputs_B: torch.Tensor | None = None,
 ) -> SampleOutput:
-    """`sample_full` as one C++ operator."""
+    """`sample_full`, or with the tokens that lanes follow `sample_drafted`, as one C++ operator."""
     return SampleOutput(
         *fused_full(
             logits_BV,
@@ -35,8 +36,19 @@ def _sample_full_fused(
             rows_B,
             positions_B,
             min(MAX_LOGPROBS, logits_BV.shape[1]),
+            inputs_B,
         )
     )
+
+
+def _sample_drafted_fused(
+    logits_TV: torch.Tensor,
+    state: SamplingState,
+    rows_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    token_ids_BN: torch.Tensor,
+) -> SampleOutput:
+    return _sample_full_fused(logits_TV, state, rows_T, positions_T, token_ids_BN.flatten())
 
 
 def _triton_greedy(logits_BV: torch.Tensor, feed: Feedback | None = None) -> torch.Tensor:
@@ -93,12 +105,19 @@ class Sampler:
     """As `greedy`, with token feedback into the rows' state; None if not available."""
     full_step: Callable[[torch.Tensor, SamplingState, Feedback], SampleOutput] | None = None
     """As `full`, with token feedback into the rows' state; None if not available."""
+    drafted: (
+        Callable[
+            [torch.Tensor, SamplingState, torch.Tensor, torch.Tensor, torch.Tensor], SampleOutput
+        ]
+        | None
+    ) = None
+    """Signature of `sample_drafted`; None: rows with penalties verify nothing."""
 
 
-torch_sampler = Sampler(sample_greedy, sample_full)
+torch_sampler = Sampler(sample_greedy, sample_full, drafted=sample_drafted)
 """For every device; `torch.compile` fuses it."""
 
-fused_sampler = Sampler(fused_greedy, _sample_full_fused, fused_mask)
+fused_sampler = Sampler(fused_greedy, _sample_full_fused, fused_mask, drafted=_sample_drafted_fused)
 """For CPUs, after `load_cpu_ops`."""
 
 triton_sampler = Sampler(

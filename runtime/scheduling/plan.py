@@ -83,6 +83,10 @@ class StepPlan:
     """Verify steps: valid tokens of each row, 1 to `tokens_per_row`; the rest is padding."""
     drafts: Sequence[Sequence[int]] = ()
     """Verify steps: the drafts of each row, one fewer than its valid tokens."""
+    proposes: int = 0
+    """Drafts of each row that a drafter proposes at the end of the step."""
+    draft_stops: Sequence[int] = ()
+    """Steps that propose: the first position of each row of `decode` that has no slot."""
     steps: int = 1
     """Decode steps per launch: tokens that each request of `decode` gets. 1 with prefill."""
     blocks_in_use: int = 0
@@ -99,6 +103,11 @@ class StepPlan:
         for request, count in zip(self.decode, counts, strict=True):
             assert request.row is not None, "a request that decodes holds a row"
             yield RowSpan(request, request.row, request.num_computed, count, samples=True)
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the rows of `decode` verify drafts, or get new ones."""
+        return bool(self.drafts or self.proposes)
 
     @property
     def decode_tokens(self) -> int:

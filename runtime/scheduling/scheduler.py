@@ -36,6 +36,7 @@ blocks with the same content (see `cache/kv_cache.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 from ...cache.kv_cache import KVCache, TableChange
 from ..request import Request, RequestStatus
@@ -164,6 +165,24 @@ class Scheduler:
             plan.drafts, plan.decode_counts = kept, counts
             plan.tokens_per_row = next(size for size in sizes if size >= most)
 
+    def propose(self, plan: StepPlan, drafts: int, group: int) -> None:
+        """Let a drafter propose `drafts` tokens for each decoding row of a plan.
+
+        It stores their keys and values in blocks of a layer group. A row for which too few of them
+        are free gets fewer drafts (`StepPlan.draft_stops`).
+        """
+        size = self.cache.block_size
+        stops = []
+        for request, count in zip(
+            plan.decode, plan.decode_counts or repeat(1, len(plan.decode)), strict=True
+        ):
+            ahead = self._next_count(request, count + drafts)
+            table = self.cache.block_table(request.id, group)
+            if ahead > count and request.num_computed + ahead > len(table) * size:
+                self._grow_if_free(plan, request, ahead, count)
+            stops.append(len(table) * size)
+        plan.proposes, plan.draft_stops = drafts, stops
+
     def fell_short(self, request: Request) -> None:
         """Handle a committed step that advanced a running request by less than was launched.
 
@@ -261,16 +280,23 @@ class Scheduler:
         count = self._next_count(request, 1 + drafts) if drafts > 0 else 1
         if count <= 1:
             return 0
-        stop = request.num_computed + count
+        return count - 1 if self._grow_if_free(plan, request, count, count) else 0
+
+    def _grow_if_free(self, plan: StepPlan, request: Request, tokens: int, count: int) -> bool:
+        """Allocate the blocks of a decoding request's next `tokens`, if so many are free.
+
+        This step computes `count` of them.
+        """
+        stop = request.num_computed + tokens
         if self.cache.lacking(request.id, stop) > self.cache.num_free_blocks:
-            return 0
+            return False
         self._next_events.cancel(request)
         grown = self.cache.grow(request.id, stop)
         assert grown is not None, "there were enough blocks"
         self._update_tables(plan, request, grown)
         self._headroom.update(request)
         self._schedule_next_event(request, count=count)
-        return count - 1
+        return True
 
     def _schedule_next_event(self, request: Request, least: int = 1, *, count: int = 1) -> None:
         """Schedule the next event of a request that decodes from this step on.

@@ -10,10 +10,12 @@ from typing import Any, Literal
 from ..bounded_repr import bounded_repr
 from ..errors import ConfigError
 
-__all__ = ["MAX_DRAFTS", "METHODS", "Speculation"]
+__all__ = ["DRAFTER_METHODS", "HOST_METHODS", "MAX_DRAFTS", "METHODS", "Speculation"]
 
 MAX_DRAFTS = 15
-METHODS = ("suffix", "ngram")
+HOST_METHODS = ("suffix", "ngram")
+DRAFTER_METHODS = ("draft_model", "eagle3", "mtp", "dflash")
+METHODS = (*HOST_METHODS, *DRAFTER_METHODS)
 _DRAFT_BUCKETS = (1, 2, 3, 4, 7, 15)
 
 
@@ -26,22 +28,31 @@ class Speculation:
     Attributes:
         method: the proposer. `suffix`: tokens that followed earlier occurrences of the newest
             tokens in prompt and output, the most frequent ones first. `ngram`: those that followed
-            the latest such occurrence.
+            the latest such occurrence. `draft_model`, `eagle3`, `mtp`, `dflash`: those that a
+            drafter on the device proposes: a smaller model, an EAGLE-3 head, a module for
+            multi-token prediction, or a model that fills a block of tokens at once.
+        model: the checkpoint of the drafter: a directory, a hub id, `demo` or `preset:NAME`. None:
+            for `mtp` that of the model itself, for other drafters the directory `drafter` in it.
         num_speculative_tokens: maximum drafts of a row and step, 1 to 15. The engine chooses fewer,
             or none, by measured acceptance and step times.
         prompt_lookup_min: tokens, 2 to 32, that an earlier occurrence must share with the newest
             tokens.
         adaptive: whether measured acceptance and step times decide how many drafts are verified.
             False verifies every draft, which can be slower than no drafts at all.
+        share_outputs: whether requests also draft from recent outputs of others with the same
+            `cache_salt`, where prompt and output have no match or a shorter one. Requests without
+            a salt share theirs.
 
     Raises:
         ConfigError: a value is out of range; it names field, value and range.
     """
 
-    method: Literal["suffix", "ngram"] = "suffix"
+    method: Literal["suffix", "ngram", "draft_model", "eagle3", "mtp", "dflash"] = "suffix"
+    model: str | None = None
     num_speculative_tokens: int = 7
     prompt_lookup_min: int = 3
     adaptive: bool = True
+    share_outputs: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -49,6 +60,17 @@ class Speculation:
                 f"speculation method must be one of {', '.join(METHODS)}, not"
                 f" {bounded_repr(self.method)}"
             )
+        if self.model is not None:
+            if not isinstance(self.model, str) or not self.model:
+                raise ConfigError(
+                    "speculation model must be the name of a checkpoint, not"
+                    f" {bounded_repr(self.model)}"
+                )
+            if not self.uses_drafter:
+                raise ConfigError(
+                    f"speculation method {self.method!r} has no model: use one of"
+                    f" {', '.join(DRAFTER_METHODS)}, or leave model out"
+                )
         for field, low, high in (
             ("num_speculative_tokens", 1, MAX_DRAFTS),
             ("prompt_lookup_min", 2, 32),
@@ -59,10 +81,12 @@ class Speculation:
                     f"speculation {field} must be an integer from {low} to {high}, not"
                     f" {bounded_repr(value)}"
                 )
-        if not isinstance(self.adaptive, bool):
-            raise ConfigError(
-                f"speculation adaptive must be True or False, not {bounded_repr(self.adaptive)}"
-            )
+        for field in ("adaptive", "share_outputs"):
+            value = getattr(self, field)
+            if not isinstance(value, bool):
+                raise ConfigError(
+                    f"speculation {field} must be True or False, not {bounded_repr(value)}"
+                )
 
     @classmethod
     def of(cls, given: object) -> Speculation:
@@ -89,6 +113,11 @@ class Speculation:
             )
         fields: dict[str, Any] = dict(given)
         return cls(**fields)
+
+    @property
+    def uses_drafter(self) -> bool:
+        """Whether a model on the device proposes the drafts."""
+        return self.method in DRAFTER_METHODS
 
     @property
     def tokens_per_row(self) -> tuple[int, ...]:

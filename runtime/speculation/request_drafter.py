@@ -6,20 +6,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from .acceptance import Acceptance
-from .suffix_index import Draft
+from .shared_outputs import SharedOutputs
+from .suffix_index import MAX_MATCH, Draft
 
-__all__ = ["Proposer", "RequestDrafter"]
+__all__ = ["MAX_INDEXED_TOKENS", "Proposer", "RequestDrafter"]
 
 MAX_INDEXED_TOKENS = 1 << 17
 """Tokens of a request that are indexed: of longer prompts the last ones; then indexing begins anew.
 """
-
-PROMISING = 0.3
-"""Chance of a first draft that is worth a look at every token."""
-
-PATIENCE, REST = 8, 4
-"""After `PATIENCE` looks without a promising draft, one look every `REST` tokens, and after as many
-more looks one every `4 * REST`."""
 
 
 class Proposer(Protocol):
@@ -38,8 +32,20 @@ class Proposer(Protocol):
 class RequestDrafter:
     """Keeps the proposer of a request up to date, and measures its acceptance."""
 
-    def __init__(self, proposer: Proposer, acceptance: Acceptance, most: int, first: int) -> None:
-        """Draft at most `most` tokens; the proposer sees the tokens from position `first` on."""
+    def __init__(
+        self,
+        proposer: Proposer,
+        acceptance: Acceptance,
+        most: int,
+        first: int,
+        shared: SharedOutputs | None = None,
+        salt: str | None = None,
+    ) -> None:
+        """Draft at most `most` tokens.
+
+        The proposer sees the tokens from position `first` on. Outputs of other requests of the same
+        `salt` in `shared` are looked up where it has no draft, or one with a shorter match.
+        """
         self.acceptance = acceptance
         self.draft: Draft | None = None
         """After the tokens known at the last `catch_up`."""
@@ -47,10 +53,10 @@ class RequestDrafter:
         """Of each draft: the probability that a step accepts it."""
         self._proposer = proposer
         self._most = most
+        self._shared, self._salt = shared, salt
         self.seen = first
         """Tokens of the request that the proposer has seen, or never will."""
         self._indexed = 0
-        self._in_vain = 0
 
     def catch_up(self, known: int, tokens_of: Callable[[int, int], list[int]], most: int) -> int:
         """Draft what follows the `known` tokens of the request, if the proposer has seen them.
@@ -59,10 +65,6 @@ class RequestDrafter:
         """
         seen = self.seen
         if known == seen:
-            return 0
-        rest = 4 * REST if self._in_vain >= 2 * PATIENCE else REST
-        if self._in_vain >= PATIENCE and known - seen < rest:
-            self.chances = []
             return 0
         if self._indexed + most > MAX_INDEXED_TOKENS:
             self._proposer.forget()
@@ -74,8 +76,14 @@ class RequestDrafter:
         self._proposer.extend(tokens)
         self.seen = stop
         self._indexed += stop - seen
-        self.draft = self._proposer.propose(self._most) if stop == known else None
-        self.chances = [] if self.draft is None else self.acceptance.chances(self.draft)
-        promising = bool(self.chances) and self.chances[0] >= PROMISING
-        self._in_vain = 0 if promising else self._in_vain + 1
+        draft = None
+        if stop == known:
+            draft = self._proposer.propose(self._most)
+            if self._shared is not None and (draft is None or draft.matched < MAX_MATCH):
+                newest = tokens_of(max(0, known - MAX_MATCH), known)
+                other = self._shared.propose(self._salt, newest, self._most)
+                if other is not None and (draft is None or other.matched > draft.matched):
+                    draft = other
+        self.draft = draft
+        self.chances = [] if draft is None else self.acceptance.chances(draft)
         return stop - seen

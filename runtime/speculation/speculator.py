@@ -8,19 +8,26 @@ Drafts of the host continue the newest token, which on an asynchronous device is
 step in flight is committed. While drafts are expected to pay, the loop commits it before it plans
 the next step (`waits`): the device then idles for the work of the host, which the measured times of
 these steps contain. Otherwise one step stays in flight as without speculation.
+
+Speculation keeps an account of time. Looking for drafts is paid from it, and a verify step adds
+what it gained, or subtracts what it lost, compared with decode steps of as many tokens. Decode
+steps add 2 % of their time. Without credit no drafts are looked for. So even if too much is
+expected of them, they cost little more than these 2 %.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..request import Request
+from ..request import Request, RequestStatus
 from ..scheduling.plan import StepPlan
 from .acceptance import Acceptance
 from .config import Speculation
 from .request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
+from .shared_outputs import SharedOutputs
+from .step_counter import StepCounter, full_sampler
 from .suffix_index import MAX_CANDIDATES, SuffixIndex
 from .verify_costs import VerifyCosts
 
@@ -32,12 +39,12 @@ INDEXED_PER_STEP = 512
 FEW_TOKENS = 32
 """Rows with no more new tokens are indexed at once: any step adds fewer."""
 
-LOOKS_IN_VAIN, SKIPPED_STEPS = 16, 3
-"""After `LOOKS_IN_VAIN` steps in which drafts did not pay, so many steps draft nothing before the
-next look: looking up the drafts of 8 rows takes a tenth of a step of a millisecond, and more."""
+LOOK_SHARE = 0.02
+"""Share of the time of decode steps that may be spent on looking for drafts that do not pay."""
 
-LEAST_CHANCE = 0.05
-"""Drafts that are less likely to be accepted are not verified."""
+FIRST_CREDIT, MOST_CREDIT = 1.0, 8.0
+"""Time that may be lost to speculation before it has gained any, and after it has gained much: in
+decode steps."""
 
 
 class Speculator:
@@ -50,6 +57,7 @@ class Speculator:
         costs: tuple[VerifyCosts, VerifyCosts],
         *,
         is_async_device: bool,
+        penalties: bool = False,
         calibration_seconds: float = 0.0,
     ) -> None:
         """Start without requests.
@@ -59,6 +67,7 @@ class Speculator:
             sizes: returns the tokens per row that verify steps of so many rows exist for.
             costs: the times of steps, by whether the full sampler runs.
             is_async_device: whether steps stay in flight.
+            penalties: whether the sampler can count drafts for the penalties of a row.
             calibration_seconds: that measuring the times took.
         """
         self._calibration_seconds = calibration_seconds
@@ -66,96 +75,93 @@ class Speculator:
         self.sizes = sizes
         self.waits = False
         """Whether the step in flight is to be committed before the next one is planned."""
+        self.proposes = 0
+        """Drafts that the step proposes on the device; see `DrafterSpeculator`."""
         self._costs = costs
         self._is_async_device = is_async_device
-        self._in_vain = self._skipped = 0
+        self._penalties = penalties
+        self._credit = FIRST_CREDIT * costs[0].decode_seconds(1)
+        self._look_ns = 0
         self._acceptance = Acceptance()
         self._candidates = 1 if config.method == "ngram" else MAX_CANDIDATES
-        self._launched: deque[tuple[StepPlan, int]] = deque()
-        self._arrived_ns = 0
-        self._verify_steps = 0
-        self._drafted = [0] * config.num_speculative_tokens
-        self._accepted = [0] * config.num_speculative_tokens
+        self._shared: SharedOutputs | None = None
+        if config.share_outputs:
+            self._shared = SharedOutputs(config.prompt_lookup_min, self._candidates)
+        self._open: list[Request] = []
+        self._counter = StepCounter(config.num_speculative_tokens)
+
+    def begin_plan(self) -> None:
+        """Begin with the next step, which may draft nothing."""
+        self.waits = False
+        self._look_ns = 0
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         """Return the drafts of each decoding request; nothing if no request should draft."""
-        self.waits = False
         sizes = self.sizes(len(requests))
-        if not sizes:
+        if not sizes or (self.config.adaptive and self._credit < 0):
             return ()
-        if self.config.adaptive and self._in_vain >= LOOKS_IN_VAIN:
-            self._skipped = (self._skipped + 1) % (SKIPPED_STEPS + 1)
-            if self._skipped:
-                return ()
-        self._in_vain += 1
+        began = time.perf_counter_ns()
+        drafts = self._look(requests, sizes[-1] - 1)
+        self._look_ns = time.perf_counter_ns() - began
+        self._credit -= self._look_ns / 1e9
+        return drafts
+
+    def _look(self, requests: Sequence[Request], most: int) -> Sequence[Sequence[int]]:
+        """As `propose`, at most `most` drafts of a request."""
         drafters = self._caught_up(requests)
         chances = [() if drafter is None else drafter.chances for drafter in drafters]
         if not any(chances):
             return ()
         if self.config.adaptive:
-            most = self._costs[_full_sampler(requests)].choose(chances) - 1
+            counts = self._costs[full_sampler(requests)].choose(chances)
         else:
-            most = min(max(map(len, chances)), sizes[-1] - 1)
-        if most:
-            self._in_vain = 0
-        self.waits = self._is_async_device and most > 0
-        if not most or any(request.num_pending for request in requests):
+            counts = [min(len(own), most) for own in chances]
+        self.waits = self._is_async_device and any(counts)
+        if not any(counts) or any(request.num_pending for request in requests):
             return ()
-        least = LEAST_CHANCE if self.config.adaptive else 0.0
-        drafts = []
-        for drafter, own in zip(drafters, chances, strict=True):
-            count = sum(chance >= least for chance in own[:most])
-            kept = () if drafter is None or drafter.draft is None else drafter.draft.tokens[:count]
-            drafts.append(kept)
-        return drafts
+        return [
+            () if drafter is None or drafter.draft is None else drafter.draft.tokens[:count]
+            for drafter, count in zip(drafters, counts, strict=True)
+        ]
 
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         """Note when the loop began with a step that was launched."""
-        self._launched.append((plan, started_ns))
+        # On an asynchronous device, looking overlaps with a step in flight, or delays the next one.
+        look_ns = 0 if self._is_async_device else self._look_ns
+        self._counter.launched(plan, started_ns + look_ns)
 
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
         """Count what a step accepted, and learn from its time; once for every launched step."""
-        began, self._arrived_ns = self._arrived_ns, arrived_ns
-        if advanced is not None:
-            self._verify_steps += 1
-            for drafts, count in zip(plan.drafts, advanced, strict=True):
-                for index in range(len(drafts)):
-                    self._drafted[index] += 1
-                    self._accepted[index] += index < count - 1
-        if not (self._launched and self._launched[0][0] is plan):  # of `score`, or with token masks
+        seconds = self._counter.committed(plan, advanced, arrived_ns)
+        if seconds is None or not plan.decode:
             return
-        _, started = self._launched.popleft()
-        if not plan.decode:
-            return
-        costs = self._costs[_full_sampler(plan.decode)]
+        rows, costs = len(plan.decode), self._costs[full_sampler(plan.decode)]
         costs.count(plan.tokens_per_row)
-        if not plan.prefill:
-            # An asynchronous device begins a step when the previous one has ended.
-            seconds = (arrived_ns - max(began, started)) / 1e9
-            costs.observe(len(plan.decode), plan.tokens_per_row, seconds)
+        if plan.prefill:
+            return
+        costs.observe(rows, plan.tokens_per_row, plan.decode_tokens, seconds)
+        decode_seconds = costs.decode_seconds(rows)
+        gained = LOOK_SHARE * decode_seconds
+        if advanced is not None:
+            gained = decode_seconds * sum(advanced) / rows - seconds
+        self._credit = min(self._credit + gained, MOST_CREDIT * decode_seconds)
 
     @property
     def counts(self) -> dict[str, int]:
         """Verify steps, and the drafts that they verified and accepted."""
-        return {
-            "verify_steps": self._verify_steps,
-            "drafted": sum(self._drafted),
-            "accepted": sum(self._accepted),
-        }
+        return self._counter.counts
 
     @property
     def accepted_by_position(self) -> tuple[int, ...]:
         """Accepted drafts by their number in the draft of a row, the first one first."""
-        return tuple(self._accepted)
+        return self._counter.accepted_by_position
 
     def stats(self) -> dict[str, Any]:
         """Return counters and step times as plain numbers; see `Engine.stats`."""
         return {
             "method": self.config.method,
             "calibration_seconds": self._calibration_seconds,
-            **self.counts,
-            "drafted_by_position": list(self._drafted),
-            "accepted_by_position": list(self._accepted),
+            **self._counter.stats(),
             "step_seconds": self._costs[0].seconds(),
             "sampled_step_seconds": self._costs[1].seconds(),
         }
@@ -163,13 +169,13 @@ class Speculator:
     def _caught_up(self, requests: Sequence[Request]) -> list[RequestDrafter | None]:
         """Return the drafters of requests with their known tokens; None for those that never draft.
 
-        The sampler counts one token per step for the penalties of a row. Rows share the tokens that
-        are indexed between two steps, those of long prompts after the newest ones of others.
+        Rows share the tokens that are indexed between two steps, those of long prompts after the
+        newest ones of others, and outputs of other requests last.
         """
         left, drafters, behind = INDEXED_PER_STEP, [], []
         for request in requests:
             drafter = None
-            if not request.params.uses_penalties:
+            if self._penalties or not request.params.uses_penalties:
                 drafter = request.drafter or self._new_drafter(request)
                 if request.num_tokens - drafter.seen > FEW_TOKENS:
                     behind.append((drafter, request))
@@ -178,15 +184,24 @@ class Speculator:
             drafters.append(drafter)
         for drafter, request in behind:
             left -= drafter.catch_up(request.num_tokens, request.tokens, max(left, 0))
+        if self._shared is not None:
+            self._share(self._shared, left)
         return drafters
+
+    def _share(self, shared: SharedOutputs, most: int) -> None:
+        """Add the outputs of requests that have ended, and index at most `most` tokens."""
+        ended = [r for r in self._open if r.status is RequestStatus.FINISHED]
+        if ended:
+            self._open = [r for r in self._open if r.status is not RequestStatus.FINISHED]
+            for request in ended:
+                shared.add(request.salt, request.output_ids)
+        shared.index_some(most)
 
     def _new_drafter(self, request: Request) -> RequestDrafter:
         index = SuffixIndex(self.config.prompt_lookup_min, self._candidates)
         first = max(0, request.num_tokens - MAX_INDEXED_TOKENS)
         own, most = Acceptance(self._acceptance), self.config.num_speculative_tokens
-        request.drafter = RequestDrafter(index, own, most, first)
+        request.drafter = RequestDrafter(index, own, most, first, self._shared, request.salt)
+        if self._shared is not None:
+            self._open.append(request)
         return request.drafter
-
-
-def _full_sampler(requests: Sequence[Request]) -> bool:
-    return any(request.params.needs_full_sampler for request in requests)

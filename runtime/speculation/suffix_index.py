@@ -15,7 +15,7 @@ continues with the drafts themselves, so that a loop is drafted to any length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 __all__ = ["MAX_CANDIDATES", "MAX_MATCH", "Draft", "SuffixIndex"]
@@ -55,20 +55,19 @@ class SuffixIndex:
 
     def append(self, token: int) -> None:
         """Append a token: the n-gram that ends before it now has a continuation."""
-        tokens, n = self.tokens, self._n
-        position = len(tokens)
-        if position >= n:
-            key = tuple(tokens[-n:])
-            self._previous.append(self._latest.get(key, _NONE))
-            self._latest[key] = position
-        else:
-            self._previous.append(_NONE)
-        tokens.append(token)
+        self.extend([token])
 
-    def extend(self, tokens: Iterable[int]) -> None:
+    def extend(self, tokens: list[int]) -> None:
         """Append tokens."""
-        for token in tokens:
-            self.append(token)
+        known, n = self.tokens, self._n
+        first = max(len(known), n)
+        self._previous += [_NONE] * (min(len(known) + len(tokens), n) - len(known))
+        known += tokens
+        latest, previous = self._latest, self._previous
+        grams = zip(*(known[first - n + i : i - n] for i in range(n)), strict=True)
+        for position, gram in enumerate(grams, first):
+            previous.append(latest.get(gram, _NONE))
+            latest[gram] = position
 
     def forget(self) -> None:
         """Drop all tokens."""
@@ -78,54 +77,71 @@ class SuffixIndex:
 
     def propose(self, most: int) -> Draft | None:
         """Return at most `most` drafts; None if the newest tokens have not occurred before."""
+        found, matched = self._find(self.tokens[-max(MAX_MATCH, self._n) :])
+        return self._continued(found, matched, most) if found else None
+
+    def propose_after(self, newest: list[int], most: int, separator: int) -> Draft | None:
+        """Return what followed the last of `newest`, tokens of another sequence.
+
+        Drafts end before a separator, and where the tokens of the index end.
+        """
+        found, matched = self._find(newest, separator)
+        return self._continued(found, matched, most, separator) if found else None
+
+    def _find(self, newest: list[int], separator: int | None = None) -> tuple[list[int], int]:
+        """Return the positions after the longest matches with the end of `newest`; their length.
+
+        Matches before a separator do not count.
+        """
         tokens, n = self.tokens, self._n
-        if len(tokens) < n:
-            return None
-        position = self._latest.get(tuple(tokens[-n:]), _NONE)
-        if position == _NONE:
-            return None
-        best, found, left = 0, [position], self._candidates
-        newest = tokens[-MAX_MATCH:]
+        if len(newest) < n:
+            return [], 0
+        position = self._latest.get(tuple(newest[-n:]), _NONE)
+        found: list[int] = []
+        best, left, longest = n, self._candidates, len(newest)
+        tail = newest[-best:]
         while position != _NONE and left:
-            if position >= MAX_MATCH and tokens[position - MAX_MATCH : position] == newest:
-                matched = MAX_MATCH  # compared at once, because loops match this far
-            else:
-                matched = self._matched(position)
-            if matched > best:
-                best, found = matched, [position]
-            elif matched == best:
+            if tokens[position - best : position] == tail and tokens[position] != separator:
+                matched, most = best, min(longest, position)
+                while matched < most and tokens[position - matched - 1] == newest[-matched - 1]:
+                    matched += 1
+                if matched > best:
+                    best, tail, found = matched, newest[-matched:], []
                 found.append(position)
             position = self._previous[position]
             left -= 1
-        return self._continued(found, best, most)
+        return found, best
 
-    def _matched(self, position: int) -> int:
-        """Return how many tokens before a position are the newest ones too."""
-        tokens, matched = self.tokens, self._n
-        most = min(MAX_MATCH, position)
-        end = len(tokens)
-        while matched < most and tokens[position - matched - 1] == tokens[end - matched - 1]:
-            matched += 1
-        return matched
+    def _continued(
+        self, positions: Sequence[int], matched: int, most: int, separator: int | None = None
+    ) -> Draft:
+        """Return the drafts that the occurrences agree on; see the top of this file.
 
-    def _continued(self, positions: Sequence[int], matched: int, most: int) -> Draft:
-        """Return the drafts that the occurrences agree on; see the top of this file."""
+        Without a separator, drafts follow the end of the sequence.
+        """
         tokens, end = self.tokens, len(self.tokens)
+        following = tokens[positions[0] : positions[0] + most]
+        if (
+            len(following) == most
+            and separator not in following
+            and all(tokens[p : p + most] == following for p in positions[1:])
+        ):
+            return Draft(following, matched, [True] * most)
         drafts: list[int] = []
         agreed: list[bool] = []
-        while len(drafts) < most:
-            done = len(drafts)
-            if len(positions) == 1:
-                at = positions[0] + done
-                known = tokens[at : at + most - done]
-                drafts += known
-                while len(drafts) < most:  # the end of the sequence is followed by the drafts
-                    drafts.append(drafts[positions[0] + len(drafts) - end])
-                agreed += [True] * (most - done)
-                break
-            following = [
-                tokens[p + done] if p + done < end else drafts[p + done - end] for p in positions
-            ]
+        for done in range(most):
+            if separator is None:
+                following = [
+                    tokens[p + done] if p + done < end else drafts[p + done - end]
+                    for p in positions
+                ]
+            else:
+                positions = [
+                    p for p in positions if p + done < end and tokens[p + done] != separator
+                ]
+                if not positions:
+                    break
+                following = [tokens[p + done] for p in positions]
             token = following[0]
             unanimous = following.count(token) == len(following)
             if not unanimous:

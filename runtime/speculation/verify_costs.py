@@ -1,4 +1,4 @@
-"""Step times by rows and tokens per row, and the tokens per row that pay. No torch.
+"""Step times by rows and tokens, and the drafts that pay. No torch.
 
     gain = mean over rows of log(expected tokens of the row) - log(time of the verify step)
            + log(time of the decode step)
@@ -6,93 +6,193 @@
 A step verifies if this is positive: the geometric mean of the rows' speeds is then higher than with
 plain decoding. So no row is slowed down much for the sake of others: in a batch of 8, one row that
 gets 4 tokens justifies a step 1.19 times as long, and not 1.38 times as the sum of tokens would.
+
+Steps of most devices compute as many tokens for each row. Those without padding compute as many as
+there are, so that each draft of each row has to be worth its time:
+
+    chances of two rows     0.9  0.8  0.7      0.3  0.1
+    raise the mean log by   .32  .18  .11      .13  .04
+    drafts by their worth     1    2    4        3    5
+
+The drafts that are worth most come first, and the step has as many of them as maximise the gain.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from ...graphs.buckets import Buckets
 
 __all__ = ["VerifyCosts"]
 
-LEAST_GAIN = math.log(1.03)
+LEAST_GAIN = math.log(1.05)
 """Expected gains up to this one are not worth the risk."""
 
-COMMON_RATE = 0.075
-"""Share of an error by which the times of all steps of so many rows are corrected: longer contexts
-and a busy machine slow all of them down."""
+LEAST_CHANCE = 0.05
+"""Drafts that are less likely to be accepted are not verified."""
 
-OWN_RATE = 0.025
-"""Share of an error by which the time of the step itself is corrected in addition."""
+DECODE_RATE = 0.1
+"""Share of an error by which the time of decode steps is corrected."""
+
+COMMON_RATE = 0.05
+"""Share of an error by which the times of all verify steps of so many rows are corrected: longer
+contexts slow them down by another factor than decode steps."""
+
+OWN_RATE = 0.1
+"""Share of an error by which the time of the verify step itself is corrected in addition."""
 
 LARGEST_ERROR = 0.5
 """Errors are clipped to this multiple of the expected time: steps that other processes disturb
 count little."""
 
-FADING = 2e-4
+FADING = 5e-4
 """Share by which each step lowers the times of other verify steps, never below that of a decode
 step: one that was taken for too slow is tried again."""
 
-VERIFY_IN_A_ROW = 64
+VERIFY_IN_A_ROW = 32
 """Verify steps after which a decode step is run, so that its time remains known."""
+
+
+class _Times:
+    """Of the steps of so many rows: the time of a decode step, and multiples of it."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        """`seconds` by tokens of the step; the fewest are those of the decode step."""
+        self.tokens = sorted(seconds)
+        self.decode = seconds[self.tokens[0]]
+        self.multiples = [max(seconds[n] / self.decode, 1.0) for n in self.tokens]
+
+    def between(self, tokens: int) -> tuple[int, float]:
+        """Return the first measured point of at least so many tokens, and its weight."""
+        at = min(bisect_left(self.tokens, tokens), len(self.tokens) - 1)
+        if at == 0:
+            return 0, 1.0
+        below, above = self.tokens[at - 1], self.tokens[at]
+        return at, (min(tokens, above) - below) / (above - below)
+
+    def multiple(self, tokens: int) -> float:
+        """Return the time of a step as a multiple of that of a decode step."""
+        at, weight = self.between(tokens)
+        own = self.multiples
+        return own[at] if weight == 1.0 else own[at] * weight + own[at - 1] * (1 - weight)
 
 
 class VerifyCosts:
     """Seconds of decode and verify steps: measured before the first request, then corrected."""
 
-    def __init__(self, rows: Buckets, seconds: Mapping[tuple[int, int], float]) -> None:
-        """Start with the seconds of each (rows, tokens per row); 1 token per row: decode steps."""
+    def __init__(
+        self,
+        rows: Buckets,
+        seconds: Mapping[tuple[int, int], float],
+        *,
+        padded: bool = True,
+    ) -> None:
+        """Start with the seconds of each (rows, tokens per row); 1 token per row: decode steps.
+
+        `padded`: whether all rows of a step have as many tokens, padding included.
+        """
         self._rows = rows
-        self._seconds: dict[int, dict[int, float]] = {}
+        self._padded = padded
+        by_tokens: dict[int, dict[int, float]] = {}
         for (size, tokens_per_row), value in seconds.items():
-            self._seconds.setdefault(size, {})[tokens_per_row] = value
+            by_tokens.setdefault(size, {})[size * tokens_per_row] = value
+        self._times = {size: _Times(own) for size, own in by_tokens.items()}
         self._in_a_row = 0
 
-    def choose(self, chances: Sequence[Sequence[float]]) -> int:
-        """Return the tokens per row of the step with the largest gain; 1: drafts do not pay.
+    def choose(self, chances: Sequence[Sequence[float]]) -> list[int]:
+        """Return the number of drafts of each row of the step with the largest gain.
 
-        `chances` has, for each row, the probability that each of its drafts is accepted.
+        `chances` has, for each row, the probability that each of its drafts is accepted. All
+        numbers are 0 if drafts do not pay.
         """
-        if self._in_a_row >= VERIFY_IN_A_ROW:
-            return 1
-        rows = len(chances)
-        seconds = self._seconds[self._bucket(rows)]
-        best, best_gain = 1, LEAST_GAIN
-        plain = math.log(seconds[1])
-        for tokens_per_row, time in seconds.items():
-            if tokens_per_row == 1:
-                continue
-            drafts = tokens_per_row - 1
+        none = [0] * len(chances)
+        if self._in_a_row >= VERIFY_IN_A_ROW or not any(chances):
+            return none
+        size = self._bucket(len(chances))
+        likely = [sum(chance >= LEAST_CHANCE for chance in own) for own in chances]
+        if self._padded:
+            return self._even(chances, likely, size) or none
+        return self._ragged(chances, likely, size) or none
+
+    def _even(
+        self, chances: Sequence[Sequence[float]], likely: list[int], size: int
+    ) -> list[int] | None:
+        """Return the drafts of the best step with as many tokens for each row."""
+        times, rows = self._times[size], len(chances)
+        best, best_gain = 0, LEAST_GAIN
+        for tokens, multiple in zip(times.tokens[1:], times.multiples[1:], strict=True):
+            drafts = tokens // size - 1
             expected = sum(math.log1p(sum(own[:drafts])) for own in chances if own) / rows
-            gain = expected - math.log(time) + plain
+            gain = expected - math.log(multiple)
             if gain > best_gain:
-                best, best_gain = tokens_per_row, gain
-        return best
+                best, best_gain = drafts, gain
+        return [min(best, count) for count in likely] if best else None
+
+    def _ragged(
+        self, chances: Sequence[Sequence[float]], likely: list[int], size: int
+    ) -> list[int] | None:
+        """Return the drafts of the best step; see the top of this file."""
+        times, rows = self._times[size], len(chances)
+        worth: list[tuple[float, int]] = []
+        for row, own in enumerate(chances):
+            tokens = 1.0
+            for chance in own[: likely[row]]:
+                worth.append((chance / tokens, row))  # falls with each draft of a row
+                tokens += chance
+        worth.sort(reverse=True)
+        best, best_gain, expected = 0, LEAST_GAIN, 0.0
+        for count, (value, _) in enumerate(worth, 1):
+            expected += math.log1p(value) / rows
+            if expected <= best_gain:
+                continue
+            gain = expected - math.log(times.multiple(size + count))
+            if gain > best_gain:
+                best, best_gain = count, gain
+        drafts = [0] * rows
+        for _, row in worth[:best]:
+            drafts[row] += 1
+        return drafts if best else None
+
+    def decode_seconds(self, rows: int) -> float:
+        """Return the time of a decode step of so many rows."""
+        return self._times[self._bucket(rows)].decode
 
     def count(self, tokens_per_row: int) -> None:
         """Count a step, with or without prefill."""
         self._in_a_row = self._in_a_row + 1 if tokens_per_row > 1 else 0
 
-    def observe(self, rows: int, tokens_per_row: int, seconds: float) -> None:
-        """Correct the time of a step by how long one took. Invalid times are ignored."""
+    def observe(self, rows: int, tokens_per_row: int, tokens: int, seconds: float) -> None:
+        """Correct the time of a step by how long one took. Invalid times are ignored.
+
+        `tokens` are those of all rows, without padding.
+        """
         if not (math.isfinite(seconds) and seconds > 0):
             return
-        times = self._seconds[self._bucket(rows)]
-        error = seconds / times[tokens_per_row] - 1
+        size = self._bucket(rows)
+        times = self._times[size]
+        computed = size * tokens_per_row if self._padded else tokens + size - rows
+        at, weight = times.between(computed)
+        decodes = tokens_per_row == 1
+        error = seconds / (times.decode * (1.0 if decodes else times.multiple(computed))) - 1
         error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
-        for other in times:
-            times[other] *= 1 + COMMON_RATE * error
-        times[tokens_per_row] *= 1 + OWN_RATE * error
-        for other in times:
-            if other != tokens_per_row:
-                times[other] = max(times[other] * (1 - FADING), times[1])
+        own = times.multiples
+        if decodes:
+            times.decode *= 1 + DECODE_RATE * error
+        for point in range(1, len(own)):
+            change = -FADING
+            if not decodes:
+                share = weight if point == at else 1 - weight if point == at - 1 else 0.0
+                change = error * (COMMON_RATE + OWN_RATE * share) - FADING * (share == 0.0)
+            own[point] = max(own[point] * (1 + change), 1.0)
 
     def seconds(self) -> dict[str, float]:
         """Return the present times by "rows x tokens per row"."""
         return {
-            f"{size}x{n}": value for size, own in self._seconds.items() for n, value in own.items()
+            f"{size}x{tokens // size}": own.decode * multiple
+            for size, own in self._times.items()
+            for tokens, multiple in zip(own.tokens, own.multiples, strict=True)
         }
 
     def _bucket(self, rows: int) -> int:

@@ -15,7 +15,7 @@ torch.library.define(
 torch.library.define(
     "stepgraph::sample_full",
     "(Tensor logits, Tensor reals, Tensor integers, Tensor(a!) token_counts, Tensor rows, "
-    "Tensor positions, int num_top) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor positions, Tensor? inputs, int num_top) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -40,6 +40,7 @@ def _fake_full(
     token_counts_RV: Tensor,
     rows_B: Tensor,
     positions_B: Tensor,
+    inputs_B: Tensor | None,
     num_top: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lanes = logits_BV.shape[0]
@@ -94,14 +95,16 @@ def fused_full(
     rows_B: Tensor,
     positions_B: Tensor,
     num_top: int,
+    inputs_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return tokens or `NON_FINITE`, log-probabilities, the `num_top` highest ones, their tokens.
 
     `reals`, `integers` and `token_counts_RV` are those of a `SamplingState`; the counts are updated
-    in place. Runs on CPU after `load_cpu_ops`. Raises RuntimeError or IndexError for arguments that
-    do not fit together.
+    in place. With `inputs_B`, the tokens that the lanes of a verify step follow, lanes of a row are
+    drawn as `sample_drafted` does. Runs on CPU after `load_cpu_ops`. Raises RuntimeError or
+    IndexError for arguments that do not fit together.
     """
     tokens, logprob, top_logprobs, top_ids = torch.ops.stepgraph.sample_full.default(
-        logits_BV, reals, integers, token_counts_RV, rows_B, positions_B, num_top
+        logits_BV, reals, integers, token_counts_RV, rows_B, positions_B, inputs_B, num_top
     )
     return tokens, logprob, top_logprobs, top_ids

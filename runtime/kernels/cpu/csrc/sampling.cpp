@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <vector>
 
 #include "pool.h"
 #include "sampling_math.h"
@@ -135,6 +136,38 @@ void sample_full(const SampleArgs<T>& args) {
   });
 }
 
+template <class T>
+void sample_drafted(const SampleArgs<T>& args, const int64_t* inputs) {
+  struct Lanes {
+    int64_t first, count;
+  };
+  std::vector<Lanes> units;  // lanes of a row with penalties, or one lane
+  for (int64_t lane = 0; lane < args.lanes; ++lane) {
+    const int64_t row = args.rows[lane];
+    const Wishes wishes{args.reals + row * (kReals + args.biases), nullptr, 0};
+    const bool follows = lane > 0 && args.rows[lane - 1] == row;
+    if (follows && wishes.penalised()) ++units.back().count;
+    else units.push_back({lane, 1});
+  }
+  const int64_t bytes = sample_scratch_bytes(args.vocab_size);
+  const int64_t count = static_cast<int64_t>(units.size());
+  const int threads = static_cast<int>(std::clamp<int64_t>(count, 1, args.threads));
+  parallel_for(count, threads, [&](int64_t unit, int64_t thread) {
+    Scratch scratch;
+    Scratch::lay_out(args.scratch + thread * bytes, sample_chunks(args.vocab_size), &scratch);
+    const auto [first, lanes] = units[unit];
+    bool accepted = true;
+    for (int64_t lane = first; lane < first + lanes; ++lane) {
+      if (!accepted) {
+        end_lane(args, lane);
+        continue;
+      }
+      sample_lane(args, lane, scratch);
+      accepted = lane + 1 < first + lanes && args.tokens[lane] == inputs[lane + 1];
+    }
+  });
+}
+
 constexpr int64_t kMaskBits = 32;
 
 // Adds 0 to what the mask allows, and -inf to the rest. Without branches, so that it is vectorised.
@@ -241,8 +274,11 @@ template void mask_logits(const c10::Half*, int64_t, const int32_t*, const int64
 template void mask_logits(const float*, int64_t, const int32_t*, const int64_t*, int64_t, int64_t,
                           float*, int);
 template void sample_full(const SampleArgs<c10::BFloat16>&);
+template void sample_drafted(const SampleArgs<c10::BFloat16>&, const int64_t*);
 template void sample_full(const SampleArgs<c10::Half>&);
+template void sample_drafted(const SampleArgs<c10::Half>&, const int64_t*);
 template void sample_full(const SampleArgs<float>&);
+template void sample_drafted(const SampleArgs<float>&, const int64_t*);
 template void sample_greedy(const c10::BFloat16*, int64_t, int64_t, int64_t, int64_t*, int);
 template void sample_greedy(const c10::Half*, int64_t, int64_t, int64_t, int64_t*, int);
 template void sample_greedy(const float*, int64_t, int64_t, int64_t, int64_t*, int);

@@ -45,6 +45,12 @@ int64_t sample_scratch_bytes(int64_t vocab_size);
 template <class T>
 void sample_full(const SampleArgs<T>& args);
 
+// For verify steps: lanes of a row lie together, and `inputs` [lanes] are the tokens that they follow.
+// Lanes of a row with penalties are drawn one after the other, each with the counts of the tokens
+// before it, until one differs from the draft in its place; what follows it is left NON_FINITE.
+template <class T>
+void sample_drafted(const SampleArgs<T>& args, const int64_t* inputs);
+
 // tokens[b] = first index of the largest of logits[b], or kNonFinite.
 template <class T>
 void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,

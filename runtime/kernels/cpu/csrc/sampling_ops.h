@@ -72,9 +72,11 @@ at::Tensor mask_logits_cpu(const at::Tensor& logits, const at::Tensor& bits,
   return masked;
 }
 
+// `inputs`: the tokens that the lanes follow, of a verify step.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
     const at::Tensor& logits, const at::Tensor& reals, const at::Tensor& integers,
-    at::Tensor& counts, const at::Tensor& rows, const at::Tensor& positions, int64_t tops) {
+    at::Tensor& counts, const at::Tensor& rows, const at::Tensor& positions,
+    const std::optional<at::Tensor>& inputs, int64_t tops) {
   check_logits(logits, "sample_full");
   const int64_t lanes = logits.size(0), vocab_size = logits.size(1), num_rows = counts.size(0);
   const int64_t biases = reals.size(1) - kReals;
@@ -96,6 +98,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
   check_index("sample_full", rows, at::kLong, lanes, num_rows, "rows");
   check_index("sample_full", positions, at::kLong, lanes,
               std::numeric_limits<int64_t>::max(), "positions");
+  if (inputs) check_index("sample_full", *inputs, at::kLong, lanes, vocab_size, "inputs");
   const int64_t* row = rows.const_data_ptr<int64_t>();
   for (int64_t lane = 0; lane < lanes; ++lane) {
     const int64_t* ids = integers.const_data_ptr<int64_t>() + row[lane] * integers.size(1);
@@ -114,13 +117,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
   at::Tensor scratch = at::empty({used * sample_scratch_bytes(vocab_size)},
                                  logits.options().dtype(at::kByte));
   for_logits(logits, "sample_full", [&]<class T>(const T* data) {
-    sample_full(SampleArgs<T>{
+    const SampleArgs<T> args{
         data, logits.stride(0), reals.const_data_ptr<float>(), integers.const_data_ptr<int64_t>(),
         counts.mutable_data_ptr<int32_t>(), row, positions.const_data_ptr<int64_t>(), lanes,
         vocab_size, biases, stops, tops, tokens.mutable_data_ptr<int64_t>(),
         logprob.mutable_data_ptr<float>(), top_logprobs.mutable_data_ptr<float>(),
         top_ids.mutable_data_ptr<int64_t>(),
-        reinterpret_cast<std::byte*>(scratch.mutable_data_ptr<uint8_t>()), used});
+        reinterpret_cast<std::byte*>(scratch.mutable_data_ptr<uint8_t>()), used};
+    if (inputs) sample_drafted(args, inputs->const_data_ptr<int64_t>());
+    else sample_full(args);
   });
   return {tokens, logprob, top_logprobs, top_ids};
 }

@@ -1,0 +1,117 @@
+"""The part of a step that a drafter runs, after the target model has sampled.
+
+Every prefill step lets the drafter follow its chunks. Decode and verify steps run it only if they
+propose drafts. What it misses in the others stays as it was when the block was allocated: zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import torch
+
+from ..kernels import RaggedBatch
+from ..models.drafters.drafter import Drafter, Drafts, FollowedTokens, NewestTokens
+from ..operation_scopes import operation
+from .batches import ragged_batch
+from .inputs import StepInputs
+from .row_state import RowState
+from .step_key import StepKey
+
+__all__ = ["DraftStep"]
+
+
+class DraftStep:
+    """Runs a drafter over the tokens of steps."""
+
+    def __init__(
+        self, drafter: Drafter, arena: torch.Tensor, state: RowState, block_size: int
+    ) -> None:
+        """`arena`: of the drafter; `state`: of the rows, advanced by the step already."""
+        self.taps = drafter.taps
+        self._drafter, self._arena = drafter, arena
+        self._state, self._block_size = state, block_size
+
+    def propose(
+        self, key: StepKey, tokens: FollowedTokens, first_B: torch.Tensor, stops_B: torch.Tensor
+    ) -> Drafts:
+        """Return `key.drafts` tokens that may follow the newest one of each row.
+
+        Args:
+            key: of a decode or verify step.
+            tokens: its tokens, row by row, and those sampled after them.
+            first_B: int64, index of the first of each row. The row's position is behind the last of
+                those that it advanced by.
+            stops_B: int64, the first position of each row that has no slot.
+        """
+        with operation("draft"):
+            sampled_T = tokens.next_ids.clamp(min=0)  # logits may be non-finite
+            rows_B = tokens.batch.rows
+            newest_B = self._state.positions[rows_B]
+            # The null row stays at its position.
+            last_B = (newest_B - tokens.batch.positions[first_B] - 1).clamp(min=0)
+            index_B = first_B + last_B
+            newest = NewestTokens(
+                sampled_T[index_B],
+                tokens.token_ids[index_B],
+                index_B,
+                partial(self._batch, rows_B, newest_B, stops_B, key),
+            )
+            tokens = dataclasses.replace(tokens, next_ids=sampled_T)
+            return self._drafter.propose(tokens, newest, self._arena, key.drafts)
+
+    def _batch(
+        self,
+        rows_B: torch.Tensor,
+        newest_B: torch.Tensor,
+        stops_B: torch.Tensor,
+        key: StepKey,
+        first: int,
+        count: int,
+    ) -> RaggedBatch:
+        """See `NewestTokens.batch`. Positions without a slot read as the last one that has one."""
+        offsets_N = torch.arange(first, first + count, device=rows_B.device)
+        positions_BN = newest_B[:, None] + offsets_N
+        valid_BN = (positions_BN >= 0) & (positions_BN < stops_B[:, None])
+        positions_BN = torch.minimum(positions_BN, stops_B[:, None] - 1).clamp(min=0)
+        return ragged_batch(
+            self._state,
+            self._block_size,
+            positions_BN.flatten(),
+            rows_B[:, None].expand(-1, count).contiguous().flatten(),
+            rows_B,
+            key.read_blocks,
+            tokens_per_row=count,
+            valid_T=valid_BN.flatten(),
+        )
+
+    def follow_prefill(
+        self,
+        inputs: StepInputs[torch.Tensor],
+        key: StepKey,
+        sampled_P: torch.Tensor,
+        features_TF: torch.Tensor | None,
+    ) -> None:
+        """Let the drafter follow the chunks of a prefill step, which has sampled these tokens."""
+        with operation("draft"):
+            size, ends_P = key.size, inputs.query_start_loc[1:].contiguous()
+            samples_P = inputs.sample_rows != self._state.null_row
+            after_P = torch.where(samples_P, sampled_P.clamp(min=0), inputs.next_ids)
+            index_T = torch.arange(size, device=ends_P.device)
+            chunk_T = torch.searchsorted(ends_P, index_T, right=True).clamp(max=len(ends_P) - 1)
+            token_ids_T = inputs.token_ids[:size]
+            next_ids_T = torch.where(
+                index_T + 1 == ends_P[chunk_T], after_P[chunk_T], token_ids_T.roll(-1)
+            )
+            batch = ragged_batch(
+                self._state,
+                self._block_size,
+                inputs.positions[:size],
+                inputs.token_rows[:size],
+                inputs.prefill_rows,
+                key.read_blocks,
+                query_start_loc=inputs.query_start_loc,
+            )
+            tokens = FollowedTokens(token_ids_T, next_ids_T, features_TF, batch)
+            self._drafter.follow(tokens, self._arena)

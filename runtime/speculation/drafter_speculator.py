@@ -1,0 +1,188 @@
+"""Decides when the drafter on the device proposes, and which rows verify how many drafts. No torch.
+
+    step        N                          N + 1
+    device      decode, propose x y z      verify x y z, propose u v w
+    host                        commit N: x y z, with probabilities
+
+A step that proposes takes longer than one that does not, whether or not its drafts are verified. So
+the engine keeps an account of the time that drafts have gained and cost. While it is overdrawn, the
+drafter rests, and each decode step pays a little into it.
+
+The host chooses how many drafts are verified, so it reads them with the tokens of the step. On an
+asynchronous device the loop commits such a step before it plans the next one (`waits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..request import Request
+from ..scheduling.plan import StepPlan
+from .config import Speculation
+from .drafter_acceptance import DrafterAcceptance
+from .step_counter import StepCounter, full_sampler
+from .verify_costs import VerifyCosts
+
+__all__ = ["DrafterSpeculator", "RowDrafts"]
+
+DRAFT_SHARE = 0.002
+"""Share of the time of decode steps that may be spent on drafts that do not pay: less than one step
+in a hundred is then slower for them."""
+
+FIRST_CREDIT, MOST_CREDIT = 4.0, 8.0
+"""Time that may be lost to drafts before they have gained any, and after they have gained much: in
+decode steps."""
+
+LARGEST_LOSS = 1.0
+"""Decode steps that one step can lose at most: longer ones were disturbed by something else."""
+
+
+class RowDrafts:
+    """The newest drafts of one request."""
+
+    __slots__ = ("at", "chances", "probabilities", "tokens")
+
+    def __init__(
+        self, at: int, tokens: list[int], probabilities: list[float], chances: list[float]
+    ) -> None:
+        """`at`: known tokens of the request when they were proposed, which they follow."""
+        self.at, self.tokens = at, tokens
+        self.probabilities, self.chances = probabilities, chances
+
+
+class DrafterSpeculator:
+    """Chooses how many of a drafter's proposals are verified, and when it proposes."""
+
+    def __init__(
+        self,
+        config: Speculation,
+        sizes: Callable[[int], Sequence[int]],
+        costs: tuple[VerifyCosts, VerifyCosts],
+        *,
+        is_async_device: bool,
+        penalties: bool = False,
+        calibration_seconds: float = 0.0,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            config: the drafter, and whether to choose.
+            sizes: returns the tokens per row that verify steps of so many rows exist for.
+            costs: the times of decode steps and of verify steps with proposals, by whether the full
+                sampler runs.
+            is_async_device: whether steps stay in flight.
+            penalties: whether the sampler can count drafts for the penalties of a row.
+            calibration_seconds: that measuring the times took.
+        """
+        self.config = config
+        self.sizes = sizes
+        self.proposes = 0
+        """Drafts that the step to be planned proposes for each row."""
+        self._costs = costs
+        self._is_async_device = is_async_device
+        self._penalties = penalties
+        self._calibration_seconds = calibration_seconds
+        self._acceptance = DrafterAcceptance()
+        self._credit = FIRST_CREDIT * costs[0].decode_seconds(1)
+        self._counter = StepCounter(config.num_speculative_tokens)
+        self._proposing_steps = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether the step in flight is to be committed before the next one is planned."""
+        return self._is_async_device and self.proposes > 0
+
+    def begin_plan(self) -> None:
+        """Begin with the next step, which may draft nothing."""
+        self.proposes = 0
+
+    def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
+        """Return the drafts that each decoding request verifies; nothing if none does.
+
+        Decides too whether the step proposes.
+        """
+        sizes = self.sizes(len(requests))
+        if not sizes:
+            return ()
+        proposed = [self._current(request) for request in requests]
+        counts = [0 if own is None else min(len(own.tokens), sizes[-1] - 1) for own in proposed]
+        if self.config.adaptive and any(counts):
+            chances = [() if own is None else own.chances for own in proposed]
+            counts = self._costs[full_sampler(requests)].choose(chances)
+        verifies = any(counts)
+        if verifies or self._credit >= 0 or not self.config.adaptive:
+            self.proposes = self.config.num_speculative_tokens
+        if not verifies:
+            return ()
+        return [
+            () if own is None else own.tokens[:count]
+            for own, count in zip(proposed, counts, strict=True)
+        ]
+
+    def _current(self, request: Request) -> RowDrafts | None:
+        """Return the drafts after a request's newest token, if it may verify any."""
+        drafts = request.proposed
+        if drafts is None or drafts.at != request.num_tokens or request.num_pending:
+            return None
+        return drafts if self._penalties or not request.params.uses_penalties else None
+
+    def received(
+        self, plan: StepPlan, drafts: list[list[int]], probabilities: list[list[float]]
+    ) -> None:
+        """Take what a committed step proposed, and judge what the one before it did.
+
+        A draft after one that found no slot is worthless.
+        """
+        for index, request in enumerate(plan.decode):
+            last, known = request.proposed, request.num_tokens
+            if last is not None:
+                sampled = request.tokens(last.at, known)
+                self._acceptance.judge(last.tokens, last.probabilities, sampled)
+            most = max(plan.draft_stops[index] - known + 1, 0)
+            tokens, own = drafts[index][:most], probabilities[index][:most]
+            request.proposed = RowDrafts(known, tokens, own, self._acceptance.chances(own))
+
+    def launched(self, plan: StepPlan, started_ns: int) -> None:
+        """Note when the loop began with a step that was launched."""
+        self._counter.launched(plan, started_ns)
+
+    def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
+        """Count what a step accepted, and learn from its time; once for every launched step."""
+        seconds = self._counter.committed(plan, advanced, arrived_ns)
+        self._proposing_steps += plan.proposes > 0
+        if seconds is None or not plan.decode:
+            return
+        rows, costs = len(plan.decode), self._costs[full_sampler(plan.decode)]
+        costs.count(plan.tokens_per_row)
+        if plan.prefill:
+            return
+        decode_seconds = costs.decode_seconds(rows)
+        gained = DRAFT_SHARE * decode_seconds
+        if plan.proposes:
+            tokens = sum(advanced) / rows if advanced is not None else 1.0
+            gained = max(decode_seconds * tokens - seconds, -LARGEST_LOSS * decode_seconds)
+        self._credit = min(self._credit + gained, MOST_CREDIT * decode_seconds)
+        if (plan.tokens_per_row > 1) == (plan.proposes > 0):
+            costs.observe(rows, plan.tokens_per_row, plan.decode_tokens, seconds)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Verify steps, and the drafts that they verified and accepted."""
+        return self._counter.counts
+
+    @property
+    def accepted_by_position(self) -> tuple[int, ...]:
+        """Accepted drafts by their number in the draft of a row, the first one first."""
+        return self._counter.accepted_by_position
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and step times as plain numbers; see `Engine.stats`."""
+        return {
+            "method": self.config.method,
+            "calibration_seconds": self._calibration_seconds,
+            "proposing_steps": self._proposing_steps,
+            **self._counter.stats(),
+            "step_seconds": self._costs[0].seconds(),
+            "sampled_step_seconds": self._costs[1].seconds(),
+        }
