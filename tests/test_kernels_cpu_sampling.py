@@ -3,6 +3,7 @@
 import pytest
 import torch
 from stepgraph.runtime import kernels
+from stepgraph.runtime.kernels.cpu.sampling import fused_most_likely
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
 from stepgraph.runtime.kernels.ops.token_masks import mask_logits
 from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_greedy
@@ -196,3 +197,19 @@ def test_masks_what_the_reference_masks(vocab_size: int, dtype: torch.dtype) -> 
     expected = mask_logits(logits, bits, rows)
     torch.testing.assert_close(masked, expected, rtol=0, atol=0, equal_nan=True)
     assert masked.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 7, 128, 300, 5000])
+def test_most_likely_tokens_and_their_probabilities(vocab_size: int, dtype: torch.dtype) -> None:
+    logits = logits_of(5, vocab_size, 3, dtype)
+    ids, probabilities = fused_most_likely(logits)
+    assert torch.equal(ids, sample_greedy(logits))
+    expected = logits.double().softmax(-1).amax(-1).float()
+    torch.testing.assert_close(probabilities, expected, rtol=1e-4, atol=0)
+    logits[1] = -torch.inf
+    logits[2, -1] = torch.nan
+    logits[3, 0] = torch.inf
+    bad_ids, bad_probabilities = fused_most_likely(logits)
+    assert bad_ids[1:4].tolist() == bad_probabilities[1:4].tolist() == [0, 0, 0]
+    assert torch.equal(bad_ids[[0, 4]], ids[[0, 4]])

@@ -25,13 +25,21 @@ from ..models.transformers.config import read_transformers_config
 from . import mxfp4
 from .checkpoint_files import has_file, read_json_object
 
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "CheckpointReader", "Shape", "TensorHeader", "read_config"]
+__all__ = [
+    "CONFIG_BYTES",
+    "INDEX_FILE",
+    "SINGLE_FILE",
+    "CheckpointReader",
+    "Shape",
+    "TensorHeader",
+    "read_config",
+]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _LFS_MAGIC = b"version https://git-lfs"
-_CONFIG_BYTES = 4 << 20
+CONFIG_BYTES = 4 << 20
 """Most bytes of a `config.json`; published ones have some KiB."""
 _INDEX_BYTES = 128 << 20
 _FILES_SHOWN = 5
@@ -65,8 +73,8 @@ def read_config(directory: Path, model_impl: str = "auto") -> DecoderConfig:
     generation_path = directory / "generation_config.json"
     generation = None
     if has_file(generation_path):
-        generation = read_json_object(generation_path, _CONFIG_BYTES)
-    config = read_json_object(path, _CONFIG_BYTES)
+        generation = read_json_object(generation_path, CONFIG_BYTES)
+    config = read_json_object(path, CONFIG_BYTES)
     try:
         if model_impl == "transformers":
             return read_transformers_config(directory, config, generation)

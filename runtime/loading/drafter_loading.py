@@ -10,19 +10,33 @@ from ...cache.arena import Storage
 from ...cache.spec import LayerGroup
 from ..kernels import Kernels
 from ..models.decoder import Decoder
+from ..models.decoder_model import DecoderModel
+from ..models.drafters.block_drafter import BlockDrafter
 from ..models.drafters.draft_model import DraftModel
 from ..models.drafters.drafter import Drafter
-from ..models.drafters.drafter_config import DrafterConfig
+from ..models.drafters.drafter_config import DrafterConfig, DrafterKind
+from ..models.drafters.eagle3 import Eagle3
+from ..models.drafters.mtp import MultiTokenPrediction
 from ..models.drafters.reach import within_window
-from .loader import Source
+from .checkpoint import CheckpointReader
+from .drafter_source import read_target_ids
+from .loader import Source, read_parameters
 from .opened_source import open_source
 
 __all__ = ["load_drafter"]
 
+_Head = Eagle3 | MultiTokenPrediction | BlockDrafter
+_HEADS: dict[DrafterKind, type[_Head]] = {
+    "eagle3": Eagle3,
+    "mtp": MultiTokenPrediction,
+    "dflash": BlockDrafter,
+}
+"""Drafters that share modules with the target, by `DrafterConfig.kind`."""
+
 
 def load_drafter(
     config: DrafterConfig,
-    target: Decoder,
+    target: DecoderModel,
     kernels: Kernels,
     dtype: torch.dtype,
     device: torch.device,
@@ -50,6 +64,8 @@ def load_drafter(
         CheckpointError: a file is damaged, or a weight cannot be quantised.
     """
     assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
+    if config.parts is not None:
+        return _load_head(config, target, kernels, dtype, device, group, storage)
     plan = within_window(config.plan, group.spec.window_tokens)
     decoder = Decoder(config.model, kernels, dtype, device, [group], storage, plan=plan)
     with ExitStack() as open_files:
@@ -57,3 +73,24 @@ def load_drafter(
         opened = open_source(source, open_files, check_head=False)
         decoder.store(opened.weights(dtype, seed=seed, progress=progress))
     return DraftModel(decoder.eval(), config.most_drafts)
+
+
+def _load_head(
+    config: DrafterConfig,
+    target: DecoderModel,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: LayerGroup,
+    storage: Storage,
+) -> Drafter:
+    """Load a drafter that shares modules with the target."""
+    assert isinstance(target, Decoder), "others are refused"
+    assert target.vocabulary is None, "a target on one device"
+    assert config.directory is not None
+    head = _HEADS[config.kind](config, target, kernels, dtype, device, group, storage)
+    with CheckpointReader(config.directory) as reader:
+        head.store(read_parameters(reader, config.parameters, dtype))
+        if isinstance(head, Eagle3):
+            head.map_to_target(read_target_ids(reader, config))
+    return head.eval()

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import get_args
+
+import torch
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
 from ..models.config import ModelConfig
 from ..models.decoder_model import DecoderConfig
+from ..models.drafters.block_config import block_config, is_block_drafter
 from ..models.drafters.drafter_config import MOST_DRAFTS, DrafterConfig, DrafterKind
+from ..models.drafters.eagle3_config import Eagle3Parts, eagle3_config, is_eagle3
+from ..models.drafters.mtp_config import has_mtp, is_unused_by_mtp, mtp_config
+from ..models.family import Json
 from ..models.plan import model_plan
-from .checkpoint_files import has_file
-from .loader import Source
+from .checkpoint import CONFIG_BYTES, CheckpointReader
+from .checkpoint_files import has_file, read_json_object
+from .loader import PRESET_PREFIX, Source, find_directory
 from .opened_source import find_source, open_source
+from .tensor_check import check_layout
 
-__all__ = ["find_drafter"]
+__all__ = ["find_drafter", "read_target_ids"]
 
 _TOKENIZER = "tokenizer.json"
+_UNUSED = frozenset({"d2t", "t2d"})
+"""Tensors without place in a layout: `d2t` is read by itself, `t2d` is its inverse."""
+_READERS = {"eagle3": eagle3_config, "mtp": mtp_config, "dflash": block_config}
+"""Of the `config.json` of drafters that share modules with the target."""
 
 
 def find_drafter(
@@ -31,9 +44,10 @@ def find_drafter(
 
     Args:
         path: a directory in the Hugging Face layout, a hub id, `demo` or `preset:NAME`, as the name
-            of a model.
+            of a model. That of the target for its own module for multi-token prediction.
         target: the config of the model that it drafts for.
-        method: the kind that it must be; None: any.
+        method: the kind that it must be; None: any. A checkpoint with a module for multi-token
+            prediction is a draft model, unless it is that of the target.
         target_directory: the checkpoint of the target. If both have a `tokenizer.json`, the files
             must have the same vocabulary.
 
@@ -44,7 +58,87 @@ def find_drafter(
     kinds = get_args(DrafterKind)
     if method is not None and method not in kinds:
         raise ConfigError(f"unknown kind of drafter {bounded_repr(method)}: use {', '.join(kinds)}")
-    return _draft_model(path, target, target_directory)
+    if isinstance(path, str) and path.startswith(PRESET_PREFIX):
+        _check_kind(path, "draft_model", method)
+        return _draft_model(path, target, target_directory)
+    directory = find_directory(path)
+    config_path = directory / "config.json"
+    if not has_file(config_path):
+        raise CheckpointError(f"no checkpoint at {directory}: it has no config.json")
+    config = read_json_object(config_path, CONFIG_BYTES)
+    own = target_directory is not None and directory.resolve() == target_directory.resolve()
+    kind: DrafterKind
+    kind = "mtp" if method == "mtp" or (own and not method and has_mtp(config)) else _kind(config)
+    _check_kind(path, kind, method)
+    if kind == "draft_model":
+        return _draft_model(path, target, target_directory)
+    with CheckpointReader(directory) as reader:
+        try:
+            name, names = bounded_text(str(path)), reader.headers()
+            drafter = _READERS[kind](name, directory, config, names, target)
+        except CheckpointError as error:
+            raise CheckpointError(f"{config_path}: {error}") from error
+        layout = {parameter.name: parameter for parameter in drafter.parameters}
+        check_layout(reader, layout, _unused_by(drafter))
+        read_target_ids(reader, drafter)
+    return drafter
+
+
+def read_target_ids(reader: CheckpointReader, drafter: DrafterConfig) -> torch.Tensor | None:
+    """Return the tokens of the target that those of a head are, int64 `[V]`; None: the same.
+
+    Raises:
+        CheckpointError: the tensor has another shape or dtype, or a token is outside of the
+            vocabulary.
+    """
+    parts = drafter.parts
+    if not isinstance(parts, Eagle3Parts) or parts.target_ids is None:
+        return None
+    distances = reader.tensor(parts.target_ids)
+    size, vocab = drafter.plan.head.out_features, drafter.model.vocab_size
+    if distances.dtype != torch.int64 or tuple(distances.shape) != (size,):
+        raise CheckpointError(
+            f"{reader.directory}: {parts.target_ids} must be int64 of shape [{size}], not"
+            f" {distances.dtype} of shape {list(distances.shape)}"
+        )
+    ids = torch.arange(size) + distances
+    outside = ids[(ids < 0) | (ids >= vocab)]
+    if len(outside):
+        raise CheckpointError(
+            f"{reader.directory}: {parts.target_ids} maps to token {int(outside[0])}, which must be"
+            f" from 0 to {vocab - 1}"
+        )
+    return ids
+
+
+def _unused_by(drafter: DrafterConfig) -> Callable[[str], bool]:
+    """Return which tensors are none of a drafter's own."""
+    if drafter.kind == "mtp":
+        return lambda name: is_unused_by_mtp(name, drafter.model.num_layers)
+    return _UNUSED.__contains__
+
+
+def _kind(config: Json) -> DrafterKind:
+    """Return the kind of drafter that a `config.json` describes."""
+    if is_eagle3(config):
+        return "eagle3"
+    if is_block_drafter(config):
+        return "dflash"
+    for key in ("speculators_model_type", "speculators_config"):
+        if key in config:
+            raise CheckpointError(
+                f"{key} = {bounded_repr(config[key], 100)} is an unknown kind of drafter;"
+                " supported are models of a native family, EAGLE-3 heads and DFlash models"
+            )
+    return "draft_model"
+
+
+def _check_kind(path: str | Path, kind: DrafterKind, method: str | None) -> None:
+    if method is not None and method != kind:
+        raise ConfigError(
+            f"{bounded_text(str(path))} is a drafter of kind {kind}, not {method}: use"
+            f" method={kind!r}, or another drafter"
+        )
 
 
 def _draft_model(

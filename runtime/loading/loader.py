@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from .checkpoint_files import is_directory
 from .tensor_check import check_tensors, check_tied_head
 
 __all__ = [
+    "PRESET_PREFIX",
     "CheckpointReader",
     "Parameter",
     "Source",
@@ -44,11 +45,12 @@ __all__ = [
     "iter_weights",
     "random_weights",
     "read_config",
+    "read_parameters",
     "resolve_source",
 ]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_PRESET_PREFIX = "preset:"
+PRESET_PREFIX = "preset:"
 _INITIAL_STD = 0.02
 _NORMAL_POOL = 262_147
 """Most normal values drawn for a tensor; larger tensors repeat them. A prime, so that the rows of a
@@ -99,13 +101,13 @@ def resolve_source(
             f"a model is a directory, a hub id, 'preset:NAME' or 'demo', not {bounded_repr(source)}"
         )
     name = str(source)
-    if isinstance(source, str) and source.startswith(_PRESET_PREFIX):
+    if isinstance(source, str) and source.startswith(PRESET_PREFIX):
         if model_impl == "transformers":
             raise ConfigError(
                 f"{source} is a preset of a native family, model_impl='transformers' needs a"
                 " checkpoint: give a directory or a hub id, or use model_impl='auto'"
             )
-        return Source(name, preset(source.removeprefix(_PRESET_PREFIX)), None)
+        return Source(name, preset(source.removeprefix(PRESET_PREFIX)), None)
     directory = find_directory(source, config_only=config_only)
     return Source(name, read_config(directory, model_impl), directory)
 
@@ -178,18 +180,27 @@ def iter_weights(
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         total = sum(math.prod(fused.shape) for fused in layout.values())
         with _progress_bar(total, shown=progress) as advance:
-            for name, fused in layout.items():
-                tensor = torch.empty(fused.shape, dtype=fused.dtype or dtype)
-                for source, part in fused.parts(tensor):
-                    if source.name is None:
-                        part.zero_()
-                    else:
-                        part.copy_(reader.read(source))
+            for name, tensor in read_parameters(reader, layout.values(), dtype):
                 advance(tensor.numel())
                 yield name, tensor
-                del tensor, part  # before the next one is allocated
+                del tensor  # before the next one is allocated
 
     return read()
+
+
+def read_parameters(
+    reader: CheckpointReader, parameters: Iterable[Parameter], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, CPU tensor of `dtype`) of parameters whose tensors have been checked."""
+    for parameter in parameters:
+        tensor = torch.empty(parameter.shape, dtype=parameter.dtype or dtype)
+        for source, part in parameter.parts(tensor):
+            if source.name is None:
+                part.zero_()
+            else:
+                part.copy_(reader.read(source))
+        yield parameter.name, tensor
+        del tensor, part  # before the next one is allocated
 
 
 @contextmanager

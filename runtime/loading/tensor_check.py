@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -14,7 +14,7 @@ from ..models.layout import Parameter, fused_layout
 from . import mxfp4
 from .checkpoint import CheckpointReader, Shape, TensorHeader
 
-__all__ = ["check_tensors", "check_tied_head"]
+__all__ = ["check_layout", "check_tensors", "check_tied_head"]
 
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
 _EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\..*")
@@ -41,7 +41,19 @@ def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, Pa
             f"{config.num_layers}, but there are tensors of {len(held)} layers"
         )
     whole = _stored_layout(config.whole, headers)
-    problems = _contradictions(headers, whole, config)
+    check_layout(reader, whole, lambda name: _is_unused(name, config))
+    return whole if config.shard is None else _stored_layout(config, headers)
+
+
+def check_layout(
+    reader: CheckpointReader, layout: Mapping[str, Parameter], is_unused: Callable[[str], bool]
+) -> None:
+    """Compare the headers of a checkpoint with a layout; names that are unused may be there, too.
+
+    Raises:
+        CheckpointError: for all missing and unexpected tensors, wrong shapes and dtypes.
+    """
+    problems = _contradictions(reader.headers(), layout, is_unused)
     if problems:
         rest = len(problems) - _PROBLEMS_SHOWN
         shown = problems[:_PROBLEMS_SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
@@ -49,7 +61,6 @@ def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, Pa
             f"the tensors in {reader.directory} do not fit its config.json:\n  "
             + "\n  ".join(shown)
         )
-    return whole if config.shard is None else _stored_layout(config, headers)
 
 
 def _stored_layout(
@@ -89,7 +100,9 @@ def check_tied_head(reader: CheckpointReader) -> None:
 
 
 def _contradictions(
-    headers: Mapping[str, TensorHeader], layout: Mapping[str, Parameter], config: ModelConfig
+    headers: Mapping[str, TensorHeader],
+    layout: Mapping[str, Parameter],
+    is_unused: Callable[[str], bool],
 ) -> list[str]:
     """Return a line for each tensor of a checkpoint that does not match the layout."""
     expected = {
@@ -112,7 +125,7 @@ def _contradictions(
                 f"dtype: {name} in {header.file.name} is {header.dtype}, supported: {supported}"
             )
     for name in sorted(headers.keys() - expected.keys()):
-        if not _is_unused(name, config):
+        if not is_unused(name):
             problems.append(f"unexpected: {bounded_text(name)} {_shown(headers[name].shape)}")
     return problems
 

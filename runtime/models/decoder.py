@@ -18,7 +18,7 @@ from ...cache.spec import (
     LayerSpec,
     SlidingWindowSpec,
 )
-from ..kernels import Experts, Kernels, RaggedBatch
+from ..kernels import DecodeStep, Experts, Kernels, RaggedBatch
 from ..kernels.cpu.elementwise import (
     cap_logits,
     reference_cap_logits,
@@ -69,6 +69,7 @@ class Decoder(LayerStack):
         plan = plan or model_plan(config)
         super().__init__(plan, rope_kinds(config), kernels, dtype, device, groups, storage)
         self.config = config
+        self.decode_step: DecodeStep | None = None
         self.vocabulary = (
             None if plan.shard is None else ShardedVocabulary(plan.shard, collectives_of(kernels))
         )
@@ -80,6 +81,16 @@ class Decoder(LayerStack):
             # Rounded like the embeddings themselves: in bfloat16 the root of 1152 is 34.
             self.embedding_factor = torch.tensor(plan.embedding_scale).to(dtype).item()
         self.logit_softcap = plan.logit_softcap
+
+    def _make_native(self) -> None:
+        """Use one operation for all layers, and separate decode kernels, if the kernels support
+        the plan."""
+        super()._make_native()
+        make_decode_step = self.kernels.make_decode_step
+        if self.stack is None or make_decode_step is None:
+            self.decode_step = None
+        else:
+            self.decode_step = make_decode_step(self.stack, self._bound_model())
 
     def weight_bytes_read(self, rows: float) -> int:
         """Return the bytes of the parameters that a decode step of `rows` rows reads.
@@ -143,7 +154,7 @@ class Decoder(LayerStack):
             cap = self.logit_softcap
             if not cap:
                 return logits
-            capped = cap_logits if self._runs_natively_on_cpu else reference_cap_logits
+            capped = cap_logits if self.runs_natively_on_cpu else reference_cap_logits
             return capped(logits, cap)
 
 

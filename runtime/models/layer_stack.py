@@ -15,7 +15,7 @@ from torch import nn
 from ...cache.arena import Storage
 from ...cache.spec import LayerGroup
 from ..errors import CheckpointError
-from ..kernels import DecodeStep, Kernels, LayerPlace, PackedMemory, RaggedBatch, Stack
+from ..kernels import Kernels, LayerPlace, PackedMemory, RaggedBatch, Stack
 from ..kernels.cpu.elementwise import reference_rotations, rotations
 from ..kernels.ops.bound_model import BoundModel
 from ..kernels.ops.layer_operations import Residual
@@ -109,7 +109,6 @@ class LayerStack(nn.Module):
         self.device = device
         self.storage: Storage = storage
         self.stack: Stack | None = None
-        self.decode_step: DecodeStep | None = None
         self.embedding_factor = plan.embedding_scale
         places = {
             layer: LayerPlace(group.index, position)
@@ -200,15 +199,16 @@ class LayerStack(nn.Module):
         return PackedMemory(sum(sizes), len(sizes))
 
     def _make_native(self) -> None:
-        """Use one operation for all layers, and separate decode kernels, if the kernels support
-        the plan."""
-        kernels, self.stack, self.decode_step = self.kernels, None, None
-        if kernels.make_stack is None or not kernels.runs_stack(self.plan):
-            return
+        """Use one operation for all layers if the kernels support the plan."""
+        self.stack = None
+        if self.kernels.make_stack is not None and self.kernels.runs_stack(self.plan):
+            self.stack = self.kernels.make_stack(self._bound_model())
+
+    def _bound_model(self) -> BoundModel:
         amplitudes = self.amplitudes
         if amplitudes is None:
             amplitudes = torch.ones_like(self.inverse_frequencies)
-        model = BoundModel(
+        return BoundModel(
             plan=self.plan,
             tensors={name: tensor.detach() for name, tensor in self.named_parameters()},
             places=self._places,
@@ -216,11 +216,8 @@ class LayerStack(nn.Module):
             embedding_factor=self.embedding_factor,
             frequencies=self.inverse_frequencies,
             amplitudes=amplitudes.view_as(self.inverse_frequencies),
-            collectives=kernels.collectives,
+            collectives=self.kernels.collectives,
         )
-        self.stack = kernels.make_stack(model)
-        if kernels.make_decode_step is not None:
-            self.decode_step = kernels.make_decode_step(self.stack, model)
 
     def _unfit(self, name: str, error: ValueError) -> str:
         (parameter,) = (found for found in self.layout() if found.name == name)
@@ -239,7 +236,7 @@ class LayerStack(nn.Module):
         return sum(p.nbytes for p in self.parameters())
 
     @property
-    def _runs_natively_on_cpu(self) -> bool:
+    def runs_natively_on_cpu(self) -> bool:
         """Whether operations outside of the layers run in C++ too."""
         native = self.stack is not None or self.kernels.batch_invariant
         return native and self.kernels.library is not None
@@ -294,7 +291,7 @@ class LayerStack(nn.Module):
             turn = each_token(self.kernels, self._rotations_by_length)
             cos_KTE, sin_KTE = turn(batch.positions, lengths_T).movedim(0, 2).contiguous()
         else:
-            rotations_of = rotations if self._runs_natively_on_cpu else reference_rotations
+            rotations_of = rotations if self.runs_natively_on_cpu else reference_rotations
             cos_KTE, sin_KTE = rotations_of(batch.positions, self.inverse_frequencies)
         if self.amplitudes is None:
             return cos_KTE, sin_KTE

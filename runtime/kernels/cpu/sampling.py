@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 torch.library.define("stepgraph::sample_greedy", "(Tensor logits) -> Tensor")
+torch.library.define("stepgraph::most_likely", "(Tensor logits) -> (Tensor, Tensor)")
 torch.library.define(
     "stepgraph::mask_logits", "(Tensor logits, Tensor bits, Tensor rows) -> Tensor"
 )
@@ -20,6 +21,12 @@ torch.library.define(
 
 def _fake_greedy(logits_BV: Tensor) -> Tensor:
     return logits_BV.new_empty(logits_BV.shape[0], dtype=torch.int64)
+
+
+def _fake_most_likely(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    lanes = logits_BV.shape[0]
+    ids_B = logits_BV.new_empty(lanes, dtype=torch.int64)
+    return ids_B, logits_BV.new_empty(lanes, dtype=torch.float32)
 
 
 def _fake_mask(logits_BV: Tensor, bits_RW: Tensor, rows_B: Tensor) -> Tensor:
@@ -46,6 +53,7 @@ def _fake_full(
 
 
 torch.library.register_fake("stepgraph::sample_greedy", _fake_greedy)
+torch.library.register_fake("stepgraph::most_likely", _fake_most_likely)
 torch.library.register_fake("stepgraph::mask_logits", _fake_mask)
 torch.library.register_fake("stepgraph::sample_full", _fake_full)
 
@@ -58,6 +66,15 @@ def fused_greedy(logits_BV: Tensor) -> Tensor:
     """
     tokens: Tensor = torch.ops.stepgraph.sample_greedy.default(logits_BV)
     return tokens
+
+
+def fused_most_likely(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the token of the largest logit, int64 `[B]`, and its probability, float32 `[B]`.
+
+    Both are 0 where `fused_greedy` returns `NON_FINITE`. Runs and raises as `fused_greedy`.
+    """
+    ids_B, probability_B = torch.ops.stepgraph.most_likely.default(logits_BV)
+    return ids_B, probability_B
 
 
 def fused_mask(logits_BV: Tensor, bits_RW: Tensor, rows_B: Tensor) -> Tensor:

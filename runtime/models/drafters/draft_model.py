@@ -40,11 +40,11 @@ class DraftModel:
         """See `Drafter.propose`; of `tokens` it needs the previous token of each row only."""
         both_B2 = torch.stack((newest.previous_ids, newest.token_ids), dim=1)
         hidden_TD = self.decoder(both_B2.flatten(), arena, newest.batch(-1, 2))
-        ids_B, probability_B = most_likely(self.decoder.logits(hidden_TD[1::2]))
+        ids_B, probability_B = most_likely(self.decoder, self.decoder.logits(hidden_TD[1::2]))
         ids, probabilities = [ids_B], [probability_B]
         for place in range(1, count):
             hidden_BD = self.decoder(ids_B, arena, newest.batch(place, 1))
-            ids_B, probability_B = most_likely(self.decoder.logits(hidden_BD))
+            ids_B, probability_B = most_likely(self.decoder, self.decoder.logits(hidden_BD))
             ids.append(ids_B)
             probabilities.append(probability_B)
         return Drafts(torch.stack(ids, dim=1), torch.stack(probabilities, dim=1))

@@ -18,7 +18,7 @@ from ..layout import parameter_bytes
 
 __all__ = ["MOST_DRAFTS", "DrafterConfig", "DrafterKind"]
 
-DrafterKind = Literal["draft_model"]
+DrafterKind = Literal["draft_model", "eagle3", "mtp", "dflash"]
 
 MOST_DRAFTS = 15
 """Most drafts of a drafter that computes them one by one: as many as a step verifies."""
@@ -42,6 +42,9 @@ class DrafterConfig:
     """See `Drafter.taps`."""
     most_drafts: int
     """See `Drafter.most_drafts`."""
+    parts: object = None
+    """What it has beside its layers, by kind: `Eagle3Parts`, `MtpParts` or `BlockParts`; None
+    for a draft model."""
 
     @property
     def layers(self) -> tuple[LayerPlan, ...]:

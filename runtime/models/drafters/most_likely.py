@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import torch
 
+from ...kernels.cpu.sampling import fused_most_likely
+from ..layer_stack import LayerStack
+
 __all__ = ["most_likely"]
 
 
-def most_likely(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the most likely token of each row, int64 `[B]`, and its probability, float32 `[B]`."""
+def most_likely(layers: LayerStack, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the most likely token of each row, int64 `[B]`, and its probability, float32 `[B]`.
+
+    `layers` are those of the drafter: where they run in C++, so does this. If a logit is NaN, any
+    token is returned.
+    """
+    if layers.runs_natively_on_cpu:
+        return fused_most_likely(logits_BV)
     logits_BV = logits_BV.float()
     top_B, ids_B = logits_BV.max(-1)
     return ids_B, (top_B - logits_BV.logsumexp(-1)).exp()

@@ -205,26 +205,66 @@ void mask_logits(const T* logits, int64_t logits_stride, const int32_t* bits, co
   });
 }
 
-template <class T>
-void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
-                   int64_t* tokens, int threads) {
+// visit(chunk of float32, its maximum, first token) for the chunks of a lane, filled up with -inf.
+template <class T, class Visit>
+void each_chunk(const T* logits, int64_t vocab_size, Visit visit) {
+  alignas(64) float chunk[kSampleChunk];
+  for (int64_t from = 0; from < vocab_size; from += kSampleChunk) {
+    float maximum;
+    read_logits(logits + from, std::min(kSampleChunk, vocab_size - from), chunk, &maximum);
+    visit(chunk, maximum, from);
+  }
+}
+
+// finish(lane, first index of its largest logit, that logit)
+template <class T, class Finish>
+void each_largest(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
+                  int threads, Finish finish) {
   constexpr int64_t kLogitsPerThread = 1 << 17;
   const int64_t useful = lanes * vocab_size / kLogitsPerThread;
   const int used = static_cast<int>(std::clamp<int64_t>(std::min(lanes, useful), 1, threads));
   parallel_for(lanes, used, [&](int64_t lane, int64_t) {
-    const T* values = logits + lane * logits_stride;
-    alignas(64) float chunk[kSampleChunk];
     float most = kMinusInfinity;
     int64_t best = 0;
-    for (int64_t from = 0; from < vocab_size; from += kSampleChunk) {
-      float maximum;
-      read_logits(values + from, std::min(kSampleChunk, vocab_size - from), chunk, &maximum);
-      if (!(maximum > most)) continue;
-      most = maximum;
-      best = from + (std::find(chunk, chunk + kSampleChunk, maximum) - chunk);
-    }
-    tokens[lane] = std::isfinite(most) ? best : kNonFinite;
+    each_chunk(logits + lane * logits_stride, vocab_size,
+               [&](const float* chunk, float maximum, int64_t from) {
+                 if (!(maximum > most)) return;
+                 most = maximum;
+                 best = from + (std::find(chunk, chunk + kSampleChunk, maximum) - chunk);
+               });
+    finish(lane, best, most);
   });
+}
+
+template <class T>
+void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
+                   int64_t* tokens, int threads) {
+  each_largest(logits, logits_stride, lanes, vocab_size, threads,
+               [&](int64_t lane, int64_t best, float most) {
+                 tokens[lane] = std::isfinite(most) ? best : kNonFinite;
+               });
+}
+
+template <class T>
+void most_likely(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
+                 int64_t* tokens, float* probabilities, int threads) {
+  each_largest(logits, logits_stride, lanes, vocab_size, threads,
+               [&](int64_t lane, int64_t best, float most) {
+                 const bool finite = std::isfinite(most);
+                 tokens[lane] = finite ? best : 0;
+                 probabilities[lane] = 0.0f;
+                 if (!finite) return;
+                 F32x16 sums{};
+                 each_chunk(logits + lane * logits_stride, vocab_size,
+                            [&](const float* chunk, float, int64_t) {
+                              for (int64_t i = 0; i < kVectors; ++i) {
+                                sums += exp_nonpositive(load<F32x16>(chunk + 16 * i) - most);
+                              }
+                            });
+                 float total = 0.0f;
+                 for (int64_t i = 0; i < 16; ++i) total += sums[i];
+                 probabilities[lane] = 1.0f / total;
+               });
 }
 
 template void mask_logits(const c10::BFloat16*, int64_t, const int32_t*, const int64_t*, int64_t,
@@ -242,5 +282,8 @@ template void sample_drafted(const SampleArgs<float>&, const int64_t*);
 template void sample_greedy(const c10::BFloat16*, int64_t, int64_t, int64_t, int64_t*, int);
 template void sample_greedy(const c10::Half*, int64_t, int64_t, int64_t, int64_t*, int);
 template void sample_greedy(const float*, int64_t, int64_t, int64_t, int64_t*, int);
+template void most_likely(const c10::BFloat16*, int64_t, int64_t, int64_t, int64_t*, float*, int);
+template void most_likely(const c10::Half*, int64_t, int64_t, int64_t, int64_t*, float*, int);
+template void most_likely(const float*, int64_t, int64_t, int64_t, int64_t*, float*, int);
 
 }  // namespace stepgraph

@@ -56,6 +56,11 @@ template <class T>
 void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
                    int64_t* tokens, int threads);
 
+// tokens[b] as of `sample_greedy`, and its probability; 0 and 0 instead of kNonFinite.
+template <class T>
+void most_likely(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
+                 int64_t* tokens, float* probabilities, int threads);
+
 // masked[b, i] = logits[b, i] where bit i % 32 of bits[rows[b], i / 32] is set, elsewhere -inf, or
 // NaN for NaN and +inf. `masked` is dense; `bits` has (vocab_size + 31) / 32 words a row.
 template <class T>

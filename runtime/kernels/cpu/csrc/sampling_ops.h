@@ -3,6 +3,7 @@
 #pragma once
 
 #include <limits>
+#include <tuple>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -39,6 +40,18 @@ at::Tensor sample_greedy_cpu(const at::Tensor& logits) {
                   tokens.mutable_data_ptr<int64_t>(), threads());
   });
   return tokens;
+}
+
+std::tuple<at::Tensor, at::Tensor> most_likely_cpu(const at::Tensor& logits) {
+  check_logits(logits, "most_likely");
+  at::Tensor tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
+  at::Tensor probabilities = at::empty({logits.size(0)}, logits.options().dtype(at::kFloat));
+  for_logits(logits, "most_likely", [&](const auto* data) {
+    most_likely(data, logits.stride(0), logits.size(0), logits.size(1),
+                tokens.mutable_data_ptr<int64_t>(), probabilities.mutable_data_ptr<float>(),
+                threads());
+  });
+  return {tokens, probabilities};
 }
 
 at::Tensor mask_logits_cpu(const at::Tensor& logits, const at::Tensor& bits,
@@ -122,6 +135,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
 
 TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
   library.impl("sample_greedy", &stepgraph::sample_greedy_cpu);
+  library.impl("most_likely", &stepgraph::most_likely_cpu);
   library.impl("mask_logits", &stepgraph::mask_logits_cpu);
   library.impl("sample_full", &stepgraph::sample_full_cpu);
 }

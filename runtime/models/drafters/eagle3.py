@@ -1,0 +1,67 @@
+"""EAGLE-3 heads: see `eagle3_config.py`. Shape suffixes: T tokens, D hidden_size, F features, V
+tokens of the head's vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+from ....cache.arena import Storage
+from ....cache.spec import LayerGroup
+from ...kernels import Kernels, RaggedBatch
+from ..decoder import Decoder
+from ..each_token import each_token
+from ..modules import Projection, RMSNorm
+from .drafter_config import DrafterConfig
+from .eagle3_config import Eagle3Parts
+from .feature_head import FeatureHead
+
+__all__ = ["Eagle3"]
+
+
+class Eagle3(FeatureHead):
+    """An EAGLE-3 head. `store` gives it its weights."""
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        target: Decoder,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: LayerGroup,
+        storage: Storage,
+    ) -> None:
+        """See `load_drafter`; what the head has no weights for is that of `target`."""
+        super().__init__(config, target, kernels, dtype, device, group, storage)
+        parts = config.parts
+        assert isinstance(parts, Eagle3Parts)
+        self.fc = Projection(kernels, *parts.fuse.shape)
+        self.input_norm: RMSNorm | None = None
+        if parts.input_norm is not None:
+            self.input_norm = RMSNorm(parts.input_norm.eps)
+        if parts.embedding is not None:
+            self.embed_tokens = Projection(kernels, *parts.embedding.shape)
+            self._embedding = (self.embed_tokens,)
+        if parts.head is not None:
+            self.lm_head = Projection(kernels, *parts.head.shape)
+            self._head = (self.lm_head,)
+
+    def start(self, features_TF: torch.Tensor) -> torch.Tensor:
+        """See `FeatureHead.start`."""
+        hidden_TD: torch.Tensor = self.fc(features_TF)
+        return hidden_TD
+
+    def advance(
+        self,
+        hidden_TD: torch.Tensor,
+        next_ids_T: torch.Tensor,
+        arena: torch.Tensor,
+        batch: RaggedBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FeatureHead.advance`."""
+        if self.input_norm is not None:
+            hidden_TD = each_token(self.kernels, self.input_norm)(hidden_TD)
+        embeddings_TD = self._embedding[0].rows(next_ids_T)
+        normed_TD, output_TD = self.run_layers(hidden_TD, arena, batch, self._last, embeddings_TD)
+        assert output_TD is not None, "the last layer is tapped"
+        return normed_TD, output_TD
