@@ -12,9 +12,10 @@ from functools import partial
 import torch
 
 from ..kernels import RaggedBatch
+from ..kernels.cpu.drafted import drafted_inputs
 from ..models.drafters.drafter import Drafter, Drafts, FollowedTokens, NewestTokens
 from ..operation_scopes import operation
-from .batches import ragged_batch
+from .batches import ragged_batch, rope_lengths
 from .inputs import StepInputs
 from .row_state import RowState
 from .step_key import StepKey
@@ -26,12 +27,26 @@ class DraftStep:
     """Runs a drafter over the tokens of steps."""
 
     def __init__(
-        self, drafter: Drafter, arena: torch.Tensor, state: RowState, block_size: int
+        self,
+        drafter: Drafter,
+        arena: torch.Tensor,
+        state: RowState,
+        block_size: int,
+        *,
+        native: bool = False,
     ) -> None:
-        """`arena`: of the drafter; `state`: of the rows, advanced by the step already."""
+        """Bind the tensors.
+
+        Args:
+            drafter: proposes tokens.
+            arena: of the drafter.
+            state: of the rows, which a step has advanced when it proposes.
+            block_size: slots of a block.
+            native: whether the C++ operators of the CPU are loaded.
+        """
         self.taps = drafter.taps
         self._drafter, self._arena = drafter, arena
-        self._state, self._block_size = state, block_size
+        self._state, self._block_size, self._native = state, block_size, native
 
     def propose(
         self, key: StepKey, tokens: FollowedTokens, first_B: torch.Tensor, stops_B: torch.Tensor
@@ -56,7 +71,7 @@ class DraftStep:
                 sampled_T[index_B],
                 tokens.token_ids[index_B],
                 index_B,
-                partial(self._batch, rows_B, newest_B, stops_B, key),
+                partial(self._batch, rows_B, stops_B, key),
             )
             tokens = dataclasses.replace(tokens, next_ids=sampled_T)
             return self._drafter.propose(tokens, newest, self._arena, key.drafts)
@@ -64,13 +79,29 @@ class DraftStep:
     def _batch(
         self,
         rows_B: torch.Tensor,
-        newest_B: torch.Tensor,
         stops_B: torch.Tensor,
         key: StepKey,
         first: int,
         count: int,
     ) -> RaggedBatch:
         """See `NewestTokens.batch`. Positions without a slot read as the last one that has one."""
+        if self._native:
+            state, size = self._state, self._block_size
+            inputs = drafted_inputs(
+                *(rows_B, state.positions, stops_B, state.block_tables, size, first, count)
+            )
+            return RaggedBatch(
+                positions=inputs.positions,
+                slots=inputs.slots,
+                token_rows=inputs.token_rows,
+                rows=rows_B,
+                block_tables=state.block_tables,
+                read_blocks=key.read_blocks,
+                block_size=size,
+                tokens_per_row=count,
+                rope_lengths=rope_lengths(state, inputs.positions, inputs.token_rows),
+            )
+        newest_B = self._state.positions[rows_B]
         offsets_N = torch.arange(first, first + count, device=rows_B.device)
         positions_BN = newest_B[:, None] + offsets_N
         valid_BN = (positions_BN >= 0) & (positions_BN < stops_B[:, None])

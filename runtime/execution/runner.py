@@ -141,7 +141,13 @@ class Runner:
             hidden=self.scorer.hidden,
             drafting=None
             if drafter is None
-            else DraftStep(drafter.drafter, drafter.arena.tensor, self.state, config.block_size),
+            else DraftStep(
+                drafter.drafter,
+                drafter.arena.tensor,
+                self.state,
+                config.block_size,
+                native=model.kernels.library is not None,
+            ),
         )
         self.steps = PreparedSteps(config, self.sizes.keys(), make_functions)
         self.library = self.steps.library

@@ -85,6 +85,7 @@ _HEADERS = (
     "stack_job.h",
     "stack_math.h",
     "stack_ops.h",
+    "draft_ops.h",
     "verify_ops.h",
     "stack_thread.h",
     "work_space.h",

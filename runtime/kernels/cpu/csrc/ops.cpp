@@ -18,6 +18,7 @@
 #include "mixture_ops.h"
 #include "sampling_ops.h"
 #include "stack_ops.h"
+#include "draft_ops.h"
 #include "verify_ops.h"
 
 namespace stepgraph {
