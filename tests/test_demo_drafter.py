@@ -3,17 +3,22 @@
 import json
 
 import numpy as np
+import pytest
 import torch
+from safetensors.torch import load_file
 from stepgraph.runtime.demo import train_drafter
-from stepgraph.runtime.demo.drafter_acceptance import summary
-from stepgraph.runtime.demo.drafter_text import DEMO
+from stepgraph.runtime.demo.drafter_acceptance import right_drafts, summary
+from stepgraph.runtime.demo.drafter_text import DEMO, Continuation, tokenizer
 from stepgraph.runtime.demo.eagle3 import (
     Eagle3Config,
     Eagle3Head,
+    TargetFeatures,
     load_head,
     save_head,
 )
+from transformers import AutoModelForCausalLM
 
+DRAFTER = DEMO / "drafter"
 TINY = Eagle3Config(
     hidden_size=16,
     intermediate_size=24,
@@ -31,6 +36,59 @@ def random_head(config):
     head = Eagle3Head(config)
     head.set_vocabulary(torch.arange(3, 3 + 2 * config.draft_vocab_size, 2))
     return head.eval()
+
+
+@pytest.fixture(scope="module")
+def target():
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+
+def test_the_checkpoint_has_the_published_layout():
+    config = json.loads((DRAFTER / "config.json").read_text())
+    weights = load_file(DRAFTER / "model.safetensors")
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["num_hidden_layers"] == 1
+    D, inner, V = 256, config["intermediate_size"], config["draft_vocab_size"]
+    layer = "midlayer."
+    assert {name: tuple(weight.shape) for name, weight in weights.items()} == {
+        "fc.weight": (D, 3 * D),
+        layer + "self_attn.q_proj.weight": (D, 2 * D),
+        layer + "self_attn.k_proj.weight": (64, 2 * D),
+        layer + "self_attn.v_proj.weight": (64, 2 * D),
+        layer + "self_attn.o_proj.weight": (D, D),
+        layer + "mlp.gate_proj.weight": (inner, D),
+        layer + "mlp.up_proj.weight": (inner, D),
+        layer + "mlp.down_proj.weight": (D, inner),
+        layer + "input_layernorm.weight": (D,),
+        layer + "hidden_norm.weight": (D,),
+        layer + "post_attention_layernorm.weight": (D,),
+        "norm.weight": (D,),
+        "lm_head.weight": (V, D),
+        "d2t": (V,),
+        "t2d": (4096,),
+    }
+    ids = torch.arange(V) + weights["d2t"]
+    assert weights["d2t"].dtype == torch.int64
+    assert weights["t2d"].dtype == torch.bool
+    assert torch.equal(weights["t2d"].nonzero()[:, 0], ids)
+    size = sum(path.stat().st_size for path in DRAFTER.iterdir())
+    assert size < 3_000_000
+
+
+def test_drafts_of_the_demo_are_mostly_right(target):
+    ids = torch.tensor([tokenizer().encode("def main0(").ids])
+    text = target.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=100,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0].tolist()
+    head = load_head(DRAFTER)
+    features = TargetFeatures(target, head.config.aux_layer_ids)
+    right = right_drafts(head, features, Continuation(text, ids.shape[1]), 3)
+    assert float(right.double().mean()) > 1.0
 
 
 def test_unrolled_logits_are_those_of_drafting():

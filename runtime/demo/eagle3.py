@@ -50,7 +50,7 @@ class Eagle3Config:
     vocab_size: int
     draft_vocab_size: int
     aux_layer_ids: tuple[int, int, int]
-    """Id i stands for the input of the target's layer i, which is the output of layer i-1."""
+    """As vLLM counts: id i is the output of layer i-1, before any norm, so the input of layer i."""
     max_position_embeddings: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0

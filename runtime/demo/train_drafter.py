@@ -39,7 +39,7 @@ DECAY = 0.85
 """Weight of the loss of a draft, relative to the draft before it."""
 CHAIN_SHARE = 3
 """Further drafts are trained at one position in so many: neighbouring ones have much in common."""
-ACCEPTANCE_ROWS = 32
+ACCEPTANCE_ROWS = 24
 """Prompts of a kind, from held-out files, on which the head is judged."""
 AUX_LAYER_IDS = (2, 4, 6)
 """vLLM's default, (2, L // 2, L - 3), has only two different ids for the L = 6 layers here."""
