@@ -11,8 +11,8 @@ these steps contain. Otherwise one step stays in flight as without speculation.
 
 Speculation keeps an account of time. Looking for drafts is paid from it, and a verify step adds
 what it gained, or subtracts what it lost, compared with decode steps of as many tokens. Decode
-steps add 2 % of their time. Without credit no drafts are looked for. So even if too much is
-expected of them, they cost little more than these 2 %.
+steps add 1 % of their time. Without credit no drafts are looked for. So even if too much is
+expected of them, they cost little more than this.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INDEXED_PER_STEP = 512
 FEW_TOKENS = 32
 """Rows with no more new tokens are indexed at once: any step adds fewer."""
 
-LOOK_SHARE = 0.02
+LOOK_SHARE = 0.01
 """Share of the time of decode steps that may be spent on looking for drafts that do not pay."""
 
 FIRST_CREDIT, MOST_CREDIT = 1.0, 8.0
@@ -80,6 +80,8 @@ class Speculator:
         self._penalties = penalties
         self._credit = FIRST_CREDIT * costs[0].decode_seconds(1)
         self._look_ns = 0
+        self._batch: Sequence[Request] | None = None
+        self._batch_costs = costs[0]
         self._acceptance = Acceptance()
         self._candidates = 1 if config.method == "ngram" else MAX_CANDIDATES
         self._shared: SharedOutputs | None = None
@@ -96,8 +98,10 @@ class Speculator:
         """Return the drafts of each decoding request; nothing if no request should draft."""
         self.waits = False
         self._look_ns = 0
+        if self._credit < 0 and self.config.adaptive:
+            return ()
         sizes = self.sizes(len(requests))
-        if not sizes or (self.config.adaptive and self._credit < 0):
+        if not sizes:
             return ()
         began = time.perf_counter_ns()
         drafts = self._look(requests, sizes[-1] - 1)
@@ -112,7 +116,7 @@ class Speculator:
         if not any(chances):
             return ()
         if self.config.adaptive:
-            counts = self._costs[_full_sampler(requests)].choose(chances)
+            counts = self._costs_of(requests).choose(chances)
         else:
             counts = [min(len(own), most) for own in chances]
         self.waits = self._is_async_device and any(counts)
@@ -143,18 +147,28 @@ class Speculator:
         _, started = self._launched.popleft()
         if not plan.decode:
             return
-        rows, costs = len(plan.decode), self._costs[_full_sampler(plan.decode)]
+        rows, costs = len(plan.decode), self._costs_of(plan.decode)
         costs.count(plan.tokens_per_row)
         if plan.prefill:
             return
         # An asynchronous device begins a step when the previous one has ended.
         seconds = (arrived_ns - max(began, started)) / 1e9
-        costs.observe(rows, plan.tokens_per_row, plan.decode_tokens, seconds)
-        decode_seconds = costs.decode_seconds(rows)
-        gained = LOOK_SHARE * decode_seconds
-        if advanced is not None:
+        if advanced is None:
+            decode_seconds = costs.observe_decode(rows, seconds)
+            gained = LOOK_SHARE * decode_seconds
+        else:
+            costs.observe(rows, plan.tokens_per_row, plan.decode_tokens, seconds)
+            decode_seconds = costs.decode_seconds(rows)
             gained = decode_seconds * sum(advanced) / rows - seconds
         self._credit = min(self._credit + gained, MOST_CREDIT * decode_seconds)
+
+    def _costs_of(self, requests: Sequence[Request]) -> VerifyCosts:
+        """Return the times of steps of these requests."""
+        if requests is not self._batch:  # the same list until a request joins or leaves
+            self._batch = requests
+            full_sampler = any(request.params.needs_full_sampler for request in requests)
+            self._batch_costs = self._costs[full_sampler]
+        return self._batch_costs
 
     @property
     def counts(self) -> dict[str, int]:
@@ -221,7 +235,3 @@ class Speculator:
         if self._shared is not None:
             self._open.append(request)
         return request.drafter
-
-
-def _full_sampler(requests: Sequence[Request]) -> bool:
-    return any(request.params.needs_full_sampler for request in requests)
