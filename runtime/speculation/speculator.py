@@ -9,9 +9,9 @@ step in flight is committed. While drafts are expected to pay, the loop commits 
 the next step (`waits`): the device then idles for the work of the host, which the measured times of
 these steps contain. Otherwise one step stays in flight as without speculation.
 
-Speculation keeps an account of time. Looking for drafts is paid from it, and a verify step adds
-what it gained, or subtracts what it lost, compared with decode steps of as many tokens. Decode
-steps add 1 % of their time. Without credit no drafts are looked for. So even if too much is
+Speculation keeps an account of time. Looking for drafts is paid from it twice, and a verify step
+adds what it gained, or subtracts what it lost, compared with decode steps of as many tokens. Decode
+steps add 2 % of their time. Without credit no drafts are looked for. So even if too much is
 expected of them, they cost little more than this.
 """
 
@@ -39,8 +39,9 @@ INDEXED_PER_STEP = 512
 FEW_TOKENS = 32
 """Rows with no more new tokens are indexed at once: any step adds fewer."""
 
-LOOK_SHARE = 0.01
-"""Share of the time of decode steps that may be spent on looking for drafts that do not pay."""
+LOOK_SHARE, LOOK_PRICE = 0.02, 2.0
+"""Share of the time of decode steps that is credited to speculation, and what a second of looking
+for drafts costs: so half of what drafts gain may be spent on looking for them."""
 
 FIRST_CREDIT, MOST_CREDIT = 1.0, 8.0
 """Time that may be lost to speculation before it has gained any, and after it has gained much: in
@@ -88,7 +89,7 @@ class Speculator:
         if config.share_outputs:
             self._shared = SharedOutputs(config.prompt_lookup_min, self._candidates)
         self._open: list[Request] = []
-        self._launched: deque[tuple[StepPlan, int]] = deque()
+        self._launched: deque[tuple[StepPlan, int, bool]] = deque()
         self._arrived_ns = 0
         self._verify_steps = 0
         self._drafted = [0] * config.num_speculative_tokens
@@ -106,7 +107,7 @@ class Speculator:
         began = time.perf_counter_ns()
         drafts = self._look(requests, sizes[-1] - 1)
         self._look_ns = time.perf_counter_ns() - began
-        self._credit -= self._look_ns / 1e9
+        self._credit -= LOOK_PRICE * self._look_ns / 1e9
         return drafts
 
     def _look(self, requests: Sequence[Request], most: int) -> Sequence[Sequence[int]]:
@@ -130,8 +131,9 @@ class Speculator:
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         """Note when the loop began with a step that was launched."""
         # On an asynchronous device, looking overlaps with a step in flight, or delays the next one.
-        look_ns = 0 if self._is_async_device else self._look_ns
-        self._launched.append((plan, started_ns + look_ns))
+        if not self._is_async_device:
+            started_ns += self._look_ns
+        self._launched.append((plan, started_ns, self._look_ns > 0))
 
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
         """Count what a step accepted, and learn from its time; once for every launched step."""
@@ -144,7 +146,7 @@ class Speculator:
                     self._accepted[index] += index < count - 1
         if not (self._launched and self._launched[0][0] is plan):  # of `score`, or with token masks
             return
-        _, started = self._launched.popleft()
+        _, started, looked = self._launched.popleft()
         if not plan.decode:
             return
         rows, costs = len(plan.decode), self._costs_of(plan.decode)
@@ -154,8 +156,10 @@ class Speculator:
         # An asynchronous device begins a step when the previous one has ended.
         seconds = (arrived_ns - max(began, started)) / 1e9
         if advanced is None:
-            decode_seconds = costs.observe_decode(rows, seconds)
+            decode_seconds = costs.observe_decode(rows, seconds, looked=looked)
             gained = LOOK_SHARE * decode_seconds
+            if looked:  # the step itself takes longer too
+                gained += min(decode_seconds - seconds, 0.0)
         else:
             costs.observe(rows, plan.tokens_per_row, plan.decode_tokens, seconds)
             decode_seconds = costs.decode_seconds(rows)

@@ -33,17 +33,19 @@ LEAST_GAIN = math.log(1.05)
 LEAST_CHANCE = 0.05
 """Drafts that are less likely to be accepted are not verified."""
 
-DECODE_RATE = 0.1
-"""Share of an error by which the time of decode steps is corrected."""
+DECODE_RATE, LOOK_RATE = 0.1, 0.02
+"""Share of an error by which the time of decode steps is corrected: of steps for which no drafts
+were looked for, and of others, which find the processor's caches full of other things."""
 
 COMMON_RATE = 0.05
-"""Share of an error by which the times of all verify steps of so many rows are corrected: longer
-contexts slow them down by another factor than decode steps."""
+"""Share of an error by which the times of all verify steps of so many rows are corrected, at least:
+longer contexts slow them down by another factor than decode steps. The first errors count more,
+since what the host does for a verify step was not measured at the start."""
 
 OWN_RATE = 0.1
 """Share of an error by which the time of the verify step itself is corrected in addition."""
 
-LARGEST_ERROR = 0.5
+LARGEST_ERROR = 0.75
 """Errors are clipped to this multiple of the expected time: steps that other processes disturb
 count little."""
 
@@ -64,6 +66,8 @@ class _Times:
         self.tokens = sorted(seconds)
         self.decode = seconds[self.tokens[0]]
         self.multiples = [max(seconds[n] / self.decode, 1.0) for n in self.tokens]
+        self.verified = 0
+        """Verify steps that corrected the multiples."""
         self.unfaded = 0
         """Decode steps since the multiples were lowered last."""
 
@@ -179,15 +183,16 @@ class VerifyCosts:
         """Count a step, with or without prefill."""
         self._in_a_row = self._in_a_row + 1 if tokens_per_row > 1 else 0
 
-    def observe_decode(self, rows: int, seconds: float) -> float:
+    def observe_decode(self, rows: int, seconds: float, *, looked: bool = False) -> float:
         """Correct the time of a decode step by how long one took, and return it.
 
-        Invalid times are ignored.
+        `looked`: whether drafts were looked for. Invalid times are ignored.
         """
         times = self._times[rows]
         if 0 < seconds < math.inf:
             error = seconds / times.decode - 1
-            times.decode *= 1 + DECODE_RATE * min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
+            rate = LOOK_RATE if looked else DECODE_RATE
+            times.decode *= 1 + rate * min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
             times.unfaded += 1
         return times.decode
 
@@ -204,10 +209,11 @@ class VerifyCosts:
         at, weight = times.between(computed)
         error = seconds / (times.decode * times.multiple(computed)) - 1
         error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
-        own = times.multiples
+        own, common = times.multiples, max(COMMON_RATE, 1 / (2 + times.verified))
+        times.verified += 1
         for point in range(1, len(own)):
             share = weight if point == at else 1 - weight if point == at - 1 else 0.0
-            change = error * (COMMON_RATE + OWN_RATE * share) - FADING * (share == 0.0)
+            change = error * (common + OWN_RATE * share) - FADING * (share == 0.0)
             own[point] = max(own[point] * (1 + change), 1.0)
 
     def seconds(self) -> dict[str, float]:
