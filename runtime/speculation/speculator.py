@@ -91,7 +91,7 @@ class Speculator:
         self._open: list[Request] = []
         self._launched: deque[tuple[StepPlan, int, bool]] = deque()
         self._arrived_ns = 0
-        self._verify_steps = 0
+        self._verify_steps = self._verified_rows = 0
         self._drafted = [0] * config.num_speculative_tokens
         self._accepted = [0] * config.num_speculative_tokens
 
@@ -141,6 +141,7 @@ class Speculator:
         if advanced is not None:
             self._verify_steps += 1
             for drafts, count in zip(plan.drafts, advanced, strict=True):
+                self._verified_rows += len(drafts) > 0
                 for index in range(len(drafts)):
                     self._drafted[index] += 1
                     self._accepted[index] += index < count - 1
@@ -176,9 +177,10 @@ class Speculator:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Verify steps, and the drafts that they verified and accepted."""
+        """Verify steps, their rows with drafts, and the drafts that they verified and accepted."""
         return {
             "verify_steps": self._verify_steps,
+            "verified_rows": self._verified_rows,
             "drafted": sum(self._drafted),
             "accepted": sum(self._accepted),
         }
