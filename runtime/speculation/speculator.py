@@ -43,7 +43,7 @@ LOOK_SHARE, LOOK_PRICE = 0.02, 2.0
 """Share of the time of decode steps that is credited to speculation, and what a second of looking
 for drafts costs: so half of what drafts gain may be spent on looking for them."""
 
-FIRST_CREDIT, MOST_CREDIT = 1.0, 8.0
+FIRST_CREDIT, MOST_CREDIT = 2.0, 16.0
 """Time that may be lost to speculation before it has gained any, and after it has gained much: in
 decode steps."""
 
@@ -159,8 +159,6 @@ class Speculator:
         if advanced is None:
             decode_seconds = costs.observe_decode(rows, seconds, looked=looked)
             gained = LOOK_SHARE * decode_seconds
-            if looked:  # the step itself takes longer too
-                gained += min(decode_seconds - seconds, 0.0)
         else:
             costs.observe(rows, plan.tokens_per_row, plan.decode_tokens, seconds)
             decode_seconds = costs.decode_seconds(rows)
