@@ -52,6 +52,9 @@ __all__ = ["main", "speculation_spec"]
 
 KINDS = ("edit", "code", "free", "random")
 UNIFORM_TEMPERATURE = 100.0
+PROMPT_TOKENS = 120
+"""Of random prompts."""
+MOST_PROMPT_TOKENS = 824
 LLAMA_DRAFTS = 10
 """The default of llama-cpp-python's prompt lookup."""
 _HEADER = (
@@ -155,11 +158,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_all(options: argparse.Namespace) -> None:
+    longest = resolve_source(options.model, config_only=True).config.longest_context
     sizes: dict[str, Any] = {
         "device": options.device,
         "dtype": options.dtype,
         "max_num_seqs": max(options.batch_size),
-        "max_model_len": 824 + options.output_len,
+        "max_model_len": min(MOST_PROMPT_TOKENS + options.output_len, longest),
         "prefix_cache": False,
     }
     with ExitStack() as stack:
@@ -267,7 +271,7 @@ def _print_line(
 def _prompts(engine: Engine, kind: str, rows: int) -> list[list[int]]:
     if kind == "random":
         rng, vocab = random.Random(rows), engine.model_config.vocab_size
-        return [[rng.randrange(5, vocab) for _ in range(120)] for _ in range(rows)]
+        return [[rng.randrange(5, vocab) for _ in range(PROMPT_TOKENS)] for _ in range(rows)]
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ConfigError(f"--kind {kind} needs a model with a tokenizer: use --kind random")
