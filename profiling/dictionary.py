@@ -24,7 +24,7 @@ DOMAIN: Final = "stepgraph"
 """Name of the NVTX domain of all ranges, marks and counters."""
 
 COUNTERS: Final = "step numbers"
-"""Name of the counters that `replay` and `prefill` sample, one for each of `STEP_NUMBERS`."""
+"""Name of the counters of `replay`, `verify` and `prefill`, one for each of `STEP_NUMBERS`."""
 
 STEP: Final = "step"
 PLAN: Final = "plan"
@@ -34,6 +34,7 @@ COPY: Final = "copy"
 FORK: Final = "fork"
 SWAP: Final = "swap"
 REPLAY: Final = "replay"
+VERIFY: Final = "verify"
 PREFILL: Final = "prefill"
 COMMIT: Final = "commit"
 CAPTURE: Final = "capture"
@@ -123,6 +124,14 @@ _RANGES: Final = (
     ),
     EventInfo(COPY, LAUNCH, "device", "copy changed inputs to the device", "bytes"),
     EventInfo(REPLAY, LAUNCH, "device", "run a decode step", _NUMBERS, STEP_NUMBERS),
+    EventInfo(
+        VERIFY,
+        LAUNCH,
+        "device",
+        "run a verify step: tokens less rows are its drafts",
+        _NUMBERS,
+        STEP_NUMBERS,
+    ),
     EventInfo(PREFILL, LAUNCH, "device", "run a prefill chunk", _NUMBERS, STEP_NUMBERS),
     EventInfo(MASK, STEP, "host", "wait for the token masks of grammars", "rows that sample"),
     # With a step in flight the tokens taken in are those of an earlier step than the range around
@@ -171,7 +180,9 @@ def markdown() -> str:
         for i in RANGES.values()
     ]
     marks = [(f"`{i.name}`", i.category, _names(i.fields), i.description) for i in MARKS.values()]
-    counters = [(f"`{COUNTERS}`", _names(STEP_NUMBERS), f"at each `{REPLAY}` and `{PREFILL}`")]
+    counters = [
+        (f"`{COUNTERS}`", _names(STEP_NUMBERS), f"at each `{REPLAY}`, `{VERIFY}` and `{PREFILL}`")
+    ]
     fields = [(_NUMBERS, f"`{field.name}`", field.description) for field in STEP_NUMBERS]
     fields += [
         (f"`{mark.name}`", f"`{field.name}`", field.description)

@@ -11,8 +11,8 @@
 `RANGES` and `MARKS` list all names (see `dictionary.py`). A profiler stores every distinct message,
 so names never contain an id: the step, the rows, the bucket and the tokens are in the payload. One
 integer is enough for most ranges, because ranges nest (the `step` around a `copy` has the step
-number), and profilers export an integer payload as a column. The launches on the device, `replay`
-and `prefill`, have all numbers of their step as payload.
+number), and profilers export an integer payload as a column. The launches on the device, `replay`,
+`verify` and `prefill`, have all numbers of their step as payload.
 
 Without a listener the functions only check the name. NVTX looks for a tool once per process, at the
 first use of a domain. Tools such as nsys are loaded before Python starts, so this module looks for
@@ -44,6 +44,7 @@ from .dictionary import (
     REPLAY,
     STEP,
     SWAP,
+    VERIFY,
     WARMUP,
     WINDOW,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "REPLAY",
     "STEP",
     "SWAP",
+    "VERIFY",
     "WARMUP",
     "WINDOW",
     "Listener",

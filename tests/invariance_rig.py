@@ -145,6 +145,9 @@ class Forced:
             self.state.positions[row] = done[row]
         key = StepKey("decode", step.size, self._columns, False, tokens_per_row=width)
         logits = self.functions.bind(key)().logits
+        if width > 1 and logits.dim() == 2:  # row by row, without padding
+            parts = logits.split(self._host_drafts.counts[: step.size].tolist())
+            return dict(zip(step.counts, parts, strict=False))
         logits = logits if width > 1 else logits[None]
         return {row: logits[:count, lane] for lane, (row, count) in enumerate(step.counts.items())}
 

@@ -24,7 +24,7 @@ SCHEMA_VERSION: Final = 1
 AROUND: Final = "around"
 """The phase of the device's work before and after the launches of a step: inputs, outputs."""
 
-_PHASES: Final = ("decode", "prefill", AROUND)
+_PHASES: Final = ("decode", "verify", "prefill", AROUND)
 _ADDED: Final = (
     "tokens", "padding", "host_us", "wait_us", "device_us", "busy_us", "gap_us", "launches",
 )  # fmt: skip
@@ -50,7 +50,7 @@ class Part:
     """An operation or a layer, over all launches of a phase.
 
     Attributes:
-        phase: "decode", "prefill" or "around".
+        phase: "decode", "verify", "prefill" or "around".
         layer: its number; None for an operation (of all layers).
         name: of the operation; of the kernel if no captured node matches; empty for a layer.
         named: whether the name is that of an operation of the model.

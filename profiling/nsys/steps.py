@@ -20,7 +20,11 @@ from .export import Activity, Call, Export, ExportError, Range, in_order, proces
 
 __all__ = ["STEP_COLUMNS", "TracedStep", "TracedPart", "traced_steps"]
 
-_PHASES: Final = {dictionary.REPLAY: "decode", dictionary.PREFILL: "prefill"}
+_PHASES: Final = {
+    dictionary.REPLAY: "decode",
+    dictionary.VERIFY: "verify",
+    dictionary.PREFILL: "prefill",
+}
 _WAITS: Final = re.compile(r"cu(da)?(Event|Stream|Device|Ctx)Synchronize")
 _GRAPH_LAUNCH: Final = re.compile(r"cu(da)?GraphLaunch")
 _LAUNCHES: Final = re.compile(r"cu(da)?(GraphLaunch|Launch(Cooperative)?Kernel)")
@@ -28,7 +32,7 @@ _LAUNCHES: Final = re.compile(r"cu(da)?(GraphLaunch|Launch(Cooperative)?Kernel)"
 
 @dataclass(frozen=True, slots=True)
 class TracedPart:
-    """A range `replay` or `prefill`: its phase, its step numbers by name, its device activities."""
+    """A range `replay`, `verify` or `prefill`: its phase, step numbers and device activities."""
 
     phase: str
     numbers: Mapping[str, int]
@@ -142,7 +146,7 @@ def _notes(
     if in_thread:
         yield (
             "no CUDA in this profile: what the device did is what ran within the ranges"
-            f" {' and '.join(_PHASES)}, in the engine's own thread"
+            f" {', '.join(_PHASES)}, in the engine's own thread"
         )
     elif not export.activities:
         yield "no activity of a device in this profile, though there are CUDA calls"

@@ -14,6 +14,7 @@ from ...profiling import bandwidth
 from ...profiling.atomic_write import write_file
 from ...profiling.command_line import INTERRUPTED
 from ...profiling.nsys import inside_nsys
+from . import speculation
 from .benchmark_run import BenchmarkRun
 from .console import (
     REPORTED_ERRORS,
@@ -41,6 +42,9 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--speculate" in arguments:  # its flags are its own
+        return speculation.main(arguments)
     options = parse_arguments(arguments)
     try:
         return _run(options)

@@ -39,6 +39,8 @@ Measure how fast a model decodes on this machine, and how far that is from its m
 %(prog)s --profile torch                       a trace of some steps, for Perfetto
 %(prog)s --profile nsys                        print the nsys command; run it if nsys is installed
 %(prog)s --scenario churn --plot steps.png     plot inter-token latency over time
+%(prog)s --speculate suffix:7                  speculative decoding against plain decoding, in
+                                               turns; its own flags: --speculate suffix --help
 """
 _EPILOG = """\
 scenarios:

@@ -16,6 +16,7 @@ import torch
 
 from ...cache.spec import LayerGroup
 from ..execution.runner import Runner
+from ..execution.step_key import StepKey
 from ..resolved_config import ResolvedConfig
 from ..scheduling.preemption import PreemptionPolicy
 from ..scheduling.step_budget import StepBudget
@@ -112,31 +113,53 @@ def calibrated_speculator(
     began = time.perf_counter()
     sizes, blocks = runner.sizes, runner.sizes.read_blocks.sizes[0]
     functions = runner.steps.functions
-    points = [(rows, n, False) for rows in sizes.rows for n in (1, *sizes.verifying(rows))]
-    points += [(rows, 1, True) for rows in sizes.rows]
-    fastest = dict.fromkeys(points, float("inf"))
+    keys: dict[tuple[int, int, str], StepKey] = {}
+    """By rows, tokens per row, and what sets the step apart."""
+    for rows in sizes.rows:
+        keys[rows, 1, "greedy"] = sizes.decode_key(rows, blocks, False)
+        keys[rows, 1, "full"] = sizes.decode_key(rows, blocks, True)
+        for n in sizes.verifying(rows):
+            keys[rows, n, "greedy"] = sizes.decode_key(
+                rows, blocks, False, tokens_per_row=n, drafts=sizes.proposed
+            )
+        if sizes.proposed and sizes.verifying(rows):
+            keys[rows, 1, "proposes"] = sizes.decode_key(rows, blocks, False, drafts=sizes.proposed)
+    fastest = dict.fromkeys(keys, float("inf"))
     for repetition in range(REPETITIONS):
-        for point in points:
+        for point, key in keys.items():
             if repetition < 2 or fastest[point] < LONG_STEP:
-                rows, n, full = point
-                drafts = sizes.proposed if n > 1 else 0
-                if n > 1:
-                    runner.place_drafts(rows, n - 1)
-                key = sizes.decode_key(rows, blocks, full, tokens_per_row=n, drafts=drafts)
+                rows, n, _ = point
+                runner.place_drafts(rows, n - 1)
                 seconds = _seconds(partial(runner.run, key), runner.device)
                 fastest[point] = min(fastest[point], seconds)
     runner.place_drafts(0, 0)
-    greedy = {(rows, n): fastest[rows, n, full] for rows, n, full in points if not full}
-    extra = {rows: fastest[rows, 1, True] - fastest[rows, 1, False] for rows in sizes.rows}
+    greedy = {(rows, n): value for (rows, n, kind), value in fastest.items() if kind == "greedy"}
+    extra = {rows: fastest[rows, 1, "full"] - greedy[rows, 1] for rows in sizes.rows}
     sampled = {(rows, n): value + n * max(extra[rows], 0.0) for (rows, n), value in greedy.items()}
-    kind = DrafterSpeculator if config.speculation.uses_drafter else Speculator
-    return kind(
+    padded = not functions.ragged
+    costs = (
+        VerifyCosts(sizes.rows, greedy, padded=padded),
+        VerifyCosts(sizes.rows, sampled, padded=padded),
+    )
+    if not config.speculation.uses_drafter:
+        return Speculator(
+            config.speculation,
+            sizes.verifying,
+            costs,
+            is_async_device=config.is_async_device,
+            penalties=functions.drafts_with_penalties,
+            calibration_seconds=time.perf_counter() - began,
+        )
+
+    def proposing(rows: int) -> float:
+        size = sizes.rows.fit(rows) or sizes.rows.largest
+        return fastest[size, 1, "proposes"] / greedy[size, 1]
+
+    return DrafterSpeculator(
         config.speculation,
         sizes.verifying,
-        (
-            VerifyCosts(sizes.rows, greedy, padded=not functions.ragged),
-            VerifyCosts(sizes.rows, sampled, padded=not functions.ragged),
-        ),
+        costs,
+        proposing,
         is_async_device=config.is_async_device,
         penalties=functions.drafts_with_penalties,
         calibration_seconds=time.perf_counter() - began,

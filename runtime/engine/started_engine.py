@@ -286,8 +286,9 @@ class StartedEngine:
           was created.
         - `step_budget` (None without `max_itl_ms`): predicted and measured times of mixed prefill
           and decode steps; see docs/embedding.md.
-        - `speculation` (None without it): `method`, `verify_steps`, `drafted` and `accepted` drafts
-          (also by position), and `step_seconds`, the times of steps by "rows x tokens per row".
+        - `speculation` (None without it): `method`, `verify_steps`, `verified_rows` (with drafts),
+          `drafted` and `accepted` drafts (also by position), and `step_seconds`, the times of steps
+          by "rows x tokens per row".
         - `padding`: share of padding in the rows and tokens of all steps.
         """
         return engine_stats(

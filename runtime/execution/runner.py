@@ -302,11 +302,14 @@ class Runner:
         if plan.decode:
             key = self._verify_key(plan) if plan.drafting else self._decode_key(plan.steps)
             bucket, rows = key.size, len(plan.decode)
-            tokens, lanes = plan.steps * rows, plan.steps * bucket
+            name, tokens, lanes = ranges.REPLAY, plan.steps * rows, plan.steps * bucket
             if plan.drafting:
-                tokens, lanes = plan.decode_tokens, key.tokens_per_row * bucket
+                name, tokens = ranges.VERIFY, plan.decode_tokens
+                lanes = key.tokens_per_row * bucket
+                if self.steps.functions.ragged:  # only rows are padded
+                    lanes = tokens + bucket - rows
             with ranges.step_span(
-                ranges.REPLAY, number, rows, bucket, tokens, plan.blocks_in_use, lanes - tokens
+                name, number, rows, bucket, tokens, plan.blocks_in_use, lanes - tokens
             ):
                 launched = clock()
                 output = self.run(key, rows)

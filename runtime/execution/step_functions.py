@@ -25,6 +25,7 @@ sampler is compiled, on its own.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -116,6 +117,9 @@ class StepFunctions:
         self._drafting = drafting
         self._taps = () if drafting is None else drafting.taps
         self._sampler = SAMPLERS[model.kernels.sampler]
+        lanes = len(inputs.decode_rows)
+        self._no_drafts = inputs.decode_rows.new_zeros((lanes, 0))
+        self._ones = inputs.decode_rows.new_ones(lanes)
         static = (arena, *state.tensors().values(), *(() if hidden is None else (hidden,)))
         self._parts = CompiledParts(static)
         if compiled and model.stack is None:
@@ -175,6 +179,8 @@ class StepFunctions:
     def _decode_step(self, key: StepKey) -> StepOutput:
         if self.model.decode_step is not None:
             return self._decode_fused(self.model.decode_step, key)
+        if self.ragged:
+            return self._run_ragged(key, self._no_drafts[: key.size], self._ones[: key.size])[0]
         return self._finished(*self._decode_forward(key), key)
 
     def _decode_forward(self, key: StepKey) -> tuple[_Forward, torch.Tensor]:
@@ -381,10 +387,20 @@ class StepFunctions:
         )
 
     def _verify_ragged(self, key: StepKey, drafts: DraftInputs[torch.Tensor]) -> StepOutput:
-        """As `verify`, without padding between rows, and with the host's part of it in C++."""
-        state, size = self.state, key.size
-        rows_B, counts_B = self.inputs.decode_rows[:size], drafts.counts[:size]
-        drafts_BK = drafts.token_ids[:size, : key.tokens_per_row - 1]
+        """As `verify`, without padding between rows."""
+        size, drafts_BK = key.size, drafts.token_ids[: key.size, : key.tokens_per_row - 1]
+        result, lanes_NB = self._run_ragged(key, drafts_BK, drafts.counts[:size])
+        if result.details is None:
+            return StepOutput(result.tokens[lanes_NB], result.logits, None, result.drafts)
+        details = result.details.at(lanes_NB)
+        return StepOutput(details.tokens, result.logits, details, result.drafts)
+
+    def _run_ragged(
+        self, key: StepKey, drafts_BK: torch.Tensor, counts_B: torch.Tensor
+    ) -> tuple[StepOutput, torch.Tensor]:
+        """Run a step of the C++ operators; return its output token by token, and the lanes of it by
+        position; see `kernels/cpu/verify.py`."""
+        state, rows_B = self.state, self.inputs.decode_rows[: key.size]
         with operation("inputs"):
             inputs = verify_inputs(
                 *(rows_B, drafts_BK, counts_B, state.token_ids, state.positions),
@@ -402,7 +418,11 @@ class StepFunctions:
                 query_start_loc=inputs.query_start_loc,
                 rope_lengths=rope_lengths(state, inputs.positions, inputs.token_rows),
             )
-        hidden_TD, features_TF = self._forward_pass(inputs.token_ids, batch)
+        if key.drafts:
+            hidden_TD, features_TF = self._forward_pass(inputs.token_ids, batch)
+        else:
+            hidden_TD = self.model.decode(self._embedded(inputs.token_ids), self.arena, batch)
+            features_TF = None
         logits_TV = self.model.own_logits(hidden_TD)
         if key.full_sampler:
             output = self._drawn(logits_TV, batch.token_rows, batch.positions, inputs.token_ids)
@@ -413,12 +433,10 @@ class StepFunctions:
             lanes_NB = accept_drafts(
                 output.tokens, rows_B, drafts_BK, counts_B, state.token_ids, state.positions
             )
-            details = None if output.details is None else output.details.at(lanes_NB)
-            tokens_NB = output.tokens[lanes_NB] if details is None else details.tokens
         proposed = self._proposed(
             key, FollowedTokens(inputs.token_ids, output.tokens, features_TF, batch), lanes_NB[0]
         )
-        return StepOutput(tokens_NB, output.logits, details, proposed)
+        return dataclasses.replace(output, drafts=proposed), lanes_NB
 
     def _proposed(
         self, key: StepKey, tokens: FollowedTokens, first_B: torch.Tensor
@@ -435,7 +453,8 @@ class StepFunctions:
 
     @property
     def ragged(self) -> bool:
-        """Whether verify steps have no padding between rows: their sizes are not captured."""
+        """Whether decode and verify steps run on the C++ operators, without padding between rows:
+        their sizes are not captured."""
         kernels = self.model.kernels
         return self.model.stack is not None and kernels.library is not None
 

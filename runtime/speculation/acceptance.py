@@ -48,9 +48,12 @@ class Acceptance:
 
     def chances(self, draft: Draft) -> list[float]:
         """Return, for each draft, the probability that it is accepted and all before it are."""
-        chance, chances = 1.0, []
+        chance, chances, rate, last = 1.0, [], 0.0, -1
         for length, agreed in enumerate(draft.agreed, draft.matched):
-            chance *= self.rate(_CLASS_OF[length] + agreed)
+            kind = _CLASS_OF[length] + agreed
+            if kind != last:  # mostly the same as for the draft before
+                rate, last = self.rate(kind), kind
+            chance *= rate
             chances.append(chance)
         return chances
 

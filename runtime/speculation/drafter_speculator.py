@@ -34,8 +34,8 @@ FIRST_CREDIT, MOST_CREDIT = 4.0, 8.0
 """Time that may be lost to drafts before they have gained any, and after they have gained much: in
 decode steps."""
 
-LARGEST_LOSS = 1.0
-"""Decode steps that one step can lose at most: longer ones were disturbed by something else."""
+LARGEST_ERROR = 0.5
+"""Steps count as at most so much longer than expected: something else disturbed longer ones."""
 
 
 class RowDrafts:
@@ -59,6 +59,7 @@ class DrafterSpeculator:
         config: Speculation,
         sizes: Callable[[int], Sequence[int]],
         costs: tuple[VerifyCosts, VerifyCosts],
+        proposing: Callable[[int], float],
         *,
         is_async_device: bool,
         penalties: bool = False,
@@ -71,6 +72,8 @@ class DrafterSpeculator:
             sizes: returns the tokens per row that verify steps of so many rows exist for.
             costs: the times of decode steps and of verify steps with proposals, by whether the full
                 sampler runs.
+            proposing: returns the time of a step of so many rows that proposes and verifies
+                nothing, as a multiple of that of a decode step.
             is_async_device: whether steps stay in flight.
             penalties: whether the sampler can count drafts for the penalties of a row.
             calibration_seconds: that measuring the times took.
@@ -79,7 +82,7 @@ class DrafterSpeculator:
         self.sizes = sizes
         self.proposes = 0
         """Drafts that the step to be planned proposes for each row."""
-        self._costs = costs
+        self._costs, self._proposing = costs, proposing
         self._is_async_device = is_async_device
         self._penalties = penalties
         self._calibration_seconds = calibration_seconds
@@ -149,22 +152,28 @@ class DrafterSpeculator:
 
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
         """Count what a step accepted, and learn from its time; once for every launched step."""
-        seconds = self._counter.committed(plan, advanced, arrived_ns)
+        took = self._counter.committed(plan, advanced, arrived_ns)
         self._proposing_steps += plan.proposes > 0
-        if seconds is None or not plan.decode:
+        if took is None or not plan.decode:
             return
         rows, costs = len(plan.decode), self._costs[full_sampler(plan.decode)]
         costs.count(plan.tokens_per_row)
         if plan.prefill:
             return
-        decode_seconds = costs.decode_seconds(rows)
-        gained = DRAFT_SHARE * decode_seconds
-        if plan.proposes:
-            tokens = sum(advanced) / rows if advanced is not None else 1.0
-            gained = max(decode_seconds * tokens - seconds, -LARGEST_LOSS * decode_seconds)
+        if not plan.proposes:
+            decode_seconds = costs.observe_decode(rows, took.seconds)
+            gained = DRAFT_SHARE * decode_seconds
+        else:
+            decode_seconds = costs.decode_seconds(rows)
+            n, tokens = plan.tokens_per_row, plan.decode_tokens
+            if advanced is None:
+                expected, reached = self._proposing(rows) * decode_seconds, rows
+            else:
+                expected, reached = costs.verify_seconds(rows, n, tokens), sum(advanced)
+                costs.observe(rows, n, tokens, took.seconds)
+            most = (1 + LARGEST_ERROR) * expected
+            gained = decode_seconds * reached / rows - min(took.seconds, most)
         self._credit = min(self._credit + gained, MOST_CREDIT * decode_seconds)
-        if (plan.tokens_per_row > 1) == (plan.proposes > 0):
-            costs.observe(rows, plan.tokens_per_row, plan.decode_tokens, seconds)
 
     @property
     def counts(self) -> dict[str, int]:

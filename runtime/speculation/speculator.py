@@ -9,10 +9,10 @@ step in flight is committed. While drafts are expected to pay, the loop commits 
 the next step (`waits`): the device then idles for the work of the host, which the measured times of
 these steps contain. Otherwise one step stays in flight as without speculation.
 
-Speculation keeps an account of time. Looking for drafts is paid from it, and a verify step adds
-what it gained, or subtracts what it lost, compared with decode steps of as many tokens. Decode
+Speculation keeps an account of time. Looking for drafts is paid from it twice, and a verify step
+adds what it gained, or subtracts what it lost, compared with decode steps of as many tokens. Decode
 steps add 2 % of their time. Without credit no drafts are looked for. So even if too much is
-expected of them, they cost little more than these 2 %.
+expected of them, they cost little more than this.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ INDEXED_PER_STEP = 512
 FEW_TOKENS = 32
 """Rows with no more new tokens are indexed at once: any step adds fewer."""
 
-LOOK_SHARE = 0.02
-"""Share of the time of decode steps that may be spent on looking for drafts that do not pay."""
+LOOK_SHARE, LOOK_PRICE = 0.02, 2.0
+"""Share of the time of decode steps that is credited to speculation, and what a second of looking
+for drafts costs: so half of what drafts gain may be spent on looking for them."""
 
-FIRST_CREDIT, MOST_CREDIT = 1.0, 8.0
+FIRST_CREDIT, MOST_CREDIT = 2.0, 16.0
 """Time that may be lost to speculation before it has gained any, and after it has gained much: in
 decode steps."""
 
@@ -82,6 +83,8 @@ class Speculator:
         self._penalties = penalties
         self._credit = FIRST_CREDIT * costs[0].decode_seconds(1)
         self._look_ns = 0
+        self._batch: Sequence[Request] | None = None
+        self._batch_costs = costs[0]
         self._acceptance = Acceptance()
         self._candidates = 1 if config.method == "ngram" else MAX_CANDIDATES
         self._shared: SharedOutputs | None = None
@@ -98,13 +101,15 @@ class Speculator:
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         """Return the drafts of each decoding request; nothing if no request should draft."""
         self.begin_plan()
+        if self._credit < 0 and self.config.adaptive:
+            return ()
         sizes = self.sizes(len(requests))
-        if not sizes or (self.config.adaptive and self._credit < 0):
+        if not sizes:
             return ()
         began = time.perf_counter_ns()
         drafts = self._look(requests, sizes[-1] - 1)
         self._look_ns = time.perf_counter_ns() - began
-        self._credit -= self._look_ns / 1e9
+        self._credit -= LOOK_PRICE * self._look_ns / 1e9
         return drafts
 
     def _look(self, requests: Sequence[Request], most: int) -> Sequence[Sequence[int]]:
@@ -114,7 +119,7 @@ class Speculator:
         if not any(chances):
             return ()
         if self.config.adaptive:
-            counts = self._costs[full_sampler(requests)].choose(chances)
+            counts = self._costs_of(requests).choose(chances)
         else:
             counts = [min(len(own), most) for own in chances]
         self.waits = self._is_async_device and any(counts)
@@ -128,24 +133,34 @@ class Speculator:
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         """Note when the loop began with a step that was launched."""
         # On an asynchronous device, looking overlaps with a step in flight, or delays the next one.
-        look_ns = 0 if self._is_async_device else self._look_ns
-        self._counter.launched(plan, started_ns + look_ns)
+        if not self._is_async_device:
+            started_ns += self._look_ns
+        self._counter.launched(plan, started_ns, looked=self._look_ns > 0)
 
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
         """Count what a step accepted, and learn from its time; once for every launched step."""
-        seconds = self._counter.committed(plan, advanced, arrived_ns)
-        if seconds is None or not plan.decode:
+        took = self._counter.committed(plan, advanced, arrived_ns)
+        if took is None or not plan.decode:
             return
-        rows, costs = len(plan.decode), self._costs[full_sampler(plan.decode)]
+        rows, costs = len(plan.decode), self._costs_of(plan.decode)
         costs.count(plan.tokens_per_row)
         if plan.prefill:
             return
-        costs.observe(rows, plan.tokens_per_row, plan.decode_tokens, seconds)
-        decode_seconds = costs.decode_seconds(rows)
-        gained = LOOK_SHARE * decode_seconds
-        if advanced is not None:
-            gained = decode_seconds * sum(advanced) / rows - seconds
+        if advanced is None:
+            decode_seconds = costs.observe_decode(rows, took.seconds, looked=took.looked)
+            gained = LOOK_SHARE * decode_seconds
+        else:
+            costs.observe(rows, plan.tokens_per_row, plan.decode_tokens, took.seconds)
+            decode_seconds = costs.decode_seconds(rows)
+            gained = decode_seconds * sum(advanced) / rows - took.seconds
         self._credit = min(self._credit + gained, MOST_CREDIT * decode_seconds)
+
+    def _costs_of(self, requests: Sequence[Request]) -> VerifyCosts:
+        """Return the times of steps of these requests."""
+        if requests is not self._batch:  # the same list until a request joins or leaves
+            self._batch = requests
+            self._batch_costs = self._costs[full_sampler(requests)]
+        return self._batch_costs
 
     @property
     def counts(self) -> dict[str, int]:

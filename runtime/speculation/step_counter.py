@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..request import Request
 from ..scheduling.plan import StepPlan
 
-__all__ = ["StepCounter", "full_sampler"]
+__all__ = ["StepCounter", "StepTime", "full_sampler"]
+
+
+class StepTime(NamedTuple):
+    """How long a step took."""
+
+    seconds: float
+    looked: bool
+    """Whether the host has looked for drafts before."""
 
 
 class StepCounter:
@@ -17,38 +25,43 @@ class StepCounter:
 
     def __init__(self, most_drafts: int) -> None:
         """Count drafts of a row by their number, up to `most_drafts`."""
-        self._launched: deque[tuple[StepPlan, int]] = deque()
+        self._launched: deque[tuple[StepPlan, int, bool]] = deque()
         self._arrived_ns = 0
-        self._verify_steps = 0
+        self._verify_steps = self._verified_rows = 0
         self._drafted = [0] * most_drafts
         self._accepted = [0] * most_drafts
 
-    def launched(self, plan: StepPlan, started_ns: int) -> None:
-        """Note when the loop began with a step that was launched."""
-        self._launched.append((plan, started_ns))
+    def launched(self, plan: StepPlan, started_ns: int, *, looked: bool = False) -> None:
+        """Note when the loop began with a step that was launched.
+
+        `looked`: whether the host has looked for drafts before.
+        """
+        self._launched.append((plan, started_ns, looked))
 
     def committed(
         self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int
-    ) -> float | None:
-        """Count a step; return the seconds it took, or None if its launch was not noted."""
+    ) -> StepTime | None:
+        """Count a step; return how long it took, or None if its launch was not noted."""
         began, self._arrived_ns = self._arrived_ns, arrived_ns
         if advanced is not None:
             self._verify_steps += 1
             for drafts, count in zip(plan.drafts, advanced, strict=True):
+                self._verified_rows += len(drafts) > 0
                 for index in range(len(drafts)):
                     self._drafted[index] += 1
                     self._accepted[index] += index < count - 1
         if not (self._launched and self._launched[0][0] is plan):  # of `score`, or with token masks
             return None
-        _, started = self._launched.popleft()
+        _, started, looked = self._launched.popleft()
         # An asynchronous device begins a step when the previous one has ended.
-        return (arrived_ns - max(began, started)) / 1e9
+        return StepTime((arrived_ns - max(began, started)) / 1e9, looked)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Verify steps, and the drafts that they verified and accepted."""
+        """Verify steps, their rows with drafts, and the drafts that they verified and accepted."""
         return {
             "verify_steps": self._verify_steps,
+            "verified_rows": self._verified_rows,
             "drafted": sum(self._drafted),
             "accepted": sum(self._accepted),
         }

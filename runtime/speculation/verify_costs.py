@@ -33,17 +33,19 @@ LEAST_GAIN = math.log(1.05)
 LEAST_CHANCE = 0.05
 """Drafts that are less likely to be accepted are not verified."""
 
-DECODE_RATE = 0.1
-"""Share of an error by which the time of decode steps is corrected."""
+DECODE_RATE, LOOK_RATE = 0.1, 0.02
+"""Share of an error by which the time of decode steps is corrected: of steps for which no drafts
+were looked for, and of others, which find the processor's caches full of other things."""
 
 COMMON_RATE = 0.05
-"""Share of an error by which the times of all verify steps of so many rows are corrected: longer
-contexts slow them down by another factor than decode steps."""
+"""Share of an error by which the times of all verify steps of so many rows are corrected, at least:
+longer contexts slow them down by another factor than decode steps. The first errors count more,
+since what the host does for a verify step was not measured at the start."""
 
 OWN_RATE = 0.1
 """Share of an error by which the time of the verify step itself is corrected in addition."""
 
-LARGEST_ERROR = 0.5
+LARGEST_ERROR = 0.75
 """Errors are clipped to this multiple of the expected time: steps that other processes disturb
 count little."""
 
@@ -58,11 +60,23 @@ VERIFY_IN_A_ROW = 32
 class _Times:
     """Of the steps of so many rows: the time of a decode step, and multiples of it."""
 
-    def __init__(self, seconds: Mapping[int, float]) -> None:
+    def __init__(self, size: int, seconds: Mapping[int, float]) -> None:
         """`seconds` by tokens of the step; the fewest are those of the decode step."""
+        self.size = size
         self.tokens = sorted(seconds)
         self.decode = seconds[self.tokens[0]]
         self.multiples = [max(seconds[n] / self.decode, 1.0) for n in self.tokens]
+        self.verified = 0
+        """Verify steps that corrected the multiples."""
+        self.unfaded = 0
+        """Decode steps since the multiples were lowered last."""
+
+    def fade(self) -> None:
+        """Lower the multiples for the decode steps since the last time."""
+        if self.unfaded:
+            factor = (1 - FADING) ** self.unfaded
+            self.multiples = [max(multiple * factor, 1.0) for multiple in self.multiples]
+            self.unfaded = 0
 
     def between(self, tokens: int) -> tuple[int, float]:
         """Return the first measured point of at least so many tokens, and its weight."""
@@ -93,12 +107,16 @@ class VerifyCosts:
 
         `padded`: whether all rows of a step have as many tokens, padding included.
         """
-        self._rows = rows
         self._padded = padded
         by_tokens: dict[int, dict[int, float]] = {}
         for (size, tokens_per_row), value in seconds.items():
             by_tokens.setdefault(size, {})[size * tokens_per_row] = value
-        self._times = {size: _Times(own) for size, own in by_tokens.items()}
+        sizes = {size: _Times(size, own) for size, own in by_tokens.items()}
+        self._times = {
+            count: sizes[fitting]
+            for count in range(1, rows.largest + 1)
+            if (fitting := rows.fit(count))
+        }
         self._in_a_row = 0
 
     def choose(self, chances: Sequence[Sequence[float]]) -> list[int]:
@@ -110,17 +128,13 @@ class VerifyCosts:
         none = [0] * len(chances)
         if self._in_a_row >= VERIFY_IN_A_ROW or not any(chances):
             return none
-        size = self._bucket(len(chances))
-        likely = [sum(chance >= LEAST_CHANCE for chance in own) for own in chances]
-        if self._padded:
-            return self._even(chances, likely, size) or none
-        return self._ragged(chances, likely, size) or none
+        times = self._times[len(chances)]
+        times.fade()
+        return (self._even if self._padded else self._ragged)(chances, times) or none
 
-    def _even(
-        self, chances: Sequence[Sequence[float]], likely: list[int], size: int
-    ) -> list[int] | None:
+    def _even(self, chances: Sequence[Sequence[float]], times: _Times) -> list[int] | None:
         """Return the drafts of the best step with as many tokens for each row."""
-        times, rows = self._times[size], len(chances)
+        rows, size = len(chances), times.size
         best, best_gain = 0, LEAST_GAIN
         for tokens, multiple in zip(times.tokens[1:], times.multiples[1:], strict=True):
             drafts = tokens // size - 1
@@ -128,24 +142,30 @@ class VerifyCosts:
             gain = expected - math.log(multiple)
             if gain > best_gain:
                 best, best_gain = drafts, gain
-        return [min(best, count) for count in likely] if best else None
+        if best == 0:
+            return None
+        return [sum(chance >= LEAST_CHANCE for chance in own[:best]) for own in chances]
 
-    def _ragged(
-        self, chances: Sequence[Sequence[float]], likely: list[int], size: int
-    ) -> list[int] | None:
-        """Return the drafts of the best step; see the top of this file."""
-        times, rows = self._times[size], len(chances)
+    def _ragged(self, chances: Sequence[Sequence[float]], times: _Times) -> list[int] | None:
+        """Return the drafts of the best step; see the top of this file.
+
+        In a large batch, not every number of drafts is tried.
+        """
+        rows, size = len(chances), times.size
         worth: list[tuple[float, int]] = []
         for row, own in enumerate(chances):
             tokens = 1.0
-            for chance in own[: likely[row]]:
+            for chance in own:
+                if chance < LEAST_CHANCE:
+                    break
                 worth.append((chance / tokens, row))  # falls with each draft of a row
                 tokens += chance
         worth.sort(reverse=True)
+        every, last = max(1, rows // 4), len(worth)
         best, best_gain, expected = 0, LEAST_GAIN, 0.0
         for count, (value, _) in enumerate(worth, 1):
             expected += math.log1p(value) / rows
-            if expected <= best_gain:
+            if expected <= best_gain or (count % every and count != last):
                 continue
             gain = expected - math.log(times.multiple(size + count))
             if gain > best_gain:
@@ -157,45 +177,58 @@ class VerifyCosts:
 
     def decode_seconds(self, rows: int) -> float:
         """Return the time of a decode step of so many rows."""
-        return self._times[self._bucket(rows)].decode
+        return self._times[rows].decode
+
+    def verify_seconds(self, rows: int, tokens_per_row: int, tokens: int) -> float:
+        """Return the time of a verify step; see `observe`."""
+        times = self._times[rows]
+        return times.decode * times.multiple(self._computed(times, rows, tokens_per_row, tokens))
+
+    def _computed(self, times: _Times, rows: int, tokens_per_row: int, tokens: int) -> int:
+        """Return the tokens that a verify step computes, padding included."""
+        return times.size * tokens_per_row if self._padded else tokens + times.size - rows
 
     def count(self, tokens_per_row: int) -> None:
         """Count a step, with or without prefill."""
         self._in_a_row = self._in_a_row + 1 if tokens_per_row > 1 else 0
 
+    def observe_decode(self, rows: int, seconds: float, *, looked: bool = False) -> float:
+        """Correct the time of a decode step by how long one took, and return it.
+
+        `looked`: whether drafts were looked for. Invalid times are ignored.
+        """
+        times = self._times[rows]
+        if 0 < seconds < math.inf:
+            error = seconds / times.decode - 1
+            rate = LOOK_RATE if looked else DECODE_RATE
+            times.decode *= 1 + rate * min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
+            times.unfaded += 1
+        return times.decode
+
     def observe(self, rows: int, tokens_per_row: int, tokens: int, seconds: float) -> None:
-        """Correct the time of a step by how long one took. Invalid times are ignored.
+        """Correct the time of a verify step by how long one took. Invalid times are ignored.
 
         `tokens` are those of all rows, without padding.
         """
-        if not (math.isfinite(seconds) and seconds > 0):
+        if not 0 < seconds < math.inf:
             return
-        size = self._bucket(rows)
-        times = self._times[size]
-        computed = size * tokens_per_row if self._padded else tokens + size - rows
+        times = self._times[rows]
+        times.fade()
+        computed = self._computed(times, rows, tokens_per_row, tokens)
         at, weight = times.between(computed)
-        decodes = tokens_per_row == 1
-        error = seconds / (times.decode * (1.0 if decodes else times.multiple(computed))) - 1
+        error = seconds / (times.decode * times.multiple(computed)) - 1
         error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
-        own = times.multiples
-        if decodes:
-            times.decode *= 1 + DECODE_RATE * error
+        own, common = times.multiples, max(COMMON_RATE, 1 / (2 + times.verified))
+        times.verified += 1
         for point in range(1, len(own)):
-            change = -FADING
-            if not decodes:
-                share = weight if point == at else 1 - weight if point == at - 1 else 0.0
-                change = error * (COMMON_RATE + OWN_RATE * share) - FADING * (share == 0.0)
+            share = weight if point == at else 1 - weight if point == at - 1 else 0.0
+            change = error * (common + OWN_RATE * share) - FADING * (share == 0.0)
             own[point] = max(own[point] * (1 + change), 1.0)
 
     def seconds(self) -> dict[str, float]:
         """Return the present times by "rows x tokens per row"."""
         return {
-            f"{size}x{tokens // size}": own.decode * multiple
-            for size, own in self._times.items()
+            f"{own.size}x{tokens // own.size}": own.decode * multiple
+            for own in dict.fromkeys(self._times.values())
             for tokens, multiple in zip(own.tokens, own.multiples, strict=True)
         }
-
-    def _bucket(self, rows: int) -> int:
-        size = self._rows.fit(rows)
-        assert size is not None, f"{rows} rows, the largest bucket is {self._rows.largest}"
-        return size
