@@ -98,7 +98,7 @@ def sample_drafted(
     output, counted_T = _sample(logits_TV, state, rows_T, positions_T, counts_TV)
     tokens_BN = output.tokens.view_as(token_ids_BN)
     accepted_BK = (tokens_BN[:, :-1] == token_ids_BN[:, 1:]).to(torch.int32).cumprod(1)
-    kept_BN = torch.cat((torch.ones_like(accepted_BK[:, :1]), accepted_BK), dim=1)
+    kept_BN = torch.cat((torch.ones_like(tokens_BN[:, :1], dtype=torch.int32), accepted_BK), dim=1)
     counted_T = counted_T * kept_BN.flatten().to(torch.int32)
     state.token_counts.index_put_((rows_T, output.tokens.clamp(min=0)), counted_T, accumulate=True)
     return output
