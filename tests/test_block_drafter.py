@@ -128,6 +128,15 @@ def test_drafter(base: TinyModel, variant: str, mode: str, tmp_path: Path) -> No
     assert compared > 50
 
 
+def test_one_row(base: TinyModel, tmp_path: Path) -> None:
+    directory, config, weights = write(tmp_path / "drafter")
+    target, kernels = load_target(base.directory, torch.float32)
+    rig = DrafterRig(find_drafter(directory, target.config), target, kernels, rows=1)
+    reference = dflash(config, weights, base, torch.float32)
+    rig.prefill(base.prompts(19))
+    assert sum(rig.check(rig.verify(3, 2), reference, 1e-3) for _ in range(3)) > 3
+
+
 @pytest.mark.parametrize(
     ("storage", "weights", "tolerance"),
     [("model", "model", 0.15), ("int8", "model", 0.15), ("model", "int8", 0.2)],

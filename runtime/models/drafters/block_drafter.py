@@ -125,6 +125,5 @@ class BlockDrafter(LayerStack):
 
 def _to_the_end(batch: RaggedBatch, size: int) -> RaggedBatch:
     """The batch whose tokens attend up to the last token of their row."""
-    positions = batch.positions.view(-1, size)
-    last = positions.amax(-1, keepdim=True).expand_as(positions)
-    return dataclasses.replace(batch, positions=last.flatten())
+    last_B = batch.positions.view(-1, size).amax(-1)
+    return dataclasses.replace(batch, positions=last_B.repeat_interleave(size))

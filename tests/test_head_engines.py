@@ -1,0 +1,55 @@
+"""Engines with drafters that read hidden states: their drafts change no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stepgraph.runtime import Engine
+from stepgraph.runtime.kernels import have_compiler
+
+from . import test_block_drafter, test_eagle3
+from .engine_rig import greedy
+from .test_speculation import SIZES, run_mixed
+from .tiny_models import TinyModel
+
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {"mode": "eager", "kernels": "torch"},
+    "native": {"mode": "eager", "kernels": "native"},
+    "cache in 8 bits": {"mode": "eager", "kernels": "native", "kv_dtype": "int8"},
+    "preempted": {"mode": "eager", "kernels": "native", "num_blocks": 19},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_tokens_are_those_of_plain_decoding(
+    open_engine: Callable[..., Engine],
+    base: TinyModel,
+    kind: str,
+    mode: str,
+    tmp_path: Path,
+) -> None:
+    config = SIZES | MODES[mode]
+    if config.get("kernels") == "native" and not have_compiler():
+        pytest.skip("needs a C++ compiler")
+    write = test_eagle3.write if kind == "eagle3" else test_block_drafter.write
+    directory, *_ = write(tmp_path / "drafter")
+    speculation = {
+        "method": kind,
+        "model": str(directory),
+        "num_speculative_tokens": 3,
+        "adaptive": False,
+    }
+    plain = open_engine("base", **config, dtype="float32")
+    engine = open_engine("base", **config, dtype="float32", speculation=speculation)
+    prompts = base.prompts(30, 4, 12, 7)
+    params = [greedy(28), greedy(40), greedy(33), greedy(19, n=2)]
+    expected = run_mixed(plain, prompts, params)
+    for _ in range(2):  # the second time prompts are cached
+        assert run_mixed(engine, prompts, params) == expected
+    stats = engine.stats()
+    assert stats["fallbacks"] == 0
+    assert stats["speculation"]["drafted"] > 50
