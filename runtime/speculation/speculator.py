@@ -11,7 +11,7 @@ these steps contain. Otherwise one step stays in flight as without speculation.
 
 Speculation keeps an account of time. Looking for drafts is paid from it twice, and a verify step
 adds what it gained, or subtracts what it lost, compared with decode steps of as many tokens. Decode
-steps add 2 % of their time. Without credit no drafts are looked for. So even if too much is
+steps add 1 % of their time. Without credit no drafts are looked for. So even if too much is
 expected of them, they cost little more than this.
 """
 
@@ -39,7 +39,7 @@ INDEXED_PER_STEP = 512
 FEW_TOKENS = 32
 """Rows with no more new tokens are indexed at once: any step adds fewer."""
 
-LOOK_SHARE, LOOK_PRICE = 0.02, 2.0
+LOOK_SHARE, LOOK_PRICE = 0.01, 2.0
 """Share of the time of decode steps that is credited to speculation, and what a second of looking
 for drafts costs: so half of what drafts gain may be spent on looking for them."""
 

@@ -27,7 +27,7 @@ from ...graphs.buckets import Buckets
 
 __all__ = ["VerifyCosts"]
 
-LEAST_GAIN = math.log(1.05)
+LEAST_GAIN = math.log(1.1)
 """Expected gains up to this one are not worth the risk."""
 
 LEAST_CHANCE = 0.05
