@@ -43,6 +43,10 @@ LOOK_SHARE, LOOK_PRICE = 0.01, 2.0
 """Share of the time of decode steps that is credited to speculation, and what a second of looking
 for drafts costs: so half of what drafts gain may be spent on looking for them."""
 
+LOOKS_IN_A_ROW = 7
+"""Decode steps in a row with a look for drafts, before one without. Looking fills the processor's
+caches and slows the step down: only steps without show how long plain decoding takes."""
+
 FIRST_CREDIT, MOST_CREDIT = 2.0, 16.0
 """Time that may be lost to speculation before it has gained any, and after it has gained much: in
 decode steps."""
@@ -80,7 +84,7 @@ class Speculator:
         self._is_async_device = is_async_device
         self._penalties = penalties
         self._credit = FIRST_CREDIT * costs[0].decode_seconds(1)
-        self._look_ns = 0
+        self._look_ns = self._looks = 0
         self._batch: Sequence[Request] | None = None
         self._batch_costs = costs[0]
         self._acceptance = Acceptance()
@@ -99,7 +103,7 @@ class Speculator:
         """Return the drafts of each decoding request; nothing if no request should draft."""
         self.waits = False
         self._look_ns = 0
-        if self._credit < 0 and self.config.adaptive:
+        if self.config.adaptive and (self._credit < 0 or self._looks >= LOOKS_IN_A_ROW):
             return ()
         sizes = self.sizes(len(requests))
         if not sizes:
@@ -157,9 +161,15 @@ class Speculator:
         # An asynchronous device begins a step when the previous one has ended.
         seconds = (arrived_ns - max(began, started)) / 1e9
         if advanced is None:
-            decode_seconds = costs.observe_decode(rows, seconds, looked=looked)
+            self._looks = self._looks + 1 if looked else 0
+            decode_seconds = costs.decode_seconds(rows)
             gained = LOOK_SHARE * decode_seconds
+            if looked:
+                gained += max(decode_seconds - seconds, -decode_seconds)
+            else:
+                decode_seconds = costs.observe_decode(rows, seconds)
         else:
+            self._looks = 0
             costs.observe(rows, plan.tokens_per_row, plan.decode_tokens, seconds)
             decode_seconds = costs.decode_seconds(rows)
             gained = decode_seconds * sum(advanced) / rows - seconds
