@@ -11,7 +11,7 @@ these steps contain. Otherwise one step stays in flight as without speculation.
 
 Speculation keeps an account of time. Looking for drafts is paid from it twice, and a verify step
 adds what it gained, or subtracts what it lost, compared with decode steps of as many tokens. Decode
-steps add 2 % of their time. Without credit no drafts are looked for. So even if too much is
+steps add 1 % of their time. Without credit no drafts are looked for. So even if too much is
 expected of them, they cost little more than this.
 """
 
@@ -39,9 +39,13 @@ INDEXED_PER_STEP = 512
 FEW_TOKENS = 32
 """Rows with no more new tokens are indexed at once: any step adds fewer."""
 
-LOOK_SHARE, LOOK_PRICE = 0.02, 2.0
+LOOK_SHARE, LOOK_PRICE = 0.01, 2.0
 """Share of the time of decode steps that is credited to speculation, and what a second of looking
 for drafts costs: so half of what drafts gain may be spent on looking for them."""
+
+LOOKS_IN_A_ROW = 7
+"""Decode steps in a row with a look for drafts, before one without. Looking fills the processor's
+caches and slows the step down: only steps without show how long plain decoding takes."""
 
 FIRST_CREDIT, MOST_CREDIT = 2.0, 16.0
 """Time that may be lost to speculation before it has gained any, and after it has gained much: in
@@ -82,7 +86,7 @@ class Speculator:
         self._is_async_device = is_async_device
         self._penalties = penalties
         self._credit = FIRST_CREDIT * costs[0].decode_seconds(1)
-        self._look_ns = 0
+        self._look_ns = self._looks = 0
         self._batch: Sequence[Request] | None = None
         self._batch_costs = costs[0]
         self._acceptance = Acceptance()
@@ -101,7 +105,7 @@ class Speculator:
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         """Return the drafts of each decoding request; nothing if no request should draft."""
         self.begin_plan()
-        if self._credit < 0 and self.config.adaptive:
+        if self.config.adaptive and (self._credit < 0 or self._looks >= LOOKS_IN_A_ROW):
             return ()
         sizes = self.sizes(len(requests))
         if not sizes:
@@ -147,9 +151,15 @@ class Speculator:
         if plan.prefill:
             return
         if advanced is None:
-            decode_seconds = costs.observe_decode(rows, took.seconds, looked=took.looked)
+            self._looks = self._looks + 1 if took.looked else 0
+            decode_seconds = costs.decode_seconds(rows)
             gained = LOOK_SHARE * decode_seconds
+            if took.looked:
+                gained += max(decode_seconds - took.seconds, -decode_seconds)
+            else:
+                decode_seconds = costs.observe_decode(rows, took.seconds)
         else:
+            self._looks = 0
             costs.observe(rows, plan.tokens_per_row, plan.decode_tokens, took.seconds)
             decode_seconds = costs.decode_seconds(rows)
             gained = decode_seconds * sum(advanced) / rows - took.seconds

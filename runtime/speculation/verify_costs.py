@@ -27,15 +27,14 @@ from ...graphs.buckets import Buckets
 
 __all__ = ["VerifyCosts"]
 
-LEAST_GAIN = math.log(1.05)
+LEAST_GAIN = math.log(1.1)
 """Expected gains up to this one are not worth the risk."""
 
 LEAST_CHANCE = 0.05
 """Drafts that are less likely to be accepted are not verified."""
 
-DECODE_RATE, LOOK_RATE = 0.1, 0.02
-"""Share of an error by which the time of decode steps is corrected: of steps for which no drafts
-were looked for, and of others, which find the processor's caches full of other things."""
+DECODE_RATE = 0.1
+"""Share of an error by which the time of decode steps is corrected."""
 
 COMMON_RATE = 0.05
 """Share of an error by which the times of all verify steps of so many rows are corrected, at least:
@@ -192,16 +191,15 @@ class VerifyCosts:
         """Count a step, with or without prefill."""
         self._in_a_row = self._in_a_row + 1 if tokens_per_row > 1 else 0
 
-    def observe_decode(self, rows: int, seconds: float, *, looked: bool = False) -> float:
+    def observe_decode(self, rows: int, seconds: float) -> float:
         """Correct the time of a decode step by how long one took, and return it.
 
-        `looked`: whether drafts were looked for. Invalid times are ignored.
+        Invalid times are ignored.
         """
         times = self._times[rows]
         if 0 < seconds < math.inf:
             error = seconds / times.decode - 1
-            rate = LOOK_RATE if looked else DECODE_RATE
-            times.decode *= 1 + rate * min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
+            times.decode *= 1 + DECODE_RATE * min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
             times.unfaded += 1
         return times.decode
 
