@@ -19,7 +19,12 @@ from stepgraph.runtime.speculation.config import Speculation
 from stepgraph.runtime.speculation.request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
 from stepgraph.runtime.speculation.speculator import FEW_TOKENS, INDEXED_PER_STEP, Speculator
 from stepgraph.runtime.speculation.suffix_index import Draft, SuffixIndex
-from stepgraph.runtime.speculation.verify_costs import LEAST_GAIN, VERIFY_IN_A_ROW, VerifyCosts
+from stepgraph.runtime.speculation.verify_costs import (
+    LEAST_GAIN,
+    VERIFY_IN_A_ROW,
+    BatchCosts,
+    VerifyCosts,
+)
 
 ROWS = Buckets([1, 8])
 SIZES = (1, 2, 3, 5)
@@ -173,7 +178,7 @@ def test_an_index_begins_anew_when_it_is_full() -> None:
 
 def test_rows_share_the_tokens_that_a_step_indexes() -> None:
     speculator = Speculator(
-        Speculation(), lambda rows: SIZES[1:], (costs(), costs()), is_async_device=False
+        Speculation(), lambda rows: SIZES[1:], BatchCosts(costs(), costs()), is_async_device=False
     )
     requests = [row([1, 2, 3, 4])] + [row([n % 9 for n in range(2000)]) for _ in range(7)]
     for _ in range(80):
@@ -222,7 +227,7 @@ def served(guessable: bool, *, is_async_device: bool = False) -> tuple[Speculato
     speculator = Speculator(
         Speculation(num_speculative_tokens=4),
         lambda rows: SIZES[1:],
-        (costs(), costs()),
+        BatchCosts(costs(), costs()),
         is_async_device=is_async_device,
     )
     rng = random.Random(1)

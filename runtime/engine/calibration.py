@@ -23,7 +23,7 @@ from ..scheduling.step_budget import StepBudget
 from ..scheduling.step_costs import calibrate
 from ..speculation.drafter_speculator import DrafterSpeculator
 from ..speculation.speculator import Speculator
-from ..speculation.verify_costs import VerifyCosts
+from ..speculation.verify_costs import BatchCosts, VerifyCosts
 
 __all__ = ["calibrated_speculator", "calibrated_step_budget", "preemption_policy"]
 
@@ -137,7 +137,7 @@ def calibrated_speculator(
     extra = {rows: fastest[rows, 1, "full"] - greedy[rows, 1] for rows in sizes.rows}
     sampled = {(rows, n): value + n * max(extra[rows], 0.0) for (rows, n), value in greedy.items()}
     padded = not functions.ragged
-    costs = (
+    costs = BatchCosts(
         VerifyCosts(sizes.rows, greedy, padded=padded),
         VerifyCosts(sizes.rows, sampled, padded=padded),
     )

@@ -433,10 +433,11 @@ class StepFunctions:
             lanes_NB = accept_drafts(
                 output.tokens, rows_B, drafts_BK, counts_B, state.token_ids, state.positions
             )
-        proposed = self._proposed(
-            key, FollowedTokens(inputs.token_ids, output.tokens, features_TF, batch), lanes_NB[0]
-        )
-        return dataclasses.replace(output, drafts=proposed), lanes_NB
+        if key.drafts:
+            tokens = FollowedTokens(inputs.token_ids, output.tokens, features_TF, batch)
+            proposed = self._proposed(key, tokens, lanes_NB[0])
+            output = dataclasses.replace(output, drafts=proposed)
+        return output, lanes_NB
 
     def _proposed(
         self, key: StepKey, tokens: FollowedTokens, first_B: torch.Tensor

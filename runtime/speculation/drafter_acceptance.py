@@ -50,4 +50,4 @@ class DrafterAcceptance:
 
 def _kind(probability: float) -> int:
     """Return the class of a probability; the lowest one for NaN."""
-    return min(int(probability * _CLASSES), _CLASSES - 1) if probability > 0 else 0
+    return int(min(probability, 0.999) * _CLASSES) if probability > 0 else 0

@@ -22,8 +22,8 @@ from ..scheduling.plan import StepPlan
 from .config import Speculation
 from .drafter_acceptance import DrafterAcceptance
 from .row_drafts import RowDrafts
-from .step_counter import StepCounter, full_sampler
-from .verify_costs import VerifyCosts
+from .step_counter import StepCounter
+from .verify_costs import BatchCosts
 
 __all__ = ["DrafterSpeculator"]
 
@@ -46,7 +46,7 @@ class DrafterSpeculator:
         self,
         config: Speculation,
         sizes: Callable[[int], Sequence[int]],
-        costs: tuple[VerifyCosts, VerifyCosts],
+        costs: BatchCosts,
         proposing: Callable[[int], float],
         *,
         is_async_device: bool,
@@ -58,8 +58,7 @@ class DrafterSpeculator:
         Args:
             config: the drafter, and whether to choose.
             sizes: returns the tokens per row that verify steps of so many rows exist for.
-            costs: the times of decode steps and of verify steps with proposals, by whether the full
-                sampler runs.
+            costs: the times of decode steps and of verify steps with proposals.
             proposing: returns the time of a step of so many rows that proposes and verifies
                 nothing, as a multiple of that of a decode step.
             is_async_device: whether steps stay in flight.
@@ -75,9 +74,11 @@ class DrafterSpeculator:
         self._penalties = penalties
         self._calibration_seconds = calibration_seconds
         self._acceptance = DrafterAcceptance()
-        self._credit = FIRST_CREDIT * costs[0].decode_seconds(1)
+        self._credit = FIRST_CREDIT * costs.greedy.decode_seconds(1)
         self._counter = StepCounter(config.num_speculative_tokens)
         self._proposing_steps = 0
+        self._waiting = False
+        """Whether the last step has proposed."""
 
     @property
     def waits(self) -> bool:
@@ -93,6 +94,9 @@ class DrafterSpeculator:
 
         Decides too whether the step proposes.
         """
+        if self.config.adaptive and self._credit < 0 and not self._waiting:
+            return ()
+        self._waiting = False
         sizes = self.sizes(len(requests))
         if not sizes:
             return ()
@@ -100,7 +104,7 @@ class DrafterSpeculator:
         counts = [0 if own is None else min(len(own.tokens), sizes[-1] - 1) for own in proposed]
         if self.config.adaptive and any(counts):
             chances = [() if own is None else own.chances for own in proposed]
-            counts = self._costs[full_sampler(requests)].choose(chances)
+            counts = self._costs.of(requests).choose(chances)
         verifies = any(counts)
         if verifies or self._credit >= 0 or not self.config.adaptive:
             self.proposes = self.config.num_speculative_tokens
@@ -125,6 +129,7 @@ class DrafterSpeculator:
 
         A draft after one that found no slot is worthless.
         """
+        self._waiting = True
         for index, request in enumerate(plan.decode):
             last, known = request.proposed, request.num_tokens
             if last is not None:
@@ -144,7 +149,7 @@ class DrafterSpeculator:
         self._proposing_steps += plan.proposes > 0
         if took is None or not plan.decode:
             return
-        rows, costs = len(plan.decode), self._costs[full_sampler(plan.decode)]
+        rows, costs = len(plan.decode), self._costs.of(plan.decode)
         costs.count(plan.tokens_per_row)
         if plan.prefill:
             return
@@ -180,6 +185,5 @@ class DrafterSpeculator:
             "calibration_seconds": self._calibration_seconds,
             "proposing_steps": self._proposing_steps,
             **self._counter.stats(),
-            "step_seconds": self._costs[0].seconds(),
-            "sampled_step_seconds": self._costs[1].seconds(),
+            **self._costs.stats(),
         }

@@ -27,9 +27,9 @@ from .acceptance import Acceptance
 from .config import Speculation
 from .request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
 from .shared_outputs import SharedOutputs
-from .step_counter import StepCounter, full_sampler
+from .step_counter import StepCounter
 from .suffix_index import MAX_CANDIDATES, SuffixIndex
-from .verify_costs import VerifyCosts
+from .verify_costs import BatchCosts
 
 __all__ = ["Speculator"]
 
@@ -59,7 +59,7 @@ class Speculator:
         self,
         config: Speculation,
         sizes: Callable[[int], Sequence[int]],
-        costs: tuple[VerifyCosts, VerifyCosts],
+        costs: BatchCosts,
         *,
         is_async_device: bool,
         penalties: bool = False,
@@ -70,7 +70,7 @@ class Speculator:
         Args:
             config: the proposer, and whether to choose.
             sizes: returns the tokens per row that verify steps of so many rows exist for.
-            costs: the times of steps, by whether the full sampler runs.
+            costs: the times of steps.
             is_async_device: whether steps stay in flight.
             penalties: whether the sampler can count drafts for the penalties of a row.
             calibration_seconds: that measuring the times took.
@@ -85,10 +85,8 @@ class Speculator:
         self._costs = costs
         self._is_async_device = is_async_device
         self._penalties = penalties
-        self._credit = FIRST_CREDIT * costs[0].decode_seconds(1)
+        self._credit = FIRST_CREDIT * costs.greedy.decode_seconds(1)
         self._look_ns = self._looks = 0
-        self._batch: Sequence[Request] | None = None
-        self._batch_costs = costs[0]
         self._acceptance = Acceptance()
         self._candidates = 1 if config.method == "ngram" else MAX_CANDIDATES
         self._shared: SharedOutputs | None = None
@@ -123,7 +121,7 @@ class Speculator:
         if not any(chances):
             return ()
         if self.config.adaptive:
-            counts = self._costs_of(requests).choose(chances)
+            counts = self._costs.of(requests).choose(chances)
         else:
             counts = [min(len(own), most) for own in chances]
         self.waits = self._is_async_device and any(counts)
@@ -146,7 +144,7 @@ class Speculator:
         took = self._counter.committed(plan, advanced, arrived_ns)
         if took is None or not plan.decode:
             return
-        rows, costs = len(plan.decode), self._costs_of(plan.decode)
+        rows, costs = len(plan.decode), self._costs.of(plan.decode)
         costs.count(plan.tokens_per_row)
         if plan.prefill:
             return
@@ -165,13 +163,6 @@ class Speculator:
             gained = decode_seconds * sum(advanced) / rows - took.seconds
         self._credit = min(self._credit + gained, MOST_CREDIT * decode_seconds)
 
-    def _costs_of(self, requests: Sequence[Request]) -> VerifyCosts:
-        """Return the times of steps of these requests."""
-        if requests is not self._batch:  # the same list until a request joins or leaves
-            self._batch = requests
-            self._batch_costs = self._costs[full_sampler(requests)]
-        return self._batch_costs
-
     @property
     def counts(self) -> dict[str, int]:
         """Verify steps, and the drafts that they verified and accepted."""
@@ -188,8 +179,7 @@ class Speculator:
             "method": self.config.method,
             "calibration_seconds": self._calibration_seconds,
             **self._counter.stats(),
-            "step_seconds": self._costs[0].seconds(),
-            "sampled_step_seconds": self._costs[1].seconds(),
+            **self._costs.stats(),
         }
 
     def _caught_up(self, requests: Sequence[Request]) -> list[RequestDrafter | None]:

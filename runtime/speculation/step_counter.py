@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..request import Request
 from ..scheduling.plan import StepPlan
 
-__all__ = ["StepCounter", "StepTime", "full_sampler"]
+__all__ = ["StepCounter", "StepTime"]
 
 
 class StepTime(NamedTuple):
@@ -78,8 +77,3 @@ class StepCounter:
             "drafted_by_position": list(self._drafted),
             "accepted_by_position": list(self._accepted),
         }
-
-
-def full_sampler(requests: Sequence[Request]) -> bool:
-    """Whether a step of these requests needs more than greedy tokens."""
-    return any(request.params.needs_full_sampler for request in requests)

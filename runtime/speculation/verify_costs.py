@@ -24,8 +24,9 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from ...graphs.buckets import Buckets
+from ..request import Request
 
-__all__ = ["VerifyCosts"]
+__all__ = ["BatchCosts", "VerifyCosts"]
 
 LEAST_GAIN = math.log(1.1)
 """Expected gains up to this one are not worth the risk."""
@@ -229,4 +230,29 @@ class VerifyCosts:
             f"{own.size}x{tokens // own.size}": own.decode * multiple
             for own in dict.fromkeys(self._times.values())
             for tokens, multiple in zip(own.tokens, own.multiples, strict=True)
+        }
+
+
+class BatchCosts:
+    """The times of steps, of the greedy and of the full sampler."""
+
+    def __init__(self, greedy: VerifyCosts, full: VerifyCosts) -> None:
+        """`full`: of steps in which a request needs more than greedy tokens."""
+        self.greedy, self.full = greedy, full
+        self._batch: Sequence[Request] = ()
+        self._costs = greedy
+
+    def of(self, requests: Sequence[Request]) -> VerifyCosts:
+        """Return the times of steps of these requests."""
+        if requests is not self._batch:  # the same list until a request joins or leaves
+            self._batch = requests
+            is_full = any(request.params.needs_full_sampler for request in requests)
+            self._costs = self.full if is_full else self.greedy
+        return self._costs
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Return the present times; see `VerifyCosts.seconds`."""
+        return {
+            "step_seconds": self.greedy.seconds(),
+            "sampled_step_seconds": self.full.seconds(),
         }

@@ -1,0 +1,124 @@
+"""When a drafter on the device proposes, and which of its drafts are verified. No torch."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stepgraph.graphs.buckets import Buckets
+from stepgraph.runtime.request import Request
+from stepgraph.runtime.scheduling.plan import StepPlan
+from stepgraph.runtime.speculation.config import Speculation
+from stepgraph.runtime.speculation.drafter_acceptance import DrafterAcceptance
+from stepgraph.runtime.speculation.drafter_speculator import DrafterSpeculator
+from stepgraph.runtime.speculation.verify_costs import BatchCosts, VerifyCosts
+
+from .test_draft_choice import row
+
+DRAFTS = 3
+SECONDS = {(1, 1): 1.0, (1, 2): 1.5, (1, 3): 1.6, (1, 4): 1.7}
+
+
+def make(*, adaptive: bool = True, is_async_device: bool = False) -> DrafterSpeculator:
+    costs = BatchCosts(*(VerifyCosts(Buckets([1]), SECONDS) for _ in range(2)))
+    return DrafterSpeculator(
+        Speculation(method="eagle3", model="x", num_speculative_tokens=DRAFTS, adaptive=adaptive),
+        lambda rows: (2, 3, 4) if rows == 1 else (),
+        costs,
+        lambda rows: 1.4,
+        is_async_device=is_async_device,
+    )
+
+
+class Served(NamedTuple):
+    proposing: int
+    """Steps that proposed."""
+    steps: int
+    seconds: float
+
+
+def serve(speculator: DrafterSpeculator, request: Request, right: float, tokens: int) -> Served:
+    """Decode a row whose drafts are right by chance, with probabilities that say so."""
+    rng, now, steps, proposing = random.Random(0), 0.0, 0, 0
+    while request.num_output < tokens:
+        plan = StepPlan(decode=[request])
+        drafts = list(speculator.propose([request]))
+        plan.proposes = speculator.proposes
+        if drafts and drafts[0]:
+            plan.drafts, plan.decode_counts = drafts, [1 + len(drafts[0])]
+            plan.tokens_per_row = plan.decode_counts[0]
+        speculator.launched(plan, round(now * 1e9))
+        now += SECONDS[1, plan.tokens_per_row] if plan.drafts or not plan.proposes else 1.4
+        accepted = 1
+        if plan.drafts:
+            while accepted <= len(drafts[0]) and drafts[0][accepted - 1] == 1:
+                accepted += 1
+        advanced = [accepted] if plan.drafts else None
+        speculator.committed(plan, advanced, round(now * 1e9))
+        for _ in range(accepted):
+            request.append_token(1, 0)
+        if plan.proposes:
+            plan.draft_stops = [10**6]
+            drafted = [1 if rng.random() < right else 0 for _ in range(DRAFTS)]
+            speculator.received(plan, [drafted], [[right] * DRAFTS])
+        steps, proposing = steps + 1, proposing + (plan.proposes > 0)
+    return Served(proposing, steps, now)
+
+
+@pytest.mark.parametrize("is_async_device", [False, True])
+def test_a_good_drafter_proposes_in_every_step(is_async_device: bool) -> None:
+    speculator = make(is_async_device=is_async_device)
+    served = serve(speculator, row([1, 2, 3]), 0.9, 600)
+    assert served.proposing > 0.9 * served.steps
+    assert served.seconds < 400
+    assert speculator.waits == is_async_device
+    stats = speculator.stats()
+    assert stats["proposing_steps"] == served.proposing
+    assert stats["accepted"] > 0.7 * stats["drafted"]
+
+
+def test_a_bad_drafter_costs_next_to_nothing() -> None:
+    """After the first steps, fewer than one in a hundred is longer."""
+    served = serve(make(), row([1, 2, 3]), 0.02, 3500)
+    assert 0 < served.proposing < 40
+    assert served.seconds < 3500 * 1.01
+
+
+def test_drafts_of_an_old_position_are_not_verified() -> None:
+    speculator = make(adaptive=False)
+    request = row([1, 2, 3])
+    plan = StepPlan(decode=[request], proposes=DRAFTS, draft_stops=[10**6])
+    speculator.received(plan, [[1, 2, 3]], [[0.9] * 3])
+    assert speculator.propose([request]) == [[1, 2, 3]]
+    request.num_pending = 1
+    assert speculator.propose([request]) == ()
+    request.num_pending = 0
+    request.append_token(1, 0)
+    assert speculator.propose([request]) == ()
+
+
+def test_drafts_without_slots_are_dropped() -> None:
+    """Draft 1 needs the slot of the newest token, at 2; draft 2 that of draft 1."""
+    speculator, request = make(adaptive=False), row([1, 2, 3])
+    for stop, count in ((2, 0), (3, 1), (4, 2), (9, 3)):
+        plan = StepPlan(decode=[request], proposes=DRAFTS, draft_stops=[stop])
+        speculator.received(plan, [[7, 8, 9]], [[0.9] * 3])
+        assert request.proposed is not None
+        assert request.proposed.tokens == [7, 8, 9][:count]
+
+
+@given(
+    st.lists(st.tuples(st.floats(allow_nan=True, allow_infinity=True), st.booleans()), max_size=400)
+)
+def test_acceptance_is_a_probability_whatever_the_drafter_says(
+    drafts: list[tuple[float, bool]],
+) -> None:
+    acceptance = DrafterAcceptance()
+    for probability, right in drafts:
+        acceptance.judge([1], [probability], [1 if right else 2])
+    chances = acceptance.chances([probability for probability, _ in drafts])
+    assert all(0 <= chance <= 1 for chance in chances)
+    assert chances == sorted(chances, reverse=True)
