@@ -94,6 +94,7 @@ class DrafterSpeculator:
 
         Decides too whether the step proposes.
         """
+        self.begin_plan()
         if self.config.adaptive and self._credit < 0 and not self._waiting:
             return ()
         self._waiting = False
