@@ -9,10 +9,12 @@ tokens back.
              -> accept the drafts that were sampled too -> token, position + 1 + accepted
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
-A step with token masks has two parts, so that the host computes masks during the first:
+A step with token masks waits for these before it samples: the host computes them during the
+forward pass. On a device that runs asynchronously it has two parts, between which the host copies
+the masks:
 
-    forward  as decode or prefill, up to logits and positions, which it stores
-    sample   stored logits, masks of the rows -> sample -> token, position + 1
+    forward  as decode, verify or prefill, up to logits and positions, which it stores
+    sample   stored logits, masks of the rows -> sample -> as above
 
 Steps with native layers are not compiled: there is nothing to fuse, and compiled code has to check
 its guards. Other greedy steps are compiled as a whole: forward pass, head, sampling and token
@@ -26,12 +28,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..kernels import DecodeResult, DecodeStep, RaggedBatch
 from ..kernels.ops.feedback import Feedback
+from ..kernels.ops.token_masks import LaneMasks, mask_logits
 from ..kernels.triton.dependent import dependent_launch
 from ..models.decoder_model import DecoderModel
 from ..operation_scopes import operation
@@ -58,7 +61,7 @@ class _Forward(NamedTuple):
 
 
 class _Lanes(NamedTuple):
-    """The tokens of a verify step, row by row. T: rows times tokens per row."""
+    """The tokens to sample of a step; of a verify step row by row, T: rows times tokens per row."""
 
     logits: torch.Tensor
     """`[T, vocab_size]`, or those of the rank's own tokens."""
@@ -68,6 +71,16 @@ class _Lanes(NamedTuple):
     """int64 `[T]`: the positions after which tokens are sampled."""
     tokens: torch.Tensor | None
     """int64 `[T]`: greedy tokens; None: not sampled yet."""
+
+
+class MasksThread(Protocol):
+    """Computes the token masks of a step while it runs, on a CPU."""
+
+    def start(self) -> None:
+        """Start to compute the masks, if the step has any and they have not been started."""
+
+    def wait(self) -> None:
+        """Wait for the masks."""
 
 
 class StepFunctions:
@@ -84,11 +97,13 @@ class StepFunctions:
         compiled: bool,
         drafts: DraftInputs[torch.Tensor] | None = None,
         hidden: torch.Tensor | None = None,
+        masks_thread: MasksThread | None = None,
     ) -> None:
         """Bind the tensors. With `compiled`, steps are compiled at their first call.
 
         Prefill steps read `embeds` if prompts may have embeddings, and write their final hidden
         states to `hidden`, at least `[M, hidden_size]`, if it is given. Verify steps read `drafts`.
+        Whole steps with token masks let `masks_thread` compute these.
         """
         self.model = model
         self.arena = arena
@@ -98,6 +113,7 @@ class StepFunctions:
         self.embeds = embeds
         self.drafts = drafts
         self.hidden = hidden
+        self._masks_thread = masks_thread
         self._sampler = SAMPLERS[model.kernels.sampler]
         static = (arena, *state.tensors().values(), *(() if hidden is None else (hidden,)))
         self._parts = CompiledParts(static)
@@ -113,15 +129,17 @@ class StepFunctions:
             if drafts is not None:
                 self._parts.add(self._drawn)
             if state.masks is not None:
-                self._parts.add(self._masked)
+                self._parts.add(self._masked_tokens)
 
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
         step = self.decode if key.phase == "decode" else self.prefill
         if key.tokens_per_row > 1:
             step = self.verify
-        if key.part != "whole":
-            step = self.forward_part if key.part == "forward" else self.sample_part
+        if key.masked:
+            step = self.sample_part if key.part == "sample" else self.masked
+        elif key.part == "forward":
+            step = self.forward_part
 
         def run() -> StepOutput:
             with (
@@ -176,7 +194,8 @@ class StepFunctions:
 
     def _greedy(self, part: Callable[..., _Forward | _Lanes], key: StepKey) -> bool:
         """Whether a part samples greedy tokens; compiled ones always do, to be one version."""
-        return self._parts.compiles(part) or not (key.full_sampler or key.part == "forward")
+        later = key.full_sampler or key.masked or key.part == "forward"
+        return self._parts.compiles(part) or not later
 
     def _forward_output(
         self,
@@ -219,42 +238,93 @@ class StepFunctions:
             self.block_size,
         )
 
+    def masked(self, key: StepKey) -> StepOutput:
+        """Run a step, and sample the tokens that the masks of its rows allow."""
+        if self._masks_thread is not None:
+            if self.model.stack is None:
+                self._masks_thread.start()
+            lanes = self._forward(key)
+            self._masks_thread.wait()
+        else:
+            lanes = self._forward(key)
+        return self._sample_masked(lanes.logits, lanes.positions, key)
+
     def forward_part(self, key: StepKey) -> StepOutput:
         """Run a step up to its logits, and store these; `sample_part` continues."""
-        masks = self._masks
-        if key.phase == "prefill":
-            forward, _ = self._prefill_forward(key)
-            logits_BV, positions_B = forward.logits, forward.positions
-        elif self.model.decode_step is not None:
-            result = self._run_fused(self.model.decode_step, key)
-            logits_BV, positions_B = result.logits, result.positions
-        else:
-            forward, _ = self._decode_forward(key)
-            logits_BV, positions_B = forward.logits, forward.positions
+        masks, lanes = self._masks, self._forward(key)
         with operation("outputs"):
-            masks.store(logits_BV, positions_B)
-        return StepOutput(masks.positions[: len(positions_B)], masks.logits[: len(logits_BV)], None)
+            masks.store(lanes.logits, lanes.positions)
+        count = len(lanes.positions)
+        return StepOutput(masks.positions[:count], masks.logits[:count], None)
 
     def sample_part(self, key: StepKey) -> StepOutput:
         """Sample from the logits of the last forward part, and update the rows' state."""
-        masks, inputs, part, lanes = self._masks, self.inputs, self._masked, key.size
-        rows = inputs.decode_rows if key.phase == "decode" else inputs.sample_rows
-        tensors = self._parts.inputs(
-            part, masks.logits[:lanes], rows[:lanes], masks.positions[:lanes]
-        )
-        return self._call(part, *tensors, key.full_sampler)
+        lanes = key.size * key.tokens_per_row
+        return self._sample_masked(self._masks.logits[:lanes], self._masks.positions[:lanes], key)
 
-    def _masked(
-        self,
-        logits_BV: torch.Tensor,
-        rows_B: torch.Tensor,
-        positions_B: torch.Tensor,
-        full_sampler: bool,
+    def _forward(self, key: StepKey) -> _Lanes:
+        """Run a step up to its logits."""
+        if key.phase == "prefill":
+            forward, rows_B = self._prefill_forward(key)
+        elif key.tokens_per_row > 1:
+            return self._verify_forward(key)
+        elif self.model.decode_step is not None:
+            result = self._run_fused(self.model.decode_step, key)
+            return _Lanes(
+                result.logits, self.inputs.decode_rows[: key.size], result.positions, None
+            )
+        else:
+            forward, rows_B = self._decode_forward(key)
+        return _Lanes(forward.logits, rows_B, forward.positions, None)
+
+    def _sample_masked(
+        self, logits_TV: torch.Tensor, positions_T: torch.Tensor, key: StepKey
     ) -> StepOutput:
-        """As `_sampled`, without the tokens that the masks of the rows forbid."""
+        """Sample from the logits of a step with the masks of its rows, which are ready."""
+        part, verifies = self._masked_tokens, key.tokens_per_row > 1
+        inputs = self.inputs
+        rows_T = inputs.decode_rows if key.phase == "decode" else inputs.sample_rows
+        rows_T = mask_rows_T = rows_T[: len(positions_T) // key.tokens_per_row]
+        if verifies:
+            assert self.drafts is not None, "these steps were made without room for drafts"
+            with operation("inputs"):
+                step_N = torch.arange(key.tokens_per_row, device=rows_T.device)
+                mask_rows_T = (rows_T[:, None] + self.state.token_ids.shape[0] * step_N).flatten()
+                valid_BN = step_N < self.drafts.counts[: key.size, None]
+                rows_T = torch.where(valid_BN, rows_T[:, None], self.state.null_row).flatten()
+        tensors = self._parts.inputs(part, logits_TV, rows_T, positions_T, mask_rows_T)
+        output = self._call(part, *tensors, key.full_sampler, verifies)
+        return self._accepted(output, key) if verifies else output
+
+    def _masked_tokens(
+        self,
+        logits_TV: torch.Tensor,
+        rows_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        mask_rows_T: torch.Tensor,
+        full_sampler: bool,
+        verifies: bool,
+    ) -> StepOutput:
+        """As `_sampled`, or for a verify step as `_drawn`, with the masks of these rows."""
+        masks = LaneMasks(self._masks.bits, mask_rows_T)
+        if not verifies:
+            return self._sampled(logits_TV, rows_T, positions_T, full_sampler, masks)
+        if full_sampler:
+            return self._drawn(logits_TV, rows_T, positions_T, masks)
+        logits_TV, *own = self._apply(masks, logits_TV)
+        with operation("greedy"):
+            return StepOutput(self._greedy_tokens(logits_TV, *own), logits_TV, None)
+
+    def _apply(
+        self, masks: LaneMasks | None, logits_BV: torch.Tensor
+    ) -> tuple[torch.Tensor, *tuple[LaneMasks, ...]]:
+        """Return the arguments of a sampler for masked logits: masks, if it applies them."""
+        if masks is None:
+            return (logits_BV,)
+        if self._sampler.takes_masks:
+            return logits_BV, masks
         with operation("mask"):
-            logits_BV = self._sampler.mask(logits_BV, self._masks.bits, rows_B)
-        return self._sampled(logits_BV, rows_B, positions_B, full_sampler)
+            return (mask_logits(logits_BV, masks),)
 
     @property
     def _masks(self) -> MaskState:
@@ -268,26 +338,38 @@ class StepFunctions:
         its place. So the accepted tokens, and the one sampled after them, are those that decode
         steps would sample one by one. Each row advances by these.
         """
-        assert self.drafts is not None, "these steps were made without room for drafts"
-        assert (key.phase, key.steps) == ("decode", 1)
-        drafts, size, part = self.drafts, key.size, self._verify_parts
-        rows_B, drafts_BK, counts_B = self._parts.inputs(
-            part,
-            self.inputs.decode_rows[:size],
-            drafts.token_ids[:size, : key.tokens_per_row - 1],
-            drafts.counts[:size],
-        )
-        greedy = self._greedy(part, key)
-        lanes = self._parts.call(part, rows_B, drafts_BK, counts_B, key.read_blocks, greedy)
-        shape = size, key.tokens_per_row
+        lanes = self._verify_forward(key)
         if key.full_sampler:
             output = self._parts.call(self._drawn, lanes.logits, lanes.rows, lanes.positions)
         else:
             assert lanes.tokens is not None
             output = StepOutput(lanes.tokens, lanes.logits, None)
+        return self._accepted(output, key)
+
+    def _drafts(self, key: StepKey) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rows of a verify step, their drafts and how many tokens are valid."""
+        assert self.drafts is not None, "these steps were made without room for drafts"
+        assert (key.phase, key.steps) == ("decode", 1)
+        size, drafts = key.size, self.drafts
+        return (
+            self.inputs.decode_rows[:size],
+            drafts.token_ids[:size, : key.tokens_per_row - 1],
+            drafts.counts[:size],
+        )
+
+    def _verify_forward(self, key: StepKey) -> _Lanes:
+        """Run a verify step up to the logits, or to greedy tokens."""
+        part = self._verify_parts
+        inputs = self._parts.inputs(part, *self._drafts(key))
+        lanes: _Lanes = self._parts.call(part, *inputs, key.read_blocks, self._greedy(part, key))
+        return lanes
+
+    def _accepted(self, output: StepOutput, key: StepKey) -> StepOutput:
+        """Accept drafts, and return the output by position."""
+        shape = key.size, key.tokens_per_row
         with operation("accept"):
             tokens_BN = output.tokens.view(shape)
-            self._accept(rows_B, drafts_BK, counts_B, tokens_BN)
+            self._accept(*self._drafts(key), tokens_BN)
             logits_NBV = output.logits.unflatten(0, shape).transpose(0, 1)
             if output.details is None:
                 return StepOutput(tokens_BN.T.contiguous(), logits_NBV, None)
@@ -331,7 +413,11 @@ class StepFunctions:
         return _Lanes(logits_TV, sampled_rows_T, positions_T, tokens_T)
 
     def _drawn(
-        self, logits_TV: torch.Tensor, rows_T: torch.Tensor, positions_T: torch.Tensor
+        self,
+        logits_TV: torch.Tensor,
+        rows_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        masks: LaneMasks | None = None,
     ) -> StepOutput:
         """Draw the token after each position of a verify step.
 
@@ -340,8 +426,9 @@ class StepFunctions:
         with operation("sample"):
             if self.model.vocabulary is not None:
                 logits_TV = self.model.vocabulary.gather(logits_TV)
+            logits_TV, *own = self._apply(masks, logits_TV)
             state = self.state.sampling
-            details = self._sampler.full(logits_TV, state, rows_T, positions_T + 1)
+            details = self._sampler.full(logits_TV, state, rows_T, positions_T + 1, *own)
             return StepOutput(details.tokens, logits_TV, details)
 
     def _accept(
@@ -463,6 +550,8 @@ class StepFunctions:
             x_TD = self.model.embed(token_ids_T)
             if embeds_TD is not None and embed_mask_T is not None:
                 x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
+        if self._masks_thread is not None and self.model.stack is not None:
+            self._masks_thread.start()  # not earlier: the thread needs Python's lock to start
         return self.model.decode(x_TD, self.arena, batch)
 
     def _sampled(
@@ -471,15 +560,18 @@ class StepFunctions:
         rows_B: torch.Tensor,
         positions_B: torch.Tensor,
         full_sampler: bool,
+        masks: LaneMasks | None = None,
     ) -> StepOutput:
         """Sample the token after each position, and store it as the row's newest."""
         sampler, state, vocabulary = self._sampler, self.state, self.model.vocabulary
+        assert masks is None or vocabulary is None, "masks are those of the whole vocabulary"
+        logits_BV, *own = self._apply(masks, logits_BV)
         feedback = Feedback(rows_B, positions_B, state.token_ids, state.positions)
         if not full_sampler:
             with operation("greedy"):
                 if sampler.greedy_step is not None and vocabulary is None:
                     return StepOutput(sampler.greedy_step(logits_BV, feedback), logits_BV, None)
-                tokens_B = self._greedy_tokens(logits_BV)
+                tokens_B = self._greedy_tokens(logits_BV, *own)
                 feedback.store(tokens_B)
                 return StepOutput(tokens_B, logits_BV, None)
         with operation("sample"):
@@ -488,14 +580,16 @@ class StepFunctions:
             if sampler.full_step is not None:
                 details = sampler.full_step(logits_BV, state.sampling, feedback)
             else:
-                details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1)
+                details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1, *own)
                 feedback.store(details.tokens)
             return StepOutput(details.tokens, logits_BV, details)
 
-    def _greedy_tokens(self, logits_BV: torch.Tensor) -> torch.Tensor:
+    def _greedy_tokens(self, logits_BV: torch.Tensor, *masks: LaneMasks) -> torch.Tensor:
         """Return the most probable tokens, int64 `[B]`, of logits or of a rank's part of them."""
         sample, vocabulary = self._sampler.greedy, self.model.vocabulary
-        return sample(logits_BV) if vocabulary is None else vocabulary.greedy(logits_BV, sample)
+        if vocabulary is None:
+            return sample(logits_BV, *masks)
+        return vocabulary.greedy(logits_BV, sample)
 
     def close(self) -> None:
         """Release compiled code, which references this object."""

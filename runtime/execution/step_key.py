@@ -13,7 +13,7 @@ __all__ = ["Phase", "StepKey", "StepOutput", "StepPart"]
 
 Phase = Literal["decode", "prefill"]
 StepPart = Literal["whole", "forward", "sample"]
-"""Steps with token masks have two parts, so that masks can be computed during the forward pass."""
+"""On devices that run asynchronously, steps with token masks have two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,11 @@ class StepKey:
     """Decode steps per launch, run in sequence; 1 for a prefill step."""
     tokens_per_row: int = 1
     """Tokens of each row of a decode step; 1 + k makes it a verify step of k drafts."""
+    masked: bool = False
+    """Whether tokens are sampled with the masks of their rows."""
     part: StepPart = "whole"
-    """`forward`: up to the logits. `sample`: from the logits of that part on, with token masks; its
-    size is the number of lanes."""
+    """`forward`: up to the logits, which it stores. `sample`: the rest; its size is the rows of a
+    decode step, or the lanes of a prefill step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.choice import SamplerName
-from ..kernels.cpu.sampling import fused_full, fused_greedy, fused_mask
+from ..kernels.cpu.sampling import fused_full, fused_greedy
 from ..kernels.ops.feedback import Feedback
-from ..kernels.ops.token_masks import mask_logits
+from ..kernels.ops.token_masks import LaneMasks
 from ..sampling_params import MAX_LOGPROBS
 from .reference_sampler import sample_full, sample_greedy
 from .sample_output import SampleOutput
@@ -24,6 +24,7 @@ def _sample_full_fused(
     state: SamplingState,
     rows_B: torch.Tensor,
     positions_B: torch.Tensor,
+    masks: LaneMasks | None = None,
 ) -> SampleOutput:
     """`sample_full` as one C++ operator."""
     return SampleOutput(
@@ -35,6 +36,7 @@ def _sample_full_fused(
             rows_B,
             positions_B,
             min(MAX_LOGPROBS, logits_BV.shape[1]),
+            masks,
         )
     )
 
@@ -83,12 +85,12 @@ def _triton_full_step(
 class Sampler:
     """Functions that choose the tokens of a step."""
 
-    greedy: Callable[[torch.Tensor], torch.Tensor]
-    """Signature of `sample_greedy`."""
-    full: Callable[[torch.Tensor, SamplingState, torch.Tensor, torch.Tensor], SampleOutput]
-    """Signature of `sample_full`."""
-    mask: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = mask_logits
-    """Signature of `mask_logits`."""
+    greedy: Callable[..., torch.Tensor]
+    """Signature of `sample_greedy`; with `takes_masks`, `LaneMasks` may follow."""
+    full: Callable[..., SampleOutput]
+    """Signature of `sample_full`; with `takes_masks`, `LaneMasks` may follow."""
+    takes_masks: bool = False
+    """Whether both apply token masks; otherwise they get logits from `mask_logits`."""
     greedy_step: Callable[[torch.Tensor, Feedback], torch.Tensor] | None = None
     """As `greedy`, with token feedback into the rows' state; None if not available."""
     full_step: Callable[[torch.Tensor, SamplingState, Feedback], SampleOutput] | None = None
@@ -98,7 +100,7 @@ class Sampler:
 torch_sampler = Sampler(sample_greedy, sample_full)
 """For every device; `torch.compile` fuses it."""
 
-fused_sampler = Sampler(fused_greedy, _sample_full_fused, fused_mask)
+fused_sampler = Sampler(fused_greedy, _sample_full_fused, takes_masks=True)
 """For CPUs, after `load_cpu_ops`."""
 
 triton_sampler = Sampler(

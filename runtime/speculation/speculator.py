@@ -83,13 +83,17 @@ class Speculator:
         sizes = self.sizes(len(requests))
         if not sizes:
             return ()
-        if self.config.adaptive and self._in_vain >= LOOKS_IN_VAIN:
+        has_grammar = any(request.matcher is not None for request in requests)
+        if self.config.adaptive and self._in_vain >= LOOKS_IN_VAIN and not has_grammar:
             self._skipped = (self._skipped + 1) % (SKIPPED_STEPS + 1)
             if self._skipped:
                 return ()
         self._in_vain += 1
-        drafters = self._caught_up(requests)
-        chances = [() if drafter is None else drafter.chances for drafter in drafters]
+        guesses = [
+            _guess(request, drafter, self.config.num_speculative_tokens)
+            for request, drafter in zip(requests, self._caught_up(requests), strict=True)
+        ]
+        chances = [own for _, own in guesses]
         if not any(chances):
             return ()
         if self.config.adaptive:
@@ -102,12 +106,7 @@ class Speculator:
         if not most or any(request.num_pending for request in requests):
             return ()
         least = LEAST_CHANCE if self.config.adaptive else 0.0
-        drafts = []
-        for drafter, own in zip(drafters, chances, strict=True):
-            count = sum(chance >= least for chance in own[:most])
-            kept = () if drafter is None or drafter.draft is None else drafter.draft.tokens[:count]
-            drafts.append(kept)
-        return drafts
+        return [tokens[: sum(chance >= least for chance in own[:most])] for tokens, own in guesses]
 
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         """Note when the loop began with a step that was launched."""
@@ -186,6 +185,25 @@ class Speculator:
         own, most = Acceptance(self._acceptance), self.config.num_speculative_tokens
         request.drafter = RequestDrafter(index, own, most, first)
         return request.drafter
+
+
+def _guess(
+    request: Request, drafter: RequestDrafter | None, most: int
+) -> tuple[Sequence[int], Sequence[float]]:
+    """Return what may follow a request, and the chance of each token.
+
+    Tokens that a grammar forces are certain.
+    """
+    if drafter is None:
+        return (), ()
+    tokens: Sequence[int] = () if drafter.draft is None else drafter.draft.tokens
+    chances: Sequence[float] = drafter.chances
+    tokens = tokens[: len(chances)]
+    if request.matcher is not None:
+        tokens, forced = request.matcher.drafts(request, tokens)
+        tokens = tokens[:most]
+        chances = [1.0] * len(tokens) if forced else chances[: len(tokens)]
+    return tokens, chances
 
 
 def _full_sampler(requests: Sequence[Request]) -> bool:

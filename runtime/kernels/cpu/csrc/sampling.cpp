@@ -83,7 +83,7 @@ void sample_lane(const SampleArgs<T>& args, int64_t lane, const Scratch& at) {
   int32_t* counts = args.counts + row * vocab_size;
   const T* logits = args.logits + lane * args.logits_stride;
 
-  read_logits(logits, vocab_size, at.logits, at.logit_maxima);
+  read_logits(logits, args.masks.of(lane), vocab_size, at.logits, at.logit_maxima);
   float most = largest(at.logit_maxima, chunks);
   if (!std::isfinite(most)) return end_lane(args, lane);
   double total = weigh(at.logits, most, 1.0f, chunks, at.weights, at.sums);
@@ -135,57 +135,22 @@ void sample_full(const SampleArgs<T>& args) {
   });
 }
 
-constexpr int64_t kMaskBits = 32;
-
-// Adds 0 to what the mask allows, and -inf to the rest. Without branches, so that it is vectorised.
 template <class T>
-inline void mask_word(const T* from, uint32_t allowed, int64_t count, T* to) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t forbidden = ((allowed >> i) & 1u) - 1u;  // all bits set, or none
-    to[i] = static_cast<T>(static_cast<float>(from[i]) +
-                           std::bit_cast<float>(forbidden & 0xff800000u));
-  }
-}
-
-template <class T>
-void mask_logits(const T* logits, int64_t logits_stride, const int32_t* bits, const int64_t* rows,
-                 int64_t lanes, int64_t vocab_size, T* masked, int threads) {
-  constexpr int64_t kLogitsPerThread = 1 << 17;
-  const int64_t useful = lanes * vocab_size / kLogitsPerThread;
-  const int64_t words = (vocab_size + kMaskBits - 1) / kMaskBits;
-  const int used = static_cast<int>(std::clamp<int64_t>(std::min(lanes, useful), 1, threads));
-  parallel_for(lanes, used, [&](int64_t lane, int64_t) {
-    const T* from = logits + lane * logits_stride;
-    const int32_t* mask = bits + rows[lane] * words;
-    T* to = masked + lane * vocab_size;
-    for (int64_t word = 0; word < words; ++word) {
-      const int64_t first = word * kMaskBits, count = std::min(kMaskBits, vocab_size - first);
-      const uint32_t allowed = static_cast<uint32_t>(mask[word]);
-      if (allowed == ~0u) {
-        std::copy_n(from + first, count, to + first);
-      } else if (count == kMaskBits) {
-        mask_word(from + first, allowed, kMaskBits, to + first);
-      } else {
-        mask_word(from + first, allowed, count, to + first);
-      }
-    }
-  });
-}
-
-template <class T>
-void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
-                   int64_t* tokens, int threads) {
+void sample_greedy(const T* logits, int64_t logits_stride, const LaneMasks& masks, int64_t lanes,
+                   int64_t vocab_size, int64_t* tokens, int threads) {
   constexpr int64_t kLogitsPerThread = 1 << 17;
   const int64_t useful = lanes * vocab_size / kLogitsPerThread;
   const int used = static_cast<int>(std::clamp<int64_t>(std::min(lanes, useful), 1, threads));
   parallel_for(lanes, used, [&](int64_t lane, int64_t) {
     const T* values = logits + lane * logits_stride;
+    const int32_t* mask = masks.of(lane);
     alignas(64) float chunk[kSampleChunk];
     float most = kMinusInfinity;
     int64_t best = 0;
     for (int64_t from = 0; from < vocab_size; from += kSampleChunk) {
       float maximum;
-      read_logits(values + from, std::min(kSampleChunk, vocab_size - from), chunk, &maximum);
+      read_logits(values + from, mask == nullptr ? nullptr : mask + from / kMaskBits,
+                  std::min(kSampleChunk, vocab_size - from), chunk, &maximum);
       if (!(maximum > most)) continue;
       most = maximum;
       best = from + (std::find(chunk, chunk + kSampleChunk, maximum) - chunk);
@@ -194,17 +159,14 @@ void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_
   });
 }
 
-template void mask_logits(const c10::BFloat16*, int64_t, const int32_t*, const int64_t*, int64_t,
-                          int64_t, c10::BFloat16*, int);
-template void mask_logits(const c10::Half*, int64_t, const int32_t*, const int64_t*, int64_t,
-                          int64_t, c10::Half*, int);
-template void mask_logits(const float*, int64_t, const int32_t*, const int64_t*, int64_t, int64_t,
-                          float*, int);
 template void sample_full(const SampleArgs<c10::BFloat16>&);
 template void sample_full(const SampleArgs<c10::Half>&);
 template void sample_full(const SampleArgs<float>&);
-template void sample_greedy(const c10::BFloat16*, int64_t, int64_t, int64_t, int64_t*, int);
-template void sample_greedy(const c10::Half*, int64_t, int64_t, int64_t, int64_t*, int);
-template void sample_greedy(const float*, int64_t, int64_t, int64_t, int64_t*, int);
+template void sample_greedy(const c10::BFloat16*, int64_t, const LaneMasks&, int64_t, int64_t, int64_t*,
+                            int);
+template void sample_greedy(const c10::Half*, int64_t, const LaneMasks&, int64_t, int64_t, int64_t*,
+                            int);
+template void sample_greedy(const float*, int64_t, const LaneMasks&, int64_t, int64_t, int64_t*,
+                            int);
 
 }  // namespace stepgraph
