@@ -28,10 +28,8 @@ from .rope_lengths import UNLIMITED
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # the scheduler reads this file, and needs neither torch nor numpy
-    import numpy as np
-    import numpy.typing as npt
-
     from .errors import StructuredOutputError
+    from .kernels.ops.mask_words import MaskWords
     from .prompt_embeds import EmbeddedSpan
     from .speculation.request_drafter import RequestDrafter
     from .speculation.row_drafts import RowDrafts
@@ -76,12 +74,16 @@ class OutputMatcher(Protocol):
     """The grammar of one completion, which `structured/matcher.py` implements."""
 
     def fill(
-        self, request: Request, mask: npt.NDArray[np.int32]
-    ) -> StructuredOutputError | Literal["complete"] | None:
-        """Write which tokens may follow the output of the request to `mask`.
+        self, request: Request, masks: Sequence[MaskWords], drafts: Sequence[int] = ()
+    ) -> tuple[StructuredOutputError | Literal["complete"] | None, int]:
+        """Write which tokens may follow the output of the request, and each of its drafts.
 
-        Returns why the request ends before its next token, if it does.
+        Returns why the request ends before its next token, if it does, and the number of drafts
+        after which its output may continue.
         """
+
+    def drafts(self, request: Request, guess: Sequence[int]) -> tuple[Sequence[int], int]:
+        """Return drafts after the output of the request, and how many of them must come."""
 
 
 def _no_integers() -> array[int]:

@@ -112,11 +112,6 @@ class ResolvedConfig:
         return self.device.type != "cpu"
 
     @property
-    def masked_dtype(self) -> torch.dtype | None:
-        """The dtype of logits that token masks apply to; None without structured output."""
-        return self.dtype if self.structured_output else None
-
-    @property
     def compiled(self) -> bool:
         """Whether `torch.compile` compiles steps without native layers."""
         return self.mode == "compile" or (self.mode == "graph" and self.user.compile)

@@ -189,6 +189,7 @@ class FakeLaunchedStep:
     sampled: list[Sampled]  # seen by the host when it reads the launch, not before
     advanced: list[int] | None  # likewise
     unfinished: None = None
+    ends: tuple[()] = ()
 
     def elapsed_ns(self) -> None:
         return None

@@ -81,10 +81,20 @@ def reference(
     max_tokens: int,
     eos_token_ids: Sequence[int],
 ) -> list[int]:
-    """Return the greedy tokens of transformers' model, with the logits masked in plain torch."""
+    """Return the greedy tokens of transformers' model, with the logits masked in plain torch.
+
+    Text that the grammar forces has the tokens that the tokenizer makes of it.
+    """
     matcher = None if structured is None else matcher_of(tokenizer, structured)
     tokens: list[int] = []
+    forced: list[int] = []
     while len(tokens) < max_tokens:
+        if matcher is not None:
+            forced = forced or matcher.compute_ff_tokens()
+        if matcher is not None and forced and forced[0] not in eos_token_ids:
+            tokens.append(forced.pop(0))
+            assert matcher.consume_token(tokens[-1])
+            continue
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt_ids, *tokens]])).logits[0, -1].float()
         if matcher is not None:

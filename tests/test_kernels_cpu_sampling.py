@@ -5,7 +5,7 @@ import torch
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels.cpu.sampling import fused_most_likely
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
-from stepgraph.runtime.kernels.ops.token_masks import mask_logits
+from stepgraph.runtime.kernels.ops.token_masks import LaneMasks, mask_logits
 from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_greedy
 from stepgraph.runtime.sampling.samplers import Sampler, fused_sampler, torch_sampler
 from stepgraph.runtime.sampling_params import SamplingParams
@@ -193,10 +193,34 @@ def test_masks_what_the_reference_masks(vocab_size: int, dtype: torch.dtype) -> 
     words = torch.randint(-(2**31), 2**31, (7, -(-vocab_size // 32)), generator=generator)
     bits, rows = words.to(torch.int32), torch.tensor([3, 1, 0, 6, 3])
     bits[3], bits[1, 0] = -1, 0
-    masked = fused_sampler.mask(logits, bits, rows)
-    expected = mask_logits(logits, bits, rows)
-    torch.testing.assert_close(masked, expected, rtol=0, atol=0, equal_nan=True)
-    assert masked.dtype == dtype
+    masks = LaneMasks(bits, rows)
+    masked = mask_logits(logits, masks)
+    assert torch.equal(fused_sampler.greedy(logits, masks), sample_greedy(masked))
+    params = [SamplingParams(seed=lane, top_k=20, top_p=0.9) for lane in range(5)]
+    states = [state_of(params, vocab_size) for _ in range(2)]
+    lanes, positions = torch.arange(5), torch.full((5,), FIRST)
+    reference = sample_full(masked, states[0], lanes, positions)
+    output = fused_sampler.full(logits, states[1], lanes, positions, masks)
+    assert torch.equal(output.tokens, reference.tokens)
+    sound = output.tokens >= 0
+    for ours, theirs in zip(
+        (output.logprob, output.top_logprobs),
+        (reference.logprob, reference.top_logprobs),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours[sound], theirs[sound])
+
+
+def test_masks_that_do_not_fit_are_refused() -> None:
+    logits, bits = torch.zeros(2, 40), torch.zeros(3, 2, dtype=torch.int32)
+    for masks in (
+        LaneMasks(bits[:, :1], torch.tensor([0, 1])),
+        LaneMasks(bits.long(), torch.tensor([0, 1])),
+        LaneMasks(bits, torch.tensor([0, 3])),
+        LaneMasks(bits, torch.tensor([0])),
+    ):
+        with pytest.raises((RuntimeError, IndexError), match="mask"):
+            fused_sampler.greedy(logits, masks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from stepgraph.runtime.errors import GrammarError, RequestError, StructuredOutputError
+from stepgraph.runtime.kernels.ops.mask_words import MaskWords
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
@@ -215,14 +216,15 @@ def test_a_request_whose_masks_take_long_is_ended(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (slow,) = grammars.matchers(StructuredOutput(regex="[ab]*"), 1)
-    mask = np.zeros(128, dtype=np.int32)
-    assert slow.fill(a_request(), mask) is None
-    assert not (mask == -1).all()
+    mask = MaskWords(np.zeros(128, dtype=np.int32))
+    assert slow.fill(a_request(), [mask]) == (None, 0)
+    assert not (mask.array == -1).all()
+    monkeypatch.setattr(matcher, "MASK_SECONDS", 0.0)
+    slow.fill(a_request(), [mask])  # from here on processor time is measured
     monkeypatch.setattr(matcher, "MASK_SECONDS", -1.0)
-    error = slow.fill(a_request(), mask)
+    error, _ = slow.fill(a_request(), [mask])
     assert isinstance(error, StructuredOutputError)
     assert "masks take more than" in str(error)
-    assert (mask == -1).all()
 
 
 def test_a_grammar_is_refused_at_the_deadline(
@@ -264,8 +266,8 @@ def test_tokens_that_the_model_lacks_are_never_allowed(tokenizer: Any, vocab_siz
     (cut,) = GrammarCompiler(tokenizer, vocab_size, (0, 5000)).matchers(structured, 1)
     whole = np.zeros(4096 // 32, dtype=np.int32)
     mask = np.zeros(-(-vocab_size // 32), dtype=np.int32)
-    assert reference.fill(a_request(), whole) is None
-    assert cut.fill(a_request(), mask) is None
+    assert reference.fill(a_request(), [MaskWords(whole)]) == (None, 0)
+    assert cut.fill(a_request(), [MaskWords(mask)]) == (None, 0)
     expected, found = (
         np.unpackbits(bits.view(np.uint8), bitorder="little") for bits in (whole, mask)
     )

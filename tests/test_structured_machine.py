@@ -34,8 +34,9 @@ def params_of(grammar: int, seed: int, fields: dict[str, Any]) -> SamplingParams
         (TIGHT, 15),
         (TIGHT | {"host_cache_bytes": 1 << 16, "preemption": "swap", "kernels": "native"}, 15),
         ({"steps_per_launch": 3, "max_num_seqs": 2}, 8),
+        (TIGHT | {"speculation": {"adaptive": False, "prompt_lookup_min": 2}}, 15),
     ],
-    ids=["recompute", "swap", "launches"],
+    ids=["recompute", "swap", "launches", "drafts"],
 )
 def test_outputs_depend_on_nothing_else(
     open_engine: Callable[..., Engine], config: dict[str, Any], examples: int

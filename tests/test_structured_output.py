@@ -154,10 +154,10 @@ def test_a_failing_grammar_ends_its_request_alone(
     engine = open_engine("text", structured_output=True)
     fill = TokenMatcher.fill
 
-    def failing(self: TokenMatcher, request: Any, mask: Any) -> Any:
+    def failing(self: TokenMatcher, request: Any, *arguments: Any) -> Any:
         if request.id.startswith("bad") and request.num_output == 2:
             raise ValueError("a bug of the grammar")
-        return fill(self, request, mask)
+        return fill(self, request, *arguments)
 
     monkeypatch.setattr(TokenMatcher, "fill", failing)
     engine.add_request(PROMPTS[0], greedy(structured=GRAMMARS[0]), "good")

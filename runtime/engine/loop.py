@@ -11,7 +11,7 @@ With `steps_per_launch` a plan can contain several decode steps, which are launc
 together. The tokens that a request gets after its end are discarded.
 
 The launch of a step with outputs that follow a grammar is finished after the commit of the step
-before (see `execution/masked_launch.py`).
+before (see `execution/step_launch.py`).
 
 Requests join and leave between steps. `post_add` and `post_abort` can be called by any thread; the
 next step applies them first. `intact` is False while an operation changes the state. It remains
@@ -37,7 +37,6 @@ from ...profiling.collector import CollectorWatch
 from ...profiling.timeline import Timeline
 from ..distributed.rank_group import RankGroup
 from ..errors import RankError
-from ..execution.masked_launch import needs_masks
 from ..execution.outputs import LaunchedStep
 from ..execution.runner import Runner
 from ..request import AbortReason, Request, RequestGroup, RequestStatus
@@ -185,10 +184,13 @@ class StepLoop:
             planned = time.perf_counter_ns()
             step = self._launch(plan)
             waited_in_launch = 0
-            if step is not None and step.unfinished is not None:
-                step, waited_in_launch = self._finish_launch()
-            elif step is not None and self.speculator is not None:
-                self.speculator.launched(plan, began)
+            if step is not None:
+                if step.unfinished is not None:
+                    step, waited_in_launch = self._finish_launch()
+                elif self.speculator is not None:
+                    self.speculator.launched(plan, began)
+                for request, error in step.ends:
+                    self.requests.end_by_grammar(request, error)
             launched = time.perf_counter_ns() - waited_in_launch
             waited += waited_in_launch
             # Without a launch, commit all steps in flight: nothing else can make progress.
@@ -303,12 +305,9 @@ class StepLoop:
     def _verify_drafts(self, plan: StepPlan, speculator: Speculator | DrafterSpeculator) -> None:
         """Let the rows of a plan verify drafts and get new ones, if that is expected to be faster.
 
-        Where a latency budget sizes chunks, a step with one of them verifies nothing. Nor does a
-        step with token masks, which has one for each row.
+        Where a latency budget sizes chunks, a step with one of them verifies nothing.
         """
         speculator.begin_plan()
-        if self.runner.masks is not None and needs_masks(plan):
-            return
         drafts: Sequence[Sequence[int]] = ()
         if plan.decode and (self._step_budget is None or not plan.prefill):
             drafts = speculator.propose(plan.decode)
@@ -331,10 +330,8 @@ class StepLoop:
         Returns the step, and the nanoseconds waited for these tokens.
         """
         waited = self._commit_until(1)
-        step, ends = self.runner.finish(self._launched.pop())
+        step = self.runner.finish(self._launched.pop())
         self._launched.append(step)
-        for request, error in ends:
-            self.requests.end_by_grammar(request, error)
         return step, waited
 
     def _copy_blocks(self, plan: StepPlan) -> None:

@@ -59,10 +59,10 @@ Proposed: TypeAlias = tuple[list[list[int]], list[list[float]]]
 
 
 class UnfinishedLaunch(Protocol):
-    """A launch up to its first token masks; see `masked_launch.py`."""
+    """A launch up to its first token masks; see `step_launch.py`."""
 
-    def finish(self, step: LaunchedStep) -> tuple[LaunchedStep, list[GrammarEnd]]:
-        """Run the rest. Returns the whole step, and the requests that end before its tokens."""
+    def finish(self, step: LaunchedStep) -> LaunchedStep:
+        """Run the rest. Returns the whole step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,8 @@ class LaunchedStep:
     """Scores of prompt tokens, if a chunk of the plan has any."""
     unfinished: UnfinishedLaunch | None = None
     """The rest of the launch, which needs token masks; `Runner.finish` runs it."""
+    ends: Sequence[GrammarEnd] = ()
+    """Requests that end before the tokens of this step."""
 
     def elapsed_ns(self) -> int | None:
         """Device time in nanoseconds from `began` to `arrived`, or None without timing.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from ..sampling.sampling_state import SamplingState
-from .mask_state import MaskState
+from .mask_state import MaskSizes, MaskState
 
 __all__ = ["RowState"]
 
@@ -45,11 +45,11 @@ class RowState:
         device: torch.device,
         *,
         rope_by_length: bool = False,
-        masked: torch.dtype | None = None,
+        masked: MaskSizes | None = None,
     ) -> RowState:
         """Allocate the state of `max_num_seqs` rows and the null row.
 
-        `masked` is the dtype of logits if steps may have token masks, else None.
+        `masked`: the sizes of token masks, if steps may have any.
         """
         rows = max_num_seqs + 1
         rope_lengths = None
@@ -63,9 +63,7 @@ class RowState:
             ),
             sampling=SamplingState.allocate(max_num_seqs, vocab_size, device),
             rope_lengths=rope_lengths,
-            masks=None
-            if masked is None
-            else MaskState.allocate(max_num_seqs, vocab_size, masked, device),
+            masks=None if masked is None else MaskState.allocate(masked, device),
         )
 
     @property
@@ -86,13 +84,13 @@ class RowState:
         vocab_size: int,
         *,
         rope_by_length: bool = False,
-        masked: torch.dtype | None = None,
+        masked: MaskSizes | None = None,
     ) -> int:
         """Bytes that `allocate` will allocate."""
         per_row = 8 + 8 + 4 * num_groups * max_blocks_per_row + 8 * rope_by_length
         own = (max_num_seqs + 1) * per_row
         if masked is not None:
-            own += MaskState.bytes_for(max_num_seqs, vocab_size, masked)
+            own += masked.nbytes
         return own + SamplingState.bytes_for(max_num_seqs, vocab_size)
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -26,10 +26,9 @@ from ..scheduling.plan import StepPlan
 from .draft_step import DraftStep
 from .drafter_cache import DrafterCache, new_blocks
 from .input_writer import InputWriter
-from .masked_launch import MaskedLaunch, has_grammar
+from .mask_state import MaskSizes
 from .outputs import (
     OUTPUT_SETS,
-    GrammarEnd,
     HostOutputs,
     LaunchedStep,
     Proposed,
@@ -40,11 +39,12 @@ from .outputs import (
     sampled_tokens,
 )
 from .prepared_steps import PreparedSteps
-from .prompt_scorer import LaunchedScores, PromptScorer, Score
+from .prompt_scorer import PromptScorer, Score
 from .rank_commands import BlockCopy, CommandSender
 from .row_state import RowState
 from .step_functions import StepFunctions
 from .step_key import StepKey, StepOutput
+from .step_launch import PlannedPart, StepLaunch
 from .step_sizes import StepSizes
 from .token_masks import TokenMasks
 
@@ -89,11 +89,16 @@ class Runner:
             model.config.vocab_size,
             device,
             rope_by_length=plan_of(model.config).rope_by_length,
-            masked=config.masked_dtype,
+            masked=MaskSizes.of(config, model.config.vocab_size),
         )
         self.masks: TokenMasks | None = None
         if self.state.masks is not None:
-            self.masks = TokenMasks(self.state.masks, is_async=config.is_async_device)
+            self.masks = TokenMasks(
+                self.state.masks,
+                self.state.null_row + 1,
+                lambda drafts: self._writer.write_drafts(drafts, ()),
+                is_async=config.is_async_device,
+            )
         self.null_row = self.state.null_row
         self.scorer = PromptScorer(
             model,
@@ -148,6 +153,7 @@ class Runner:
                 config.block_size,
                 native=model.kernels.library is not None,
             ),
+            masks_thread=None if config.is_async_device else self.masks,
         )
         self.steps = PreparedSteps(config, self.sizes.keys(), make_functions)
         self.library = self.steps.library
@@ -270,8 +276,8 @@ class Runner:
     def launch(self, number: int, plan: StepPlan) -> LaunchedStep:
         """Launch step `number`; returns without waiting for it, except on a CPU.
 
-        The decode part runs first, so that prefill does not delay its tokens. A step with rows
-        whose output follows a grammar is launched up to their masks; `finish` runs the rest.
+        On an asynchronous device, a step with rows whose output follows a grammar is launched up
+        to their masks; `finish` runs the rest.
         """
         if self.threads is not None:
             limit_threads(self.threads)
@@ -283,85 +289,25 @@ class Runner:
         if self.drafter is not None and plan.table_updates:
             self.drafter.clear(new_blocks(plan, self.drafter.group, self.block_size))
         self._write_inputs(plan, prefill_key)
-        parts: list[tuple[Sequence[Request | None], StepOutput]] = []
-        scores: LaunchedScores | None = None
-        clock, launched, worked, bucket = time.perf_counter_ns, 0, 0, 0
-        began = None if self.outputs is None else self.outputs.begin(number)
-        if self.masks is not None and (
-            (plan.decode and self._decoding.has_grammar) or has_grammar(plan)
-        ):
-            decode = None
-            if plan.decode:
-                decode = (
-                    self._decode_key(plan.steps),
-                    self._writer.decode_rows,
-                    self._decoding.has_grammar,
-                )
-            launch = MaskedLaunch(self, self.masks, number, plan, decode, prefill_key)
-            return launch.begin(began)
+        parts = []
         if plan.decode:
             key = self._verify_key(plan) if plan.drafting else self._decode_key(plan.steps)
-            bucket, rows = key.size, len(plan.decode)
-            name, tokens, lanes = ranges.REPLAY, plan.steps * rows, plan.steps * bucket
+            rows = len(plan.decode)
+            name, tokens, room = ranges.REPLAY, plan.steps * rows, plan.steps * key.size
             if plan.drafting:
                 name, tokens = ranges.VERIFY, plan.decode_tokens
-                lanes = key.tokens_per_row * bucket
+                room = key.tokens_per_row * key.size
                 if self.steps.functions.ragged:  # only rows are padded
-                    lanes = tokens + bucket - rows
-            with ranges.step_span(
-                name, number, rows, bucket, tokens, plan.blocks_in_use, lanes - tokens
-            ):
-                launched = clock()
-                output = self.run(key, rows)
-                worked = clock() - launched
-                parts.append((plan.decode, self.copy_outputs(number, key, output)))
-            self.library.record_padding(tokens, lanes)
+                    room = tokens + key.size - rows
+            parts.append(PlannedPart(name, key, plan.decode, tokens, room))
         if prefill_key is not None:
-            key = prefill_key
-            bucket = bucket or key.size
-            tokens, lanes = plan.prefill_tokens, key.size
-            with ranges.step_span(
-                ranges.PREFILL, number, 0, lanes, tokens, plan.blocks_in_use, lanes - tokens
-            ):
-                started = clock()
-                launched = launched or started
-                output = self.run(key, len(plan.prefill))
-                output = self.copy_outputs(number, key, output)
-                scores = self.scorer.launch(number, plan.prefill)
-                worked += clock() - started
-            self.library.record_padding(tokens, lanes)
-            parts.append(([c.request if c.samples else None for c in plan.prefill], output))
-        if self.outputs is None:
-            return LaunchedStep(
-                number,
-                plan,
-                bucket,
-                launched,
-                tuple(parts),
-                None,
-                worked,
-                [] if plan.drafts else None,
-                scores=scores,
-            )
-        arrived = self.outputs.record_event(number, began)
-        return LaunchedStep(
-            number,
-            plan,
-            bucket,
-            launched,
-            tuple(parts),
-            arrived,
-            0,
-            [] if plan.drafts else None,
-            began=began,
-            scores=scores,
-        )
+            requests = [chunk.request if chunk.samples else None for chunk in plan.prefill]
+            tokens, room = plan.prefill_tokens, prefill_key.size
+            parts.append(PlannedPart(ranges.PREFILL, prefill_key, requests, tokens, room))
+        return StepLaunch(self, number, plan, parts).begin()
 
-    def finish(self, step: LaunchedStep) -> tuple[LaunchedStep, list[GrammarEnd]]:
-        """Run the rest of a launch that is `unfinished`; all earlier steps have been committed.
-
-        Returns the step, and the requests whose grammar ends them before its tokens.
-        """
+    def finish(self, step: LaunchedStep) -> LaunchedStep:
+        """Run the rest of a launch that is `unfinished`; all earlier steps have been committed."""
         assert step.unfinished is not None, "the step was launched as a whole"
         return step.unfinished.finish(step)
 
@@ -487,7 +433,11 @@ class Runner:
         if key is None or key.steps != steps or positions > key.read_blocks * self.block_size:
             read_blocks = -(-positions // self.block_size)
             key = decoding.key = self.sizes.decode_key(
-                len(decoding.requests), read_blocks, decoding.full_sampler, steps
+                len(decoding.requests),
+                read_blocks,
+                decoding.full_sampler,
+                steps,
+                masked=decoding.masked,
             )
         return key
 
@@ -504,22 +454,26 @@ class Runner:
             decoding.full_sampler,
             tokens_per_row=plan.tokens_per_row,
             drafts=plan.proposes,
+            masked=decoding.masked,
         )
 
     def _prefill_key(self, plan: StepPlan) -> StepKey:
         longest = max(chunk.start + chunk.count for chunk in plan.prefill)
         full = any(chunk.request.params.needs_full_sampler for chunk in plan.prefill)
-        return self.sizes.prefill_key(plan.prefill_tokens, -(-longest // self.block_size), full)
+        masked = any(chunk.samples and chunk.request.matcher is not None for chunk in plan.prefill)
+        return self.sizes.prefill_key(
+            plan.prefill_tokens, -(-longest // self.block_size), full, masked=masked
+        )
 
 
 class _Decoding:
     """The decoding requests, and values derived from them while none joins or leaves."""
 
-    __slots__ = ("full_sampler", "has_grammar", "key", "longest", "requests")
+    __slots__ = ("full_sampler", "key", "longest", "masked", "requests")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
         self.longest = max(requests, key=attrgetter("num_computed"), default=None)  # and remains so
         self.full_sampler = any(request.params.needs_full_sampler for request in requests)
-        self.has_grammar = any(request.matcher is not None for request in requests)
+        self.masked = any(request.matcher is not None for request in requests)
         self.key: StepKey | None = None

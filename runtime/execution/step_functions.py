@@ -10,10 +10,12 @@ tokens back.
              -> with a drafter: new drafts
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
-A step with token masks has two parts, so that the host computes masks during the first:
+A step with token masks waits for these before it samples: the host computes them during the
+forward pass. On a device that runs asynchronously it has two parts, between which the host copies
+the masks:
 
-    forward  as decode or prefill, up to logits and positions, which it stores
-    sample   stored logits, masks of the rows -> sample -> token, position + 1
+    forward  as decode, verify or prefill, up to logits and positions, which it stores
+    sample   stored logits, masks of the rows -> sample -> as above
 
 Steps with native layers are not compiled: there is nothing to fuse, and compiled code has to check
 its guards. Other greedy steps are compiled as a whole: forward pass, head, sampling and token
@@ -28,13 +30,14 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..kernels import DecodeResult, DecodeStep, RaggedBatch
-from ..kernels.cpu.verify import accept_drafts, verify_inputs
+from ..kernels.cpu.verify import VerifyInputs, accept_drafts, verify_inputs
 from ..kernels.ops.feedback import Feedback
+from ..kernels.ops.token_masks import LaneMasks, mask_logits
 from ..kernels.triton.dependent import dependent_launch
 from ..models.decoder_model import DecoderModel
 from ..models.drafters.drafter import Drafts, FollowedTokens
@@ -51,6 +54,9 @@ from .step_key import StepKey, StepOutput
 
 __all__ = ["StepFunctions", "on_device"]
 
+_NO_TOKEN = -2
+"""Differs from every token, and from `NON_FINITE`."""
+
 
 class _Forward(NamedTuple):
     """A forward pass with its logits, and perhaps greedy tokens. B: tokens to sample."""
@@ -66,7 +72,7 @@ class _Forward(NamedTuple):
 
 
 class _Lanes(NamedTuple):
-    """The tokens of a verify step, row by row. T: rows times tokens per row."""
+    """The tokens of a verify step row by row. T: rows times tokens per row."""
 
     logits: torch.Tensor
     """`[T, vocab_size]`, or those of the rank's own tokens."""
@@ -84,6 +90,16 @@ class _Lanes(NamedTuple):
     """`[T, F]`: those that the drafter reads."""
 
 
+class MasksThread(Protocol):
+    """Computes the token masks of a step while it runs, on a CPU."""
+
+    def start(self) -> None:
+        """Start to compute the masks, if the step has any and they have not been started."""
+
+    def wait(self) -> None:
+        """Wait for the masks."""
+
+
 class StepFunctions:
     """The steps of one model over one arena and one set of buffers."""
 
@@ -99,12 +115,14 @@ class StepFunctions:
         drafts: DraftInputs[torch.Tensor] | None = None,
         hidden: torch.Tensor | None = None,
         drafting: DraftStep | None = None,
+        masks_thread: MasksThread | None = None,
     ) -> None:
         """Bind the tensors. With `compiled`, steps are compiled at their first call.
 
         Prefill steps read `embeds` if prompts may have embeddings, and write their final hidden
         states to `hidden`, at least `[M, hidden_size]`, if it is given. Verify steps read `drafts`.
-        `drafting` proposes them on the device.
+        `drafting` proposes them on the device. Whole steps with token masks let `masks_thread`
+        compute these.
         """
         self.model = model
         self.arena = arena
@@ -116,6 +134,7 @@ class StepFunctions:
         self.hidden = hidden
         self._drafting = drafting
         self._taps = () if drafting is None else drafting.taps
+        self._masks_thread = masks_thread
         self._sampler = SAMPLERS[model.kernels.sampler]
         lanes = len(inputs.decode_rows)
         self._no_drafts = inputs.decode_rows.new_zeros((lanes, 0))
@@ -134,15 +153,17 @@ class StepFunctions:
             if drafts is not None:
                 self._parts.add(self._drawn)
             if state.masks is not None:
-                self._parts.add(self._masked)
+                self._parts.add(self._masked_tokens)
 
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
         step = self.decode if key.phase == "decode" else self.prefill
         if key.tokens_per_row > 1 or key.drafts:
             step = self.verify
-        if key.part != "whole":
-            step = self.forward_part if key.part == "forward" else self.sample_part
+        if key.masked:
+            step = self.sample_part if key.part == "sample" else self.masked
+        elif key.part == "forward":
+            step = self.forward_part
 
         def run() -> StepOutput:
             with (
@@ -180,7 +201,7 @@ class StepFunctions:
         if self.model.decode_step is not None:
             return self._decode_fused(self.model.decode_step, key)
         if self.ragged:
-            return self._run_ragged(key, self._no_drafts[: key.size], self._ones[: key.size])[0]
+            return self._decode_ragged(key)
         return self._finished(*self._decode_forward(key), key)
 
     def _decode_forward(self, key: StepKey) -> tuple[_Forward, torch.Tensor]:
@@ -199,7 +220,8 @@ class StepFunctions:
 
     def _greedy(self, part: Callable[..., _Forward | _Lanes], key: StepKey) -> bool:
         """Whether a part samples greedy tokens; compiled ones always do, to be one version."""
-        return self._parts.compiles(part) or not (key.full_sampler or key.part == "forward")
+        later = key.full_sampler or key.masked or key.part == "forward"
+        return self._parts.compiles(part) or not later
 
     def _forward_output(
         self,
@@ -242,44 +264,105 @@ class StepFunctions:
             self.block_size,
         )
 
+    def masked(self, key: StepKey) -> StepOutput:
+        """Run a step, and sample the tokens that the masks of its rows allow."""
+        if self.ragged and key.phase == "decode":
+            return self._verify_ragged(key) if key.tokens_per_row > 1 else self._decode_ragged(key)
+        if self._masks_thread is not None and self.model.stack is None:
+            self._masks_thread.start()
+        forward = self._forward(key)
+        self._wait_for_masks()
+        output = self._sample_masked(forward.logits, forward.positions, key)
+        if key.phase == "prefill":
+            self._follow_prefill(key, output.tokens, forward)
+        return output
+
+    def _wait_for_masks(self) -> None:
+        if self._masks_thread is not None:
+            self._masks_thread.wait()
+
     def forward_part(self, key: StepKey) -> StepOutput:
         """Run a step up to its logits, and store these; `sample_part` continues."""
-        masks = self._masks
+        masks, forward = self._masks, self._forward(key)
         if key.phase == "prefill":
-            forward, _ = self._prefill_forward(key)
-            logits_BV, positions_B = forward.logits, forward.positions
             # The drafter takes the most probable token for the one that the grammar will allow.
-            self._follow_prefill(key, logits_BV.argmax(dim=-1), forward)
-        elif self.model.decode_step is not None:
-            result = self._run_fused(self.model.decode_step, key)
-            logits_BV, positions_B = result.logits, result.positions
-        else:
-            forward, _ = self._decode_forward(key)
-            logits_BV, positions_B = forward.logits, forward.positions
+            self._follow_prefill(key, forward.logits.argmax(dim=-1), forward)
         with operation("outputs"):
-            masks.store(logits_BV, positions_B)
-        return StepOutput(masks.positions[: len(positions_B)], masks.logits[: len(logits_BV)], None)
+            masks.store(forward.logits, forward.positions)
+        count = len(forward.positions)
+        return StepOutput(masks.positions[:count], masks.logits[:count], None)
 
     def sample_part(self, key: StepKey) -> StepOutput:
         """Sample from the logits of the last forward part, and update the rows' state."""
-        masks, inputs, part, lanes = self._masks, self.inputs, self._masked, key.size
-        rows = inputs.decode_rows if key.phase == "decode" else inputs.sample_rows
-        tensors = self._parts.inputs(
-            part, masks.logits[:lanes], rows[:lanes], masks.positions[:lanes]
-        )
-        return self._call(part, *tensors, key.full_sampler)
+        lanes = key.size * key.tokens_per_row
+        return self._sample_masked(self._masks.logits[:lanes], self._masks.positions[:lanes], key)
 
-    def _masked(
-        self,
-        logits_BV: torch.Tensor,
-        rows_B: torch.Tensor,
-        positions_B: torch.Tensor,
-        full_sampler: bool,
+    def _forward(self, key: StepKey) -> _Forward:
+        """Run a step up to its logits, those of a verify step row by row."""
+        if key.phase == "prefill":
+            return self._prefill_forward(key)[0]
+        if key.tokens_per_row > 1:
+            lanes = self._verify_forward(key)
+            return _Forward(lanes.logits, lanes.positions, None)
+        if self.model.decode_step is not None:
+            result = self._run_fused(self.model.decode_step, key)
+            return _Forward(result.logits, result.positions, None)
+        return self._decode_forward(key)[0]
+
+    def _sample_masked(
+        self, logits_TV: torch.Tensor, positions_T: torch.Tensor, key: StepKey
     ) -> StepOutput:
-        """As `_sampled`, without the tokens that the masks of the rows forbid."""
+        """Sample from the logits of a step with the masks of its rows, which are ready."""
+        part, inputs = self._masked_tokens, self.inputs
+        rows_T = inputs.decode_rows if key.phase == "decode" else inputs.sample_rows
+        rows_T = mask_rows_T = rows_T[: len(positions_T) // key.tokens_per_row]
+        verified: tuple[torch.Tensor, ...] = ()
+        if key.tokens_per_row > 1:
+            with operation("inputs"):
+                rows_B, drafts_BK, counts_B = self._drafts(key)
+                step_N = torch.arange(key.tokens_per_row, device=rows_B.device)
+                mask_rows_T = (rows_B[:, None] + self.state.token_ids.shape[0] * step_N).flatten()
+                valid_BN = step_N < counts_B[:, None]
+                rows_T = torch.where(valid_BN, rows_B[:, None], self.state.null_row).flatten()
+                newest_B1 = self.state.token_ids[rows_B][:, None]
+                verified = (torch.cat((newest_B1, drafts_BK), dim=1),)
+        tensors = self._parts.inputs(part, logits_TV, rows_T, positions_T, mask_rows_T, *verified)
+        output = self._call(part, *tensors[:4], key.full_sampler, *tensors[4:])
+        return self._accepted(output, key) if verified else output
+
+    def _masked_tokens(
+        self,
+        logits_TV: torch.Tensor,
+        rows_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        mask_rows_T: torch.Tensor,
+        full_sampler: bool,
+        token_ids_BN: torch.Tensor | None = None,
+    ) -> StepOutput:
+        """As `_sampled`, or with the tokens of a verify step as `_drawn`, with these masks."""
+        masks = LaneMasks(self._masks.bits, mask_rows_T)
+        if token_ids_BN is None:
+            return self._sampled(logits_TV, rows_T, positions_T, full_sampler, masks)
+        if full_sampler:
+            return self._drawn(logits_TV, rows_T, positions_T, token_ids_BN, masks)
+        return self._largest(logits_TV, masks)
+
+    def _largest(self, logits_TV: torch.Tensor, masks: LaneMasks | None) -> StepOutput:
+        """Take the most probable token after each of the tokens of a verify step."""
+        logits_TV, *own = self._apply(masks, logits_TV)
+        with operation("greedy"):
+            return StepOutput(self._greedy_tokens(logits_TV, *own), logits_TV, None)
+
+    def _apply(
+        self, masks: LaneMasks | None, logits_BV: torch.Tensor
+    ) -> tuple[torch.Tensor, *tuple[LaneMasks, ...]]:
+        """Return the arguments of a sampler for masked logits: masks, if it applies them."""
+        if masks is None:
+            return (logits_BV,)
+        if self._sampler.takes_masks:
+            return logits_BV, masks
         with operation("mask"):
-            logits_BV = self._sampler.mask(logits_BV, self._masks.bits, rows_B)
-        return self._sampled(logits_BV, rows_B, positions_B, full_sampler)
+            return (mask_logits(logits_BV, masks),)
 
     @property
     def _masks(self) -> MaskState:
@@ -293,20 +376,9 @@ class StepFunctions:
         its place. So the accepted tokens, and the one sampled after them, are those that decode
         steps would sample one by one. Each row advances by these.
         """
-        assert self.drafts is not None, "these steps were made without room for drafts"
-        assert (key.phase, key.steps) == ("decode", 1)
         if self.ragged:
-            return self._verify_ragged(key, self.drafts)
-        drafts, size, part = self.drafts, key.size, self._verify_parts
-        rows_B, drafts_BK, counts_B = self._parts.inputs(
-            part,
-            self.inputs.decode_rows[:size],
-            drafts.token_ids[:size, : key.tokens_per_row - 1],
-            drafts.counts[:size],
-        )
-        greedy = self._greedy(part, key)
-        lanes = self._parts.call(part, rows_B, drafts_BK, counts_B, key.read_blocks, greedy)
-        shape = size, key.tokens_per_row
+            return self._verify_ragged(key)
+        lanes, shape = self._verify_forward(key), (key.size, key.tokens_per_row)
         if key.full_sampler:
             token_ids_BN = lanes.token_ids.view(shape)
             output = self._parts.call(
@@ -315,9 +387,47 @@ class StepFunctions:
         else:
             assert lanes.tokens is not None
             output = StepOutput(lanes.tokens, lanes.logits, None)
+        return self._accepted(output, key, lanes)
+
+    def _drafts(self, key: StepKey) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rows of a verify step, their drafts and how many tokens are valid."""
+        assert self.drafts is not None, "these steps were made without room for drafts"
+        assert (key.phase, key.steps) == ("decode", 1)
+        size, drafts = key.size, self.drafts
+        return (
+            self.inputs.decode_rows[:size],
+            drafts.token_ids[:size, : key.tokens_per_row - 1],
+            drafts.counts[:size],
+        )
+
+    def _verify_forward(self, key: StepKey) -> _Lanes:
+        """Run a verify step up to the logits, or to greedy tokens."""
+        part = self._verify_parts
+        inputs = self._parts.inputs(part, *self._drafts(key))
+        lanes: _Lanes = self._parts.call(part, *inputs, key.read_blocks, self._greedy(part, key))
+        return lanes
+
+    def _accepted(
+        self, output: StepOutput, key: StepKey, lanes: _Lanes | None = None
+    ) -> StepOutput:
+        """Accept drafts, and return the output by position. With lanes, new drafts may follow."""
+        shape = key.size, key.tokens_per_row
         with operation("accept"):
             tokens_BN = output.tokens.view(shape)
-            self._accept(rows_B, drafts_BK, counts_B, tokens_BN)
+            self._accept(*self._drafts(key), tokens_BN)
+        proposed = None if lanes is None else self._proposed_after(key, lanes, output.tokens)
+        with operation("outputs"):
+            logits_NBV = output.logits.unflatten(0, shape).transpose(0, 1)
+            if output.details is None:
+                return StepOutput(tokens_BN.T.contiguous(), logits_NBV, None, proposed)
+            details = output.details.by_position(*shape)
+            if logits_NBV.is_cuda:
+                details = details.pack()  # so that one copy transfers them to the host
+        return StepOutput(details.tokens, logits_NBV, details, proposed)
+
+    def _proposed_after(self, key: StepKey, lanes: _Lanes, tokens_T: torch.Tensor) -> Drafts | None:
+        """As `_proposed`, after a verify step with padding."""
+        rows_B = self.inputs.decode_rows[: key.size]
         batch = RaggedBatch(
             positions=lanes.positions,
             slots=lanes.slots,
@@ -328,17 +438,9 @@ class StepFunctions:
             block_size=self.block_size,
             tokens_per_row=key.tokens_per_row,
         )
-        tokens = FollowedTokens(lanes.token_ids, output.tokens, lanes.features, batch)
+        tokens = FollowedTokens(lanes.token_ids, tokens_T, lanes.features, batch)
         first_B = torch.arange(key.size, device=rows_B.device) * key.tokens_per_row
-        proposed = self._proposed(key, tokens, first_B)
-        with operation("outputs"):
-            logits_NBV = output.logits.unflatten(0, shape).transpose(0, 1)
-            if output.details is None:
-                return StepOutput(tokens_BN.T.contiguous(), logits_NBV, None, proposed)
-            details = output.details.by_position(*shape)
-            if logits_NBV.is_cuda:
-                details = details.pack()  # so that one copy transfers them to the host
-        return StepOutput(details.tokens, logits_NBV, details, proposed)
+        return self._proposed(key, tokens, first_B)
 
     def _verify_parts(
         self,
@@ -386,10 +488,14 @@ class StepFunctions:
             features_TF,
         )
 
-    def _verify_ragged(self, key: StepKey, drafts: DraftInputs[torch.Tensor]) -> StepOutput:
+    def _decode_ragged(self, key: StepKey) -> StepOutput:
+        """As `_decode_step`, on the C++ operators."""
+        return self._run_ragged(key, self._no_drafts[: key.size], self._ones[: key.size])[0]
+
+    def _verify_ragged(self, key: StepKey) -> StepOutput:
         """As `verify`, without padding between rows."""
-        size, drafts_BK = key.size, drafts.token_ids[: key.size, : key.tokens_per_row - 1]
-        result, lanes_NB = self._run_ragged(key, drafts_BK, drafts.counts[:size])
+        _, drafts_BK, counts_B = self._drafts(key)
+        result, lanes_NB = self._run_ragged(key, drafts_BK, counts_B)
         if result.details is None:
             return StepOutput(result.tokens[lanes_NB], result.logits, None, result.drafts)
         details = result.details.at(lanes_NB)
@@ -400,7 +506,9 @@ class StepFunctions:
     ) -> tuple[StepOutput, torch.Tensor]:
         """Run a step of the C++ operators; return its output token by token, and the lanes of it by
         position; see `kernels/cpu/verify.py`."""
-        state, rows_B = self.state, self.inputs.decode_rows[: key.size]
+        state, rows_B, kept_B = self.state, self.inputs.decode_rows[: key.size], counts_B
+        if key.masked:
+            counts_B = counts_B.clone()  # waiting for masks may take drafts out of the inputs
         with operation("inputs"):
             inputs = verify_inputs(
                 *(rows_B, drafts_BK, counts_B, state.token_ids, state.positions),
@@ -424,11 +532,15 @@ class StepFunctions:
             hidden_TD = self.model.decode(self._embedded(inputs.token_ids), self.arena, batch)
             features_TF = None
         logits_TV = self.model.own_logits(hidden_TD)
+        rows_T, masks = inputs.token_rows, None
+        if key.masked:
+            self._wait_for_masks()
+            with operation("inputs"):
+                rows_T, drafts_BK, masks = self._masked_lanes(inputs, counts_B, kept_B, drafts_BK)
         if key.full_sampler:
-            output = self._drawn(logits_TV, batch.token_rows, batch.positions, inputs.token_ids)
+            output = self._drawn(logits_TV, rows_T, inputs.positions, inputs.token_ids, masks)
         else:
-            with operation("greedy"):
-                output = StepOutput(self._greedy_tokens(logits_TV), logits_TV, None)
+            output = self._largest(logits_TV, masks)
         with operation("accept"):
             lanes_NB = accept_drafts(
                 output.tokens, rows_B, drafts_BK, counts_B, state.token_ids, state.positions
@@ -438,6 +550,29 @@ class StepFunctions:
             proposed = self._proposed(key, tokens, lanes_NB[0])
             output = dataclasses.replace(output, drafts=proposed)
         return output, lanes_NB
+
+    def _masked_lanes(
+        self,
+        inputs: VerifyInputs,
+        counts_B: torch.Tensor,
+        kept_B: torch.Tensor,
+        drafts_BK: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, LaneMasks]:
+        """Return the rows that sample after the tokens of a step, its drafts, and the masks.
+
+        Of `counts_B` tokens of each row `kept_B` are left. After the others the null row samples,
+        and no token is equal to their drafts.
+        """
+        bits, rows_T = self._masks.bits, inputs.token_rows
+        if not drafts_BK.shape[1]:
+            return rows_T, drafts_BK, LaneMasks(bits, rows_T)
+        first_T = inputs.query_start_loc[:-1].repeat_interleave(counts_B)
+        step_T = torch.arange(len(rows_T)) - first_T
+        masks = LaneMasks(bits, rows_T + self.state.token_ids.shape[0] * step_T)
+        kept_T = step_T < kept_B.repeat_interleave(counts_B)
+        number_K = torch.arange(1, 1 + drafts_BK.shape[1])
+        drafts_BK = torch.where(number_K < kept_B[:, None], drafts_BK, _NO_TOKEN)
+        return torch.where(kept_T, rows_T, self.state.null_row), drafts_BK, masks
 
     def _proposed(
         self, key: StepKey, tokens: FollowedTokens, first_B: torch.Tensor
@@ -470,17 +605,19 @@ class StepFunctions:
         rows_T: torch.Tensor,
         positions_T: torch.Tensor,
         token_ids_BN: torch.Tensor,
+        masks: LaneMasks | None = None,
     ) -> StepOutput:
         """Draw the token after each of the tokens of a verify step."""
         with operation("sample"):
             if self.model.vocabulary is not None:
                 logits_TV = self.model.vocabulary.gather(logits_TV)
+            logits_TV, *own = self._apply(masks, logits_TV)
             state = self.state.sampling
             if self._sampler.drafted is None:
-                details = self._sampler.full(logits_TV, state, rows_T, positions_T + 1)
+                details = self._sampler.full(logits_TV, state, rows_T, positions_T + 1, *own)
             else:
                 details = self._sampler.drafted(
-                    logits_TV, state, rows_T, positions_T + 1, token_ids_BN
+                    logits_TV, state, rows_T, positions_T + 1, token_ids_BN, *own
                 )
             return StepOutput(details.tokens, logits_TV, details)
 
@@ -591,6 +728,8 @@ class StepFunctions:
             x_TD = self.model.embed(token_ids_T)
             if embeds_TD is not None and embed_mask_T is not None:
                 x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
+        if self._masks_thread is not None and self.model.stack is not None:
+            self._masks_thread.start()  # not earlier: the thread needs Python's lock to start
         return x_TD
 
     def _sampled(
@@ -599,15 +738,18 @@ class StepFunctions:
         rows_B: torch.Tensor,
         positions_B: torch.Tensor,
         full_sampler: bool,
+        masks: LaneMasks | None = None,
     ) -> StepOutput:
         """Sample the token after each position, and store it as the row's newest."""
         sampler, state, vocabulary = self._sampler, self.state, self.model.vocabulary
+        assert masks is None or vocabulary is None, "masks are those of the whole vocabulary"
+        logits_BV, *own = self._apply(masks, logits_BV)
         feedback = Feedback(rows_B, positions_B, state.token_ids, state.positions)
         if not full_sampler:
             with operation("greedy"):
                 if sampler.greedy_step is not None and vocabulary is None:
                     return StepOutput(sampler.greedy_step(logits_BV, feedback), logits_BV, None)
-                tokens_B = self._greedy_tokens(logits_BV)
+                tokens_B = self._greedy_tokens(logits_BV, *own)
                 feedback.store(tokens_B)
                 return StepOutput(tokens_B, logits_BV, None)
         with operation("sample"):
@@ -616,14 +758,16 @@ class StepFunctions:
             if sampler.full_step is not None:
                 details = sampler.full_step(logits_BV, state.sampling, feedback)
             else:
-                details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1)
+                details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1, *own)
                 feedback.store(details.tokens)
             return StepOutput(details.tokens, logits_BV, details)
 
-    def _greedy_tokens(self, logits_BV: torch.Tensor) -> torch.Tensor:
+    def _greedy_tokens(self, logits_BV: torch.Tensor, *masks: LaneMasks) -> torch.Tensor:
         """Return the most probable tokens, int64 `[B]`, of logits or of a rank's part of them."""
         sample, vocabulary = self._sampler.greedy, self.model.vocabulary
-        return sample(logits_BV) if vocabulary is None else vocabulary.greedy(logits_BV, sample)
+        if vocabulary is None:
+            return sample(logits_BV, *masks)
+        return vocabulary.greedy(logits_BV, sample)
 
     def close(self) -> None:
         """Release compiled code, which references this object."""

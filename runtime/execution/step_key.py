@@ -14,7 +14,7 @@ __all__ = ["Phase", "StepKey", "StepOutput", "StepPart"]
 
 Phase = Literal["decode", "prefill"]
 StepPart = Literal["whole", "forward", "sample"]
-"""Steps with token masks have two parts, so that masks can be computed during the forward pass."""
+"""On devices that run asynchronously, steps with token masks have two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,11 @@ class StepKey:
     """Tokens of each row of a decode step; 1 + k makes it a verify step of k drafts."""
     drafts: int = 0
     """Drafts of each row that the drafter proposes at the end of a decode or verify step."""
+    masked: bool = False
+    """Whether tokens are sampled with the masks of their rows."""
     part: StepPart = "whole"
-    """`forward`: up to the logits. `sample`: from the logits of that part on, with token masks; its
-    size is the number of lanes."""
+    """`forward`: up to the logits, which it stores. `sample`: the rest; its size is the rows of a
+    decode step, or the lanes of a prefill step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,10 @@ class StepSizes:
     """Tokens per row of verify steps, ascending; see `verifying`."""
     proposed: int = 0
     """Drafts that the drafter of the engine proposes in a step; 0 without a drafter."""
+    masked: bool = False
+    """Whether steps may have token masks."""
     prefill_rows: int = 0
-    """Lanes of the sampling of a prefill step with token masks; 0 without structured output."""
+    """Lanes of the sampling part of a prefill step; 0 if steps with token masks have one part."""
 
     @classmethod
     def choose(cls, config: ResolvedConfig, kernels: Kernels) -> StepSizes:
@@ -43,7 +45,8 @@ class StepSizes:
             steps=config.steps_per_launch,
             tokens_per_row=config.tokens_per_row,
             proposed=config.proposed_drafts,
-            prefill_rows=config.max_prefill_rows if config.structured_output else 0,
+            masked=config.structured_output,
+            prefill_rows=config.max_prefill_rows if config.is_async_device else 0,
         )
 
     def keys(self) -> list[StepKey]:
@@ -79,22 +82,28 @@ class StepSizes:
         return (1, *sizes) if self.proposed and sizes else sizes
 
     def _masked_keys(self) -> list[StepKey]:
-        """Return the keys of the parts of steps with token masks."""
-        if not self.prefill_rows:
+        """Return the keys of steps with token masks."""
+        if not self.masked:
             return []
-        sizes: list[tuple[Phase, int]] = [("prefill", size) for size in self.tokens]
-        sizes += [("decode", size) for size in self.rows]
-        whole = [StepKey(*each, width, False) for each in sizes for width in self.read_blocks]
-        full = (False, True)
-        return [
-            *(replace(key, part="forward") for key in whole),
-            *(self.sample_key(replace(key, full_sampler=f)) for key in whole for f in full),
+        sizes: list[tuple[Phase, int, int]] = [("prefill", size, 1) for size in self.tokens]
+        sizes += [("decode", size, n) for size in self.rows for n in (1, *self.verifying(size))]
+        whole = [
+            StepKey(phase, size, width, full, tokens_per_row=n, masked=True)
+            for phase, size, n in sizes
+            for width in self.read_blocks
+            for full in (False, True)
         ]
+        return [part for key in whole for part in self.parts(key)]
 
-    def sample_key(self, key: StepKey) -> StepKey:
-        """Return the key of the sampling part of a step."""
+    def parts(self, key: StepKey) -> tuple[StepKey, ...]:
+        """Return the keys of the steps that run a step, one after the other."""
+        if not (key.masked and self.prefill_rows):
+            return (key,)
         lanes = key.size if key.phase == "decode" else self.prefill_rows
-        return StepKey(key.phase, lanes, 0, key.full_sampler, part="sample")
+        return (
+            replace(key, full_sampler=False, masked=False, part="forward"),
+            replace(key, size=lanes, read_blocks=0, part="sample"),
+        )
 
     def decode_key(
         self,
@@ -103,19 +112,26 @@ class StepSizes:
         full_sampler: bool,
         steps: int = 1,
         tokens_per_row: int = 1,
+        *,
         drafts: int = 0,
+        masked: bool = False,
     ) -> StepKey:
         """Return the key of the smallest launch of `steps` decode steps, or verify step, that fits.
 
-        `tokens_per_row` is 1, or one of `verifying`; `drafts` is 0 or `proposed`.
+        `tokens_per_row` is 1, or one of `verifying`; `drafts` is 0 or `proposed`, and 0 for a
+        `masked` step.
         """
         size, width = _fit(self.rows, rows), _fit(self.read_blocks, read_blocks)
-        return StepKey("decode", size, width, full_sampler, steps, tokens_per_row, drafts)
+        return StepKey(
+            "decode", size, width, full_sampler, steps, tokens_per_row, drafts=drafts, masked=masked
+        )
 
-    def prefill_key(self, tokens: int, read_blocks: int, full_sampler: bool) -> StepKey:
+    def prefill_key(
+        self, tokens: int, read_blocks: int, full_sampler: bool, *, masked: bool = False
+    ) -> StepKey:
         """Return the key of the smallest prefill step that fits."""
-        size = _fit(self.tokens, tokens)
-        return StepKey("prefill", size, _fit(self.read_blocks, read_blocks), full_sampler)
+        size, width = _fit(self.tokens, tokens), _fit(self.read_blocks, read_blocks)
+        return StepKey("prefill", size, width, full_sampler, masked=masked)
 
 
 def _fit(buckets: Buckets, n: int) -> int:

@@ -15,7 +15,7 @@ from ...cache.spec import LayerGroup
 from ...graphs.buffers import CPU_ALIGNMENT, CUDA_ALIGNMENT, TensorSpec
 from ..errors import ConfigError
 from ..execution.inputs import DraftInputs, EmbedInputs, StepInputs
-from ..execution.mask_state import MaskState
+from ..execution.mask_state import MaskSizes
 from ..execution.outputs import OUTPUT_SETS, HostOutputs
 from ..execution.prompt_scorer import PromptScorer, ScoreInputs, slice_tokens
 from ..execution.row_state import RowState
@@ -269,7 +269,7 @@ def _static_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int)
             row_blocks,
             model.vocab_size,
             rope_by_length=by_length,
-            masked=config.masked_dtype,
+            masked=MaskSizes.of(config, model.vocab_size),
         )
         scores = PromptScorer.bytes_for(
             prefill_tokens, model.hidden_size, model.vocab_size, config.dtype
@@ -321,9 +321,8 @@ def _host_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -
         config.proposed_drafts,
     )
 
-    masks = 0
-    if config.structured_output:
-        masks = MaskState.mask_bytes(config.max_num_seqs, model.vocab_size)
+    masked = MaskSizes.of(config, model.vocab_size)
+    masks = 0 if masked is None else masked.mask_bytes
 
     def host_bytes(prefill_tokens: int, row_blocks: int) -> int:
         scores = PromptScorer.host_bytes_for(prefill_tokens, model.vocab_size, OUTPUT_SETS)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.choice import SamplerName
-from ..kernels.cpu.sampling import fused_full, fused_greedy, fused_mask
+from ..kernels.cpu.sampling import fused_full, fused_greedy
 from ..kernels.ops.feedback import Feedback
-from ..kernels.ops.token_masks import mask_logits
+from ..kernels.ops.token_masks import LaneMasks
 from ..sampling_params import MAX_LOGPROBS
 from .reference_sampler import sample_drafted, sample_full, sample_greedy
 from .sample_output import SampleOutput
@@ -24,6 +24,7 @@ def _sample_full_fused(
     state: SamplingState,
     rows_B: torch.Tensor,
     positions_B: torch.Tensor,
+    masks: LaneMasks | None = None,
     inputs_B: torch.Tensor | None = None,
 ) -> SampleOutput:
     """`sample_full`, or with the tokens that lanes follow `sample_drafted`, as one C++ operator."""
@@ -36,6 +37,7 @@ def _sample_full_fused(
             rows_B,
             positions_B,
             min(MAX_LOGPROBS, logits_BV.shape[1]),
+            masks,
             inputs_B,
         )
     )
@@ -47,8 +49,9 @@ def _sample_drafted_fused(
     rows_T: torch.Tensor,
     positions_T: torch.Tensor,
     token_ids_BN: torch.Tensor,
+    masks: LaneMasks | None = None,
 ) -> SampleOutput:
-    return _sample_full_fused(logits_TV, state, rows_T, positions_T, token_ids_BN.flatten())
+    return _sample_full_fused(logits_TV, state, rows_T, positions_T, masks, token_ids_BN.flatten())
 
 
 def _triton_greedy(logits_BV: torch.Tensor, feed: Feedback | None = None) -> torch.Tensor:
@@ -95,29 +98,27 @@ def _triton_full_step(
 class Sampler:
     """Functions that choose the tokens of a step."""
 
-    greedy: Callable[[torch.Tensor], torch.Tensor]
-    """Signature of `sample_greedy`."""
-    full: Callable[[torch.Tensor, SamplingState, torch.Tensor, torch.Tensor], SampleOutput]
-    """Signature of `sample_full`."""
-    mask: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = mask_logits
-    """Signature of `mask_logits`."""
+    greedy: Callable[..., torch.Tensor]
+    """Signature of `sample_greedy`; with `takes_masks`, `LaneMasks` may follow."""
+    full: Callable[..., SampleOutput]
+    """Signature of `sample_full`; with `takes_masks`, `LaneMasks` may follow."""
+    takes_masks: bool = False
+    """Whether these and `drafted` apply token masks; others get logits from `mask_logits`."""
     greedy_step: Callable[[torch.Tensor, Feedback], torch.Tensor] | None = None
     """As `greedy`, with token feedback into the rows' state; None if not available."""
     full_step: Callable[[torch.Tensor, SamplingState, Feedback], SampleOutput] | None = None
     """As `full`, with token feedback into the rows' state; None if not available."""
-    drafted: (
-        Callable[
-            [torch.Tensor, SamplingState, torch.Tensor, torch.Tensor, torch.Tensor], SampleOutput
-        ]
-        | None
-    ) = None
-    """Signature of `sample_drafted`; None: rows with penalties verify nothing."""
+    drafted: Callable[..., SampleOutput] | None = None
+    """Signature of `sample_drafted`; with `takes_masks`, `LaneMasks` may follow. None: rows with
+    penalties verify nothing."""
 
 
 torch_sampler = Sampler(sample_greedy, sample_full, drafted=sample_drafted)
 """For every device; `torch.compile` fuses it."""
 
-fused_sampler = Sampler(fused_greedy, _sample_full_fused, fused_mask, drafted=_sample_drafted_fused)
+fused_sampler = Sampler(
+    fused_greedy, _sample_full_fused, takes_masks=True, drafted=_sample_drafted_fused
+)
 """For CPUs, after `load_cpu_ops`."""
 
 triton_sampler = Sampler(

@@ -8,6 +8,9 @@ A step that proposes takes longer than one that does not, whether or not its dra
 the engine keeps an account of the time that drafts have gained and cost. While it is overdrawn, the
 drafter rests, and each decode step pays a little into it.
 
+Steps with token masks propose nothing. Of rows whose output follows a grammar, tokens that it
+forces are verified.
+
 The host chooses how many drafts are verified, so it reads them with the tokens of the step. On an
 asynchronous device the loop commits such a step before it plans the next one (`waits`).
 """
@@ -21,6 +24,7 @@ from ..request import Request
 from ..scheduling.plan import StepPlan
 from .config import Speculation
 from .drafter_acceptance import DrafterAcceptance
+from .guess import NOTHING, Guess, with_grammar
 from .row_drafts import RowDrafts
 from .step_counter import StepCounter
 from .verify_costs import BatchCosts
@@ -69,6 +73,8 @@ class DrafterSpeculator:
         self.sizes = sizes
         self.proposes = 0
         """Drafts that the step to be planned proposes for each row."""
+        self._forces = False
+        """Whether the step to be planned has drafts, and rows with a grammar."""
         self._costs, self._proposing = costs, proposing
         self._is_async_device = is_async_device
         self._penalties = penalties
@@ -83,11 +89,11 @@ class DrafterSpeculator:
     @property
     def waits(self) -> bool:
         """Whether the step in flight is to be committed before the next one is planned."""
-        return self._is_async_device and self.proposes > 0
+        return self._is_async_device and (self.proposes > 0 or self._forces)
 
     def begin_plan(self) -> None:
         """Begin with the next step, which may draft nothing."""
-        self.proposes = 0
+        self.proposes, self._forces = 0, False
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         """Return the drafts that each decoding request verifies; nothing if none does.
@@ -95,33 +101,40 @@ class DrafterSpeculator:
         Decides too whether the step proposes.
         """
         self.begin_plan()
-        if self.config.adaptive and self._credit < 0 and not self._waiting:
+        has_grammar = any(request.matcher is not None for request in requests)
+        rests = self.config.adaptive and self._credit < 0
+        if rests and not (self._waiting or has_grammar):
             return ()
         self._waiting = False
         sizes = self.sizes(len(requests))
         if not sizes:
             return ()
-        proposed = [self._current(request) for request in requests]
-        counts = [0 if own is None else min(len(own.tokens), sizes[-1] - 1) for own in proposed]
+        guesses = [self._guess(request) for request in requests]
+        counts = [min(len(own.tokens), sizes[-1] - 1) for own in guesses]
         if self.config.adaptive and any(counts):
-            chances = [() if own is None else own.chances for own in proposed]
+            chances = [own.chances for own in guesses]
             counts = self._costs.of(requests).choose(chances)
         verifies = any(counts)
-        if verifies or self._credit >= 0 or not self.config.adaptive:
+        if has_grammar:
+            self._forces = verifies
+            if any(request.num_pending for request in requests):
+                return ()
+        elif verifies or not rests:
             self.proposes = self.config.num_speculative_tokens
         if not verifies:
             return ()
-        return [
-            () if own is None else own.tokens[:count]
-            for own, count in zip(proposed, counts, strict=True)
-        ]
+        return [own.tokens[:count] for own, count in zip(guesses, counts, strict=True)]
 
-    def _current(self, request: Request) -> RowDrafts | None:
-        """Return the drafts after a request's newest token, if it may verify any."""
+    def _guess(self, request: Request) -> Guess:
+        """Return what may follow a request's newest token, if it may verify any drafts."""
+        if request.params.uses_penalties and not self._penalties:
+            return NOTHING
+        if request.matcher is not None:
+            return with_grammar(request, NOTHING, self.config.num_speculative_tokens)
         drafts = request.proposed
         if drafts is None or drafts.at != request.num_tokens or request.num_pending:
-            return None
-        return drafts if self._penalties or not request.params.uses_penalties else None
+            return NOTHING
+        return Guess(drafts.tokens, drafts.chances)
 
     def received(
         self, plan: StepPlan, drafts: list[list[int]], probabilities: list[list[float]]
@@ -152,7 +165,7 @@ class DrafterSpeculator:
             return
         rows, costs = len(plan.decode), self._costs.of(plan.decode)
         costs.count(plan.tokens_per_row)
-        if plan.prefill:
+        if plan.prefill or (advanced is not None and not plan.proposes):
             return
         if not plan.proposes:
             decode_seconds = costs.observe_decode(rows, took.seconds)

@@ -11,20 +11,22 @@ these steps contain. Otherwise one step stays in flight as without speculation.
 
 Speculation keeps an account of time. Looking for drafts is paid from it twice, and a verify step
 adds what it gained, or subtracts what it lost, compared with decode steps of as many tokens. Decode
-steps add 1 % of their time. Without credit no drafts are looked for. So even if too much is
-expected of them, they cost little more than this.
+steps add 1 % of their time. Without credit no drafts are looked for, but tokens that a grammar
+forces are verified. So even if too much is expected of drafts, they cost little more than this.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 from ..request import Request, RequestStatus
 from ..scheduling.plan import StepPlan
 from .acceptance import Acceptance
 from .config import Speculation
+from .guess import NOTHING, Guess, with_grammar
 from .request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
 from .shared_outputs import SharedOutputs
 from .step_counter import StepCounter
@@ -103,21 +105,44 @@ class Speculator:
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         """Return the drafts of each decoding request; nothing if no request should draft."""
         self.begin_plan()
-        if self.config.adaptive and (self._credit < 0 or self._looks >= LOOKS_IN_A_ROW):
+        rests = self.config.adaptive and (self._credit < 0 or self._looks >= LOOKS_IN_A_ROW)
+        if rests and not any(request.matcher is not None for request in requests):
             return ()
         sizes = self.sizes(len(requests))
         if not sizes:
             return ()
+        if rests:  # nothing is looked for, but what a grammar forces is certain
+            return self._chosen(requests, self._guesses(requests, None), sizes[-1] - 1)
         began = time.perf_counter_ns()
-        drafts = self._look(requests, sizes[-1] - 1)
+        drafts = self._chosen(
+            requests, self._guesses(requests, self._caught_up(requests)), sizes[-1] - 1
+        )
         self._look_ns = time.perf_counter_ns() - began
         self._credit -= LOOK_PRICE * self._look_ns / 1e9
         return drafts
 
-    def _look(self, requests: Sequence[Request], most: int) -> Sequence[Sequence[int]]:
-        """As `propose`, at most `most` drafts of a request."""
-        drafters = self._caught_up(requests)
-        chances = [() if drafter is None else drafter.chances for drafter in drafters]
+    def _guesses(
+        self, requests: Sequence[Request], drafters: Sequence[RequestDrafter | None] | None
+    ) -> list[Guess]:
+        """Return what may follow each request; without drafters, what grammars force."""
+        most, guesses = self.config.num_speculative_tokens, []
+        for request, drafter in zip(requests, drafters or repeat(None), strict=False):
+            guess = NOTHING
+            if drafter is not None and drafter.draft is not None:
+                guess = Guess(drafter.draft.tokens[: len(drafter.chances)], drafter.chances)
+            if self._may_draft(request):
+                guess = with_grammar(request, guess, most)
+            guesses.append(guess)
+        return guesses
+
+    def _may_draft(self, request: Request) -> bool:
+        return self._penalties or not request.params.uses_penalties
+
+    def _chosen(
+        self, requests: Sequence[Request], guesses: Sequence[Guess], most: int
+    ) -> Sequence[Sequence[int]]:
+        """Return the tokens of each guess that are verified, at most `most` of a request."""
+        chances = [guess.chances for guess in guesses]
         if not any(chances):
             return ()
         if self.config.adaptive:
@@ -127,10 +152,7 @@ class Speculator:
         self.waits = self._is_async_device and any(counts)
         if not any(counts) or any(request.num_pending for request in requests):
             return ()
-        return [
-            () if drafter is None or drafter.draft is None else drafter.draft.tokens[:count]
-            for drafter, count in zip(drafters, counts, strict=True)
-        ]
+        return [guess.tokens[:count] for guess, count in zip(guesses, counts, strict=True)]
 
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         """Note when the loop began with a step that was launched."""
@@ -191,7 +213,7 @@ class Speculator:
         left, drafters, behind = INDEXED_PER_STEP, [], []
         for request in requests:
             drafter = None
-            if self._penalties or not request.params.uses_penalties:
+            if self._may_draft(request):
                 drafter = request.drafter or self._new_drafter(request)
                 if request.num_tokens - drafter.seen > FEW_TOKENS:
                     behind.append((drafter, request))

@@ -141,7 +141,7 @@ class GrammarCompiler:
             found = self._compile(*key)
             self._keep(key, found)
         tokens = self._eos_token_ids, self._vocab_size, self._tokenizer.vocab_size
-        return [TokenMatcher(found.matcher.deep_copy(), *tokens) for _ in range(count)]
+        return [TokenMatcher(found.matcher, *tokens) for _ in range(count)]
 
     def _keep(self, key: tuple[str, str], compiled: _Compiled) -> None:
         with self._lock:

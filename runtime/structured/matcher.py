@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from ..bounded_repr import bounded_text
 from ..errors import StructuredOutputError
+from ..kernels.ops.mask_words import MaskWords
 from ..kernels.ops.token_masks import MASK_BITS
 
 if TYPE_CHECKING:
@@ -32,7 +32,18 @@ class TokenMatcher:
     where it was.
     """
 
-    __slots__ = ("_eos_token_ids", "_last_bits", "_matcher", "_num_consumed", "_overrun", "_wide")
+    __slots__ = (
+        "_eos_token_ids",
+        "_first",
+        "_forced",
+        "_last_bits",
+        "_matcher",
+        "_num_consumed",
+        "_overrun",
+        "_slow",
+        "_vocab_size",
+        "_wide",
+    )
 
     def __init__(
         self,
@@ -41,73 +52,163 @@ class TokenMatcher:
         vocab_size: int,
         matcher_vocab_size: int,
     ) -> None:
-        """Take a matcher at the beginning of the grammar.
+        """Copy a matcher at the beginning of the grammar.
 
         Args:
-            matcher: of the grammar.
+            matcher: of the grammar, which is not changed.
             eos_token_ids: tokens that end the model's output.
             vocab_size: of the model.
             matcher_vocab_size: of the matcher: that of the model, or more.
         """
-        self._matcher = matcher
-        self._wide: npt.NDArray[np.int32] | None = None
+        self._first, self._matcher = matcher, matcher.deep_copy()
+        self._wide: MaskWords | None = None
         """The mask of a matcher with tokens that the model lacks."""
         if matcher_vocab_size > vocab_size:
-            self._wide = np.zeros(-(-matcher_vocab_size // MASK_BITS), dtype=np.int32)
+            words = -(-matcher_vocab_size // MASK_BITS)
+            self._wide = MaskWords(np.zeros(words, dtype=np.int32))
         self._last_bits = _UP_TO_BIT[(vocab_size - 1) % MASK_BITS]
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
+        self._forced: list[int] = []
+        """Tokens that must come next, as far as the grammar forces the text; empty: not known."""
         self._num_consumed = 0
         self._overrun = 0.0
-        """Seconds of all masks beyond `MASK_SECONDS` each."""
+        """Seconds of all masks beyond `MASK_SECONDS` each, but the first."""
+        self._slow = False
+        """Whether a mask took longer than that."""
+
+    def drafts(self, request: Request, guess: Sequence[int]) -> tuple[Sequence[int], int]:
+        """Return drafts after the output of the request, and how many of them are forced.
+
+        They are the tokens that the grammar forces, or what it allows of a guess.
+        """
+        try:
+            self._catch_up(request)
+            if self._matcher.is_error():
+                return (), 0
+            if forced := self._forced_at(request, request.num_output):
+                return forced, len(forced)
+            ends = (i for i, token in enumerate(guess) if token in self._eos_token_ids)
+            guess = guess[: next(ends, len(guess))]
+            return guess[: self._matcher.validate_tokens(list(guess))] if guess else (), 0
+        except (KeyboardInterrupt, SystemExit):  # of a signal handler of the application
+            raise
+        except BaseException:  # a panic of llguidance, which `fill` will meet again
+            return (), 0
 
     def fill(
-        self, request: Request, mask: npt.NDArray[np.int32]
-    ) -> StructuredOutputError | Literal["complete"] | None:
-        """Write which tokens may follow the output of the request.
+        self, request: Request, masks: Sequence[MaskWords], drafts: Sequence[int] = ()
+    ) -> tuple[StructuredOutputError | Literal["complete"] | None, int]:
+        """Write which tokens may follow the output of the request, and that output with drafts.
+
+        Where the grammar forces the text, only the tokens are allowed that the tokenizer makes of
+        it. These depend on the output so far alone, so that outputs are the same with drafts.
 
         Args:
             request: of this grammar.
-            mask: int32 `[ceil(V / 32)]`, contiguous: bit i % 32 of word i // 32 is that of token i.
+            masks: of the token after the output, after its first draft, and so on.
+            drafts: of the request.
 
         Returns:
-            None; or, with all bits set, the error that ends the request, or `complete` if the
-            grammar allows only end-of-sequence tokens and the request forbids them.
+            None and the number of drafts after which the output may continue. Or with any masks,
+            the error that ends the request, or `complete` if the grammar allows only
+            end-of-sequence tokens and the request forbids them.
         """
-        matcher, params = self._matcher, request.params
-        began = time.thread_time()
-        tokens = request.output_slice(self._num_consumed, request.num_output)
-        if tokens:
-            matcher.consume_tokens(list(tokens))
+        began, worked = time.perf_counter(), self._slow and time.thread_time()
+        self._catch_up(request)
+        outcome, kept = self._write(request, masks[0], request.num_output), 0
+        if drafts and outcome is None:
+            kept = self._write_drafts(request, masks[1:], drafts)
+        limit = MASK_SECONDS * (1 + len(drafts))
+        if time.perf_counter() - began > limit and self._is_too_slow(worked, limit):
+            outcome = self._error(request, f"masks take more than {1e3 * MASK_SECONDS:g} ms each")
+        return outcome, kept
+
+    def _write_drafts(
+        self, request: Request, masks: Sequence[MaskWords], drafts: Sequence[int]
+    ) -> int:
+        """Write the masks after each draft; return after how many the output may continue."""
+        matcher, forced = self._matcher, self._forced
+        kept = consumed = 0
+        for token in drafts:
+            if token in self._eos_token_ids or not matcher.try_consume_tokens([token]):
+                break
+            consumed += 1
+            self._forced = self._forced[1:]
+            if self._write(request, masks[kept], request.num_output + consumed) is not None:
+                break
+            kept += 1
+        if matcher.is_error():  # of which no matcher recovers; the drafts may be wrong
+            self._matcher = self._first.deep_copy()
+            self._matcher.consume_tokens(request.output_ids)
+        elif consumed:
+            matcher.rollback(consumed)
+        self._forced = forced
+        return kept
+
+    def _catch_up(self, request: Request) -> None:
+        """Consume the output of the request."""
+        count = request.num_output - self._num_consumed
+        if count:
+            self._matcher.consume_tokens(
+                list(request.output_slice(self._num_consumed, request.num_output))
+            )
+            self._forced = self._forced[count:]
             self._num_consumed = request.num_output
+
+    def _forced_at(self, request: Request, num_output: int) -> Sequence[int]:
+        """Return the forced tokens after `num_output` tokens, which are consumed."""
+        if not self._forced:
+            self._forced = self._matcher.compute_ff_tokens()
+            for index, token in enumerate(self._forced):
+                too_early = num_output + index < request.params.min_tokens
+                if (
+                    token >= self._vocab_size
+                    or token in self._eos_token_ids
+                    or (too_early and token in request.stop_token_ids)
+                ):
+                    self._forced = self._forced[:index]
+                    break
+        return self._forced
+
+    def _write(
+        self, request: Request, mask: MaskWords, num_output: int
+    ) -> StructuredOutputError | Literal["complete"] | None:
+        """Write which tokens may follow `num_output` tokens, which are consumed."""
+        matcher, params = self._matcher, request.params
         if not matcher.is_error():
+            forced = self._forced_at(request, num_output)
+            if forced:
+                mask.allow_only(forced[0])
+                return None
             written = mask if self._wide is None else self._wide
-            matcher.unsafe_compute_mask_ptr(written.ctypes.data, written.nbytes)
+            matcher.unsafe_compute_mask_ptr(written.address, written.nbytes)
         if matcher.is_error():
-            mask.fill(-1)
             return self._error(request, matcher.get_error())
-        self._overrun += max(0.0, time.thread_time() - began - MASK_SECONDS)
-        if self._overrun > MASK_SECONDS:
-            mask.fill(-1)
-            return self._error(request, f"masks take more than {1e3 * MASK_SECONDS:g} ms each")
         if self._wide is not None:
-            mask[:] = self._wide[: len(mask)]
-            mask[-1] &= self._last_bits
+            mask.array[:] = self._wide.array[: len(mask.array)]
+            mask.array[-1] &= self._last_bits
         # In some vocabularies the end-of-sequence token is also a text.
         ends = matcher.is_accepting()
         forbidden = () if ends and not params.ignore_eos else self._eos_token_ids
-        if request.num_output < params.min_tokens:  # the sampler forbids these too
+        if num_output < params.min_tokens:  # the sampler forbids these too
             forbidden = (*forbidden, *request.stop_token_ids)
-        for token_id in forbidden:
-            word = token_id // MASK_BITS
-            if word < len(mask):
-                mask[word] &= ~_BIT[token_id % MASK_BITS]
-        if (not forbidden and self._wide is None) or mask.any():
+        if (not mask.forbid(forbidden) and self._wide is None) or mask.any():
             return None
-        mask.fill(-1)
         if ends:
             return "complete"
         lacks = " or is unknown to the model" if self._wide is not None else ""
         return self._error(request, f"every token that it allows ends the output, too early{lacks}")
+
+    def _is_too_slow(self, began: float | Literal[False], limit: float) -> bool:
+        """Whether masks take too long; `began`: processor time before these, if it is known.
+
+        Reading it is a system call, so that it begins with the first mask that takes long by the
+        clock, which may have been that of another process.
+        """
+        self._slow = True
+        if began is not False:
+            self._overrun += max(0.0, time.thread_time() - began - limit)
+        return self._overrun > MASK_SECONDS
 
     @staticmethod
     def _error(request: Request, reason: str) -> StructuredOutputError:
@@ -118,5 +219,4 @@ class TokenMatcher:
         )
 
 
-_BIT = np.array([1 << i for i in range(MASK_BITS)], dtype=np.uint32).view(np.int32)
 _UP_TO_BIT = np.array([(2 << i) - 1 for i in range(MASK_BITS)], dtype=np.uint32).view(np.int32)

@@ -3,7 +3,7 @@
     python -m stepgraph.runtime.tools.structured_output_cost --rounds 10
 
 Every round decodes the same prompts in three ways, in turns: without grammars; with grammars, and
-masks computed in a thread during the forward pass; with masks computed before the sampler.
+masks computed in a thread during the forward pass; with masks computed before it.
 """
 
 from __future__ import annotations

@@ -7,19 +7,24 @@ Shapes: B lanes, R rows of the state, V vocabulary.
 import torch
 from torch import Tensor
 
-torch.library.define("stepgraph::sample_greedy", "(Tensor logits) -> Tensor")
+from ..ops.token_masks import LaneMasks
+
 torch.library.define("stepgraph::most_likely", "(Tensor logits) -> (Tensor, Tensor)")
 torch.library.define(
-    "stepgraph::mask_logits", "(Tensor logits, Tensor bits, Tensor rows) -> Tensor"
+    "stepgraph::sample_greedy",
+    "(Tensor logits, Tensor? mask_bits=None, Tensor? mask_rows=None) -> Tensor",
 )
 torch.library.define(
     "stepgraph::sample_full",
     "(Tensor logits, Tensor reals, Tensor integers, Tensor(a!) token_counts, Tensor rows, "
-    "Tensor positions, Tensor? inputs, int num_top) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor positions, Tensor? inputs, int num_top, Tensor? mask_bits=None, "
+    "Tensor? mask_rows=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
-def _fake_greedy(logits_BV: Tensor) -> Tensor:
+def _fake_greedy(
+    logits_BV: Tensor, mask_bits: Tensor | None = None, mask_rows: Tensor | None = None
+) -> Tensor:
     return logits_BV.new_empty(logits_BV.shape[0], dtype=torch.int64)
 
 
@@ -27,10 +32,6 @@ def _fake_most_likely(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
     lanes = logits_BV.shape[0]
     ids_B = logits_BV.new_empty(lanes, dtype=torch.int64)
     return ids_B, logits_BV.new_empty(lanes, dtype=torch.float32)
-
-
-def _fake_mask(logits_BV: Tensor, bits_RW: Tensor, rows_B: Tensor) -> Tensor:
-    return torch.empty_like(logits_BV, memory_format=torch.contiguous_format)
 
 
 def _fake_full(
@@ -42,6 +43,8 @@ def _fake_full(
     positions_B: Tensor,
     inputs_B: Tensor | None,
     num_top: int,
+    mask_bits: Tensor | None = None,
+    mask_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lanes = logits_BV.shape[0]
     return (
@@ -54,17 +57,18 @@ def _fake_full(
 
 torch.library.register_fake("stepgraph::sample_greedy", _fake_greedy)
 torch.library.register_fake("stepgraph::most_likely", _fake_most_likely)
-torch.library.register_fake("stepgraph::mask_logits", _fake_mask)
 torch.library.register_fake("stepgraph::sample_full", _fake_full)
 
 
-def fused_greedy(logits_BV: Tensor) -> Tensor:
+def fused_greedy(logits_BV: Tensor, masks: LaneMasks | None = None) -> Tensor:
     """Return the largest logit's token for each lane, int64 `[B]`; of equal ones the lowest id.
 
-    `NON_FINITE` where the logits hold NaN or +inf, or nothing but -inf. Runs on CPU after
-    `load_cpu_ops`. Raises RuntimeError for a dtype other than bfloat16, float16 and float32.
+    With `masks`, of the tokens that they allow, as after `mask_logits`. `NON_FINITE` where the
+    logits hold NaN or +inf, or nothing but -inf. Runs on CPU after `load_cpu_ops`. Raises
+    RuntimeError for a dtype other than bfloat16, float16 and float32, and RuntimeError or
+    IndexError for masks that do not fit.
     """
-    tokens: Tensor = torch.ops.stepgraph.sample_greedy.default(logits_BV)
+    tokens: Tensor = torch.ops.stepgraph.sample_greedy.default(logits_BV, *(masks or ()))
     return tokens
 
 
@@ -77,16 +81,6 @@ def fused_most_likely(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
     return ids_B, probability_B
 
 
-def fused_mask(logits_BV: Tensor, bits_RW: Tensor, rows_B: Tensor) -> Tensor:
-    """Return the logits with -inf for tokens whose bit in the row of each lane is not set.
-
-    NaN and +inf of these tokens become NaN. `bits_RW`: int32 `[R, ceil(V / 32)]`. Runs on CPU after
-    `load_cpu_ops`. Raises RuntimeError or IndexError for arguments that do not fit together.
-    """
-    masked: Tensor = torch.ops.stepgraph.mask_logits.default(logits_BV, bits_RW, rows_B)
-    return masked
-
-
 def fused_full(
     logits_BV: Tensor,
     reals: Tensor,
@@ -95,16 +89,25 @@ def fused_full(
     rows_B: Tensor,
     positions_B: Tensor,
     num_top: int,
+    masks: LaneMasks | None = None,
     inputs_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return tokens or `NON_FINITE`, log-probabilities, the `num_top` highest ones, their tokens.
 
     `reals`, `integers` and `token_counts_RV` are those of a `SamplingState`; the counts are updated
     in place. With `inputs_B`, the tokens that the lanes of a verify step follow, lanes of a row are
-    drawn as `sample_drafted` does. Runs on CPU after `load_cpu_ops`. Raises RuntimeError or
-    IndexError for arguments that do not fit together.
+    drawn as `sample_drafted` does. With `masks`, samples as after `mask_logits`. Runs on CPU after
+    `load_cpu_ops`. Raises RuntimeError or IndexError for arguments that do not fit together.
     """
     tokens, logprob, top_logprobs, top_ids = torch.ops.stepgraph.sample_full.default(
-        logits_BV, reals, integers, token_counts_RV, rows_B, positions_B, inputs_B, num_top
+        logits_BV,
+        reals,
+        integers,
+        token_counts_RV,
+        rows_B,
+        positions_B,
+        inputs_B,
+        num_top,
+        *(masks or ()),
     )
     return tokens, logprob, top_logprobs, top_ids

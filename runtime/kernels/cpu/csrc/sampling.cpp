@@ -84,7 +84,7 @@ void sample_lane(const SampleArgs<T>& args, int64_t lane, const Scratch& at) {
   int32_t* counts = args.counts + row * vocab_size;
   const T* logits = args.logits + lane * args.logits_stride;
 
-  read_logits(logits, vocab_size, at.logits, at.logit_maxima);
+  read_logits(logits, args.masks.of(lane), vocab_size, at.logits, at.logit_maxima);
   float most = largest(at.logit_maxima, chunks);
   if (!std::isfinite(most)) return end_lane(args, lane);
   double total = weigh(at.logits, most, 1.0f, chunks, at.weights, at.sums);
@@ -168,65 +168,30 @@ void sample_drafted(const SampleArgs<T>& args, const int64_t* inputs) {
   });
 }
 
-constexpr int64_t kMaskBits = 32;
-
-// Adds 0 to what the mask allows, and -inf to the rest. Without branches, so that it is vectorised.
-template <class T>
-inline void mask_word(const T* from, uint32_t allowed, int64_t count, T* to) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t forbidden = ((allowed >> i) & 1u) - 1u;  // all bits set, or none
-    to[i] = static_cast<T>(static_cast<float>(from[i]) +
-                           std::bit_cast<float>(forbidden & 0xff800000u));
-  }
-}
-
-template <class T>
-void mask_logits(const T* logits, int64_t logits_stride, const int32_t* bits, const int64_t* rows,
-                 int64_t lanes, int64_t vocab_size, T* masked, int threads) {
-  constexpr int64_t kLogitsPerThread = 1 << 17;
-  const int64_t useful = lanes * vocab_size / kLogitsPerThread;
-  const int64_t words = (vocab_size + kMaskBits - 1) / kMaskBits;
-  const int used = static_cast<int>(std::clamp<int64_t>(std::min(lanes, useful), 1, threads));
-  parallel_for(lanes, used, [&](int64_t lane, int64_t) {
-    const T* from = logits + lane * logits_stride;
-    const int32_t* mask = bits + rows[lane] * words;
-    T* to = masked + lane * vocab_size;
-    for (int64_t word = 0; word < words; ++word) {
-      const int64_t first = word * kMaskBits, count = std::min(kMaskBits, vocab_size - first);
-      const uint32_t allowed = static_cast<uint32_t>(mask[word]);
-      if (allowed == ~0u) {
-        std::copy_n(from + first, count, to + first);
-      } else if (count == kMaskBits) {
-        mask_word(from + first, allowed, kMaskBits, to + first);
-      } else {
-        mask_word(from + first, allowed, count, to + first);
-      }
-    }
-  });
-}
-
-// visit(chunk of float32, its maximum, first token) for the chunks of a lane, filled up with -inf.
+// visit(chunk of float32, its maximum, first token) for the chunks of a lane, filled up with -inf;
+// `mask` as of `read_logits`.
 template <class T, class Visit>
-void each_chunk(const T* logits, int64_t vocab_size, Visit visit) {
+void each_chunk(const T* logits, const int32_t* mask, int64_t vocab_size, Visit visit) {
   alignas(64) float chunk[kSampleChunk];
   for (int64_t from = 0; from < vocab_size; from += kSampleChunk) {
     float maximum;
-    read_logits(logits + from, std::min(kSampleChunk, vocab_size - from), chunk, &maximum);
+    read_logits(logits + from, mask == nullptr ? nullptr : mask + from / kMaskBits,
+                std::min(kSampleChunk, vocab_size - from), chunk, &maximum);
     visit(chunk, maximum, from);
   }
 }
 
-// finish(lane, first index of its largest logit, that logit)
+// finish(lane, first index of the largest logit that its mask allows, that logit)
 template <class T, class Finish>
-void each_largest(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
-                  int threads, Finish finish) {
+void each_largest(const T* logits, int64_t logits_stride, const LaneMasks& masks, int64_t lanes,
+                  int64_t vocab_size, int threads, Finish finish) {
   constexpr int64_t kLogitsPerThread = 1 << 17;
   const int64_t useful = lanes * vocab_size / kLogitsPerThread;
   const int used = static_cast<int>(std::clamp<int64_t>(std::min(lanes, useful), 1, threads));
   parallel_for(lanes, used, [&](int64_t lane, int64_t) {
     float most = kMinusInfinity;
     int64_t best = 0;
-    each_chunk(logits + lane * logits_stride, vocab_size,
+    each_chunk(logits + lane * logits_stride, masks.of(lane), vocab_size,
                [&](const float* chunk, float maximum, int64_t from) {
                  if (!(maximum > most)) return;
                  most = maximum;
@@ -237,9 +202,9 @@ void each_largest(const T* logits, int64_t logits_stride, int64_t lanes, int64_t
 }
 
 template <class T>
-void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
-                   int64_t* tokens, int threads) {
-  each_largest(logits, logits_stride, lanes, vocab_size, threads,
+void sample_greedy(const T* logits, int64_t logits_stride, const LaneMasks& masks, int64_t lanes,
+                   int64_t vocab_size, int64_t* tokens, int threads) {
+  each_largest(logits, logits_stride, masks, lanes, vocab_size, threads,
                [&](int64_t lane, int64_t best, float most) {
                  tokens[lane] = std::isfinite(most) ? best : kNonFinite;
                });
@@ -248,14 +213,14 @@ void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_
 template <class T>
 void most_likely(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
                  int64_t* tokens, float* probabilities, int threads) {
-  each_largest(logits, logits_stride, lanes, vocab_size, threads,
+  each_largest(logits, logits_stride, {nullptr, 0, nullptr}, lanes, vocab_size, threads,
                [&](int64_t lane, int64_t best, float most) {
                  const bool finite = std::isfinite(most);
                  tokens[lane] = finite ? best : 0;
                  probabilities[lane] = 0.0f;
                  if (!finite) return;
                  F32x16 sums{};
-                 each_chunk(logits + lane * logits_stride, vocab_size,
+                 each_chunk(logits + lane * logits_stride, nullptr, vocab_size,
                             [&](const float* chunk, float, int64_t) {
                               for (int64_t i = 0; i < kVectors; ++i) {
                                 sums += exp_nonpositive(load<F32x16>(chunk + 16 * i) - most);
@@ -267,21 +232,18 @@ void most_likely(const T* logits, int64_t logits_stride, int64_t lanes, int64_t 
                });
 }
 
-template void mask_logits(const c10::BFloat16*, int64_t, const int32_t*, const int64_t*, int64_t,
-                          int64_t, c10::BFloat16*, int);
-template void mask_logits(const c10::Half*, int64_t, const int32_t*, const int64_t*, int64_t,
-                          int64_t, c10::Half*, int);
-template void mask_logits(const float*, int64_t, const int32_t*, const int64_t*, int64_t, int64_t,
-                          float*, int);
 template void sample_full(const SampleArgs<c10::BFloat16>&);
 template void sample_drafted(const SampleArgs<c10::BFloat16>&, const int64_t*);
 template void sample_full(const SampleArgs<c10::Half>&);
 template void sample_drafted(const SampleArgs<c10::Half>&, const int64_t*);
 template void sample_full(const SampleArgs<float>&);
 template void sample_drafted(const SampleArgs<float>&, const int64_t*);
-template void sample_greedy(const c10::BFloat16*, int64_t, int64_t, int64_t, int64_t*, int);
-template void sample_greedy(const c10::Half*, int64_t, int64_t, int64_t, int64_t*, int);
-template void sample_greedy(const float*, int64_t, int64_t, int64_t, int64_t*, int);
+template void sample_greedy(const c10::BFloat16*, int64_t, const LaneMasks&, int64_t, int64_t,
+                            int64_t*, int);
+template void sample_greedy(const c10::Half*, int64_t, const LaneMasks&, int64_t, int64_t, int64_t*,
+                            int);
+template void sample_greedy(const float*, int64_t, const LaneMasks&, int64_t, int64_t, int64_t*,
+                            int);
 template void most_likely(const c10::BFloat16*, int64_t, int64_t, int64_t, int64_t*, float*, int);
 template void most_likely(const c10::Half*, int64_t, int64_t, int64_t, int64_t*, float*, int);
 template void most_likely(const float*, int64_t, int64_t, int64_t, int64_t*, float*, int);

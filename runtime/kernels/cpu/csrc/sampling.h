@@ -20,11 +20,27 @@ constexpr int64_t kNonFinite = -1;
 enum Real { kTemperature, kTopP, kMinP, kRepetition, kPresence, kFrequency, kReals };
 enum Integer { kTopK, kSeed, kBanUntil, kIntegers };
 
+// Tokens of a word of a mask.
+constexpr int64_t kMaskBits = 32;
+
+// Which tokens each lane may sample: bit i % 32 of word i / 32 is set for token i. The words of a
+// lane begin at `bits + rows[lane] * stride`. Without bits, all tokens.
+struct LaneMasks {
+  const int32_t* bits;
+  int64_t stride;
+  const int64_t* rows;  // [lanes]
+
+  const int32_t* of(int64_t lane) const {
+    return bits == nullptr ? nullptr : bits + rows[lane] * stride;
+  }
+};
+
 // T is the type of the logits. For the meaning see `sample_full` in `sampling.py`.
 template <class T>
 struct SampleArgs {
   const T* logits;            // [lanes, vocab_size], last dimension dense
   int64_t logits_stride;      // from lane to lane
+  LaneMasks masks;
   const float* reals;         // [.., kReals + biases]
   const int64_t* integers;    // [.., kIntegers + biases + stops]
   int32_t* counts;            // [.., vocab_size]
@@ -51,20 +67,14 @@ void sample_full(const SampleArgs<T>& args);
 template <class T>
 void sample_drafted(const SampleArgs<T>& args, const int64_t* inputs);
 
-// tokens[b] = first index of the largest of logits[b], or kNonFinite.
+// tokens[b] = first index of the largest of logits[b] that its mask allows, or kNonFinite.
 template <class T>
-void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
-                   int64_t* tokens, int threads);
+void sample_greedy(const T* logits, int64_t logits_stride, const LaneMasks& masks, int64_t lanes,
+                   int64_t vocab_size, int64_t* tokens, int threads);
 
-// tokens[b] as of `sample_greedy`, and its probability; 0 and 0 instead of kNonFinite.
+// tokens[b] as of `sample_greedy` without masks, and its probability; 0 and 0 instead of kNonFinite.
 template <class T>
 void most_likely(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
                  int64_t* tokens, float* probabilities, int threads);
-
-// masked[b, i] = logits[b, i] where bit i % 32 of bits[rows[b], i / 32] is set, elsewhere -inf, or
-// NaN for NaN and +inf. `masked` is dense; `bits` has (vocab_size + 31) / 32 words a row.
-template <class T>
-void mask_logits(const T* logits, int64_t logits_stride, const int32_t* bits, const int64_t* rows,
-                 int64_t lanes, int64_t vocab_size, T* masked, int threads);
 
 }  // namespace stepgraph

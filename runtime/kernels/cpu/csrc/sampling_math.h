@@ -66,14 +66,32 @@ inline float chunk_maximum(const float* values) {
   return lane_max(most);
 }
 
-// The logits of a lane as float32, filled up with -inf, and the maxima of its chunks.
+// Adds 0 to what a mask allows of a chunk, and -inf to the rest, so that NaN and +inf of forbidden
+// tokens become NaN. Without branches on bits, so that it is vectorised.
+inline void mask_chunk(const int32_t* mask, int64_t words, float* values) {
+  for (int64_t word = 0; word < words; ++word, values += kMaskBits) {
+    const uint32_t allowed = static_cast<uint32_t>(mask[word]);
+    if (allowed == ~0u) continue;
+    for (uint32_t i = 0; i < kMaskBits; ++i) {
+      const uint32_t forbidden = ((allowed >> i) & 1u) - 1u;  // all bits set, or none
+      values[i] += std::bit_cast<float>(forbidden & 0xff800000u);
+    }
+  }
+}
+
+// The logits of a lane as float32, filled up with -inf, and the maxima of its chunks. With a mask,
+// those of the tokens that it allows; see `mask_chunk`.
 template <class T>
-void read_logits(const T* logits, int64_t vocab_size, float* values, float* maxima) {
+void read_logits(const T* logits, const int32_t* mask, int64_t vocab_size, float* values,
+                 float* maxima) {
   const int64_t chunks = sample_chunks(vocab_size);
   std::fill(values + vocab_size, values + chunks * kSampleChunk, kMinusInfinity);
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     const int64_t from = chunk * kSampleChunk, to = std::min(from + kSampleChunk, vocab_size);
     for (int64_t i = from; i < to; ++i) values[i] = static_cast<float>(logits[i]);
+    if (mask != nullptr) {
+      mask_chunk(mask + from / kMaskBits, (to - from + kMaskBits - 1) / kMaskBits, values + from);
+    }
     maxima[chunk] = chunk_maximum(values + from);
   }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <limits>
+#include <optional>
 #include <tuple>
 
 #include <ATen/core/Tensor.h>
@@ -32,11 +33,28 @@ void for_logits(const at::Tensor& logits, const char* name, const Run& run) {
   }
 }
 
-at::Tensor sample_greedy_cpu(const at::Tensor& logits) {
+LaneMasks checked_masks(const char* name, const std::optional<at::Tensor>& bits,
+                        const std::optional<at::Tensor>& mask_rows, int64_t lanes,
+                        int64_t vocab_size) {
+  TORCH_CHECK(bits.has_value() == mask_rows.has_value(), name,
+              ": mask bits and their rows are given together");
+  if (!bits.has_value()) return {nullptr, 0, nullptr};
+  TORCH_CHECK(bits->scalar_type() == at::kInt && bits->dim() == 2 && bits->stride(1) == 1 &&
+                  bits->size(1) == (vocab_size + kMaskBits - 1) / kMaskBits,
+              name, ": mask bits are an int32 [rows, ", (vocab_size + kMaskBits - 1) / kMaskBits,
+              "] with a dense last dimension, got ", bits->sizes());
+  check_index(name, *mask_rows, at::kLong, lanes, bits->size(0), "mask rows");
+  return {bits->const_data_ptr<int32_t>(), bits->stride(0), mask_rows->const_data_ptr<int64_t>()};
+}
+
+at::Tensor sample_greedy_cpu(const at::Tensor& logits, const std::optional<at::Tensor>& bits,
+                             const std::optional<at::Tensor>& mask_rows) {
   check_logits(logits, "sample_greedy");
-  at::Tensor tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
+  const int64_t lanes = logits.size(0), vocab_size = logits.size(1);
+  const LaneMasks masks = checked_masks("sample_greedy", bits, mask_rows, lanes, vocab_size);
+  at::Tensor tokens = at::empty({lanes}, logits.options().dtype(at::kLong));
   for_logits(logits, "sample_greedy", [&](const auto* data) {
-    sample_greedy(data, logits.stride(0), logits.size(0), logits.size(1),
+    sample_greedy(data, logits.stride(0), masks, lanes, vocab_size,
                   tokens.mutable_data_ptr<int64_t>(), threads());
   });
   return tokens;
@@ -54,29 +72,12 @@ std::tuple<at::Tensor, at::Tensor> most_likely_cpu(const at::Tensor& logits) {
   return {tokens, probabilities};
 }
 
-at::Tensor mask_logits_cpu(const at::Tensor& logits, const at::Tensor& bits,
-                           const at::Tensor& rows) {
-  check_logits(logits, "mask_logits");
-  const int64_t lanes = logits.size(0), vocab_size = logits.size(1);
-  TORCH_CHECK(bits.scalar_type() == at::kInt && bits.is_contiguous() && bits.dim() == 2 &&
-                  bits.size(1) == (vocab_size + 31) / 32,
-              "mask_logits: bits are a contiguous int32 [rows, ", (vocab_size + 31) / 32,
-              "], got ", bits.sizes());
-  check_index("mask_logits", rows, at::kLong, lanes, bits.size(0), "rows");
-  at::Tensor masked = at::empty({lanes, vocab_size}, logits.options());
-  for_logits(logits, "mask_logits", [&]<class T>(const T* data) {
-    mask_logits(data, logits.stride(0), bits.const_data_ptr<int32_t>(),
-                rows.const_data_ptr<int64_t>(), lanes, vocab_size, masked.mutable_data_ptr<T>(),
-                threads());
-  });
-  return masked;
-}
-
 // `inputs`: the tokens that the lanes follow, of a verify step.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
     const at::Tensor& logits, const at::Tensor& reals, const at::Tensor& integers,
     at::Tensor& counts, const at::Tensor& rows, const at::Tensor& positions,
-    const std::optional<at::Tensor>& inputs, int64_t tops) {
+    const std::optional<at::Tensor>& inputs, int64_t tops, const std::optional<at::Tensor>& bits,
+    const std::optional<at::Tensor>& mask_rows) {
   check_logits(logits, "sample_full");
   const int64_t lanes = logits.size(0), vocab_size = logits.size(1), num_rows = counts.size(0);
   const int64_t biases = reals.size(1) - kReals;
@@ -99,6 +100,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
   check_index("sample_full", positions, at::kLong, lanes,
               std::numeric_limits<int64_t>::max(), "positions");
   if (inputs) check_index("sample_full", *inputs, at::kLong, lanes, vocab_size, "inputs");
+  const LaneMasks masks = checked_masks("sample_full", bits, mask_rows, lanes, vocab_size);
   const int64_t* row = rows.const_data_ptr<int64_t>();
   for (int64_t lane = 0; lane < lanes; ++lane) {
     const int64_t* ids = integers.const_data_ptr<int64_t>() + row[lane] * integers.size(1);
@@ -118,11 +120,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
                                  logits.options().dtype(at::kByte));
   for_logits(logits, "sample_full", [&]<class T>(const T* data) {
     const SampleArgs<T> args{
-        data, logits.stride(0), reals.const_data_ptr<float>(), integers.const_data_ptr<int64_t>(),
-        counts.mutable_data_ptr<int32_t>(), row, positions.const_data_ptr<int64_t>(), lanes,
-        vocab_size, biases, stops, tops, tokens.mutable_data_ptr<int64_t>(),
-        logprob.mutable_data_ptr<float>(), top_logprobs.mutable_data_ptr<float>(),
-        top_ids.mutable_data_ptr<int64_t>(),
+        data, logits.stride(0), masks, reals.const_data_ptr<float>(),
+        integers.const_data_ptr<int64_t>(), counts.mutable_data_ptr<int32_t>(), row,
+        positions.const_data_ptr<int64_t>(), lanes, vocab_size, biases, stops, tops,
+        tokens.mutable_data_ptr<int64_t>(), logprob.mutable_data_ptr<float>(),
+        top_logprobs.mutable_data_ptr<float>(), top_ids.mutable_data_ptr<int64_t>(),
         reinterpret_cast<std::byte*>(scratch.mutable_data_ptr<uint8_t>()), used};
     if (inputs) sample_drafted(args, inputs->const_data_ptr<int64_t>());
     else sample_full(args);
@@ -136,6 +138,5 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
 TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
   library.impl("sample_greedy", &stepgraph::sample_greedy_cpu);
   library.impl("most_likely", &stepgraph::most_likely_cpu);
-  library.impl("mask_logits", &stepgraph::mask_logits_cpu);
   library.impl("sample_full", &stepgraph::sample_full_cpu);
 }

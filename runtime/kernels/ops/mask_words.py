@@ -1,0 +1,60 @@
+"""One token mask on the host, written by a matcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .token_masks import MASK_BITS
+
+__all__ = ["MaskWords"]
+
+_NO_BITS: Final = 0
+_ALL_BITS: Final = -1
+
+
+class MaskWords:
+    """The words of a mask: bit i % 32 of word i // 32 is set if token i may be sampled.
+
+    Elements of a memoryview are read and written several times faster than those of an array.
+    """
+
+    __slots__ = ("address", "array", "nbytes", "words")
+
+    def __init__(self, array: npt.NDArray[np.int32]) -> None:
+        """Write int32 `[words]`, contiguous."""
+        self.array = array
+        self.words = array.data
+        self.address: int = array.ctypes.data
+        self.nbytes = array.nbytes
+
+    def allow_all(self) -> None:
+        """Set all bits."""
+        self.array.fill(_ALL_BITS)
+
+    def allow_only(self, token_id: int) -> None:
+        """Set the bit of one token."""
+        self.array.fill(_NO_BITS)
+        self.words[token_id // MASK_BITS] = _BITS[token_id % MASK_BITS]
+
+    def forbid(self, token_ids: Iterable[int]) -> bool:
+        """Clear the bits of tokens, unless they are beyond the mask; whether any was set."""
+        words, size, found = self.words, len(self.words), False
+        for token_id in token_ids:
+            index, bit = token_id // MASK_BITS, _BITS[token_id % MASK_BITS]
+            if index < size and (word := words[index]) & bit:
+                words[index] = word & ~bit
+                found = True
+        return found
+
+    def any(self) -> bool:
+        """Whether a bit is set."""
+        return bool(self.array.any())
+
+
+_BITS: Final[tuple[int, ...]] = tuple(
+    np.array([1 << i for i in range(MASK_BITS)], dtype=np.uint32).view(np.int32).tolist()
+)
