@@ -117,10 +117,13 @@ def test_prefill(prefill: tuple[list[RowSpan], int]) -> None:
         assert expected[index][:2] == (chunk.row, end - 1)
         reaches_the_end = end == len(chunk.request.prompt_ids) + len(chunk.request.output_ids)
         assert host.sample_rows[lane] == (chunk.row if reaches_the_end else null_row)
+        assert host.next_ids[lane] == (
+            0 if reaches_the_end else chunk.request.tokens(end, end + 1)[0]
+        )
     assert untouched(
         host,
         *("token_ids", "positions", "token_rows"),
-        *("prefill_rows", "sample_rows", "query_start_loc"),
+        *("prefill_rows", "sample_rows", "query_start_loc", "next_ids"),
     )
 
 
@@ -131,7 +134,7 @@ def test_a_prefill_leaves_nothing_of_the_one_before() -> None:
     write_prefill(long, 9, 16, host)
     write_prefill(short, 9, 4, host)
     write_prefill(short, 9, 4, fresh)
-    for name in ("prefill_rows", "sample_rows", "query_start_loc"):
+    for name in ("prefill_rows", "sample_rows", "query_start_loc", "next_ids"):
         assert (getattr(host, name) == getattr(fresh, name)).all()
     for name in ("token_ids", "positions", "token_rows"):
         assert (getattr(host, name)[:4] == getattr(fresh, name)[:4]).all()
@@ -197,9 +200,10 @@ def test_fresh_buffers_point_at_the_null_row() -> None:
         "prefill_rows": (2,),
         "sample_rows": (2,),
         "query_start_loc": (3,),
+        "next_ids": (2,),
         "table_updates": (5, 4),
     }
     for name in ("decode_rows", "token_rows", "prefill_rows", "sample_rows"):
         assert (getattr(inputs, name) == 3).all(), name
-    for name in ("token_ids", "positions", "query_start_loc"):
+    for name in ("token_ids", "positions", "query_start_loc", "next_ids"):
         assert not getattr(inputs, name).any(), name

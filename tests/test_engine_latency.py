@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from stepgraph.runtime import Engine
 from stepgraph.runtime.engine import calibration, loop
-from stepgraph.runtime.execution import runner
+from stepgraph.runtime.execution import runner, step_launch
 from stepgraph.runtime.execution.step_key import StepKey
 
 from .engine_rig import greedy
@@ -44,7 +44,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Nothing takes time but steps: 2 ms, and 0.1 ms a token of the bucket that prefills."""
     clock = Clock()
-    for module in (calibration, loop, runner):
+    for module in (calibration, loop, runner, step_launch):
         monkeypatch.setattr(module, "time", clock)
     seconds = calibration._NullSteps.seconds
 

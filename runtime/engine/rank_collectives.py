@@ -11,7 +11,7 @@ import torch
 from ..distributed.rank_group import START_PATIENCE, RankGroup
 from ..distributed.shared_memory_collectives import SharedMemoryCollectives
 from ..errors import KernelSelfTestError
-from ..execution.step_functions import on_device
+from ..execution.step_parts import on_device
 from ..kernels import Kernels
 from ..kernels.ops.collectives import Collectives
 from ..kernels.result_check import Fallback

@@ -163,6 +163,7 @@ def write_prefill(
     """Write the prefill fields for a step of `bucket` tokens; see the example above."""
     host.prefill_rows[:] = null_row
     host.sample_rows[:] = null_row
+    host.next_ids[:] = 0
     offset = 0
     for i, chunk in enumerate(chunks):
         end = offset + chunk.count
