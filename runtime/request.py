@@ -31,8 +31,8 @@ if TYPE_CHECKING:  # the scheduler reads this file, and needs neither torch nor 
     from .errors import StructuredOutputError
     from .kernels.ops.mask_words import MaskWords
     from .prompt_embeds import EmbeddedSpan
-    from .speculation.drafter_speculator import RowDrafts
     from .speculation.request_drafter import RequestDrafter
+    from .speculation.row_drafts import RowDrafts
 
 __all__ = [
     "AbortReason",

@@ -25,10 +25,11 @@ from ..scheduling.plan import StepPlan
 from .config import Speculation
 from .drafter_acceptance import DrafterAcceptance
 from .guess import NOTHING, Guess, with_grammar
+from .row_drafts import RowDrafts
 from .step_counter import StepCounter, full_sampler
 from .verify_costs import VerifyCosts
 
-__all__ = ["DrafterSpeculator", "RowDrafts"]
+__all__ = ["DrafterSpeculator"]
 
 DRAFT_SHARE = 0.002
 """Share of the time of decode steps that may be spent on drafts that do not pay: less than one step
@@ -40,19 +41,6 @@ decode steps."""
 
 LARGEST_ERROR = 0.5
 """Steps count as at most so much longer than expected: something else disturbed longer ones."""
-
-
-class RowDrafts:
-    """The newest drafts of one request."""
-
-    __slots__ = ("at", "chances", "probabilities", "tokens")
-
-    def __init__(
-        self, at: int, tokens: list[int], probabilities: list[float], chances: list[float]
-    ) -> None:
-        """`at`: known tokens of the request when they were proposed, which they follow."""
-        self.at, self.tokens = at, tokens
-        self.probabilities, self.chances = probabilities, chances
 
 
 class DrafterSpeculator:
