@@ -220,6 +220,7 @@ IMPORTED_LATE |= {
 }
 OF_PEERS = {
     "runtime/bench/runtimes/gguf_writer.py": {"gguf", "numpy"},
+    "runtime/bench/runtimes/llama_lookup.py": {"llama_cpp"},
     "runtime/bench/runtimes/peer_runner.py": {
         *("llama_cpp", "numpy", "openvino", "openvino_genai", "optimum", "vllm"),
     },

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
 from stepgraph.runtime import Engine, GrammarError, SamplingParams
+from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.kernels.ops.mask_words import MaskWords
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
 from stepgraph.runtime.structured.compiler import GrammarCompiler
@@ -17,10 +18,13 @@ from stepgraph.runtime.structured_output import StructuredOutput
 
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from .speculation_rig import guess
-from .structured_rig import GRAMMARS
+from .structured_rig import GRAMMARS, PERSON
 from .test_speculation import SIZES, run_mixed
 from .test_structured_compiler import a_request
 from .test_structured_schemas import schema_of
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
 
 DEMO = Path(__file__).resolve().parent.parent / "runtime" / "demo"
 LONG = "The quick brown fox jumps over the lazy dog. "
@@ -65,7 +69,12 @@ def accepted_by(engine: Engine, params: list[SamplingParams]) -> list[SamplingPa
 @pytest.mark.parametrize("right", [0.9, 0.4])
 @pytest.mark.parametrize(
     "config",
-    [{}, {"num_blocks": 24}, {"mode": "graph", "compile": False, "buckets": (4,)}],
+    [
+        {},
+        {"num_blocks": 24},
+        {"mode": "graph", "compile": False, "buckets": (4,)},
+        {"mode": "compile"},
+    ],
     ids=str,
 )
 def test_random_schemas_with_right_and_wrong_drafts(
@@ -75,6 +84,10 @@ def test_random_schemas_with_right_and_wrong_drafts(
     right: float,
 ) -> None:
     config = {"mode": "eager", "structured_output": True, "dtype": "float32"} | config
+    if config["mode"] == "compile":
+        if not have_compiler():
+            pytest.skip("needs a C++ compiler")
+        fake_graphs.kernels = "compile"
     fake_graphs.stream.behind = config["mode"] == "graph"
     plain = open_engine("text", **SIZES | config)
     params = accepted_by(plain, random_params(24))
@@ -87,6 +100,54 @@ def test_random_schemas_with_right_and_wrong_drafts(
     assert guesses.accepted > 20
     assert guesses.rejected > 0  # few, as most wrong ones are forbidden and cut
     assert engine.stats()["fallbacks"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kernels", "behind"), [("eager", False), ("compile", False), ("eager", True)]
+)
+def test_drafters_beside_grammars(
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    fake_graphs: FakeGraphs,
+    kernels: Literal["eager", "compile"],
+    behind: bool,
+) -> None:
+    """Steps without grammars propose; those with them verify forced text and what is left."""
+    if kernels == "compile" and not have_compiler():
+        pytest.skip("needs a C++ compiler")
+    fake_graphs.kernels, fake_graphs.stream.behind = kernels, behind
+    config = SIZES | {"mode": "eager", "structured_output": True, "dtype": "float32"}
+    if behind:
+        config |= {"mode": "graph", "compile": False, "buckets": (4,)}
+    plain = open_engine("text", **config)
+    forced: dict[str, Any] = {"regex": f"[ab](?:{LONG})[ab]".replace(".", "[.]")}
+    params = [
+        SamplingParams(max_tokens=24, seed=index, **own)
+        for index, own in enumerate(
+            [
+                {"temperature": 0.0},
+                {"temperature": 0.0, "structured": forced},
+                {"structured": {"json": PERSON}},
+                {"presence_penalty": 0.5, "structured": forced},
+                {"temperature": 0.0, "n": 2},
+                {"temperature": 0.0},
+            ]
+        )
+    ]
+    prompts = [[5 + index, 7, 11] for index in range(len(params))]
+    expected = run_mixed(plain, prompts, params)
+    speculation = {
+        "method": "draft_model",
+        "model": str(tiny("text").directory),
+        "num_speculative_tokens": 1 if behind else 3,  # captures are slow
+        "adaptive": False,
+    }
+    engine = open_engine("text", **config, speculation=speculation)
+    assert run_mixed(engine, prompts, params) == expected
+    stats = engine.stats()
+    assert stats["fallbacks"] == 0
+    assert 0 < stats["speculation"]["proposing_steps"] < stats["steps"]
+    assert stats["speculation"]["accepted"] > 10
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
