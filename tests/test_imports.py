@@ -224,7 +224,6 @@ OF_PEERS = {
     "runtime/bench/runtimes/peer_runner.py": {
         *("llama_cpp", "numpy", "openvino", "openvino_genai", "optimum", "vllm"),
     },
-    "runtime/bench/runtimes/llama_lookup.py": {"llama_cpp"},
 }
 """What a file imports in the environment of another runtime."""
 
