@@ -12,6 +12,7 @@ from stepgraph.runtime.kernels import have_compiler
 
 from . import test_block_drafter, test_eagle3
 from .engine_rig import greedy
+from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from .test_speculation import SIZES, run_mixed
 from .tiny_models import TinyModel
 
@@ -19,6 +20,7 @@ MODES: dict[str, dict[str, Any]] = {
     "plain": {"mode": "eager", "kernels": "torch"},
     "native": {"mode": "eager", "kernels": "native"},
     "cache in 8 bits": {"mode": "eager", "kernels": "native", "kv_dtype": "int8"},
+    "captured": {"mode": "graph", "compile": False, "buckets": (4,)},
     "preempted": {"mode": "eager", "kernels": "native", "num_blocks": 19},
 }
 
@@ -28,6 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
 def test_tokens_are_those_of_plain_decoding(
     open_engine: Callable[..., Engine],
     base: TinyModel,
+    fake_graphs: FakeGraphs,
     kind: str,
     mode: str,
     tmp_path: Path,
@@ -40,9 +43,10 @@ def test_tokens_are_those_of_plain_decoding(
     speculation = {
         "method": kind,
         "model": str(directory),
-        "num_speculative_tokens": 3,
+        "num_speculative_tokens": 1 if mode == "captured" else 3,
         "adaptive": False,
     }
+    fake_graphs.stream.behind = mode == "captured"
     plain = open_engine("base", **config, dtype="float32")
     engine = open_engine("base", **config, dtype="float32", speculation=speculation)
     prompts = base.prompts(30, 4, 12, 7)

@@ -211,6 +211,29 @@ def test_masks_what_the_reference_masks(vocab_size: int, dtype: torch.dtype) -> 
         torch.testing.assert_close(ours[sound], theirs[sound])
 
 
+def test_drafts_are_drawn_with_the_masks_of_their_lanes() -> None:
+    """Rows with and without penalties; the first draft is right, and the second one wrong."""
+    params, n = params_for(300), 3
+    lanes = len(params) * n
+    rows = torch.arange(len(params)).repeat_interleave(n)
+    positions = FIRST + torch.arange(n).repeat(len(params))
+    logits = logits_of(lanes, 300, 1, torch.float32)
+    words = torch.randint(-(2**31), 2**31, (7, 10), generator=torch.Generator().manual_seed(1))
+    masks = LaneMasks(words.to(torch.int32), torch.arange(lanes) % 7)
+    masked = mask_logits(logits, masks)
+    first = sample_full(masked[::n], state_of(params), rows[::n], positions[::n]).tokens
+    inputs = torch.stack((first, first, (first + 1) % 300), dim=1)
+    states = [state_of(params) for _ in range(2)]
+    assert torch_sampler.drafted is not None
+    assert fused_sampler.drafted is not None
+    expected = torch_sampler.drafted(masked, states[0], rows, positions, inputs).tokens.view(-1, n)
+    found = fused_sampler.drafted(logits, states[1], rows, positions, inputs, masks)
+    tokens = found.tokens.view(-1, n)
+    assert torch.equal(tokens[:, :2], expected[:, :2])
+    assert torch.equal(tokens[:, 0], first)
+    assert torch.equal(states[1].token_counts, states[0].token_counts)
+
+
 def test_masks_that_do_not_fit_are_refused() -> None:
     logits, bits = torch.zeros(2, 40), torch.zeros(3, 2, dtype=torch.int32)
     for masks in (
