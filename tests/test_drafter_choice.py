@@ -101,9 +101,9 @@ def test_drafts_of_an_old_position_are_not_verified() -> None:
 
 
 def test_drafts_without_slots_are_dropped() -> None:
-    """Draft 1 needs the slot of the newest token, at 2; draft 2 that of draft 1."""
+    """Draft 1 is at position 3, draft 2 at 4."""
     speculator, request = make(adaptive=False), row([1, 2, 3])
-    for stop, count in ((2, 0), (3, 1), (4, 2), (9, 3)):
+    for stop, count in ((2, 0), (4, 1), (5, 2), (9, 3)):
         plan = StepPlan(decode=[request], proposes=DRAFTS, draft_stops=[stop])
         speculator.received(plan, [[7, 8, 9]], [[0.9] * 3])
         assert request.proposed is not None

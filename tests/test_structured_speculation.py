@@ -174,7 +174,7 @@ def test_forced_text_is_drafted_and_always_accepted(
     assert stats["steps"] - steps < len(output.token_ids) // 3
 
 
-@pytest.mark.parametrize("grammar", GRAMMARS, ids=str)
+@pytest.mark.parametrize("grammar", [*GRAMMARS, {"regex": "[ab]x1234567y(?:, 98765)+z"}], ids=str)
 def test_masks_after_drafts_are_those_of_outputs(grammar: dict[str, Any]) -> None:
     """Tokens are drawn from the masks; drafts are the next of them, with wrong ones at the end."""
     compiler = GrammarCompiler(load_tokenizer(DEMO), 4096, (0,))

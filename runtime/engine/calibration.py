@@ -120,10 +120,10 @@ def calibrated_speculator(
         keys[rows, 1, "full"] = sizes.decode_key(rows, blocks, True)
         for n in sizes.verifying(rows):
             keys[rows, n, "greedy"] = sizes.decode_key(
-                rows, blocks, False, tokens_per_row=n, drafts=sizes.proposed
+                rows, blocks, False, tokens_per_row=n, drafts=sizes.proposing(rows)
             )
-        if sizes.proposed and sizes.verifying(rows):
-            keys[rows, 1, "proposes"] = sizes.decode_key(rows, blocks, False, drafts=sizes.proposed)
+        if drafts := sizes.proposing(rows):
+            keys[rows, 1, "proposes"] = sizes.decode_key(rows, blocks, False, drafts=drafts)
     fastest = dict.fromkeys(keys, float("inf"))
     for repetition in range(REPETITIONS):
         for point, key in keys.items():

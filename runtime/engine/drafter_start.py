@@ -34,10 +34,12 @@ class FoundDrafter:
     layers: LayerGroup
     """Its layers; the index is that of the layer group of the model whose block tables it uses."""
 
-    def memory(self, kernels: Kernels, engine: ResolvedConfig) -> DrafterBytes:
-        """Return the memory that it adds to that of the model."""
+    def memory(self, kernels: Kernels, engine: ResolvedConfig, hidden_size: int) -> DrafterBytes:
+        """Return the memory that it adds to that of a model of this hidden size."""
         block = self.layers.spec.block_bytes(engine.block_size) * len(self.layers.layers)
-        return DrafterBytes(self.config.weight_bytes(kernels, engine.dtype), block)
+        # Hidden states of layers, and what joins them.
+        per_token = 2 * len(self.config.taps) * hidden_size * engine.dtype.itemsize
+        return DrafterBytes(self.config.weight_bytes(kernels, engine.dtype), block, per_token)
 
     def load(self, model: DecoderModel, engine: ResolvedConfig, *, progress: bool) -> Drafter:
         """Load its weights."""

@@ -187,7 +187,7 @@ class StepLoop:
             if step is not None:
                 if step.unfinished is not None:
                     step, waited_in_launch = self._finish_launch()
-                elif self.speculator is not None:
+                if self.speculator is not None:
                     self.speculator.launched(plan, began)
                 for request, error in step.ends:
                     self.requests.end_by_grammar(request, error)
@@ -376,7 +376,7 @@ class StepLoop:
             elapsed = step.elapsed_ns()
             if elapsed is not None:  # the timeline has recorded this step already
                 self.timeline.set_device_ns(step.number, elapsed)
-            if self._step_budget is not None and step.advanced is None:
+            if self._step_budget is not None and step.advanced is None and not step.plan.proposes:
                 self._step_budget.observe(step.plan, step.launched_ns, arrived)
             if self.speculator is not None:
                 self.speculator.committed(step.plan, step.advanced, arrived)

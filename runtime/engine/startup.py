@@ -204,7 +204,9 @@ def _start(
         kernels,
         groups,
         memory,
-        drafter=None if found_drafter is None else found_drafter.memory(kernels, resolved),
+        drafter=None
+        if found_drafter is None
+        else found_drafter.memory(kernels, resolved, found.config.hidden_size),
     )
     plan = planned()
     if group is not None:

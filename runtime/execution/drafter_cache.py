@@ -51,7 +51,8 @@ class DrafterCache:
         return {"drafter arena": self.arena.address, **host}
 
     def close(self) -> None:
-        """Unpin the arena for swapped requests."""
+        """Release the drafter, and unpin the arena for swapped requests."""
+        self.drafter.close()
         if self.host is not None:
             self.host.close()
 

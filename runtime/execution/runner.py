@@ -445,7 +445,9 @@ class Runner:
         """Return the key of the verify step of a plan, after which another row may be longest."""
         decoding = self._decoding
         assert decoding.longest is not None, "the plan has no decoding row"
-        stop = max(span.start + span.count for span in plan.decode_spans()) + plan.proposes
+        stop = max(span.start + span.count for span in plan.decode_spans())
+        if plan.proposes:  # the newest token and all drafts may follow
+            stop += 1 + plan.proposes
         stop = min(stop, self.state.block_tables.shape[2] * self.block_size)
         self._decoding = _Decoding([])
         return self.sizes.decode_key(

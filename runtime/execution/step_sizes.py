@@ -57,7 +57,7 @@ class StepSizes:
             *(StepKey("prefill", size, *variant) for size in self.tokens for variant in variants),
             *(StepKey("decode", size, *variant) for size in self.rows for variant in launches),
             *(
-                StepKey("decode", size, *variant, tokens_per_row=n, drafts=self.proposed)
+                StepKey("decode", size, *variant, tokens_per_row=n, drafts=self.proposing(size))
                 for size in self.rows
                 for n in self._drafting(size)
                 for variant in variants
@@ -75,6 +75,10 @@ class StepSizes:
             return ()
         most = min(self.tokens.largest, MOST_VERIFIED_TOKENS) // _fit(self.rows, rows)
         return tuple(n for n in self.tokens_per_row if n <= most)
+
+    def proposing(self, rows: int) -> int:
+        """Return the drafts that steps of so many rows propose: no more than can be verified."""
+        return min(self.proposed, max(self.verifying(rows), default=1) - 1)
 
     def _drafting(self, rows: int) -> tuple[int, ...]:
         """Return the tokens per row of the steps that verify drafts or propose them."""
@@ -118,7 +122,7 @@ class StepSizes:
     ) -> StepKey:
         """Return the key of the smallest launch of `steps` decode steps, or verify step, that fits.
 
-        `tokens_per_row` is 1, or one of `verifying`; `drafts` is 0 or `proposed`, and 0 for a
+        `tokens_per_row` is 1, or one of `verifying`; `drafts` is 0 or `proposing`, and 0 for a
         `masked` step.
         """
         size, width = _fit(self.rows, rows), _fit(self.read_blocks, read_blocks)

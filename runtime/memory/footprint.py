@@ -61,6 +61,8 @@ class DrafterBytes(NamedTuple):
     """Its own parameters as stored."""
     block: int
     """A block of the cache, over its layers."""
+    per_token: int
+    """The hidden states that it reads of one token."""
 
 
 def weight_bytes(plan: ModelPlan, kernels: Kernels, dtype: torch.dtype) -> int:
@@ -106,7 +108,8 @@ def model_footprint(
         + layer_weight
         # A verify step gathers the blocks of its rows, unless attention is bounded by length.
         + (0 if kernels.bounded_by_length else verified * activations),
-        activation_bytes_per_token=activations,
+        activation_bytes_per_token=activations
+        + (0 if drafter is None else math.ceil(heap * drafter.per_token)),
         read_bytes_per_position=0
         if kernels.bounded_by_length
         else math.ceil(heap * max(_gathered_bytes(op, config) for op in attends)),
@@ -119,7 +122,7 @@ def model_footprint(
         + verified * logits_per_lane,
         logits_bytes_per_row=logits_per_lane,
         static_bytes=_static_bytes(model, config, len(groups)),
-        graph_bytes=sum(key.steps for key in steps) * GRAPH_BYTES_PER_STEP
+        graph_bytes=sum(key.steps + key.drafts for key in steps) * GRAPH_BYTES_PER_STEP
         if config.mode == "graph"
         else 0,
         # On a CPU there are no mirrors of buffers, and no copies of outputs.

@@ -235,6 +235,11 @@ class LayerStack(nn.Module):
         """Bytes of all parameters as stored, one that is used twice counted once."""
         return sum(p.nbytes for p in self.parameters())
 
+    def close(self) -> None:
+        """Release the weights that the operation of all layers holds."""
+        if self.stack is not None:
+            self.stack.close()
+
     @property
     def runs_natively_on_cpu(self) -> bool:
         """Whether operations outside of the layers run in C++ too."""

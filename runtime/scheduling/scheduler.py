@@ -176,7 +176,7 @@ class Scheduler:
         for request, count in zip(
             plan.decode, plan.decode_counts or repeat(1, len(plan.decode)), strict=True
         ):
-            ahead = self._next_count(request, count + drafts)
+            ahead = self._next_count(request, count + drafts + 1)
             table = self.cache.block_table(request.id, group)
             if ahead > count and request.num_computed + ahead > len(table) * size:
                 self._grow_if_free(plan, request, ahead, count)

@@ -20,14 +20,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..request import Request
+from ..request import Request, RequestStatus
 from ..scheduling.plan import StepPlan
 from .config import Speculation
 from .drafter_acceptance import DrafterAcceptance
 from .guess import NOTHING, Guess, with_grammar
 from .row_drafts import RowDrafts
 from .step_counter import StepCounter
-from .verify_costs import BatchCosts
+from .verify_costs import LARGEST_ERROR, BatchCosts
 
 __all__ = ["DrafterSpeculator"]
 
@@ -38,9 +38,6 @@ in a hundred is then slower for them."""
 FIRST_CREDIT, MOST_CREDIT = 4.0, 8.0
 """Time that may be lost to drafts before they have gained any, and after they have gained much: in
 decode steps."""
-
-LARGEST_ERROR = 0.5
-"""Steps count as at most so much longer than expected: something else disturbed longer ones."""
 
 
 class DrafterSpeculator:
@@ -120,7 +117,7 @@ class DrafterSpeculator:
             if any(request.num_pending for request in requests):
                 return ()
         elif verifies or not rests:
-            self.proposes = self.config.num_speculative_tokens
+            self.proposes = min(self.config.num_speculative_tokens, sizes[-1] - 1)
         if not verifies:
             return ()
         return [own.tokens[:count] for own, count in zip(guesses, counts, strict=True)]
@@ -145,11 +142,13 @@ class DrafterSpeculator:
         """
         self._waiting = True
         for index, request in enumerate(plan.decode):
+            if request.status is RequestStatus.FINISHED:
+                continue
             last, known = request.proposed, request.num_tokens
             if last is not None:
                 sampled = request.tokens(last.at, known)
                 self._acceptance.judge(last.tokens, last.probabilities, sampled)
-            most = max(plan.draft_stops[index] - known + 1, 0)
+            most = max(plan.draft_stops[index] - known, 0)
             tokens, own = drafts[index][:most], probabilities[index][:most]
             request.proposed = RowDrafts(known, tokens, own, self._acceptance.chances(own))
 
@@ -165,9 +164,11 @@ class DrafterSpeculator:
             return
         rows, costs = len(plan.decode), self._costs.of(plan.decode)
         costs.count(plan.tokens_per_row)
-        if plan.prefill or (advanced is not None and not plan.proposes):
-            return
+        if any(request.matcher is not None for request in plan.decode):
+            return  # masks take time of their own
         if not plan.proposes:
+            if advanced is not None or plan.prefill:
+                return
             decode_seconds = costs.observe_decode(rows, took.seconds)
             gained = DRAFT_SHARE * decode_seconds
         else:
@@ -177,9 +178,12 @@ class DrafterSpeculator:
                 expected, reached = self._proposing(rows) * decode_seconds, rows
             else:
                 expected, reached = costs.verify_seconds(rows, n, tokens), sum(advanced)
-                costs.observe(rows, n, tokens, took.seconds)
-            most = (1 + LARGEST_ERROR) * expected
-            gained = decode_seconds * reached / rows - min(took.seconds, most)
+            seconds = expected  # with a chunk of prefill, the step took longer
+            if not plan.prefill:
+                seconds = min(took.seconds, (1 + LARGEST_ERROR) * expected)
+                if advanced is not None:
+                    costs.observe(rows, n, tokens, took.seconds)
+            gained = decode_seconds * reached / rows - seconds
         self._credit = min(self._credit + gained, MOST_CREDIT * decode_seconds)
 
     @property

@@ -12,8 +12,8 @@ from .suffix_index import MAX_MATCH, Draft
 __all__ = ["MAX_INDEXED_TOKENS", "Proposer", "RequestDrafter"]
 
 MAX_INDEXED_TOKENS = 1 << 17
-"""Tokens of a request that are indexed: of longer prompts the last ones; then indexing begins anew.
-"""
+"""Tokens of a request that are indexed, then indexing begins anew; of a long prompt the last half
+of so many."""
 
 
 class Proposer(Protocol):
@@ -66,10 +66,10 @@ class RequestDrafter:
         seen = self.seen
         if known == seen:
             return 0
-        if self._indexed + most > MAX_INDEXED_TOKENS:
+        stop = min(known, seen + most)
+        if self._indexed + stop - seen > MAX_INDEXED_TOKENS:
             self._proposer.forget()
             self._indexed, self.draft = 0, None
-        stop = min(known, seen + most)
         tokens = tokens_of(seen, stop)
         if self.draft is not None:
             self.acceptance.judge(self.draft, tokens)

@@ -31,7 +31,7 @@ from .request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
 from .shared_outputs import SharedOutputs
 from .step_counter import StepCounter
 from .suffix_index import MAX_CANDIDATES, SuffixIndex
-from .verify_costs import BatchCosts
+from .verify_costs import LARGEST_ERROR, BatchCosts
 
 __all__ = ["Speculator"]
 
@@ -118,7 +118,6 @@ class Speculator:
             requests, self._guesses(requests, self._caught_up(requests)), sizes[-1] - 1
         )
         self._look_ns = time.perf_counter_ns() - began
-        self._credit -= LOOK_PRICE * self._look_ns / 1e9
         return drafts
 
     def _guesses(
@@ -159,7 +158,7 @@ class Speculator:
         # On an asynchronous device, looking overlaps with a step in flight, or delays the next one.
         if not self._is_async_device:
             started_ns += self._look_ns
-        self._counter.launched(plan, started_ns, looked=self._look_ns > 0)
+        self._counter.launched(plan, started_ns, self._look_ns / 1e9)
 
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
         """Count what a step accepted, and learn from its time; once for every launched step."""
@@ -168,22 +167,27 @@ class Speculator:
             return
         rows, costs = len(plan.decode), self._costs.of(plan.decode)
         costs.count(plan.tokens_per_row)
-        if plan.prefill:
-            return
+        looked = took.look_seconds > 0
+        if not looked or advanced is not None:
+            self._looks = 0
+        if plan.prefill or any(request.matcher is not None for request in plan.decode):
+            return  # chunks and masks take time of their own
+        decode_seconds = costs.decode_seconds(rows)
         if advanced is None:
-            self._looks = self._looks + 1 if took.looked else 0
-            decode_seconds = costs.decode_seconds(rows)
             gained = LOOK_SHARE * decode_seconds
-            if took.looked:
+            if looked:
+                self._looks += 1
                 gained += max(decode_seconds - took.seconds, -decode_seconds)
             else:
                 decode_seconds = costs.observe_decode(rows, took.seconds)
         else:
-            self._looks = 0
-            costs.observe(rows, plan.tokens_per_row, plan.decode_tokens, took.seconds)
-            decode_seconds = costs.decode_seconds(rows)
-            gained = decode_seconds * sum(advanced) / rows - took.seconds
-        self._credit = min(self._credit + gained, MOST_CREDIT * decode_seconds)
+            n, tokens = plan.tokens_per_row, plan.decode_tokens
+            most = (1 + LARGEST_ERROR) * costs.verify_seconds(rows, n, tokens)
+            costs.observe(rows, n, tokens, took.seconds)
+            gained = decode_seconds * sum(advanced) / rows - min(took.seconds, most)
+        gained -= LOOK_PRICE * min(took.look_seconds, decode_seconds)
+        most_credit = MOST_CREDIT * decode_seconds
+        self._credit = min(max(self._credit + gained, -most_credit), most_credit)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -237,7 +241,7 @@ class Speculator:
 
     def _new_drafter(self, request: Request) -> RequestDrafter:
         index = SuffixIndex(self.config.prompt_lookup_min, self._candidates)
-        first = max(0, request.num_tokens - MAX_INDEXED_TOKENS)
+        first = max(0, request.num_tokens - MAX_INDEXED_TOKENS // 2)
         own, most = Acceptance(self._acceptance), self.config.num_speculative_tokens
         request.drafter = RequestDrafter(index, own, most, first, self._shared, request.salt)
         if self._shared is not None:

@@ -15,8 +15,8 @@ class StepTime(NamedTuple):
     """How long a step took."""
 
     seconds: float
-    looked: bool
-    """Whether the host has looked for drafts before."""
+    look_seconds: float
+    """That the host has looked for drafts before; not part of the time."""
 
 
 class StepCounter:
@@ -24,18 +24,15 @@ class StepCounter:
 
     def __init__(self, most_drafts: int) -> None:
         """Count drafts of a row by their number, up to `most_drafts`."""
-        self._launched: deque[tuple[StepPlan, int, bool]] = deque()
+        self._launched: deque[tuple[StepPlan, int, float]] = deque()
         self._arrived_ns = 0
         self._verify_steps = self._verified_rows = 0
         self._drafted = [0] * most_drafts
         self._accepted = [0] * most_drafts
 
-    def launched(self, plan: StepPlan, started_ns: int, *, looked: bool = False) -> None:
-        """Note when the loop began with a step that was launched.
-
-        `looked`: whether the host has looked for drafts before.
-        """
-        self._launched.append((plan, started_ns, looked))
+    def launched(self, plan: StepPlan, started_ns: int, look_seconds: float = 0.0) -> None:
+        """Note when the loop began with a step, and how long it had looked for drafts before."""
+        self._launched.append((plan, started_ns, look_seconds))
 
     def committed(
         self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int
@@ -49,11 +46,11 @@ class StepCounter:
                 for index in range(len(drafts)):
                     self._drafted[index] += 1
                     self._accepted[index] += index < count - 1
-        if not (self._launched and self._launched[0][0] is plan):  # of `score`, or with token masks
+        if not (self._launched and self._launched[0][0] is plan):  # of `score`
             return None
-        _, started, looked = self._launched.popleft()
+        _, started, look_seconds = self._launched.popleft()
         # An asynchronous device begins a step when the previous one has ended.
-        return StepTime((arrived_ns - max(began, started)) / 1e9, looked)
+        return StepTime((arrived_ns - max(began, started)) / 1e9, look_seconds)
 
     @property
     def counts(self) -> dict[str, int]:

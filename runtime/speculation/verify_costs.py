@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from ...graphs.buckets import Buckets
 from ..request import Request
 
-__all__ = ["BatchCosts", "VerifyCosts"]
+__all__ = ["LARGEST_ERROR", "BatchCosts", "VerifyCosts"]
 
 LEAST_GAIN = math.log(1.1)
 """Expected gains up to this one are not worth the risk."""

@@ -35,7 +35,6 @@ class TokenMatcher:
     __slots__ = (
         "_eos_token_ids",
         "_first",
-        "_forced",
         "_last_bits",
         "_matcher",
         "_num_consumed",
@@ -68,8 +67,6 @@ class TokenMatcher:
             self._wide = MaskWords(np.zeros(words, dtype=np.int32))
         self._last_bits = _UP_TO_BIT[(vocab_size - 1) % MASK_BITS]
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
-        self._forced: list[int] = []
-        """Tokens that must come next, as far as the grammar forces the text; empty: not known."""
         self._num_consumed = 0
         self._overrun = 0.0
         """Seconds of all masks beyond `MASK_SECONDS` each, but the first."""
@@ -101,7 +98,8 @@ class TokenMatcher:
         """Write which tokens may follow the output of the request, and that output with drafts.
 
         Where the grammar forces the text, only the tokens are allowed that the tokenizer makes of
-        it. These depend on the output so far alone, so that outputs are the same with drafts.
+        it. They are computed anew after each token, and so depend on the output so far alone:
+        outputs are the same with drafts.
 
         Args:
             request: of this grammar.
@@ -117,23 +115,27 @@ class TokenMatcher:
         self._catch_up(request)
         outcome, kept = self._write(request, masks[0], request.num_output), 0
         if drafts and outcome is None:
-            kept = self._write_drafts(request, masks[1:], drafts)
+            kept = self._write_drafts(request, masks[1:], drafts, began + MASK_SECONDS)
         limit = MASK_SECONDS * (1 + len(drafts))
         if time.perf_counter() - began > limit and self._is_too_slow(worked, limit):
             outcome = self._error(request, f"masks take more than {1e3 * MASK_SECONDS:g} ms each")
         return outcome, kept
 
     def _write_drafts(
-        self, request: Request, masks: Sequence[MaskWords], drafts: Sequence[int]
+        self, request: Request, masks: Sequence[MaskWords], drafts: Sequence[int], deadline: float
     ) -> int:
-        """Write the masks after each draft; return after how many the output may continue."""
-        matcher, forced = self._matcher, self._forced
+        """Write the masks after each draft; return after how many the output may continue.
+
+        Stops at a deadline, by `time.perf_counter`: slow masks are not computed for drafts too.
+        """
+        matcher = self._matcher
         kept = consumed = 0
         for token in drafts:
+            if time.perf_counter() > deadline:
+                break
             if token in self._eos_token_ids or not matcher.try_consume_tokens([token]):
                 break
             consumed += 1
-            self._forced = self._forced[1:]
             if self._write(request, masks[kept], request.num_output + consumed) is not None:
                 break
             kept += 1
@@ -142,7 +144,6 @@ class TokenMatcher:
             self._matcher.consume_tokens(request.output_ids)
         elif consumed:
             matcher.rollback(consumed)
-        self._forced = forced
         return kept
 
     def _catch_up(self, request: Request) -> None:
@@ -152,23 +153,20 @@ class TokenMatcher:
             self._matcher.consume_tokens(
                 list(request.output_slice(self._num_consumed, request.num_output))
             )
-            self._forced = self._forced[count:]
             self._num_consumed = request.num_output
 
     def _forced_at(self, request: Request, num_output: int) -> Sequence[int]:
         """Return the forced tokens after `num_output` tokens, which are consumed."""
-        if not self._forced:
-            self._forced = self._matcher.compute_ff_tokens()
-            for index, token in enumerate(self._forced):
-                too_early = num_output + index < request.params.min_tokens
-                if (
-                    token >= self._vocab_size
-                    or token in self._eos_token_ids
-                    or (too_early and token in request.stop_token_ids)
-                ):
-                    self._forced = self._forced[:index]
-                    break
-        return self._forced
+        forced: list[int] = self._matcher.compute_ff_tokens()
+        for index, token in enumerate(forced):
+            too_early = num_output + index < request.params.min_tokens
+            if (
+                token >= self._vocab_size
+                or token in self._eos_token_ids
+                or (too_early and token in request.stop_token_ids)
+            ):
+                return forced[:index]
+        return forced
 
     def _write(
         self, request: Request, mask: MaskWords, num_output: int

@@ -30,6 +30,10 @@ class DraftModel:
         """Bytes of its parameters as stored."""
         return self.decoder.weight_bytes
 
+    def close(self) -> None:
+        """See `Drafter.close`."""
+        self.decoder.close()
+
     def follow(self, tokens: FollowedTokens, arena: torch.Tensor) -> None:
         """Store keys and values of the tokens."""
         self.decoder(tokens.token_ids, arena, tokens.batch)

@@ -81,6 +81,9 @@ class Drafter(Protocol):
     def weight_bytes(self) -> int:
         """Bytes of its own parameters as stored; those it shares with the target not counted."""
 
+    def close(self) -> None:
+        """Release what it holds outside of PyTorch. Steps must not follow."""
+
     def follow(self, tokens: FollowedTokens, arena: torch.Tensor) -> None:
         """Store keys and values of tokens of any step, prefill included."""
 

@@ -231,7 +231,7 @@ inline float threshold(const Scratch& at, int64_t chunks, double total, int64_t 
   return std::max(kth, weight_that_holds(at.found, count, top_p * total, at.masses));
 }
 
-// SplitMix64, as `uniform` in `selection.py`.
+// SplitMix64, as `uniform` in `draws.py`.
 inline uint64_t mix64(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;

@@ -1,4 +1,4 @@
-// The sampler as implementations of `torch.ops.stepgraph.*`; `cpu_sampling.py` has the schemas.
+// The sampler as implementations of `torch.ops.stepgraph.*`; `sampling.py` has the schemas.
 // Part of `ops.cpp`: torch's headers take longer to compile than the kernels.
 #pragma once
 
