@@ -56,8 +56,8 @@ class DraftStep:
         Args:
             key: of a decode or verify step.
             tokens: its tokens, row by row, and those sampled after them.
-            first_B: int64, index of the first of each row. The row's position is behind the last of
-                those that it advanced by.
+            first_B: int64, index of each row's first token. The state has the position of the row's
+                newest token, which follows its accepted ones.
             stops_B: int64, the first position of each row that has no slot.
         """
         with operation("draft"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -56,7 +57,7 @@ class MasksThread(Protocol):
         """Wait for the masks."""
 
 
-class StepParts:
+class StepParts(ABC):
     """The tensors of steps, and the parts that several kinds of steps have."""
 
     def __init__(
@@ -101,9 +102,9 @@ class StepParts:
             self._sampler = SAMPLERS["torch"]  # torch.compile cannot trace launches of Triton
         self._compile_parts(compiled)
 
+    @abstractmethod
     def _compile_parts(self, compiled: bool) -> None:
         """Add the methods that are to be compiled to `_parts`; `compiled`: see `__init__`."""
-        raise NotImplementedError
 
     def _greedy(self, part: Callable[..., object], key: StepKey) -> bool:
         """Whether a part samples greedy tokens; compiled ones always do, to be one version."""

@@ -13,6 +13,7 @@ Shape suffixes: T tokens, B rows, D hidden_size, V tokens of the head's vocabula
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -33,7 +34,7 @@ from .reach import within_window
 __all__ = ["FeatureHead"]
 
 
-class FeatureHead(LayerStack):
+class FeatureHead(LayerStack, ABC):
     """Layers between features and tokens; subclasses define what a pass computes."""
 
     def __init__(
@@ -67,10 +68,11 @@ class FeatureHead(LayerStack):
         """Set the tokens of the target that those of the head are; None: the same."""
         self.target_ids = None if target_ids_V is None else target_ids_V.to(self.device)
 
+    @abstractmethod
     def start(self, features_TF: torch.Tensor) -> torch.Tensor:
         """Return the hidden states `[T, D]` that `advance` takes of features."""
-        raise NotImplementedError
 
+    @abstractmethod
     def advance(
         self,
         hidden_TD: torch.Tensor,
@@ -79,7 +81,6 @@ class FeatureHead(LayerStack):
         batch: RaggedBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers; return their output, normed and not normed, `[T, D]` each."""
-        raise NotImplementedError
 
     def logits(self, normed_BD: torch.Tensor) -> torch.Tensor:
         """Return the logits `[B, V]` of an output, normed."""
