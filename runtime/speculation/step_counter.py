@@ -1,4 +1,4 @@
-"""Counts the drafts that steps verify and accept, and tells how long each step took. No torch."""
+"""Counts drafts that steps verify and accept, and measures the time of each step. No torch."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit
 
 @dataclass(frozen=True)
 class BlockParts:
-    """What a block-parallel drafter has beside its layers."""
+    """The parameters of a block-parallel drafter outside its layers."""
 
     fuse: Linear
     """Of the features to the hidden size."""

@@ -43,7 +43,7 @@ class DrafterConfig:
     most_drafts: int
     """See `Drafter.most_drafts`."""
     parts: object = None
-    """What it has beside its layers, by kind: `Eagle3Parts`, `MtpParts` or `BlockParts`; None
+    """Its parameters outside its layers, by kind: `Eagle3Parts`, `MtpParts` or `BlockParts`; None
     for a draft model."""
 
     @property

@@ -31,7 +31,7 @@ _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
 @dataclass(frozen=True)
 class MtpParts:
-    """What a module has beside its layer."""
+    """The parameters of a module outside its layer."""
 
     embedding_norm: Norm
     hidden_norm: Norm
