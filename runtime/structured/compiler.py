@@ -20,6 +20,7 @@ from ..errors import ConfigError, GrammarError, RequestError
 from ..loading.tokenizer import TextTokenizer
 from ..structured_output import StructuredOutput
 from .compile_threads import NotCompiledError, compile_until
+from .json_formats import without_custom_formats
 from .matcher import MASK_SECONDS, TokenMatcher
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def _grammar(kind: str, source: str) -> str:
         source = "{}" if source == "true" else '{"not": {}}'
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(
-            source, defaults={"whitespace_pattern": _WHITE_SPACE}
+            without_custom_formats(source), defaults={"whitespace_pattern": _WHITE_SPACE}
         )
     if kind == "regex":
         return LLMatcher.grammar_from_regex(source)
