@@ -201,3 +201,46 @@ def test_a_grammar_waits_for_the_tokens(open_async: Open, tiny: Callable[[str], 
     seen = watch(engine)
     assert run_mixed(engine, prompts, params) == expected
     assert seen["own"] > 5
+
+
+def test_a_drafter_that_does_not_pay_rests(open_async: Open, base: TinyModel) -> None:
+    """The steps without drafts stay in flight too."""
+    engine = open_async("base", speculation=drafting(base.directory, DRAFTS, adaptive=True))
+    speculator: Any = engine._loop.speculator
+    for costs in (speculator._costs.greedy, speculator._costs.full):  # as if drafts took long
+        for own in costs._times.values():
+            own.multiples[1:] = [50.0] * len(own.multiples[1:])
+    seen = watch(engine)
+    speculator._credit = -1e9
+    (output,) = engine.generate(base.prompts(9), greedy(40))
+    assert len(output.token_ids) == 40
+    assert seen["own"] == 0
+    assert seen["in flight"] == seen["steps"] - 1
+    assert engine.stats()["speculation"]["proposing_steps"] == 0
+
+
+@pytest.mark.slow
+def test_captured_steps(
+    open_engine: Open, tiny: Callable[[str], TinyModel], fake_graphs: FakeGraphs
+) -> None:
+    """On a device that works behind the host, whose captures share their memory."""
+    model = tiny("base")
+    prompts = model.prompts(14, 4, 9)
+    params = [greedy(18), SamplingParams(temperature=0.9, seed=5, max_tokens=20), greedy(13)]
+    config: dict[str, Any] = {
+        "mode": "graph",
+        "compile": False,
+        "max_num_seqs": 2,
+        "buckets": (2,),
+        "block_size": 8,
+        "prefill_chunk": 16,
+        "max_model_len": 40,
+        "dtype": "float32",
+    }
+    plain = open_engine("base", **config)
+    engine = open_engine("base", **config, speculation=drafting(model.directory, DRAFTS))
+    fake_graphs.stream.behind = True
+    seen = watch(engine)
+    assert run_mixed(engine, prompts, params) == run_mixed(plain, prompts, params)
+    assert seen["own"] > 10
+    assert engine.stats()["speculation"]["accepted"] > 15
