@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # the scheduler reads this file, and needs neither torch nor 
     from .speculation.row_drafts import RowDrafts
 
 __all__ = [
+    "OWN_DRAFT",
     "AbortReason",
     "FinishReason",
     "OutputMatcher",
@@ -63,6 +64,9 @@ class RequestStatus(enum.Enum):
     """Has a row and the blocks of its tokens."""
     FINISHED = enum.auto()
 
+
+OWN_DRAFT = -1
+"""In the place of a draft: the one that a drafter has left in the row's state on the device."""
 
 TOKENS_AT_A_TIME = 1024
 """Maximum output tokens for which a request allocates memory at once."""
@@ -156,7 +160,9 @@ class Request:
     drafter: RequestDrafter | None = field(default=None, init=False, repr=False)
     """Its tokens as the proposer of drafts sees them; None until it first decodes with one."""
     proposed: RowDrafts | None = field(default=None, init=False, repr=False)
-    """What a drafter on the device has proposed last."""
+    """What a drafter on the device has proposed last, in committed steps."""
+    num_drafts: int = field(default=0, init=False)
+    """Drafts that the last launched step proposes for it; its row keeps them on the device."""
     may_fork: bool = True
     """Whether it may share the blocks of a sibling; not after copies for that failed."""
 
@@ -178,6 +184,14 @@ class Request:
         self.num_computed += count
         self.num_unsure += count - 1
         self.num_pending += count
+
+    def known_drafts(self, drafts: Sequence[int]) -> Sequence[int]:
+        """Return the drafts of a launched verify step, once all steps before it are committed."""
+        if not drafts or drafts[0] != OWN_DRAFT:
+            return drafts
+        if self.proposed is None:  # it has ended
+            return ()
+        return self.proposed.tokens[: len(drafts)]
 
     def advanced(self, count: int, accepted: int) -> None:
         """Correct the counts after a verify step of `count` tokens, of which `accepted` remain.

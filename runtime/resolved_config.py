@@ -151,6 +151,12 @@ class ResolvedConfig:
         return self.speculation.num_speculative_tokens
 
     @property
+    def kept_drafts(self) -> int:
+        """Drafts that each row keeps on the device, so that the next step can be planned before the
+        host has read them; 0 where steps run synchronously."""
+        return self.proposed_drafts if self.is_async_device else 0
+
+    @property
     def most_lanes(self) -> int:
         """Maximum tokens that a decode or verify step samples.
 

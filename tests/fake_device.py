@@ -14,16 +14,18 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 from stepgraph.cache.blocks import NULL_BLOCK
-from stepgraph.runtime.execution.outputs import Sampled
+from stepgraph.runtime.execution.outputs import Proposed, Sampled
 from stepgraph.runtime.execution.prompt_scorer import Score
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
-from stepgraph.runtime.request import Request
+from stepgraph.runtime.request import OWN_DRAFT, Request, RequestStatus
 from stepgraph.runtime.rope_lengths import RopeLengths
 from stepgraph.runtime.scheduling.plan import Preemption, RowSpan, StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
@@ -144,6 +146,8 @@ class FakeDevice:
         self.seeds = [-1] * max_num_seqs
         self.tokens = [-1] * max_num_seqs
         self.positions = [-1] * max_num_seqs
+        self.drafts: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        """Of each row, if the last step with it has proposed any."""
         self.written: dict[tuple[int, int], int] = {}  # (block, offset) -> row, in this launch
 
     def slot(self, group: int, row: int, position: int) -> tuple[int, int]:
@@ -188,6 +192,7 @@ class FakeLaunchedStep:
     device_ns: int
     sampled: list[Sampled]  # seen by the host when it reads the launch, not before
     advanced: list[int] | None  # likewise
+    proposed: Proposed | None  # likewise
     unfinished: None = None
     ends: tuple[()] = ()
 
@@ -203,6 +208,7 @@ class FakeRunner:
     """
 
     masks = None
+    drafter = SimpleNamespace(group=0)
 
     def __init__(
         self,
@@ -217,6 +223,8 @@ class FakeRunner:
         block_size = scheduler.cache.block_size
         self.device = FakeDevice(windows, scheduler.max_num_seqs, block_size, nan_tokens, ropes)
         self.fail_after: Callable[[str, int], int | None] = lambda name, count: None
+        self.draft: Callable[[Request, int, int], list[int]] = lambda request, at, count: []
+        """Drafts that may follow so many output tokens of a request."""
         self.unread: deque[FakeLaunchedStep] = deque()
         self.plans: list[StepPlan] = []
         self.sampling: list[bool] = []  # for each chunk of the last plan
@@ -287,6 +295,7 @@ class FakeRunner:
         for admission in plan.admitted:
             device.seeds[admission.row] = admission.request.seed
             device.rope_lengths[admission.row] = admission.request.rope_length
+            device.drafts[admission.row] = []
         for update in plan.table_updates:
             device.tables[update.group][update.row][update.column] = update.block
         check_plan(plan, self.scheduler)
@@ -307,6 +316,7 @@ class FakeRunner:
                 position = device.positions[row]
                 self._write(row, position, device.tokens[row])
                 sampled.append((request, device.sample(row, position), None))
+        proposed = self._propose(plan)
         self.seen["several steps"] += plan.steps > 1
         device.written.clear()
         for chunk in plan.prefill:
@@ -315,8 +325,9 @@ class FakeRunner:
                 self._write(chunk.row, position, token)
             if chunk.samples:
                 sampled.append((chunk.request, device.sample(chunk.row, stop - 1), None))
+        began = time.perf_counter_ns()
         launch = FakeLaunchedStep(
-            number, plan, len(plan.decode), time.perf_counter_ns(), object(), 0, sampled, advanced
+            number, plan, len(plan.decode), began, object(), 0, sampled, advanced, proposed
         )
         self.unread.append(launch)
         return launch
@@ -325,6 +336,12 @@ class FakeRunner:
         """Compute the newest token and drafts; return what is accepted."""
         assert span.count == 1 + len(drafts)
         device, row = self.device, span.row
+        if OWN_DRAFT in drafts:
+            own = device.drafts[row]
+            assert len(own) >= len(drafts), "drafts of an earlier step, or of another request"
+            drafts = [o if d == OWN_DRAFT else d for o, d in zip(own, drafts, strict=False)]
+            self.seen["own drafts"] += 1
+            self.seen["own drafts in flight"] += len(self.unread)
         first, token = device.positions[row], device.tokens[row]
         accepted: list[int] = []
         right = True
@@ -341,15 +358,38 @@ class FakeRunner:
         device.tokens[row], device.positions[row] = max(accepted[-1], 0), first + len(accepted)
         return accepted
 
-    def _write(self, row: int, position: int, token: int) -> None:
-        """Write a token to blocks that nobody else reads, now or later."""
+    def _propose(self, plan: StepPlan) -> Proposed | None:
+        """Let rows keep new drafts, whose keys go to blocks that nobody else reads."""
+        drafts: list[list[int]] = []
+        for index, request in enumerate(plan.decode):
+            row = request.row
+            assert row is not None
+            self.device.drafts[row] = []
+            if plan.proposes:
+                newest = self.device.positions[row]
+                for position in range(newest, newest + plan.proposes):
+                    if position < plan.draft_stops[index]:
+                        self._check_own(row, position, (self.drafter.group,))
+                at = newest + 1 - len(request.prompt_ids)
+                drafts.append(self.draft(request, at, plan.proposes))
+                assert len(drafts[-1]) == plan.proposes
+                self.device.drafts[row] = drafts[-1]
+        probabilities = [[0.5] * len(own) for own in drafts]
+        return (drafts, probabilities) if plan.proposes else None
+
+    def _check_own(self, row: int, position: int, groups: Iterable[int]) -> None:
+        """Assert that nobody else reads the slots of a position."""
         pool = self.scheduler.cache._pool
-        (request,) = [r for r, own in self.scheduler._running.rows.items() if own == row]
-        assert position < self.scheduler.cache._held[request.id].room, "a token without a block"
-        for group in range(len(self.device.windows)):
+        for group in groups:
             block, _ = self.device.slot(group, row, position)
             assert pool.ref_count(block) == 1, f"block {block} is written, and shared"
             assert pool._keys[block] is None, f"block {block} is written, and cached"
+
+    def _write(self, row: int, position: int, token: int) -> None:
+        """Write a token to blocks that nobody else reads, now or later."""
+        (request,) = [r for r, own in self.scheduler._running.rows.items() if own == row]
+        assert position < self.scheduler.cache._held[request.id].room, "a token without a block"
+        self._check_own(row, position, range(len(self.device.windows)))
         self.device.write(row, position, token)
 
     def _check_tables(self) -> None:
@@ -361,7 +401,25 @@ class FakeRunner:
 
     def read(self, launch: FakeLaunchedStep) -> list[Sampled]:
         assert launch is self.unread.popleft(), "launches are read in their order, once"
+        self._check_counts(launch)
         return launch.sampled
+
+    def _check_counts(self, launch: FakeLaunchedStep) -> None:
+        """The host accepts the drafts that the device has accepted."""
+        rows = iter(launch.sampled)
+        if launch.advanced is None:
+            return
+        for (request, drafts), count in zip(
+            launch.plan.drafted_rows(), launch.advanced, strict=True
+        ):
+            tokens = [token for _, token, _ in islice(rows, count)]
+            known = [*request.known_drafts(drafts), None]
+            agrees = [a == b for a, b in zip(tokens, known, strict=False)]
+            if request.status is not RequestStatus.FINISHED:
+                assert agrees.index(False) == count - 1
+
+    def read_drafts(self, launch: FakeLaunchedStep) -> Proposed | None:
+        return launch.proposed
 
     def read_scores(self, launch: FakeLaunchedStep) -> Iterator[Score]:
         """The score of a position is its negative."""

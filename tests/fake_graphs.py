@@ -27,6 +27,7 @@ from stepgraph.profiling import attribution
 from stepgraph.runtime import resolved_config
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.execution import outputs, prepared_steps
+from stepgraph.runtime.execution.drafter_cache import DrafterCache
 from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer, ScoreArrays
 from stepgraph.runtime.execution.row_state import RowState
@@ -217,9 +218,9 @@ class FakeCapturer:
 
 
 def vars_of(output: Any) -> list[Any]:
-    """The tensors of a `StepOutput`, its details included."""
+    """The tensors of a `StepOutput`, its details and drafts included."""
     details = [] if output.details is None else list(vars(output.details).values())
-    return [output.tokens, output.logits, *details]
+    return [output.tokens, output.logits, *details, *(output.drafts or ())]
 
 
 class MirroredBuffers(StaticBuffers[Any]):
@@ -307,7 +308,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
         graphs.log.append(("copy out", phase))
         copied = copy_async(self, number, phase, output)
         details = [] if copied.details is None else tensors_of(vars(copied.details))
-        for tensor in (copied.tokens, *details):
+        for tensor in (copied.tokens, *details, *(copied.drafts or ())):
             poison(tensor)
         graphs.stream.put(lambda: copy_async(self, number, phase, output))
         return copied
@@ -333,6 +334,8 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
         prepared_steps, "CudaGraphCapturer", lambda device: FakeCapturer(graphs, device)
     )
     queued(RowState, "update_tables")
+    queued(RowState, "forget_drafts")
+    queued(DrafterCache, "clear")
     queued(SamplingState, "write_row")
     queued(Arena, "copy_blocks")
     queued(HostArena, "swap_out")

@@ -27,7 +27,7 @@ from stepgraph.runtime.scheduling.scheduler import Scheduler
 from stepgraph.runtime.scheduling.step_budget import StepBudget
 
 from .fake_device import NAN, NO_ROPES, NO_TOKENS, VOCAB, FakeRunner, Windows, oracle
-from .speculation_rig import Guesses
+from .speculation_rig import DeviceDrafts, Guesses, OutputGuesses
 
 MAX_LEN = 40
 """Tokens of the longest sequence, if the cache can hold it."""
@@ -43,7 +43,10 @@ def groups_of(windows: Windows) -> tuple[LayerGroup, ...]:
 
 
 class Rig:
-    """Runs requests. With `prefix` they share blocks of equal contents; `n` > 1 always forks."""
+    """Runs requests. With `prefix` they share blocks of equal contents; `n` > 1 always forks.
+
+    With `drafter` drafts are proposed on the device, else by the host.
+    """
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Rig:
         step_budget: StepBudget | None = None,
         steps_per_launch: int = 1,
         tokens_per_row: int = 1,
+        drafter: bool = False,
         nan_tokens: frozenset[int] = NO_TOKENS,
         ropes: RopeLengths = NO_ROPES,
         make_cache: Callable[..., KVCache] = KVCache,
@@ -96,18 +100,22 @@ class Rig:
             rope_lengths=ropes,
         )
         self.runner = FakeRunner(self.scheduler, in_flight, windows, nan_tokens, ropes)
+
+        def known(request: Request) -> list[int]:
+            return oracle(request, windows, nan_tokens, ropes)[0]
+
+        speculator: Guesses | DeviceDrafts | None = None
+        if drafter and tokens_per_row > 1:
+            speculator = DeviceDrafts(tokens_per_row, max_num_seqs, is_async_device=in_flight > 0)
+            self.runner.draft = OutputGuesses(VOCAB, known)
+        elif tokens_per_row > 1:
+            speculator = Guesses(lambda rows: range(2, tokens_per_row + 1), VOCAB, known)
         self.loop = StepLoop(
             self.scheduler,
             self.runner,  # type: ignore[arg-type]
             in_flight=in_flight,
             step_budget=step_budget,
-            speculator=Guesses(  # type: ignore[arg-type]
-                lambda rows: range(2, tokens_per_row + 1),
-                VOCAB,
-                lambda request: oracle(request, windows, nan_tokens, ropes)[0],
-            )
-            if tokens_per_row > 1
-            else None,
+            speculator=speculator,  # type: ignore[arg-type]
         )
         self.arrivals = 0
         self.work = 0  # tokens that all requests so far have at most

@@ -5,9 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime import Engine
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.scheduling.plan import StepPlan
+from stepgraph.runtime.speculation.config import Speculation
+from stepgraph.runtime.speculation.drafter_speculator import DrafterSpeculator
+from stepgraph.runtime.speculation.verify_costs import BatchCosts, VerifyCosts
 
 Known = Callable[[Request], Sequence[int]]
 """Returns the output tokens of a request, those to come included."""
@@ -59,6 +63,55 @@ class Guesses:
 
     def stats(self) -> dict[str, int]:
         return {"accepted": self.accepted, "rejected": self.rejected}
+
+
+class DeviceDrafts(DrafterSpeculator):
+    """The speculator of an engine with a drafter, which verifies and proposes by chance."""
+
+    def __init__(self, tokens_per_row: int, max_num_seqs: int, *, is_async_device: bool) -> None:
+        seconds = {(max_num_seqs, n): 1.0 for n in range(1, 1 + tokens_per_row)}
+        costs = VerifyCosts(Buckets([max_num_seqs]), seconds)
+        super().__init__(
+            Speculation(
+                method="eagle3",
+                model="x",
+                num_speculative_tokens=tokens_per_row - 1,
+                adaptive=False,
+            ),
+            lambda rows: range(2, 1 + tokens_per_row),
+            BatchCosts(costs, costs),
+            lambda rows: 1.0,
+            is_async_device=is_async_device,
+        )
+        self.steady = False
+        """Whether each step verifies all drafts and proposes."""
+        self._rng = random.Random(tokens_per_row)
+
+    def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
+        drafts, draw = super().propose(requests), self._rng.random()
+        if self.steady or draw < 0.6:
+            return drafts
+        if draw < 0.7:  # a decode step
+            self.begin_plan()
+        if draw < 0.8:
+            return ()
+        return [own[: self._rng.randrange(1 + len(own))] for own in drafts]
+
+
+class OutputGuesses:
+    """Drafts that a device proposes, each of which is right by chance."""
+
+    def __init__(self, vocab: int, known: Known, right: float = 0.8) -> None:
+        self._vocab, self._known, self._right = vocab, known, right
+        self._rng = random.Random(vocab)
+
+    def __call__(self, request: Request, at: int, count: int) -> list[int]:
+        """Return `count` drafts to follow `at` output tokens of a request."""
+        tokens = [*self._known(request)[at : at + count], *[0] * count][:count]
+        draw = self._rng.random
+        return [
+            max(t, 0) if draw() < self._right else self._rng.randrange(self._vocab) for t in tokens
+        ]
 
 
 def guess(engine: Engine, outputs: dict[str, list[int]], right: float = 0.8) -> Guesses:

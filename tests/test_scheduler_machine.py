@@ -101,6 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_prefill_rows=st.integers(1, 3),
         in_flight=st.integers(0, 1),
         steps=st.sampled_from([(1, 1), (1, 1), (2, 1), (8, 1), (1, 2), (1, 3), (1, 5)]),
+        drafter=st.booleans(),
         prefix=st.booleans(),
         preemption=st.sampled_from(POLICIES),
         faults=st.none() | st.integers(0, 1000),
@@ -299,15 +300,12 @@ def crowded_rig(seed: int, windows: Windows, **options: Any) -> Rig:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("verify", [(1, 1, 1, 1), (2, 3, 5, 3)])
-@pytest.mark.parametrize("steps", [(1, 1, 1, 1), (2, 3, 8, 3)])
+@pytest.mark.parametrize("several", ["decode", "steps", "drafts of the host", "of a drafter"])
 @pytest.mark.parametrize("nan", [False, True])
-def test_outputs_in_a_crowd(
-    prefix: bool, in_flight: int, steps: tuple[int, ...], verify: tuple[int, ...], nan: bool
-) -> None:
+def test_outputs_in_a_crowd(prefix: bool, in_flight: int, several: str, nan: bool) -> None:
     """The machine above may choose to be idle; here all that can happen does."""
-    if max(steps) > 1 and max(verify) > 1:
-        pytest.skip("a verify step is launched alone")
+    steps = (2, 3, 8, 3) if several == "steps" else (1, 1, 1, 1)
+    verify = (2, 3, 5, 3) if "of" in several else (1, 1, 1, 1)
     seen: Counter[str] = Counter()
     for windows, seed in itertools.product(WINDOWS, range(4)):
         rig = crowded_rig(
@@ -319,6 +317,7 @@ def test_outputs_in_a_crowd(
             preemption=POLICIES[(1, 2, 1, 1)[seed]],
             steps_per_launch=steps[seed],
             tokens_per_row=verify[seed],
+            drafter=several == "of a drafter",
             nan_tokens=frozenset({VOCAB - 1} if nan else ()),
             ropes=ROPES[2 * seed + 1],
         )
@@ -336,5 +335,8 @@ def test_outputs_in_a_crowd(
     assert (seen["several steps"] >= 100) == (max(steps) > 1)
     for event in ("rejected", "accepted"):
         assert (seen[event] >= 100) == (max(verify) > 1), event
+    in_flight_drafts = in_flight and several == "of a drafter"
+    assert (seen["own drafts in flight"] >= 100) == bool(in_flight_drafts)
+    assert seen["own drafts"] == seen["own drafts in flight"], "they are sent if they are known"
     for event in ("prefix", "prefix behind a window"):
         assert seen[event] >= 100 or not prefix, event

@@ -24,6 +24,7 @@ from stepgraph.runtime.kernels import have_compiler, select_kernels
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.request import OWN_DRAFT
 
 from .conftest import TinyModel
 
@@ -63,7 +64,7 @@ class Rig:
         poison = torch.nan if storage == "model" else 255
         self.arena[:, :, 1:] = cast(float, poison)
         vocab = config.vocab_size
-        self.state = RowState.allocate(ROWS, len(groups), COLUMNS, vocab, CPU)
+        self.state = RowState.allocate(ROWS, len(groups), COLUMNS, vocab, CPU, drafts=MOST_DRAFTS)
         order = 1 + torch.randperm(blocks - 2, dtype=torch.int32)
         self.state.block_tables[:, :ROWS] = order.view(len(groups), ROWS, COLUMNS)
         for row, params in enumerate(PARAMS if full else ()):
@@ -116,8 +117,13 @@ class Rig:
         outputs = [self.steps[1]() for _ in range(count)]
         return [(o.tokens[:ROWS].clone(), o.logits[:ROWS].clone()) for o in outputs]
 
-    def verify(self, n: int, drafts: list[list[int]]) -> StepOutput:
-        """Run a verify step; its logits by position."""
+    def verify(self, n: int, drafts: list[list[int]], own: Sequence[int] = ()) -> StepOutput:
+        """Run a verify step; its logits by position. The rows `own` have their drafts."""
+        drafts = list(drafts)
+        for row in own:
+            assert self.state.drafts is not None
+            self.state.drafts[row, : len(drafts[row])] = torch.tensor(drafts[row])
+            drafts[row] = [OWN_DRAFT] * len(drafts[row])
         arrays = DraftInputs(**{name: t.numpy() for name, t in vars(self.drafts).items()})
         write_drafts(drafts, (), arrays)
         output = self.steps[n]()
@@ -165,10 +171,10 @@ def check_cache(rig: Rig, found: torch.Tensor, expected: torch.Tensor, mode: str
 
 
 def check_rows(rig: Rig, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """The state of all rows but the null row, which counts what its lanes draw."""
+    """The state of all rows but the null row, which counts what its lanes draw, and drafts."""
     names = ["arena", *rig.state.tensors()]
     for name, tensor, other in zip(names, found, expected, strict=True):
-        if name not in ("arena", "block_tables"):
+        if name not in ("arena", "block_tables", "drafts"):
             assert torch.equal(tensor[:ROWS], other[:ROWS]), name
 
 
@@ -228,13 +234,13 @@ def test_what_wrong_drafts_wrote_is_overwritten(
     known = torch.stack([tokens for tokens, _ in decoded])
     rig.restore(begin)
     vocab = rig.decoder.config.vocab_size
-    for at, wrong in ((0, (0, 1, 2)), (0, (3, 0, 1))):
+    for wrong, own in (((0, 1, 2), ()), ((3, 0, 1), (0, 2))):
         # Row r's draft number wrong[r] is another token, and so may be all that follow it.
         positions = [int(p) - start for p, start in zip(rig.state.positions, STARTS, strict=False)]
-        drafts = [known[p + at : p + at + MOST_DRAFTS, r].tolist() for r, p in enumerate(positions)]
+        drafts = [known[p : p + MOST_DRAFTS, r].tolist() for r, p in enumerate(positions)]
         for row, index in enumerate(wrong):
             drafts[row][index] = (drafts[row][index] + 1) % vocab
-        output = rig.verify(1 + MOST_DRAFTS, drafts)
+        output = rig.verify(1 + MOST_DRAFTS, drafts, own)
         for row, (p, index) in enumerate(zip(positions, wrong, strict=True)):
             for j in range(index + 1):
                 assert int(output.tokens[j, row]) == int(known[p + j, row])

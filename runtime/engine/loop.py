@@ -7,6 +7,9 @@ While the device runs step N, the host commits the tokens of step N-1. A request
 step N-1 has one extra token in step N, which is discarded. On a CPU the step runs synchronously, so
 each step is committed right after its launch.
 
+How many tokens a verify step accepts is known when it is committed. Until then requests count the
+most and the fewest possible ones (see `Request.num_unsure`), so that it can be in flight too.
+
 With `steps_per_launch` a plan can contain several decode steps, which are launched and committed
 together. The tokens that a request gets after its end are discarded.
 
@@ -263,7 +266,7 @@ class StepLoop:
             request = preemption.request
             request.status = RequestStatus.WAITING
             request.row = None
-            request.num_computed = request.num_unsure = 0
+            request.num_computed = request.num_unsure = request.num_drafts = 0
             request.decoding = False
             request.num_preemptions += 1
             self._counts["preemptions"] += 1

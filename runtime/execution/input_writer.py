@@ -85,6 +85,7 @@ class InputWriter:
                 config.device,
             )
             self._host_drafts = self.drafts.arrays(DraftInputs[Int64Array])
+        self._written_drafts: tuple[list[list[int]], list[int]] = ([], [])
         self._embeds_shown = False  # set by the last prefill step
         self.decode_rows: list[int] = []
         """As last written."""
@@ -114,14 +115,21 @@ class InputWriter:
             self._copy(changed)
 
     def write_drafts(self, drafts: Sequence[Sequence[int]], stops: Sequence[int]) -> None:
-        """Write and copy the drafts of the decoding rows, in their order; see `DraftInputs`."""
+        """Write and copy the drafts of the decoding rows, in their order; see `DraftInputs`.
+
+        They seldom change where rows keep their drafts on the device.
+        """
         assert self.drafts is not None, "a verify step without speculation"
+        written = [list(own) for own in drafts], list(stops)
+        if written == self._written_drafts:
+            return
         self.drafts.begin_write()
         write_drafts(drafts, stops, self._host_drafts)
         if self._commands is not None:
             rows = len(self._host_drafts.counts)  # ranks have no drafter, which reads `stops`
             self._commands.inputs("drafts", self._host_drafts, {"token_ids": rows, "counts": rows})
         self.drafts.copy_to_device()
+        self._written_drafts = written
 
     def _write_embeds(self, plan: StepPlan) -> None:
         """Copy the embeddings of the chunks, or clear the mask of the last prefill step."""

@@ -122,7 +122,7 @@ class DraftInputs(Generic[A]):
 
     token_ids: A
     """int64 `[max_num_seqs, K]`: draft tokens after the newest token of each of `decode_rows`; 0
-    where a row has fewer."""
+    where a row has fewer, and `OWN_DRAFT` for those that the state of the row has."""
     counts: A
     """int64 `[max_num_seqs]`: valid tokens of each row, the newest one included; 1 for padding."""
     stops: A

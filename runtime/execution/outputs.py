@@ -275,13 +275,14 @@ def checked_tokens(output: StepOutput, lanes: int) -> bytes:
 def accepted_counts(launched: LaunchedStep) -> list[int]:
     """Return the tokens that each row of a verify step advanced by: accepted drafts and one more.
 
-    The step has accepted the same drafts on the device.
+    The step has accepted the same drafts on the device. Those that rows kept there arrived on the
+    host with the tokens of the step that proposed them.
     """
     _, output = launched.parts[0]
-    counts = []
-    for tokens, drafts in zip(output.tokens.T.tolist(), launched.plan.drafts, strict=False):
+    rows, counts = launched.plan.drafted_rows(), []
+    for tokens, (request, drafts) in zip(output.tokens.T.tolist(), rows, strict=False):
         accepted = 1
-        for token, draft in zip(tokens, drafts, strict=False):
+        for token, draft in zip(tokens, request.known_drafts(drafts), strict=False):
             if token != draft:
                 break
             accepted += 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from ..request import OWN_DRAFT
 from ..sampling.sampling_state import SamplingState
 from .mask_state import MaskSizes, MaskState
 
@@ -34,6 +35,9 @@ class RowState:
     do not depend on the length."""
     masks: MaskState | None = None
     """Token masks of rows whose output follows a grammar; None without structured output."""
+    drafts: torch.Tensor | None = None
+    """int64 `[R, K]`: what a drafter proposed last to follow the newest token; `OWN_DRAFT` where a
+    row has none. None without a drafter, or if the host always sends the drafts."""
 
     @classmethod
     def allocate(
@@ -46,10 +50,11 @@ class RowState:
         *,
         rope_by_length: bool = False,
         masked: MaskSizes | None = None,
+        drafts: int = 0,
     ) -> RowState:
         """Allocate the state of `max_num_seqs` rows and the null row.
 
-        `masked`: the sizes of token masks, if steps may have any.
+        `masked`: the sizes of token masks, if steps may have any. `drafts`: those that a row keeps.
         """
         rows = max_num_seqs + 1
         rope_lengths = None
@@ -64,6 +69,7 @@ class RowState:
             sampling=SamplingState.allocate(max_num_seqs, vocab_size, device),
             rope_lengths=rope_lengths,
             masks=None if masked is None else MaskState.allocate(masked, device),
+            drafts=torch.full((rows, drafts), OWN_DRAFT, device=device) if drafts else None,
         )
 
     @property
@@ -85,9 +91,10 @@ class RowState:
         *,
         rope_by_length: bool = False,
         masked: MaskSizes | None = None,
+        drafts: int = 0,
     ) -> int:
         """Bytes that `allocate` will allocate."""
-        per_row = 8 + 8 + 4 * num_groups * max_blocks_per_row + 8 * rope_by_length
+        per_row = 8 + 8 + 4 * num_groups * max_blocks_per_row + 8 * (rope_by_length + drafts)
         own = (max_num_seqs + 1) * per_row
         if masked is not None:
             own += masked.nbytes
@@ -98,6 +105,8 @@ class RowState:
         own = {name: getattr(self, name) for name in ("token_ids", "positions", "block_tables")}
         if self.rope_lengths is not None:
             own["rope_lengths"] = self.rope_lengths
+        if self.drafts is not None:
+            own["drafts"] = self.drafts
         if self.masks is not None:
             own |= {f"masks.{f.name}": getattr(self.masks, f.name) for f in fields(self.masks)}
         sampling = {f.name: getattr(self.sampling, f.name) for f in fields(self.sampling)}
@@ -118,6 +127,27 @@ class RowState:
         positions_B = self.positions[rows_B] + accepted_B
         self.token_ids.index_put_((rows_B,), last_B.clamp(min=0))
         self.positions.index_put_((rows_B,), torch.where(rows_B == self.null_row, 0, positions_B))
+
+    def chosen_drafts(self, rows_B: torch.Tensor, given_BK: torch.Tensor) -> torch.Tensor:
+        """Return the drafts that a step verifies, int64 `[B, K]`.
+
+        The given ones, and where these are `OWN_DRAFT`, those of the rows. A row without any gets
+        token 0.
+        """
+        if self.drafts is None:
+            return given_BK
+        own_BK = self.drafts[rows_B, : given_BK.shape[1]]
+        return torch.where(given_BK == OWN_DRAFT, own_BK, given_BK).clamp(min=0)
+
+    def keep_drafts(self, rows_B: torch.Tensor, drafts_BK: torch.Tensor) -> None:
+        """Keep what a drafter has proposed for rows, if rows keep drafts."""
+        if self.drafts is not None:
+            self.drafts[:, : drafts_BK.shape[1]].index_put_((rows_B,), drafts_BK)
+
+    def forget_drafts(self, row: int) -> None:
+        """Remove the drafts of a row's last request."""
+        if self.drafts is not None:
+            self.drafts[row].fill_(OWN_DRAFT)
 
     def update_tables(self, updates_U4: torch.Tensor) -> None:
         """Write (group, row, column, block) entries into the block tables."""

@@ -90,6 +90,7 @@ class Runner:
             device,
             rope_by_length=plan_of(model.config).rope_by_length,
             masked=MaskSizes.of(config, model.config.vocab_size),
+            drafts=config.kept_drafts,
         )
         self.masks: TokenMasks | None = None
         if self.state.masks is not None:
@@ -385,7 +386,8 @@ class Runner:
         self.assign_row(row, request.rope_length, parameters)
 
     def assign_row(self, row: int, rope_length: int, parameters: RowParameters) -> None:
-        """Overwrite a row's sampling parameters and rope length."""
+        """Overwrite a row's sampling parameters and rope length, and forget its drafts."""
+        self.state.forget_drafts(row)
         if self.state.rope_lengths is not None:
             self.state.rope_lengths[row] = rope_length
         self.state.sampling.store_row(row, parameters)
@@ -416,7 +418,7 @@ class Runner:
     def _write_inputs(self, plan: StepPlan, prefill_key: StepKey | None) -> None:
         """Write changed inputs to the mirror and copy them to the device, if any changed."""
         rows = self._writer.decode_rows
-        if plan.decode is not self._decoding.requests:
+        if plan.decode is not self._decoding.requests or self._decoding.unsure:
             rows = [request.row for request in plan.decode if request.row is not None]
             assert len(rows) == len(plan.decode), "a request that decodes holds a row"
             self._decoding = _Decoding(plan.decode)
@@ -471,11 +473,13 @@ class Runner:
 class _Decoding:
     """The decoding requests, and values derived from them while none joins or leaves."""
 
-    __slots__ = ("full_sampler", "key", "longest", "masked", "requests")
+    __slots__ = ("full_sampler", "key", "longest", "masked", "requests", "unsure")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
-        self.longest = max(requests, key=attrgetter("num_computed"), default=None)  # and remains so
+        self.longest = max(requests, key=attrgetter("num_computed"), default=None)
+        self.unsure = any(request.num_unsure for request in requests)
+        """Whether another row may be longest once a verify step in flight is committed."""
         self.full_sampler = any(request.params.needs_full_sampler for request in requests)
         self.masked = any(request.matcher is not None for request in requests)
         self.key: StepKey | None = None

@@ -252,13 +252,16 @@ class StepParts(ABC):
     ) -> Drafts | None:
         """Let the drafter continue the rows of a step, if it is to; `first_B`: their first tokens.
 
-        The rows have advanced already.
+        The rows have advanced already. They keep the drafts.
         """
         if not key.drafts:
             return None
         assert self._drafting is not None, "these steps were made without a drafter"
         assert self.drafts is not None, "a drafter needs room for its drafts"
-        return self._drafting.propose(key, tokens, first_B, self.drafts.stops[: key.size])
+        drafts = self._drafting.propose(key, tokens, first_B, self.drafts.stops[: key.size])
+        with operation("draft"):
+            self.state.keep_drafts(tokens.batch.rows, drafts.token_ids)
+        return drafts
 
     def close(self) -> None:
         """Release compiled code, which references this object."""

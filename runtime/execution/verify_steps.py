@@ -35,16 +35,22 @@ class VerifySteps(StepParts):
             output = StepOutput(lanes.tokens, lanes.logits, None)
         return self._accepted(output, key, lanes)
 
-    def _drafts(self, key: StepKey) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the rows of a verify step, their drafts and how many tokens are valid."""
+    def _drafts(
+        self, key: StepKey, drafts_BK: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rows of a verify step, their drafts and how many tokens are valid.
+
+        The drafts are given once the step has chosen them.
+        """
         assert self.drafts is not None, "these steps were made without room for drafts"
         assert (key.phase, key.steps) == ("decode", 1)
         size, drafts = key.size, self.drafts
-        return (
-            self.inputs.decode_rows[:size],
-            drafts.token_ids[:size, : key.tokens_per_row - 1],
-            drafts.counts[:size],
-        )
+        rows_B = self.inputs.decode_rows[:size]
+        if drafts_BK is None:
+            with operation("inputs"):
+                sent_BK = drafts.token_ids[:size, : key.tokens_per_row - 1]
+                drafts_BK = self.state.chosen_drafts(rows_B, sent_BK)
+        return rows_B, drafts_BK, drafts.counts[:size]
 
     def _verify_forward(self, key: StepKey) -> Lanes:
         """Run a verify step up to the logits, or to greedy tokens."""
@@ -56,9 +62,11 @@ class VerifySteps(StepParts):
     def _accepted(self, output: StepOutput, key: StepKey, lanes: Lanes | None = None) -> StepOutput:
         """Accept drafts, and return the output by position. With lanes, new drafts may follow."""
         shape = key.size, key.tokens_per_row
+        drafts_BK = None if lanes is None else lanes.token_ids.view(shape)[:, 1:]
+        inputs = self._drafts(key, drafts_BK)
         with operation("accept"):
             tokens_BN = output.tokens.view(shape)
-            self._accept(*self._drafts(key), tokens_BN)
+            self._accept(*inputs, tokens_BN)
         proposed = None if lanes is None else self._proposed_after(key, lanes, output.tokens)
         with operation("outputs"):
             logits_NBV = output.logits.unflatten(0, shape).transpose(0, 1)

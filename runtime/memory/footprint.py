@@ -273,6 +273,7 @@ def _static_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int)
             model.vocab_size,
             rope_by_length=by_length,
             masked=MaskSizes.of(config, model.vocab_size),
+            drafts=config.kept_drafts,
         )
         scores = PromptScorer.bytes_for(
             prefill_tokens, model.hidden_size, model.vocab_size, config.dtype

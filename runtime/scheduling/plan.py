@@ -82,7 +82,8 @@ class StepPlan:
     decode_counts: Sequence[int] = ()
     """Verify steps: valid tokens of each row, 1 to `tokens_per_row`; the rest is padding."""
     drafts: Sequence[Sequence[int]] = ()
-    """Verify steps: the drafts of each row, one fewer than its valid tokens."""
+    """Verify steps: the drafts of each row, one fewer than its valid tokens. Those that the
+    host does not know are `OWN_DRAFT`."""
     proposes: int = 0
     """Drafts of each row that a drafter proposes at the end of the step."""
     draft_stops: Sequence[int] = ()
@@ -103,6 +104,10 @@ class StepPlan:
         for request, count in zip(self.decode, counts, strict=True):
             assert request.row is not None, "a request that decodes holds a row"
             yield RowSpan(request, request.row, request.num_computed, count, samples=True)
+
+    def drafted_rows(self) -> Iterator[tuple[Request, Sequence[int]]]:
+        """Yield the rows of a verify step with their drafts."""
+        return zip(self.decode, self.drafts, strict=True)
 
     @property
     def drafting(self) -> bool:

@@ -1,8 +1,8 @@
 """Decides when the drafter on the device proposes, and which rows verify how many drafts. No torch.
 
-    step        N                          N + 1
-    device      decode, propose x y z      verify x y z, propose u v w
-    host                        commit N: x y z, with probabilities
+    step        N                          N + 1                        N + 2
+    device      decode, propose x y z      verify x y z, propose u v w  verify u v ...
+    host        plan N + 1: verify 3       commit N, plan N + 2         commit N + 1
 
 A step that proposes takes longer than one that does not, whether or not its drafts are verified. So
 the engine keeps an account of the time that drafts have gained and cost. While it is overdrawn, the
@@ -11,8 +11,13 @@ drafter rests, and each decode step pays a little into it.
 Steps with token masks propose nothing. Of rows whose output follows a grammar, tokens that it
 forces are verified.
 
-The host chooses how many drafts are verified, so it reads them with the tokens of the step. On an
-asynchronous device the loop commits such a step before it plans the next one (`waits`).
+On an asynchronous device the next step is planned before the host has read the drafts. Their row
+keeps them, and the host chooses how many are verified by how many it has accepted so far, by number
+of the draft (`OWN_DRAFT`). Where steps run synchronously, and if the step was committed before, it
+knows the drafts: it sends them, and chooses by the probabilities that the drafter gave them.
+
+Only before a step with drafts and with rows whose output follows a grammar the loop commits the
+step in flight (`waits`): what a grammar forces is known when its tokens are.
 """
 
 from __future__ import annotations
@@ -20,10 +25,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..request import Request, RequestStatus
+from ..request import OWN_DRAFT, Request, RequestStatus
 from ..scheduling.plan import StepPlan
 from .config import Speculation
-from .drafter_acceptance import DrafterAcceptance
+from .drafter_acceptance import DrafterAcceptance, PositionAcceptance
 from .guess import NOTHING, Guess, with_grammar
 from .row_drafts import RowDrafts
 from .step_counter import StepCounter
@@ -77,16 +82,15 @@ class DrafterSpeculator:
         self._penalties = penalties
         self._calibration_seconds = calibration_seconds
         self._acceptance = DrafterAcceptance()
+        self._by_position = PositionAcceptance()
         self._credit = FIRST_CREDIT * costs.greedy.decode_seconds(1)
         self._counter = StepCounter(config.num_speculative_tokens)
         self._proposing_steps = 0
-        self._waiting = False
-        """Whether the last step has proposed."""
 
     @property
     def waits(self) -> bool:
         """Whether the step in flight is to be committed before the next one is planned."""
-        return self._is_async_device and (self.proposes > 0 or self._forces)
+        return self._is_async_device and self._forces
 
     def begin_plan(self) -> None:
         """Begin with the next step, which may draft nothing."""
@@ -100,9 +104,8 @@ class DrafterSpeculator:
         self.begin_plan()
         has_grammar = any(request.matcher is not None for request in requests)
         rests = self.config.adaptive and self._credit < 0
-        if rests and not (self._waiting or has_grammar):
+        if rests and not (has_grammar or any(request.num_drafts for request in requests)):
             return ()
-        self._waiting = False
         sizes = self.sizes(len(requests))
         if not sizes:
             return ()
@@ -129,9 +132,12 @@ class DrafterSpeculator:
         if request.matcher is not None:
             return with_grammar(request, NOTHING, self.config.num_speculative_tokens)
         drafts = request.proposed
-        if drafts is None or drafts.at != request.num_tokens or request.num_pending:
+        if request.num_pending:  # of the step in flight, which leaves them on the device
+            acceptance = self._by_position if drafts is None else drafts.acceptance
+            return Guess([OWN_DRAFT] * request.num_drafts, acceptance.chances(request.num_drafts))
+        if drafts is None or drafts.at != request.num_tokens:
             return NOTHING
-        return Guess(drafts.tokens, drafts.chances)
+        return Guess(drafts.tokens[: len(drafts.chances)], drafts.chances)
 
     def received(
         self, plan: StepPlan, drafts: list[list[int]], probabilities: list[list[float]]
@@ -140,21 +146,25 @@ class DrafterSpeculator:
 
         A draft after one that found no slot is worthless.
         """
-        self._waiting = True
         for index, request in enumerate(plan.decode):
             if request.status is RequestStatus.FINISHED:
                 continue
             last, known = request.proposed, request.num_tokens
-            if last is not None:
-                sampled = request.tokens(last.at, known)
+            if last is None:
+                acceptance = PositionAcceptance(self._by_position)
+            else:
+                acceptance, sampled = last.acceptance, request.tokens(last.at, known)
                 self._acceptance.judge(last.tokens, last.probabilities, sampled)
-            most = max(plan.draft_stops[index] - known, 0)
-            tokens, own = drafts[index][:most], probabilities[index][:most]
-            request.proposed = RowDrafts(known, tokens, own, self._acceptance.chances(own))
+                acceptance.judge(last.tokens[: len(last.probabilities)], sampled)
+            own = probabilities[index][: max(plan.draft_stops[index] - known, 0)]
+            chances = self._acceptance.chances(own)
+            request.proposed = RowDrafts(known, drafts[index], own, chances, acceptance)
 
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         """Note when the loop began with a step that was launched."""
         self._counter.launched(plan, started_ns)
+        for request in plan.decode:
+            request.num_drafts = plan.proposes
 
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
         """Count what a step accepted, and learn from its time; once for every launched step."""
