@@ -63,8 +63,9 @@ class DraftStep:
             batch, rows_B = tokens.batch, tokens.batch.rows
             inputs = rows_B, self._state.positions, first_B, batch.positions, tokens.token_ids
             find = newest_tokens if self._native else reference_newest_tokens
-            sampled_T, *found = find(*inputs, tokens.next_ids)
-            newest = NewestTokens(*found, partial(self._batch, rows_B, stops_B, key))
+            sampled_T, newest_B, previous_B, index_B = find(*inputs, tokens.next_ids)
+            later = partial(self._batch, rows_B, stops_B, key)
+            newest = NewestTokens(newest_B, previous_B, index_B, later)
             tokens = FollowedTokens(tokens.token_ids, sampled_T, tokens.features, batch)
             return self._drafter.propose(tokens, newest, self._arena, key.drafts)
 

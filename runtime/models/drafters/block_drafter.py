@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
+from torch.nn import functional as F
 
 from ....cache.arena import Storage
 from ....cache.spec import LayerGroup
@@ -116,8 +117,7 @@ class BlockDrafter(LayerStack):
         """See `Drafter.propose`."""
         self.follow(tokens, arena)
         rows, size = len(newest.token_ids), 1 + count
-        ids_BN = newest.token_ids.new_full((rows, size), self._parts.mask_id)
-        ids_BN[:, 0] = newest.token_ids
+        ids_BN = F.pad(newest.token_ids[:, None], (0, count), value=self._parts.mask_id)
         batch = newest.batch(0, size)
         x_TD = self._embedding[0].rows(ids_BN.flatten())
         attended = None if self._parts.causal else _to_the_end(batch, size)
@@ -154,5 +154,5 @@ class BlockDrafter(LayerStack):
 
 def _to_the_end(batch: RaggedBatch, size: int) -> RaggedBatch:
     """The batch whose tokens attend up to the last token of their row."""
-    last_B = batch.positions.view(-1, size).amax(-1)
-    return dataclasses.replace(batch, positions=last_B.repeat_interleave(size))
+    last_B1 = batch.positions.view(-1, size)[:, -1:]
+    return dataclasses.replace(batch, positions=last_B1.repeat(1, size).flatten())
