@@ -6,13 +6,12 @@ propose drafts. What it misses in the others stays as it was when the block was 
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
 import torch
 
 from ..kernels import RaggedBatch
-from ..kernels.cpu.drafted import drafted_inputs
+from ..kernels.cpu.drafted import drafted_inputs, newest_tokens
 from ..models.drafters.drafter import Drafter, Drafts, FollowedTokens, NewestTokens
 from ..operation_scopes import operation
 from .batches import ragged_batch, rope_lengths
@@ -20,7 +19,7 @@ from .inputs import StepInputs
 from .row_state import RowState
 from .step_key import StepKey
 
-__all__ = ["DraftStep"]
+__all__ = ["DraftStep", "reference_newest_tokens"]
 
 
 class DraftStep:
@@ -61,19 +60,13 @@ class DraftStep:
             stops_B: int64, the first position of each row that has no slot.
         """
         with operation("draft"):
-            sampled_T = tokens.next_ids.clamp(min=0)  # logits may be non-finite
-            rows_B = tokens.batch.rows
-            newest_B = self._state.positions[rows_B]
-            # The null row stays at its position.
-            last_B = (newest_B - tokens.batch.positions[first_B] - 1).clamp(min=0)
-            index_B = first_B + last_B
-            newest = NewestTokens(
-                sampled_T[index_B],
-                tokens.token_ids[index_B],
-                index_B,
-                partial(self._batch, rows_B, stops_B, key),
-            )
-            tokens = dataclasses.replace(tokens, next_ids=sampled_T)
+            batch, rows_B = tokens.batch, tokens.batch.rows
+            inputs = rows_B, self._state.positions, first_B, batch.positions, tokens.token_ids
+            find = newest_tokens if self._native else reference_newest_tokens
+            sampled_T, newest_B, previous_B, index_B = find(*inputs, tokens.next_ids)
+            later = partial(self._batch, rows_B, stops_B, key)
+            newest = NewestTokens(newest_B, previous_B, index_B, later)
+            tokens = FollowedTokens(tokens.token_ids, sampled_T, tokens.features, batch)
             return self._drafter.propose(tokens, newest, self._arena, key.drafts)
 
     def _batch(
@@ -146,3 +139,19 @@ class DraftStep:
             )
             tokens = FollowedTokens(token_ids_T, next_ids_T, features_TF, batch)
             self._drafter.follow(tokens, self._arena)
+
+
+def reference_newest_tokens(
+    rows_B: torch.Tensor,
+    positions_R: torch.Tensor,
+    first_B: torch.Tensor,
+    token_positions_T: torch.Tensor,
+    token_ids_T: torch.Tensor,
+    next_ids_T: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `newest_tokens`, on any device."""
+    sampled_T = next_ids_T.clamp(min=0)
+    # The null row stays at its position.
+    last_B = (positions_R[rows_B] - token_positions_T[first_B] - 1).clamp(min=0)
+    index_B = first_B + last_B
+    return sampled_T, sampled_T[index_B], token_ids_T[index_B], index_B

@@ -271,11 +271,7 @@ class LayerStack(nn.Module):
         batch = attended or batch
         if self.stack is not None:
             with operation("layers"):
-                if not taps and embeddings_TD is None:
-                    return self.stack.run(x_TD, arena, batch, cos_KTE, sin_KTE), None
-                return self.stack.run_tapped(
-                    x_TD, arena, batch, cos_KTE, sin_KTE, taps, embeddings_TD
-                )
+                return self.stack.run(x_TD, arena, batch, cos_KTE, sin_KTE, taps, embeddings_TD)
         step = LayerStep(cos_KTE, sin_KTE, arena, batch, embeddings_TD)
         outputs = []
         for index, layer in enumerate(self.layers):

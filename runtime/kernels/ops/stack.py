@@ -94,7 +94,7 @@ torch.library.register_fake("stepgraph::decoder_stack", _fake_decoder_stack)
 @torch.library.register_fake("stepgraph::tapped_stack")
 def _fake_tapped_stack(x_TD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *_, taps, _embeddings = arguments
-    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(len(taps), *x_TD.shape)
+    return torch.empty_like(x_TD), x_TD.new_empty(len(x_TD), len(taps) * x_TD.shape[1])
 
 
 class GatedLayer(NamedTuple):
@@ -167,26 +167,14 @@ class Stack(Protocol):
         batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
-    ) -> Tensor:
+        taps: Sequence[int] = (),
+        embeddings_TD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Run all layers and the final norm: `[T, D]`; writes keys and values.
 
-        Cosines and sines are float32. All positions are below `batch.read_blocks` blocks.
-        """
-
-    def run_tapped(
-        self,
-        x_TD: Tensor,
-        arena: Tensor,
-        batch: RaggedBatch,
-        cos_KTE: Tensor,
-        sin_KTE: Tensor,
-        taps: Sequence[int],
-        embeddings_TD: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """As `run`, and return the outputs of the layers `taps` side by side.
-
-        They are `[T, len(taps) * D]`; `taps` are ascending, and not empty. `embeddings_TD` are
-        those that layers with `JoinNorms` need.
+        Also returns the outputs of the layers `taps` side by side, `[T, len(taps) * D]`, or None
+        without taps, which are ascending. Cosines and sines are float32. All positions are below
+        `batch.read_blocks` blocks. `embeddings_TD` are those that layers with `JoinNorms` need.
         """
 
     def workspace_bytes(self, tokens: int) -> int:
@@ -271,52 +259,24 @@ class DecoderStack:
         batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
-    ) -> Tensor:
+        taps: Sequence[int] = (),
+        embeddings_TD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """See `Stack.run`.
 
         Opaque to torch.compile. Raises RuntimeError for inconsistent arguments and IndexError for
         an index out of range, in both cases before anything is written.
         """
-        out: Tensor = torch.ops.stepgraph.decoder_stack.default(
-            x_TD,
-            arena,
-            batch.positions,
-            batch.slots,
-            batch.block_tables,
-            batch.token_rows,
-            cos_KTE,
-            sin_KTE,
-            batch.read_blocks,
-            self._handle,
+        arguments = (
+            *(x_TD, arena, batch.positions, batch.slots, batch.block_tables, batch.token_rows),
+            *(cos_KTE, sin_KTE, batch.read_blocks, self._handle),
         )
-        return out
-
-    def run_tapped(
-        self,
-        x_TD: Tensor,
-        arena: Tensor,
-        batch: RaggedBatch,
-        cos_KTE: Tensor,
-        sin_KTE: Tensor,
-        taps: Sequence[int],
-        embeddings_TD: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Stack.run_tapped`; raises as `run`."""
-        out, taps_LTD = torch.ops.stepgraph.tapped_stack.default(
-            x_TD,
-            arena,
-            batch.positions,
-            batch.slots,
-            batch.block_tables,
-            batch.token_rows,
-            cos_KTE,
-            sin_KTE,
-            batch.read_blocks,
-            self._handle,
-            taps,
-            embeddings_TD,
+        if not taps and embeddings_TD is None:
+            return torch.ops.stepgraph.decoder_stack.default(*arguments), None
+        out_TD, outputs_TD = torch.ops.stepgraph.tapped_stack.default(
+            *arguments, taps, embeddings_TD
         )
-        return out, taps_LTD.transpose(0, 1).flatten(1)
+        return out_TD, outputs_TD if taps else None
 
 
 def stack_arguments(

@@ -106,30 +106,20 @@ class GpuStack:
         batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
-    ) -> Tensor:
-        """See `Stack.run`. Fused decode steps call `layers`."""
-        decodes = batch.tokens_per_row == 1
-        hidden = self.layers(x_TD, arena, batch, cos_KTE, sin_KTE, decodes=decodes)
-        normed_TD, _ = norm_hidden(self.operations, hidden, self._final_norm, self._norm)
-        return normed_TD
-
-    @torch.no_grad()
-    def run_tapped(
-        self,
-        x_TD: Tensor,
-        arena: Tensor,
-        batch: RaggedBatch,
-        cos_KTE: Tensor,
-        sin_KTE: Tensor,
-        taps: Sequence[int],
+        taps: Sequence[int] = (),
         embeddings_TD: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Stack.run_tapped`. There are no kernels of layers that need embeddings."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Stack.run`. Fused decode steps call `layers`.
+
+        There are no kernels of layers that need embeddings.
+        """
         assert embeddings_TD is None, "a plan that `fusion_obstacle` refuses"
         outputs: dict[int, Tensor] = dict.fromkeys(taps, x_TD)
         decodes = batch.tokens_per_row == 1
         hidden = self.layers(x_TD, arena, batch, cos_KTE, sin_KTE, decodes=decodes, outputs=outputs)
         normed_TD, _ = norm_hidden(self.operations, hidden, self._final_norm, self._norm)
+        if not taps:
+            return normed_TD, None
         return normed_TD, torch.cat([outputs[tap] for tap in taps], dim=-1)
 
     def layers(

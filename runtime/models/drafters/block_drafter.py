@@ -17,10 +17,12 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
+from torch.nn import functional as F
 
 from ....cache.arena import Storage
 from ....cache.spec import LayerGroup
 from ...kernels import Kernels, RaggedBatch
+from ...kernels.cpu.drafted import PackedWeight, drafter_context
 from ...kernels.ops.kv_storage import write_blocks
 from ...kernels.ops.parameter import Parameter
 from ..decoder import Decoder
@@ -31,7 +33,7 @@ from ..rope import rotate
 from .block_config import BlockParts
 from .drafter import Drafts, FollowedTokens, NewestTokens
 from .drafter_config import DrafterConfig
-from .most_likely import most_likely
+from .most_likely import most_likely_after
 from .reach import within_window
 
 __all__ = ["BlockDrafter"]
@@ -73,6 +75,8 @@ class BlockDrafter(LayerStack):
     def follow(self, tokens: FollowedTokens, arena: torch.Tensor) -> None:
         """See `Drafter.follow`."""
         assert tokens.features is not None
+        if self.runs_natively_on_cpu and self.kernels.pack is not None:
+            return self._follow_natively(tokens.features, tokens.batch, arena)
         context_TD = self.hidden_norm(self.fc(tokens.features))
         attend, batch = self.plan.layers[0].attend, tokens.batch
         shape = (len(context_TD), len(self.layers), 2, attend.kv_heads, attend.head_dim)
@@ -81,20 +85,45 @@ class BlockDrafter(LayerStack):
         turned = rotate(self._normed(k_TLGE).flatten(1, 2), cos_KTE[0], sin_KTE[0])
         self._write(arena, batch, turned.view(k_TLGE.shape), v_TLGE)
 
+    def _follow_natively(
+        self, features_TF: torch.Tensor, batch: RaggedBatch, arena: torch.Tensor
+    ) -> None:
+        """As `follow`, as one operator of the CPU."""
+        cos_KTE, sin_KTE = self._rotations(batch)
+        fuse, context, norm = self.fc, self.context, self.hidden_norm.weight
+        assert fuse.weight is not None
+        assert context.weight is not None
+        assert norm is not None
+        assert self.key_norms.weight is not None
+        drafter_context(
+            features_TF,
+            PackedWeight(fuse.weight, fuse.scales),
+            norm,
+            PackedWeight(context.weight, context.scales),
+            self.key_norms.weight,
+            self._parts.eps,
+            cos_KTE[0],
+            sin_KTE[0],
+            batch.slots[self._places[0].group],
+            arena,
+            self._places,
+            batch.block_size,
+            self.storage,
+        )
+
     def propose(
         self, tokens: FollowedTokens, newest: NewestTokens, arena: torch.Tensor, count: int
     ) -> Drafts:
         """See `Drafter.propose`."""
         self.follow(tokens, arena)
         rows, size = len(newest.token_ids), 1 + count
-        ids_BN = newest.token_ids.new_full((rows, size), self._parts.mask_id)
-        ids_BN[:, 0] = newest.token_ids
+        ids_BN = F.pad(newest.token_ids[:, None], (0, count), value=self._parts.mask_id)
         batch = newest.batch(0, size)
         x_TD = self._embedding[0].rows(ids_BN.flatten())
         attended = None if self._parts.causal else _to_the_end(batch, size)
         normed_TD, _ = self.run_layers(x_TD, arena, batch, attended=attended)
         masked_TD = normed_TD.view(rows, size, -1)[:, 1:].flatten(0, 1)
-        ids_T, probabilities_T = most_likely(self, self._head[0](masked_TD))
+        ids_T, probabilities_T = most_likely_after(self, self._head[0], masked_TD)
         return Drafts(ids_T.view(rows, count), probabilities_T.view(rows, count))
 
     def _normed(self, k_TLGE: torch.Tensor) -> torch.Tensor:
@@ -125,5 +154,5 @@ class BlockDrafter(LayerStack):
 
 def _to_the_end(batch: RaggedBatch, size: int) -> RaggedBatch:
     """The batch whose tokens attend up to the last token of their row."""
-    last_B = batch.positions.view(-1, size).amax(-1)
-    return dataclasses.replace(batch, positions=last_B.repeat_interleave(size))
+    last_B1 = batch.positions.view(-1, size)[:, -1:]
+    return dataclasses.replace(batch, positions=last_B1.repeat(1, size).flatten())

@@ -6,7 +6,7 @@ import torch
 
 from ..decoder import Decoder
 from .drafter import Drafts, FollowedTokens, NewestTokens
-from .most_likely import most_likely
+from .most_likely import most_likely, most_likely_after
 
 __all__ = ["DraftModel"]
 
@@ -44,11 +44,21 @@ class DraftModel:
         """See `Drafter.propose`; of `tokens` it needs the previous token of each row only."""
         both_B2 = torch.stack((newest.previous_ids, newest.token_ids), dim=1)
         hidden_TD = self.decoder(both_B2.flatten(), arena, newest.batch(-1, 2))
-        ids_B, probability_B = most_likely(self.decoder, self.decoder.logits(hidden_TD[1::2]))
+        ids_B, probability_B = self._most_likely(hidden_TD[1::2])
         ids, probabilities = [ids_B], [probability_B]
         for place in range(1, count):
             hidden_BD = self.decoder(ids_B, arena, newest.batch(place, 1))
-            ids_B, probability_B = most_likely(self.decoder, self.decoder.logits(hidden_BD))
+            ids_B, probability_B = self._most_likely(hidden_BD)
             ids.append(ids_B)
             probabilities.append(probability_B)
         return Drafts(torch.stack(ids, dim=1), torch.stack(probabilities, dim=1))
+
+    def _most_likely(self, hidden_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        decoder = self.decoder
+        if (
+            decoder.logit_softcap
+            or decoder.plan.logit_scale != 1.0
+            or decoder.vocabulary is not None
+        ):
+            return most_likely(decoder, decoder.logits(hidden_BD))
+        return most_likely_after(decoder, decoder.lm_head, hidden_BD)

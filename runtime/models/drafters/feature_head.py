@@ -28,7 +28,7 @@ from ..modules import Projection
 from ..plan import rope_kinds
 from .drafter import Drafts, FollowedTokens, NewestTokens
 from .drafter_config import DrafterConfig
-from .most_likely import most_likely
+from .most_likely import most_likely_after
 from .reach import within_window
 
 __all__ = ["FeatureHead"]
@@ -82,11 +82,6 @@ class FeatureHead(LayerStack, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers; return their output, normed and not normed, `[T, D]` each."""
 
-    def logits(self, normed_BD: torch.Tensor) -> torch.Tensor:
-        """Return the logits `[B, V]` of an output, normed."""
-        logits_BV: torch.Tensor = self._head[0](normed_BD)
-        return logits_BV
-
     def follow(self, tokens: FollowedTokens, arena: torch.Tensor) -> None:
         """See `Drafter.follow`."""
         self._follow(tokens, arena)
@@ -96,14 +91,15 @@ class FeatureHead(LayerStack, ABC):
     ) -> Drafts:
         """See `Drafter.propose`."""
         normed_TD, output_TD = self._follow(tokens, arena)
-        normed_BD, output_BD = normed_TD[newest.index], output_TD[newest.index]
+        normed_BD = normed_TD.index_select(0, newest.index)
+        output_BD = output_TD.index_select(0, newest.index)
         ids: list[torch.Tensor] = []
         probabilities: list[torch.Tensor] = []
         for place in range(count):
             if place > 0:
                 batch = newest.batch(place - 1, 1)
                 normed_BD, output_BD = self.advance(output_BD, ids[-1], arena, batch)
-            ids_B, probability_B = most_likely(self, self.logits(normed_BD))
+            ids_B, probability_B = most_likely_after(self, self._head[0], normed_BD)
             ids.append(ids_B if self.target_ids is None else self.target_ids[ids_B])
             probabilities.append(probability_B)
         return Drafts(torch.stack(ids, dim=1), torch.stack(probabilities, dim=1))

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from ...kernels.cpu.drafted import linear_most_likely
 from ...kernels.cpu.sampling import fused_most_likely
 from ..layer_stack import LayerStack
+from ..modules import Projection
 
-__all__ = ["most_likely"]
+__all__ = ["most_likely", "most_likely_after"]
+
+
+def most_likely_after(
+    layers: LayerStack, head: Projection, hidden_BD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `most_likely` does of the logits that a head makes of hidden states."""
+    if layers.runs_natively_on_cpu and layers.kernels.pack is not None:
+        assert head.weight is not None
+        weights = head.weight, head.bias, head.out_features, head.scales
+        return linear_most_likely(hidden_BD, *weights)
+    return most_likely(layers, head(hidden_BD))
 
 
 def most_likely(layers: LayerStack, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,91 +6,23 @@
 #endif
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "checks.h"
 #include "collective_ops.h"
 #include "elementwise_ops.h"
+#include "draft_ops.h"
 #include "embedding_ops.h"
 #include "kernels.h"
+#include "linear_ops.h"
 #include "mixture_ops.h"
 #include "sampling_ops.h"
 #include "stack_ops.h"
-#include "draft_ops.h"
 #include "verify_ops.h"
 
 namespace stepgraph {
 namespace {
-
-template <class T>
-void run_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor* scales,
-                const at::Tensor* bias, at::Tensor& out) {
-  auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{x, packed});
-  for (const at::Tensor* tensor : {scales, bias}) {
-    if (tensor != nullptr) keep->push_back(*tensor);
-  }
-  Weights weights;
-  weights.packed = static_cast<const char*>(packed.const_data_ptr());
-  weights.scales = scales == nullptr ? nullptr : scales->const_data_ptr<float>();
-  weights.bias = bias == nullptr ? nullptr : bias->const_data_ptr();
-  weights.columns = out.size(1);
-  weights.steps = packed.size(1);
-  weights.kind = scales == nullptr ? WeightKind::kModel : WeightKind::kInt8;
-  packed_linear(LinearArgs<T>{weights, x.const_data_ptr<T>(), x.stride(0),
-                              out.mutable_data_ptr<T>(), x.size(0), threads()},
-                std::move(keep));
-}
-
-at::Tensor packed_linear_cpu(const at::Tensor& x, const at::Tensor& packed,
-                             const std::optional<at::Tensor>& bias, int64_t out_features,
-                             const std::optional<at::Tensor>& scales) {
-  TORCH_CHECK(x.dim() == 2, "packed_linear: x is [tokens, in_features], got ", x.dim(),
-              " dimensions");
-  TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat,
-              "packed_linear: bfloat16 or float32 expected, x is ", x.scalar_type());
-  const at::ScalarType stored = scales ? at::kChar : x.scalar_type();
-  const int64_t per_step = stored == at::kFloat ? 1 : 2;
-  const int64_t steps = (x.size(1) + per_step - 1) / per_step;
-  TORCH_CHECK(packed.scalar_type() == stored && packed.is_contiguous() &&
-                  packed.dim() == 4 && packed.size(1) == steps && packed.size(2) == kBlock &&
-                  packed.size(3) == per_step && out_features > (packed.size(0) - 1) * kBlock &&
-                  out_features <= packed.size(0) * kBlock,
-              "packed_linear: packed weight ", packed.sizes(), " of ", packed.scalar_type(),
-              " does not fit x ", x.sizes(), " of ", x.scalar_type(), " and out_features ",
-              out_features, scales ? " with scales; pack an int8 weight with pack_linear"
-                                   : "; pack the weight with pack_linear in the dtype of x");
-  const auto fits = [&](const std::optional<at::Tensor>& given, at::ScalarType dtype) {
-    return !given || (given->dim() == 1 && given->size(0) == out_features &&
-                      given->scalar_type() == dtype && given->is_contiguous());
-  };
-  TORCH_CHECK(fits(bias, x.scalar_type()), "packed_linear: bias is a contiguous [", out_features,
-              "] of ", x.scalar_type());
-  TORCH_CHECK(fits(scales, at::kFloat), "packed_linear: scales are a contiguous [", out_features,
-              "] of float32");
-  at::Tensor out = at::empty({x.size(0), out_features}, x.options());
-  // The kernel reads whole words, and of int8 two at a time: an odd last element gets a zero beside
-  // it. Rows of bf16 begin at whole words.
-  const int64_t per_word = x.scalar_type() == at::kBFloat16 ? 2 : 1;
-  at::Tensor padded;
-  const at::Tensor* input = &x;
-  if (x.size(1) % per_step != 0) {
-    padded = at::constant_pad_nd(x, {0, 1}).contiguous();
-    input = &padded;
-  } else if (x.stride(1) != 1 || x.stride(0) % per_word != 0) {
-    padded = x.contiguous();
-    input = &padded;
-  }
-  const at::Tensor* scaled = scales ? &*scales : nullptr;
-  const at::Tensor* added = bias ? &*bias : nullptr;
-  if (x.scalar_type() == at::kBFloat16) {
-    run_linear<at::BFloat16>(*input, packed, scaled, added, out);
-  } else {
-    run_linear<float>(*input, packed, scaled, added, out);
-  }
-  return out;
-}
 
 at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
                                const std::optional<at::Tensor>& v, at::Tensor& arena, int64_t layer,
@@ -182,7 +114,6 @@ void advise_huge_pages(const at::Tensor& memory) {
 }  // namespace stepgraph
 
 TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
-  library.impl("packed_linear", &stepgraph::packed_linear_cpu);
   library.impl("paged_attention", &stepgraph::paged_attention_cpu);
   library.impl("advise_huge_pages", &stepgraph::advise_huge_pages);
   library.impl("decoder_stack", &stepgraph::decoder_stack_cpu);

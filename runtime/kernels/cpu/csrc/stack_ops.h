@@ -11,6 +11,7 @@
 #include <ATen/ops/empty.h>
 
 #include "checks.h"
+#include "drafting.h"
 #include "mixture_job.h"
 #include "stack_create.h"
 
@@ -21,6 +22,7 @@ inline void stack_destroy(int64_t handle) {
   sweep_linear_jobs();
   sweep_attention_jobs();
   sweep_mixture_jobs();
+  sweep_drafting_jobs();
 }
 
 inline int64_t stack_workspace(int64_t handle, int64_t tokens) {
@@ -28,7 +30,7 @@ inline int64_t stack_workspace(int64_t handle, int64_t tokens) {
   return owned->stack->workspace_bytes(tokens, c10::elementSize(owned->dtype), threads());
 }
 
-// The final hidden states, and the outputs of the tapped layers, [taps, tokens, hidden].
+// The final hidden states, and the outputs of the tapped layers side by side.
 inline std::tuple<at::Tensor, at::Tensor> tapped_stack_cpu(
     const at::Tensor& x, at::Tensor& arena, const at::Tensor& positions, const at::Tensor& slots,
     const at::Tensor& block_tables, const at::Tensor& token_rows, const at::Tensor& cos,
@@ -83,17 +85,19 @@ inline std::tuple<at::Tensor, at::Tensor> tapped_stack_cpu(
   const at::Tensor inputs = x.contiguous();
   const at::Tensor joined = embeddings ? embeddings->contiguous() : at::Tensor();
   at::Tensor out = at::empty(x.sizes(), x.options());
-  at::Tensor outputs;
+  const int64_t tapped = static_cast<int64_t>(taps.size()) * shape.hidden;
+  at::Tensor outputs, taken;
   if (!taps.empty()) {
-    outputs = at::empty({static_cast<int64_t>(taps.size()), tokens, shape.hidden}, x.options());
+    outputs = at::empty({tokens, tapped}, x.options());
+    taken = taps.size() == 1 ? outputs : at::empty({tokens * tapped}, x.options());
   }
   const auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{
-      inputs, joined, out, outputs, arena, positions, slots, block_tables, token_rows, cos, sin});
+      inputs, joined, out, outputs, taken, arena, positions, slots, block_tables, token_rows, cos, sin});
   const auto run = [&]<class T>(T) {
     owned->stack->run(StackStep<T>{
         inputs.const_data_ptr<T>(), joined.defined() ? joined.const_data_ptr<T>() : nullptr,
-        out.mutable_data_ptr<T>(), taps.empty() ? nullptr : outputs.mutable_data_ptr<T>(),
-        taps.vec(),
+        out.mutable_data_ptr<T>(), taps.empty() ? nullptr : taken.mutable_data_ptr<T>(),
+        taps.size() > 1 ? outputs.mutable_data_ptr<T>() : nullptr, taps.vec(),
         static_cast<uint8_t*>(arena.mutable_data_ptr()), arena.stride(0) * arena.element_size(),
         arena.stride(1) * arena.element_size(), positions.const_data_ptr<int64_t>(),
         slots.const_data_ptr<int64_t>(), block_tables.const_data_ptr<int32_t>(),

@@ -67,6 +67,12 @@ class StackThread {
     }
     each_row([&](int64_t t) {
       norm_row<T>(x + t * shape_.hidden, stack_.norm_, shape_.hidden, step_.out + t * shape_.hidden);
+      if (step_.joined_taps == nullptr) return;
+      T* joined = step_.joined_taps + t * taps * shape_.hidden;
+      for (size_t i = 0; i < taps; ++i) {
+        const T* from = step_.taps + (i * step_.tokens + t) * shape_.hidden;
+        joined = std::copy_n(from, shape_.hidden, joined);
+      }
     });
   }
 
