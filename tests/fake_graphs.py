@@ -70,6 +70,8 @@ class FakeGraph:
     operations: list[Operation]
     output: Any
     replays: int = 0
+    is_poisoned: bool = False
+    """Whether nothing has run since what it computed was overwritten."""
 
     @property
     def duration_ns(self) -> int:
@@ -77,9 +79,12 @@ class FakeGraph:
         return 1_000_000 + 1000 * self.index
 
     def poison(self) -> None:
+        if self.is_poisoned:
+            return
         for operation in self.operations:
             for tensor in operation.made:
                 poison(tensor)
+        self.is_poisoned = True
 
 
 class FakeStream:
@@ -203,6 +208,7 @@ class FakeCapturer:
         def run() -> None:
             for every in graphs.graphs:
                 every.poison()
+            graph.is_poisoned = False
             for operation in graph.operations:
                 operation.run()
             graph.replays += 1
