@@ -16,6 +16,8 @@ from .engine_rig import greedy, run
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 BLOCK_SIZES = [1, 4, 16, 32, 256]
 NEW_TOKENS = 24
 GREEDY = greedy(NEW_TOKENS)

@@ -16,6 +16,8 @@ from .scheduler_rig import Rig
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 
 def steps_of(rig: Rig) -> list[int]:
     """Decode steps of each launch so far; 0: it prefilled only."""

@@ -22,6 +22,8 @@ from stepgraph.runtime.structured.matcher import TokenMatcher
 from .structured_rig import GRAMMARS, ll_tokenizer, reference
 from .tiny_models import EOS_TOKEN_IDS, TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 EOS = (2, *EOS_TOKEN_IDS)  # that of config.json, and those of generation_config.json
 OF_LETTERS = "[a-z]{1,9}-[a-z]{3}"
 PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8], [44, 45], [70, 71, 72]]
