@@ -253,6 +253,7 @@ def test_copies_that_fail_cost_time_and_nothing_else(
     assert engine.stats()["blocks"]["host_free"] == engine.stats()["blocks"]["host"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_quantised_cache_is_shared_and_swapped_too(

@@ -27,6 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_tokens_are_those_of_plain_decoding(

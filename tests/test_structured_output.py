@@ -50,7 +50,7 @@ def expected(tiny: Callable[[str], TinyModel]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "config",
     [
-        {},
+        {"kernels": "torch"},
         {"mode": "compile"},
         {"kernels": "native"},
         pytest.param({"mode": "compile", "kernels": "torch"}, marks=pytest.mark.slow),
@@ -61,6 +61,7 @@ def expected(tiny: Callable[[str], TinyModel]) -> list[list[int]]:
     ],
     ids=str,
 )
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("full", [False, True])
 def test_greedy_tokens_are_those_of_masked_logits(
     open_engine: Callable[..., Engine],
