@@ -1,6 +1,7 @@
 # Everything runs in .venv, which is made on first use. ARGS goes to bench.py or to pytest:
 #   make bench ARGS="--model preset:smollm2-135m --batch-size 1 8"
 #   make test ARGS="-k scheduler"
+#   make test ARGS="-m slow"   (the sweeps that `make test` leaves out)
 # test-oldest runs the tests in .venv-oldest, on the oldest torch that pyproject.toml allows.
 
 PYTHON ?= python3

@@ -26,6 +26,7 @@ import hypothesis
 import transformers
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.engine import startup
+from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.memory import measurement
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -186,17 +187,23 @@ def base(tiny: Callable[[str], TinyModel]) -> TinyModel:
 
 
 @pytest.fixture
-def open_engine(tiny: Callable[[str], TinyModel]) -> Iterator[Callable[..., Engine]]:
+def open_engine(
+    tiny: Callable[[str], TinyModel], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Engine]]:
     """Open an engine on a variant for one test: eager on the CPU unless told otherwise.
 
     On a GPU its cache has a fixed size, because tests of several processes share the memory.
     """
     engines: list[Engine] = []
+    native = request.node.get_closest_marker("native_kernels") is not None and have_compiler()
 
     def make(variant: str, **config: Any) -> Engine:
         settings = {"device": "cpu", "mode": "eager", "max_num_seqs": 4} | config
         if settings["device"] != "cpu" and not settings.keys() & {"memory_tokens", "memory_bytes"}:
             settings.setdefault("num_blocks", GPU_BLOCKS)
+        if native and (settings["device"], settings["mode"]) == ("cpu", "eager"):
+            latent = variant.startswith("deepseek")  # whose layers have none
+            settings.setdefault("kernels", "auto" if latent else "native")
         engines.append(Engine.from_pretrained(tiny(variant).directory, EngineConfig(**settings)))
         return engines[-1]
 

@@ -70,7 +70,8 @@ class Operation:
     def run(self) -> None:
         if not self.computes:
             return
-        results = tensors_of(self.func(*self.args, **self.kwargs))
+        result = self.func(*self.args, **self.kwargs)
+        results = [result] if isinstance(result, torch.Tensor) else tensors_of(result)
         for output, result in zip(self.outputs, results, strict=True):
             if result.data_ptr() != output.data_ptr():  # else an argument, changed in place
                 output.copy_(result)

@@ -152,7 +152,7 @@ def test_the_interpreter_ends_while_requests_run() -> None:
     assert done.stdout == "answered\n"
 
 
-@pytest.mark.parametrize("how", ["future", "loop"])
+@pytest.mark.parametrize("how", ["future", pytest.param("loop", marks=pytest.mark.slow)])
 def test_ctrl_c_in_the_main_thread(how: str) -> None:
     body = {
         "future": "    print('go', flush=True)\n"

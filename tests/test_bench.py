@@ -26,7 +26,8 @@ def document(tmp_path_factory):
     """A real run of the demo model, eager, as `--output-json` leaves it."""
     folder = tmp_path_factory.mktemp("bench")
     patch = pytest.MonkeyPatch()
-    arguments = f"{SMALL} --mode eager --output-json {folder}/a.json --output-md {folder}/a.md"
+    files = f"--output-json {folder}/a.json --output-md {folder}/a.md"
+    arguments = f"{SMALL} --mode eager --kernels torch {files}"
     assert run_bench(patch, arguments) == 0
     patch.undo()
     document = json.loads((folder / "a.json").read_text())

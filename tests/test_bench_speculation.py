@@ -38,6 +38,13 @@ def test_wrong_command_lines(flags: str, message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
+@pytest.fixture(autouse=True)
+def bandwidth_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "stepgraph.runtime.bench.speculation.measure_read_bandwidth", lambda device: 3e10
+    )
+
+
 SMALL = ["--batch-size", "2", "--kind", "random", "--num-iters", "1", "--output-len", "4"]
 
 

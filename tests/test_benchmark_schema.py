@@ -42,7 +42,7 @@ RUNS = {
     " --num-warmup 0 --num-iters 2 --neighbours 0 1",
     "serve": "--scenario serve --mode eager --batch-size 2 --input-len 8 --output-len 4 --rates 0.5"
     " --duration 1 --no-http --streams 1 2 --num-steps 30 --num-iters 1",
-    "start": "--scenario start --mode eager --batch-size 1",
+    "start": "--scenario start --mode eager --kernels torch --batch-size 1",
     "host": "--scenario host --num-steps 40",
     "cache": "--scenario cache",
 }

@@ -43,7 +43,7 @@ def check(whole: PlanRig, group: SharedMemoryCollectives) -> list[Any]:
     return found
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     data=st.data(),
     ranks=st.integers(2, 4),

@@ -92,6 +92,7 @@ def test_the_fraction_is_that_of_all_floors(open_engine: Callable[..., Engine]) 
     assert mean_roofline(engine, [], 1e9) is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weight_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("variant", ["odd", "qwen3", "deepseek_v2"])

@@ -24,6 +24,8 @@ from transformers.generation import logits_process as hf
 from .speculation_rig import guess
 from .tiny_models import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 ALARM = 1e-3
 TOKENS = 3
 LEAST_EXPECTED = 10.0

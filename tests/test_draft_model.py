@@ -39,6 +39,7 @@ def greedy(model: TinyModel, dtype: torch.dtype) -> Reference:
     return drafts
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["compile", "eager"])
 @pytest.mark.parametrize("variant", ["base", "qwen3", "gemma3", "deepseek_v3"])
 def test_draft_model(tiny: Callable[[str], TinyModel], variant: str, mode: str) -> None:

@@ -18,6 +18,8 @@ from .test_speculation import CASES, MIXED, SIZES, run_mixed
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 
 def drafting(directory: Any, drafts: int, *, adaptive: bool = False) -> dict[str, Any]:
     return {

@@ -15,6 +15,8 @@ from .engine_rig import greedy, run
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 
 def test_outputs_grow_token_by_token(open_engine: Callable[..., Engine], base: TinyModel) -> None:
     engine = open_engine("base", prefill_chunk=16)

@@ -16,6 +16,8 @@ from .engine_rig import greedy, run
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 BLOCK_SIZES = [1, 4, 16, 32, 256]
 NEW_TOKENS = 24
 GREEDY = greedy(NEW_TOKENS)
@@ -251,6 +253,7 @@ def test_copies_that_fail_cost_time_and_nothing_else(
     assert engine.stats()["blocks"]["host_free"] == engine.stats()["blocks"]["host"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_quantised_cache_is_shared_and_swapped_too(

@@ -19,6 +19,8 @@ from .engine_rig import greedy
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 
 class Clock:
     """Moves when a step runs, by what the step is said to take."""

@@ -27,6 +27,8 @@ from .engine_rig import greedy
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 
 def test_closed_engine_says_so(open_engine: Callable[..., Engine]) -> None:
     engine = open_engine("base")

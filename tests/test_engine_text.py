@@ -15,6 +15,8 @@ from .engine_rig import greedy
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 
 @pytest.fixture
 def text_tokenizer(tiny: Callable[[str], TinyModel]) -> Tokenizer:

@@ -15,8 +15,18 @@ if TYPE_CHECKING:
     from conftest import TinyModel
 
 
+REPEATED = (  # of parts that others have
+    *("mixtral_one", "mixtral_all", "qwen3_moe_sliding", "gpt_oss_odd", "deepseek_v2_greedy"),
+    *("deepseek_v3_scaled", "llama4_maverick"),
+)
+CASES = [
+    pytest.param(variant, marks=pytest.mark.slow) if variant in REPEATED else variant
+    for variant in EXPERT_VARIANTS
+]
+
+
 @pytest.mark.usefixtures("nan_in_new_memory")
-@pytest.mark.parametrize("variant", EXPERT_VARIANTS)
+@pytest.mark.parametrize("variant", CASES)
 def test_eager_engine_equals_transformers(
     open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
 ) -> None:

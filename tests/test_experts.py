@@ -165,6 +165,7 @@ def test_routing_with_equal_scores(data: st.DataObject, case: tuple[Routing, int
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokens", [1, 50])
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_need_nothing_from_the_device(name: str, tokens: int) -> None:

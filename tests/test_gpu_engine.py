@@ -42,7 +42,8 @@ pytestmark = [
     ),
 ]
 VARIANTS = [  # each takes seconds of interpretation
-    *("odd", "deepseek_v2", "mixtral_one"),
+    *("odd", "deepseek_v2"),
+    pytest.param("mixtral_one", marks=pytest.mark.slow),
     *(pytest.param(v, marks=pytest.mark.slow) for v in ("base", "gemma2", "gemma3", "mistral")),
     *(pytest.param(v, marks=pytest.mark.slow) for v in ("qwen3", "qwen3_yarn", "deepseek_v3")),
     pytest.param("phi3_longrope", marks=pytest.mark.slow),

@@ -111,6 +111,7 @@ def test_what_cannot_run(config: LinearConfig, kernel: str, error: str) -> None:
     assert error in (config_error(config, kernel, 1) or "")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights", ["model", "fp8"])
 @pytest.mark.parametrize("tokens", [2, 6])
 @pytest.mark.parametrize("kernel", EXPERT_PRODUCTS)

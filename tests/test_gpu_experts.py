@@ -60,6 +60,7 @@ def same_choice(
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("correction", [False, True])
 @pytest.mark.parametrize("shared", [0, 2])
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)

@@ -70,7 +70,7 @@ def test_plain_operations_give_the_tokens_of_transformers_without_a_kernel(
     assert [o.token_ids for o in outputs] == tiny(variant).greedy(prompts, 3)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("variant", ["micro", "gemma2"])
 @pytest.mark.parametrize("name", ["decode_attention", "combine_output", "prefill_tiles", "head"])
 def test_a_plain_operation_fits_between_kernels(

@@ -108,6 +108,7 @@ OF_RANKS = {"sum_rows", "pick_of_ranks"}
 """Operations of tensor-parallel groups, see `test_gpu_ranks.py`."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(set(checks.WRITES) - UNUSED - OF_RANKS))
 def test_a_wrong_number_costs_the_operation_alone(
     monkeypatch: pytest.MonkeyPatch, name: str

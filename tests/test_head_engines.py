@@ -16,6 +16,8 @@ from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from .test_speculation import SIZES, run_mixed
 from .tiny_models import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"mode": "eager", "kernels": "torch"},
     "native": {"mode": "eager", "kernels": "native"},
@@ -25,6 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_tokens_are_those_of_plain_decoding(

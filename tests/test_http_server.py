@@ -113,7 +113,7 @@ def test_metrics_count_the_requests(command: Command) -> None:
 
 
 def test_sigterm_completes_the_requests_in_progress(command: Command) -> None:
-    body = {**BODY, "max_tokens": 400, "stream": True}
+    body = {**BODY, "max_tokens": 200, "stream": True}
     headers = {"authorization": f"Bearer {KEY}"}
     url = f"{command.address}{COMPLETIONS}"
     with httpx.stream("POST", url, json=body, headers=headers, timeout=SECONDS) as response:

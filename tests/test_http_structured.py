@@ -17,13 +17,19 @@ pytest.importorskip("uvicorn")
 import jsonschema
 import stepgraph.runtime.demo
 from stepgraph.runtime import AsyncEngine, EngineConfig, SamplingParams
+from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.structured import compiler
 
 from .http_rig import Rig
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = "{% for m in messages %}# {{ m.content }}\n{% endfor %}def "
-CONFIG = EngineConfig(mode="eager", max_model_len=256, structured_output=True)
+CONFIG = EngineConfig(
+    mode="eager",
+    kernels="native" if have_compiler() else "torch",
+    max_model_len=256,
+    structured_output=True,
+)
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Paris"]}, "days": {"enum": [3, 7]}},

@@ -20,10 +20,12 @@ from stepgraph.runtime.bench.results.caveats import warnings
 from stepgraph.runtime.bench.scenarios import steady, steady_run
 from stepgraph.runtime.bench.scenarios.steady import CaseRun
 from stepgraph.runtime.bench.workload import interleave, spread
+from stepgraph.runtime.kernels import have_compiler
 
 from .bench_rig import run_bench
 
 CPU = torch.device("cpu")
+NATIVE = "native" if have_compiler() else "torch"
 
 
 @given(st.integers(1, 5), st.integers(0, 9))
@@ -62,7 +64,7 @@ TWO_MODES = "--mode compile eager --batch-size 1 --input-len 24 --output-len 6 -
 
 
 def measured(
-    patch: pytest.MonkeyPatch, folder: Path, arguments: str
+    patch: pytest.MonkeyPatch, folder: Path, arguments: str, kernels: str = NATIVE
 ) -> tuple[list[dict[str, Any]], list[tuple[str, int]], list[int | None]]:
     """Run the benchmark; return its cases, (mode, rows) of each repetition, and memory budgets."""
     log: list[tuple[str, int]] = []
@@ -78,7 +80,9 @@ def measured(
         """Nothing is compiled: the engines of all modes run eagerly."""
         budgets.append(config.memory_bytes)
         fields = {name: getattr(config, name) for name in config.__slots__}
-        engine = start(model, EngineConfig(**fields | {"mode": "eager"}), progress=progress)
+        engine = start(
+            model, EngineConfig(**fields | {"mode": "eager", "kernels": kernels}), progress=progress
+        )
         modes[id(engine)] = config.mode
         return engine
 
@@ -90,7 +94,7 @@ def measured(
 
 
 def test_repetitions_of_modes_are_interleaved(monkeypatch, tmp_path):
-    cases, log, budgets = measured(monkeypatch, tmp_path, f"{TWO_MODES} --num-iters 3")
+    cases, log, budgets = measured(monkeypatch, tmp_path, f"{TWO_MODES} --num-iters 3", "torch")
     assert [mode for mode, _ in log] == ["eager", "compile", "compile", "eager", "eager", "compile"]
     assert len(cases) == len(budgets) == 2
     assert len(set(budgets)) == 1

@@ -14,6 +14,8 @@ from stepgraph.runtime import Engine, EngineConfig, RequestOutput, SamplingParam
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 MODEL = "odd"
 NEW_TOKENS = 24
 LENGTHS = (1, 3, 17, 9, 50, 33, 8)

@@ -278,6 +278,7 @@ def test_columns_below_the_window_are_not_looked_at() -> None:
         changed.run(kernels.paged_attention)
 
 
+@pytest.mark.slow  # the steps of `test_step_functions.py` are compiled quickly
 def test_compiled_call_writes_the_arena_in_place() -> None:
     case = make_case([(20, 1), (130, 1)], padding=1, dtype=torch.bfloat16)
 

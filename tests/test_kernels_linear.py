@@ -141,6 +141,7 @@ def test_nan_and_infinity_come_through() -> None:
         assert torch.isfinite(out[0, 8:]).all()
 
 
+@pytest.mark.slow  # the steps of `test_step_functions.py` are compiled quickly
 def test_compiled_equals_eager_in_one_graph() -> None:
     layer = make(3, 100, 576, torch.bfloat16)
     x, bias = layer.x, layer.bias

@@ -20,6 +20,8 @@ from stepgraph.runtime.kernels import have_compiler
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 NAN_TOKEN = 29
 MODEL = "odd"
 NATIVE = pytest.param(

@@ -149,7 +149,7 @@ def test_labels_of_a_roofline_say_what_sets_lines_apart() -> None:
         roofline_lines([case(1, 0.5), {"roofline": {}}])
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(records=any_records())
 def test_any_records_can_be_drawn(records: list[StepRecord]) -> None:
     with warnings.catch_warnings():

@@ -167,7 +167,7 @@ def test_an_nsys_that_cannot_be_run_is_one_line(fake_nsys, monkeypatch, capsys):
 
 def test_a_trace_has_the_steps_of_the_window(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    arguments = f"--profile torch --profile-steps 3:7 --profile-output demo {CASE}"
+    arguments = f"--profile torch --profile-steps 3:7 --profile-output demo {CASE} --kernels torch"
     assert run_bench(monkeypatch, f"{arguments} --output-json out.json") == 0
     assert sorted(os.listdir()) == ["demo.trace.json.gz", "out.json"]
     events = read_trace(tmp_path / "demo.trace.json.gz")["traceEvents"]

@@ -22,6 +22,8 @@ from .engine_rig import greedy, run
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 GREEDY = greedy(20)
 HIDDEN = 48
 

@@ -81,7 +81,7 @@ def test_quantised_weights_score_as_they_decode(open_engine: Callable[..., Engin
     assert_scores(output, prompt, engine.score(prompt), within=1e-3)
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chunk=st.integers(1, 40), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5))
 def test_any_chunks(
     open_engine: Callable[..., Engine],
@@ -124,6 +124,7 @@ def test_completions_share_the_prompt_of_the_first(
     assert engine.stats()["output_tokens"] == 3 * max_tokens
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_preempted_prompts_are_scored_once(

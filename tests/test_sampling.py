@@ -284,7 +284,7 @@ def test_bad_logits_stay_in_their_lane() -> None:
         check_bad_lanes_stay_alone(sample_full, case)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow  # the steps of `test_step_functions.py` are compiled quickly
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_equals_eager_and_works_in_place(backend: str, dynamic: bool) -> None:

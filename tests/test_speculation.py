@@ -18,6 +18,8 @@ from .speculation_rig import guess
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 needs_compiler = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
 SIZES: dict[str, Any] = {"block_size": 4, "prefill_chunk": 32, "max_model_len": 64}
 MIXED = [
@@ -32,7 +34,7 @@ MIXED = [
     SamplingParams(max_tokens=1, temperature=0.0),
 ]  # fmt: skip
 CASES = {
-    "eager": ("base", {}),
+    "eager": ("base", {"kernels": "torch"}),
     "native": ("base", {"mode": "compile"}),
     "native windows": ("gemma3", {"mode": "compile"}),
     "native fp8": ("qwen3", {"mode": "compile", "kv_dtype": "fp8"}),

@@ -28,6 +28,8 @@ from stepgraph.runtime.request import TOKENS_AT_A_TIME, RequestStatus
 from stepgraph.runtime.sampling.sample_output import SampleOutput
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytestmark = pytest.mark.native_kernels
+
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=0.7, seed=1)
 SHOWN = SamplingParams(temperature=0.7, seed=1, logprobs=3)

@@ -16,6 +16,8 @@ from .scheduler_rig import Rig
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 
 def steps_of(rig: Rig) -> list[int]:
     """Decode steps of each launch so far; 0: it prefilled only."""
@@ -138,7 +140,7 @@ def test_a_launch_reads_as_wide_as_its_last_step(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:
     """Where kernels read as many columns as a step is prepared for."""
-    engine = open_engine("base", block_size=4, steps_per_launch=7)
+    engine = open_engine("base", kernels="torch", block_size=4, steps_per_launch=7)
     widths = list(engine._loop.runner.sizes.read_blocks)
     assert widths[0] * 4 == 128
     assert len(widths) > 1

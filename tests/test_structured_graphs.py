@@ -13,6 +13,8 @@ from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from .structured_rig import GRAMMARS
 from .test_graph_mode import check_captured, open_both, open_captured  # noqa: F401
 
+pytestmark = pytest.mark.native_kernels
+
 PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8], [44, 45], [70, 71, 72]]
 
 

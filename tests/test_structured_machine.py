@@ -19,6 +19,8 @@ from stepgraph.runtime import Engine, SamplingParams
 
 from .structured_rig import GRAMMARS
 
+pytestmark = pytest.mark.native_kernels
+
 PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8]]
 CHOICES = [None, *GRAMMARS]
 TIGHT = {"num_blocks": 12, "block_size": 4, "prefill_chunk": 4, "max_num_seqs": 3}

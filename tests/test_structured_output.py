@@ -22,6 +22,8 @@ from stepgraph.runtime.structured.matcher import TokenMatcher
 from .structured_rig import GRAMMARS, ll_tokenizer, reference
 from .tiny_models import EOS_TOKEN_IDS, TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 EOS = (2, *EOS_TOKEN_IDS)  # that of config.json, and those of generation_config.json
 OF_LETTERS = "[a-z]{1,9}-[a-z]{3}"
 PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8], [44, 45], [70, 71, 72]]
@@ -48,7 +50,7 @@ def expected(tiny: Callable[[str], TinyModel]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "config",
     [
-        {},
+        {"kernels": "torch"},
         {"mode": "compile"},
         {"kernels": "native"},
         pytest.param({"mode": "compile", "kernels": "torch"}, marks=pytest.mark.slow),
@@ -59,6 +61,7 @@ def expected(tiny: Callable[[str], TinyModel]) -> list[list[int]]:
     ],
     ids=str,
 )
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("full", [False, True])
 def test_greedy_tokens_are_those_of_masked_logits(
     open_engine: Callable[..., Engine],

@@ -26,6 +26,8 @@ from .test_structured_schemas import schema_of
 if TYPE_CHECKING:
     from conftest import TinyModel
 
+pytestmark = pytest.mark.native_kernels
+
 DEMO = Path(__file__).resolve().parent.parent / "runtime" / "demo"
 LONG = "The quick brown fox jumps over the lazy dog. "
 

@@ -132,7 +132,14 @@ def check_greedy(running: Engine, directory: Path, lengths: tuple[int, ...] = (5
         torch.testing.assert_close(ours, logprobs.amax(-1), atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("model_type", sorted(MODELS))
+REPEATED = ("gemma2", "granitemoe", "nemotron", "olmoe", "stablelm")
+"""Of traits that others have, or that other tests run."""
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(m, marks=pytest.mark.slow) if m in REPEATED else m for m in sorted(MODELS)],
+)
 def test_generates_the_tokens_of_transformers(model_type: str) -> None:
     directory = checkpoint(model_type)
     with engine(directory) as running:
@@ -160,7 +167,10 @@ def saved_config(model_type: str, **changes: Any) -> dict[str, Any]:
     ("model_type", "changes", "facts"),
     [
         ("mamba", {}, ("MambaForCausalLM", "attention interface")),
-        ("jamba", {"num_experts": 2}, ("JambaForCausalLM", "attention")),
+        pytest.param(
+            *("jamba", {"num_experts": 2}, ("JambaForCausalLM", "attention")),
+            marks=pytest.mark.slow,
+        ),
         ("bloom", {}, ("BloomForCausalLM", "attention interface")),
         ("bert", {}, ("bert.encoder.layer.0", "bidirectional_mask_function")),
         ("t5", {}, ("'t5'", "is_encoder_decoder")),
@@ -233,9 +243,9 @@ WINDOWED = "gemma2"
 @pytest.mark.parametrize(
     "config",
     [
-        {"prefix_cache": False, "prefill_chunk": 7},
+        pytest.param({"prefix_cache": False, "prefill_chunk": 7}, marks=pytest.mark.slow),
         {"num_blocks": 14, "host_cache_bytes": 1 << 20, "preemption": "swap"},
-        {"num_blocks": 14, "preemption": "recompute"},
+        pytest.param({"num_blocks": 14, "preemption": "recompute"}, marks=pytest.mark.slow),
         {"block_size": 5, "prompt_embeds": True},
     ],
 )
@@ -268,10 +278,10 @@ def test_shares_prefixes_and_scores_prompts() -> None:
     "storage",
     [
         {"kv_dtype": "int8"},
-        {"kv_dtype": "fp8"},
-        {"weight_dtype": "int8"},
+        pytest.param({"kv_dtype": "fp8"}, marks=pytest.mark.slow),
+        pytest.param({"weight_dtype": "int8"}, marks=pytest.mark.slow),
         {"weight_dtype": "fp8"},
-        {"dtype": "float16"},
+        pytest.param({"dtype": "float16"}, marks=pytest.mark.slow),
     ],
 )
 def test_quantised_logits_are_close(storage: dict[str, Any]) -> None:
@@ -284,6 +294,7 @@ def test_quantised_logits_are_close(storage: dict[str, Any]) -> None:
         assert 0 < gap.max() < 0.15
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("storage", [{}, {"weight_dtype": "int8"}])
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt2", "qwen2_moe"])
 def test_replaces_weights(model_type: str, storage: dict[str, Any], tmp_path: Path) -> None:
