@@ -192,7 +192,7 @@ class FakeLaunchedStep:
     device_ns: int
     sampled: list[Sampled]  # seen by the host when it reads the launch, not before
     advanced: list[int] | None  # likewise
-    proposed: Proposed | None  # likewise
+    proposed: Proposed | None = None  # likewise
     unfinished: None = None
     ends: tuple[()] = ()
 
