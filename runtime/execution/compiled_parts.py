@@ -3,6 +3,9 @@
 All buckets share the compiled code of a part: one version for any number of tokens, and one for a
 single token, which torch specialises. Inputs are small copies, so that they differ only in length:
 torch recompiles for views at other offsets, and for two arguments that are the same tensor.
+
+torch specialises tokens per row too, and limits the versions of a code object. So verify steps have
+a code object for each number of tokens per row.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ class CompiledParts:
     def __init__(self, static: Iterable[torch.Tensor]) -> None:
         """`static`: tensors that the parts use and whose addresses and sizes never change."""
         self._static = tuple(static)
-        self._compiled: dict[str, Callable[..., Any]] = {}
+        self._options: dict[str, dict[str, Any]] = {}
+        """Of the methods that are compiled, by name."""
+        self._compiled: dict[tuple[str, tuple[torch.Size, ...]], Callable[..., Any]] = {}
+        """By name and sizes of the inputs but the first dimension, which is one of tokens."""
 
     def add(self, part: Callable[..., Any], *, few_tokens: bool = False) -> None:
         """Compile a bound method at its first call.
@@ -49,20 +55,14 @@ class CompiledParts:
             # torch lets sizes vary that happen to equal those of inputs, but only together.
             torch._dynamo.mark_static(tensor)
         few_threads = torch.get_num_threads() <= _FEW_THREADS
-        code = torch.compile(
-            _own_code(part),
-            fullgraph=True,
-            dynamic=True,
-            options={
-                "guard_filter_fn": _guards_of_arguments,
-                **({"cpp.threads": 1} if few_tokens or few_threads else {}),
-            },
-        )
-        self._compiled[part.__name__] = code
+        self._options[part.__name__] = {
+            "guard_filter_fn": _guards_of_arguments,
+            **({"cpp.threads": 1} if few_tokens or few_threads else {}),
+        }
 
     def compiles(self, part: Callable[..., Any]) -> bool:
         """Whether a part is compiled."""
-        return part.__name__ in self._compiled
+        return part.__name__ in self._options
 
     def inputs(self, part: Callable[..., Any], *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the inputs of a part, as copies if it is compiled."""
@@ -77,9 +77,9 @@ class CompiledParts:
         Raises:
             StepCompilationError: the code cannot be compiled as one graph; names the line.
         """
-        compiled = self._compiled.get(part.__name__)
-        if compiled is None:
+        if not self.compiles(part):
             return part(*arguments)
+        compiled = self._code(part, arguments)
         with operation("compiled"):
             try:
                 return compiled(*arguments)
@@ -89,9 +89,22 @@ class CompiledParts:
                 refusal = _refusal(error)
         raise refusal
 
+    def _code(self, part: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
+        sizes = tuple(a.shape[1:] for a in arguments if isinstance(a, torch.Tensor))
+        key = part.__name__, sizes
+        code = self._compiled.get(key)
+        if code is None:
+            code = self._compiled[key] = torch.compile(
+                _own_code(part),
+                fullgraph=True,
+                dynamic=True,
+                options=self._options[part.__name__],
+            )
+        return code
+
     def close(self) -> None:
         """Release compiled code, which references the object of the methods."""
-        self._compiled = {}
+        self._compiled, self._options = {}, {}
         self._static = ()
 
 
