@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from stepgraph.runtime import Engine
 from stepgraph.runtime.kernels import have_compiler
 
@@ -60,3 +61,27 @@ def test_tokens_are_those_of_plain_decoding(
     stats = engine.stats()
     assert stats["fallbacks"] == 0
     assert stats["speculation"]["drafted"] > 50
+
+
+@pytest.mark.slow
+def test_compiled_steps_give_drafters_their_hidden_states(
+    open_engine: Callable[..., Engine],
+    base: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Traced as for inductor, but run as they are, which takes less time."""
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda code, *, options, **own: compile_(code, backend="eager", **own)
+    )
+    directory, *_ = test_eagle3.write(tmp_path / "drafter")
+    speculation = {"method": "eagle3", "model": str(directory), "num_speculative_tokens": 2}
+    config = SIZES | {"mode": "compile", "kernels": "torch", "dtype": "float32"}
+    prompts, params = base.prompts(30, 4), [greedy(20), greedy(24)]
+    expected = run_mixed(open_engine("base", **config), prompts, params)
+    engine = open_engine("base", **config, speculation=speculation | {"adaptive": False})
+    assert run_mixed(engine, prompts, params) == expected
+    stats = engine.stats()
+    assert stats["fallbacks"] == 0
+    assert stats["speculation"]["drafted"] > 20

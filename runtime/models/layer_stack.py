@@ -277,7 +277,7 @@ class LayerStack(nn.Module):
         for index, layer in enumerate(self.layers):
             with operation("layer", index):
                 x_TD = layer(x_TD, step)
-            if index in taps:
+            if any(tap == index for tap in taps):  # `in` is always false in compiled code
                 outputs.append(x_TD)
         with operation("final_norm"):
             normed_TD = each_token(self.kernels, self.norm)(x_TD)
