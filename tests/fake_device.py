@@ -359,7 +359,7 @@ class FakeRunner:
         return accepted
 
     def _propose(self, plan: StepPlan) -> Proposed | None:
-        """Let rows keep new drafts, whose keys go to blocks that nobody else reads."""
+        """Keep new drafts for each row; no other row may read the slots of their keys."""
         drafts: list[list[int]] = []
         for index, request in enumerate(plan.decode):
             row = request.row
@@ -378,7 +378,7 @@ class FakeRunner:
         return (drafts, probabilities) if plan.proposes else None
 
     def _check_own(self, row: int, position: int, groups: Iterable[int]) -> None:
-        """Assert that nobody else reads the slots of a position."""
+        """Assert that no other row reads the slots of a position."""
         pool = self.scheduler.cache._pool
         for group in groups:
             block, _ = self.device.slot(group, row, position)
@@ -386,7 +386,7 @@ class FakeRunner:
             assert pool._keys[block] is None, f"block {block} is written, and cached"
 
     def _write(self, row: int, position: int, token: int) -> None:
-        """Write a token to blocks that nobody else reads, now or later."""
+        """Write a token to slots that no other row reads, now or later."""
         (request,) = [r for r, own in self.scheduler._running.rows.items() if own == row]
         assert position < self.scheduler.cache._held[request.id].room, "a token without a block"
         self._check_own(row, position, range(len(self.device.windows)))

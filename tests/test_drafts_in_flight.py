@@ -223,7 +223,7 @@ def test_a_drafter_that_does_not_pay_rests(open_async: Open, base: TinyModel) ->
 def test_captured_steps(
     open_engine: Open, tiny: Callable[[str], TinyModel], fake_graphs: FakeGraphs
 ) -> None:
-    """On a device that works behind the host, whose captures share their memory."""
+    """On a device with queued work and captures that share memory."""
     model = tiny("base")
     prompts = model.prompts(14, 4, 9)
     params = [greedy(18), SamplingParams(temperature=0.9, seed=5, max_tokens=20), greedy(13)]

@@ -14,7 +14,7 @@ from ..kernels import RaggedBatch
 from ..kernels.cpu.drafted import drafted_inputs, newest_tokens
 from ..models.drafters.drafter import Drafter, Drafts, FollowedTokens, NewestTokens
 from ..operation_scopes import operation
-from .batches import ragged_batch, rope_lengths
+from .batches import batch_of_slots, ragged_batch
 from .inputs import StepInputs
 from .row_state import RowState
 from .step_key import StepKey
@@ -83,16 +83,10 @@ class DraftStep:
             inputs = drafted_inputs(
                 *(rows_B, state.positions, stops_B, state.block_tables, size, first, count)
             )
-            return RaggedBatch(
-                positions=inputs.positions,
-                slots=inputs.slots,
-                token_rows=inputs.token_rows,
-                rows=rows_B,
-                block_tables=state.block_tables,
-                read_blocks=key.read_blocks,
-                block_size=size,
+            return batch_of_slots(
+                *(state, size, inputs.positions, inputs.slots, inputs.token_rows, rows_B),
+                key.read_blocks,
                 tokens_per_row=count,
-                rope_lengths=rope_lengths(state, inputs.positions, inputs.token_rows),
             )
         newest_B = self._state.positions[rows_B]
         offsets_N = torch.arange(first, first + count, device=rows_B.device)

@@ -6,12 +6,11 @@ import dataclasses
 
 import torch
 
-from ..kernels import RaggedBatch
 from ..kernels.cpu.verify import VerifyInputs, accept_drafts, verify_inputs
 from ..kernels.ops.token_masks import LaneMasks
 from ..models.drafters.drafter import FollowedTokens
 from ..operation_scopes import operation
-from .batches import rope_lengths
+from .batches import batch_of_slots
 from .step_key import StepKey, StepOutput
 from .verify_steps import VerifySteps
 
@@ -54,17 +53,10 @@ class RaggedSteps(VerifySteps):
                 *(rows_B, drafts_BK, counts_B, state.token_ids, state.positions),
                 *(state.block_tables, self.block_size),
             )
-            batch = RaggedBatch(
-                positions=inputs.positions,
-                slots=inputs.slots,
-                token_rows=inputs.token_rows,
-                rows=rows_B,
-                block_tables=state.block_tables,
-                read_blocks=key.read_blocks,
-                block_size=self.block_size,
-                tokens_per_row=None,
+            batch = batch_of_slots(
+                *(state, self.block_size, inputs.positions, inputs.slots, inputs.token_rows),
+                *(rows_B, key.read_blocks),
                 query_start_loc=inputs.query_start_loc,
-                rope_lengths=rope_lengths(state, inputs.positions, inputs.token_rows),
             )
         if key.drafts:
             hidden_TD, features_TF = self._forward_pass(inputs.token_ids, batch)

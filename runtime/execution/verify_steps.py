@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels import RaggedBatch
 from ..models.drafters.drafter import Drafts, FollowedTokens
 from ..operation_scopes import operation
-from .batches import rope_lengths
+from .batches import batch_of_slots
 from .step_key import StepKey, StepOutput
 from .step_parts import Lanes, StepParts
 
@@ -81,16 +80,10 @@ class VerifySteps(StepParts):
         """As `_proposed`, after a verify step with padding."""
         rows_B = self.inputs.decode_rows[: key.size]
         token_rows_T = rows_B[:, None].expand(-1, key.tokens_per_row).contiguous().flatten()
-        batch = RaggedBatch(
-            positions=lanes.positions,
-            slots=lanes.slots,
-            token_rows=token_rows_T,
-            rows=rows_B,
-            block_tables=self.state.block_tables,
-            read_blocks=key.read_blocks,
-            block_size=self.block_size,
+        batch = batch_of_slots(
+            *(self.state, self.block_size, lanes.positions, lanes.slots, token_rows_T, rows_B),
+            key.read_blocks,
             tokens_per_row=key.tokens_per_row,
-            rope_lengths=rope_lengths(self.state, lanes.positions, token_rows_T),
         )
         tokens = FollowedTokens(lanes.token_ids, tokens_T, lanes.features, batch)
         first_B = torch.arange(key.size, device=rows_B.device) * key.tokens_per_row
