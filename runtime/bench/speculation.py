@@ -4,10 +4,11 @@
     bench.py --speculate suffix:7 ngram:4 --batch-size 1 4 8 --temperature 0 0.8
     bench.py --speculate suffix --llama /path/to/python
 
-Engines with and without speculation decode the same requests in turns. Prompts are source code of
-this package: `edit` is a text and its beginning once more, whose continuation repeats much of the
-text; `code` is one text; `free` is a few tokens; `random` are tokens sampled at a temperature at
-which all of them are about equally likely, so that drafts are never right.
+Engines with and without speculation decode the same requests in turns, other ones in each turn.
+Prompts are source code of this package: `edit` is a text twice and its beginning once more, whose
+continuation repeats much of the text; `code` is one text; `free` is a few tokens; `random` are
+tokens sampled at a temperature at which all of them are about equally likely, so that drafts are
+never right.
 
 `--llama` names a Python with llama-cpp-python: at batch size 1 and temperature 0, llama.cpp decodes
 the same prompts with the same weights in the same turns, plainly and with its prompt lookup.
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import json
 import os
 import random
@@ -38,19 +38,20 @@ from ...profiling.stats import Summary
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..errors import ConfigError, StepgraphError
-from ..execution import inputs
 from ..loading.loader import resolve_source
 from ..sampling_params import SamplingParams
 from ..speculation.config import Speculation
 from ..tools.arguments import positive_int
 from .console import exit_status, print_error, program_name
+from .prompt_texts import KINDS as TEXT_KINDS
+from .prompt_texts import prompt_text
 from .runtimes.child_process import ChildProcess
 from .step_watch import decode_roofline
 from .workload import interleave
 
 __all__ = ["main", "speculation_spec"]
 
-KINDS = ("edit", "code", "free", "random")
+KINDS = (*TEXT_KINDS, "random")
 UNIFORM_TEMPERATURE = 100.0
 PROMPT_TOKENS = 120
 """Of random prompts."""
@@ -82,13 +83,13 @@ class _Side:
     engine: Engine | None = None
     runs: list[_Run] = field(default_factory=list)
 
-    def repeat(self, prompts: list[list[int]], params: SamplingParams) -> None:
-        """Add a repetition, with another seed than the ones before."""
+    def repeat(self, prompts: Callable[[int], list[list[int]]], params: SamplingParams) -> None:
+        """Add a repetition, with other prompts and another seed than the ones before."""
         seeded = SamplingParams(
             max_tokens=params.max_tokens, temperature=params.temperature, ignore_eos=True,
             seed=len(self.runs),
         )  # fmt: skip
-        self.runs.append(self.decode(prompts, seeded))
+        self.runs.append(self.decode(prompts(len(self.runs)), seeded))
 
 
 def speculation_spec(text: str) -> Speculation:
@@ -190,7 +191,7 @@ def _measure_all(options: argparse.Namespace) -> None:
             ]:
                 sides = [_Side("none", partial(_run, plain), plain)]
                 sides += [_Side(name, partial(_run, e), e) for name, e in engines.items()]
-                prompts = _prompts(plain, kind, rows)
+                prompts = partial(_prompts, plain, kind, rows)
                 if llama is not None and (rows, temperature) == (1, 0.0):
                     sides += [
                         _Side("llama", partial(llama.run, False)),
@@ -203,7 +204,7 @@ def _measure_all(options: argparse.Namespace) -> None:
 
 def _measure(
     sides: list[_Side],
-    prompts: list[list[int]],
+    prompts: Callable[[int], list[list[int]]],
     params: SamplingParams,
     num_iters: int,
     case: str,
@@ -233,7 +234,7 @@ def _print_line(
     base: _Side,
     side: _Side,
     before: dict[str, int],
-    prompts: list[list[int]],
+    prompts: Callable[[int], list[list[int]]],
     case: str,
     bandwidth: float,
 ) -> None:
@@ -247,10 +248,11 @@ def _print_line(
         # A verify step reads weights and cache once for all tokens of its rows.
         count = sum(len(own) for run in side.runs for own in run.tokens)
         per_step = count / max(count - drafts, 1)
-        length = statistics.fmean(map(len, prompts))
-        context = round(length + len(side.runs[0].tokens[0]) / 2)
-        roofline = decode_roofline(base.engine, [context] * len(prompts), bandwidth)
-        floor = 1e6 * roofline.floor_seconds / len(prompts)
+        lengths = [len(own) for number in range(len(side.runs)) for own in prompts(number)]
+        num_rows = len(side.runs[0].tokens)
+        context = round(statistics.fmean(lengths) + len(side.runs[0].tokens[0]) / 2)
+        roofline = decode_roofline(base.engine, [context] * num_rows, bandwidth)
+        floor = 1e6 * roofline.floor_seconds / num_rows
         floors = f"{floor:.1f} {floor / per_step:.1f}"
     speeds = [statistics.median(run.speed for run in own.runs) for own in (base, side)]
     pairs = list(zip(base.runs, side.runs, strict=True))
@@ -268,18 +270,17 @@ def _print_line(
     )
 
 
-def _prompts(engine: Engine, kind: str, rows: int) -> list[list[int]]:
+def _prompts(engine: Engine, kind: str, rows: int, repetition: int) -> list[list[int]]:
+    """Return the prompts of a repetition, which differ from those of others."""
     if kind == "random":
-        rng, vocab = random.Random(rows), engine.model_config.vocab_size
+        rng, vocab = random.Random(repetition), engine.model_config.vocab_size
         return [[rng.randrange(5, vocab) for _ in range(PROMPT_TOKENS)] for _ in range(rows)]
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ConfigError(f"--kind {kind} needs a model with a tokenizer: use --kind random")
-    if kind == "free":
-        return [tokenizer.encode(f"def main{row}(") for row in range(rows)]
-    source = inspect.getsource(inputs)
-    parts = [source[300 * row : 300 * row + 700] for row in range(rows)]
-    return [tokenizer.encode(p if kind == "code" else 2 * p + p[:40]) for p in parts]
+    (name,) = (known for known in TEXT_KINDS if known == kind)
+    numbers = range(repetition * rows, (repetition + 1) * rows)
+    return [tokenizer.encode(prompt_text(name, number)) for number in numbers]
 
 
 def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> _Run:

@@ -13,7 +13,6 @@ included, if one such step follows the other.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..execution import inputs
+from ..bench.prompt_texts import TextKind, prompt_text
 from .drafter_text import (
     DEMO,
     KINDS,
@@ -41,19 +40,13 @@ OUTPUT = 200
 """Tokens of an output."""
 
 
-def bench_prompts(kind: str, rows: int) -> list[list[int]]:
-    """Return prompts as `stepgraph.runtime.bench.speculation` has them."""
-    if kind == "free":
-        texts = [f"def main{row}(" for row in range(rows)]
-    else:
-        source = inspect.getsource(inputs)
-        parts = [source[300 * row : 300 * row + 700] for row in range(rows)]
-        texts = [part if kind == "code" else 2 * part + part[:40] for part in parts]
+def bench_prompts(kind: TextKind, rows: int) -> list[list[int]]:
+    """Return prompts of `stepgraph.runtime.bench.speculation`."""
     ids = tokenizer()
-    return [ids.encode(text).ids for text in texts]
+    return [ids.encode(prompt_text(kind, index)).ids for index in range(rows)]
 
 
-def held_out_prompts(kind: str, rows: int) -> list[list[int]]:
+def held_out_prompts(kind: TextKind, rows: int) -> list[list[int]]:
     """Return prompts from files that neither the target nor its drafter was trained on."""
     stream = np.asarray(held_out_tokens())
     starts = line_starts(stream[:-512])

@@ -14,15 +14,24 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+from ..bench.prompt_texts import TextKind
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..sampling_params import SamplingParams
 
-__all__ = ["DEMO", "KINDS", "Continuation", "continuations", "line_starts", "prompt", "tokenizer"]
+__all__ = [
+    "DEMO",
+    "KINDS",
+    "Continuation",
+    "continuations",
+    "line_starts",
+    "prompt",
+    "tokenizer",
+]
 
 DEMO = Path(__file__).parent
 """The checkpoint of the demo model."""
-KINDS = ("free", "code", "edit")
+KINDS: tuple[TextKind, ...] = ("free", "code", "edit")
 ROWS = 64
 """Sequences that are continued together."""
 
@@ -48,7 +57,7 @@ def line_starts(stream: np.ndarray) -> np.ndarray:
 
 
 def prompt(
-    kind: str, stream: np.ndarray, starts: np.ndarray, rng: np.random.Generator
+    kind: TextKind, stream: np.ndarray, starts: np.ndarray, rng: np.random.Generator
 ) -> list[int]:
     """Return a prompt from a random line of the source text, begun by the end-of-text token."""
     text = stream[int(rng.choice(starts)) :].tolist()
@@ -67,8 +76,12 @@ def continuations(
     lengths: Sequence[int],
     threads: int,
     seed: int,
+    model: str = "demo",
 ) -> list[Continuation]:
-    """Return the prompts as continued by the demo model in bfloat16 by so many tokens each."""
+    """Return the prompts as continued by the demo model in bfloat16 by so many tokens each.
+
+    `model`: another checkpoint with its tokenizer.
+    """
     config = EngineConfig(
         dtype="bfloat16",
         threads=threads,
@@ -80,7 +93,7 @@ def continuations(
         SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True, seed=seed + row)
         for row, (temperature, length) in enumerate(zip(temperatures, lengths, strict=True))
     ]
-    with Engine.from_pretrained("demo", config) as engine:
+    with Engine.from_pretrained(model, config) as engine:
         outputs = engine.generate(list(prompts), params)
     return [
         Continuation([*ids, *output.token_ids], len(ids))

@@ -15,13 +15,15 @@ import math
 import platform
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from .repeated_text import IGNORED, RepeatedText, Window
 
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
@@ -98,8 +100,8 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     return np.asarray(stream, dtype=np.int64)
 
 
-def windows(stream: np.ndarray, length: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield windows of `length` + 1 tokens in random order, epoch after epoch, for ever.
+def windows(stream: np.ndarray, length: int, rng: np.random.Generator) -> Iterator[Window]:
+    """Yield windows of `length` tokens in random order, epoch after epoch, for ever.
 
     Every epoch cuts the stream at another offset.
     """
@@ -108,7 +110,16 @@ def windows(stream: np.ndarray, length: int, rng: np.random.Generator) -> Iterat
         starts = np.arange(offset, len(stream) - length - 1, length)
         rng.shuffle(starts)
         for start in starts:
-            yield stream[start : start + length + 1]
+            text = stream[start : start + length + 1]
+            yield Window(text[:-1], text[1:])
+
+
+def mixed(
+    plain: Iterator[Window], repeated: Iterator[Window], share: float, rng: np.random.Generator
+) -> Iterator[Window]:
+    """Yield windows of either for ever, that share of them from `repeated`."""
+    while True:
+        yield next(repeated if rng.random() < share else plain)
 
 
 @torch.no_grad()
@@ -149,12 +160,19 @@ def build_model() -> Any:
     return LlamaForCausalLM(config)
 
 
-def next_token_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of `batch` [windows, length + 1] under bf16 autocast."""
+def load_model(directory: Path) -> Any:
+    """Return the checkpoint in float32, to be trained further."""
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def next_token_loss(model: Any, token_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy of `targets` [windows, length] under bf16 autocast."""
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model(batch[:, :-1], use_cache=False).logits
+        logits = model(token_ids, use_cache=False).logits
     return torch.nn.functional.cross_entropy(
-        logits.float().view(-1, VOCAB_SIZE), batch[:, 1:].reshape(-1)
+        logits.float().view(-1, VOCAB_SIZE), targets.view(-1), ignore_index=IGNORED
     )
 
 
@@ -167,12 +185,20 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def train(model: Any, stream: np.ndarray, steps: int, batch_tokens: int, peak: float) -> float:
-    """Train in place and return the seconds it took.
+def train(
+    model: Any,
+    source: Callable[[int], Iterator[Window]],
+    steps: int,
+    batch_tokens: int,
+    peak: float,
+    long_every: int | None = None,
+) -> float:
+    """Train in place on windows of `source(length)`, and return the seconds it took.
 
     The last sixth of the steps runs on windows of `MAX_POSITIONS` tokens, the others on a
     quarter of that: attention is cheaper on short windows, and the long ones come late enough
-    to teach every position that the checkpoint claims.
+    to teach every position that the checkpoint claims. With `long_every`, one step in so many
+    runs on long windows instead, for a model that knows these positions and is to keep them.
     """
     decay = [p for p in model.parameters() if p.dim() >= 2]
     rest = [p for p in model.parameters() if p.dim() < 2]
@@ -183,20 +209,19 @@ def train(model: Any, stream: np.ndarray, steps: int, batch_tokens: int, peak: f
         fused=True,
     )
     compiled_loss = torch.compile(next_token_loss, dynamic=False)
-    rng = np.random.default_rng(0)
-    short, long = (windows(stream, n, rng) for n in (MAX_POSITIONS // 4, MAX_POSITIONS))
+    short, long = source(MAX_POSITIONS // 4), source(MAX_POSITIONS)
     model.train()
     began = time.monotonic()
     smoothed = float("nan")
     for step in range(steps):
-        source, length = (
-            (long, MAX_POSITIONS) if step >= steps * 5 // 6 else (short, MAX_POSITIONS // 4)
-        )
-        rows = np.stack([next(source) for _ in range(batch_tokens // length)])
-        batch = torch.from_numpy(rows)
+        is_long = step % long_every == 0 if long_every else step >= steps * 5 // 6
+        drawn, length = (long, MAX_POSITIONS) if is_long else (short, MAX_POSITIONS // 4)
+        rows = [next(drawn) for _ in range(batch_tokens // length)]
+        token_ids = torch.from_numpy(np.stack([row.token_ids for row in rows]))
+        targets = torch.from_numpy(np.stack([row.targets for row in rows]))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, peak)
-        loss = compiled_loss(model, batch)
+        loss = compiled_loss(model, token_ids, targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -241,6 +266,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument(
+        "--continue-from", type=Path, metavar="DIR", help="train this checkpoint further"
+    )
+    parser.add_argument(
+        "--repeated",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of windows in which an excerpt is repeated",
+    )
+    parser.add_argument(
+        "--long-every",
+        type=int,
+        metavar="N",
+        help="run one step in N on long windows, instead of the last sixth",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the order of windows")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -248,13 +290,26 @@ def main() -> None:
 
     train_paths, held_out_paths = source_files(Path(sysconfig.get_paths()["stdlib"]))
     train_texts, held_out_texts = read_sources(train_paths), read_sources(held_out_paths)
-    tokenizer = train_tokenizer(train_texts)
+    if args.continue_from is None:
+        tokenizer = train_tokenizer(train_texts)
+    else:
+        tokenizer = Tokenizer.from_file(str(args.continue_from / "tokenizer.json"))
     stream, held_out = encode(tokenizer, train_texts), encode(tokenizer, held_out_texts)
     print(f"{len(train_texts)} files, {len(stream)} tokens; held out {len(held_out)} tokens")
-    model = build_model()
+    model = build_model() if args.continue_from is None else load_model(args.continue_from)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters} parameters")
-    seconds = train(model, stream, args.steps, args.batch_tokens, args.learning_rate)
+    pieces = [tokenizer.decode([token]) for token in range(VOCAB_SIZE)]
+    repeated = RepeatedText(stream, pieces, args.seed)
+    rng = np.random.default_rng(args.seed)
+
+    def source(length: int) -> Iterator[Window]:
+        plain = windows(stream, length, rng)
+        return mixed(plain, repeated.windows(length), args.repeated, rng)
+
+    seconds = train(
+        model, source, args.steps, args.batch_tokens, args.learning_rate, args.long_every
+    )
     save(model, tokenizer, args.output)
     model.eval()
     report = {
@@ -270,6 +325,8 @@ def main() -> None:
         "steps": args.steps,
         "batch_tokens": args.batch_tokens,
         "learning_rate": args.learning_rate,
+        "repeated": args.repeated,
+        "long_every": args.long_every,
         "seconds": round(seconds),
         "held_out_perplexity_512": perplexity(model, held_out, 512),
         "held_out_perplexity_2048": perplexity(model, held_out, 2048),

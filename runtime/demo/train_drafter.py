@@ -79,8 +79,8 @@ def write_text(stream: np.ndarray, count: int, threads: int) -> np.ndarray:
     """Return `count` continuations of lines of `stream`, int64 `[count, LENGTH]`."""
     rng = np.random.default_rng(1)
     starts = line_starts(stream[:-LENGTH])
-    kinds = rng.choice(KINDS, size=count, p=(0.5, 0.3, 0.2))
-    prompts = [prompt(str(kind), stream, starts, rng) for kind in kinds]
+    kinds = rng.choice(len(KINDS), size=count, p=(0.5, 0.3, 0.2))
+    prompts = [prompt(KINDS[kind], stream, starts, rng) for kind in kinds]
     temperatures = rng.choice((0.0, 0.8), size=count).tolist()
     lengths = [LENGTH - len(ids) for ids in prompts]
     rows = continuations(prompts, temperatures, lengths, threads, seed=1)
@@ -204,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and write the checkpoint and `training.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory to write to")
+    parser.add_argument("--continue-from", type=Path, metavar="DIR", help="train this head further")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--minutes", type=float, default=math.inf, help="of training at most")
     parser.add_argument("--batch-tokens", type=int, default=3072)
@@ -231,11 +232,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             np.save(args.text, text)
     print(f"{text.size} tokens of continuations, {time.monotonic() - began:.0f} s", flush=True)
     counts = np.bincount(text.ravel(), minlength=VOCAB_SIZE)
-    ids = np.sort(np.argsort(-counts, kind="stable")[: args.draft_vocabulary])
 
     model = LlamaForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16).eval()
     target = TargetFeatures(model, AUX_LAYER_IDS)
-    head = build_head(head_config(model, args.intermediate_size, args.draft_vocabulary), ids, model)
+    if args.continue_from is None:
+        ids = np.sort(np.argsort(-counts, kind="stable")[: args.draft_vocabulary])
+        config = head_config(model, args.intermediate_size, args.draft_vocabulary)
+        head = build_head(config, ids, model)
+    else:
+        head = load_head(args.continue_from).train()
+        ids = head.target_ids().numpy()
     source = batches(text, stream, args.batch_tokens)
     steps, seconds = train(
         head, target, source, args.steps, args.minutes, args.drafts, args.learning_rate
