@@ -9,86 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from stepgraph.cache.arena import Storage
 from stepgraph.runtime.errors import CheckpointError, ConfigError
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_source import find_drafter
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from . import drafter_rig
 from .drafter_rig import DrafterRig, load_target
-from .head_references import best, random_matrix, random_norm
-from .tiny_models import BASE, VARIANTS, TinyModel, randomize
+from .mtp_models import KINDS, LAYERS, module, save, write
+from .tiny_models import TinyModel
 
-LAYERS = BASE["num_hidden_layers"]
+Checkpoint = tuple[Path, str, PreTrainedModel]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
-    """A model whose last layer became a module for multi-token prediction."""
-    settings = BASE | VARIANTS["deepseek_v3_moe"] | {"num_hidden_layers": LAYERS + 1}
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
-    randomize(model)
+@pytest.fixture(scope="module", params=KINDS)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    """A directory, the kind of its model, and the model with the layer of the module."""
     directory = tmp_path_factory.mktemp("mtp")
-    model.save_pretrained(directory)
-    stored = json.loads((directory / "config.json").read_text())
-    stored |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-    (directory / "config.json").write_text(json.dumps(stored))
-    hidden, tensors = config.hidden_size, load_file(directory / "model.safetensors")
-    prefix = f"model.layers.{LAYERS}."
-    tensors |= {
-        f"{prefix}enorm.weight": random_norm(hidden),
-        f"{prefix}hnorm.weight": random_norm(hidden),
-        f"{prefix}eh_proj.weight": random_matrix(hidden, 2 * hidden),
-        f"{prefix}shared_head.norm.weight": 2 * random_norm(hidden),
-        f"{prefix}shared_head.head.weight": tensors["model.embed_tokens.weight"].clone(),
-        f"{prefix}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
-    }
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    return directory, model
-
-
-def module(directory: Path, model: PreTrainedModel) -> drafter_rig.Reference:
-    tensors = load_file(directory / "model.safetensors")
-    own = {name: tensors[f"model.layers.{LAYERS}.{name}.weight"] for name in (
-        "enorm", "hnorm", "eh_proj", "shared_head.norm"
-    )}  # fmt: skip
-    embedding = tensors["model.embed_tokens.weight"]
-    head = tensors.get("lm_head.weight", embedding)
-    layer = model.model.layers[LAYERS]
-
-    def norm(name: str, x: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps)
-        return x * scale * own[name]
-
-    @torch.no_grad()
-    def drafts(
-        known: list[int], features: Tensor, count: int
-    ) -> tuple[list[int], list[float], list[float]]:
-        hidden, tokens, found = features.float(), list(known[1:]), []
-        for _ in range(count):
-            embedded = embedding[torch.tensor(tokens)]
-            joined = torch.cat((norm("enorm", embedded), norm("hnorm", hidden)), dim=-1)
-            x = (joined @ own["eh_proj"].T)[None]
-            n = len(tokens)
-            mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
-            at = torch.arange(n)[None]
-            turned = model.model.rotary_emb(x, at)
-            out = layer(x, attention_mask=mask, position_ids=at, position_embeddings=turned)
-            out = (out[0] if isinstance(out, tuple) else out).view(n, -1)
-            token, *rest = best((norm("shared_head.norm", out[-1:]) @ head.T)[0].double())
-            found.append((token, *rest))
-            tokens.append(token)
-            hidden = torch.cat((hidden, out[-1:]))
-        ids, probabilities, margins = zip(*found, strict=True)
-        return list(ids), list(probabilities), list(margins)
-
-    return drafts
+    return directory, request.param, write(directory, request.param)
 
 
 @pytest.mark.parametrize(
@@ -96,24 +38,25 @@ def module(directory: Path, model: PreTrainedModel) -> drafter_rig.Reference:
     [
         (torch.float32, "model", "compile", 1e-3),
         (torch.float32, "model", "eager", 1e-3),
-        (torch.float32, "int8", "compile", 0.2),
-        (torch.bfloat16, "model", "compile", 0.4),  # a rounding may choose other experts
+        # A rounding may choose other experts.
+        (torch.float32, "int8", "compile", 0.4),
+        (torch.bfloat16, "model", "compile", 0.4),
     ],
 )
 def test_module(
-    checkpoint: tuple[Path, PreTrainedModel],
+    checkpoint: Checkpoint,
     dtype: torch.dtype,
     storage: Storage,
     mode: str,
     tolerance: float,
 ) -> None:
-    directory, model = checkpoint
+    directory, kind, model = checkpoint
     target, kernels = load_target(directory, dtype, mode)
     found = find_drafter(directory, target.config, target_directory=directory)
-    assert (found.kind, found.taps) == ("mtp", (LAYERS,))
+    assert (found.kind, found.taps) == ("mtp", (LAYERS if kind == "deepseek_v3" else LAYERS - 1,))
     rig = DrafterRig(found, target, kernels, storage=storage)
     assert rig.drafter.weight_bytes == found.weight_bytes(kernels, dtype)
-    reference = module(directory, model)
+    reference = module(directory, kind, model)
     rig.prefill([[1], [2, 3], list(range(5, 22)), list(range(40, 70))], most=11)
     drafts = [rig.verify(per_row, count) for per_row, count in ((1, 3), (4, 4))]
     assert rig.check(drafts[-1], reference, tolerance) > (10 if tolerance < 0.1 else 0)
@@ -121,34 +64,78 @@ def test_module(
         rig.check(rig.verify(per_row, count), reference, tolerance)
 
 
-def test_target_ignores_the_module(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+def test_target_ignores_the_module(checkpoint: Checkpoint) -> None:
     """The same checkpoint is a draft model for others, and a module for itself."""
-    directory, _ = checkpoint
+    directory, *_ = checkpoint
     target = read_config(directory)
     assert find_drafter(directory, target).kind == "draft_model"
     assert find_drafter(directory, target, "mtp").kind == "mtp"
 
 
+def test_of_several_modules_the_first_one_drafts(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory, kind, _ = checkpoint
+    first = KINDS[kind].module
+    number = int(first.split(".")[2])
+    second = first.replace(str(number), str(number + 1))
+    tensors = load_file(directory / "model.safetensors")
+    more = {name.replace(first, second): t.clone() for name, t in tensors.items() if first in name}
+    target = read_config(changed(directory, tmp_path, {"num_nextn_predict_layers": 2}, more=more))
+    found = find_drafter(tmp_path, target, "mtp")
+    sources = [source.name for parameter in found.parameters for source in parameter.sources]
+    assert all(name is None or name.startswith(first) for name in sources)
+    load_target(tmp_path, torch.float32)
+
+
+def changed(
+    directory: Path,
+    to: Path,
+    config: dict[str, Any],
+    without: str = "none",
+    more: dict[str, Tensor] | None = None,
+) -> Path:
+    """Copy a checkpoint with other fields and tensors."""
+    stored = json.loads((directory / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(stored | config))
+    tensors = load_file(directory / "model.safetensors") | (more or {})
+    save(to, {name: tensor for name, tensor in tensors.items() if without not in name})
+    return to
+
+
 def test_refuses_models_without_module(
-    checkpoint: tuple[Path, PreTrainedModel], tiny: Callable[[str], TinyModel], tmp_path: Path
+    checkpoint: Checkpoint, tiny: Callable[[str], TinyModel], tmp_path: Path
 ) -> None:
-    directory, _ = checkpoint
+    directory, kind, _ = checkpoint
     base = tiny("base").directory
-    with pytest.raises(ConfigError, match="models of type 'llama' have no modules"):
+    with pytest.raises(ConfigError, match=r"type 'llama' have no modules.* mimo, deepseek_v3 have"):
         find_drafter(base, read_config(base), "mtp")
-    target = read_config(directory)
+    target, prefix = read_config(directory), KINDS[kind].module
 
-    def changed(config: dict[str, Any], without: str = "none") -> Path:
-        stored = json.loads((directory / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(stored | config))
-        tensors = load_file(directory / "model.safetensors")
-        kept = {name: tensor for name, tensor in tensors.items() if without not in name}
-        save_file(kept, tmp_path / "model.safetensors")
-        return tmp_path
+    def refused(
+        message: str, config: dict[str, Any], without: str = "none", **more: Tensor
+    ) -> None:
+        with pytest.raises((CheckpointError, ConfigError), match=message):
+            find_drafter(changed(directory, tmp_path, config, without, more), target, "mtp")
 
-    with pytest.raises(CheckpointError, match="num_nextn_predict_layers is 0 or missing"):
-        find_drafter(changed({"num_nextn_predict_layers": 0}), target, "mtp")
-    with pytest.raises(ConfigError, match="has num_layers = 2, the model 3: a module"):
-        find_drafter(changed({"num_hidden_layers": 2}), target, "mtp")
-    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.3\.eh_proj\.weight"):
-        find_drafter(changed({}, "eh_proj"), target, "mtp")
+    suffix = "another method of speculation, such as 'suffix'"
+    for count in (0, -1, None):
+        refused(
+            f"num_nextn_predict_layers = {count}: .*{suffix}", {"num_nextn_predict_layers": count}
+        )
+    refused("num_nextn_predict_layers must be of type int", {"num_nextn_predict_layers": "1"})
+    refused("has num_layers = 2, the model 3: a module", {"num_hidden_layers": 2})
+    refused(rf"= 1, but no tensor is named {prefix}\*: .*{suffix}", {}, prefix)
+    fuse, norm = f"{prefix}{KINDS[kind].fuse}.weight", f"{prefix}{KINDS[kind].norm}.weight"
+    refused(rf"(?s)missing: {fuse} \[48, 96\].*{suffix}", {}, fuse)
+    refused(rf"(?s)missing: {norm} \[48\].*{suffix}", {}, norm)
+    wrong = rf"(?s)shape: {fuse} expected \[48, 96\], found \[48, 48\].*{suffix}"
+    refused(wrong, {}, **{fuse: torch.zeros(48, 48)})
+    refused(rf"unexpected: {prefix}more", {}, **{f"{prefix}more": torch.zeros(1)})
+    hybrid = {"mtp.fc.weight": torch.zeros(1)}
+    refused(rf"mtp\.\* are a module .* hybrid model \(Qwen3-Next, .*{suffix}", {}, **hybrid)
+
+
+def test_module_of_another_family(tmp_path: Path) -> None:
+    write(tmp_path / "mimo", "mimo")
+    write(tmp_path / "deepseek", "deepseek_v3")
+    with pytest.raises(ConfigError, match="model_type = 'mimo', the model 'deepseek_v3'"):
+        find_drafter(tmp_path / "mimo", read_config(tmp_path / "deepseek"), "mtp")

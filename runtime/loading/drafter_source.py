@@ -79,7 +79,13 @@ def find_drafter(
         except CheckpointError as error:
             raise CheckpointError(f"{config_path}: {error}") from error
         layout = {parameter.name: parameter for parameter in drafter.parameters}
-        check_layout(reader, layout, _unused_by(drafter))
+        try:
+            check_layout(reader, layout, _unused_by(drafter))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}\nUse a complete checkpoint of the drafter {name}, or another method of"
+                " speculation, such as 'suffix'"
+            ) from error
         read_target_ids(reader, drafter)
     return drafter
 
@@ -114,7 +120,7 @@ def read_target_ids(reader: CheckpointReader, drafter: DrafterConfig) -> torch.T
 def _unused_by(drafter: DrafterConfig) -> Callable[[str], bool]:
     """Return which tensors are none of a drafter's own."""
     if drafter.kind == "mtp":
-        return lambda name: is_unused_by_mtp(name, drafter.model.num_layers)
+        return lambda name: is_unused_by_mtp(name, drafter)
     return _UNUSED.__contains__
 
 

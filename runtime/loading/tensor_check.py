@@ -149,9 +149,8 @@ def _is_unused(name: str, config: ModelConfig) -> bool:
     # Frequencies are computed from the config; with tied embeddings the head is a copy.
     if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == _HEAD):
         return True
-    layer = _LAYER_NAME.match(name)
-    after_last = layer is not None and int(layer[1]) >= config.num_layers
-    return config.family.draft_layers and after_last
+    mtp = config.family.mtp
+    return mtp is not None and mtp.holds(name, config.num_layers)
 
 
 def _shown(shape: Shape) -> str:

@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from . import experts_families, llama4
 from .dense_families import DENSE_FAMILIES, sliding_if_windowed
 from .family import Family, Json, LayerNorms, read_field
+from .mtp_layout import DEEPSEEK_MTP, MIMO_MTP
 
 __all__ = ["FAMILIES", "family_of"]
 
@@ -69,6 +70,15 @@ _QWEN: dict[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_QWEN2 = Family(
+    architecture="Qwen2ForCausalLM",
+    defaults=_QWEN | {"num_key_value_heads": 32},
+    fixed={"attention_bias": True},
+    is_sliding=_sliding_from_a_layer_on,
+    window_switch=True,
+    lists_layer_types=True,
+    output_bias=False,
+)
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -110,15 +120,8 @@ FAMILIES: dict[str, Family] = {
         fixed={"attention_bias": False},
         is_sliding=sliding_if_windowed,
     ),
-    "qwen2": Family(
-        architecture="Qwen2ForCausalLM",
-        defaults=_QWEN | {"num_key_value_heads": 32},
-        fixed={"attention_bias": True},
-        is_sliding=_sliding_from_a_layer_on,
-        window_switch=True,
-        lists_layer_types=True,
-        output_bias=False,
-    ),
+    "qwen2": _QWEN2,
+    "mimo": replace(_QWEN2, architecture="MiMoForCausalLM", mtp=MIMO_MTP),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
         defaults=_QWEN | {"num_key_value_heads": 32, "head_dim": 128},
@@ -176,7 +179,7 @@ FAMILIES: dict[str, Family] = {
         latent=True,
         rope_interleaved=None,
         experts=experts_families.DEEPSEEK_V3,
-        draft_layers=True,
+        mtp=DEEPSEEK_MTP,
     ),
     "mixtral": Family(
         architecture="MixtralForCausalLM",

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError
 from .experts_config import ExpertTraits
+from .mtp_layout import MtpLayout
 
 __all__ = [
     "LAYER_TYPES",
@@ -125,8 +126,8 @@ class Family:
     """Multi-head latent attention."""
     experts: ExpertTraits | None = None
     """The traits of mixtures of experts, if layers can have them."""
-    draft_layers: bool = False
-    """Checkpoints may hold layers after the last one, which draft tokens; they are not read."""
+    mtp: MtpLayout | None = None
+    """Modules for multi-token prediction that checkpoints may hold, which only drafters read."""
     rope_interleaved: bool | None = False
     """Whether rotated pairs are neighbours; None: `rope_interleave` of the config says it."""
 

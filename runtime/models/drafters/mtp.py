@@ -1,7 +1,7 @@
 """Modules for multi-token prediction: see `mtp_config.py`. Shape suffixes: T tokens, D hidden_size.
 
 A module was trained to predict the token after the next one. For further drafts it takes its own
-output in place of the target's, as other engines do.
+output in place of the target's hidden state, normed as that is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["MultiTokenPrediction"]
 
 
 class MultiTokenPrediction(FeatureHead):
-    """A layer of the target's kind, on its final hidden states and the next tokens."""
+    """A layer of the target's kind, on its last hidden states and the next tokens."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class MultiTokenPrediction(FeatureHead):
         self.enorm = RMSNorm(parts.embedding_norm.eps)
         self.hnorm = RMSNorm(parts.hidden_norm.eps)
         self.eh_proj = Projection(kernels, *parts.fuse.weight.shape)
+        self._layout = parts.layout
 
     def start(self, features_TF: torch.Tensor) -> torch.Tensor:
         """See `FeatureHead.start`."""
@@ -56,7 +57,11 @@ class MultiTokenPrediction(FeatureHead):
         """See `FeatureHead.advance`."""
         embeddings_TD = each_token(self.kernels, self.enorm)(self._embedding[0].rows(next_ids_T))
         hidden_TD = each_token(self.kernels, self.hnorm)(hidden_TD)
-        x_TD = self.eh_proj(torch.cat((embeddings_TD, hidden_TD), dim=-1))
+        pair = (embeddings_TD, hidden_TD)
+        x_TD = self.eh_proj(torch.cat(pair[::-1] if self._layout.hidden_first else pair, dim=-1))
+        if self._layout.normed:
+            normed_TD, _ = self.run_layers(x_TD, arena, batch)
+            return normed_TD, normed_TD
         normed_TD, output_TD = self.run_layers(x_TD, arena, batch, self._last)
         assert output_TD is not None, "the last layer is tapped"
         return normed_TD, output_TD
