@@ -23,6 +23,7 @@ a comparison. Looks that gain nothing are hence a few in a hundred steps, and ve
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,7 +56,7 @@ LOOKS_IN_A_ROW = 7
 """Decode steps in a row with a look for drafts, before one without. Looking fills the processor's
 caches and slows the step down: only steps without show how long plain decoding takes."""
 
-UNTIMED = 8
+UNTIMED = 16
 """While all rows rest, one of so many steps is timed."""
 
 LARGEST_DELAY = 0.5
@@ -146,6 +147,8 @@ class Speculator:
             return ()
         rests = self.config.adaptive and (self._credit < 0 or self._looks >= LOOKS_IN_A_ROW)
         if rests and not self._has_grammar:
+            if self._credit < 0:  # until decode steps have paid
+                self._rests_until = step + min(math.ceil(-self._credit / LOOK_SHARE), MAX_PAUSE)
             return ()
         sizes = self.sizes(len(requests))
         if not sizes:
