@@ -70,7 +70,7 @@ decode steps."""
 GAINING = 4.0
 """Credit above which rows rest at most `SHORT_PAUSE` steps: drafts have gained lately."""
 
-SHORT_PAUSE = 2
+SHORT_PAUSE = 4
 
 
 class Speculator:
