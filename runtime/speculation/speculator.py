@@ -67,6 +67,10 @@ FIRST_CREDIT, MOST_CREDIT = 2.0, 16.0
 """Time that may be lost to speculation before it has gained any, and after it has gained much: in
 decode steps."""
 
+NEW_CREDIT, MOST_DEBT = 0.5, 2.0
+"""The least credit of a batch of other requests, and the largest debt, which 200 decode steps pay:
+text that follows may be easier to predict."""
+
 GAINING = 4.0
 """Credit above which rows rest at most `SHORT_PAUSE` steps: drafts have gained lately."""
 
@@ -167,7 +171,7 @@ class Speculator:
 
     def _begin_batch(self, requests: Sequence[Request]) -> None:
         if set(self._batch).isdisjoint(requests):
-            self._pause = Pause()
+            self._pause, self._credit = Pause(), max(self._credit, NEW_CREDIT)
         self._batch, self._rests_until = requests, 0
         self._has_grammar = any(request.matcher is not None for request in requests)
 
@@ -241,7 +245,7 @@ class Speculator:
             most_credit = MOST_CREDIT  # only drafts earn more than the first credit
         gained -= LOOK_PRICE * min(took.look_seconds / decode_seconds, LARGEST_DELAY)
         most_credit = max(most_credit, self._credit)
-        self._credit = min(max(self._credit + gained, -MOST_CREDIT), most_credit)
+        self._credit = min(max(self._credit + gained, -MOST_DEBT), most_credit)
 
     @property
     def counts(self) -> dict[str, int]:
