@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
-from stepgraph.runtime.scheduling.plan import StepPlan
-from stepgraph.runtime.speculation.acceptance import Acceptance
-from stepgraph.runtime.speculation.config import Speculation
+from stepgraph.runtime.scheduling.plan import RowSpan, StepPlan
+from stepgraph.runtime.speculation.acceptance import AHEAD, Acceptance
+from stepgraph.runtime.speculation.config import MAX_DRAFTS, Speculation
+from stepgraph.runtime.speculation.pause import MAX_PAUSE, Pause
 from stepgraph.runtime.speculation.request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
 from stepgraph.runtime.speculation.speculator import FEW_TOKENS, INDEXED_PER_STEP, Speculator
 from stepgraph.runtime.speculation.suffix_index import Draft, SuffixIndex
@@ -162,6 +163,92 @@ def test_a_long_prompt_is_indexed_in_parts() -> None:
         drafter.catch_up(len(tokens), lambda start, stop: tokens[start:stop], 100)
         drafted.append(drafter.draft is not None)
     assert drafted == [False, False, True, True]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=120), st.data())
+def test_a_draft_is_followed_while_it_is_right(tokens: list[int], data: st.DataObject) -> None:
+    """The guess is that of a search, after the known tokens or before those that it foretold."""
+    least, most = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    acceptance, judged = Acceptance(), Acceptance()
+    drafter = RequestDrafter(SuffixIndex(least), acceptance, most, 0)
+    plain, seen, draft, known = SuffixIndex(least), 0, None, 0
+    while known < len(tokens):
+        known = min(known + data.draw(st.integers(1, 2 * most)), len(tokens))
+        drafter.catch_up(known, lambda start, stop: tokens[start:stop], 1000)
+        followed = tokens[seen:known]
+        if (
+            draft is None
+            or draft.tokens[: known - seen] != followed
+            or (len(draft.tokens) - len(followed) < most)
+        ):
+            if draft is not None:
+                judged.judge(draft, followed)
+            plain.extend(followed)
+            seen, draft = known, plain.propose(AHEAD * most)
+        rest = [] if draft is None else draft.tokens[known - seen :][:most]
+        assert drafter.guess.tokens == rest or (not rest and not drafter.guess.tokens)
+        if draft is not None:
+            matched, agreed = draft.matched + known - seen, draft.agreed[known - seen :]
+            expected = judged.chances(Draft(rest, matched, agreed[:most]))
+            assert drafter.guess.chances == pytest.approx(expected)
+        assert [acceptance.rate(k) for k in range(10)] == [judged.rate(k) for k in range(10)]
+
+
+def test_the_longest_drafts_have_chances() -> None:
+    drafter = RequestDrafter(SuffixIndex(3), Acceptance(), MAX_DRAFTS, 0)
+    tokens = [1, 2, 3, 4] * 30
+    for known in (60, 70, 100):
+        drafter.catch_up(known, lambda start, stop: tokens[start:stop], 1000)
+        assert drafter.guess.tokens == tokens[known : known + MAX_DRAFTS]
+        assert len(drafter.guess.chances) == MAX_DRAFTS
+
+
+def test_pauses_grow_and_end_together() -> None:
+    pause, other, step, looks = Pause(), Pause(), 5, []
+    for _ in range(9):
+        looks.append(step := pause.next_look(step, MAX_PAUSE))
+    assert looks == [6, 8, 12, 16, 32, 64, 96, 128, 160]
+    assert [other.next_look(step, 2) for step in (7, 8, 10, 12)] == [8, 10, 12, 14]
+
+
+def test_rows_without_hope_rest() -> None:
+    """Rows that repeat nothing are looked at seldom, and one that begins to repeat soon drafts."""
+    speculator = Speculator(
+        Speculation(), lambda rows: SIZES[1:], BatchCosts(costs(), costs()), is_async_device=False
+    )
+    requests, now = [row([n]) for n in range(8)], 1
+    rng, looks, drafted_at = random.Random(0), 0, None
+    for step in range(1000):
+        plan = StepPlan(decode=requests)
+        drafts = speculator.propose(requests)
+        looks += speculator._look_ns > 0
+        if drafts and any(drafts):
+            drafted_at = step
+            break
+        speculator.launched(plan, now)
+        now += 10**9
+        speculator.committed(plan, None, now)
+        for request in requests:
+            request.append_token(step % 5 if step >= 800 else rng.randrange(10**6), now)
+        if step == 800:
+            assert looks < 800 / MAX_PAUSE + 10
+    assert drafted_at is not None
+    assert drafted_at <= 800 + 10 + MAX_PAUSE
+
+
+def test_prompts_are_indexed_with_their_chunks() -> None:
+    speculator = Speculator(
+        Speculation(), lambda rows: SIZES[1:], BatchCosts(costs(), costs()), is_async_device=False
+    )
+    request = row([n % 9 for n in range(1000)])
+    for start in (0, 600):
+        chunk = RowSpan(request, 0, start, 600 if start == 0 else 400, samples=start > 0)
+        speculator.launched(StepPlan(prefill=[chunk]), 1)
+        assert request.drafter is not None
+        assert request.drafter.seen == chunk.start + chunk.count
+        assert request.drafter.draft is None
+    request.append_token(1000 % 9, 1)
+    assert speculator.propose([request])[0] == [n % 9 for n in range(1001, 1005)]
 
 
 def test_an_index_begins_anew_when_it_is_full() -> None:

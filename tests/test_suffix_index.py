@@ -82,8 +82,8 @@ def test_a_token_takes_little_time() -> None:
     """A bound that a search through the sequence would exceed a hundred times."""
     tokens = [(i * i) % 101 for i in range(60_000)]
     index = SuffixIndex(3)
-    began = time.perf_counter()
+    began = time.thread_time()
     for token in tokens:
         index.append(token)
         index.propose(7)
-    assert time.perf_counter() - began < 8
+    assert time.thread_time() - began < 8

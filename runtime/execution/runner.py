@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 
 import torch
@@ -418,7 +419,10 @@ class Runner:
     def _write_inputs(self, plan: StepPlan, prefill_key: StepKey | None) -> None:
         """Write changed inputs to the mirror and copy them to the device, if any changed."""
         rows = self._writer.decode_rows
-        if plan.decode is not self._decoding.requests or self._decoding.unsure:
+        if plan.decode is self._decoding.requests:
+            if self._decoding.changed:
+                self._decoding.find_longest()
+        else:
             rows = [request.row for request in plan.decode if request.row is not None]
             assert len(rows) == len(plan.decode), "a request that decodes holds a row"
             self._decoding = _Decoding(plan.decode)
@@ -447,11 +451,12 @@ class Runner:
         """Return the key of the verify step of a plan, after which another row may be longest."""
         decoding = self._decoding
         assert decoding.longest is not None, "the plan has no decoding row"
-        stop = max(span.start + span.count for span in plan.decode_spans())
+        counts = plan.decode_counts or repeat(1, len(plan.decode))
+        stop = max(r.num_computed + n for r, n in zip(plan.decode, counts, strict=True))
         if plan.proposes:  # the newest token and all drafts may follow
             stop += 1 + plan.proposes
         stop = min(stop, self.state.block_tables.shape[2] * self.block_size)
-        self._decoding = _Decoding([])
+        decoding.changed = True
         return self.sizes.decode_key(
             len(plan.decode),
             -(-stop // self.block_size),
@@ -473,13 +478,19 @@ class Runner:
 class _Decoding:
     """The decoding requests, and values derived from them while none joins or leaves."""
 
-    __slots__ = ("full_sampler", "key", "longest", "masked", "requests", "unsure")
+    __slots__ = ("changed", "full_sampler", "key", "longest", "masked", "requests")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
-        self.longest = max(requests, key=attrgetter("num_computed"), default=None)
-        self.unsure = any(request.num_unsure for request in requests)
-        """Whether another row may be longest once a verify step in flight is committed."""
         self.full_sampler = any(request.params.needs_full_sampler for request in requests)
         self.masked = any(request.matcher is not None for request in requests)
         self.key: StepKey | None = None
+        self.find_longest()
+
+    def find_longest(self) -> None:
+        """Find the longest row, after verify steps too, which advance rows differently."""
+        self.longest = max(self.requests, key=attrgetter("num_computed"), default=None)
+        self.changed = any(request.num_unsure for request in self.requests)
+        """Whether another row may be longest: in the step after a verify step, and while the host
+        does not know how many tokens one has accepted."""
+        self.key = None

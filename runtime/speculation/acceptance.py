@@ -8,16 +8,22 @@ measuring, at the cost of a comparison.
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import count
 
 from .config import MAX_DRAFTS
 from .suffix_index import MAX_MATCH, Draft
 
-__all__ = ["Acceptance"]
+__all__ = ["AHEAD", "Acceptance"]
+
+AHEAD = 2
+"""Times as many drafts are proposed as a step verifies, so that searches can be left out."""
 
 _LONGEST = (3, 5, 8, 16)
 """Matches of at most so many tokens are counted together; longer ones are the last class."""
 
-_CLASS_OF = tuple(2 * bisect_left(_LONGEST, length) for length in range(MAX_MATCH + MAX_DRAFTS + 1))
+_CLASS_OF = tuple(
+    2 * bisect_left(_LONGEST, length) for length in range(MAX_MATCH + AHEAD * MAX_DRAFTS + 1)
+)
 """Class by length of match: even where occurrences differ, the next odd number where they agree."""
 
 _FIRST_RATES = (0.1, 0.15, 0.15, 0.3, 0.3, 0.5, 0.4, 0.7, 0.5, 0.85)
@@ -59,17 +65,28 @@ class Acceptance:
 
     def judge(self, draft: Draft, tokens: list[int]) -> None:
         """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
-        for index, (drafted, token) in enumerate(zip(draft.tokens, tokens, strict=False)):
-            right = drafted == token
-            self._count(_CLASS_OF[draft.matched + index] + draft.agreed[index], right)
-            if not right:
+        hits = 0
+        last = -1
+        for length, agreed, drafted, token in zip(
+            count(draft.matched), draft.agreed, draft.tokens, tokens, strict=False
+        ):
+            kind = _CLASS_OF[length] + agreed
+            if kind != last:  # mostly the same as for the draft before
+                self._count(last, hits, hits)
+                hits, last = 0, kind
+            if drafted != token:
+                self._count(kind, hits + 1, hits)
                 return
+            hits += 1
+        self._count(last, hits, hits)
 
-    def _count(self, kind: int, right: bool) -> None:
+    def _count(self, kind: int, trials: int, hits: int) -> None:
+        if not trials:
+            return
         if self._trials[kind] >= _MOST_TRIALS:
             self._trials[kind] /= 2
             self._hits[kind] /= 2
-        self._trials[kind] += 1
-        self._hits[kind] += right
+        self._trials[kind] += trials
+        self._hits[kind] += hits
         if self._everywhere is not None:
-            self._everywhere._count(kind, right)
+            self._everywhere._count(kind, trials, hits)

@@ -9,17 +9,23 @@ step in flight is committed. While drafts are expected to pay, the loop commits 
 the next step (`waits`): the device then idles for the work of the host, which the measured times of
 these steps contain. Otherwise one step stays in flight as without speculation.
 
-Speculation keeps an account of time. Looking for drafts is paid from it twice, and a verify step
-adds what it gained, or subtracts what it lost, compared with decode steps of as many tokens. Decode
-steps add 1 % of their time. Without credit no drafts are looked for, but tokens that a grammar
-forces are verified. So even if too much is expected of drafts, they cost little more than this.
+Speculation keeps an account of time, in decode steps. Looking for drafts is paid from it twice, and
+a verify step adds what it gained, or subtracts what it lost, compared with decode steps of as many
+tokens. Decode steps add 1 % of their time. Without credit no drafts are looked for, but tokens that
+a grammar forces are verified. So even if too much is expected of drafts, they cost little more than
+this. Prompts are indexed in the steps that compute them, which is not charged.
+
+Nearly all of that is saved where drafts do not pay. A row whose drafts are not promising rests for
+1, 2, 4, ... steps, at most 32, before it looks for drafts again, with the tokens of these steps at
+once; so does a batch whose drafts are not verified (`pause.py`). While all rows rest, a step costs
+a comparison. Looks that gain nothing are hence a few in a hundred steps, and verify steps reset it.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from typing import Any
 
 from ..request import Request, RequestStatus
@@ -27,6 +33,7 @@ from ..scheduling.plan import StepPlan
 from .acceptance import Acceptance
 from .config import Speculation
 from .guess import NOTHING, Guess, with_grammar
+from .pause import MAX_PAUSE, Pause
 from .request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
 from .shared_outputs import SharedOutputs
 from .step_counter import StepCounter
@@ -49,9 +56,25 @@ LOOKS_IN_A_ROW = 7
 """Decode steps in a row with a look for drafts, before one without. Looking fills the processor's
 caches and slows the step down: only steps without show how long plain decoding takes."""
 
+UNTIMED = 16
+"""While all rows rest, one of so many steps is timed."""
+
+LARGEST_DELAY = 0.5
+"""Decode steps that a look takes, and that it slows a step down, at most: what takes longer is a
+disturbance by other processes."""
+
 FIRST_CREDIT, MOST_CREDIT = 2.0, 16.0
 """Time that may be lost to speculation before it has gained any, and after it has gained much: in
 decode steps."""
+
+NEW_CREDIT, MOST_DEBT = 0.5, 2.0
+"""The least credit of a batch of other requests, and the largest debt, which 200 decode steps pay:
+text that follows may be easier to predict."""
+
+GAINING = 4.0
+"""Credit above which rows rest at most `SHORT_PAUSE` steps: drafts have gained lately."""
+
+SHORT_PAUSE = 4
 
 
 class Speculator:
@@ -87,8 +110,22 @@ class Speculator:
         self._costs = costs
         self._is_async_device = is_async_device
         self._penalties = penalties
-        self._credit = FIRST_CREDIT * costs.greedy.decode_seconds(1)
+        self._credit = FIRST_CREDIT
         self._look_ns = self._looks = 0
+        self._step = 0
+        """Steps so far that could draft."""
+        self._pause = Pause()
+        """Of the batch, after drafts that were not worth a verify step."""
+        self._batch: Sequence[Request] = ()
+        """The rows of the last one, of which `_has_grammar` and `_rests_until` speak."""
+        self._has_grammar = False
+        self._rests_until = 0
+        """The first step for which a row of the batch looks for drafts."""
+        self._is_behind = False
+        """Whether tokens of a row wait to be indexed."""
+        self._is_timed = True
+        self._untimed = 0
+        """Decode steps since the last one that was timed."""
         self._acceptance = Acceptance()
         self._candidates = 1 if config.method == "ngram" else MAX_CANDIDATES
         self._shared: SharedOutputs | None = None
@@ -99,62 +136,81 @@ class Speculator:
 
     def begin_plan(self) -> None:
         """Begin with the next step, which may draft nothing."""
-        self.waits = False
+        self.waits, self._is_timed = False, True
         self._look_ns = 0
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         """Return the drafts of each decoding request; nothing if no request should draft."""
         self.begin_plan()
+        self._step = step = self._step + 1
+        if requests is not self._batch:  # the same list until a request joins or leaves
+            self._begin_batch(requests)
+        elif step < self._rests_until:
+            self._is_timed = step % UNTIMED == 0
+            self._untimed += not self._is_timed
+            return ()
         rests = self.config.adaptive and (self._credit < 0 or self._looks >= LOOKS_IN_A_ROW)
-        if rests and not any(request.matcher is not None for request in requests):
+        if rests and not self._has_grammar:
+            if self._credit < 0:  # until decode steps have paid
+                self._rests_until = step + min(math.ceil(-self._credit / LOOK_SHARE), MAX_PAUSE)
             return ()
         sizes = self.sizes(len(requests))
         if not sizes:
             return ()
         if rests:  # nothing is looked for, but what a grammar forces is certain
-            return self._chosen(requests, self._guesses(requests, None), sizes[-1] - 1)
+            return self._chosen(requests, [NOTHING] * len(requests), sizes[-1] - 1)
         began = time.perf_counter_ns()
-        drafts = self._chosen(
-            requests, self._guesses(requests, self._caught_up(requests)), sizes[-1] - 1
-        )
+        drafts = self._chosen(requests, self._looked(requests), sizes[-1] - 1)
+        if drafts or self.waits:
+            self._pause = Pause()
+        elif self.config.adaptive and not (self._has_grammar or self._is_behind):
+            own = self._pause.next_look(step, self._most_pause())
+            self._rests_until = max(self._rests_until, own)
         self._look_ns = time.perf_counter_ns() - began
         return drafts
 
-    def _guesses(
-        self, requests: Sequence[Request], drafters: Sequence[RequestDrafter | None] | None
-    ) -> list[Guess]:
-        """Return what may follow each request; without drafters, what grammars force."""
-        most, guesses = self.config.num_speculative_tokens, []
-        for request, drafter in zip(requests, drafters or repeat(None), strict=False):
-            guess = NOTHING
-            if drafter is not None and drafter.draft is not None:
-                guess = Guess(drafter.draft.tokens[: len(drafter.chances)], drafter.chances)
-            if self._may_draft(request):
-                guess = with_grammar(request, guess, most)
-            guesses.append(guess)
-        return guesses
+    def _begin_batch(self, requests: Sequence[Request]) -> None:
+        if set(self._batch).isdisjoint(requests):
+            self._pause, self._credit = Pause(), max(self._credit, NEW_CREDIT)
+        self._batch, self._rests_until = requests, 0
+        self._has_grammar = any(request.matcher is not None for request in requests)
 
     def _may_draft(self, request: Request) -> bool:
         return self._penalties or not request.params.uses_penalties
 
     def _chosen(
-        self, requests: Sequence[Request], guesses: Sequence[Guess], most: int
+        self, requests: Sequence[Request], guesses: list[Guess], most: int
     ) -> Sequence[Sequence[int]]:
-        """Return the tokens of each guess that are verified, at most `most` of a request."""
+        """Return the tokens of each guess that are verified, at most `most` of a request.
+
+        Adds what grammars force.
+        """
+        if self._has_grammar:
+            drafts = self.config.num_speculative_tokens
+            guesses = [
+                with_grammar(request, guess, drafts) if self._may_draft(request) else NOTHING
+                for request, guess in zip(requests, guesses, strict=True)
+            ]
+        if most < self.config.num_speculative_tokens:
+            guesses = [Guess(guess.tokens[:most], guess.chances[:most]) for guess in guesses]
         chances = [guess.chances for guess in guesses]
         if not any(chances):
             return ()
         if self.config.adaptive:
             counts = self._costs.of(requests).choose(chances)
         else:
-            counts = [min(len(own), most) for own in chances]
+            counts = [len(own) for own in chances]
         self.waits = self._is_async_device and any(counts)
         if not any(counts) or any(request.num_pending for request in requests):
             return ()
         return [guess.tokens[:count] for guess, count in zip(guesses, counts, strict=True)]
 
     def launched(self, plan: StepPlan, started_ns: int) -> None:
-        """Note when the loop began with a step that was launched."""
+        """Note when the loop began with a step that was launched, and index its prompts."""
+        if plan.prefill and (self._credit >= 0 or not self.config.adaptive):
+            self._index(plan)
+        if not self._is_timed:
+            return
         # On an asynchronous device, looking overlaps with a step in flight, or delays the next one.
         if not self._is_async_device:
             started_ns += self._look_ns
@@ -173,21 +229,23 @@ class Speculator:
         if plan.prefill or any(request.matcher is not None for request in plan.decode):
             return  # chunks and masks take time of their own
         decode_seconds = costs.decode_seconds(rows)
+        untimed, self._untimed = self._untimed, 0
         if advanced is None:
-            gained = LOOK_SHARE * decode_seconds
+            gained, most_credit = LOOK_SHARE * (1 + untimed), FIRST_CREDIT
             if looked:
                 self._looks += 1
-                gained += max(decode_seconds - took.seconds, -decode_seconds)
+                gained += max(1 - took.seconds / decode_seconds, -LARGEST_DELAY)
             else:
-                decode_seconds = costs.observe_decode(rows, took.seconds)
+                decode_seconds = costs.observe_decode(rows, took.seconds, 1 + untimed)
         else:
             n, tokens = plan.tokens_per_row, plan.decode_tokens
             most = (1 + LARGEST_ERROR) * costs.verify_seconds(rows, n, tokens)
             costs.observe(rows, n, tokens, took.seconds)
-            gained = decode_seconds * sum(advanced) / rows - min(took.seconds, most)
-        gained -= LOOK_PRICE * min(took.look_seconds, decode_seconds)
-        most_credit = MOST_CREDIT * decode_seconds
-        self._credit = min(max(self._credit + gained, -most_credit), most_credit)
+            gained = sum(advanced) / rows - min(took.seconds, most) / decode_seconds
+            most_credit = MOST_CREDIT  # only drafts earn more than the first credit
+        gained -= LOOK_PRICE * min(took.look_seconds / decode_seconds, LARGEST_DELAY)
+        most_credit = max(most_credit, self._credit)
+        self._credit = min(max(self._credit + gained, -MOST_DEBT), most_credit)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -208,27 +266,57 @@ class Speculator:
             **self._costs.stats(),
         }
 
-    def _caught_up(self, requests: Sequence[Request]) -> list[RequestDrafter | None]:
-        """Return the drafters of requests with their known tokens; None for those that never draft.
+    def _looked(self, requests: Sequence[Request]) -> list[Guess]:
+        """Return what may follow each request, of those that do not rest.
 
         Rows share the tokens that are indexed between two steps, those of long prompts after the
         newest ones of others, and outputs of other requests last.
         """
-        left, drafters, behind = INDEXED_PER_STEP, [], []
-        for request in requests:
-            drafter = None
-            if self._may_draft(request):
-                drafter = request.drafter or self._new_drafter(request)
-                if request.num_tokens - drafter.seen > FEW_TOKENS:
-                    behind.append((drafter, request))
-                else:
-                    left -= drafter.catch_up(request.num_tokens, request.tokens, FEW_TOKENS)
-            drafters.append(drafter)
-        for drafter, request in behind:
-            left -= drafter.catch_up(request.num_tokens, request.tokens, max(left, 0))
+        step, left, behind = self._step, INDEXED_PER_STEP, []
+        adaptive, guesses = self.config.adaptive, [NOTHING] * len(requests)
+        promising = self._costs.of(requests).least_drafts(len(requests)) if adaptive else 0.0
+        most_pause = self._most_pause()
+        rests_until = step + MAX_PAUSE
+        for row, request in enumerate(requests):
+            drafter = request.drafter
+            if drafter is None:
+                if not self._may_draft(request):
+                    continue
+                drafter = self._new_drafter(request)
+            if step >= drafter.rests_until:
+                known = request.num_tokens
+                if known - drafter.seen > FEW_TOKENS:
+                    behind.append((row, known))
+                    continue
+                left -= drafter.catch_up(known, request.tokens, FEW_TOKENS)
+                if drafter.is_promising(promising, step, most_pause):
+                    guesses[row] = drafter.guess
+            if drafter.rests_until < rests_until:
+                rests_until = drafter.rests_until
+        for row, known in behind:
+            drafter = requests[row].drafter
+            assert drafter is not None, "it has looked for drafts"
+            left -= drafter.catch_up(known, requests[row].tokens, max(left, 0))
+            if drafter.seen == known and drafter.is_promising(promising, step, most_pause):
+                guesses[row] = drafter.guess
+            rests_until = min(rests_until, drafter.rests_until)
+        self._is_behind = left <= 0 and bool(behind)
         if self._shared is not None:
             self._share(self._shared, left)
-        return drafters
+        self._rests_until = 0 if self._has_grammar or not adaptive else rests_until
+        return guesses
+
+    def _index(self, plan: StepPlan) -> None:
+        """Index as many tokens of each prompt as the step computes."""
+        for chunk in plan.prefill:
+            request = chunk.request
+            if self._may_draft(request):
+                drafter = request.drafter or self._new_drafter(request)
+                drafter.read(chunk.start + chunk.count, request.tokens, chunk.count)
+
+    def _most_pause(self) -> int:
+        """Return how long rows rest at most: hardly at all while drafts gain."""
+        return SHORT_PAUSE if self._credit > GAINING else MAX_PAUSE
 
     def _share(self, shared: SharedOutputs, most: int) -> None:
         """Add the outputs of requests that have ended, and index at most `most` tokens."""

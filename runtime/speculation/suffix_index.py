@@ -77,7 +77,10 @@ class SuffixIndex:
 
     def propose(self, most: int) -> Draft | None:
         """Return at most `most` drafts; None if the newest tokens have not occurred before."""
-        found, matched = self._find(self.tokens[-max(MAX_MATCH, self._n) :])
+        tokens, n = self.tokens, self._n
+        if tuple(tokens[-n:]) not in self._latest:  # mostly, where nothing repeats
+            return None
+        found, matched = self._find(tokens[-max(MAX_MATCH, n) :])
         return self._continued(found, matched, most) if found else None
 
     def propose_after(self, newest: list[int], most: int, separator: int) -> Draft | None:

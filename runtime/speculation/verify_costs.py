@@ -151,7 +151,10 @@ class VerifyCosts:
 
         In a large batch, not every number of drafts is tried.
         """
-        rows, size = len(chances), times.size
+        rows, size, log = len(chances), times.size, math.log
+        most = sum([math.log1p(sum(own)) for own in chances if own]) / rows
+        if most <= LEAST_GAIN + log(times.multiple(size + 1)):  # even if drafts cost no more
+            return None
         worth: list[tuple[float, int]] = []
         for row, own in enumerate(chances):
             tokens = 1.0
@@ -162,18 +165,23 @@ class VerifyCosts:
                 tokens += chance
         worth.sort(reverse=True)
         every, last = max(1, rows // 4), len(worth)
-        best, best_gain, expected = 0, LEAST_GAIN, 0.0
+        best, best_gain, product = 0, LEAST_GAIN, 1.0
         for count, (value, _) in enumerate(worth, 1):
-            expected += math.log1p(value) / rows
-            if expected <= best_gain or (count % every and count != last):
+            product *= 1 + value
+            if count % every and count != last:
                 continue
-            gain = expected - math.log(times.multiple(size + count))
+            gain = log(product) / rows - log(times.multiple(size + count))
             if gain > best_gain:
                 best, best_gain = count, gain
         drafts = [0] * rows
         for _, row in worth[:best]:
             drafts[row] += 1
         return drafts if best else None
+
+    def least_drafts(self, rows: int) -> float:
+        """Return how many drafts of each row a step has to accept on average, at least, to gain."""
+        times = self._times[rows]
+        return math.exp(LEAST_GAIN) * min(times.multiples[1:], default=math.inf) - 1
 
     def decode_seconds(self, rows: int) -> float:
         """Return the time of a decode step of so many rows."""
@@ -192,8 +200,8 @@ class VerifyCosts:
         """Count a step, with or without prefill."""
         self._in_a_row = self._in_a_row + 1 if tokens_per_row > 1 else 0
 
-    def observe_decode(self, rows: int, seconds: float) -> float:
-        """Correct the time of a decode step by how long one took, and return it.
+    def observe_decode(self, rows: int, seconds: float, steps: int = 1) -> float:
+        """Correct the time of a decode step by how long the last of `steps` took, and return it.
 
         Invalid times are ignored.
         """
@@ -201,7 +209,7 @@ class VerifyCosts:
         if 0 < seconds < math.inf:
             error = seconds / times.decode - 1
             times.decode *= 1 + DECODE_RATE * min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
-            times.unfaded += 1
+            times.unfaded += steps
         return times.decode
 
     def observe(self, rows: int, tokens_per_row: int, tokens: int, seconds: float) -> None:
