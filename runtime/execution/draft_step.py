@@ -12,7 +12,13 @@ import torch
 
 from ..kernels import RaggedBatch
 from ..kernels.cpu.drafted import drafted_inputs, newest_tokens
-from ..models.drafters.drafter import Drafter, Drafts, FollowedTokens, NewestTokens
+from ..models.drafters.drafter import (
+    Drafter,
+    Drafts,
+    FollowedTokens,
+    NewestTokens,
+    SampledTokens,
+)
 from ..operation_scopes import operation
 from .batches import batch_of_slots, ragged_batch
 from .inputs import StepInputs
@@ -60,6 +66,10 @@ class DraftStep:
             stops_B: int64, the first position of each row that has no slot.
         """
         with operation("draft"):
+            operator = self._drafter.operator if self._native else None
+            if operator is not None:
+                sampled = SampledTokens(tokens, self._state.positions, first_B, stops_B)
+                return operator(sampled, self._arena, key.drafts)
             batch, rows_B = tokens.batch, tokens.batch.rows
             inputs = rows_B, self._state.positions, first_B, batch.positions, tokens.token_ids
             find = newest_tokens if self._native else reference_newest_tokens

@@ -36,7 +36,7 @@ class RaggedSteps(VerifySteps):
         _, drafts_BK, counts_B = self._drafts(key)
         result, lanes_NB = self._run_ragged(key, drafts_BK, counts_B)
         if result.details is None:
-            return StepOutput(result.tokens[lanes_NB], result.logits, None, result.drafts)
+            return StepOutput(result.tokens.take(lanes_NB), result.logits, None, result.drafts)
         details = result.details.at(lanes_NB)
         return StepOutput(details.tokens, result.logits, details, result.drafts)
 

@@ -75,6 +75,7 @@ _HEADERS = (
     "drafting.h",
     "elementwise_ops.h",
     "embedding_ops.h",
+    "head_ops.h",
     "linear.h",
     "linear_ops.h",
     "mixture.h",

@@ -234,7 +234,8 @@ class DecoderStack:
         """
         number: int = torch.ops.stepgraph.stack_create.default(*stack_arguments(model))
         # A tensor, so that compiled code does not depend on the number.
-        self._handle = torch.tensor(number, device="cpu")
+        self.handle = torch.tensor(number, device="cpu")
+        """Names it in calls of operators. int64."""
         self._number = number
         self._close = weakref.finalize(self, torch.ops.stepgraph.stack_destroy.default, number)
 
@@ -269,7 +270,7 @@ class DecoderStack:
         """
         arguments = (
             *(x_TD, arena, batch.positions, batch.slots, batch.block_tables, batch.token_rows),
-            *(cos_KTE, sin_KTE, batch.read_blocks, self._handle),
+            *(cos_KTE, sin_KTE, batch.read_blocks, self.handle),
         )
         if not taps and embeddings_TD is None:
             return torch.ops.stepgraph.decoder_stack.default(*arguments), None

@@ -31,7 +31,7 @@ from ..modules import Projection, RMSNorm, Vector, mean_square
 from ..plan import rope_kinds
 from ..rope import rotate
 from .block_config import BlockParts
-from .drafter import Drafts, FollowedTokens, NewestTokens
+from .drafter import Drafts, FollowedTokens, NewestTokens, StepOperator
 from .drafter_config import DrafterConfig
 from .most_likely import most_likely_after
 from .reach import within_window
@@ -41,6 +41,8 @@ __all__ = ["BlockDrafter"]
 
 class BlockDrafter(LayerStack):
     """A block-parallel drafter. `store` gives it its weights."""
+
+    operator: StepOperator | None = None
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..decoder import Decoder
-from .drafter import Drafts, FollowedTokens, NewestTokens
+from .drafter import Drafts, FollowedTokens, NewestTokens, StepOperator
 from .most_likely import most_likely, most_likely_after
 
 __all__ = ["DraftModel"]
@@ -20,6 +20,7 @@ class DraftModel:
     """
 
     taps: tuple[int, ...] = ()
+    operator: StepOperator | None = None
 
     def __init__(self, decoder: Decoder, most_drafts: int) -> None:
         self.decoder = decoder

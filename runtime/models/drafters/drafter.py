@@ -20,13 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from ...kernels import RaggedBatch
 
-__all__ = ["Drafter", "Drafts", "FollowedTokens", "NewestTokens"]
+__all__ = [
+    "Drafter",
+    "Drafts",
+    "FollowedTokens",
+    "NewestTokens",
+    "SampledTokens",
+    "StepOperator",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,27 @@ class Drafts(NamedTuple):
     """float32 `[B, K]`: of each of them by the drafter, if those before it are right."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What `FollowedTokens` and `NewestTokens` are made of, after a step that decodes or verifies.
+
+    R: rows of the state.
+    """
+
+    tokens: FollowedTokens
+    """Of which `next_ids` may have `NON_FINITE`, and any shape."""
+    positions: torch.Tensor
+    """int64 `[R]`: of the newest token of each row."""
+    first: torch.Tensor
+    """int64 `[B]`: index of each row's first token."""
+    stops: torch.Tensor
+    """int64 `[B]`: the first position of each row that has no slot."""
+
+
+StepOperator: TypeAlias = Callable[[SampledTokens, torch.Tensor, int], Drafts]
+"""`Drafter.propose` of sampled tokens, the arena and a number of drafts."""
+
+
 class Drafter(Protocol):
     """Proposes tokens with a small model or a head on the target model's hidden states."""
 
@@ -76,6 +104,10 @@ class Drafter(Protocol):
     drafter that reads token ids only."""
     most_drafts: int
     """Drafts that one call of `propose` can return at most."""
+
+    @property
+    def operator(self) -> StepOperator | None:
+        """One operator of a CPU that finds the newest tokens and proposes; None: there is none."""
 
     @property
     def weight_bytes(self) -> int:

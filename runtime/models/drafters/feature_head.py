@@ -26,7 +26,7 @@ from ..decoder import Decoder
 from ..layer_stack import LayerStack
 from ..modules import Projection
 from ..plan import rope_kinds
-from .drafter import Drafts, FollowedTokens, NewestTokens
+from .drafter import Drafts, FollowedTokens, NewestTokens, StepOperator
 from .drafter_config import DrafterConfig
 from .most_likely import most_likely_after
 from .reach import within_window
@@ -67,6 +67,11 @@ class FeatureHead(LayerStack, ABC):
     def map_to_target(self, target_ids_V: torch.Tensor | None) -> None:
         """Set the tokens of the target that those of the head are; None: the same."""
         self.target_ids = None if target_ids_V is None else target_ids_V.to(self.device)
+
+    @property
+    def operator(self) -> StepOperator | None:
+        """See `Drafter.operator`."""
+        return None
 
     @abstractmethod
     def start(self, features_TF: torch.Tensor) -> torch.Tensor:

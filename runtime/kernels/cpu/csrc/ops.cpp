@@ -14,6 +14,7 @@
 #include "elementwise_ops.h"
 #include "draft_ops.h"
 #include "embedding_ops.h"
+#include "head_ops.h"
 #include "kernels.h"
 #include "linear_ops.h"
 #include "mixture_ops.h"
