@@ -5,8 +5,9 @@
     host        plan N + 1: verify 3       commit N, plan N + 2         commit N + 1
 
 A step that proposes takes longer than one that does not, whether or not its drafts are verified. So
-the engine keeps an account of the time that drafts have gained and cost. While it is overdrawn, the
-drafter rests, and each decode step pays a little into it.
+the engine keeps an account of the time that drafts have gained and cost. Once it is overdrawn, the
+drafter rests, until decode steps, each of which pays a little into it, have paid for a trial. While
+the drafter works, drafts are verified unless a step that only proposes would gain more.
 
 Steps with token masks propose nothing. Of rows whose output follows a grammar, tokens that it
 forces are verified.
@@ -36,13 +37,20 @@ from .verify_costs import LARGEST_ERROR, BatchCosts
 
 __all__ = ["DrafterSpeculator"]
 
-DRAFT_SHARE = 0.002
+DRAFT_SHARE = 0.006
 """Share of the time of decode steps that may be spent on drafts that do not pay: less than one step
 in a hundred is then slower for them."""
 
-FIRST_CREDIT, MOST_CREDIT = 4.0, 8.0
-"""Time that may be lost to drafts before they have gained any, and after they have gained much: in
-decode steps."""
+FIRST_CREDIT, TRIAL, MOST_CREDIT = 32.0, 2.0, 64.0
+"""Time that may be lost to drafts before they have gained any, after a rest, and after they have
+gained much: in decode steps. Some steps of a text are easier to predict than others, so a few do not
+tell whether drafts pay."""
+
+TIMED_AFTER = 256
+"""Steps that propose after which a decode step is run, so that its time remains known."""
+
+PROPOSING_RATE = 0.1
+"""Share of an error by which the time of steps that propose and verify nothing is corrected."""
 
 
 class DrafterSpeculator:
@@ -83,7 +91,14 @@ class DrafterSpeculator:
         self._calibration_seconds = calibration_seconds
         self._acceptance = DrafterAcceptance()
         self._by_position = PositionAcceptance()
-        self._credit = FIRST_CREDIT * costs.greedy.decode_seconds(1)
+        self._credit, self._rests = FIRST_CREDIT, False
+        self._untimed = 0
+        """Steps that proposed since the last decode step."""
+        self._slowdown = 1.0
+        """Measured times of steps that propose and verify nothing, relative to `proposing`."""
+        self._batch: Sequence[Request] = ()
+        """The rows of the last step, of which `_has_grammar` speaks."""
+        self._has_grammar = False
         self._counter = StepCounter(config.num_speculative_tokens)
         self._proposing_steps = 0
 
@@ -102,9 +117,15 @@ class DrafterSpeculator:
         Decides too whether the step proposes.
         """
         self.begin_plan()
-        has_grammar = any(request.matcher is not None for request in requests)
-        rests = self.config.adaptive and self._credit < 0
-        if rests and not (has_grammar or any(request.num_drafts for request in requests)):
+        if requests is not self._batch:  # the same list until a request joins or leaves
+            self._batch = requests
+            self._has_grammar = any(request.matcher is not None for request in requests)
+        has_grammar, rests = self._has_grammar, False
+        if self.config.adaptive:
+            rests = self._rests = self._credit < (TRIAL if self._rests else 0.0)
+            if self._untimed >= TIMED_AFTER:
+                return ()
+        if rests and not (has_grammar or any([request.num_drafts for request in requests])):
             return ()
         sizes = self.sizes(len(requests))
         if not sizes:
@@ -113,7 +134,8 @@ class DrafterSpeculator:
         counts = [min(len(own.tokens), sizes[-1] - 1) for own in guesses]
         if self.config.adaptive and any(counts):
             chances = [own.chances for own in guesses]
-            counts = self._costs.of(requests).choose(chances)
+            otherwise = 1.0 if rests or has_grammar else self._propose_multiple(len(requests))
+            counts = self._costs.of(requests).choose(chances, otherwise)
         verifies = any(counts)
         if has_grammar:
             self._forces = verifies
@@ -173,19 +195,20 @@ class DrafterSpeculator:
         if took is None or not plan.decode:
             return
         rows, costs = len(plan.decode), self._costs.of(plan.decode)
-        costs.count(plan.tokens_per_row)
-        if any(request.matcher is not None for request in plan.decode):
+        if any([request.matcher is not None for request in plan.decode]):
             return  # masks take time of their own
         if not plan.proposes:
             if advanced is not None or plan.prefill:
                 return
-            decode_seconds = costs.observe_decode(rows, took.seconds)
-            gained = DRAFT_SHARE * decode_seconds
+            self._untimed = 0
+            costs.observe_decode(rows, took.seconds)
+            gained = DRAFT_SHARE
         else:
+            self._untimed += 1
             decode_seconds = costs.decode_seconds(rows)
             n, tokens = plan.tokens_per_row, plan.decode_tokens
             if advanced is None:
-                expected, reached = self._proposing(rows) * decode_seconds, rows
+                expected, reached = self._propose_multiple(rows) * decode_seconds, rows
             else:
                 expected, reached = costs.verify_seconds(rows, n, tokens), sum(advanced)
             seconds = expected  # with a chunk of prefill, the step took longer
@@ -193,8 +216,14 @@ class DrafterSpeculator:
                 seconds = min(took.seconds, (1 + LARGEST_ERROR) * expected)
                 if advanced is not None:
                     costs.observe(rows, n, tokens, took.seconds)
-            gained = decode_seconds * reached / rows - seconds
-        self._credit = min(self._credit + gained, MOST_CREDIT * decode_seconds)
+                else:
+                    self._slowdown *= 1 + PROPOSING_RATE * (seconds / expected - 1)
+            gained = reached / rows - seconds / decode_seconds
+        self._credit = min(self._credit + gained, MOST_CREDIT)
+
+    def _propose_multiple(self, rows: int) -> float:
+        """Return the time of a step that proposes and verifies nothing, in decode steps."""
+        return max(self._slowdown * self._proposing(rows), 1.0)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -119,23 +119,29 @@ class VerifyCosts:
         }
         self._in_a_row = 0
 
-    def choose(self, chances: Sequence[Sequence[float]]) -> list[int]:
+    def choose(self, chances: Sequence[Sequence[float]], otherwise: float = 1.0) -> list[int]:
         """Return the number of drafts of each row of the step with the largest gain.
 
-        `chances` has, for each row, the probability that each of its drafts is accepted. All
-        numbers are 0 if drafts do not pay.
+        All numbers are 0 if drafts do not pay.
+
+        Args:
+            chances: of each row, the probability that each of its drafts is accepted.
+            otherwise: the time of the step if it verifies nothing, in decode steps.
         """
         none = [0] * len(chances)
         if self._in_a_row >= VERIFY_IN_A_ROW or not any(chances):
             return none
         times = self._times[len(chances)]
         times.fade()
-        return (self._even if self._padded else self._ragged)(chances, times) or none
+        least = LEAST_GAIN - math.log(otherwise)
+        return (self._even if self._padded else self._ragged)(chances, times, least) or none
 
-    def _even(self, chances: Sequence[Sequence[float]], times: _Times) -> list[int] | None:
+    def _even(
+        self, chances: Sequence[Sequence[float]], times: _Times, least: float
+    ) -> list[int] | None:
         """Return the drafts of the best step with as many tokens for each row."""
         rows, size = len(chances), times.size
-        best, best_gain = 0, LEAST_GAIN
+        best, best_gain = 0, least
         for tokens, multiple in zip(times.tokens[1:], times.multiples[1:], strict=True):
             drafts = tokens // size - 1
             expected = sum(math.log1p(sum(own[:drafts])) for own in chances if own) / rows
@@ -146,14 +152,16 @@ class VerifyCosts:
             return None
         return [sum(chance >= LEAST_CHANCE for chance in own[:best]) for own in chances]
 
-    def _ragged(self, chances: Sequence[Sequence[float]], times: _Times) -> list[int] | None:
+    def _ragged(
+        self, chances: Sequence[Sequence[float]], times: _Times, least: float
+    ) -> list[int] | None:
         """Return the drafts of the best step; see the top of this file.
 
         In a large batch, not every number of drafts is tried.
         """
         rows, size, log = len(chances), times.size, math.log
         most = sum([math.log1p(sum(own)) for own in chances if own]) / rows
-        if most <= LEAST_GAIN + log(times.multiple(size + 1)):  # even if drafts cost no more
+        if most <= least + log(times.multiple(size + 1)):  # even if drafts cost no more
             return None
         worth: list[tuple[float, int]] = []
         for row, own in enumerate(chances):
@@ -165,7 +173,7 @@ class VerifyCosts:
                 tokens += chance
         worth.sort(reverse=True)
         every, last = max(1, rows // 4), len(worth)
-        best, best_gain, product = 0, LEAST_GAIN, 1.0
+        best, best_gain, product = 0, least, 1.0
         for count, (value, _) in enumerate(worth, 1):
             product *= 1 + value
             if count % every and count != last:
