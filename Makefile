@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 OLDEST_VENV := .venv-oldest
 OLDEST_TORCH := $(shell sed -n 's/^ *"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 PYTEST := -m pytest -n 2 --dist loadfile -m "not slow"
+# Otherwise each worker rewrites the assertions of all tests anew, which takes seconds.
+test test-oldest: export PYTHONDONTWRITEBYTECODE =
 LINKS := build/editable
 
 .PHONY: bench test test-oldest check format clean

@@ -13,6 +13,7 @@ from stepgraph.runtime.bench.scenarios import prefix_sharing as prefix
 from stepgraph.runtime.bench.scenarios.prefix_sharing import NUM_PREFIXES, TAIL_TOKENS, PrefixRun
 from stepgraph.runtime.bench.scenarios.steady import BenchmarkCase
 
+pytestmark = pytest.mark.native_kernels
 CASE = BenchmarkCase(batch_size=3, input_len=72, output_len=6)
 
 

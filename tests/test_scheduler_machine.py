@@ -297,11 +297,21 @@ def crowded_rig(seed: int, windows: Windows, **options: Any) -> Rig:
     )
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("prefix", [False, True])
-@pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("several", ["decode", "steps", "drafts of the host", "of a drafter"])
-@pytest.mark.parametrize("nan", [False, True])
+SEVERAL = ("decode", "steps", "drafts of the host", "of a drafter")
+QUICK_CROWDS = {
+    (False, 0, "decode", False),
+    (False, 1, "steps", False),
+    (False, 1, "drafts of the host", True),
+    (True, 1, "of a drafter", False),
+}
+CROWDS = [
+    pytest.param(*crowd, marks=() if crowd in QUICK_CROWDS else pytest.mark.slow)
+    for crowd in itertools.product([False, True], [0, 1], SEVERAL, [False, True])
+]
+"""Every value, and NaN with rejected drafts, is in a quick one."""
+
+
+@pytest.mark.parametrize(("prefix", "in_flight", "several", "nan"), CROWDS)
 def test_outputs_in_a_crowd(prefix: bool, in_flight: int, several: str, nan: bool) -> None:
     """The machine above may choose to be idle; here all that can happen does."""
     steps = (2, 3, 8, 3) if several == "steps" else (1, 1, 1, 1)
