@@ -52,9 +52,10 @@ Pair = tuple[Engine, Engine]
 def pair_of(directory: Path, **config: Any) -> Iterator[Pair]:
     """A plain engine of one process, and one of two that verifies drafts."""
     config = SIZES | {"structured_output": True, "max_model_len": 128} | config
+    drafts = {"num_speculative_tokens": 3, "adaptive": False}
     with (
         opened(directory, **config) as one,
-        opened(directory, 2, **config, speculation={"num_speculative_tokens": 3}) as two,
+        opened(directory, 2, **config, speculation=drafts) as two,
     ):
         yield one, two
     assert not children()
