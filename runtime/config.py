@@ -119,7 +119,7 @@ class EngineConfig:
             reads a buffer of `prefill_chunk` embeddings.
         structured_output: whether outputs may follow a grammar (`SamplingParams.structured`). Needs
             the package llguidance (`stepgraph[structured]`), buffers for token masks and logits,
-            and more prepared steps. Not with `tensor_parallel`. See docs/structured-output.md.
+            and more prepared steps. See docs/structured-output.md.
         encoder_cache_bytes: bytes of host memory, outside the memory plan, for the cache of
             `Engine.encode`, 0 to 2^60; 0: no cache.
         tie_word_embeddings: whether the output head is the embedding. True ignores the checkpoint's
@@ -221,11 +221,6 @@ class EngineConfig:
             if not isinstance(getattr(self, field), bool):
                 value = bounded_repr(getattr(self, field))
                 raise ConfigError(f"{field} must be True or False, not {value}")
-        if self.structured_output and self.tensor_parallel > 1:
-            raise ConfigError(
-                f"structured_output=True cannot be combined with tensor_parallel="
-                f"{self.tensor_parallel}: token masks reach one process only. Leave out one of them"
-            )
         if not isinstance(self.tie_word_embeddings, bool | None):
             raise ConfigError(
                 "tie_word_embeddings must be True, False or None, not"

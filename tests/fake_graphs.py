@@ -28,12 +28,12 @@ from stepgraph.runtime import resolved_config
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.execution import outputs, prepared_steps
 from stepgraph.runtime.execution.drafter_cache import DrafterCache
+from stepgraph.runtime.execution.host_masks import HostMasks
 from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer, ScoreArrays
 from stepgraph.runtime.execution.row_state import RowState
 from stepgraph.runtime.execution.runner import Runner
 from stepgraph.runtime.execution.step_key import StepKey
-from stepgraph.runtime.execution.token_masks import TokenMasks
 from stepgraph.runtime.kernels import Kernels, select_kernels
 from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling.sampling_state import SamplingState
@@ -349,7 +349,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     queued(HostArena, "swap_out")
     queued(HostArena, "swap_in")
     queued(PromptScorer, "run")
-    queued(TokenMasks, "copy_to_device")
+    queued(HostMasks, "copy_to_device")
     queued(ScoreArrays, "copy_async")
     waiting(EagerStep, "run")
     waiting(Runner, "check_integrity")

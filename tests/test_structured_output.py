@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime import (
-    ConfigError,
     Engine,
-    EngineConfig,
     GrammarError,
     RequestError,
     SamplingParams,
@@ -181,8 +179,6 @@ def test_a_failing_grammar_ends_its_request_alone(
 
 
 def test_refusals(open_engine: Callable[..., Engine]) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel=2"):
-        EngineConfig(structured_output=True, tensor_parallel=2)
     structured = greedy(structured={"regex": "a"})
     with pytest.raises(RequestError, match="structured_output=True in its EngineConfig"):
         open_engine("text").add_request([5], structured)

@@ -12,6 +12,7 @@ import torch
 
 from ...graphs.buffers import StaticBuffers
 from ..distributed.rank_group import RankGroup
+from ..errors import RankError
 from ..kernels.cpu.threads import limit_threads
 from .inputs import DraftInputs, EmbedInputs, StepInputs
 from .outputs import OUTPUT_SETS, checked_tokens
@@ -21,6 +22,7 @@ from .rank_commands import (
     InputBuffer,
     decode_copies,
     decode_inputs,
+    decode_masks,
     decode_padding,
     decode_row,
     decode_run,
@@ -76,7 +78,7 @@ class Follower:
         sampling = runner.state.sampling
         self._row_sizes = sampling.reals.shape[1], sampling.integers.shape[1]
         self._vocab_size = sampling.token_counts.shape[1]
-        self._keys: dict[bytes, tuple[StepKey, int]] = {}
+        self._keys: dict[bytes, tuple[StepKey, int, bool]] = {}
         self._pending: deque[_Pending] = deque()
         self._checked = 0
         self._apply: dict[int, Callable[[bytes], None]] = {
@@ -89,6 +91,7 @@ class Follower:
             Command.PADDING: lambda payload: runner.place_padding(*decode_padding(payload)),
             Command.RELOAD: self._reload_weights,
             Command.SERVE: lambda payload: serve(*decode_serve(payload)),
+            Command.MASKS: self._masks,
         }
 
     def follow(self) -> None:
@@ -109,8 +112,11 @@ class Follower:
         decoded = self._keys.get(payload)
         if decoded is None:
             decoded = self._keys[payload] = decode_run(payload)
-        key, lanes = decoded
+        key, lanes, awaits_masks = decoded
         runner = self._runner
+        if awaits_masks:
+            assert runner.followed_masks is not None, "this rank has no token masks"
+            runner.followed_masks.receive = self._receive_masks
         if runner.threads is not None:
             limit_threads(runner.threads)
         if not lanes:
@@ -127,6 +133,26 @@ class Follower:
         assert arrived is not None
         self._pending.append(_Pending(arrived, output, lanes))
 
+    def _receive_masks(self) -> None:
+        """Apply what rank 0 sends within a step, up to its masks."""
+        while True:
+            kind, payload = self._group.reader.receive()
+            if kind not in (Command.INPUTS, Command.MASKS):
+                raise RankError(
+                    f"rank {self._group.rank} awaits token masks, and rank 0 sent the command"
+                    f" {Command(kind).name}"
+                )
+            self._apply[kind](payload)
+            if kind == Command.MASKS:
+                return
+
+    def _masks(self, payload: bytes) -> None:
+        masks, state = self._runner.followed_masks, self._runner.state.masks
+        assert masks is not None, "this rank has no token masks"
+        assert state is not None, "this rank has no token masks"
+        self._check_in_all()  # they may have yet to copy the masks of the host
+        masks.write(*decode_masks(payload, state.bits.shape[1]))
+
     def _check_in(self, step: _Pending) -> None:
         step.arrived.synchronize()
         self._runner.check_peers()
@@ -138,9 +164,13 @@ class Follower:
             self._check_in(self._pending.popleft())
         return bool(self._pending)
 
-    def _reload_weights(self, payload: bytes) -> None:
-        while self._pending:  # rank 0 has read these steps, and does not wait for long
+    def _check_in_all(self) -> None:
+        """Wait for the steps under way, of which rank 0 has launched all parts."""
+        while self._pending:
             self._check_in(self._pending.popleft())
+
+    def _reload_weights(self, payload: bytes) -> None:
+        self._check_in_all()  # rank 0 has read them, and does not wait for long
         self._reload(json.loads(payload))
 
     def _inputs(self, payload: bytes) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from ..distributed.rank_group import RankGroup
 from ..sampling.sampling_state import RowParameters
-from .step_key import StepKey
+from .step_key import StepKey, StepPart
 
 __all__ = ["BLOCK_COPIES", "INPUT_BUFFERS", "Command", "CommandSender", "Inputs", "decode_inputs"]
 
@@ -28,12 +28,15 @@ BLOCK_COPIES: tuple[BlockCopy, ...] = ("within", "to_host", "from_host")
 InputBuffer = Literal["steps", "embeds", "scores", "drafts"]
 INPUT_BUFFERS: tuple[InputBuffer, ...] = ("steps", "embeds", "scores", "drafts")
 
-_PHASES = ("decode", "prefill")
-_RUN = Struct("<BIIBIII")
+_PARTS: tuple[StepPart, ...] = ("whole", "forward", "sample")
+_PREFILL, _FULL_SAMPLER, _MASKED, _AWAITS_MASKS, _PART = 1, 2, 4, 8, 16
+"""Bits of a key; from the last one on the index of its part."""
+_RUN = Struct("<BIIHHHI")
 _INPUTS, _FIELD = Struct("<BBI"), Struct("<BI")
 _ROW, _TOKEN, _SCORE = Struct("<Iqq"), Struct("<Iq"), Struct("<II")
 _PADDING = Struct("<qqqq")
 _SERVE = Struct("<d")
+_MASKS = Struct("<III")
 
 
 class Command(IntEnum):
@@ -49,6 +52,7 @@ class Command(IntEnum):
     RELOAD = 8
     SERVE = 9
     CLOSE = 10
+    MASKS = 11
 
 
 class Inputs(NamedTuple):
@@ -72,16 +76,40 @@ class CommandSender:
         assert group.rank == 0
         self.group = group
         self._send = group.writer.send
-        self._runs: dict[tuple[StepKey, int], bytes] = {}
+        self._runs: dict[tuple[StepKey, int, bool], bytes] = {}
         self._fields: dict[type, dict[str, int]] = {}
         """Indices of the fields of dataclasses."""
 
-    def run(self, key: StepKey, lanes: int) -> None:
-        """Run a step, whose first `lanes` tokens are checked in."""
-        encoded = self._runs.get((key, lanes))
+    def run(self, key: StepKey, lanes: int, *, awaits_masks: bool = False) -> None:
+        """Run a step, whose first `lanes` tokens are checked in.
+
+        If it awaits masks, these follow with `masks`, after new drafts of the step if it has any.
+        """
+        encoded = self._runs.get((key, lanes, awaits_masks))
         if encoded is None:
-            encoded = self._runs[key, lanes] = encode_run(key, lanes)
+            encoded = encode_run(key, lanes, awaits_masks=awaits_masks)
+            self._runs[key, lanes, awaits_masks] = encoded
         self._send(Command.RUN, encoded)
+
+    def masks(
+        self,
+        allowed: Sequence[int],
+        written: Sequence[int],
+        masks: npt.NDArray[np.int32],
+        tokens_per_row: int,
+    ) -> None:
+        """Write the masks of a step.
+
+        Args:
+            allowed: rows that may sample any token.
+            written: indices of other masks that were written, those of the former rows not.
+            masks: all masks, `[masks, words]`.
+            tokens_per_row: masks of each row that are copied to the device.
+        """
+        header = _MASKS.pack(len(allowed), len(written), tokens_per_row)
+        indices = np.asarray((*allowed, *written), dtype=np.uint32).tobytes()
+        words = b"".join([masks[index].tobytes() for index in written])
+        self._send(Command.MASKS, header + indices + words)
 
     def inputs(
         self, buffer: InputBuffer, arrays: object, counts: dict[str, int], updates: int = 0
@@ -139,31 +167,34 @@ class CommandSender:
         self._send(Command.CLOSE)
 
 
-def encode_run(key: StepKey, lanes: int) -> bytes:
+def encode_run(key: StepKey, lanes: int, *, awaits_masks: bool = False) -> bytes:
     """Return the payload of `Command.RUN`."""
-    return _RUN.pack(
-        _PHASES.index(key.phase),
-        key.size,
-        key.read_blocks,
-        key.full_sampler,
-        key.steps,
-        key.tokens_per_row,
-        lanes,
+    flags = (
+        _PREFILL * (key.phase == "prefill")
+        | _FULL_SAMPLER * key.full_sampler
+        | _MASKED * key.masked
+        | _AWAITS_MASKS * awaits_masks
+        | _PART * _PARTS.index(key.part)
     )
+    sizes = key.size, key.read_blocks, key.steps, key.tokens_per_row, key.drafts
+    return _RUN.pack(flags, *sizes, lanes)
 
 
-def decode_run(payload: bytes) -> tuple[StepKey, int]:
-    """Return key and lanes of `Command.RUN`."""
-    phase, size, read_blocks, full_sampler, steps, tokens_per_row, lanes = _RUN.unpack(payload)
+def decode_run(payload: bytes) -> tuple[StepKey, int, bool]:
+    """Return key and lanes of `Command.RUN`, and whether the step awaits masks."""
+    flags, size, read_blocks, steps, tokens_per_row, drafts, lanes = _RUN.unpack(payload)
     key = StepKey(
-        "prefill" if phase else "decode",
+        "prefill" if flags & _PREFILL else "decode",
         size,
         read_blocks,
-        bool(full_sampler),
+        bool(flags & _FULL_SAMPLER),
         steps,
         tokens_per_row,
+        drafts,
+        bool(flags & _MASKED),
+        _PARTS[flags // _PART],
     )
-    return key, lanes
+    return key, lanes, bool(flags & _AWAITS_MASKS)
 
 
 def decode_inputs(payload: bytes, arrays: dict[InputBuffer, object]) -> Inputs:
@@ -211,6 +242,17 @@ def decode_copies(payload: bytes) -> tuple[BlockCopy, list[tuple[int, int]]]:
     """Return kind and pairs of `Command.COPY_BLOCKS`."""
     pairs = np.frombuffer(payload, np.int64, offset=1).reshape(-1, 2).tolist()
     return BLOCK_COPIES[payload[0]], [(source, target) for source, target in pairs]
+
+
+def decode_masks(
+    payload: bytes, words: int
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.NDArray[np.int32], int]:
+    """Return the arguments of `FollowedMasks.write`; a mask has so many words."""
+    allowed, written, tokens_per_row = _MASKS.unpack_from(payload)
+    indices = np.frombuffer(payload, np.uint32, allowed + written, _MASKS.size)
+    begin = _MASKS.size + indices.nbytes
+    masks = np.frombuffer(payload, np.int32, written * words, begin).reshape(written, words)
+    return indices[:allowed], indices[allowed:], masks, tokens_per_row
 
 
 decode_token, decode_score, decode_padding = _TOKEN.unpack, _SCORE.unpack, _PADDING.unpack

@@ -26,6 +26,7 @@ from ..sampling.sampling_state import RowParameters
 from ..scheduling.plan import StepPlan
 from .draft_step import DraftStep
 from .drafter_cache import DrafterCache, new_blocks
+from .host_masks import FollowedMasks, HostMasks
 from .input_writer import InputWriter
 from .mask_state import MaskSizes
 from .outputs import (
@@ -90,17 +91,26 @@ class Runner:
             model.config.vocab_size,
             device,
             rope_by_length=plan_of(model.config).rope_by_length,
-            masked=MaskSizes.of(config, model.config.vocab_size),
+            masked=MaskSizes.of(config, model.config),
             drafts=config.kept_drafts,
         )
         self.masks: TokenMasks | None = None
+        self.followed_masks: FollowedMasks | None = None
+        """Those of a rank above 0."""
+        self._host_masks: HostMasks | None = None
         if self.state.masks is not None:
-            self.masks = TokenMasks(
-                self.state.masks,
-                self.state.null_row + 1,
-                lambda drafts: self._writer.write_drafts(drafts, ()),
-                is_async=config.is_async_device,
+            self._host_masks = host_masks = HostMasks(
+                self.state.masks, self.state.null_row + 1, is_async=config.is_async_device
             )
+            if model.vocabulary is not None and commands is None:
+                self.followed_masks = FollowedMasks(host_masks)
+            else:
+                self.masks = TokenMasks(
+                    host_masks,
+                    lambda drafts: self._writer.write_drafts(drafts, ()),
+                    commands,
+                    in_thread=not config.is_async_device,
+                )
         self.null_row = self.state.null_row
         self.scorer = PromptScorer(
             model,
@@ -155,7 +165,7 @@ class Runner:
                 config.block_size,
                 native=model.kernels.library is not None,
             ),
-            masks_thread=None if config.is_async_device else self.masks,
+            masks_thread=None if config.is_async_device else self.masks or self.followed_masks,
         )
         self.steps = PreparedSteps(config, self.sizes.keys(), make_functions)
         self.library = self.steps.library
@@ -179,7 +189,7 @@ class Runner:
     def host_nbytes(self) -> int:
         """Bytes of host buffers for an asynchronous device: input mirrors and outputs."""
         outputs = 0 if self.outputs is None else self.outputs.nbytes
-        masks = 0 if self.masks is None else self.masks.host_nbytes
+        masks = 0 if self._host_masks is None else self._host_masks.nbytes
         return self._input_nbytes + outputs + masks + self.scorer.host_nbytes
 
     @property
@@ -269,7 +279,8 @@ class Runner:
         Ranks compare the first `lanes` tokens; see `read`.
         """
         if self.commands is not None:
-            self.commands.run(key, lanes)
+            awaits_masks = key.masked and self.masks is not None and self.masks.pending
+            self.commands.run(key, lanes, awaits_masks=awaits_masks)
         if self.own_threads is None:
             return self.library.run(key)
         with self.own_threads:

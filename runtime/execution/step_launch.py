@@ -124,7 +124,7 @@ class StepLaunch:
             with span:
                 started = clock()
                 self._launched_ns = self._launched_ns or started
-                output = runner.run(key, len(requests))
+                output = runner.run(key, 0 if key.part == "forward" else len(requests))
                 if key.part != "forward":
                     output = runner.copy_outputs(number, key, output)
                     if not decodes:

@@ -15,6 +15,7 @@ from ..kernels.ops.feedback import Feedback
 from ..kernels.ops.token_masks import LaneMasks, mask_logits
 from ..models.decoder_model import DecoderModel
 from ..models.drafters.drafter import Drafts, FollowedTokens
+from ..models.sharded_vocabulary import ShardedVocabulary
 from ..operation_scopes import operation
 from ..sampling.samplers import SAMPLERS
 from .batches import ragged_batch
@@ -180,19 +181,18 @@ class StepParts(ABC):
     ) -> StepOutput:
         """Sample the token after each position, and store it as the row's newest."""
         sampler, state, vocabulary = self._sampler, self.state, self.model.vocabulary
-        assert masks is None or vocabulary is None, "masks are those of the whole vocabulary"
+        if full_sampler or masks is not None:
+            logits_BV, vocabulary = self._gathered(logits_BV), None
         logits_BV, *own = self._apply(masks, logits_BV)
         feedback = Feedback(rows_B, positions_B, state.token_ids, state.positions)
         if not full_sampler:
             with operation("greedy"):
                 if sampler.greedy_step is not None and vocabulary is None:
                     return StepOutput(sampler.greedy_step(logits_BV, feedback), logits_BV, None)
-                tokens_B = self._greedy_tokens(logits_BV, *own)
+                tokens_B = self._greedy_tokens(logits_BV, vocabulary, *own)
                 feedback.store(tokens_B)
                 return StepOutput(tokens_B, logits_BV, None)
         with operation("sample"):
-            if vocabulary is not None:
-                logits_BV = vocabulary.gather(logits_BV)
             if sampler.full_step is not None:
                 details = sampler.full_step(logits_BV, state.sampling, feedback)
             else:
@@ -200,9 +200,22 @@ class StepParts(ABC):
                 feedback.store(details.tokens)
             return StepOutput(details.tokens, logits_BV, details)
 
-    def _greedy_tokens(self, logits_BV: torch.Tensor, *masks: LaneMasks) -> torch.Tensor:
+    def _gathered(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole vocabulary, as masks and the full sampler need them."""
+        vocabulary = self.model.vocabulary
+        if vocabulary is None:
+            return logits_BV
+        with operation("sample"):
+            return vocabulary.gather(logits_BV)
+
+    def _greedy_tokens(
+        self,
+        logits_BV: torch.Tensor,
+        vocabulary: ShardedVocabulary | None,
+        *masks: LaneMasks,
+    ) -> torch.Tensor:
         """Return the most probable tokens, int64 `[B]`, of logits or of a rank's part of them."""
-        sample, vocabulary = self._sampler.greedy, self.model.vocabulary
+        sample = self._sampler.greedy
         if vocabulary is None:
             return sample(logits_BV, *masks)
         return vocabulary.greedy(logits_BV, sample)
@@ -216,9 +229,8 @@ class StepParts(ABC):
         masks: LaneMasks | None = None,
     ) -> StepOutput:
         """Draw the token after each of the tokens of a verify step."""
+        logits_TV = self._gathered(logits_TV)
         with operation("sample"):
-            if self.model.vocabulary is not None:
-                logits_TV = self.model.vocabulary.gather(logits_TV)
             logits_TV, *own = self._apply(masks, logits_TV)
             state = self.state.sampling
             if self._sampler.drafted is None:
@@ -231,9 +243,12 @@ class StepParts(ABC):
 
     def _largest(self, logits_TV: torch.Tensor, masks: LaneMasks | None) -> StepOutput:
         """Take the most probable token after each of the tokens of a verify step."""
+        vocabulary = self.model.vocabulary
+        if masks is not None:
+            logits_TV, vocabulary = self._gathered(logits_TV), None
         logits_TV, *own = self._apply(masks, logits_TV)
         with operation("greedy"):
-            return StepOutput(self._greedy_tokens(logits_TV, *own), logits_TV, None)
+            return StepOutput(self._greedy_tokens(logits_TV, vocabulary, *own), logits_TV, None)
 
     @property
     def drafts_with_penalties(self) -> bool:

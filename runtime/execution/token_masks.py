@@ -7,17 +7,15 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
-import torch
-
 from ...profiling import ranges
 from ..bounded_repr import bounded_repr
 from ..errors import StructuredOutputError
-from ..kernels.ops.mask_words import MaskWords
 from ..request import Request, RequestStatus
 from ..scheduling.plan import StepPlan
 from .helper_thread import HelperThread
-from .mask_state import MaskState
+from .host_masks import HostMasks
 from .outputs import GrammarEnd
+from .rank_commands import CommandSender
 
 __all__ = ["TokenMasks"]
 
@@ -33,7 +31,7 @@ class _Lane(NamedTuple):
 
 
 class TokenMasks:
-    """The masks of all rows, on the host and on the device.
+    """Computes the masks of all rows, and brings them to the devices.
 
     A step's masks are computed from `start` on, in a thread of their own, and at the latest in
     `wait`, in that of the caller. They need the tokens of all earlier steps: on a CPU these are
@@ -43,33 +41,26 @@ class TokenMasks:
 
     def __init__(
         self,
-        state: MaskState,
-        rows: int,
+        masks: HostMasks,
         rewrite_drafts: Callable[[Sequence[Sequence[int]]], None],
+        commands: CommandSender | None = None,
         *,
-        is_async: bool,
+        in_thread: bool,
     ) -> None:
-        """Write the masks of `state`, on a device that runs steps asynchronously by a copy.
+        """Write `masks`.
 
         Args:
-            state: the masks on the device.
-            rows: those of the state, the null row included.
+            masks: of all rows.
             rewrite_drafts: replaces the drafts of the step that is running.
-            is_async: whether the device runs steps asynchronously.
+            commands: sends the masks to the other ranks; see `Runner`.
+            in_thread: whether `start` leaves the work to a thread: on a device that runs steps
+                asynchronously the host waits for it.
         """
-        self._device = state.bits
-        self._host = state.bits
-        if is_async:
-            self._host = torch.full_like(
-                state.bits, -1, device="cpu", pin_memory=state.bits.is_cuda
-            )
-        array = self._host.numpy()
-        words = [MaskWords(array[index]) for index in range(len(array))]
-        self._of_row = [words[row::rows] for row in range(rows)]
-        self._rows, self._rewrite_drafts = rows, rewrite_drafts
+        self._masks, self._commands = masks, commands
+        self._rewrite_drafts = rewrite_drafts
         self._restricted: set[int] = set()
         """Rows whose masks may forbid tokens."""
-        self.in_thread = not is_async
+        self.in_thread = in_thread
         """Whether `start` leaves the work to a thread."""
         self._thread: HelperThread[_Lane] | None = None
         self._plan: StepPlan | None = None
@@ -79,11 +70,15 @@ class TokenMasks:
         """Decoding rows and how many of their drafts are kept."""
         self.ends: list[GrammarEnd] = []
         """Requests that end before the tokens of the step, whose masks allow all tokens."""
+        self._allowed: list[int] = []
+        """Rows that this step has let sample any token."""
+        self._written: list[tuple[int, int]] = []
+        """Rows and how many masks of each the step writes."""
 
     @property
-    def host_nbytes(self) -> int:
-        """Bytes of the copy on the host."""
-        return 0 if self._host is self._device else self._host.nbytes
+    def pending(self) -> bool:
+        """Whether a step has masks that have not been waited for."""
+        return self._plan is not None
 
     def prepare(self, plan: StepPlan) -> None:
         """Take a plan. Of rows without a grammar all tokens are allowed.
@@ -92,6 +87,7 @@ class TokenMasks:
         """
         assert self._plan is None, "the masks of two steps at the same time"
         self._plan, self.ends, self._cuts = plan, [], []
+        self._allowed, self._written = [], []
         drafts = plan.drafts or repeat(())
         for index, (request, of_row) in enumerate(zip(plan.decode, drafts, strict=False)):
             self._add(index, request.row, request, of_row)
@@ -106,11 +102,12 @@ class TokenMasks:
             return
         if request.matcher is not None:
             self._lanes.append(_Lane(index, row, request, drafts))
+            self._written.append((row, 1 + len(drafts)))
             self._restricted.add(row)
         elif row in self._restricted:
             self._restricted.discard(row)
-            for mask in self._of_row[row]:
-                mask.allow_all()
+            self._masks.allow_all(row)
+            self._allowed.append(row)
 
     def start(self) -> None:
         """Start to compute the masks of the step, if it has any."""
@@ -127,7 +124,7 @@ class TokenMasks:
         self._thread.begin(self._fill, lanes)
 
     def wait(self) -> None:
-        """Wait for the masks of the step, if it has any, and issue their copy to the device.
+        """Wait for the masks of the step, if it has any; bring them to the devices of all ranks.
 
         Drafts after which an output ends are taken out of the step.
         """
@@ -147,13 +144,12 @@ class TokenMasks:
                 drafts[index] = drafts[index][:kept]
             plan.drafts = drafts
             self._rewrite_drafts(drafts)
-        if self._host is not self._device:
-            self.copy_to_device(1 + max(map(len, plan.drafts), default=0))
-
-    def copy_to_device(self, tokens_per_row: int) -> None:
-        """Issue the copy of the masks of so many tokens of each row."""
-        end = tokens_per_row * self._rows
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
+        tokens_per_row = 1 + max(map(len, plan.drafts), default=0)
+        if self._commands is not None:
+            masks = self._masks
+            written = [row + n * masks.rows for row, count in self._written for n in range(count)]
+            self._commands.masks(self._allowed, written, masks.array, tokens_per_row)
+        self._masks.copy_to_device(tokens_per_row)
 
     def close(self) -> None:
         """End the thread."""
@@ -163,7 +159,7 @@ class TokenMasks:
 
     def _fill(self, lane: _Lane) -> None:
         place, row, request, drafts = lane
-        masks = self._of_row[row]
+        masks = self._masks.of_row[row]
         assert request.matcher is not None
         try:
             outcome, kept = request.matcher.fill(request, masks, drafts)

@@ -123,7 +123,7 @@ class VerifySteps(StepParts):
         tokens_T = None
         if greedy:
             with operation("greedy"):
-                tokens_T = self._greedy_tokens(logits_TV)
+                tokens_T = self._greedy_tokens(logits_TV, self.model.vocabulary)
         sampled_rows_T = torch.where(valid_BN, token_rows_BN, state.null_row).flatten()
         return Lanes(
             logits_TV,

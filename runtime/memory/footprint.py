@@ -272,7 +272,7 @@ def _static_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int)
             row_blocks,
             model.vocab_size,
             rope_by_length=by_length,
-            masked=MaskSizes.of(config, model.vocab_size),
+            masked=MaskSizes.of(config, model),
             drafts=config.kept_drafts,
         )
         scores = PromptScorer.bytes_for(
@@ -325,7 +325,7 @@ def _host_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -
         config.proposed_drafts,
     )
 
-    masked = MaskSizes.of(config, model.vocab_size)
+    masked = MaskSizes.of(config, model)
     masks = 0 if masked is None else masked.mask_bytes
 
     def host_bytes(prefill_tokens: int, row_blocks: int) -> int:
