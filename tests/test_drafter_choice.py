@@ -13,7 +13,7 @@ from stepgraph.runtime.request import OWN_DRAFT, Request
 from stepgraph.runtime.scheduling.plan import StepPlan
 from stepgraph.runtime.speculation.config import Speculation
 from stepgraph.runtime.speculation.drafter_acceptance import DrafterAcceptance, PositionAcceptance
-from stepgraph.runtime.speculation.drafter_speculator import DrafterSpeculator
+from stepgraph.runtime.speculation.drafter_speculator import FIRST_CREDIT, DrafterSpeculator
 from stepgraph.runtime.speculation.verify_costs import BatchCosts, VerifyCosts
 
 from .test_draft_choice import row
@@ -81,9 +81,12 @@ def test_a_good_drafter_proposes_in_every_step(is_async_device: bool) -> None:
 
 
 def test_a_bad_drafter_costs_next_to_nothing() -> None:
-    """After the first steps, fewer than one in a hundred is longer."""
-    served = serve(make(), row([1, 2, 3]), 0.02, 3500)
-    assert 0 < served.proposing < 40
+    """Once the first credit is spent, two steps in a hundred are longer, by 0.4 of a step."""
+    speculator, request = make(), row([1, 2, 3])
+    first = serve(speculator, request, 0.02, 200)
+    assert first.seconds < 200 + FIRST_CREDIT + 1
+    served = serve(speculator, request, 0.02, 3700)
+    assert 0 < served.proposing < 70
     assert served.seconds < 3500 * 1.01
 
 

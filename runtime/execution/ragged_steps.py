@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from ..kernels.cpu.verify import VerifyInputs, accept_drafts, verify_inputs
@@ -80,7 +78,7 @@ class RaggedSteps(VerifySteps):
         if key.drafts:
             tokens = FollowedTokens(inputs.token_ids, output.tokens, features_TF, batch)
             proposed = self._proposed(key, tokens, lanes_NB[0])
-            output = dataclasses.replace(output, drafts=proposed)
+            output = StepOutput(output.tokens, output.logits, output.details, proposed)
         return output, lanes_NB
 
     def _masked_lanes(

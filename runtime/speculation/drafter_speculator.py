@@ -30,7 +30,8 @@ from ..request import OWN_DRAFT, Request, RequestStatus
 from ..scheduling.plan import StepPlan
 from .config import Speculation
 from .drafter_acceptance import DrafterAcceptance, PositionAcceptance
-from .guess import NOTHING, Guess, with_grammar
+from .grammar_drafts import with_grammar
+from .guess import NOTHING, Guess
 from .row_drafts import RowDrafts
 from .step_counter import StepCounter
 from .verify_costs import LARGEST_ERROR, BatchCosts
@@ -38,13 +39,14 @@ from .verify_costs import LARGEST_ERROR, BatchCosts
 __all__ = ["DrafterSpeculator"]
 
 DRAFT_SHARE = 0.006
-"""Share of the time of decode steps that may be spent on drafts that do not pay: less than one step
-in a hundred is then slower for them."""
+"""Share of the time of decode steps that may be spent on drafts that do not pay. A step that
+proposes takes about twice as long as a decode step, so fewer than one in a hundred is then slower.
+"""
 
 FIRST_CREDIT, TRIAL, MOST_CREDIT = 32.0, 2.0, 64.0
 """Time that may be lost to drafts before they have gained any, after a rest, and after they have
-gained much: in decode steps. Some steps of a text are easier to predict than others, so a few do not
-tell whether drafts pay."""
+gained much: in decode steps. Some steps of a text are easier to predict than others, so a few of
+them do not tell whether drafts pay."""
 
 TIMED_AFTER = 256
 """Steps that propose after which a decode step is run, so that its time remains known."""
@@ -125,7 +127,7 @@ class DrafterSpeculator:
             rests = self._rests = self._credit < (TRIAL if self._rests else 0.0)
             if self._untimed >= TIMED_AFTER:
                 return ()
-        if rests and not (has_grammar or any([request.num_drafts for request in requests])):
+        if rests and not (has_grammar or any(request.num_drafts for request in requests)):
             return ()
         sizes = self.sizes(len(requests))
         if not sizes:
@@ -195,7 +197,7 @@ class DrafterSpeculator:
         if took is None or not plan.decode:
             return
         rows, costs = len(plan.decode), self._costs.of(plan.decode)
-        if any([request.matcher is not None for request in plan.decode]):
+        if any(request.matcher is not None for request in plan.decode):
             return  # masks take time of their own
         if not plan.proposes:
             if advanced is not None or plan.prefill:

@@ -32,7 +32,8 @@ from ..request import Request, RequestStatus
 from ..scheduling.plan import StepPlan
 from .acceptance import Acceptance
 from .config import Speculation
-from .guess import NOTHING, Guess, with_grammar
+from .grammar_drafts import with_grammar
+from .guess import NOTHING, Guess
 from .pause import MAX_PAUSE, Pause
 from .request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
 from .shared_outputs import SharedOutputs
