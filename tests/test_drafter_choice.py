@@ -83,9 +83,9 @@ def test_a_good_drafter_proposes_in_every_step(is_async_device: bool) -> None:
 def test_a_bad_drafter_costs_next_to_nothing() -> None:
     """Once the first credit is spent, two steps in a hundred are longer, by 0.4 of a step."""
     speculator, request = make(), row([1, 2, 3])
-    first = serve(speculator, request, 0.02, 200)
-    assert first.seconds < 200 + FIRST_CREDIT + 1
-    served = serve(speculator, request, 0.02, 3700)
+    first = serve(speculator, request, 0.02, 300)
+    assert first.seconds < 300 + FIRST_CREDIT + 1
+    served = serve(speculator, request, 0.02, 3800)
     assert 0 < served.proposing < 70
     assert served.seconds < 3500 * 1.01
 

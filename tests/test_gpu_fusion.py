@@ -155,7 +155,10 @@ def configs_of_all_families() -> dict[str, ModelConfig]:
 def test_only_latent_attention_has_no_layers_of_kernels() -> None:
     """What falls back on CUDA, model by model: all else is native."""
     configs = configs_of_all_families()
-    assert {config.model_type for config in configs.values()} == set(FAMILIES)
+    unknown_to_transformers = {"mimo"}  # of the layers of qwen2
+    assert {config.model_type for config in configs.values()} == set(
+        FAMILIES
+    ) - unknown_to_transformers
     for name, config in configs.items():
         plan = model_plan(config)
         expected = set()

@@ -43,12 +43,12 @@ DRAFT_SHARE = 0.006
 proposes takes about twice as long as a decode step, so fewer than one in a hundred is then slower.
 """
 
-FIRST_CREDIT, TRIAL, MOST_CREDIT = 32.0, 2.0, 64.0
+FIRST_CREDIT, TRIAL, MOST_CREDIT = 64.0, 2.0, 128.0
 """Time that may be lost to drafts before they have gained any, after a rest, and after they have
 gained much: in decode steps. Some steps of a text are easier to predict than others, so a few of
 them do not tell whether drafts pay."""
 
-TIMED_AFTER = 256
+TIMED_AFTER = 64
 """Steps that propose after which a decode step is run, so that its time remains known."""
 
 PROPOSING_RATE = 0.1
@@ -179,7 +179,8 @@ class DrafterSpeculator:
             else:
                 acceptance, sampled = last.acceptance, request.tokens(last.at, known)
                 self._acceptance.judge(last.tokens, last.probabilities, sampled)
-                acceptance.judge(last.tokens[: len(last.probabilities)], sampled)
+                if self._is_async_device:  # for drafts that are verified before they are read
+                    acceptance.judge(last.tokens[: len(last.probabilities)], sampled)
             own = probabilities[index][: max(plan.draft_stops[index] - known, 0)]
             chances = self._acceptance.chances(own)
             request.proposed = RowDrafts(known, drafts[index], own, chances, acceptance)
