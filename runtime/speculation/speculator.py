@@ -64,7 +64,6 @@ class Speculator:
         costs: BatchCosts,
         *,
         is_async_device: bool,
-        penalties: bool = False,
         calibration_seconds: float = 0.0,
     ) -> None:
         """Start without requests.
@@ -74,7 +73,6 @@ class Speculator:
             sizes: returns the tokens per row that verify steps of so many rows exist for.
             costs: the times of steps.
             is_async_device: whether steps stay in flight.
-            penalties: whether the sampler can count drafts for the penalties of a row.
             calibration_seconds: that measuring the times took.
         """
         self._calibration_seconds = calibration_seconds
@@ -86,7 +84,6 @@ class Speculator:
         """Drafts that the step proposes on the device; see `DrafterSpeculator`."""
         self._costs = costs
         self._is_async_device = is_async_device
-        self._penalties = penalties
         self._credit = FIRST_CREDIT * costs.greedy.decode_seconds(1)
         self._look_ns = self._looks = 0
         self._acceptance = Acceptance()
@@ -121,7 +118,7 @@ class Speculator:
         return drafts
 
     def _guesses(
-        self, requests: Sequence[Request], drafters: Sequence[RequestDrafter | None] | None
+        self, requests: Sequence[Request], drafters: Sequence[RequestDrafter] | None
     ) -> list[Guess]:
         """Return what may follow each request; without drafters, what grammars force."""
         most, guesses = self.config.num_speculative_tokens, []
@@ -129,13 +126,8 @@ class Speculator:
             guess = NOTHING
             if drafter is not None and drafter.draft is not None:
                 guess = Guess(drafter.draft.tokens[: len(drafter.chances)], drafter.chances)
-            if self._may_draft(request):
-                guess = with_grammar(request, guess, most)
-            guesses.append(guess)
+            guesses.append(with_grammar(request, guess, most))
         return guesses
-
-    def _may_draft(self, request: Request) -> bool:
-        return self._penalties or not request.params.uses_penalties
 
     def _chosen(
         self, requests: Sequence[Request], guesses: Sequence[Guess], most: int
@@ -208,21 +200,19 @@ class Speculator:
             **self._costs.stats(),
         }
 
-    def _caught_up(self, requests: Sequence[Request]) -> list[RequestDrafter | None]:
-        """Return the drafters of requests with their known tokens; None for those that never draft.
+    def _caught_up(self, requests: Sequence[Request]) -> list[RequestDrafter]:
+        """Return the drafters of requests with their known tokens.
 
         Rows share the tokens that are indexed between two steps, those of long prompts after the
         newest ones of others, and outputs of other requests last.
         """
         left, drafters, behind = INDEXED_PER_STEP, [], []
         for request in requests:
-            drafter = None
-            if self._may_draft(request):
-                drafter = request.drafter or self._new_drafter(request)
-                if request.num_tokens - drafter.seen > FEW_TOKENS:
-                    behind.append((drafter, request))
-                else:
-                    left -= drafter.catch_up(request.num_tokens, request.tokens, FEW_TOKENS)
+            drafter = request.drafter or self._new_drafter(request)
+            if request.num_tokens - drafter.seen > FEW_TOKENS:
+                behind.append((drafter, request))
+            else:
+                left -= drafter.catch_up(request.num_tokens, request.tokens, FEW_TOKENS)
             drafters.append(drafter)
         for drafter, request in behind:
             left -= drafter.catch_up(request.num_tokens, request.tokens, max(left, 0))
