@@ -82,6 +82,7 @@ def compare(
     inputs_BN = torch.randint(vocab_size, valid_BN.shape, generator=draw).to(DEVICE)
     # The token of a place depends on the drafts before: find right ones from left to right.
     copied = torch.rand(valid_BN.shape, generator=draw).to(DEVICE) < right
+    copied[0] |= right > 0  # so that some draft is accepted
     for number in range(1, n):
         drawn = sample_drafted(
             plain, state_of(params, vocab_size, DEVICE), rows, positions, inputs_BN
