@@ -205,6 +205,23 @@ def test_the_steps_of_presets(triton_cache: Path, tmp_path: Path, model: str, we
     )
 
 
+@pytest.mark.slow
+def test_sampling_with_drafts_and_masks(triton_cache: Path) -> None:
+    """Kernels of other steps load nothing for them."""
+    done = run(triton_cache, str(Path(__file__).parent / "sampler_kernels_ahead.py"))
+    assert done.returncode == 0, done.stderr
+    document: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    of_masks, of_drafts = {"words_ptr", "mask_rows_ptr"}, {"inputs_ptr", "arrived_ptr"}
+    for name, of_step in document.items():
+        for kernel in of_step:
+            assert kernel["faults"] == [], (name, kernel)
+        loaded = {tensor for kernel in of_step for tensor in kernel["load_bytes"]}
+        assert (of_masks <= loaded) == ("masked" in name), name
+        assert (of_masks & loaded != set()) == ("masked" in name), name
+        assert ("inputs_ptr" in loaded) == ("verify" in name and "sampled" in name), name
+        assert (of_drafts & loaded != set()) == ("inputs_ptr" in loaded), name
+
+
 PTX = """
 .version 8.7
 .visible .entry kernel(

@@ -147,7 +147,6 @@ def calibrated_speculator(
             sizes.verifying,
             costs,
             is_async_device=config.is_async_device,
-            penalties=functions.drafts_with_penalties,
             calibration_seconds=time.perf_counter() - began,
         )
 
@@ -161,7 +160,6 @@ def calibrated_speculator(
         costs,
         proposing,
         is_async_device=config.is_async_device,
-        penalties=functions.drafts_with_penalties,
         calibration_seconds=time.perf_counter() - began,
     )
 

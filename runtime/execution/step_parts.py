@@ -188,13 +188,14 @@ class StepParts(ABC):
         if not full_sampler:
             with operation("greedy"):
                 if sampler.greedy_step is not None and vocabulary is None:
-                    return StepOutput(sampler.greedy_step(logits_BV, feedback), logits_BV, None)
+                    tokens_B = sampler.greedy_step(logits_BV, feedback, *own)
+                    return StepOutput(tokens_B, logits_BV, None)
                 tokens_B = self._greedy_tokens(logits_BV, vocabulary, *own)
                 feedback.store(tokens_B)
                 return StepOutput(tokens_B, logits_BV, None)
         with operation("sample"):
             if sampler.full_step is not None:
-                details = sampler.full_step(logits_BV, state.sampling, feedback)
+                details = sampler.full_step(logits_BV, state.sampling, feedback, *own)
             else:
                 details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1, *own)
                 feedback.store(details.tokens)
@@ -233,12 +234,9 @@ class StepParts(ABC):
         with operation("sample"):
             logits_TV, *own = self._apply(masks, logits_TV)
             state = self.state.sampling
-            if self._sampler.drafted is None:
-                details = self._sampler.full(logits_TV, state, rows_T, positions_T + 1, *own)
-            else:
-                details = self._sampler.drafted(
-                    logits_TV, state, rows_T, positions_T + 1, token_ids_BN, *own
-                )
+            details = self._sampler.drafted(
+                logits_TV, state, rows_T, positions_T + 1, token_ids_BN, *own
+            )
             return StepOutput(details.tokens, logits_TV, details)
 
     def _largest(self, logits_TV: torch.Tensor, masks: LaneMasks | None) -> StepOutput:
@@ -249,11 +247,6 @@ class StepParts(ABC):
         logits_TV, *own = self._apply(masks, logits_TV)
         with operation("greedy"):
             return StepOutput(self._greedy_tokens(logits_TV, vocabulary, *own), logits_TV, None)
-
-    @property
-    def drafts_with_penalties(self) -> bool:
-        """Whether rows with penalties verify drafts; otherwise they must have none."""
-        return self._sampler.drafted is not None
 
     @property
     def ragged(self) -> bool:

@@ -54,10 +54,18 @@ def _sample_drafted_fused(
     return _sample_full_fused(logits_TV, state, rows_T, positions_T, masks, token_ids_BN.flatten())
 
 
-def _triton_greedy(logits_BV: torch.Tensor, feed: Feedback | None = None) -> torch.Tensor:
+def _triton_greedy(logits_BV: torch.Tensor, masks: LaneMasks | None = None) -> torch.Tensor:
     from ..kernels.triton.sampler import greedy_rows  # needs triton
 
-    return greedy_rows(logits_BV, feed)
+    return greedy_rows(logits_BV, masks=masks)
+
+
+def _triton_greedy_step(
+    logits_BV: torch.Tensor, feed: Feedback, masks: LaneMasks | None = None
+) -> torch.Tensor:
+    from ..kernels.triton.sampler import greedy_rows  # needs triton
+
+    return greedy_rows(logits_BV, feed, masks)
 
 
 def _triton_full(
@@ -65,9 +73,12 @@ def _triton_full(
     state: SamplingState,
     rows_B: torch.Tensor,
     positions_B: torch.Tensor,
+    masks: LaneMasks | None = None,
+    *,
     feed: Feedback | None = None,
+    token_ids_BN: torch.Tensor | None = None,
 ) -> SampleOutput:
-    """`sample_full` as two Triton kernels."""
+    """`sample_full`, or with the tokens of a verify step `sample_drafted`, as two kernels."""
     from ..kernels.triton.sampler import full_rows  # needs triton
 
     rows, vocab_size = logits_BV.shape
@@ -84,14 +95,30 @@ def _triton_full(
         positions_B,
         (output.tokens, output.logprob, output.top_ids, output.top_logprobs),
         feed,
+        masks,
+        token_ids_BN,
     )
     return output
 
 
 def _triton_full_step(
-    logits_BV: torch.Tensor, state: SamplingState, feed: Feedback
+    logits_BV: torch.Tensor,
+    state: SamplingState,
+    feed: Feedback,
+    masks: LaneMasks | None = None,
 ) -> SampleOutput:
-    return _triton_full(logits_BV, state, feed.rows, feed.positions, feed)
+    return _triton_full(logits_BV, state, feed.rows, feed.positions, masks, feed=feed)
+
+
+def _triton_drafted(
+    logits_TV: torch.Tensor,
+    state: SamplingState,
+    rows_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    token_ids_BN: torch.Tensor,
+    masks: LaneMasks | None = None,
+) -> SampleOutput:
+    return _triton_full(logits_TV, state, rows_T, positions_T, masks, token_ids_BN=token_ids_BN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,27 +129,31 @@ class Sampler:
     """Signature of `sample_greedy`; with `takes_masks`, `LaneMasks` may follow."""
     full: Callable[..., SampleOutput]
     """Signature of `sample_full`; with `takes_masks`, `LaneMasks` may follow."""
+    drafted: Callable[..., SampleOutput]
+    """Signature of `sample_drafted`; with `takes_masks`, `LaneMasks` may follow."""
     takes_masks: bool = False
-    """Whether these and `drafted` apply token masks; others get logits from `mask_logits`."""
-    greedy_step: Callable[[torch.Tensor, Feedback], torch.Tensor] | None = None
-    """As `greedy`, with token feedback into the rows' state; None if not available."""
-    full_step: Callable[[torch.Tensor, SamplingState, Feedback], SampleOutput] | None = None
-    """As `full`, with token feedback into the rows' state; None if not available."""
-    drafted: Callable[..., SampleOutput] | None = None
-    """Signature of `sample_drafted`; with `takes_masks`, `LaneMasks` may follow. None: rows with
-    penalties verify nothing."""
+    """Whether all functions apply token masks; others get logits from `mask_logits`."""
+    greedy_step: Callable[..., torch.Tensor] | None = None
+    """As `greedy`, with `Feedback` after the logits: tokens go to the rows' state, too; None if not
+    available."""
+    full_step: Callable[..., SampleOutput] | None = None
+    """As `full`, with `Feedback` in the place of rows and positions, which it holds; None if not
+    available."""
 
 
-torch_sampler = Sampler(sample_greedy, sample_full, drafted=sample_drafted)
+torch_sampler = Sampler(sample_greedy, sample_full, sample_drafted)
 """For every device; `torch.compile` fuses it."""
 
-fused_sampler = Sampler(
-    fused_greedy, _sample_full_fused, takes_masks=True, drafted=_sample_drafted_fused
-)
+fused_sampler = Sampler(fused_greedy, _sample_full_fused, _sample_drafted_fused, takes_masks=True)
 """For CPUs, after `load_cpu_ops`."""
 
 triton_sampler = Sampler(
-    _triton_greedy, _triton_full, greedy_step=_triton_greedy, full_step=_triton_full_step
+    _triton_greedy,
+    _triton_full,
+    _triton_drafted,
+    takes_masks=True,
+    greedy_step=_triton_greedy_step,
+    full_step=_triton_full_step,
 )
 """For CUDA devices: two kernels for either, with token feedback. Needs triton."""
 

@@ -66,7 +66,6 @@ class DrafterSpeculator:
         proposing: Callable[[int], float],
         *,
         is_async_device: bool,
-        penalties: bool = False,
         calibration_seconds: float = 0.0,
     ) -> None:
         """Start without requests.
@@ -78,7 +77,6 @@ class DrafterSpeculator:
             proposing: returns the time of a step of so many rows that proposes and verifies
                 nothing, as a multiple of that of a decode step.
             is_async_device: whether steps stay in flight.
-            penalties: whether the sampler can count drafts for the penalties of a row.
             calibration_seconds: that measuring the times took.
         """
         self.config = config
@@ -89,7 +87,6 @@ class DrafterSpeculator:
         """Whether the step to be planned has drafts, and rows with a grammar."""
         self._costs, self._proposing = costs, proposing
         self._is_async_device = is_async_device
-        self._penalties = penalties
         self._calibration_seconds = calibration_seconds
         self._acceptance = DrafterAcceptance()
         self._by_position = PositionAcceptance()
@@ -150,9 +147,7 @@ class DrafterSpeculator:
         return [own.tokens[:count] for own, count in zip(guesses, counts, strict=True)]
 
     def _guess(self, request: Request) -> Guess:
-        """Return what may follow a request's newest token, if it may verify any drafts."""
-        if request.params.uses_penalties and not self._penalties:
-            return NOTHING
+        """Return what may follow a request's newest token."""
         if request.matcher is not None:
             return with_grammar(request, NOTHING, self.config.num_speculative_tokens)
         drafts = request.proposed

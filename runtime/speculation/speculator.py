@@ -88,7 +88,6 @@ class Speculator:
         costs: BatchCosts,
         *,
         is_async_device: bool,
-        penalties: bool = False,
         calibration_seconds: float = 0.0,
     ) -> None:
         """Start without requests.
@@ -98,7 +97,6 @@ class Speculator:
             sizes: returns the tokens per row that verify steps of so many rows exist for.
             costs: the times of steps.
             is_async_device: whether steps stay in flight.
-            penalties: whether the sampler can count drafts for the penalties of a row.
             calibration_seconds: that measuring the times took.
         """
         self._calibration_seconds = calibration_seconds
@@ -110,7 +108,6 @@ class Speculator:
         """Drafts that the step proposes on the device; see `DrafterSpeculator`."""
         self._costs = costs
         self._is_async_device = is_async_device
-        self._penalties = penalties
         self._credit = FIRST_CREDIT
         self._look_ns = self._looks = 0
         self._step = 0
@@ -176,9 +173,6 @@ class Speculator:
         self._batch, self._rests_until = requests, 0
         self._has_grammar = any(request.matcher is not None for request in requests)
 
-    def _may_draft(self, request: Request) -> bool:
-        return self._penalties or not request.params.uses_penalties
-
     def _chosen(
         self, requests: Sequence[Request], guesses: list[Guess], most: int
     ) -> Sequence[Sequence[int]]:
@@ -189,7 +183,7 @@ class Speculator:
         if self._has_grammar:
             drafts = self.config.num_speculative_tokens
             guesses = [
-                with_grammar(request, guess, drafts) if self._may_draft(request) else NOTHING
+                with_grammar(request, guess, drafts)
                 for request, guess in zip(requests, guesses, strict=True)
             ]
         if most < self.config.num_speculative_tokens:
@@ -281,8 +275,6 @@ class Speculator:
         for row, request in enumerate(requests):
             drafter = request.drafter
             if drafter is None:
-                if not self._may_draft(request):
-                    continue
                 drafter = self._new_drafter(request)
             if step >= drafter.rests_until:
                 known = request.num_tokens
@@ -311,9 +303,8 @@ class Speculator:
         """Index as many tokens of each prompt as the step computes."""
         for chunk in plan.prefill:
             request = chunk.request
-            if self._may_draft(request):
-                drafter = request.drafter or self._new_drafter(request)
-                drafter.read(chunk.start + chunk.count, request.tokens, chunk.count)
+            drafter = request.drafter or self._new_drafter(request)
+            drafter.read(chunk.start + chunk.count, request.tokens, chunk.count)
 
     def _most_pause(self) -> int:
         """Return how long rows rest at most: hardly at all while drafts gain."""

@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..ops.token_masks import LaneMasks
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
+from .lane_masks import masked_chunk
 from .linear import LIBRARY, ROW_CLASSES, GpuLinear, GpuNorm, LinearConfig, Pending
 from .linear_dispatch import dispatch_linear
 from .linear_tiles import capped, largest_of, scaled
@@ -72,11 +74,16 @@ def head(
 
 
 def best_of_chunks(
-    logits_TV: Tensor, softcap: float = 0.0, *, scale: float = 1.0
+    logits_TV: Tensor,
+    softcap: float = 0.0,
+    *,
+    scale: float = 1.0,
+    masks: LaneMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the largest logit of each chunk of 1024 and its token, as `head` does.
 
-    With `scale` or `softcap` contiguous logits are scaled and capped in place first.
+    With `scale` or `softcap` contiguous logits are scaled and capped in place first. With `masks`,
+    the largest of those that the mask of the lane allows.
     """
     tokens, vocab_size = logits_TV.shape
     assert logits_TV.is_contiguous()
@@ -88,6 +95,7 @@ def best_of_chunks(
         logits_TV,
         maxima_TC,
         ids_TC,
+        *((None, None, 0) if masks is None else (*masks, masks.bits.stride(0))),
         vocab_size,
         CHUNK=CHUNK,
         SCALE=scale,
@@ -104,10 +112,10 @@ def _best(tokens: int, chunks: int, device: torch.device) -> tuple[Tensor, Tenso
 
 @triton.jit
 def _best_of_chunks(  # type: ignore[no-untyped-def]
-    logits_ptr, best_ptr, best_id_ptr, V,
+    logits_ptr, best_ptr, best_id_ptr, words_ptr, mask_rows_ptr, words_stride, V,
     CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): scales and caps the logits in place, and finds the largest."""
+    """Program (row, chunk): scales and caps the logits in place, and finds the largest allowed."""
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
@@ -122,6 +130,9 @@ def _best_of_chunks(  # type: ignore[no-untyped-def]
         logits = logits.to(dtype)
         tl.store(pointers, logits, mask=token < V)
         logits = logits.to(tl.float32)
+    if words_ptr is not None:
+        words_ptr += tl.load(mask_rows_ptr + row) * words_stride
+        logits, _ = masked_chunk(logits, words_ptr, chunk, token, V, CHUNK)
     best, best_id = largest_of(logits, token, V, axis=0)
     place = row * tl.num_programs(1) + chunk
     tl.store(best_ptr + place, best)

@@ -7,6 +7,9 @@ a run SUB of them. The last chunk is padded with -inf.
 one for the token and one for the highest log-probabilities. They read the statistics of each run
 and the tokens of those runs only that can matter. The threshold of top-k and top-p is searched
 among bit patterns of weights, see `sampler_search.py`.
+
+In steps without token masks `words_ptr` is None, and in other than verify steps `inputs_ptr` is:
+what they need is then not part of the kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import triton
 import triton.language as tl
 
 from ..ops.feedback import NON_FINITE
+from .drafted_counts import add_drafts, count_accepted
 from .kernel_calls import let_dependents_start, wait_for_inputs
+from .lane_masks import forbid, masked_chunk
 from .sampler_search import finite_or_zero, highest_that_holds, keep, lower_bound, mass_from, weigh
 
 __all__ = ["chunk_statistics", "finish_rows"]
@@ -41,7 +46,8 @@ def _penalised(reals_ptr):  # type: ignore[no-untyped-def]
 @triton.jit
 def chunk_statistics(  # type: ignore[no-untyped-def]
     logits_ptr, reals_ptr, integers_ptr, counts_ptr, rows_ptr, positions_ptr, wanted_ptr,
-    raw_maxima_ptr, maxima_ptr, sums_ptr, raw_chunks_ptr, raw_totals_ptr, chunks_ptr, V,
+    raw_maxima_ptr, maxima_ptr, sums_ptr, raw_chunks_ptr, raw_totals_ptr, chunks_ptr, inputs_ptr,
+    arrived_ptr, tokens_per_row, words_ptr, mask_rows_ptr, words_stride, restricted_ptr, V,
     logits_stride, advance, BLOCK: tl.constexpr, SUB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): the processed logits, and the statistics of each run."""
@@ -63,6 +69,10 @@ def chunk_statistics(  # type: ignore[no-untyped-def]
 
     raw = tl.load(logits_ptr + b * logits_stride + token, mask=inside, other=float("-inf"))
     raw = raw.to(tl.float32)
+    if words_ptr is not None:
+        words_ptr += tl.load(mask_rows_ptr + b) * words_stride
+        raw, restricted = masked_chunk(raw, words_ptr, chunk, token, V, BLOCK)
+        tl.store(restricted_ptr + place, restricted)
     numbers = tl.where(raw == raw, raw, float("-inf"))
     maxima = tl.max(tl.reshape(numbers, [RUNS, SUB]), 1)
     most = tl.max(maxima, 0)
@@ -90,6 +100,10 @@ def chunk_statistics(  # type: ignore[no-untyped-def]
         wanted = tl.load(wanted_ptr + token)
     if _penalised(reals_ptr):
         counts = tl.load(counts_ptr + row * V + token, mask=inside, other=0)
+        if inputs_ptr is not None:
+            counts = add_drafts(counts, token, chunk * BLOCK, inputs_ptr, b, tokens_per_row, BLOCK)
+            if (b % tokens_per_row == 0) & (chunk == 0):
+                tl.store(arrived_ptr + b // tokens_per_row, 0)
         repetition = tl.zeros_like(wanted) + tl.load(reals_ptr + 3)
         divided = tl.where(wanted > 0, tl.div_rn(wanted, repetition), wanted * repetition)
         wanted = tl.where(counts != 0, divided, wanted)
@@ -112,11 +126,12 @@ def chunk_statistics(  # type: ignore[no-untyped-def]
 @triton.jit
 def finish_rows(  # type: ignore[no-untyped-def]
     logits_ptr, reals_ptr, integers_ptr, counts_ptr, rows_ptr, positions_ptr, wanted_ptr,
-    raw_maxima_ptr, maxima_ptr, sums_ptr, raw_chunks_ptr, raw_totals_ptr, chunks_ptr, lists_ptr,
+    raw_maxima_ptr, maxima_ptr, sums_ptr, raw_chunks_ptr, raw_totals_ptr, chunks_ptr, inputs_ptr,
+    arrived_ptr, tokens_per_row, words_ptr, mask_rows_ptr, words_stride, restricted_ptr, lists_ptr,
     masses_ptr, found_ptr, tokens_ptr, logprobs_ptr, top_ids_ptr, top_logprobs_ptr, token_ids_ptr,
     state_positions_ptr, V, logits_stride, advance, chunks, null_row, NUM_TOP: tl.constexpr,
     BLOCK: tl.constexpr, SUB: tl.constexpr, CHUNKS: tl.constexpr, ALL_RUNS: tl.constexpr,
-    CAP: tl.constexpr, PDL: tl.constexpr,
+    CAP: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, 0): the token, drawn, counted and fed back; (row, 1): the top tokens."""
     b = tl.program_id(0).to(tl.int64)
@@ -149,15 +164,26 @@ def finish_rows(  # type: ignore[no-untyped-def]
         tl.store(tokens_ptr + b, tl.where(sound, token, _NON_FINITE))
         token = tl.where(sound, token, 0)
         tl.store(logprobs_ptr + b, tl.load(logits_ptr + token).to(tl.float32) - log_mass)
-        if sound & _penalised(reals_ptr):
+        if inputs_ptr is not None:
+            if _penalised(reals_ptr):
+                count_accepted(
+                    b, row, tokens_ptr, rows_ptr, inputs_ptr, counts_ptr + row * V, arrived_ptr,
+                    tokens_per_row, LANES,
+                )  # fmt: skip
+        elif sound & _penalised(reals_ptr):
             count_ptr = counts_ptr + row * V + token
             tl.store(count_ptr, tl.load(count_ptr) + 1)
         if token_ids_ptr is not None:
             tl.store(token_ids_ptr + row, token)
             tl.store(state_positions_ptr + row, tl.where(row == null_row, 0, position))
     elif NUM_TOP > 0:
+        restricted = False
+        if words_ptr is not None:
+            words_ptr += tl.load(mask_rows_ptr + b) * words_stride
+            flags = tl.load(restricted_ptr + b * chunks + chunk, mask=known, other=0)
+            restricted = tl.max(flags, 0) != 0
         _top_tokens(
-            logits_ptr, raw_maxima_ptr, list_ptr, top_ids_ptr + b * NUM_TOP,
+            logits_ptr, words_ptr, restricted, raw_maxima_ptr, list_ptr, top_ids_ptr + b * NUM_TOP,
             top_logprobs_ptr + b * NUM_TOP, log_mass, V, runs, NUM_TOP, SUB, ALL_RUNS, CAP,
         )  # fmt: skip
 
@@ -256,10 +282,11 @@ def _mix64(z):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _top_tokens(  # type: ignore[no-untyped-def]
-    logits_ptr, maxima_ptr, list_ptr, ids_ptr, logprobs_ptr, log_mass, V, runs,
-    NUM_TOP: tl.constexpr, SUB: tl.constexpr, ALL_RUNS: tl.constexpr, CAP: tl.constexpr,
+    logits_ptr, words_ptr, restricted, maxima_ptr, list_ptr, ids_ptr, logprobs_ptr, log_mass, V,
+    runs, NUM_TOP: tl.constexpr, SUB: tl.constexpr, ALL_RUNS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """The highest log-probabilities in descending order, of equal ones the lower id first.
+    """The highest log-probabilities in descending order, of equal ones the lower id first; with
+    `words_ptr` and if `restricted`, of the tokens that the mask there allows.
 
     Runs are dealt out to 128 groups. As many elements as are looked for are at least as large as
     that many of the groups' maxima, so only runs with such an element are entered. Where NaN and
@@ -291,6 +318,9 @@ def _top_tokens(  # type: ignore[no-untyped-def]
             token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
             known = (q < count)[:, None] & (token < V)
             logits = tl.load(logits_ptr + token, mask=known, other=float("-inf")).to(tl.float32)
+            if words_ptr is not None:
+                words = tl.load(words_ptr + (token >> 5), mask=known & restricted, other=-1)
+                logits = forbid(logits, words, token)
             keys = _keys(logits, token)
             best = tl.maximum(best, tl.max(tl.where(keys < previous, keys, _NONE)))
         if best > _NONE:
