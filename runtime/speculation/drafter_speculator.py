@@ -48,8 +48,12 @@ FIRST_CREDIT, TRIAL, MOST_CREDIT = 64.0, 2.0, 128.0
 gained much: in decode steps. Some steps of a text are easier to predict than others, so a few of
 them do not tell whether drafts pay."""
 
-TIMED_AFTER = 64
-"""Steps that propose after which a decode step is run, so that its time remains known."""
+FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
+"""Steps that propose after which some decode steps are run, at first and later, so that their time
+remains known; and how many. The first of them does not count: it finds the caches cold."""
+
+TIMED_RATE = 0.3
+"""Share of an error by which the time of decode steps is corrected."""
 
 PROPOSING_RATE = 0.1
 """Share of an error by which the time of steps that propose and verify nothing is corrected."""
@@ -91,8 +95,10 @@ class DrafterSpeculator:
         self._acceptance = DrafterAcceptance()
         self._by_position = PositionAcceptance()
         self._credit, self._rests = FIRST_CREDIT, False
-        self._untimed = 0
-        """Steps that proposed since the last decode step."""
+        self._untimed = TIMED_AFTER - FIRST_TIMED
+        """Steps that proposed since the last decode steps that were timed."""
+        self._plain = 0
+        """Decode steps since the last step that proposed."""
         self._slowdown = 1.0
         """Measured times of steps that propose and verify nothing, relative to `proposing`."""
         self._batch: Sequence[Request] = ()
@@ -198,11 +204,14 @@ class DrafterSpeculator:
         if not plan.proposes:
             if advanced is not None or plan.prefill:
                 return
-            self._untimed = 0
-            costs.observe_decode(rows, took.seconds)
+            self._plain += 1
+            if self._plain > 1:
+                costs.observe_decode(rows, took.seconds, rate=TIMED_RATE)
+            if self._plain == TIMED_STEPS:
+                self._untimed = 0
             gained = DRAFT_SHARE
         else:
-            self._untimed += 1
+            self._untimed, self._plain = self._untimed + 1, 0
             decode_seconds = costs.decode_seconds(rows)
             n, tokens = plan.tokens_per_row, plan.decode_tokens
             if advanced is None:

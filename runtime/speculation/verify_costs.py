@@ -208,15 +208,17 @@ class VerifyCosts:
         """Count a step, with or without prefill."""
         self._in_a_row = self._in_a_row + 1 if tokens_per_row > 1 else 0
 
-    def observe_decode(self, rows: int, seconds: float, steps: int = 1) -> float:
+    def observe_decode(
+        self, rows: int, seconds: float, steps: int = 1, rate: float = DECODE_RATE
+    ) -> float:
         """Correct the time of a decode step by how long the last of `steps` took, and return it.
 
-        Invalid times are ignored.
+        Invalid times are ignored. `rate`: share of the error by which it is corrected.
         """
         times = self._times[rows]
         if 0 < seconds < math.inf:
             error = seconds / times.decode - 1
-            times.decode *= 1 + DECODE_RATE * min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
+            times.decode *= 1 + rate * min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
             times.unfaded += steps
         return times.decode
 
