@@ -139,6 +139,7 @@ def test_a_drafter_that_does_not_pay_rests(
     for costs in (speculator._costs.greedy, speculator._costs.full):  # as if drafts took long
         for own in costs._times.values():
             own.multiples[1:] = [50.0] * len(own.multiples[1:])
+    speculator._credit = 4.0  # as after steps that lost the rest
     engine.generate(model.prompts(9), greedy(60))
     stats = engine.stats()["speculation"]
     assert 0 < stats["proposing_steps"] < 20

@@ -198,6 +198,8 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     path = tmp_path / "vllm.py"
     path.write_text(FAKE_VLLM.replace("FAIL_AT", "0"))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    # A file that is replaced within a second by one of the same size looks unchanged to a cache.
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     yield path
     assert spinning(word="peer_runner") == []
 

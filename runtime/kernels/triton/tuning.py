@@ -61,6 +61,7 @@ SOURCES = (
     "fused_pair_kernel.py",
     "head.py",
     "kernel_weights.py",
+    "lane_masks.py",
     "linear_kernels.py",
     "linear_tiles.py",
     "matmul.py",
