@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -88,6 +89,19 @@ def test_a_bad_drafter_costs_next_to_nothing() -> None:
     served = serve(speculator, request, 0.02, 3800)
     assert 0 < served.proposing < 70
     assert served.seconds < 3500 * 1.01
+
+
+def test_forced_tokens_do_not_wait_for_decode_steps_to_be_timed() -> None:
+    """After some steps that propose decode steps are timed, but not those with a grammar."""
+    speculator, request = make(), row([1, 2, 3])
+    while speculator.propose([request]) or speculator.proposes:
+        plan = StepPlan(decode=[request], proposes=speculator.proposes, draft_stops=[10**6])
+        speculator.launched(plan, 0)
+        speculator.committed(plan, None, 10**9)
+    follows: Any = row([1, 2, 3])
+    follows.matcher = SimpleNamespace(drafts=lambda request, tokens: ([5, 6, 7], True))
+    for _ in range(3):
+        assert speculator.propose([follows]) == [[5, 6, 7]]
 
 
 def test_drafts_of_an_old_position_are_not_verified() -> None:

@@ -128,7 +128,7 @@ class DrafterSpeculator:
         has_grammar, rests = self._has_grammar, False
         if self.config.adaptive:
             rests = self._rests = self._credit < (TRIAL if self._rests else 0.0)
-            if self._untimed >= TIMED_AFTER:
+            if self._untimed >= TIMED_AFTER and not has_grammar:  # whose steps are not timed
                 return ()
         if rests and not (has_grammar or any(request.num_drafts for request in requests)):
             return ()
