@@ -5,10 +5,11 @@
     bench.py --speculate suffix --llama /path/to/python
 
 Engines with and without speculation decode the same requests in turns, other ones in each turn.
-Prompts are source code of this package: `edit` is a text twice and its beginning once more, whose
-continuation repeats much of the text; `code` is one text; `free` is a few tokens; `random` are
-tokens sampled at a temperature at which all of them are about equally likely, so that drafts are
-never right.
+All are started several times, as the speeds of two equal engines can differ by 8 % for as long as
+they live. Prompts are source code of this package: `edit` is a text twice and its beginning once
+more, whose continuation repeats much of the text; `code` is one text; `free` is a few tokens;
+`random` are tokens sampled at a temperature at which all of them are about equally likely, so that
+drafts are never right.
 
 `--llama` names a Python with llama-cpp-python: at batch size 1 and temperature 0, llama.cpp decodes
 the same prompts with the same weights in the same turns, plainly and with its prompt lookup.
@@ -24,27 +25,29 @@ import random
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...profiling.bandwidth import measure_read_bandwidth
 from ...profiling.command_line import CommandParser
-from ...profiling.stats import Summary
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..errors import ConfigError, StepgraphError
 from ..loading.loader import resolve_source
+from ..resolved_config import resolve_device
 from ..sampling_params import SamplingParams
 from ..speculation.config import Speculation
 from ..tools.arguments import positive_int
 from .console import exit_status, print_error, program_name
 from .prompt_texts import KINDS as TEXT_KINDS
 from .prompt_texts import prompt_text
+from .results.speculation_lines import HEADER, Case, Measured, Run, comparison_line
 from .runtimes.child_process import ChildProcess
 from .step_watch import decode_roofline
 from .workload import interleave
@@ -58,38 +61,15 @@ PROMPT_TOKENS = 120
 MOST_PROMPT_TOKENS = 824
 LLAMA_DRAFTS = 10
 """The default of llama-cpp-python's prompt lookup."""
-_HEADER = (
-    "batch temp kind   drafts      | tokens/s plain   spec  ratio | accepted | ITL us p50 plain"
-    "  spec  p99 plain  spec  ratio | floor us/token plain spec | n"
-)
 
 
-class _Run(NamedTuple):
-    """One repetition."""
-
-    speed: float
-    """Tokens per second, once all prompts are prefilled."""
-    itl_us: list[float]
-    """Microseconds between tokens of a row; several tokens of a step have 0 between them."""
-    tokens: list[list[int]]
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Side:
     """Something that decodes the same requests as others."""
 
     name: str
-    decode: Callable[[list[list[int]], SamplingParams], _Run]
+    decode: Callable[[list[list[int]], SamplingParams], Run]
     engine: Engine | None = None
-    runs: list[_Run] = field(default_factory=list)
-
-    def repeat(self, prompts: Callable[[int], list[list[int]]], params: SamplingParams) -> None:
-        """Add a repetition, with other prompts and another seed than the ones before."""
-        seeded = SamplingParams(
-            max_tokens=params.max_tokens, temperature=params.temperature, ignore_eos=True,
-            seed=len(self.runs),
-        )  # fmt: skip
-        self.runs.append(self.decode(prompts(len(self.runs)), seeded))
 
 
 def speculation_spec(text: str) -> Speculation:
@@ -141,7 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=_temperature, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--kind", choices=KINDS, nargs="+", default=KINDS)
     parser.add_argument("--output-len", type=positive_int, default=200)
-    parser.add_argument("--num-iters", type=positive_int, default=6)
+    parser.add_argument("--num-starts", type=positive_int, default=3, help="of each engine")
+    parser.add_argument("--num-iters", type=positive_int, default=3, help="of a case, per start")
     parser.add_argument("--llama", metavar="PYTHON", help="a Python with llama-cpp-python")
     options = parser.parse_args(arguments)
     if options.output_len < 2:
@@ -167,107 +148,116 @@ def _measure_all(options: argparse.Namespace) -> None:
         "max_model_len": min(MOST_PROMPT_TOKENS + options.output_len, longest),
         "prefix_cache": False,
     }
-    with ExitStack() as stack:
+    bandwidth = measure_read_bandwidth(resolve_device(options.device))
+    kinds = [(t, kind) for t in options.temperature for kind in options.kind if kind != "random"]
+    kinds += [(UNIFORM_TEMPERATURE, kind) for kind in options.kind if kind == "random"]
+    cases = [Case(rows, *kind) for rows in options.batch_size for kind in kinds]
+    measured: defaultdict[tuple[Case, str], Measured] = defaultdict(Measured)
+    for start in range(options.num_starts):
+        with ExitStack() as stack:
+            sides = _started(options, sizes, stack, start)
+            gc.collect()
+            gc.freeze()
+            stack.callback(gc.unfreeze)
+            is_last = start == options.num_starts - 1
+            if is_last:
+                print(HEADER)
+            for case in cases:
+                own = [side for side in sides if side.engine or case[:2] == (1, 0.0)]
+                _measure(own, case, options, start, measured)
+                if is_last:
+                    _print_lines(own, case, measured, bandwidth)
 
-        def start(speculation: Speculation | None) -> Engine:
-            config = EngineConfig(**sizes, speculation=speculation)
-            return stack.enter_context(Engine.from_pretrained(options.model, config))
 
-        plain = start(None)
-        engines = {f"{s.method}:{s.num_speculative_tokens}": start(s) for s in options.speculate}
-        llama = None
-        if options.llama is not None:
-            llama = _Llama(options.llama, options.model, plain.config.threads)
-            stack.callback(llama.close)
-        bandwidth = measure_read_bandwidth(plain.config.device)
-        gc.collect()
-        gc.freeze()
-        print(_HEADER)
-        for rows in options.batch_size:
-            kinds = [(t, kind) for t in options.temperature for kind in options.kind]
-            for temperature, kind in [
-                *((t, kind) for t, kind in kinds if kind != "random"),
-                *([(UNIFORM_TEMPERATURE, "random")] if "random" in options.kind else []),
-            ]:
-                sides = [_Side("none", partial(_run, plain), plain)]
-                sides += [_Side(name, partial(_run, e), e) for name, e in engines.items()]
-                prompts = partial(_prompts, plain, kind, rows)
-                if llama is not None and (rows, temperature) == (1, 0.0):
-                    sides += [
-                        _Side("llama", partial(llama.run, False)),
-                        _Side(f"llama:{LLAMA_DRAFTS}", partial(llama.run, True)),
-                    ]
-                params = SamplingParams(max_tokens=options.output_len, temperature=temperature)
-                case = f"{rows:5} {temperature:4g} {kind:6}"
-                _measure(sides, prompts, params, options.num_iters, case, bandwidth)
+def _started(
+    options: argparse.Namespace, sizes: dict[str, Any], stack: ExitStack, start: int
+) -> list[_Side]:
+    """Start all sides, which the stack ends; the first one decodes plainly."""
+
+    def side(name: str, speculation: Speculation | None) -> _Side:
+        config = EngineConfig(**sizes, speculation=speculation)
+        engine = stack.enter_context(Engine.from_pretrained(options.model, config))
+        return _Side(name, partial(_run, engine), engine)
+
+    plain = side("none", None)
+    sides = [plain, *(side(f"{s.method}:{s.num_speculative_tokens}", s) for s in options.speculate)]
+    if options.llama is not None:
+        assert plain.engine is not None, "it has just been started"
+        llama = _Llama(options.llama, options.model, plain.engine.config.threads)
+        stack.callback(llama.close)
+        if start == 0:
+            print(llama.version)
+        sides += [
+            _Side("llama", partial(llama.run, False)),
+            _Side(f"llama:{LLAMA_DRAFTS}", partial(llama.run, True)),
+        ]
+    return sides
 
 
 def _measure(
     sides: list[_Side],
-    prompts: Callable[[int], list[list[int]]],
-    params: SamplingParams,
-    num_iters: int,
-    case: str,
-    bandwidth: float,
+    case: Case,
+    options: argparse.Namespace,
+    start: int,
+    measured: dict[tuple[Case, str], Measured],
 ) -> None:
-    """Run a case in turns, after a run of each side to warm up; print its lines."""
-    repeat = [partial(side.repeat, prompts, params) for side in sides]
-    interleave(repeat, 1)
-    before = [_counts(side.engine) for side in sides]
+    """Run a case in turns, after a run of each side to warm up, with other prompts in each turn."""
+    assert sides[0].engine is not None, "it decodes plainly"
+    plain = sides[0].engine
+    turns = [1 + options.num_iters * start + i for i in range(options.num_iters)]
+
+    def decode(side: _Side, turn: int) -> Run:
+        params = SamplingParams(
+            max_tokens=options.output_len, temperature=case.temperature, ignore_eos=True, seed=turn
+        )
+        return side.decode(_prompts(plain, case.kind, case.rows, turn), params)
+
     for side in sides:
-        side.runs.clear()
-    interleave(repeat, num_iters)
-    base = sides[0]
-    for side, counted in zip(sides[1:], before[1:], strict=True):
-        _print_line(base, side, counted, prompts, case, bandwidth)
-        if side.name == "llama":  # what llama.cpp with drafts is compared with, too
-            base = side
+        decode(side, 0)
+    before = [_counts(side.engine) for side in sides]
+    left = {side.name: iter(turns) for side in sides}
+
+    def repeat(side: _Side) -> None:
+        measured[case, side.name].runs.append(decode(side, next(left[side.name])))
+
+    interleave([partial(repeat, side) for side in sides], options.num_iters)
+    for side, (verified_rows, accepted) in zip(sides, before, strict=True):
+        own, after = measured[case, side.name], _counts(side.engine)
+        own.verified_rows += after[0] - verified_rows
+        own.accepted += after[1] - accepted
 
 
-def _counts(engine: Engine | None) -> dict[str, int]:
-    """Return the counters of an engine that a case changes."""
+def _counts(engine: Engine | None) -> tuple[int, int]:
+    """Return the rows that an engine has verified drafts of, and the drafts it has accepted."""
     stats = {} if engine is None else engine.stats()["speculation"] or {}
-    return {name: stats.get(name, 0) for name in ("verify_steps", "verified_rows", "accepted")}
+    return stats.get("verified_rows", 0), stats.get("accepted", 0)
 
 
-def _print_line(
-    base: _Side,
-    side: _Side,
-    before: dict[str, int],
-    prompts: Callable[[int], list[list[int]]],
-    case: str,
+def _print_lines(
+    sides: list[_Side],
+    case: Case,
+    measured: dict[tuple[Case, str], Measured],
     bandwidth: float,
 ) -> None:
-    """Print the comparison of a side with its base."""
-    accepted, floors = "-", "-"
-    if side.engine is not None and base.engine is not None:
-        after = _counts(side.engine)
-        rows = after["verified_rows"] - before["verified_rows"]
-        drafts = after["accepted"] - before["accepted"]
-        accepted = f"{1 + drafts / rows:.2f}" if rows else "-"
-        # A verify step reads weights and cache once for all tokens of its rows.
-        count = sum(len(own) for run in side.runs for own in run.tokens)
-        per_step = count / max(count - drafts, 1)
-        lengths = [len(own) for number in range(len(side.runs)) for own in prompts(number)]
-        num_rows = len(side.runs[0].tokens)
-        context = round(statistics.fmean(lengths) + len(side.runs[0].tokens[0]) / 2)
-        roofline = decode_roofline(base.engine, [context] * num_rows, bandwidth)
-        floor = 1e6 * roofline.floor_seconds / num_rows
-        floors = f"{floor:.1f} {floor / per_step:.1f}"
-    speeds = [statistics.median(run.speed for run in own.runs) for own in (base, side)]
-    pairs = list(zip(base.runs, side.runs, strict=True))
-    ratio = statistics.median(b.speed / a.speed for a, b in pairs)
-    one, other = (Summary.of(t for run in own.runs for t in run.itl_us) for own in (base, side))
-    tails = f"{'-':>10} {'-':>5} {'-':>6}"
-    if one.p99 is not None and other.p99 is not None:
-        tails = f"{one.p99:10.0f} {other.p99:5.0f} {other.p99 / one.p99:6.3f}"
-    same = all(a.tokens == b.tokens for a, b in pairs)
-    print(
-        f"{case} {side.name:11} | {speeds[0]:14.0f} {speeds[1]:6.0f} {ratio:6.2f} | {accepted:>8} |"
-        f" {one.p50:16.0f} {other.p50:5.0f} {tails} | {floors:>25} | {one.n}"
-        f" {'same tokens' if same else 'other tokens'}",
-        flush=True,
-    )
+    """Print the comparison of each side with plain decoding, of llama.cpp too with its own."""
+    base = measured[case, sides[0].name]
+    plain = sides[0].engine
+    assert plain is not None, "it decodes plainly"
+    for side in sides[1:]:
+        own = measured[case, side.name]
+        floors = "-"
+        if side.engine is not None:
+            count = sum(len(tokens) for run in own.runs for tokens in run.tokens)
+            # A verify step reads weights and cache once for all tokens of its rows.
+            per_step = count / max(count - own.accepted, 1)
+            lengths = [len(prompt) for prompt in _prompts(plain, case.kind, case.rows, 0)]
+            context = round(statistics.fmean(lengths) + len(own.runs[0].tokens[0]) / 2)
+            roofline = decode_roofline(plain, [context] * case.rows, bandwidth)
+            floor = 1e6 * roofline.floor_seconds / case.rows
+            floors = f"{floor:.1f} {floor / per_step:.1f}"
+        print(comparison_line(base, side.name, own, case, floors), flush=True)
+        if side.name == "llama":  # what llama.cpp with drafts is compared with, too
+            base = own
 
 
 def _prompts(engine: Engine, kind: str, rows: int, repetition: int) -> list[list[int]]:
@@ -283,7 +273,7 @@ def _prompts(engine: Engine, kind: str, rows: int, repetition: int) -> list[list
     return [tokenizer.encode(prompt_text(name, number)) for number in numbers]
 
 
-def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> _Run:
+def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Run:
     """Decode the prompts together."""
     for row, prompt in enumerate(prompts):
         engine.add_request(prompt, params, f"{row}")
@@ -298,13 +288,13 @@ def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> _R
     return _timed([*arrived.values()], [tokens[name] for name in sorted(tokens)])
 
 
-def _timed(arrived: list[list[float]], tokens: list[list[int]]) -> _Run:
+def _timed(arrived: list[list[float]], tokens: list[list[int]]) -> Run:
     """Return the run whose tokens arrived at these seconds."""
     begin = max(times[0] for times in arrived)
     end = max(times[-1] for times in arrived)
     count = sum(t > begin for times in arrived for t in times)
     itl = [1e6 * (b - a) for times in arrived for a, b in pairwise(times) if a >= begin]
-    return _Run(count / (end - begin), itl, tokens)
+    return Run(count / (end - begin), itl, tokens)
 
 
 class _Llama:
@@ -317,9 +307,9 @@ class _Llama:
         script = str(Path(__file__).parent / "runtimes" / "llama_lookup.py")
         command = [python, script, str(source.directory), str(threads), str(LLAMA_DRAFTS)]
         self._process = ChildProcess("llama.cpp", command, os.environ, replies=True)
-        print(self._reply()["version"])
+        self.version: str = self._reply()["version"]
 
-    def run(self, drafts: bool, prompts: list[list[int]], params: SamplingParams) -> _Run:
+    def run(self, drafts: bool, prompts: list[list[int]], params: SamplingParams) -> Run:
         """Decode one prompt."""
         (prompt,) = prompts
         request = {"prompt": prompt, "max_tokens": params.max_tokens, "drafts": drafts}
