@@ -82,13 +82,24 @@ def test_a_good_drafter_proposes_in_every_step(is_async_device: bool) -> None:
 
 
 def test_a_bad_drafter_costs_next_to_nothing() -> None:
-    """Once the first credit is spent, two steps in a hundred are longer, by 0.4 of a step."""
+    """Once the first credit is spent, one step in a hundred is longer, by 0.4 of a step."""
     speculator, request = make(), row([1, 2, 3])
     first = serve(speculator, request, 0.02, 300)
     assert first.seconds < 300 + FIRST_CREDIT + 1
     served = serve(speculator, request, 0.02, 3800)
     assert 0 < served.proposing < 70
     assert served.seconds < 3500 * 1.01
+
+
+def test_trials_in_vain_become_rare() -> None:
+    """One step in 800 is longer in the end, until drafts are right again."""
+    speculator, request = make(), row([1, 2, 3])
+    serve(speculator, request, 0.02, 5000)
+    served = serve(speculator, request, 0.02, 15_000)
+    assert 0 < served.proposing < 30
+    serve(speculator, request, 0.9, 20_000)
+    served = serve(speculator, request, 0.9, 20_600)
+    assert served.proposing > 0.9 * served.steps
 
 
 def test_forced_tokens_do_not_wait_for_decode_steps_to_be_timed() -> None:

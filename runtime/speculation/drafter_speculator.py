@@ -6,7 +6,8 @@
 
 A step that proposes takes longer than one that does not, whether or not its drafts are verified. So
 the engine keeps an account of the time that drafts have gained and cost. Once it is overdrawn, the
-drafter rests, until decode steps, each of which pays a little into it, have paid for a trial. While
+drafter rests, until decode steps, each of which pays a little into it, have paid for a trial; less
+after each trial in vain, since slow steps among fast ones are what a 99th percentile shows. While
 the drafter works, drafts are verified unless a step that only proposes would gain more.
 
 Steps with token masks propose nothing. Of rows whose output follows a grammar, tokens that it
@@ -38,15 +39,18 @@ from .verify_costs import LARGEST_ERROR, BatchCosts
 
 __all__ = ["DrafterSpeculator"]
 
-DRAFT_SHARE = 0.006
-"""Share of the time of decode steps that may be spent on drafts that do not pay. A step that
-proposes takes about twice as long as a decode step, so fewer than one in a hundred is then slower.
-"""
+DRAFT_SHARE, LEAST_SHARE = 0.006, 0.0005
+"""Share of the time of decode steps that may be spent on drafts that do not pay, until the drafter
+first rests, and the least. Each rest without a gain before it halves the share. A step that
+proposes takes about twice as long as a decode step, so that in the end one in 2,000 is slower."""
 
 FIRST_CREDIT, TRIAL, MOST_CREDIT = 64.0, 2.0, 128.0
 """Time that may be lost to drafts before they have gained any, after a rest, and after they have
 gained much: in decode steps. Some steps of a text are easier to predict than others, so a few of
 them do not tell whether drafts pay."""
+
+GAINING = 8.0
+"""Credit of a trial that shows that drafts pay again."""
 
 FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
 """Steps that propose after which some decode steps are run, at first and later, so that their time
@@ -94,7 +98,7 @@ class DrafterSpeculator:
         self._calibration_seconds = calibration_seconds
         self._acceptance = DrafterAcceptance()
         self._by_position = PositionAcceptance()
-        self._credit, self._rests = FIRST_CREDIT, False
+        self._credit, self._rests, self._share = FIRST_CREDIT, False, DRAFT_SHARE
         self._untimed = TIMED_AFTER - FIRST_TIMED
         """Steps that proposed since the last decode steps that were timed."""
         self._plain = 0
@@ -127,7 +131,10 @@ class DrafterSpeculator:
             self._has_grammar = any(request.matcher is not None for request in requests)
         has_grammar, rests = self._has_grammar, False
         if self.config.adaptive:
-            rests = self._rests = self._credit < (TRIAL if self._rests else 0.0)
+            rests = self._credit < (TRIAL if self._rests else 0.0)
+            if rests and not self._rests:
+                self._share = max(self._share / 2, LEAST_SHARE)
+            self._rests = rests
             if self._untimed >= TIMED_AFTER and not has_grammar:  # whose steps are not timed
                 return ()
         if rests and not (has_grammar or any(request.num_drafts for request in requests)):
@@ -209,7 +216,7 @@ class DrafterSpeculator:
                 costs.observe_decode(rows, took.seconds, rate=TIMED_RATE)
             if self._plain == TIMED_STEPS:
                 self._untimed = 0
-            gained = DRAFT_SHARE
+            gained = self._share
         else:
             self._untimed, self._plain = self._untimed + 1, 0
             decode_seconds = costs.decode_seconds(rows)
@@ -226,6 +233,8 @@ class DrafterSpeculator:
                 else:
                     self._slowdown *= 1 + PROPOSING_RATE * (seconds / expected - 1)
             gained = reached / rows - seconds / decode_seconds
+            if self._credit > GAINING:
+                self._share = DRAFT_SHARE
         self._credit = min(self._credit + gained, MOST_CREDIT)
 
     def _propose_multiple(self, rows: int) -> float:
