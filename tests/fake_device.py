@@ -234,6 +234,11 @@ class FakeRunner:
         # Blocks handed out since contents were last forgotten.
         self._fresh = record_allocations(scheduler.cache._pool)
 
+    @property
+    def blocks(self) -> FakeRunner:
+        """Copies blocks itself."""
+        return self
+
     def swap_out(self, plan: StepPlan) -> None:
         self._stages = ["swap_out"]
         for preemption in plan.preempted:

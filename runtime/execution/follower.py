@@ -85,7 +85,7 @@ class Follower:
             Command.RUN: self._run,
             Command.INPUTS: self._inputs,
             Command.ROW: self._row,
-            Command.COPY_BLOCKS: lambda payload: runner.copy_blocks(*decode_copies(payload)),
+            Command.COPY_BLOCKS: lambda payload: runner.blocks.copy(*decode_copies(payload)),
             Command.FORCE_TOKEN: lambda payload: runner.force_token(*decode_token(payload)),
             Command.SCORE: lambda payload: runner.scorer.run(*decode_score(payload)),
             Command.PADDING: lambda payload: runner.place_padding(*decode_padding(payload)),

@@ -24,6 +24,7 @@ from ..request import Request
 from ..resolved_config import ResolvedConfig
 from ..sampling.sampling_state import RowParameters
 from ..scheduling.plan import StepPlan
+from .block_copies import BlockCopies
 from .draft_step import DraftStep
 from .drafter_cache import DrafterCache, new_blocks
 from .host_masks import FollowedMasks, HostMasks
@@ -42,7 +43,7 @@ from .outputs import (
 )
 from .prepared_steps import PreparedSteps
 from .prompt_scorer import PromptScorer, Score
-from .rank_commands import BlockCopy, CommandSender
+from .rank_commands import CommandSender
 from .row_state import RowState
 from .step_functions import StepFunctions
 from .step_key import StepKey, StepOutput
@@ -144,6 +145,7 @@ class Runner:
         self._arena = arena
         self.host_arena = host
         self.drafter = drafter
+        self.blocks = BlockCopies(arena, host, drafter, commands)
         self._addresses = self.addresses()
         self.sizes = StepSizes.choose(config, model.kernels)
         make_functions = partial(
@@ -233,45 +235,6 @@ class Runner:
         if self.drafter is not None:
             self.drafter.close()
         self.steps.close()
-
-    def swap_out(self, plan: StepPlan) -> None:
-        """Issue the copies of preempted requests to the host, before any write to the blocks."""
-        if not plan.preempted:
-            return
-        pairs = [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
-        if pairs:
-            with ranges.span(ranges.SWAP, len(pairs)):
-                self.copy_blocks("to_host", pairs)
-
-    def copy_in(self, plan: StepPlan) -> None:
-        """Issue the copies for admitted requests: forked blocks, and blocks from the host."""
-        if not plan.admitted:
-            return
-        copies = [pair for admission in plan.admitted for pair in admission.found.copies]
-        if copies:
-            with ranges.span(ranges.FORK, len(copies)):
-                self.copy_blocks("within", copies)
-        pairs = [pair for admission in plan.admitted for pair in admission.found.swap_in]
-        if pairs:
-            with ranges.span(ranges.SWAP, len(pairs)):
-                self.copy_blocks("from_host", pairs)
-
-    def copy_blocks(self, copy: BlockCopy, pairs: Sequence[tuple[int, int]]) -> None:
-        """Issue the copies of (source, destination) blocks, on all ranks."""
-        if self.commands is not None:
-            self.commands.copy_blocks(copy, pairs)
-        arenas = [(self._arena, self.host_arena)]
-        if self.drafter is not None:
-            arenas.append((self.drafter.arena, self.drafter.host))
-        for arena, host in arenas:
-            if copy == "within":
-                arena.copy_blocks(pairs)
-                continue
-            assert host is not None, "requests are swapped without a host arena"
-            if copy == "to_host":
-                host.swap_out(pairs)
-            else:
-                host.swap_in(pairs)
 
     def run(self, key: StepKey, lanes: int = 0) -> StepOutput:
         """Run the step for `key` on all ranks, and return its output.
