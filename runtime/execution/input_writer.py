@@ -85,10 +85,25 @@ class InputWriter:
                 config.device,
             )
             self._host_drafts = self.drafts.arrays(DraftInputs[Int64Array])
+        named = {"inputs": self.inputs, "embeds": self.embeds, "drafts": self.drafts}
+        self._buffers = {name: buffers for name, buffers in named.items() if buffers is not None}
         self._written_drafts: tuple[list[list[int]], list[int]] = ([], [])
         self._embeds_shown = False  # set by the last prefill step
         self.decode_rows: list[int] = []
         """As last written."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers on the device."""
+        return sum(buffers.nbytes for buffers in self._buffers.values())
+
+    def addresses(self) -> dict[str, int]:
+        """Return the device address of each field of the buffers, which must never change."""
+        return {
+            f"{name}.{field}": address
+            for name, buffers in self._buffers.items()
+            for field, address in buffers.addresses().items()
+        }
 
     def write(self, plan: StepPlan, rows: list[int], prefill_key: StepKey | None) -> None:
         """Write the decoding rows, the chunks of prompts and the updates of block tables."""
