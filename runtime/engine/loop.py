@@ -314,10 +314,11 @@ class StepLoop:
         if plan.decode and (self._step_budget is None or not plan.prefill):
             drafts = speculator.propose(plan.decode)
         if drafts:
-            self.scheduler.verify(plan, drafts, speculator.sizes(len(plan.decode)))
+            self.scheduler.extra_tokens.verify(plan, drafts, speculator.sizes(len(plan.decode)))
         if speculator.proposes:
             assert self.runner.drafter is not None, "a drafter proposes"
-            self.scheduler.propose(plan, speculator.proposes, self.runner.drafter.group)
+            group = self.runner.drafter.group
+            self.scheduler.extra_tokens.propose(plan, speculator.proposes, group)
 
     def _commit_until(self, most: int) -> int:
         """Commit launched steps until `most` are in flight; return the nanoseconds waited."""
