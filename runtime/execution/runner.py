@@ -124,6 +124,7 @@ class Runner:
         )
         self.inputs, self.embeds = self._writer.inputs, self._writer.embeds
         self.drafts = self._writer.drafts
+        self.input_buffers = {**self._writer.buffers, "scores": self.scorer.inputs}
         self.threads = None if model.kernels.library is None else config.threads
         self.own_threads: TorchThreads | None = None
         """Block in which torch uses no more threads than this rank has: others would spin on the
