@@ -27,7 +27,7 @@ from stepgraph.runtime.execution.prompt_scorer import Score
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
 from stepgraph.runtime.request import OWN_DRAFT, Request, RequestStatus
 from stepgraph.runtime.rope_lengths import RopeLengths
-from stepgraph.runtime.scheduling.plan import Preemption, RowSpan, StepPlan
+from stepgraph.runtime.scheduling.plan import Preemption, StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 
 from .cache_rig import record_allocations
@@ -234,6 +234,11 @@ class FakeRunner:
         # Blocks handed out since contents were last forgotten.
         self._fresh = record_allocations(scheduler.cache._pool)
 
+    @property
+    def blocks(self) -> FakeRunner:
+        """Copies blocks itself."""
+        return self
+
     def swap_out(self, plan: StepPlan) -> None:
         self._stages = ["swap_out"]
         for preemption in plan.preempted:
@@ -303,8 +308,8 @@ class FakeRunner:
         sampled, advanced = [], None
         if plan.tokens_per_row > 1:
             device.written.clear()
-            spans = zip(plan.decode_spans(), plan.drafts, strict=True)
-            verified = [self._verify(span, drafts) for span, drafts in spans]
+            verified = [self._verify(*row) for row in plan.drafted_rows()]
+            assert [1 + len(drafts) for drafts in plan.drafts] == plan.decode_counts
             advanced = [len(tokens) for tokens in verified]
             rows = zip(plan.decode, verified, strict=True)
             sampled += [(request, token, None) for request, tokens in rows for token in tokens]
@@ -332,10 +337,10 @@ class FakeRunner:
         self.unread.append(launch)
         return launch
 
-    def _verify(self, span: RowSpan, drafts: Sequence[int]) -> list[int]:
+    def _verify(self, request: Request, drafts: Sequence[int]) -> list[int]:
         """Compute the newest token and drafts; return what is accepted."""
-        assert span.count == 1 + len(drafts)
-        device, row = self.device, span.row
+        device, row, count = self.device, request.row, 1 + len(drafts)
+        assert row is not None
         if OWN_DRAFT in drafts:
             own = device.drafts[row]
             assert len(own) >= len(drafts), "drafts of an earlier step, or of another request"
@@ -353,7 +358,7 @@ class FakeRunner:
                 accepted.append(sampled)
             right = right and draft == sampled
             token = draft if draft is not None else token
-        self.seen["rejected"] += len(accepted) < span.count
+        self.seen["rejected"] += len(accepted) < count
         self.seen["accepted"] += len(accepted) > 1
         device.tokens[row], device.positions[row] = max(accepted[-1], 0), first + len(accepted)
         return accepted
@@ -455,8 +460,7 @@ def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
     assert plan.prefill_tokens == sum(chunk.count for chunk in plan.prefill)
     assert plan.prefill_tokens <= scheduler.prefill_chunk
     assert plan.prefill_tokens + plan.decode_tokens <= scheduler.max_batch_tokens
-    for span in plan.decode_spans():
-        assert 1 <= span.count <= plan.tokens_per_row
+    assert all(1 <= count <= plan.tokens_per_row for count in plan.decode_counts)
     assert (plan.tokens_per_row > 1) == bool(plan.drafts) == bool(plan.decode_counts)
     assert len(plan.prefill) <= scheduler.max_prefill_rows
     assert plan.steps in (1, scheduler.steps_per_launch)

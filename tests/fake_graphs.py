@@ -25,7 +25,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.steps import Capture, EagerStep
 from stepgraph.profiling import attribution
 from stepgraph.runtime import resolved_config
-from stepgraph.runtime.engine import startup
+from stepgraph.runtime.engine import kernel_start, startup
 from stepgraph.runtime.execution import outputs, prepared_steps
 from stepgraph.runtime.execution.drafter_cache import DrafterCache
 from stepgraph.runtime.execution.host_masks import HostMasks
@@ -354,7 +354,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     waiting(EagerStep, "run")
     waiting(Runner, "check_integrity")
     monkeypatch.setattr(startup, "CapturePeaks", lambda device: FakePeaks(graphs, device))
-    monkeypatch.setattr(startup, "select_kernels", chosen_kernels)
+    monkeypatch.setattr(kernel_start, "select_kernels", chosen_kernels)
     monkeypatch.setattr(StaticBuffers, "allocate", classmethod(mirrored))
     monkeypatch.setattr(HostOutputs, "copy_async", logged_copy)
     monkeypatch.setattr(HostOutputs, "__init__", with_events)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.engine import startup
+from stepgraph.runtime.engine import kernel_start, startup
 from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.filled_memory import FilledMemory
@@ -155,10 +155,10 @@ def small_kernels() -> dict[str, Any]:
 
 def engine_kernels() -> dict[str, Any]:
     """Compile ahead what the steps of an engine launch; then run all of its steps."""
-    startup.select_kernels = lambda device, mode, dtype, weights, kernels: dataclasses.replace(  # type: ignore[assignment]
+    kernel_start.select_kernels = lambda device, mode, dtype, weights, kernels: dataclasses.replace(  # type: ignore[assignment]
         gpu_kernels(weights), attention=triton_paged_attention
     )
-    startup.check_kernels = lambda kernels, *_, **__: kernels  # type: ignore[assignment]
+    kernel_start.check_kernels = lambda kernels, *_, **__: kernels  # type: ignore[assignment]
     startup.measure_steps = lambda *_, **__: StepMemory({})  # type: ignore[assignment]
     config = EngineConfig(
         device="cpu",

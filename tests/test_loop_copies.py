@@ -207,7 +207,7 @@ def raising(error: BaseException) -> Callable[..., None]:
 def test_an_interrupt_is_no_failed_copy(error: BaseException) -> None:
     rig = Rig()
     rig.add(3)
-    rig.runner.swap_out = raising(error)  # type: ignore[method-assign]
+    rig.runner.blocks.swap_out = raising(error)  # type: ignore[method-assign]
     with pytest.raises(type(error)):
         rig.loop.step()
     assert rig.loop.counts["failed_copies"] == 0

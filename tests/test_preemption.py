@@ -60,7 +60,7 @@ def fake_runner(clock: list[float], host_blocks: int, arena_blocks: int = 100) -
     arena = FakeHostArena(clock, host_blocks, arena_blocks)
     return SimpleNamespace(
         host_arena=arena if host_blocks else None,
-        copy_blocks=arena.copy_blocks,
+        blocks=SimpleNamespace(copy=arena.copy_blocks),
         num_blocks=arena_blocks,
         device=torch.device("cpu"),
         sizes=SimpleNamespace(

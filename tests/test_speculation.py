@@ -328,7 +328,7 @@ def test_a_failed_copy_leaves_nothing_behind(
     fields = {"num_blocks": 24, "host_cache_bytes": 1 << 20, "preemption": "swap"}
     engine = open_engine("base", **SIZES | fields, speculation="suffix")
     runner, failures = engine._loop.runner, []
-    copy_in = runner.copy_in
+    copy_in = runner.blocks.copy_in
 
     def fail(plan: StepPlan) -> None:
         if not failures and any(admission.found.swap_in for admission in plan.admitted):
@@ -336,7 +336,7 @@ def test_a_failed_copy_leaves_nothing_behind(
             raise RuntimeError("injected")
         copy_in(plan)
 
-    monkeypatch.setattr(runner, "copy_in", fail)
+    monkeypatch.setattr(runner.blocks, "copy_in", fail)
     prompts = [[n, n + 1, n + 2] * 3 for n in range(4, 10)]
     engine.generate(prompts, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     assert failures

@@ -55,8 +55,8 @@ def preemption_policy(
     inward = [(i, i + 1) for i in range(count)]
 
     def copy() -> None:
-        runner.copy_blocks("to_host", outward)
-        runner.copy_blocks("from_host", inward)
+        runner.blocks.copy("to_host", outward)
+        runner.blocks.copy("from_host", inward)
 
     widest = runner.sizes.read_blocks.largest
     key = runner.sizes.prefill_key(runner.sizes.tokens.largest, widest, False)

@@ -27,7 +27,6 @@ are allocations of the step itself, and texts and log-probabilities that request
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,7 +38,6 @@ from ...profiling import ranges
 from ...profiling.collector import CollectorWatch
 from ...profiling.timeline import Timeline
 from ..distributed.rank_group import RankGroup
-from ..errors import RankError
 from ..execution.outputs import LaunchedStep
 from ..execution.runner import Runner
 from ..request import AbortReason, Request, RequestGroup, RequestStatus
@@ -49,11 +47,10 @@ from ..scheduling.step_budget import StepBudget
 from ..speculation.drafter_speculator import DrafterSpeculator
 from ..speculation.speculator import Speculator
 from .open_requests import OpenRequests
+from .plan_copies import PlanCopies
 from .request_output import RequestOutput
 
 __all__ = ["StepLoop"]
-
-logger = logging.getLogger("stepgraph.runtime")
 
 TIMELINE_STEPS = 65536
 """Capacity of the timeline, in steps (7 MiB)."""
@@ -90,7 +87,8 @@ class StepLoop:
         self.collector = CollectorWatch()
         self.requests = OpenRequests(scheduler)
         self.num_steps = 0
-        self._counts = dict.fromkeys(("multi_step_launches", "preemptions", "failed_copies"), 0)
+        self._counts = {"multi_step_launches": 0, "preemptions": 0}
+        self._copies = PlanCopies(scheduler, runner.blocks)
         self.intact = True
         """Whether no operation was interrupted by an exception."""
         self._posted: deque[tuple[Callable[[RequestGroup], None], RequestGroup]] = deque()
@@ -102,7 +100,8 @@ class StepLoop:
     @property
     def counts(self) -> dict[str, int]:
         """What happened so far: requests, tokens, preemptions and failures; see `Engine.stats`."""
-        return {**self.requests.counts, **self._counts}
+        failed_copies = self._copies.num_failed
+        return {**self.requests.counts, **self._counts, "failed_copies": failed_copies}
 
     @property
     def has_unfinished(self) -> bool:
@@ -270,7 +269,7 @@ class StepLoop:
             request.decoding = False
             request.num_preemptions += 1
             self._counts["preemptions"] += 1
-        self._copy_blocks(plan)
+        self._copies.issue(plan)
         for admission in plan.admitted:
             request = admission.request
             request.status = RequestStatus.RUNNING
@@ -315,10 +314,11 @@ class StepLoop:
         if plan.decode and (self._step_budget is None or not plan.prefill):
             drafts = speculator.propose(plan.decode)
         if drafts:
-            self.scheduler.verify(plan, drafts, speculator.sizes(len(plan.decode)))
+            self.scheduler.extra_tokens.verify(plan, drafts, speculator.sizes(len(plan.decode)))
         if speculator.proposes:
             assert self.runner.drafter is not None, "a drafter proposes"
-            self.scheduler.propose(plan, speculator.proposes, self.runner.drafter.group)
+            group = self.runner.drafter.group
+            self.scheduler.extra_tokens.propose(plan, speculator.proposes, group)
 
     def _commit_until(self, most: int) -> int:
         """Commit launched steps until `most` are in flight; return the nanoseconds waited."""
@@ -336,38 +336,6 @@ class StepLoop:
         step = self.runner.finish(self._launched.pop())
         self._launched.append(step)
         return step, waited
-
-    def _copy_blocks(self, plan: StepPlan) -> None:
-        """Issue the block copies of a plan. If they fail, the requests recompute the tokens."""
-        cache = self.scheduler.cache
-        try:
-            self.runner.swap_out(plan)
-        except Exception as error:
-            self._note_failed_copies("to the host", error)
-            for preemption in plan.preempted:
-                cache.forget_swapped(preemption.request.id)
-        else:
-            for preemption in plan.preempted:
-                cache.count_swapped_out(len(preemption.swap_out or ()))
-        try:
-            self.runner.copy_in(plan)
-        except Exception as error:
-            self._note_failed_copies("to admitted requests", error)
-            for admission in tuple(plan.admitted):
-                if admission.found.copies:
-                    admission.request.may_fork = False
-                if admission.found.copies or admission.found.swap_in:
-                    self.scheduler.undo(plan, admission)
-
-    def _note_failed_copies(self, where: str, error: Exception) -> None:
-        if isinstance(error, AssertionError | RankError):  # a bug, or the other ranks are lost
-            raise error
-        self._counts["failed_copies"] += 1
-        logger.error(
-            "copying blocks %s failed: their tokens will be computed again",
-            where,
-            exc_info=error,
-        )
 
     def _commit(self, step: LaunchedStep) -> int:
         """Commit the tokens of a launched step; return the nanoseconds waited for them."""

@@ -7,7 +7,6 @@ step is prepared.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
@@ -36,15 +35,9 @@ from ..execution.rank_commands import CommandSender
 from ..execution.runner import Runner
 from ..execution.step_key import StepKey
 from ..kernels import (
-    Gap,
     Kernels,
-    batch_invariant_kernels,
-    kernels_for,
-    limit_threads,
-    native_gaps,
-    select_kernels,
 )
-from ..kernels.result_check import Fallback, brief, warn
+from ..kernels.result_check import brief, warn
 from ..loading.loader import Source
 from ..loading.opened_source import OpenedSource, find_source, open_source
 from ..memory.measurement import (
@@ -56,8 +49,7 @@ from ..memory.measurement import (
 )
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
-from ..models.decoder_model import DecoderConfig, DecoderModel
-from ..models.plan import plan_of
+from ..models.decoder_model import DecoderModel
 from ..models.rope_by_length import rope_lengths
 from ..models.transformers.config import TransformersConfig
 from ..models.transformers.loading import load_decoder
@@ -71,9 +63,10 @@ from ..structured.compiler import check_installed
 from .calibration import preemption_policy
 from .drafter_start import find_engine_drafter
 from .engine_parts import CodeCache, EngineParts
+from .kernel_start import checked_kernels
 from .loop import StepLoop
 from .memory_planning import layer_groups, plan_engine
-from .rank_collectives import serve_collectives, with_collectives
+from .rank_collectives import serve_collectives
 from .rank_start import (
     agree_on_plan,
     agree_on_start,
@@ -86,7 +79,6 @@ from .rank_start import (
     share_of_memory,
     spawn_group,
 )
-from .self_test import check_kernels
 from .weight_reload import reload_rank
 
 __all__ = [
@@ -189,7 +181,7 @@ def _start(
     opened = open_source(found, open_files, check_head=config.tie_word_embeddings is None)
     log = PhaseLog(resolved.device)
     with log.phase("kernels"):
-        kernels = _checked_kernels(found.config, resolved, group)
+        kernels = checked_kernels(found.config, resolved, group)
     if group is not None:
         agree_on_start(group, opened, kernels)
     groups = layer_groups(found.config, resolved)
@@ -281,55 +273,6 @@ def _start(
     )
     logger.info("memory as measured\n%s", parts.reconcile().format())
     return parts
-
-
-_LAYERS_GAP = "decoder layers"
-
-
-def _checked_kernels(
-    model: DecoderConfig, config: ResolvedConfig, group: RankGroup | None
-) -> Kernels:
-    """Return the kernels of an engine, with plain PyTorch for gaps and failed self-tests."""
-    kernels = select_kernels(
-        config.device, config.mode, config.dtype, config.weights, config.kernels
-    )
-    if kernels.library is not None:
-        limit_threads(config.threads)
-    if config.batch_invariant:
-        kernels = batch_invariant_kernels(kernels)
-    kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
-    plan = plan_of(model)
-    replaced: Fallback | None = None
-    fitting = kernels_for(kernels, plan)
-    gaps = native_gaps(config.device.type, config.dtype, config.weights, plan)
-    if config.kernels == "torch":  # has native attention at most
-        gaps = tuple(gap for gap in gaps if gap.name == "attention" and fitting is not kernels)
-    if isinstance(model, ModelConfig):
-        seed = None
-        if group is not None:
-            fitting, replaced = with_collectives(fitting, group, model, config)
-            group.watch.collectives = fitting.collectives
-            seed = group.exchange(time.time_ns() % 2**30)[0]
-        # A rank whose C++ operators fail would leave the sums that others wait for.
-        on_cpu_ranks = group is not None and config.device.type == "cpu"
-        required = config.user.kernels == "native" or config.batch_invariant or on_cpu_ranks
-        kernels = check_kernels(fitting, model, config, required=required, seed=seed)
-    else:
-        kernels, gaps = fitting, tuple(gap for gap in gaps if gap.name != _LAYERS_GAP)
-        if config.user.model_impl == "auto":
-            gaps = (Gap(_LAYERS_GAP, "no native family, transformers makes them"), *gaps)
-    if replaced is not None:
-        warn(f"NCCL replaces the collective kernels of {replaced.shape}: {replaced.error}")
-    dtype = str(config.dtype).removeprefix("torch.")
-    fallbacks = [Fallback(gap.name, f"{model.model_type} in {dtype}", gap.reason) for gap in gaps]
-    for fallback in fallbacks:
-        warn(
-            f"no native {fallback.name} for {fallback.shape}: {fallback.error}."
-            " Plain PyTorch runs instead, which is slower"
-        )
-    if replaced is not None:
-        fallbacks.insert(0, replaced)
-    return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, *fallbacks))
 
 
 def make_loop(

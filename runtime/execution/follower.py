@@ -10,13 +10,10 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 import torch
 
-from ...graphs.buffers import StaticBuffers
 from ..distributed.rank_group import RankGroup
 from ..errors import RankError
 from ..kernels.cpu.threads import limit_threads
-from .inputs import DraftInputs, EmbedInputs, StepInputs
 from .outputs import OUTPUT_SETS, checked_tokens
-from .prompt_scorer import ScoreInputs
 from .rank_commands import (
     Command,
     InputBuffer,
@@ -68,13 +65,9 @@ class Follower:
         self._group = group
         self._reload = reload
         self._arrays: dict[InputBuffer, object] = {
-            "steps": runner.inputs.arrays(StepInputs[npt.NDArray[Any]]),
-            "scores": runner.scorer.inputs.arrays(ScoreInputs[npt.NDArray[Any]]),
+            name: buffers.arrays(type(buffers.device))
+            for name, buffers in runner.input_buffers.items()
         }
-        if runner.embeds is not None:
-            self._arrays["embeds"] = runner.embeds.arrays(EmbedInputs[npt.NDArray[Any]])
-        if runner.drafts is not None:
-            self._arrays["drafts"] = runner.drafts.arrays(DraftInputs[npt.NDArray[Any]])
         sampling = runner.state.sampling
         self._row_sizes = sampling.reals.shape[1], sampling.integers.shape[1]
         self._vocab_size = sampling.token_counts.shape[1]
@@ -85,7 +78,7 @@ class Follower:
             Command.RUN: self._run,
             Command.INPUTS: self._inputs,
             Command.ROW: self._row,
-            Command.COPY_BLOCKS: lambda payload: runner.copy_blocks(*decode_copies(payload)),
+            Command.COPY_BLOCKS: lambda payload: runner.blocks.copy(*decode_copies(payload)),
             Command.FORCE_TOKEN: lambda payload: runner.force_token(*decode_token(payload)),
             Command.SCORE: lambda payload: runner.scorer.run(*decode_score(payload)),
             Command.PADDING: lambda payload: runner.place_padding(*decode_padding(payload)),
@@ -176,14 +169,7 @@ class Follower:
     def _inputs(self, payload: bytes) -> None:
         runner = self._runner
         changed = decode_inputs(payload, self._arrays)
-        buffers: dict[InputBuffer, StaticBuffers[Any] | None] = {
-            "steps": runner.inputs,
-            "embeds": runner.embeds,
-            "scores": runner.scorer.inputs,
-            "drafts": runner.drafts,
-        }
-        target, arrays = buffers[changed.buffer], self._arrays[changed.buffer]
-        assert target is not None
+        target, arrays = runner.input_buffers[changed.buffer], self._arrays[changed.buffer]
         target.begin_write()
         for name, values in changed.values:
             array: _Array = getattr(arrays, name)

@@ -25,7 +25,7 @@ from .inputs import (
     write_table_updates,
 )
 from .prompt_scorer import PromptScorer
-from .rank_commands import CommandSender
+from .rank_commands import CommandSender, InputBuffer
 from .row_state import RowState
 from .step_key import StepKey
 from .step_sizes import most_table_updates
@@ -85,10 +85,29 @@ class InputWriter:
                 config.device,
             )
             self._host_drafts = self.drafts.arrays(DraftInputs[Int64Array])
+        self.buffers: dict[InputBuffer, StaticBuffers[Any]] = {"steps": self.inputs}
+        """Of every step and, where there are any, of embeddings and drafts."""
+        if self.embeds is not None:
+            self.buffers["embeds"] = self.embeds
+        if self.drafts is not None:
+            self.buffers["drafts"] = self.drafts
         self._written_drafts: tuple[list[list[int]], list[int]] = ([], [])
         self._embeds_shown = False  # set by the last prefill step
         self.decode_rows: list[int] = []
         """As last written."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers on the device."""
+        return sum(buffers.nbytes for buffers in self.buffers.values())
+
+    def addresses(self) -> dict[str, int]:
+        """Return the device address of each field of the buffers, which must never change."""
+        return {
+            f"{name}.{field}": address
+            for name, buffers in self.buffers.items()
+            for field, address in buffers.addresses().items()
+        }
 
     def write(self, plan: StepPlan, rows: list[int], prefill_key: StepKey | None) -> None:
         """Write the decoding rows, the chunks of prompts and the updates of block tables."""

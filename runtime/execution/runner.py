@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import repeat
-from operator import attrgetter
 
 import torch
 
@@ -24,6 +22,7 @@ from ..request import Request
 from ..resolved_config import ResolvedConfig
 from ..sampling.sampling_state import RowParameters
 from ..scheduling.plan import StepPlan
+from .block_copies import BlockCopies
 from .draft_step import DraftStep
 from .drafter_cache import DrafterCache, new_blocks
 from .host_masks import FollowedMasks, HostMasks
@@ -40,13 +39,14 @@ from .outputs import (
     proposed_drafts,
     sampled_tokens,
 )
+from .plan_parts import PlanParts
 from .prepared_steps import PreparedSteps
 from .prompt_scorer import PromptScorer, Score
-from .rank_commands import BlockCopy, CommandSender
+from .rank_commands import CommandSender
 from .row_state import RowState
 from .step_functions import StepFunctions
 from .step_key import StepKey, StepOutput
-from .step_launch import PlannedPart, StepLaunch
+from .step_launch import StepLaunch
 from .step_sizes import StepSizes
 from .token_masks import TokenMasks
 
@@ -124,13 +124,13 @@ class Runner:
         )
         self.inputs, self.embeds = self._writer.inputs, self._writer.embeds
         self.drafts = self._writer.drafts
+        self.input_buffers = {**self._writer.buffers, "scores": self.scorer.inputs}
         self.threads = None if model.kernels.library is None else config.threads
         self.own_threads: TorchThreads | None = None
         """Block in which torch uses no more threads than this rank has: others would spin on the
         cores of other ranks. Code of `torch.compile` keeps the number that it was compiled with."""
         if commands is not None and device.type == "cpu":
             self.own_threads = TorchThreads(config.threads)
-        self._decoding = _Decoding([])
         self.outputs: HostOutputs | None = None
         if config.is_async_device:
             self.outputs = HostOutputs(
@@ -144,6 +144,7 @@ class Runner:
         self._arena = arena
         self.host_arena = host
         self.drafter = drafter
+        self.blocks = BlockCopies(arena, host, drafter, commands)
         self._addresses = self.addresses()
         self.sizes = StepSizes.choose(config, model.kernels)
         make_functions = partial(
@@ -169,6 +170,12 @@ class Runner:
         )
         self.steps = PreparedSteps(config, self.sizes.keys(), make_functions)
         self.library = self.steps.library
+        self._parts = PlanParts(
+            self.sizes,
+            config.block_size,
+            config.max_blocks_per_row * config.block_size,
+            ragged=self.steps.functions.ragged,
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -178,19 +185,14 @@ class Runner:
     @property
     def nbytes(self) -> int:
         """Bytes of row state, inputs and buffers for scoring."""
-        return self.state.nbytes + self._input_nbytes + self.scorer.nbytes
-
-    @property
-    def _input_nbytes(self) -> int:
-        buffers = (self.inputs, self.embeds, self.drafts)
-        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+        return self.state.nbytes + self._writer.nbytes + self.scorer.nbytes
 
     @property
     def host_nbytes(self) -> int:
         """Bytes of host buffers for an asynchronous device: input mirrors and outputs."""
         outputs = 0 if self.outputs is None else self.outputs.nbytes
         masks = 0 if self._host_masks is None else self._host_masks.nbytes
-        return self._input_nbytes + outputs + masks + self.scorer.host_nbytes
+        return self._writer.nbytes + outputs + masks + self.scorer.host_nbytes
 
     @property
     def host_cache_nbytes(self) -> int:
@@ -203,18 +205,8 @@ class Runner:
         return {
             "arena": self._arena.address,
             **({} if self.host_arena is None else {"host arena": self.host_arena.address}),
-            **{f"inputs.{k}": v for k, v in self.inputs.addresses().items()},
+            **self._writer.addresses(),
             **{f"state.{k}": v for k, v in self.state.addresses().items()},
-            **(
-                {}
-                if self.embeds is None
-                else {f"embeds.{k}": v for k, v in self.embeds.addresses().items()}
-            ),
-            **(
-                {}
-                if self.drafts is None
-                else {f"drafts.{k}": v for k, v in self.drafts.addresses().items()}
-            ),
             **({} if self.drafter is None else self.drafter.addresses()),
             **self.scorer.addresses(),
         }
@@ -233,45 +225,6 @@ class Runner:
         if self.drafter is not None:
             self.drafter.close()
         self.steps.close()
-
-    def swap_out(self, plan: StepPlan) -> None:
-        """Issue the copies of preempted requests to the host, before any write to the blocks."""
-        if not plan.preempted:
-            return
-        pairs = [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
-        if pairs:
-            with ranges.span(ranges.SWAP, len(pairs)):
-                self.copy_blocks("to_host", pairs)
-
-    def copy_in(self, plan: StepPlan) -> None:
-        """Issue the copies for admitted requests: forked blocks, and blocks from the host."""
-        if not plan.admitted:
-            return
-        copies = [pair for admission in plan.admitted for pair in admission.found.copies]
-        if copies:
-            with ranges.span(ranges.FORK, len(copies)):
-                self.copy_blocks("within", copies)
-        pairs = [pair for admission in plan.admitted for pair in admission.found.swap_in]
-        if pairs:
-            with ranges.span(ranges.SWAP, len(pairs)):
-                self.copy_blocks("from_host", pairs)
-
-    def copy_blocks(self, copy: BlockCopy, pairs: Sequence[tuple[int, int]]) -> None:
-        """Issue the copies of (source, destination) blocks, on all ranks."""
-        if self.commands is not None:
-            self.commands.copy_blocks(copy, pairs)
-        arenas = [(self._arena, self.host_arena)]
-        if self.drafter is not None:
-            arenas.append((self.drafter.arena, self.drafter.host))
-        for arena, host in arenas:
-            if copy == "within":
-                arena.copy_blocks(pairs)
-                continue
-            assert host is not None, "requests are swapped without a host arena"
-            if copy == "to_host":
-                host.swap_out(pairs)
-            else:
-                host.swap_in(pairs)
 
     def run(self, key: StepKey, lanes: int = 0) -> StepOutput:
         """Run the step for `key` on all ranks, and return its output.
@@ -298,25 +251,14 @@ class Runner:
             with ranges.span(ranges.PREPARE, len(plan.admitted)):
                 for admission in plan.admitted:
                     self._take_row(admission.request, admission.row)
-        prefill_key = self._prefill_key(plan) if plan.prefill else None
         if self.drafter is not None and plan.table_updates:
             self.drafter.clear(new_blocks(plan, self.drafter.group, self.block_size))
-        self._write_inputs(plan, prefill_key)
-        parts = []
-        if plan.decode:
-            key = self._verify_key(plan) if plan.drafting else self._decode_key(plan.steps)
-            rows = len(plan.decode)
-            name, tokens, room = ranges.REPLAY, plan.steps * rows, plan.steps * key.size
-            if plan.drafting:
-                name, tokens = ranges.VERIFY, plan.decode_tokens
-                room = key.tokens_per_row * key.size
-                if self.steps.functions.ragged:  # only rows are padded
-                    room = tokens + key.size - rows
-            parts.append(PlannedPart(name, key, plan.decode, tokens, room))
-        if prefill_key is not None:
-            requests = [chunk.request if chunk.samples else None for chunk in plan.prefill]
-            tokens, room = plan.prefill_tokens, prefill_key.size
-            parts.append(PlannedPart(ranges.PREFILL, prefill_key, requests, tokens, room))
+        parts, writer = self._parts.of(plan), self._writer
+        rows = self._parts.decode_rows
+        if plan.table_updates or plan.prefill or rows != writer.decode_rows:
+            writer.write(plan, rows, parts[-1].key if plan.prefill else None)
+        if plan.drafting:
+            writer.write_drafts(plan.drafts, plan.draft_stops)
         return StepLaunch(self, number, plan, parts).begin()
 
     def finish(self, step: LaunchedStep) -> LaunchedStep:
@@ -426,82 +368,3 @@ class Runner:
             positions[:count] = place.clamp(max=last)
         else:
             positions.zero_()
-
-    def _write_inputs(self, plan: StepPlan, prefill_key: StepKey | None) -> None:
-        """Write changed inputs to the mirror and copy them to the device, if any changed."""
-        rows = self._writer.decode_rows
-        if plan.decode is self._decoding.requests:
-            if self._decoding.changed:
-                self._decoding.find_longest()
-        else:
-            rows = [request.row for request in plan.decode if request.row is not None]
-            assert len(rows) == len(plan.decode), "a request that decodes holds a row"
-            self._decoding = _Decoding(plan.decode)
-        if plan.table_updates or plan.prefill or rows != self._writer.decode_rows:
-            self._writer.write(plan, rows, prefill_key)
-        if plan.drafting:
-            self._writer.write_drafts(plan.drafts, plan.draft_stops)
-
-    def _decode_key(self, steps: int) -> StepKey:
-        """Return the key of the decode step: the last one while it is valid."""
-        decoding = self._decoding
-        assert decoding.longest is not None, "the plan has no decoding row"
-        positions, key = decoding.longest.num_computed + steps, decoding.key
-        if key is None or key.steps != steps or positions > key.read_blocks * self.block_size:
-            read_blocks = -(-positions // self.block_size)
-            key = decoding.key = self.sizes.decode_key(
-                len(decoding.requests),
-                read_blocks,
-                decoding.full_sampler,
-                steps,
-                masked=decoding.masked,
-            )
-        return key
-
-    def _verify_key(self, plan: StepPlan) -> StepKey:
-        """Return the key of the verify step of a plan, after which another row may be longest."""
-        decoding = self._decoding
-        assert decoding.longest is not None, "the plan has no decoding row"
-        counts = plan.decode_counts or repeat(1, len(plan.decode))
-        stop = max(r.num_computed + n for r, n in zip(plan.decode, counts, strict=True))
-        if plan.proposes:  # the newest token and all drafts may follow
-            stop += 1 + plan.proposes
-        stop = min(stop, self.state.block_tables.shape[2] * self.block_size)
-        decoding.changed = True
-        return self.sizes.decode_key(
-            len(plan.decode),
-            -(-stop // self.block_size),
-            decoding.full_sampler,
-            tokens_per_row=plan.tokens_per_row,
-            drafts=plan.proposes,
-            masked=decoding.masked,
-        )
-
-    def _prefill_key(self, plan: StepPlan) -> StepKey:
-        longest = max(chunk.start + chunk.count for chunk in plan.prefill)
-        full = any(chunk.request.params.needs_full_sampler for chunk in plan.prefill)
-        masked = any(chunk.samples and chunk.request.matcher is not None for chunk in plan.prefill)
-        return self.sizes.prefill_key(
-            plan.prefill_tokens, -(-longest // self.block_size), full, masked=masked
-        )
-
-
-class _Decoding:
-    """The decoding requests, and values derived from them while none joins or leaves."""
-
-    __slots__ = ("changed", "full_sampler", "key", "longest", "masked", "requests")
-
-    def __init__(self, requests: list[Request]) -> None:
-        self.requests = requests
-        self.full_sampler = any(request.params.needs_full_sampler for request in requests)
-        self.masked = any(request.matcher is not None for request in requests)
-        self.key: StepKey | None = None
-        self.find_longest()
-
-    def find_longest(self) -> None:
-        """Find the longest row, after verify steps too, which advance rows differently."""
-        self.longest = max(self.requests, key=attrgetter("num_computed"), default=None)
-        self.changed = any(request.num_unsure for request in self.requests)
-        """Whether another row may be longest: in the step after a verify step, and while the host
-        does not know how many tokens one has accepted."""
-        self.key = None

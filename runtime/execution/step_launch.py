@@ -19,32 +19,20 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ...graphs.library import StepLibrary
 from ...profiling import ranges
 from ..request import Request
 from ..scheduling.plan import StepPlan
 from .outputs import HostOutputs, LaunchedStep
+from .plan_parts import PlannedPart
 from .prompt_scorer import LaunchedScores, PromptScorer
 from .step_key import StepKey, StepOutput
 from .step_sizes import StepSizes
 from .token_masks import TokenMasks
 
-__all__ = ["PlannedPart", "StepLaunch"]
-
-
-class PlannedPart(NamedTuple):
-    """The decode or the prefill part of a step."""
-
-    name: str
-    """Of its range for profilers."""
-    key: StepKey
-    requests: Sequence[Request | None]
-    """Request of each lane; None: a chunk that does not sample."""
-    tokens: int
-    room: int
-    """Tokens that the step computes, padding included."""
+__all__ = ["StepLaunch"]
 
 
 class Runs(Protocol):

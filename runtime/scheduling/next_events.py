@@ -11,6 +11,8 @@ class NextEvents:
     """At most one scheduled step per request; lookup by step and by request."""
 
     def __init__(self) -> None:
+        self.num_steps = 0
+        """Planned so far; counts each decode step of a launch."""
         self._due: dict[int, dict[Request, None]] = {}  # step number -> requests
         self._steps: dict[Request, int] = {}
 
@@ -29,9 +31,10 @@ class NextEvents:
             if not due:
                 del self._due[step]
 
-    def pop_due(self, step: int) -> dict[Request, None] | None:
-        """Remove and return the requests that are due at a step, or None."""
-        due = self._due.pop(step, None)
+    def begin_step(self) -> dict[Request, None] | None:
+        """Begin the next step; remove and return the requests that are due at it, or None."""
+        self.num_steps += 1
+        due = self._due.pop(self.num_steps, None)
         if due is not None:
             for request in due:
                 del self._steps[request]

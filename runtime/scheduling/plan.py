@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import NamedTuple
 
 from ...cache.kv_cache import Admitted
@@ -43,20 +42,15 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """`count` consecutive tokens of a row whose keys and values a step computes.
-
-    A decoding row has one token, a verifying row its newest token and drafts, a prefilling row a
-    chunk of its known tokens.
-    """
+    """A chunk: `count` consecutive known tokens whose keys and values a step computes."""
 
     request: Request
     row: int
     start: int
-    """Position of the first token. For decoding rows an upper bound: the exact position is in the
-    row state on the device, and known to the host when the steps are committed."""
+    """Position of the first token."""
     count: int
     samples: bool
-    """Whether tokens are sampled: False for chunks that end before the last known token."""
+    """Whether a token is sampled: False for chunks that end before the last known token."""
     scored: range = range(0)
     """Positions whose logits give the log-probabilities of the next prompt tokens."""
 
@@ -97,13 +91,6 @@ class StepPlan:
     def is_empty(self) -> bool:
         """Whether there is nothing to launch."""
         return not (self.prefill or self.decode)
-
-    def decode_spans(self) -> Iterator[RowSpan]:
-        """Yield the spans of the rows of `decode`, before the launch advances them."""
-        counts = self.decode_counts or repeat(1, len(self.decode))
-        for request, count in zip(self.decode, counts, strict=True):
-            assert request.row is not None, "a request that decodes holds a row"
-            yield RowSpan(request, request.row, request.num_computed, count, samples=True)
 
     def drafted_rows(self) -> Iterator[tuple[Request, Sequence[int]]]:
         """Yield the rows of a verify step with their drafts."""

@@ -7,23 +7,8 @@ sliding-window layers those of the next chunk), so most later allocations are fo
 block is free, the running request that is last in the order of service is preempted: its blocks are
 swapped to the host, or its tokens are recomputed later (see `preemption.py`).
 
-Most decoding requests need no work per step. The earliest step at which a request can need a
-block, publish one or sample its last token is known in advance, so its next event is scheduled for
-that step. A step processes only the requests with a due event, prefilling requests, and the head of
-the queue.
-
-`verify` makes a plan verify drafts of some rows, as far as blocks and tokens are free: no request
-is preempted for drafts. The number of accepted tokens is known when the step is committed. Until
-then blocks are allocated for the largest possible number, and freed or shared for the smallest. A
-request that may have sampled all of its tokens is not planned; it decodes again if the commit
-rejects drafts (`fell_short`).
-
-With `steps_per_launch` a plan decodes that many tokens per row if no request prefills, no row
-follows a grammar (its next token needs the one before), every row has that many tokens to go, and
-the blocks for them are free. Otherwise it decodes one token per
-row. So the last tokens of a request are decoded one per launch, and no request is preempted for
-tokens of later steps. Waiting requests do not prevent such launches. They wait longer, because a
-row that ends within a launch is freed only after it.
+A step processes only the requests whose next event is due (see `row_blocks.py`), prefilling
+requests, and the head of the queue. `extra_tokens.py` adds tokens to the decode part.
 
 A sequence that outgrows the context of its rotary parameters can lose its keys and values (see
 `RopeLengths.recompute_above`). It is preempted without a copy, and recomputed at its next
@@ -35,18 +20,17 @@ blocks with the same content (see `cache/kv_cache.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import repeat
-
-from ...cache.kv_cache import KVCache, TableChange
+from ...cache.kv_cache import KVCache
 from ..request import Request, RequestStatus
 from ..rope_lengths import RopeLengths
 from .admission import AdmissionControl
+from .extra_tokens import ExtraTokens
 from .headroom import Headroom
 from .next_events import NextEvents
-from .plan import Admission, Preemption, RowSpan, StepPlan, TableUpdate
+from .plan import Admission, Preemption, RowSpan, StepPlan
 from .preemption import PreemptionPolicy
 from .publishing import Publishing
+from .row_blocks import RowBlocks
 from .running import RunningRequests, order_of
 from .step_budget import StepBudget
 from .waiting import WaitingQueue
@@ -89,12 +73,14 @@ class Scheduler:
         self._step_budget = step_budget
         self._rope_lengths = rope_lengths or RopeLengths()
         self._waiting = WaitingQueue()
-        self._num_steps = 0  # planned so far; counts each decode step of a launch
         self._next_events = NextEvents()
         self._running = RunningRequests(max_num_seqs)
         self._headroom = Headroom(cache)
         self._publishing = Publishing(cache)
-        self._admission = AdmissionControl(cache, self._running, self._publishing, self._headroom)
+        parts = self._publishing, self._headroom
+        self._admission = AdmissionControl(cache, self._running, *parts)
+        self._blocks = RowBlocks(cache, self._running, self._next_events, *parts)
+        self.extra_tokens = ExtraTokens(cache, self._blocks, self._next_events, max_batch_tokens)
 
     @property
     def num_waiting(self) -> int:
@@ -120,7 +106,7 @@ class Scheduler:
         assert request.status is RequestStatus.FINISHED
         if request in self._running.rows:
             self._publishing.publish(request, ends=True)
-            self._give_up_row(request)
+            self._blocks.leave(request)
             self.cache.release(request.id)
             return
         self.cache.forget_swapped(request.id)
@@ -133,8 +119,7 @@ class Scheduler:
         plan.
         """
         plan, running = StepPlan(), self._running
-        self._num_steps += 1
-        due = self._next_events.pop_due(self._num_steps)
+        due = self._next_events.begin_step()
         if due is not None or running.prefilling:
             self._look_at(plan, due or {})
         plan.decode = running.decoding()
@@ -142,46 +127,9 @@ class Scheduler:
             self._plan_prefill(plan)
             if plan.preempted:
                 plan.decode = running.decoding()
-        if self.steps_per_launch > 1 and not single:
-            self._plan_several_steps(plan)
+        if self.steps_per_launch > 1 and not single and plan.decode and not running.prefilling:
+            self.extra_tokens.decode_several(plan, self.steps_per_launch)
         return plan
-
-    def verify(self, plan: StepPlan, drafts: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
-        """Let the decoding rows of a plan verify drafts, those that there is room for.
-
-        Args:
-            plan: the current plan, of one decode step.
-            drafts: of each of `plan.decode`; may be empty.
-            sizes: the tokens per row that verify steps of so many rows exist for, ascending.
-        """
-        assert plan.steps == 1
-        spare = self.max_batch_tokens - plan.prefill_tokens - len(plan.decode)
-        kept = [
-            own[: self._room_for(plan, request, min(len(own), spare // len(plan.decode)))]
-            for request, own in zip(plan.decode, drafts, strict=True)
-        ]
-        counts = [1 + len(own) for own in kept]
-        if (most := max(counts)) > 1:
-            plan.drafts, plan.decode_counts = kept, counts
-            plan.tokens_per_row = next(size for size in sizes if size >= most)
-
-    def propose(self, plan: StepPlan, drafts: int, group: int) -> None:
-        """Let a drafter propose `drafts` tokens for each decoding row of a plan.
-
-        It stores their keys and values in blocks of a layer group. A row for which too few of them
-        are free gets fewer drafts (`StepPlan.draft_stops`).
-        """
-        size = self.cache.block_size
-        stops = []
-        for request, count in zip(
-            plan.decode, plan.decode_counts or repeat(1, len(plan.decode)), strict=True
-        ):
-            ahead = self._next_count(request, count + drafts + 1)
-            table = self.cache.block_table(request.id, group)
-            if ahead > count and request.num_computed + ahead > len(table) * size:
-                self._grow_if_free(plan, request, ahead, count)
-            stops.append(len(table) * size)
-        plan.proposes, plan.draft_stops = drafts, stops
 
     def fell_short(self, request: Request) -> None:
         """Handle a committed step that advanced a running request by less than was launched.
@@ -191,7 +139,7 @@ class Scheduler:
         """
         if request in self._running.ending and not request.reached_max_tokens:
             self._next_events.cancel(request)
-            self._next_events.schedule(request, self._num_steps + 1)
+            self._next_events.schedule(request, self._next_events.num_steps + 1)
 
     def undo(self, plan: StepPlan, admission: Admission) -> None:
         """Undo an admission of the current plan whose copies failed; the request waits again.
@@ -203,7 +151,7 @@ class Scheduler:
         plan.admitted.remove(admission)
         plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not request]
         plan.table_updates = [update for update in plan.table_updates if update.row != row]
-        self._give_up_row(request)
+        self._blocks.leave(request)
         self.cache.release(request.id)
         self._waiting.push(request)
 
@@ -245,80 +193,7 @@ class Scheduler:
             if self._make_room(plan, request, stop, may_leave=True):
                 if request not in due or request in running.ending:
                     running.begin_decoding(request)
-                self._schedule_next_event(request)
-
-    def _plan_several_steps(self, plan: StepPlan) -> None:
-        """Decode `steps_per_launch` tokens per row if possible; see the top of this file.
-
-        A request without an event before the end of these steps has enough tokens and blocks.
-        """
-        steps = self.steps_per_launch
-        if not plan.decode or plan.prefill or self._running.prefilling:
-            return
-        if any(request.matcher is not None for request in plan.decode):
-            return
-        soon = self._next_events.between(self._num_steps + 1, self._num_steps + steps)
-        lacking = 0
-        for request in soon:
-            if self._next_count(request, steps) < steps:
-                return
-            lacking += self.cache.lacking(request.id, request.num_computed + steps)
-        if lacking > self.cache.num_free_blocks:
-            return
-        for request in soon:
-            self._next_events.cancel(request)
-            grown = self.cache.grow(request.id, request.num_computed + steps)
-            assert grown is not None, "there were enough blocks"
-            self._update_tables(plan, request, grown)
-            self._headroom.update(request)
-            self._schedule_next_event(request, steps)
-        plan.steps = steps
-        self._num_steps += steps - 1
-
-    def _room_for(self, plan: StepPlan, request: Request, drafts: int) -> int:
-        """Return how many drafts a decoding request of the plan verifies; allocate their blocks."""
-        count = self._next_count(request, 1 + drafts) if drafts > 0 else 1
-        if count <= 1:
-            return 0
-        return count - 1 if self._grow_if_free(plan, request, count, count) else 0
-
-    def _grow_if_free(self, plan: StepPlan, request: Request, tokens: int, count: int) -> bool:
-        """Allocate the blocks of a decoding request's next `tokens`, if so many are free.
-
-        This step computes `count` of them.
-        """
-        stop = request.num_computed + tokens
-        if self.cache.lacking(request.id, stop) > self.cache.num_free_blocks:
-            return False
-        self._next_events.cancel(request)
-        grown = self.cache.grow(request.id, stop)
-        assert grown is not None, "there were enough blocks"
-        self._update_tables(plan, request, grown)
-        self._headroom.update(request)
-        self._schedule_next_event(request, count=count)
-        return True
-
-    def _schedule_next_event(self, request: Request, least: int = 1, *, count: int = 1) -> None:
-        """Schedule the next event of a request that decodes from this step on.
-
-        It needs nothing during the first `least` steps. This step computes `count` of its tokens if
-        all drafts are accepted, and each later one a token, unless it verifies drafts too.
-        """
-        tokens = min(self._quiet_until(request) - request.num_computed, request.num_unsampled)
-        self._next_events.schedule(request, self._num_steps + max(least, tokens - count + 1))
-
-    def _next_count(self, request: Request, most: int) -> int:
-        """Return the number of tokens that a decoding request can compute next, at most `most`."""
-        left = request.outgrown_at - request.num_computed
-        return min(most, request.num_unsampled, left)
-
-    def _quiet_until(self, request: Request) -> int:
-        """First position whose token requires a change of the request's blocks."""
-        return min(
-            self.cache.quiet_until(request.id),
-            self._publishing.next_at(request),
-            request.outgrown_at,
-        )
+                self._blocks.schedule_next(request)
 
     def _outgrow(self, request: Request) -> None:
         """Before an admission: let a sequence that became too long be computed for its length."""
@@ -358,10 +233,7 @@ class Scheduler:
             if found is None:
                 break
             self._waiting.pop()
-            plan.admitted.append(Admission(head, running.join(head), found))
-            self._publishing.admit(head)
-            self._headroom.update(head)
-            self._update_tables(plan, head, self.cache.table_of(head.id))
+            plan.admitted.append(Admission(head, self._blocks.admit(plan, head), found))
             budget = self._add_chunk(plan, head, found.num_tokens, budget)
         for request in aside:
             self._waiting.push(request)
@@ -394,10 +266,10 @@ class Scheduler:
         # next token does not read. That block is kept for them if enough blocks are free.
         slid = not request.siblings or request.least_computed != len(request.prompt_ids)
         if slid:
-            self._slide(plan, request)
-        while (grown := self.cache.grow(request.id, num_tokens)) is None:
+            self._blocks.slide(plan, request)
+        while not self._blocks.grow(plan, request, num_tokens):
             if not slid:
-                self._slide(plan, request)
+                self._blocks.slide(plan, request)
                 slid = True
                 continue
             victim = self._running.last
@@ -407,14 +279,7 @@ class Scheduler:
             self._preempt(plan, victim)
             if victim is request:
                 return False
-        self._update_tables(plan, request, grown)
-        self._headroom.update(request)
         return True
-
-    def _slide(self, plan: StepPlan, request: Request) -> None:
-        """Free the blocks that the request's next and later tokens do not read."""
-        dropped = self.cache.slide(request.id, request.least_computed)
-        self._update_tables(plan, request, dropped)
 
     def _preempt(self, plan: StepPlan, victim: Request, *, may_swap: bool = True) -> None:
         plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not victim]
@@ -426,21 +291,9 @@ class Scheduler:
             pairs = self.cache.swap_out(victim.id, num_tokens)
         if pairs is None:
             self.cache.release(victim.id)
-        self._give_up_row(victim)
+        self._blocks.leave(victim)
         self._waiting.push(victim)
         plan.preempted.append(Preemption(victim, pairs))
-
-    def _update_tables(self, plan: StepPlan, request: Request, changes: list[TableChange]) -> None:
-        if changes:
-            row = self._running.rows[request]
-            for group, column, block in changes:
-                plan.table_updates.append(TableUpdate(group, row, column, block))
-
-    def _give_up_row(self, request: Request) -> None:
-        self._running.leave(request)
-        self._next_events.cancel(request)
-        self._headroom.forget(request)
-        self._publishing.leave(request)
 
     def check_integrity(self) -> None:
         """Assert that rows, queues and blocks are consistent, and events are in time."""
@@ -450,14 +303,4 @@ class Scheduler:
         self._headroom.check_integrity(self._running.rows)
         self._waiting.check_integrity()
         assert not any(request in self._running.rows for request in self._waiting)
-        self._next_events.check_integrity()
-        events, ending = self._next_events.all(), self._running.ending
-        for request in ending:
-            assert request.decoding
-            assert request.reached_max_tokens == (request not in events)
-        assert events.keys() - ending == set(self._running.decoding())
-        for request, number in events.items():
-            tokens = number - self._num_steps - 1  # decoded before, if no step verifies
-            assert 0 <= tokens <= request.num_unsampled
-            last = request.num_computed + tokens - 1
-            assert tokens == 0 or last < self._quiet_until(request)
+        self._blocks.check_integrity()
