@@ -196,11 +196,14 @@ class BlockTables:
                 assert all(block == NULL_BLOCK for block in table[: live.start])
                 held.update(table[live.start :])
         assert NULL_BLOCK not in held, "a block table holds the null block"
-        for block in range(1, self._pool.num_blocks):
-            assert self._pool.ref_count(block) == held[block], (
-                f"block {block} is in {held[block]} block tables, "
+        for block, count in held.items():
+            assert self._pool.ref_count(block) == count, (
+                f"block {block} is in {count} block tables, "
                 f"the pool counts {self._pool.ref_count(block)} holders"
             )
+        assert len(held) == self._pool.num_held, (
+            f"{len(held)} blocks are in block tables, {self._pool.num_held} are held"
+        )
         first, *others = (a.tables.keys() for a in self._allocators)
         for requests in others:
             assert requests == first, "a request holds blocks in one group and not in another"

@@ -233,25 +233,23 @@ class BlockPool:
             f"{len(on_list)} blocks on the free list, {self._num_free} counted as free"
         )
         assert self._ref_counts[NULL_BLOCK] == 0, "the null block has a holder"
-        for block in range(1, self._num_blocks):
-            count = self._ref_counts[block]
+        for block, count in enumerate(self._ref_counts[1:], 1):
             assert count >= 0, f"block {block} has {count} holders"
             assert (count == 0) == (block in on_list), (
                 f"block {block} has {count} holders and is "
                 f"{'on' if block in on_list else 'not on'} the free list"
             )
         assert self._keys[NULL_BLOCK] is None, "the null block is published"
-        by_key = {key: block for block_of in self._block_of for key, block in block_of.items()}
-        assert by_key == {k: block for block, k in enumerate(self._keys) if k is not None}, (
-            "keys and blocks disagree"
-        )
-        assert len(by_key) == self._num_published, (
-            f"{len(by_key)} blocks have a key, {self._num_published} are counted as published"
+        keyed = [(block, key) for block, key in enumerate(self._keys) if key is not None]
+        for block, key in keyed:
+            assert self._block_of[key[0]].get(key) == block, f"block {block} has the key of another"
+        assert sum(map(len, self._block_of)) == len(keyed), "a block is found by a key it lost"
+        assert len(keyed) == self._num_published, (
+            f"{len(keyed)} blocks have a key, {self._num_published} are counted as published"
         )
         assert list(on_list.values()) == sorted(on_list.values()), (
             "a free block with a key would be handed out before one without"
         )
-        verified = [block for block, flag in enumerate(self._verified) if flag]
-        assert all(self._keys[block] for block in verified), "a block without a key is verified"
-        for first, block_of in enumerate(self._block_of):
-            assert all(key[0] == first for key in block_of), "a key is in a wrong dictionary"
+        if any(self._verified):
+            verified = [block for block, flag in enumerate(self._verified) if flag]
+            assert all(self._keys[block] for block in verified), "a block without a key is verified"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,8 +68,9 @@ class HostBlocks:
         if self._pool is None:
             return
         self._pool.check_integrity()
-        held = Counter(host for s in self._requests.values() for _, _, host in s.blocks)
-        for host in range(self.num_blocks):
-            assert held[host] == self._pool.ref_count(host + 1) <= 1, (
-                f"host block {host} belongs to {held[host]} swapped requests"
-            )
+        held = [host + 1 for s in self._requests.values() for _, _, host in s.blocks]
+        assert len(set(held)) == len(held), "a host block belongs to two swapped requests"
+        assert all(self._pool.ref_count(block) == 1 for block in held), "a host block is shared"
+        assert len(held) == self._pool.num_held, (
+            f"{len(held)} host blocks belong to swapped requests, {self._pool.num_held} are held"
+        )

@@ -1,6 +1,8 @@
 """A ring buffer of the times of the last steps. Standard library only."""
 
+import mmap
 import struct
+import sys
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -75,7 +77,10 @@ RECORD_FIELDS: Final = tuple(f.name for f in fields(StepRecord) if f.name != "is
 
 
 class Timeline:
-    """The last `capacity` steps, in preallocated memory.
+    """The last `capacity` steps, in memory that is reserved at once.
+
+    The operating system provides its pages when steps first write to them, one in 36 steps: all of
+    them take milliseconds, which the start of an engine would wait for.
 
     Not thread-safe, except `copy_since`: call the other methods in the thread that runs the steps,
     or between steps.
@@ -93,7 +98,7 @@ class Timeline:
             raise ValueError(f"capacity is {capacity}; a timeline keeps at least one step")
         self._capacity = capacity
         self._is_async_device = is_async_device
-        self._buffer = bytearray(capacity * _LAYOUT.size)
+        self._buffer = _reserve(capacity * _LAYOUT.size)
         self._recorded = 0
 
     @property
@@ -216,3 +221,10 @@ class Timeline:
     def clear(self) -> None:
         """Remove all records."""
         self._recorded = 0
+
+
+def _reserve(size: int) -> mmap.mmap:
+    """Return `size` zero bytes, of which a forked process has its own copy."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)

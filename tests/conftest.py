@@ -10,7 +10,6 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,13 +95,15 @@ def quiet_and_single_threaded() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def untuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def untuned(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are of default sizes, whatever the user tuned, and what a test tunes is its own."""
     if importlib.util.find_spec("triton") is None:
         return
     from stepgraph.runtime.kernels.triton import tuning
 
-    monkeypatch.setattr(tuning, "cache_directory", lambda: tmp_path / "stepgraph")
+    # Most tests ask for no directory, and thousands of them take seconds.
+    make = functools.cache(lambda: tmp_path_factory.mktemp("tuned") / "stepgraph")
+    monkeypatch.setattr(tuning, "cache_directory", make)
     for name in ("_known", "_best_config"):
         unused = functools.cache(getattr(tuning, name).__wrapped__)
         monkeypatch.setattr(tuning, name, unused)

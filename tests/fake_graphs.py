@@ -205,12 +205,13 @@ class FakeCapturer:
         graphs.graphs.append(graph)
         graphs.log.append(("capture", graph.index))
         addresses = [tensor.data_ptr() for tensor in tensors_of(vars_of(output))]
+        computing = [operation for operation in operations if operation.computes]
 
         def run() -> None:
             for every in graphs.graphs:
                 every.poison()
             graph.is_poisoned = False
-            for operation in graph.operations:
+            for operation in computing:
                 operation.run()
             graph.replays += 1
             graphs.stream.now_ns += graph.duration_ns

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,10 @@ ARGUMENTS += " --baseline transformers --num-iters"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _little_to_collect() -> Iterator[None]:
+def _little_to_collect() -> None:
     """Each run and each end of transformers' batching collects garbage, twice."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_steps_of_the_whole_batch() -> None:

@@ -26,7 +26,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.freeze()  # so that a collection looks at what the test makes, and at nothing else
     yield
     gc.collect()
-    gc.unfreeze()
     gc.enable()
     left = gc.callbacks.copy(), collector._watches
     gc.callbacks[:] = others

@@ -111,7 +111,7 @@ def rows_with(penalties: list[dict[str, Any]], count: int) -> list[SamplingParam
     [
         (2, False, False),
         (5, True, True),
-        (16, False, True),
+        (9, False, True),
         *(
             pytest.param(n, masked, bad, marks=pytest.mark.slow)
             for n in range(2, 17)
@@ -211,7 +211,10 @@ def test_one_allowed_token_of_logits_that_are_not_finite_otherwise() -> None:
     assert bool((output.top_logprobs[0, 1:] == -math.inf).all())
 
 
-@pytest.mark.parametrize("structured", [None, {"regex": "(?:ab|cd|[e-z]){9,}"}])
+@pytest.mark.parametrize(
+    "structured",
+    [pytest.param(None, marks=pytest.mark.slow), {"regex": "(?:ab|cd|[e-z]){9,}"}],
+)
 def test_an_engine_verifies_rows_with_penalties_and_grammars(
     open_engine: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,

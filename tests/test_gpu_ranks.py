@@ -97,7 +97,8 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "algorithm"),
     [
-        ("base", "one_shot"),
+        ("wide", "one_shot"),  # of one layer
+        pytest.param("base", "one_shot", marks=SLOW),
         pytest.param("base", "two_shot", marks=SLOW),
         pytest.param("gemma2", "one_shot", marks=SLOW),
         pytest.param("gemma2", "two_shot", marks=SLOW),

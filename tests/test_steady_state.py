@@ -37,12 +37,10 @@ NO_BLOCKS = {"num_blocks": 200, "block_size": 1024}  # one holds what a row gets
 
 
 @pytest.fixture(autouse=True, scope="module")
-def only_new_objects_are_collected() -> Iterator[None]:
+def only_new_objects_are_collected() -> None:
     """A collection takes a second where torch and transformers are loaded."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Recorder(TorchDispatchMode):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.native_kernels
 
 DEMO = Path(__file__).resolve().parent.parent / "runtime" / "demo"
+CAPTURED = {"mode": "graph", "compile": False, "buckets": (4,)}
 LONG = "The quick brown fox jumps over the lazy dog. "
 
 
@@ -68,14 +69,17 @@ def accepted_by(engine: Engine, params: list[SamplingParams]) -> list[SamplingPa
     return kept
 
 
-@pytest.mark.parametrize("right", [0.9, 0.4])
 @pytest.mark.parametrize(
-    "config",
+    ("config", "right"),
     [
-        {},
-        {"num_blocks": 24},
-        {"mode": "graph", "compile": False, "buckets": (4,)},
-        {"mode": "compile"},
+        ({}, 0.9),
+        ({}, 0.4),
+        ({"num_blocks": 24}, 0.9),
+        ({"num_blocks": 24}, 0.4),
+        (CAPTURED, 0.9),
+        pytest.param(CAPTURED, 0.4, marks=pytest.mark.slow),
+        ({"mode": "compile"}, 0.9),
+        ({"mode": "compile"}, 0.4),
     ],
     ids=str,
 )
@@ -120,7 +124,7 @@ def test_drafters_beside_grammars(
     fake_graphs.kernels, fake_graphs.stream.behind = kernels, behind
     config = SIZES | {"mode": "eager", "structured_output": True, "dtype": "float32"}
     if behind:
-        config |= {"mode": "graph", "compile": False, "buckets": (4,)}
+        config |= CAPTURED
     plain = open_engine("text", **config)
     forced: dict[str, Any] = {"regex": f"[ab](?:{LONG})[ab]".replace(".", "[.]")}
     params = [

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
-import subprocess
-import sys
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ from stepgraph.runtime.bench.results.columns import TABLES
 from stepgraph.runtime.bench.results.table_cells import Table
 from stepgraph.runtime.bench.results.terminal_tables import NAMES, for_terminal
 
-from .bench_rig import ROOT
+from .bench_rig import ROOT, run_bench
 
 CELLS = st.text("ab1.[/]%|", min_size=1, max_size=30)
 LONG = "/checkpoints/of/a/model/with/a/long/path/and-a-name-of-many-characters-in-it"
@@ -65,32 +65,33 @@ def test_every_table_of_the_benchmark_fits(table: Table, width: int, count: int)
         assert sum(line.startswith("│   1 ") or LONG[:20] in line for line in lines) >= parts
 
 
-def test_bench_on_a_terminal(tmp_path):
+def test_bench_on_a_terminal(tmp_path, monkeypatch, capsys):
     """80 columns wide, and a model whose directory is named like markup of rich."""
     model = tmp_path / "[red]demo["
     model.symlink_to(ROOT / "runtime" / "demo")
     ours, theirs = pty.openpty()
+    pieces = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other end was closed
+            while piece := os.read(ours, 65536):
+                pieces.append(piece)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
     arguments = "--mode eager --batch-size 1 2 --input-len 24 --output-len 6 --num-iters 1"
-    process = subprocess.Popen(
-        [sys.executable, "bench.py", "--num-warmup", "0", "--model", model, *arguments.split()],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "80", "TERM": "xterm"},
-        stdout=theirs,
-        stderr=subprocess.PIPE,
-    )
-    os.close(theirs)
-    text = b""
-    try:
-        while piece := os.read(ours, 65536):
-            text += piece
-    except OSError:  # the other end was closed
-        pass
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr("sys.stdout", terminal)
+        status = run_bench(monkeypatch, f"--num-warmup 0 --model {model} {arguments}")
+    reader.join()
     os.close(ours)
-    _, progress = process.communicate(timeout=60)
-    assert process.returncode == 0, progress
-    printed = text.decode()
+    progress = capsys.readouterr().err
+    assert status == 0, progress
+    printed = b"".join(pieces).decode()
     assert "[red]demo[" in printed.replace("\r\n", "")
     assert "…" not in printed
     for name in ("mode", "batch", "TTFT", "roofline", "eager", "error"):
         assert name in printed
-    assert b"[red]demo[" in progress.replace(b"\n", b"")
+    assert "[red]demo[" in progress.replace("\n", "")

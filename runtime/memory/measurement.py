@@ -20,7 +20,7 @@ follows the start of an engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -188,15 +188,17 @@ def add_scoring(memory: StepMemory, runner: Runner) -> StepMemory:
 def _watch_steps(runner: Runner, kernels: Kernels, have_run: bool) -> dict[StepKey, int]:
     """Run the steps above; return their peaks. Raises `_UnreadablePeakError`."""
     sizes = runner.sizes
-    peaks: dict[StepKey, int] = {}
+    measured: dict[StepKey, tuple[int, float]] = {}
+    ran: set[StepKey] = set()
 
     def run(key: StepKey) -> None:
         runner.run(key)
+        ran.add(key)
 
     def series(keys: Sequence[StepKey], seconds: float) -> dict[StepKey, float]:
-        measured = _measure_series(keys, run, runner.device, seconds, have_run)
-        peaks.update({key: peak for key, (peak, _) in measured.items()})
-        return {key: took for key, (_, took) in measured.items()}
+        known = keys if have_run else ran
+        _measure_series(keys, run, runner.device, seconds, known, measured)
+        return {key: measured[key][1] for key in keys if key in measured}
 
     narrow, wide = sizes.read_blocks.sizes[0], sizes.read_blocks.largest
     for smallest in (
@@ -220,7 +222,7 @@ def _watch_steps(runner: Runner, kernels: Kernels, have_run: bool) -> dict[StepK
         quick = [key.size for key, took in prefill.items() if took < seconds / 4]
         tokens = max(quick, default=sizes.tokens.sizes[0])
         series([sizes.prefill_key(tokens, w, full_sampler=False) for w in widths], seconds)
-    return peaks
+    return {key: peak for key, (peak, _) in measured.items()}
 
 
 def _with_graphs(memory: StepMemory, runner: Runner, captured: CapturePeaks) -> StepMemory:
@@ -242,33 +244,35 @@ def _measure_series(
     run: Callable[[StepKey], None],
     device: torch.device,
     left: float,
-    have_run: bool,
-) -> dict[StepKey, tuple[int, float]]:
-    """Return peak and seconds of the first step and of the largest that fit `left` seconds.
+    have_run: Container[StepKey],
+    measured: dict[StepKey, tuple[int, float]],
+) -> None:
+    """Measure peak and seconds of the first step and of the largest that fit `left` seconds.
 
-    Runs that are not measured take extra time. `keys` ascend in size or in width, and the time of a
-    step grows at most in proportion. Raises `_UnreadablePeakError`.
+    Adds them to `measured`, whose steps are not run again. Runs that are not measured take extra
+    time. `keys` ascend in size or in width, and the time of a step grows at most in proportion.
+    Raises `_UnreadablePeakError`.
     """
-    peaks: dict[StepKey, tuple[int, float]] = {}
     index = 0
     while True:
         key = keys[index]
-        if not have_run:
-            run(key)
-        began = time.thread_time()  # of this thread: other processes do not count
-        peak = peak_bytes(lambda key=key: run(key), device)  # type: ignore[misc]
-        seconds = time.thread_time() - began
-        if peak is None:
-            raise _UnreadablePeakError
-        peaks[key] = peak, seconds
-        left -= seconds
+        if key not in measured:
+            if key not in have_run:
+                run(key)
+            began = time.thread_time()  # of this thread: other processes do not count
+            peak = peak_bytes(lambda key=key: run(key), device)  # type: ignore[misc]
+            if peak is None:
+                raise _UnreadablePeakError
+            measured[key] = peak, time.thread_time() - began
+            left -= measured[key][1]
+        seconds = measured[key][1]
         affordable = [
             later
             for later in range(index + 1, len(keys))
             if seconds * _extent(keys[later]) <= left * _extent(key)
         ]
         if not affordable:
-            return peaks
+            return
         index = affordable[-1]
 
 

@@ -170,10 +170,10 @@ def kernel_costs(
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
     step = _Step(plan, sizes, rows, context, splits, parts)
-    layers = {layer: fuse(layer) for layer in dict.fromkeys(plan.layers)}
-    counted = Counter(
-        cost for layer in plan.layers for fused in layers[layer] for cost in step.costs(fused)
-    )
+    counted: Counter[KernelCost] = Counter()
+    for layer, times in Counter(plan.layers).items():
+        for cost in (cost for fused in fuse(layer) for cost in step.costs(fused)):
+            counted[cost] += times
     names = list(dict.fromkeys(cost.name for cost in counted))
     in_order = sorted(counted.items(), key=lambda item: names.index(item[0].name))
     launched = (replace(cost, launches=count) for cost, count in in_order)

@@ -145,8 +145,10 @@ def _run(command: Sequence[str], purpose: str, scratch: Path | None = None) -> s
 
 def cpu_kernels_obstacle() -> str | None:
     """Return what this machine lacks for the CPU kernels; None where they exist or can be built."""
+    if have_compiler():
+        return None
     found, refused = _find()
-    if found or have_compiler():
+    if found:
         return None
     reasons = f" (not usable: {'; '.join(refused[:3])})" if refused else ""
     return (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 
 import torch
@@ -124,9 +125,8 @@ class GatedLayer(NamedTuple):
         """Return the operations of a layer by role, or the first operation without a role."""
         found: dict[str, Operation | None] = {}
         left = list(plan.operations)
-        for place, kind in get_type_hints(cls).items():
-            optional = type(None) in get_args(kind)
-            if left and isinstance(left[0], get_args(kind) or kind):
+        for place, (kinds, optional) in _roles().items():
+            if left and isinstance(left[0], kinds):
                 found[place] = left.pop(0)
             elif optional:
                 found[place] = None
@@ -138,6 +138,13 @@ class GatedLayer(NamedTuple):
         if set(mlp) != {found["experts"] is None}:
             return plan.operations[-1]
         return cls(**found)  # type: ignore[arg-type]  # checked by their classes
+
+
+@cache
+def _roles() -> dict[str, tuple[tuple[type, ...], bool]]:
+    """The roles of `GatedLayer`: the classes of their operations, and whether it may be None."""
+    hints = {place: get_args(kind) or (kind,) for place, kind in get_type_hints(GatedLayer).items()}
+    return {place: (kinds, type(None) in kinds) for place, kinds in hints.items()}
 
 
 def stack_obstacle(plan: ModelPlan) -> str | None:
