@@ -41,7 +41,7 @@ from ..errors import ConfigError, StepgraphError
 from ..loading.loader import resolve_source
 from ..sampling_params import SamplingParams
 from ..speculation.config import Speculation
-from ..tools.arguments import positive_int
+from ..tools.arguments import positive_int, speculation_spec
 from .console import exit_status, print_error, program_name
 from .prompt_texts import KINDS as TEXT_KINDS
 from .prompt_texts import prompt_text
@@ -49,7 +49,7 @@ from .runtimes.child_process import ChildProcess
 from .step_watch import decode_roofline
 from .workload import interleave
 
-__all__ = ["main", "speculation_spec"]
+__all__ = ["main"]
 
 KINDS = (*TEXT_KINDS, "random")
 UNIFORM_TEMPERATURE = 100.0
@@ -90,26 +90,6 @@ class _Side:
             seed=len(self.runs),
         )  # fmt: skip
         self.runs.append(self.decode(prompts(len(self.runs)), seeded))
-
-
-def speculation_spec(text: str) -> Speculation:
-    """Read METHOD[:K][=PATH], with K drafts at most and the directory of a drafter."""
-    name, separator, path = text.partition("=")
-    method, colon, count = name.partition(":")
-    fields: dict[str, Any] = {"method": method}
-    if colon:
-        if not count.isdigit():
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: {count!r} is not a number of drafts; give METHOD or METHOD:K, such as"
-                " suffix:7"
-            )
-        fields["num_speculative_tokens"] = int(count)
-    if separator:
-        fields["model"] = path
-    try:
-        return Speculation.of(fields)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _temperature(text: str) -> float:
