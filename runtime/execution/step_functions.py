@@ -140,13 +140,14 @@ class StepFunctions(RaggedSteps):
         rows_B: torch.Tensor,
         positions_B: torch.Tensor,
         greedy: bool,
+        features_TF: torch.Tensor | None = None,
     ) -> _Forward:
         """Compute logits, and with `greedy` sample."""
         logits_BV = self.model.own_logits(hidden_BD)
         tokens_B, lanes = None, (logits_BV, rows_B, positions_B)
         if greedy:
             tokens_B = self._greedy_step(*lanes, self.model.vocabulary)
-        return _Forward(logits_BV, positions_B, tokens_B)
+        return _Forward(logits_BV, positions_B, tokens_B, features_TF)
 
     def _finished(self, result: _Forward, rows_B: torch.Tensor, key: StepKey) -> StepOutput:
         """Sample with the full sampler if the step needs it."""
@@ -305,8 +306,7 @@ class StepFunctions(RaggedSteps):
             # Rows of padding have no tokens; clamp their index, which can be -1.
             last_R = (query_start_loc[1:] - 1).clamp(min=0)
             hidden_RD, positions_R = hidden_TD[last_R], positions_T[last_R]
-        output = self._forward_output(hidden_RD, sample_rows_R, positions_R, greedy)
-        return output._replace(features=features_TF)
+        return self._forward_output(hidden_RD, sample_rows_R, positions_R, greedy, features_TF)
 
     def _embeds(self, size: int) -> tuple[torch.Tensor, ...]:
         """Return embeddings and mask of a prefill step, or () without `prompt_embeds`."""
