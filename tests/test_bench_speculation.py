@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from stepgraph.runtime.bench import cli
-from stepgraph.runtime.bench.speculation import speculation_spec
 from stepgraph.runtime.speculation.config import Speculation
+from stepgraph.runtime.tools.arguments import speculation_spec
 
 from .tiny_models import TinyModel
 

@@ -133,6 +133,7 @@ def test_an_interpreting_process_is_told_so(capsys: pytest.CaptureFixture[str]) 
         (("--weight-dtype", "int4"), "argument --weight-dtype: invalid choice: 'int4'"),
         (("--dtype", "half"), "argument --dtype: invalid choice: 'half'"),
         (("--kv-dtype", "int4"), "argument --kv-dtype: invalid choice: 'int4'"),
+        (("--speculate", "suffix:x"), "'suffix:x': 'x' is not a number of drafts"),
         (("--max-model-len", "0"), "error: max_model_len must be an integer from 1"),
     ],
 )
@@ -203,6 +204,19 @@ def test_the_steps_of_presets(triton_cache: Path, tmp_path: Path, model: str, we
         *("--model", f"preset:{model}", "--weight-dtype", weights),
         *("--capability", *BOTH, "--rows", *rows, "--tokens", "16", "512", "2048"),
     )
+
+
+@pytest.mark.slow
+def test_steps_with_a_head_and_masks(triton_cache: Path, tmp_path: Path) -> None:
+    document = check(
+        triton_cache,
+        tmp_path,
+        *("--model", "demo", "--rows", "1", "8", "--tokens", "64"),
+        *("--speculate", "eagle3:3", "--structured-output"),
+    )
+    assert document["faults"] == []
+    names = {step["name"] for step in document["steps"]}
+    assert {"verify 8x4 sampled drafting 3", "verify 8x4 sampled masked"} <= names
 
 
 @pytest.mark.slow

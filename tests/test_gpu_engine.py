@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,7 +29,10 @@ from stepgraph.runtime.loading.loader import resolve_source
 from stepgraph.runtime.tools.pair_problems import pair_problems
 from stepgraph.runtime.tools.recorded_steps import record_steps
 
+from . import test_eagle3
 from .expert_models import EXPERT_VARIANTS
+from .speculation_rig import guess
+from .test_speculation import run_mixed
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -98,6 +102,51 @@ def test_greedy_tokens_are_those_of_transformers(
         assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
         assert engine.stats()["fallbacks"] == 0
         engine.check_integrity()
+
+
+@pytest.mark.slow
+def test_drafts_and_masks_change_no_token(
+    gpu_engine: Callable[..., Engine], open_engine: Callable[..., Engine]
+) -> None:
+    """Rows with and without a grammar, greedy and drawn; right and wrong drafts."""
+    params = [
+        SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=0.0, structured={"regex": "[ab]xyz[0-9]{5}"}),
+        SamplingParams(max_tokens=6, temperature=0.8, seed=3, presence_penalty=0.5),
+        SamplingParams(max_tokens=6, seed=4, structured={"regex": "[a-c]{2,9}"}, logprobs=1),
+    ]
+    prompts = [[5, 9, 31], [7, 7, 8], [40, 2], [11, 12, 13]]
+    config = {"structured_output": True, "dtype": "float32"}
+    expected = run_mixed(open_engine("text", kernels="torch", **config), prompts, params)
+    with gpu_engine("text", **config, speculation={"num_speculative_tokens": 2}) as engine:
+        guesses = guess(engine, {name: own[0] for name, own in expected.items()}, 0.7)
+        assert run_mixed(engine, prompts, params) == expected
+        assert guesses.accepted > 2
+        assert engine.stats()["fallbacks"] == 0
+
+
+@pytest.mark.slow
+def test_a_head_drafts_on_the_kernels(
+    gpu_engine: Callable[..., Engine],
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    tmp_path: Path,
+) -> None:
+    directory, *_ = test_eagle3.write(tmp_path / "drafter")
+    speculation = {
+        "method": "eagle3",
+        "model": str(directory),
+        "num_speculative_tokens": 2,
+        "adaptive": False,
+    }
+    prompts = tiny("base").prompts(11, 3)
+    params = [SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)] * 2
+    expected = run_mixed(open_engine("base", kernels="torch", dtype="float32"), prompts, params)
+    with gpu_engine("base", dtype="float32", speculation=speculation) as engine:
+        assert run_mixed(engine, prompts, params) == expected
+        stats = engine.stats()
+        assert stats["fallbacks"] == 0
+        assert stats["speculation"]["drafted"] > 4
 
 
 @pytest.mark.parametrize("variant", EXPERTS)

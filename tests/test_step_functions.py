@@ -1,11 +1,15 @@
 """Which steps are compiled: none whose layers are one operation, and others whole."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime.execution import step_parts
 from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime.sampling.sample_output import SampleOutput
 
 needs_compiler = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
 
@@ -51,3 +55,37 @@ def test_steps_of_plain_torch_are_compiled_whole(open_engine: Callable[..., Engi
     assert engine.stats()["fallbacks"] == 0
     assert sum(engine.stats()["start"]["code_cache"].values()) == 5
     engine.check_integrity()
+
+
+@needs_compiler
+def test_verify_steps_share_their_code(
+    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced as for inductor, but run as they are; and without most of the full sampler."""
+    compile_, traced = torch.compile, Counter[str]()
+
+    def compile_traced(code: Any, *, options: object, **own: Any) -> Any:
+        part = code.__func__.__name__.rpartition("_")[0]
+
+        def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+            traced[part] += 1
+            return graph
+
+        return compile_(code, backend=backend, **own)
+
+    def draw(logits_TV: torch.Tensor, *_: object) -> SampleOutput:
+        logprobs_TV, ids_TV = logits_TV.float().log_softmax(-1).topk(20)
+        return SampleOutput(ids_TV[:, 0], logprobs_TV[:, 0], ids_TV, logprobs_TV)
+
+    monkeypatch.setattr(torch, "compile", compile_traced)
+    monkeypatch.setattr(step_parts, "sample_lanes", draw)
+    engine = open_engine(
+        "micro",
+        mode="compile",
+        kernels="torch",
+        max_num_seqs=4,
+        speculation={"num_speculative_tokens": 7},
+    )
+    parts = {"_prefill_parts": 1, "_decode_parts": 2, "_verify_parts": 2, "_drawn_lanes": 2}
+    assert traced == parts
+    assert engine.stats()["prepared"]["steps"] > 30

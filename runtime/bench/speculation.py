@@ -43,7 +43,7 @@ from ..loading.loader import resolve_source
 from ..resolved_config import resolve_device
 from ..sampling_params import SamplingParams
 from ..speculation.config import Speculation
-from ..tools.arguments import positive_int
+from ..tools.arguments import positive_int, speculation_spec
 from .console import exit_status, print_error, program_name
 from .prompt_texts import KINDS as TEXT_KINDS
 from .prompt_texts import prompt_text
@@ -52,7 +52,7 @@ from .runtimes.child_process import ChildProcess
 from .step_watch import decode_roofline
 from .workload import interleave
 
-__all__ = ["main", "speculation_spec"]
+__all__ = ["main"]
 
 KINDS = (*TEXT_KINDS, "random")
 UNIFORM_TEMPERATURE = 100.0
@@ -70,26 +70,6 @@ class _Side:
     name: str
     decode: Callable[[list[list[int]], SamplingParams], Run]
     engine: Engine | None = None
-
-
-def speculation_spec(text: str) -> Speculation:
-    """Read METHOD[:K][=PATH], with K drafts at most and the directory of a drafter."""
-    name, separator, path = text.partition("=")
-    method, colon, count = name.partition(":")
-    fields: dict[str, Any] = {"method": method}
-    if colon:
-        if not count.isdigit():
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: {count!r} is not a number of drafts; give METHOD or METHOD:K, such as"
-                " suffix:7"
-            )
-        fields["num_speculative_tokens"] = int(count)
-    if separator:
-        fields["model"] = path
-    try:
-        return Speculation.of(fields)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _temperature(text: str) -> float:

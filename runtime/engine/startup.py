@@ -29,7 +29,7 @@ from ..config import EngineConfig
 from ..distributed.rank_group import RankGroup
 from ..distributed.torchrun import TorchrunProcess
 from ..errors import StepgraphError, StepPreparationError
-from ..execution.compiled_parts import constant_floats
+from ..execution.compiled_parts import compile_settings
 from ..execution.follower import Follower
 from ..execution.rank_commands import CommandSender
 from ..execution.runner import Runner
@@ -241,11 +241,11 @@ def _start(
             compiled_kernels = runner.steps.compile_kernels()
     with log.phase("prepare"):
         captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
-        compiles = resolved.compiled and model.stack is None
+        compiles = resolved.compiled and (model.stack is None or kernels.sampler == "torch")
         with (
             runner.own_threads or nullcontext(),
             _preparation_bar(shown=progress) as report,
-            constant_floats() if compiles else nullcontext(),
+            compile_settings() if compiles else nullcontext(),
         ):
             runner.library.prepare(report, captured)
     if group is not None:

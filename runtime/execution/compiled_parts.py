@@ -1,11 +1,12 @@
 """Compiles the parts of a step with `torch.compile`, at their first call.
 
-All buckets share the compiled code of a part: one version for any number of tokens, and one for a
-single token, which torch specialises. Inputs are small copies, so that they differ only in length:
-torch recompiles for views at other offsets, and for two arguments that are the same tensor.
+All buckets share the compiled code of a part: one version for any number of tokens or rows, and one
+for a single one, which torch specialises. So do verify steps with any number of tokens per row.
+Inputs are small copies, so that they differ only in length: torch recompiles for views at other
+offsets, and for two arguments that are the same tensor.
 
-torch specialises tokens per row too, and limits the versions of a code object. So verify steps have
-a code object for each number of tokens per row.
+torch limits the versions of a code object. So no other size that differs between steps may be 1 in
+one of them, or reach an operator as an `int`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ...graphs.step_errors import StepCompilationError
 from ..bounded_repr import bounded_text
 from ..operation_scopes import operation
 
-__all__ = ["CompiledParts", "constant_floats"]
+__all__ = ["CompiledParts", "compile_settings"]
 
 _serial = itertools.count()
 _FEW_THREADS = 4
@@ -40,8 +41,7 @@ class CompiledParts:
         self._static = tuple(static)
         self._options: dict[str, dict[str, Any]] = {}
         """Of the methods that are compiled, by name."""
-        self._compiled: dict[tuple[str, tuple[torch.Size, ...]], Callable[..., Any]] = {}
-        """By name and sizes of the inputs but the first dimension, which is one of tokens."""
+        self._compiled: dict[str, Callable[..., Any]] = {}
 
     def add(self, part: Callable[..., Any], *, few_tokens: bool = False) -> None:
         """Compile a bound method at its first call.
@@ -52,7 +52,7 @@ class CompiledParts:
         """
         for tensor in self._static:
             torch._dynamo.mark_static_address(tensor)
-            # torch lets sizes vary that happen to equal those of inputs, but only together.
+            # torch lets the sizes of other inputs vary.
             torch._dynamo.mark_static(tensor)
         few_threads = torch.get_num_threads() <= _FEW_THREADS
         self._options[part.__name__] = {
@@ -79,7 +79,7 @@ class CompiledParts:
         """
         if not self.compiles(part):
             return part(*arguments)
-        compiled = self._code(part, arguments)
+        compiled = self._code(part)
         with operation("compiled"):
             try:
                 return compiled(*arguments)
@@ -89,16 +89,15 @@ class CompiledParts:
                 refusal = _refusal(error)
         raise refusal
 
-    def _code(self, part: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
-        sizes = tuple(a.shape[1:] for a in arguments if isinstance(a, torch.Tensor))
-        key = part.__name__, sizes
-        code = self._compiled.get(key)
+    def _code(self, part: Callable[..., Any]) -> Callable[..., Any]:
+        name = part.__name__
+        code = self._compiled.get(name)
         if code is None:
-            code = self._compiled[key] = torch.compile(
+            code = self._compiled[name] = torch.compile(
                 _own_code(part),
                 fullgraph=True,
                 dynamic=True,
-                options=self._options[part.__name__],
+                options=self._options[name],
             )
         return code
 
@@ -109,19 +108,26 @@ class CompiledParts:
 
 
 @contextmanager
-def constant_floats() -> Iterator[None]:
-    """Let torch compile numbers of modules, such as the epsilon of a norm, as constants.
+def compile_settings() -> Iterator[None]:
+    """Set how torch compiles parts: numbers are constants, and equal sizes may become different.
 
-    As inputs of the graph they would make it trace the step twice: it finds late that the operators
-    need constants. One thread at a time, as older versions of torch have one setting per process.
+    Numbers of modules, such as the epsilon of a norm, as inputs of the graph would make torch trace
+    the step twice: it finds late that the operators need constants. And by default code for 4 rows
+    of 4 tokens is specific to as many rows as tokens.
+
+    One thread at a time, as older versions of torch have one setting per process.
     """
-    config: Any = torch._dynamo.config
+    from torch.fx.experimental import _config  # torch.compile imports it, which takes a second
+
+    floats: Any = torch._dynamo.config
+    sizes: Any = _config
     with _one_at_a_time:
-        before, config.specialize_float = config.specialize_float, True
+        before = floats.specialize_float, sizes.use_duck_shape
+        floats.specialize_float, sizes.use_duck_shape = True, False
         try:
             yield
         finally:
-            config.specialize_float = before
+            floats.specialize_float, sizes.use_duck_shape = before
 
 
 def _guards_of_arguments(guards: Sequence[Any]) -> list[bool]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..kernels.cpu.verify import VerifyInputs, accept_drafts, verify_inputs
-from ..kernels.ops.token_masks import LaneMasks
 from ..models.drafters.drafter import FollowedTokens
 from ..operation_scopes import operation
 from .batches import batch_of_slots
@@ -62,15 +61,20 @@ class RaggedSteps(VerifySteps):
             hidden_TD = self.model.decode(self._embedded(inputs.token_ids), self.arena, batch)
             features_TF = None
         logits_TV = self.model.own_logits(hidden_TD)
-        rows_T, masks = inputs.token_rows, None
+        rows_T, mask_rows_T, masks = inputs.token_rows, None, None
         if key.masked:
             self._wait_for_masks()
             with operation("inputs"):
-                rows_T, drafts_BK, masks = self._masked_lanes(inputs, counts_B, kept_B, drafts_BK)
+                rows_T, drafts_BK, mask_rows_T = self._masked_lanes(
+                    inputs, counts_B, kept_B, drafts_BK
+                )
+        vocabulary = self.model.vocabulary
+        if key.full_sampler or key.masked:
+            (logits_TV, masks), vocabulary = self._apply(logits_TV, mask_rows_T), None
         if key.full_sampler:
             output = self._drawn(logits_TV, rows_T, inputs.positions, inputs.token_ids, masks)
         else:
-            output = self._largest(logits_TV, masks)
+            output = self._largest(logits_TV, masks, vocabulary)
         with operation("accept"):
             lanes_NB = accept_drafts(
                 output.tokens, rows_B, drafts_BK, counts_B, state.token_ids, state.positions
@@ -87,19 +91,19 @@ class RaggedSteps(VerifySteps):
         counts_B: torch.Tensor,
         kept_B: torch.Tensor,
         drafts_BK: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, LaneMasks]:
-        """Return the rows that sample after the tokens of a step, its drafts, and the masks.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rows that sample after the tokens of a step, its drafts, and rows of masks.
 
         Of `counts_B` tokens of each row `kept_B` are left. After the others the null row samples,
         and no token is equal to their drafts.
         """
-        bits, rows_T = self._masks.bits, inputs.token_rows
+        rows_T = inputs.token_rows
         if not drafts_BK.shape[1]:
-            return rows_T, drafts_BK, LaneMasks(bits, rows_T)
+            return rows_T, drafts_BK, rows_T
         first_T = inputs.query_start_loc[:-1].repeat_interleave(counts_B)
         step_T = torch.arange(len(rows_T)) - first_T
-        masks = LaneMasks(bits, rows_T + self.state.token_ids.shape[0] * step_T)
+        mask_rows_T = rows_T + self.state.token_ids.shape[0] * step_T
         kept_T = step_T < kept_B.repeat_interleave(counts_B)
         number_K = torch.arange(1, 1 + drafts_BK.shape[1])
         drafts_BK = torch.where(number_K < kept_B[:, None], drafts_BK, _NO_TOKEN)
-        return torch.where(kept_T, rows_T, self.state.null_row), drafts_BK, masks
+        return torch.where(kept_T, rows_T, self.state.null_row), drafts_BK, mask_rows_T

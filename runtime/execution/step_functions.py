@@ -32,7 +32,6 @@ from typing import NamedTuple
 import torch
 
 from ..kernels import DecodeResult, DecodeStep
-from ..kernels.ops.token_masks import LaneMasks
 from ..kernels.triton.dependent import dependent_launch
 from ..operation_scopes import operation
 from ..sampling.sample_output import SampleOutput
@@ -67,11 +66,10 @@ class StepFunctions(RaggedSteps):
             if self.drafts is not None:
                 self._parts.add(self._verify_parts)
         if compiled and self._sampler is torch_sampler:
-            self._parts.add(self._sampled)
-            if self.drafts is not None:
-                self._parts.add(self._drawn)
+            self._parts.add(self._sampled if self.drafts is None else self._drawn_lanes)
             if self.state.masks is not None:
-                self._parts.add(self._masked_tokens)
+                for part in (self._masked_logits, self._greedy_step, self._largest):
+                    self._parts.add(part)
 
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
@@ -142,16 +140,20 @@ class StepFunctions(RaggedSteps):
         rows_B: torch.Tensor,
         positions_B: torch.Tensor,
         greedy: bool,
+        features_TF: torch.Tensor | None = None,
     ) -> _Forward:
         """Compute logits, and with `greedy` sample."""
         logits_BV = self.model.own_logits(hidden_BD)
-        tokens_B = self._sampled(logits_BV, rows_B, positions_B, False).tokens if greedy else None
-        return _Forward(logits_BV, positions_B, tokens_B)
+        tokens_B, lanes = None, (logits_BV, rows_B, positions_B)
+        if greedy:
+            tokens_B = self._greedy_step(*lanes, self.model.vocabulary)
+        return _Forward(logits_BV, positions_B, tokens_B, features_TF)
 
     def _finished(self, result: _Forward, rows_B: torch.Tensor, key: StepKey) -> StepOutput:
         """Sample with the full sampler if the step needs it."""
         if key.full_sampler:
-            return self._call(self._sampled, result.logits, rows_B, result.positions, True)
+            logits_BV = self._gathered(result.logits)
+            return self._call(self._sampled, logits_BV, rows_B, result.positions)
         assert result.tokens is not None
         return StepOutput(result.tokens, result.logits, None)
 
@@ -161,7 +163,8 @@ class StepFunctions(RaggedSteps):
         result = self._run_fused(decode_step, key)
         if key.full_sampler:
             rows_B = rows_B if self._sampler.full_step else rows_B.clone()
-            return self._call(self._sampled, result.logits, rows_B, result.positions, True)
+            logits_BV = self._gathered(result.logits)
+            return self._call(self._sampled, logits_BV, rows_B, result.positions)
         tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
         return StepOutput(tokens, result.logits, None)
 
@@ -203,8 +206,9 @@ class StepFunctions(RaggedSteps):
 
     def sample_part(self, key: StepKey) -> StepOutput:
         """Sample from the logits of the last forward part, and update the rows' state."""
-        lanes = key.size * key.tokens_per_row
-        return self._sample_masked(self._masks.logits[:lanes], self._masks.positions[:lanes], key)
+        lanes, masks, part = key.size * key.tokens_per_row, self._masks, self._masked_logits
+        (logits_TV,) = self._parts.inputs(part, masks.logits[:lanes])
+        return self._sample_masked(logits_TV, masks.positions[:lanes], key)
 
     def _forward(self, key: StepKey) -> _Forward:
         """Run a step up to its logits, those of a verify step row by row."""
@@ -222,39 +226,35 @@ class StepFunctions(RaggedSteps):
         self, logits_TV: torch.Tensor, positions_T: torch.Tensor, key: StepKey
     ) -> StepOutput:
         """Sample from the logits of a step with the masks of its rows, which are ready."""
-        part, inputs = self._masked_tokens, self.inputs
-        rows_T = inputs.decode_rows if key.phase == "decode" else inputs.sample_rows
-        rows_T = mask_rows_T = rows_T[: len(positions_T) // key.tokens_per_row]
-        verified: tuple[torch.Tensor, ...] = ()
         if key.tokens_per_row > 1:
-            with operation("inputs"):
-                rows_B, drafts_BK, counts_B = self._drafts(key)
-                step_N = torch.arange(key.tokens_per_row, device=rows_B.device)
-                mask_rows_T = (rows_B[:, None] + self.state.token_ids.shape[0] * step_N).flatten()
-                valid_BN = step_N < counts_B[:, None]
-                rows_T = torch.where(valid_BN, rows_B[:, None], self.state.null_row).flatten()
-                newest_B1 = self.state.token_ids[rows_B][:, None]
-                verified = (torch.cat((newest_B1, drafts_BK), dim=1),)
-        tensors = self._parts.inputs(part, logits_TV, rows_T, positions_T, mask_rows_T, *verified)
-        output = self._call(part, *tensors[:4], key.full_sampler, *tensors[4:])
-        return self._accepted(output, key) if verified else output
+            return self._verify_masked(logits_TV, positions_T, key)
+        rows_T = self.inputs.decode_rows if key.phase == "decode" else self.inputs.sample_rows
+        rows_T = rows_T[: len(positions_T)]
+        logits_TV, masks = self._apply(logits_TV, rows_T)
+        rows_T, positions_T = self._parts.inputs(self._masked_logits, rows_T, positions_T)
+        if key.full_sampler:
+            return self._call(self._sampled, logits_TV, rows_T, positions_T, masks)
+        lanes = logits_TV, rows_T, positions_T
+        tokens_T = self._parts.call(self._greedy_step, *lanes, None, masks)
+        return StepOutput(tokens_T, logits_TV, None)
 
-    def _masked_tokens(
-        self,
-        logits_TV: torch.Tensor,
-        rows_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        mask_rows_T: torch.Tensor,
-        full_sampler: bool,
-        token_ids_BN: torch.Tensor | None = None,
+    def _verify_masked(
+        self, logits_TV: torch.Tensor, positions_T: torch.Tensor, key: StepKey
     ) -> StepOutput:
-        """As `_sampled`, or with the tokens of a verify step as `_drawn`, with these masks."""
-        masks = LaneMasks(self._masks.bits, mask_rows_T)
-        if token_ids_BN is None:
-            return self._sampled(logits_TV, rows_T, positions_T, full_sampler, masks)
-        if full_sampler:
-            return self._drawn(logits_TV, rows_T, positions_T, token_ids_BN, masks)
-        return self._largest(logits_TV, masks)
+        """As `_sample_masked`, for a verify step."""
+        with operation("inputs"):
+            rows_B, drafts_BK, counts_B = self._drafts(key)
+            step_N = torch.arange(key.tokens_per_row, device=rows_B.device)
+            mask_rows_T = (rows_B[:, None] + self.state.token_ids.shape[0] * step_N).flatten()
+            valid_BN = step_N < counts_B[:, None]
+            rows_T = torch.where(valid_BN, rows_B[:, None], self.state.null_row).flatten()
+        logits_TV, masks = self._apply(logits_TV, mask_rows_T)
+        if key.full_sampler:
+            token_ids_BN = self._with_newest(rows_B, drafts_BK)
+            (positions_T,) = self._parts.inputs(self._drawn_lanes, positions_T)
+            lanes = logits_TV, rows_T, positions_T, token_ids_BN
+            return self._accepted(self._drawn(*lanes, masks), key)
+        return self._accepted(self._parts.call(self._largest, logits_TV, masks), key)
 
     def prefill(self, key: StepKey) -> StepOutput:
         """Write the keys and values of the chunks; sample a token for each chunk that samples."""
@@ -306,8 +306,7 @@ class StepFunctions(RaggedSteps):
             # Rows of padding have no tokens; clamp their index, which can be -1.
             last_R = (query_start_loc[1:] - 1).clamp(min=0)
             hidden_RD, positions_R = hidden_TD[last_R], positions_T[last_R]
-        output = self._forward_output(hidden_RD, sample_rows_R, positions_R, greedy)
-        return output._replace(features=features_TF)
+        return self._forward_output(hidden_RD, sample_rows_R, positions_R, greedy, features_TF)
 
     def _embeds(self, size: int) -> tuple[torch.Tensor, ...]:
         """Return embeddings and mask of a prefill step, or () without `prompt_embeds`."""

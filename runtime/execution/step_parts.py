@@ -17,6 +17,8 @@ from ..models.decoder_model import DecoderModel
 from ..models.drafters.drafter import Drafts, FollowedTokens
 from ..models.sharded_vocabulary import ShardedVocabulary
 from ..operation_scopes import operation
+from ..sampling.reference_sampler import drafted_lanes, sample_lanes
+from ..sampling.sample_output import SampleOutput
 from ..sampling.samplers import SAMPLERS
 from .batches import ragged_batch
 from .compiled_parts import CompiledParts
@@ -151,16 +153,27 @@ class StepParts(ABC):
         details = output.details.pack()  # so that one copy transfers them to the host
         return StepOutput(details.tokens, output.logits, details)
 
-    def _apply(
-        self, masks: LaneMasks | None, logits_BV: torch.Tensor
-    ) -> tuple[torch.Tensor, *tuple[LaneMasks, ...]]:
-        """Return the arguments of a sampler for masked logits: masks, if it applies them."""
-        if masks is None:
-            return (logits_BV,)
-        if self._sampler.takes_masks:
-            return logits_BV, masks
+    def _masked_logits(self, logits_BV: torch.Tensor, mask_rows_B: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole vocabulary with the masks of their lanes."""
         with operation("mask"):
-            return (mask_logits(logits_BV, masks),)
+            return mask_logits(logits_BV, LaneMasks(self._masks.bits, mask_rows_B))
+
+    def _apply(
+        self, logits_BV: torch.Tensor, mask_rows_B: torch.Tensor | None
+    ) -> tuple[torch.Tensor, LaneMasks | None]:
+        """Return the logits of the whole vocabulary, and the masks that the sampler is to apply.
+
+        Samplers without masks get masked logits. So they have the same compiled code in steps with
+        masks and in others.
+        """
+        logits_BV = self._gathered(logits_BV)
+        if mask_rows_B is None:
+            return logits_BV, None
+        if self._sampler.takes_masks:
+            return logits_BV, LaneMasks(self._masks.bits, mask_rows_B)
+        (mask_rows_B,) = self._parts.inputs(self._masked_logits, mask_rows_B)
+        masked_BV: torch.Tensor = self._parts.call(self._masked_logits, logits_BV, mask_rows_B)
+        return masked_BV, None
 
     @property
     def _masks(self) -> MaskState:
@@ -176,30 +189,44 @@ class StepParts(ABC):
         logits_BV: torch.Tensor,
         rows_B: torch.Tensor,
         positions_B: torch.Tensor,
-        full_sampler: bool,
         masks: LaneMasks | None = None,
     ) -> StepOutput:
-        """Sample the token after each position, and store it as the row's newest."""
-        sampler, state, vocabulary = self._sampler, self.state, self.model.vocabulary
-        if full_sampler or masks is not None:
-            logits_BV, vocabulary = self._gathered(logits_BV), None
-        logits_BV, *own = self._apply(masks, logits_BV)
+        """Draw the token after each position, and store it as the row's newest."""
+        sampler, state, own = self._sampler, self.state, () if masks is None else (masks,)
         feedback = Feedback(rows_B, positions_B, state.token_ids, state.positions)
-        if not full_sampler:
-            with operation("greedy"):
-                if sampler.greedy_step is not None and vocabulary is None:
-                    tokens_B = sampler.greedy_step(logits_BV, feedback, *own)
-                    return StepOutput(tokens_B, logits_BV, None)
-                tokens_B = self._greedy_tokens(logits_BV, vocabulary, *own)
-                feedback.store(tokens_B)
-                return StepOutput(tokens_B, logits_BV, None)
         with operation("sample"):
             if sampler.full_step is not None:
                 details = sampler.full_step(logits_BV, state.sampling, feedback, *own)
+            elif self._parts.compiles(self._drawn_lanes):
+                tokens_B2, place_B = rows_B.new_zeros(len(rows_B), 2), torch.zeros_like(rows_B)
+                lanes = logits_BV, rows_B, positions_B, tokens_B2, place_B
+                details = self._parts.call(self._drawn_lanes, *lanes)
+                feedback.store(details.tokens)
             else:
                 details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1, *own)
                 feedback.store(details.tokens)
             return StepOutput(details.tokens, logits_BV, details)
+
+    def _greedy_step(
+        self,
+        logits_BV: torch.Tensor,
+        rows_B: torch.Tensor,
+        positions_B: torch.Tensor,
+        vocabulary: ShardedVocabulary | None,
+        masks: LaneMasks | None = None,
+    ) -> torch.Tensor:
+        """Take the most probable token after each position, and store it as the row's newest.
+
+        The logits are those of the whole vocabulary, or with `vocabulary` the rank's own.
+        """
+        fused, own = self._sampler.greedy_step, () if masks is None else (masks,)
+        feedback = Feedback(rows_B, positions_B, self.state.token_ids, self.state.positions)
+        with operation("greedy"):
+            if fused is not None and vocabulary is None:
+                return fused(logits_BV, feedback, *own)
+            tokens_B = self._greedy_tokens(logits_BV, vocabulary, *own)
+            feedback.store(tokens_B)
+            return tokens_B
 
     def _gathered(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """Return the logits of the whole vocabulary, as masks and the full sampler need them."""
@@ -230,21 +257,37 @@ class StepParts(ABC):
         masks: LaneMasks | None = None,
     ) -> StepOutput:
         """Draw the token after each of the tokens of a verify step."""
-        logits_TV = self._gathered(logits_TV)
+        state, own = self.state.sampling, () if masks is None else (masks,)
         with operation("sample"):
-            logits_TV, *own = self._apply(masks, logits_TV)
-            state = self.state.sampling
-            details = self._sampler.drafted(
-                logits_TV, state, rows_T, positions_T + 1, token_ids_BN, *own
-            )
+            if self._parts.compiles(self._drawn_lanes):
+                lanes = logits_TV, rows_T, positions_T, *drafted_lanes(token_ids_BN)
+                details = self._parts.call(self._drawn_lanes, *lanes)
+            else:
+                details = self._sampler.drafted(
+                    logits_TV, state, rows_T, positions_T + 1, token_ids_BN, *own
+                )
             return StepOutput(details.tokens, logits_TV, details)
 
-    def _largest(self, logits_TV: torch.Tensor, masks: LaneMasks | None) -> StepOutput:
-        """Take the most probable token after each of the tokens of a verify step."""
-        vocabulary = self.model.vocabulary
-        if masks is not None:
-            logits_TV, vocabulary = self._gathered(logits_TV), None
-        logits_TV, *own = self._apply(masks, logits_TV)
+    def _drawn_lanes(
+        self,
+        logits_TV: torch.Tensor,
+        rows_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        tokens_TN: torch.Tensor,
+        place_T: torch.Tensor,
+    ) -> SampleOutput:
+        """Compiled code of the full sampler that steps with and without drafts share."""
+        lanes = rows_T, positions_T + 1, tokens_TN, place_T
+        return sample_lanes(logits_TV, self.state.sampling, *lanes)
+
+    def _largest(
+        self,
+        logits_TV: torch.Tensor,
+        masks: LaneMasks | None = None,
+        vocabulary: ShardedVocabulary | None = None,
+    ) -> StepOutput:
+        """Take the most probable token of each lane, of logits or of a rank's part of them."""
+        own = () if masks is None else (masks,)
         with operation("greedy"):
             return StepOutput(self._greedy_tokens(logits_TV, vocabulary, *own), logits_TV, None)
 

@@ -25,10 +25,8 @@ class VerifySteps(StepParts):
         """
         lanes, shape = self._verify_forward(key), (key.size, key.tokens_per_row)
         if key.full_sampler:
-            token_ids_BN = lanes.token_ids.view(shape)
-            output = self._parts.call(
-                self._drawn, lanes.logits, lanes.rows, lanes.positions, token_ids_BN
-            )
+            token_ids_BN, logits_TV = lanes.token_ids.view(shape), self._gathered(lanes.logits)
+            output = self._drawn(logits_TV, lanes.rows, lanes.positions, token_ids_BN)
         else:
             assert lanes.tokens is not None
             output = StepOutput(lanes.tokens, lanes.logits, None)
@@ -54,9 +52,21 @@ class VerifySteps(StepParts):
     def _verify_forward(self, key: StepKey) -> Lanes:
         """Run a verify step up to the logits, or to greedy tokens."""
         part = self._verify_parts
-        inputs = self._parts.inputs(part, *self._drafts(key))
-        lanes: Lanes = self._parts.call(part, *inputs, key.read_blocks, self._greedy(part, key))
+        rows_B, drafts_BK, counts_B = self._drafts(key)
+        token_ids_BN = self._with_newest(rows_B, drafts_BK)
+        rows_B, counts_B = self._parts.inputs(part, rows_B, counts_B)
+        constants = key.read_blocks, self._greedy(part, key)
+        lanes: Lanes = self._parts.call(part, rows_B, token_ids_BN, counts_B, *constants)
         return lanes
+
+    def _with_newest(self, rows_B: torch.Tensor, drafts_BK: torch.Tensor) -> torch.Tensor:
+        """Return the tokens `[B, 1 + K]` of a verify step: the newest of each row and its drafts.
+
+        Compiled parts get these rather than drafts: torch has a version for each size of 1, and so
+        for a single draft.
+        """
+        with operation("inputs"):
+            return torch.cat((self.state.token_ids[rows_B][:, None], drafts_BK), dim=1)
 
     def _accepted(self, output: StepOutput, key: StepKey, lanes: Lanes | None = None) -> StepOutput:
         """Accept drafts, and return the output by position. With lanes, new drafts may follow."""
@@ -92,7 +102,7 @@ class VerifySteps(StepParts):
     def _verify_parts(
         self,
         rows_B: torch.Tensor,
-        drafts_BK: torch.Tensor,
+        token_ids_BN: torch.Tensor,
         counts_B: torch.Tensor,
         read_blocks: int,
         greedy: bool,
@@ -102,9 +112,8 @@ class VerifySteps(StepParts):
         The other tokens, and rows of padding, write to the null block. They have the row's last
         position, so that they read only slots that the row reads.
         """
-        state, n = self.state, 1 + drafts_BK.shape[1]
+        state, n = self.state, token_ids_BN.shape[1]
         with operation("inputs"):
-            token_ids_BN = torch.cat((state.token_ids[rows_B][:, None], drafts_BK), dim=1)
             step_N = torch.arange(n, device=rows_B.device)
             valid_BN = step_N < counts_B[:, None]
             steps_BN = torch.minimum(step_N, counts_B[:, None] - 1)

@@ -23,7 +23,7 @@ from .drafter_source import read_target_ids
 from .loader import Source, read_parameters
 from .opened_source import open_source
 
-__all__ = ["load_drafter"]
+__all__ = ["load_drafter", "new_drafter"]
 
 _Head = Eagle3 | MultiTokenPrediction | BlockDrafter
 _HEADS: dict[DrafterKind, type[_Head]] = {
@@ -63,34 +63,36 @@ def load_drafter(
     Raises:
         CheckpointError: a file is damaged, or a weight cannot be quantised.
     """
-    assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
-    if config.parts is not None:
-        return _load_head(config, target, kernels, dtype, device, group, storage)
-    plan = within_window(config.plan, group.spec.window_tokens)
-    decoder = Decoder(config.model, kernels, dtype, device, [group], storage, plan=plan)
-    with ExitStack() as open_files:
-        source = Source(config.name, config.model, config.directory)
-        opened = open_source(source, open_files, check_head=False)
-        decoder.store(opened.weights(dtype, seed=seed, progress=progress))
-    return DraftModel(decoder.eval(), config.most_drafts)
+    drafter = new_drafter(config, target, kernels, dtype, device, group, storage)
+    if isinstance(drafter, DraftModel):
+        with ExitStack() as open_files:
+            source = Source(config.name, config.model, config.directory)
+            opened = open_source(source, open_files, check_head=False)
+            drafter.decoder.store(opened.weights(dtype, seed=seed, progress=progress))
+        return drafter
+    assert config.directory is not None
+    with CheckpointReader(config.directory) as reader:
+        drafter.store(read_parameters(reader, config.parameters, dtype))
+        if isinstance(drafter, Eagle3):
+            drafter.map_to_target(read_target_ids(reader, config))
+    return drafter
 
 
-def _load_head(
+def new_drafter(
     config: DrafterConfig,
     target: DecoderModel,
     kernels: Kernels,
     dtype: torch.dtype,
     device: torch.device,
     group: LayerGroup,
-    storage: Storage,
-) -> Drafter:
-    """Load a drafter that shares modules with the target."""
+    storage: Storage = "model",
+) -> DraftModel | _Head:
+    """Return a drafter whose weights are not stored yet; arguments as of `load_drafter`."""
+    assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
+    if config.parts is None:
+        plan = within_window(config.plan, group.spec.window_tokens)
+        decoder = Decoder(config.model, kernels, dtype, device, [group], storage, plan=plan)
+        return DraftModel(decoder.eval(), config.most_drafts)
     assert isinstance(target, Decoder), "others are refused"
     assert target.vocabulary is None, "a target on one device"
-    assert config.directory is not None
-    head = _HEADS[config.kind](config, target, kernels, dtype, device, group, storage)
-    with CheckpointReader(config.directory) as reader:
-        head.store(read_parameters(reader, config.parameters, dtype))
-        if isinstance(head, Eagle3):
-            head.map_to_target(read_target_ids(reader, config))
-    return head.eval()
+    return _HEADS[config.kind](config, target, kernels, dtype, device, group, storage).eval()

@@ -40,7 +40,13 @@ from .sampling_state import (
     SamplingState,
 )
 
-__all__ = ["sample_drafted", "sample_full", "sample_greedy"]
+__all__ = [
+    "drafted_lanes",
+    "sample_drafted",
+    "sample_full",
+    "sample_greedy",
+    "sample_lanes",
+]
 
 
 def sample_greedy(logits_BV: torch.Tensor) -> torch.Tensor:
@@ -90,16 +96,39 @@ def sample_drafted(
 
     T = B * N, row by row. Lanes of padding have the null row, and no penalties.
     """
-    n = token_ids_BN.shape[1]
-    drafts_T = token_ids_BN[:, None, 1:].expand(-1, n, -1).reshape(len(rows_T), n - 1)
-    precede_NK = torch.ones(n, n - 1, dtype=torch.int32, device=rows_T.device).tril(-1)
-    counts_TV = state.token_counts[rows_T]
-    counts_TV = counts_TV.scatter_add(1, drafts_T, precede_NK.repeat(len(token_ids_BN), 1))
+    return sample_lanes(logits_TV, state, rows_T, positions_T, *drafted_lanes(token_ids_BN))
+
+
+def drafted_lanes(token_ids_BN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of each lane's row, `[B * N, N]`, and the lane's place among them."""
+    rows, n = token_ids_BN.shape
+    tokens_TN = token_ids_BN[:, None].expand(-1, n, -1).reshape(rows * n, n)
+    return tokens_TN, torch.arange(n, device=token_ids_BN.device).repeat(rows)
+
+
+def sample_lanes(
+    logits_TV: torch.Tensor,
+    state: SamplingState,
+    rows_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    tokens_TN: torch.Tensor,
+    place_T: torch.Tensor,
+) -> SampleOutput:
+    """`sample_drafted` with the results of `drafted_lanes`; `sample_full` if all places are 0.
+
+    No size is that of the rows, so compiled code serves any number of them, one included.
+    """
+    device = rows_T.device
+    place_N = torch.arange(tokens_TN.shape[1], device=device)
+    # The newest token, at place 0, has been counted.
+    precede_TN = (place_N > 0) & (place_N <= place_T[:, None])
+    counts_TV = state.token_counts[rows_T].scatter_add(1, tokens_TN, precede_TN.to(torch.int32))
     output, counted_T = _sample(logits_TV, state, rows_T, positions_T, counts_TV)
-    tokens_BN = output.tokens.view_as(token_ids_BN)
-    accepted_BK = (tokens_BN[:, :-1] == token_ids_BN[:, 1:]).to(torch.int32).cumprod(1)
-    kept_BN = torch.cat((torch.ones_like(tokens_BN[:, :1], dtype=torch.int32), accepted_BK), dim=1)
-    counted_T = counted_T * kept_BN.flatten().to(torch.int32)
+    first_T = torch.arange(len(rows_T), device=device) - place_T
+    # In place of a token, the lane before it has drawn one.
+    drawn_TN = output.tokens[(first_T[:, None] + place_N - 1).clamp(min=0)]
+    accepted_T = ((drawn_TN == tokens_TN) | ~precede_TN).all(1)
+    counted_T = counted_T * accepted_T.to(torch.int32)
     state.token_counts.index_put_((rows_T, output.tokens.clamp(min=0)), counted_T, accumulate=True)
     return output
 

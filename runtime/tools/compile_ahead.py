@@ -39,7 +39,7 @@ from ...profiling.markdown import aligned
 from ..kernels.triton.kernel_calls import INTERPRETED, KernelCall
 from ..kernels.triton.linear import FEW_ROWS, ROW_CLASSES
 from ..kernels.triton.ptx import PtxSummary, summarize_ptx
-from .arguments import DTYPES, STORED_DTYPES, positive_int
+from .arguments import DTYPES, STORED_DTYPES, positive_int, speculation_spec
 
 __all__ = [
     "CompileAheadError",
@@ -281,11 +281,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kv_dtype=options.kv_dtype,
             max_model_len=options.max_model_len,
             batch_invariant=options.batch_invariant,
+            speculation=options.speculate,
+            structured_output=options.structured_output,
         )
         for capability in options.capability:
             _check(capability)
         # Untuned products of more rows use cuBLAS; tuned ones can use these kernels.
         many = [rows for rows in options.rows if FEW_ROWS < rows <= ROW_CLASSES[-1]]
+        if options.speculate is not None:  # several tokens of few rows are many
+            many = [rows for rows in options.rows if rows <= ROW_CLASSES[-1]]
         few = [rows for rows in options.rows if options.pairs and rows <= FEW_ROWS]
         for capability in options.capability:
             record = partial(record_steps, options.model, config, capability=capability)
@@ -369,6 +373,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, help="(default: the model's own)")
     parser.add_argument(
         "--batch-invariant", action="store_true", help="of an engine with `batch_invariant`"
+    )
+    parser.add_argument(
+        "--speculate",
+        type=speculation_spec,
+        metavar="METHOD[:K][=PATH]",
+        help="also steps that verify up to K drafts; those of a drafter propose them",
+    )
+    parser.add_argument(
+        "--structured-output", action="store_true", help="also steps with token masks"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     return parser.parse_args(arguments)

@@ -15,12 +15,19 @@ from pathlib import Path
 import torch
 
 from ...cache.arena import Arena
+from ...cache.spec import LayerGroup
+from ...graphs.buckets import Buckets
+from ...graphs.buffers import TensorSpec
 from ..config import EngineConfig
+from ..engine.drafter_start import find_engine_drafter
 from ..engine.memory_planning import layer_groups
-from ..execution.inputs import StepInputs
+from ..execution.draft_step import DraftStep
+from ..execution.inputs import DraftInputs, StepInputs
+from ..execution.mask_state import MaskSizes
 from ..execution.row_state import RowState
 from ..execution.step_functions import StepFunctions
 from ..execution.step_key import StepKey
+from ..execution.step_sizes import StepSizes
 from ..kernels import (
     AttentionForm,
     LayerPlace,
@@ -33,10 +40,13 @@ from ..kernels.triton.kernel_calls import CAPABILITY, KernelCall, record_kernel_
 from ..kernels.triton.paged_attention import triton_paged_attention
 from ..kernels.triton.paired_layers import every_pair
 from ..kernels.triton.tuning import without_library
-from ..loading.loader import resolve_source
+from ..loading.drafter_loading import new_drafter
+from ..loading.loader import Source, resolve_source
 from ..models.decoder import Decoder
+from ..models.drafters.draft_model import DraftModel
 from ..models.layout import fused_layout
 from ..models.plan import model_plan
+from ..resolved_config import ResolvedConfig
 from .memory_report import resolve_absent
 
 __all__ = ["RecordedStep", "record_paged_attention", "record_steps"]
@@ -51,7 +61,9 @@ class RecordedStep:
     """A step and its kernel calls."""
 
     name: str
-    """Phase, number of rows or tokens, and sampler, for example `decode 8 greedy`."""
+    """Phase, number of rows or tokens, and sampler: `decode 8 greedy`, `verify 8x4 sampled` (4
+    tokens per row), `decode 8 greedy drafting 3`. Steps with token masks are two: `verify 8x4
+    forward` and `verify 8x4 greedy masked`."""
     kernel_calls: list[KernelCall]
     """All calls of the step, in launch order."""
 
@@ -68,10 +80,15 @@ def record_steps(
 ) -> list[RecordedStep]:
     """Record the steps of an engine.
 
+    With `config.speculation`, steps that verify drafts are among them; with a drafter, they and
+    decode steps propose some, and prefill steps let it follow. With `config.structured_output`,
+    steps with token masks are.
+
     Args:
-        source: as `Engine.from_pretrained`; only the configuration is read.
+        source: as `Engine.from_pretrained`; only the configuration is read, and of a drafter the
+            headers of its weights.
         config: of the engine; its device and mode are those of a CUDA device that captures graphs.
-        rows: sizes of decode steps.
+        rows: sizes of decode and verify steps.
         tokens: sizes of prefill steps.
         capability: compute capability, times ten, of the device that sizes are chosen for.
         library: False: Triton kernels compute the products that cuBLAS computes by default; step
@@ -83,64 +100,139 @@ def record_steps(
         CheckpointError: as `Engine.from_pretrained`.
         ConfigError: the configuration cannot work with this model.
     """
-    model = resolve_source(source, config_only=True).native
+    found = resolve_source(source, config_only=True)
     config = dataclasses.replace(config, device="cuda", mode="graph")
-    resolved = dataclasses.replace(resolve_absent(config, model), max_num_seqs=max(rows))
-    groups = layer_groups(model, resolved)
-    kernels = select_kernels(
-        "cuda", resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
-    )
-    if resolved.batch_invariant:
-        kernels = batch_invariant_kernels(kernels)
-    kernels = kernels_for(kernels, model_plan(model))
-    arena = Arena(groups, _BLOCKS, resolved.block_size, resolved.dtype, _META, resolved.storage)
-    decoder = Decoder(model, kernels, resolved.dtype, _META, groups, resolved.storage)
-    decoder.store(
-        (name, torch.empty(fused.shape, dtype=resolved.dtype, device=_META))
-        for name, fused in fused_layout(model).items()
-    )
-    layout = StepInputs.layout(
-        max_num_seqs=resolved.max_num_seqs,
-        prefill_tokens=max(tokens, default=1),
-        prefill_rows=resolved.max_prefill_rows,
-        table_updates=1,
-    )
-    read_blocks = resolved.max_blocks_per_row
-    functions = StepFunctions(
-        decoder,
-        arena.tensor,
-        resolved.block_size,
-        RowState.allocate(
-            max(rows),
-            len(groups),
-            read_blocks,
-            model.vocab_size,
-            _META,
-            rope_by_length=decoder.plan.rope_by_length,
-        ),
-        StepInputs(
-            **{
-                name: torch.empty(spec.shape, dtype=spec.dtype, device=_META)
-                for name, spec in layout.items()
-            }
-        ),
-        None,
-        compiled=False,
-    )
-    keys = [
-        *(StepKey("decode", size, read_blocks, full) for size in rows for full in (False, True)),
-        *(StepKey("prefill", size, read_blocks, False) for size in tokens),
-    ]
+    resolved = resolve_absent(config, found.native)
+    resolved = dataclasses.replace(resolved, max_num_seqs=max(rows))
+    functions = _functions(found, resolved, max(tokens, default=1))
+    kind = ("" if library else " without library") + (" in pairs" if pairs else "")
     steps: list[RecordedStep] = []
-    for key in keys:
+    for key in _keys(resolved, rows, tokens):
         products = contextlib.nullcontext() if library else without_library()
         paired = every_pair() if pairs else contextlib.nullcontext()
         with products, paired, record_kernel_calls(capability) as calls:
             functions.bind(key)()
-        sampler = "sampled" if key.full_sampler else "greedy"
-        kind = ("" if library else " without library") + (" in pairs" if pairs else "")
-        steps.append(RecordedStep(f"{key.phase} {key.size} {sampler}{kind}", calls))
+        steps.append(RecordedStep(_name(key) + kind, calls))
     return steps
+
+
+def _keys(config: ResolvedConfig, rows: Sequence[int], tokens: Sequence[int]) -> list[StepKey]:
+    """Return the keys of the steps of an engine, without prefill steps of the full sampler, whose
+    kernels are those of decode steps."""
+    sizes = StepSizes(
+        rows=Buckets(rows),
+        # The largest prefill step limits verify steps.
+        tokens=Buckets([*tokens, config.prefill_chunk]),
+        read_blocks=Buckets([config.max_blocks_per_row]),
+        tokens_per_row=config.tokens_per_row,
+        proposed=config.proposed_drafts,
+        masked=config.structured_output,
+        prefill_rows=config.max_prefill_rows,
+    )
+
+    def is_recorded(key: StepKey) -> bool:
+        if key.phase == "decode":
+            return True
+        if key.part == "sample":
+            return len(tokens) > 0
+        return key.size in tokens and not key.full_sampler
+
+    return list(dict.fromkeys(filter(is_recorded, sizes.keys())))
+
+
+def _name(key: StepKey) -> str:
+    """Return the name of a step; see `RecordedStep.name`."""
+    name = f"{key.phase} {key.size}"
+    if key.tokens_per_row > 1:
+        name = f"verify {key.size}x{key.tokens_per_row}"
+    kind = "sampled" if key.full_sampler else "greedy"
+    if key.part == "forward":
+        kind = "forward"
+    elif key.part == "sample":
+        kind += " masked"
+    return f"{name} {kind}" + (f" drafting {key.drafts}" if key.drafts else "")
+
+
+def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> StepFunctions:
+    """Return the steps of an engine, with tensors and weights that have no memory."""
+    model = found.native
+    groups = layer_groups(model, config)
+    kernels = select_kernels("cuda", config.mode, config.dtype, config.weights, config.kernels)
+    if config.batch_invariant:
+        kernels = batch_invariant_kernels(kernels)
+    kernels = kernels_for(kernels, model_plan(model))
+    arena = Arena(groups, _BLOCKS, config.block_size, config.dtype, _META, config.storage)
+    decoder = Decoder(model, kernels, config.dtype, _META, groups, config.storage)
+    decoder.store(
+        (name, torch.empty(fused.shape, dtype=config.dtype, device=_META))
+        for name, fused in fused_layout(model).items()
+    )
+    state = RowState.allocate(
+        config.max_num_seqs,
+        len(groups),
+        config.max_blocks_per_row,
+        model.vocab_size,
+        _META,
+        rope_by_length=decoder.plan.rope_by_length,
+        masked=MaskSizes.of(config, model),
+        drafts=config.kept_drafts,
+    )
+    inputs = StepInputs.layout(
+        max_num_seqs=config.max_num_seqs,
+        prefill_tokens=prefill_tokens,
+        prefill_rows=config.max_prefill_rows,
+        table_updates=1,
+    )
+    drafts: DraftInputs[torch.Tensor] | None = None
+    if config.tokens_per_row:
+        most = max(config.tokens_per_row) - 1
+        layout = DraftInputs.layout(max_num_seqs=config.max_num_seqs, drafts=most)
+        drafts = DraftInputs(**_absent(layout))
+    return StepFunctions(
+        decoder,
+        arena.tensor,
+        config.block_size,
+        state,
+        StepInputs(**_absent(inputs)),
+        None,
+        compiled=False,
+        drafts=drafts,
+        drafting=_drafting(found, config, groups, decoder, state),
+    )
+
+
+def _absent(layout: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a layout, without memory."""
+    return {
+        name: torch.empty(spec.shape, dtype=spec.dtype, device=_META)
+        for name, spec in layout.items()
+    }
+
+
+def _drafting(
+    found: Source,
+    config: ResolvedConfig,
+    groups: Sequence[LayerGroup],
+    target: Decoder,
+    state: RowState,
+) -> DraftStep | None:
+    """Return what runs the drafter of an engine, without weights; None if it has none."""
+    drafter = find_engine_drafter(found, config, groups)
+    if drafter is None:
+        return None
+    # Without a device, the operator of torch would call no kernel.
+    kernels = dataclasses.replace(target.kernels, attention=triton_paged_attention)
+    absent = new_drafter(
+        drafter.config, target, kernels, config.dtype, _META, drafter.layers, config.storage
+    )
+    weights = absent.decoder if isinstance(absent, DraftModel) else absent
+    weights.store(
+        (parameter.name, torch.empty(parameter.shape, dtype=config.dtype, device=_META))
+        for parameter in drafter.config.parameters
+    )
+    group = LayerGroup(0, drafter.layers.spec, drafter.layers.layers)
+    arena = Arena([group], _BLOCKS, config.block_size, config.dtype, _META, config.storage)
+    return DraftStep(absent, arena.tensor, state, config.block_size)
 
 
 def record_paged_attention(

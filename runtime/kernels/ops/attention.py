@@ -57,11 +57,12 @@ class AttentionForm(NamedTuple):
 
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor? v, Tensor(a!) arena, int layer, Tensor positions, Tensor slots,"
-    " Tensor token_rows, Tensor rows, Tensor block_tables, int read_blocks, int block_size,"
-    " int? tokens_per_row, Tensor? query_start_loc, float scale, int window, float softcap,"
+    " Tensor token_rows, Tensor rows, Tensor block_tables, SymInt read_blocks, int block_size,"
+    " SymInt? tokens_per_row, Tensor? query_start_loc, float scale, int window, float softcap,"
     " str storage, int value_dim, int chunk, Tensor? sinks) -> Tensor"
 )
-"""Arguments of the operator, which cannot be dataclasses; `_flat` and `_unflat` convert them."""
+"""Arguments of the operator, which cannot be dataclasses; `_flat` and `_unflat` convert them.
+Compiled code would be specific to an `int`, and one version serves all values of a `SymInt`."""
 _BEFORE_FORM = 14
 """Number of arguments before those of `AttentionForm`."""
 
