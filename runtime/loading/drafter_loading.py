@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -50,7 +51,8 @@ def load_drafter(
 
     Args:
         config: as `find_drafter` returned it.
-        target: the model that it drafts for, with weights; they may share some.
+        target: the model that it drafts for, with weights; they may share some. Of a rank of a
+            tensor-parallel group it is the rank's part; the drafter is whole on each rank.
         kernels: of its operations.
         dtype: of weights and activations.
         device: where it runs, that of the target.
@@ -64,6 +66,7 @@ def load_drafter(
         CheckpointError: a file is damaged, or a weight cannot be quantised.
     """
     assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
+    kernels = replace(kernels, collectives=None)  # it has no sums over ranks
     if config.parts is not None:
         return _load_head(config, target, kernels, dtype, device, group, storage)
     plan = within_window(config.plan, group.spec.window_tokens)
@@ -86,7 +89,6 @@ def _load_head(
 ) -> Drafter:
     """Load a drafter that shares modules with the target."""
     assert isinstance(target, Decoder), "others are refused"
-    assert target.vocabulary is None, "a target on one device"
     assert config.directory is not None
     head = _HEADS[config.kind](config, target, kernels, dtype, device, group, storage)
     with CheckpointReader(config.directory) as reader:
