@@ -17,7 +17,7 @@ from stepgraph.runtime.kernels import (
     load_cpu_ops,
     select_kernels,
 )
-from stepgraph.runtime.kernels.cpu.sampling import fused_greedy
+from stepgraph.runtime.kernels.cpu.sampling import fused_greedy, fused_most_likely
 from stepgraph.runtime.kernels.ops.layer_plan import Shard
 from stepgraph.runtime.kernels.ops.weight_storage import dequantise_weight, quantise_weight
 from stepgraph.runtime.models.config import ModelConfig
@@ -41,7 +41,13 @@ from .sharding_steps import (
 from .traced_collectives import traced
 
 SAMPLED = SamplingParams(temperature=1.3, top_p=0.9, top_k=40, presence_penalty=0.5)
+MostLikely = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 needs_compiler = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
+
+
+def reference_most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    top = logits.softmax(-1).max(-1)
+    return top.indices, top.values
 
 
 @pytest.fixture
@@ -124,6 +130,29 @@ def test_greedy_tokens_of_any_logits(
     for tokens, gathered in on_ranks(ranks, greedy):
         assert torch.equal(tokens, expected)
         torch.testing.assert_close(gathered, logits, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "own", [reference_most_likely, pytest.param(fused_most_likely, marks=needs_compiler)]
+)
+def test_most_likely_tokens_and_their_probabilities(own: MostLikely) -> None:
+    """Of parts of different sizes; the likeliest token is on any rank."""
+    if own is fused_most_likely:
+        load_cpu_ops()
+    sizes, starts = (5, 31, 1), (0, 5, 36)
+    logits = 6 * torch.randn(40, sum(sizes), generator=torch.Generator().manual_seed(2))
+    logits[:2] -= 300.0
+    expected = logits.softmax(-1).max(-1)
+
+    def find(group: ThreadCollectives) -> tuple[torch.Tensor, torch.Tensor]:
+        first = starts[group.rank]
+        held = range(first, first + sizes[group.rank])
+        vocabulary = ShardedVocabulary(Shard(group.rank, 3, held, sizes), group)
+        return vocabulary.most_likely(logits[:, first : held.stop], own)
+
+    for ids, probabilities in on_ranks(3, find):
+        assert ids.equal(expected.indices)
+        torch.testing.assert_close(probabilities, expected.values, rtol=1e-5, atol=1e-6)
 
 
 def test_greedy_steps_do_not_gather_logits(base: ModelConfig, tmp_path: Path) -> None:
