@@ -137,7 +137,8 @@ def check_equal(
     for (ids, probabilities), (theirs, their_probabilities) in zip(*drafts, strict=True):
         assert ids == theirs
         for ours, others in zip(probabilities, their_probabilities, strict=True):
-            assert ours == pytest.approx(others, abs=1e-3)
+            # The rounding of sums can change how a key or value is stored in 8 bits.
+            assert ours == pytest.approx(others, abs=2e-2 if "kv_dtype" in config else 1e-3)
     assert kind.startswith(("eagle3", "dflash")) or accepted[0] > 20
 
 
@@ -183,6 +184,8 @@ def test_every_drafter(base: TinyModel, kind: str, config: str, tmp_path: Path) 
         pytest.skip("needs a C++ compiler")
     if kind == "mtp deepseek_v3" and fields["kernels"] == "native":
         fields = fields | {"kernels": "auto"}  # latent attention has no layers in C++
+    if kind == "mtp mimo" and "num_blocks" in fields:
+        fields = fields | {"num_blocks": 25}  # of three layer groups
     check_equal(base, tmp_path, kind, fields)
 
 
