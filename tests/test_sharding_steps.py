@@ -10,7 +10,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from stepgraph.runtime.execution.mask_state import MaskState
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer
+from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import (
     WeightStorage,
     have_compiler,
@@ -28,6 +30,7 @@ from stepgraph.runtime.sampling_params import SamplingParams
 
 from .sharding_rig import ThreadCollectives, on_ranks, tiny_config, write_checkpoint
 from .sharding_steps import (
+    COLUMNS,
     CPU,
     PROMPTS,
     RankSteps,
@@ -153,6 +156,44 @@ def test_most_likely_tokens_and_their_probabilities(own: MostLikely) -> None:
     for ids, probabilities in on_ranks(3, find):
         assert ids.equal(expected.indices)
         torch.testing.assert_close(probabilities, expected.values, rtol=1e-5, atol=1e-6)
+
+
+class FollowedPrefill:
+    """In place of a drafter's step: keeps the tokens after the chunks."""
+
+    tokens = torch.empty(0)
+
+    def follow_prefill(
+        self, inputs: object, key: StepKey, tokens: torch.Tensor, *_: object
+    ) -> None:
+        self.tokens = tokens
+
+
+def test_drafters_follow_masked_prompts_by_the_tokens_of_all_ranks(
+    base: ModelConfig, tmp_path: Path
+) -> None:
+    """Where masks come between the parts of a step, the drafter goes by the largest logits."""
+    expected = whole_run(base, tmp_path).tokens[0]
+
+    def follow(group: ThreadCollectives) -> torch.Tensor:
+        steps = rank_steps(base, tmp_path, group)
+        lanes, vocabulary = len(PROMPTS), steps.decoder.vocabulary
+        assert vocabulary is not None
+        steps.functions.state = dataclasses.replace(
+            steps.state,
+            masks=MaskState(
+                torch.full((lanes + 1, -(-base.vocab_size // 32)), -1, dtype=torch.int32),
+                torch.zeros(lanes, len(vocabulary.shard.vocab)),
+                torch.zeros(lanes, dtype=torch.int64),
+            ),
+        )
+        steps.functions._drafting = followed = FollowedPrefill()  # type: ignore[assignment]
+        key = StepKey("prefill", steps.tokens, COLUMNS, False, part="forward")
+        steps.functions.bind(key)()
+        return followed.tokens
+
+    for tokens in on_ranks(2, follow):
+        assert tokens.equal(expected)
 
 
 def test_greedy_steps_do_not_gather_logits(base: ModelConfig, tmp_path: Path) -> None:
