@@ -152,7 +152,6 @@ def test_a_drafter_that_does_not_pay_rests(
         ({"method": "draft_model"}, {}, "needs a model, as there is no .*drafter"),
         ({"method": "eagle3"}, {}, "needs a model, as there is no .*drafter"),
         ({"method": "draft_model", "model": "preset:llama-3.2-1b"}, {}, "vocab_size"),
-        ({"method": "draft_model", "model": "base"}, {"tensor_parallel": 2}, "tensor_parallel"),
         ({"method": "suffix", "model": "demo"}, {}, "has no model"),
         ({"method": "draft_model", "model": 3}, {}, "name of a checkpoint"),
     ],

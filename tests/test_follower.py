@@ -27,6 +27,7 @@ from stepgraph.runtime.execution.step_key import StepKey
 from .fake_graphs import FakeEvent, FakeGraphs, make_fake_graphs  # noqa: F401
 from .structured_rig import GRAMMARS
 from .test_speculation import run_mixed
+from .tiny_models import TinyModel
 
 PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [44, 45, 9]]
 
@@ -55,6 +56,27 @@ class FakeGroup:
         self.tokens.append(tokens)
 
 
+def shared_groups() -> list[FakeGroup]:
+    messages: deque[tuple[int, bytes]] = deque()
+    return [FakeGroup(rank, messages) for rank in range(2)]
+
+
+def rank_0(group: FakeGroup) -> Callable[..., Runner]:
+    """What makes the runner of rank 0."""
+
+    def make(*arguments: Any) -> Runner:
+        *others, _, drafter = arguments
+        return Runner(*others, CommandSender(group), drafter)  # type: ignore[arg-type]
+
+    return make
+
+
+def query(event: FakeEvent) -> bool:
+    """Whether an event has been reached: after the wait for it."""
+    event.synchronize()
+    return True
+
+
 @pytest.mark.parametrize("part", ["whole", "forward", "sample"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_keys_arrive_as_they_are(part: Any, masked: bool) -> None:
@@ -76,17 +98,7 @@ def test_a_follower_runs_masked_steps(
     mode: str,
 ) -> None:
     """On a CPU masks arrive within a step, on a device that runs asynchronously between parts."""
-    groups = [FakeGroup(rank, deque()) for rank in range(2)]
-    groups[1].messages = groups[0].messages
-
-    def query(self: FakeEvent) -> bool:
-        self.synchronize()
-        return True
-
-    def rank_0(*arguments: Any) -> Runner:
-        *others, _, drafter = arguments
-        return Runner(*others, CommandSender(groups[0]), drafter)  # type: ignore[arg-type]
-
+    groups = shared_groups()
     monkeypatch.setattr(FakeEvent, "query", query, raising=False)
     fake_graphs.stream.behind = mode == "graph"
     config: dict[str, Any] = {
@@ -102,7 +114,7 @@ def test_a_follower_runs_masked_steps(
         "speculation": {"num_speculative_tokens": 2, "adaptive": False},
     }
     with monkeypatch.context() as patched:
-        patched.setattr(startup, "Runner", rank_0)
+        patched.setattr(startup, "Runner", rank_0(groups[0]))
         engine = open_engine("text", **config)
     follower = open_engine("text", **config)
     runner = follower._loop.runner
@@ -133,6 +145,67 @@ def test_a_follower_runs_masked_steps(
     assert ours is not None
     assert theirs is not None
     assert ours.bits.equal(theirs.bits)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_follower_has_the_drafts_of_rank_0(
+    open_engine: Callable[..., Engine],
+    base: TinyModel,
+    fake_graphs: FakeGraphs,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+) -> None:
+    """Rows come, go and are swapped. Where steps run asynchronously, rows keep their drafts."""
+    groups = shared_groups()
+    fake_graphs.stream.behind = mode == "graph"
+    monkeypatch.setattr(FakeEvent, "query", query, raising=False)
+    config: dict[str, Any] = {
+        "mode": mode,
+        "compile": False,
+        "dtype": "float32",
+        "kernels": "torch" if mode == "eager" else "auto",
+        "max_num_seqs": 4,
+        "buckets": (4,),
+        "block_size": 4,
+        "max_model_len": 64,
+        "prefill_chunk": 32,
+        "num_blocks": 19,
+        "host_cache_bytes": 1 << 20,
+        "preemption": "swap",
+        "speculation": {
+            "method": "draft_model",
+            "model": str(base.directory),
+            "num_speculative_tokens": 1 if mode == "graph" else 3,
+            "adaptive": False,
+        },
+    }
+    with monkeypatch.context() as patched:
+        patched.setattr(startup, "Runner", rank_0(groups[0]))
+        engine = open_engine("base", **config)
+    follower = open_engine("base", **config)
+    params = [
+        SamplingParams(max_tokens=28, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=30, temperature=0.9, seed=5, ignore_eos=True, n=2),
+        SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=33, temperature=0.0, ignore_eos=True),
+    ]
+    run_mixed(engine, base.prompts(30, 4, 12, 7), params)
+    stats = engine.stats()
+    assert stats["cache"]["swapped_in"]
+    assert stats["speculation"]["accepted"] > 20
+    assert Command.CLEAR_DRAFTER in [kind for kind, _ in groups[0].messages]
+
+    groups[1].send(Command.CLOSE)
+    follow(follower, groups[1])
+    assert groups[1].tokens == groups[0].tokens
+    ours, theirs = (e._loop.runner for e in (engine, follower))
+    assert ours.drafter is not None
+    assert theirs.drafter is not None
+    # The null block holds what padding writes.
+    assert ours.drafter.arena.tensor[:, :, 1:].equal(theirs.drafter.arena.tensor[:, :, 1:])
+    assert (ours.state.drafts is not None) == (mode == "graph")
+    if ours.state.drafts is not None and theirs.state.drafts is not None:
+        assert ours.state.drafts.equal(theirs.state.drafts)
 
 
 def follow(engine: Engine, group: FakeGroup) -> None:

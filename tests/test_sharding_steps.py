@@ -10,14 +10,16 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from stepgraph.runtime.execution.mask_state import MaskState
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer
+from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import (
     WeightStorage,
     have_compiler,
     load_cpu_ops,
     select_kernels,
 )
-from stepgraph.runtime.kernels.cpu.sampling import fused_greedy
+from stepgraph.runtime.kernels.cpu.sampling import fused_greedy, fused_most_likely
 from stepgraph.runtime.kernels.ops.layer_plan import Shard
 from stepgraph.runtime.kernels.ops.weight_storage import dequantise_weight, quantise_weight
 from stepgraph.runtime.models.config import ModelConfig
@@ -28,6 +30,7 @@ from stepgraph.runtime.sampling_params import SamplingParams
 
 from .sharding_rig import ThreadCollectives, on_ranks, tiny_config, write_checkpoint
 from .sharding_steps import (
+    COLUMNS,
     CPU,
     PROMPTS,
     RankSteps,
@@ -41,7 +44,13 @@ from .sharding_steps import (
 from .traced_collectives import traced
 
 SAMPLED = SamplingParams(temperature=1.3, top_p=0.9, top_k=40, presence_penalty=0.5)
+MostLikely = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 needs_compiler = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
+
+
+def reference_most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    top = logits.softmax(-1).max(-1)
+    return top.indices, top.values
 
 
 @pytest.fixture
@@ -124,6 +133,67 @@ def test_greedy_tokens_of_any_logits(
     for tokens, gathered in on_ranks(ranks, greedy):
         assert torch.equal(tokens, expected)
         torch.testing.assert_close(gathered, logits, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "own", [reference_most_likely, pytest.param(fused_most_likely, marks=needs_compiler)]
+)
+def test_most_likely_tokens_and_their_probabilities(own: MostLikely) -> None:
+    """Of parts of different sizes; the likeliest token is on any rank."""
+    if own is fused_most_likely:
+        load_cpu_ops()
+    sizes, starts = (5, 31, 1), (0, 5, 36)
+    logits = 6 * torch.randn(40, sum(sizes), generator=torch.Generator().manual_seed(2))
+    logits[:2] -= 300.0
+    expected = logits.softmax(-1).max(-1)
+
+    def find(group: ThreadCollectives) -> tuple[torch.Tensor, torch.Tensor]:
+        first = starts[group.rank]
+        held = range(first, first + sizes[group.rank])
+        vocabulary = ShardedVocabulary(Shard(group.rank, 3, held, sizes), group)
+        return vocabulary.most_likely(logits[:, first : held.stop], own)
+
+    for ids, probabilities in on_ranks(3, find):
+        assert ids.equal(expected.indices)
+        torch.testing.assert_close(probabilities, expected.values, rtol=1e-5, atol=1e-6)
+
+
+class FollowedPrefill:
+    """In place of a drafter's step: keeps the tokens after the chunks."""
+
+    tokens = torch.empty(0)
+
+    def follow_prefill(
+        self, inputs: object, key: StepKey, tokens: torch.Tensor, *_: object
+    ) -> None:
+        self.tokens = tokens
+
+
+def test_drafters_follow_masked_prompts_by_the_tokens_of_all_ranks(
+    base: ModelConfig, tmp_path: Path
+) -> None:
+    """Where masks come between the parts of a step, the drafter goes by the largest logits."""
+    expected = whole_run(base, tmp_path).tokens[0]
+
+    def follow(group: ThreadCollectives) -> torch.Tensor:
+        steps = rank_steps(base, tmp_path, group)
+        lanes, vocabulary = len(PROMPTS), steps.decoder.vocabulary
+        assert vocabulary is not None
+        steps.functions.state = dataclasses.replace(
+            steps.state,
+            masks=MaskState(
+                torch.full((lanes + 1, -(-base.vocab_size // 32)), -1, dtype=torch.int32),
+                torch.zeros(lanes, len(vocabulary.shard.vocab)),
+                torch.zeros(lanes, dtype=torch.int64),
+            ),
+        )
+        steps.functions._drafting = followed = FollowedPrefill()  # type: ignore[assignment]
+        key = StepKey("prefill", steps.tokens, COLUMNS, False, part="forward")
+        steps.functions.bind(key)()
+        return followed.tokens
+
+    for tokens in on_ranks(2, follow):
+        assert tokens.equal(expected)
 
 
 def test_greedy_steps_do_not_gather_logits(base: ModelConfig, tmp_path: Path) -> None:

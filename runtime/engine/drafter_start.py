@@ -14,6 +14,7 @@ from ..loading.drafter_loading import load_drafter
 from ..loading.drafter_source import find_drafter
 from ..loading.loader import Source
 from ..memory.footprint import DrafterBytes
+from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.decoder_model import DecoderModel
 from ..models.drafters.drafter import Drafter
@@ -72,7 +73,7 @@ class FoundDrafter:
 def find_engine_drafter(
     found: Source, engine: ResolvedConfig, groups: Sequence[LayerGroup]
 ) -> FoundDrafter | None:
-    """Find the drafter of an engine; None if it has none.
+    """Find the drafter of an engine; None if it has none. Each rank of a group has the whole one.
 
     Raises:
         CheckpointError: there is no such drafter, or its checkpoint is damaged.
@@ -81,11 +82,6 @@ def find_engine_drafter(
     speculation = engine.speculation
     if speculation is None or not speculation.uses_drafter:
         return None
-    if engine.user.tensor_parallel > 1:
-        raise ConfigError(
-            f"speculation method {speculation.method!r} does not run with tensor_parallel ="
-            f" {engine.user.tensor_parallel}: use 'suffix', or one process"
-        )
     if engine.model_impl != "native":
         raise ConfigError(
             f"speculation method {speculation.method!r} needs a model of a native family, not one"
@@ -93,7 +89,7 @@ def find_engine_drafter(
         )
     config = find_drafter(
         _checkpoint(found, speculation.method, speculation.model),
-        found.config,
+        found.config.whole if isinstance(found.config, ModelConfig) else found.config,
         speculation.method,
         found.directory,
     )

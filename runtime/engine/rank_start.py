@@ -29,12 +29,14 @@ from ..loading.opened_source import OpenedSource
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.decoder_model import DecoderModel
+from ..models.drafters.drafter_config import DrafterConfig
 from ..models.layout import fused_layout
 from ..models.plan import plan_of
 from ..models.sharding import check_ranks
 from ..resolved_config import ResolvedConfig
 
 __all__ = [
+    "agree_on_drafter",
     "agree_on_task",
     "decoded_config",
     "agree_on_plan",
@@ -186,6 +188,15 @@ def agree_on_start(group: RankGroup, opened: OpenedSource, kernels: Kernels) -> 
             "config.json or safetensors headers (SHA-256)": digest.hexdigest(),
             "kernels": json.dumps([kernels.name, kernels.sampler, fallbacks]),
         }
+    )
+
+
+def agree_on_drafter(group: RankGroup, drafter: DrafterConfig) -> None:
+    """Check that all ranks found the same drafter."""
+    found = (drafter.kind, drafter.model, drafter.taps, drafter.parameters)
+    digest = hashlib.sha256(repr(found).encode())
+    group.agree_on(
+        {"config.json or safetensors headers of the drafter (SHA-256)": digest.hexdigest()}
     )
 
 

@@ -68,6 +68,7 @@ from .loop import StepLoop
 from .memory_planning import layer_groups, plan_engine
 from .rank_collectives import serve_collectives
 from .rank_start import (
+    agree_on_drafter,
     agree_on_plan,
     agree_on_start,
     agree_on_task,
@@ -189,6 +190,8 @@ def _start(
     if group is not None:
         memory = share_of_memory(memory, group.ranks)
     found_drafter = find_engine_drafter(found, resolved, groups)
+    if group is not None and found_drafter is not None:
+        agree_on_drafter(group, found_drafter.config)
     planned = partial(
         plan_engine,
         found.config,

@@ -58,10 +58,9 @@ class DrafterCache:
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero blocks, in all layers, so that nothing of their last request is left."""
-        if blocks:
-            pinned = self.arena.tensor.is_cuda  # see `Arena.copy_blocks`
-            ids = torch.tensor(blocks, pin_memory=pinned)
-            self.arena.tensor.index_fill_(2, ids.to(self.arena.tensor.device, non_blocking=True), 0)
+        pinned = self.arena.tensor.is_cuda  # see `Arena.copy_blocks`
+        ids = torch.tensor(blocks, pin_memory=pinned)
+        self.arena.tensor.index_fill_(2, ids.to(self.arena.tensor.device, non_blocking=True), 0)
 
 
 def new_blocks(plan: StepPlan, group: int, block_size: int) -> list[int]:

@@ -13,10 +13,11 @@ import torch
 from ..distributed.rank_group import RankGroup
 from ..errors import RankError
 from ..kernels.cpu.threads import limit_threads
-from .outputs import OUTPUT_SETS, checked_tokens
+from .outputs import OUTPUT_SETS
 from .rank_commands import (
     Command,
     InputBuffer,
+    decode_blocks,
     decode_copies,
     decode_inputs,
     decode_masks,
@@ -79,6 +80,7 @@ class Follower:
             Command.INPUTS: self._inputs,
             Command.ROW: self._row,
             Command.COPY_BLOCKS: lambda payload: runner.blocks.copy(*decode_copies(payload)),
+            Command.CLEAR_DRAFTER: lambda payload: runner.clear_drafter(decode_blocks(payload)),
             Command.FORCE_TOKEN: lambda payload: runner.force_token(*decode_token(payload)),
             Command.SCORE: lambda payload: runner.scorer.run(*decode_score(payload)),
             Command.PADDING: lambda payload: runner.place_padding(*decode_padding(payload)),
@@ -116,7 +118,7 @@ class Follower:
             runner.run(key)
             return
         if runner.outputs is None:
-            self._group.check_in(checked_tokens(runner.run(key), lanes))
+            self._group.check_in(runner.checked_tokens(runner.run(key), lanes))
             return
         while len(self._pending) >= OUTPUT_SETS:  # whose buffers are used again
             self._check_in(self._pending.popleft())
@@ -149,7 +151,7 @@ class Follower:
     def _check_in(self, step: _Pending) -> None:
         step.arrived.synchronize()
         self._runner.check_peers()
-        self._group.check_in(checked_tokens(step.output, step.lanes))
+        self._group.check_in(self._runner.checked_tokens(step.output, step.lanes))
 
     def _check_in_arrived(self) -> bool:
         """Check in the steps that have ended; return whether there are others under way."""

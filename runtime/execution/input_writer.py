@@ -85,6 +85,9 @@ class InputWriter:
                 config.device,
             )
             self._host_drafts = self.drafts.arrays(DraftInputs[Int64Array])
+            # What other ranks read; `stops` are for a drafter.
+            read = ["token_ids", "counts", *["stops"] * bool(config.proposed_drafts)]
+            self._draft_fields = dict.fromkeys(read, config.max_num_seqs)
         self.buffers: dict[InputBuffer, StaticBuffers[Any]] = {"steps": self.inputs}
         """Of every step and, where there are any, of embeddings and drafts."""
         if self.embeds is not None:
@@ -145,8 +148,7 @@ class InputWriter:
         self.drafts.begin_write()
         write_drafts(drafts, stops, self._host_drafts)
         if self._commands is not None:
-            rows = len(self._host_drafts.counts)  # ranks have no drafter, which reads `stops`
-            self._commands.inputs("drafts", self._host_drafts, {"token_ids": rows, "counts": rows})
+            self._commands.inputs("drafts", self._host_drafts, self._draft_fields)
         self.drafts.copy_to_device()
         self._written_drafts = written
 

@@ -267,9 +267,16 @@ def _host_drafts(whole: torch.Tensor, drafts: Drafts) -> Drafts:
     )
 
 
-def checked_tokens(output: StepOutput, lanes: int) -> bytes:
-    """Return the tokens of the first `lanes` lanes, for the comparison of ranks."""
-    return output.tokens.numpy()[..., :lanes].tobytes()
+def checked_tokens(output: StepOutput, lanes: int, *, keeps_drafts: bool) -> bytes:
+    """Return the tokens of the first `lanes` lanes, for the comparison of ranks.
+
+    Where rows keep their drafts on the device, each rank verifies its own: these are compared too.
+    Otherwise all ranks verify those that rank 0 sends.
+    """
+    tokens = output.tokens.numpy()[..., :lanes].tobytes()
+    if output.drafts is None or not keeps_drafts:
+        return tokens
+    return tokens + output.drafts.token_ids.numpy()[:lanes].tobytes()
 
 
 def accepted_counts(launched: LaunchedStep) -> list[int]:

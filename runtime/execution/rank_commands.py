@@ -53,6 +53,7 @@ class Command(IntEnum):
     SERVE = 9
     CLOSE = 10
     MASKS = 11
+    CLEAR_DRAFTER = 12
 
 
 class Inputs(NamedTuple):
@@ -141,6 +142,11 @@ class CommandSender:
         kind = bytes([BLOCK_COPIES.index(copy)])
         encoded = kind + np.asarray(pairs, dtype=np.int64).tobytes()
         self._send(Command.COPY_BLOCKS, encoded, wake=False)
+
+    def clear_drafter(self, blocks: Sequence[int]) -> None:
+        """Zero blocks of the drafter's cache."""
+        encoded = np.asarray(blocks, dtype=np.int64).tobytes()
+        self._send(Command.CLEAR_DRAFTER, encoded, wake=False)
 
     def force_token(self, row: int, token_id: int) -> None:
         """Replace the newest token of a row."""
@@ -242,6 +248,12 @@ def decode_copies(payload: bytes) -> tuple[BlockCopy, list[tuple[int, int]]]:
     """Return kind and pairs of `Command.COPY_BLOCKS`."""
     pairs = np.frombuffer(payload, np.int64, offset=1).reshape(-1, 2).tolist()
     return BLOCK_COPIES[payload[0]], [(source, target) for source, target in pairs]
+
+
+def decode_blocks(payload: bytes) -> list[int]:
+    """Return the blocks of `Command.CLEAR_DRAFTER`."""
+    blocks: list[int] = np.frombuffer(payload, np.int64).tolist()
+    return blocks
 
 
 def decode_masks(

@@ -226,6 +226,15 @@ class Runner:
             self.drafter.close()
         self.steps.close()
 
+    def clear_drafter(self, blocks: Sequence[int]) -> None:
+        """Zero blocks of the drafter's cache, on all ranks."""
+        if not blocks:
+            return
+        if self.commands is not None:
+            self.commands.clear_drafter(blocks)
+        assert self.drafter is not None, "steps propose nothing"
+        self.drafter.clear(blocks)
+
     def run(self, key: StepKey, lanes: int = 0) -> StepOutput:
         """Run the step for `key` on all ranks, and return its output.
 
@@ -252,7 +261,7 @@ class Runner:
                 for admission in plan.admitted:
                     self._take_row(admission.request, admission.row)
         if self.drafter is not None and plan.table_updates:
-            self.drafter.clear(new_blocks(plan, self.drafter.group, self.block_size))
+            self.clear_drafter(new_blocks(plan, self.drafter.group, self.block_size))
         parts, writer = self._parts.of(plan), self._writer
         rows = self._parts.decode_rows
         if plan.table_updates or plan.prefill or rows != writer.decode_rows:
@@ -293,12 +302,16 @@ class Runner:
                     time.sleep(0)  # releases the interpreter's lock, which `query` does not
                 self.check_peers()
             for lanes, output in step.parts:
-                group.check_in(checked_tokens(output, len(lanes)))
+                group.check_in(self.checked_tokens(output, len(lanes)))
         elif step.arrived is not None:
             step.arrived.synchronize()
         if step.advanced is not None:
             step.advanced.extend(accepted_counts(step))
         return sampled_tokens(step)
+
+    def checked_tokens(self, output: StepOutput, lanes: int) -> bytes:
+        """Return what ranks compare of an output that has arrived, of the first `lanes` lanes."""
+        return checked_tokens(output, lanes, keeps_drafts=self.state.drafts is not None)
 
     def check_peers(self) -> None:
         """Raise `RankError` if a kernel of an ended step waited in vain for another rank."""

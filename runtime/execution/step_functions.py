@@ -196,9 +196,10 @@ class StepFunctions(RaggedSteps):
     def forward_part(self, key: StepKey) -> StepOutput:
         """Run a step up to its logits, and store these; `sample_part` continues."""
         masks, forward = self._masks, self._forward(key)
-        if key.phase == "prefill":
+        if key.phase == "prefill" and self._drafting is not None:
             # The drafter takes the most probable token for the one that the grammar will allow.
-            self._follow_prefill(key, forward.logits.argmax(dim=-1), forward)
+            likely_P = self._greedy_tokens(forward.logits, self.model.vocabulary)
+            self._follow_prefill(key, likely_P, forward)
         with operation("outputs"):
             masks.store(forward.logits, forward.positions)
         count = len(forward.positions)

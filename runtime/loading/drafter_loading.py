@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -50,7 +51,8 @@ def load_drafter(
 
     Args:
         config: as `find_drafter` returned it.
-        target: the model that it drafts for, with weights; they may share some.
+        target: the model that it drafts for, with weights; they may share some. Of a rank of a
+            tensor-parallel group it is the rank's part; the drafter is whole on each rank.
         kernels: of its operations.
         dtype: of weights and activations.
         device: where it runs, that of the target.
@@ -89,10 +91,10 @@ def new_drafter(
 ) -> DraftModel | _Head:
     """Return a drafter whose weights are not stored yet; arguments as of `load_drafter`."""
     assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
+    kernels = replace(kernels, collectives=None)  # it has no sums over ranks
     if config.parts is None:
         plan = within_window(config.plan, group.spec.window_tokens)
         decoder = Decoder(config.model, kernels, dtype, device, [group], storage, plan=plan)
         return DraftModel(decoder.eval(), config.most_drafts)
     assert isinstance(target, Decoder), "others are refused"
-    assert target.vocabulary is None, "a target on one device"
     return _HEADS[config.kind](config, target, kernels, dtype, device, group, storage).eval()

@@ -1,4 +1,4 @@
-"""Embeddings, logits and greedy tokens of a vocabulary that is split over ranks.
+"""Embeddings, logits and most likely tokens of a vocabulary that is split over ranks.
 
 Shape suffixes: T tokens of a step, D hidden_size, B sampled positions, W tokens of the vocabulary
 that the rank holds, V all of them.
@@ -49,3 +49,17 @@ class ShardedVocabulary:
         values_B = logits_BW.amax(-1).float()  # NaN if one of them is
         values_B, ids_B = self.collectives.largest(values_B, own_B)
         return torch.where(values_B.isfinite(), ids_B, NON_FINITE)
+
+    def most_likely(
+        self, logits_BW: Tensor, own: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the most likely token, int64 `[B]`, and its probability, float32 `[B]`.
+
+        `own` returns them for the tokens of the rank.
+        """
+        ids_B, probability_B = own(logits_BW)
+        top_B = logits_BW.gather(1, ids_B[:, None])[:, 0].float()
+        best_B, best_ids_B = self.collectives.largest(top_B, ids_B + self.shard.vocab.start)
+        # The sum of exp(logit - best) over the tokens of the rank.
+        sums_B1 = ((top_B - best_B).exp() / probability_B)[:, None]
+        return best_ids_B, self.collectives.all_reduce(sums_B1)[:, 0].reciprocal()

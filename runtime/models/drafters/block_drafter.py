@@ -33,8 +33,8 @@ from ..rope import rotate
 from .block_config import BlockParts
 from .drafter import Drafts, FollowedTokens, NewestTokens, StepOperator
 from .drafter_config import DrafterConfig
-from .most_likely import most_likely_after
 from .reach import within_window
+from .token_projection import TokenProjection
 
 __all__ = ["BlockDrafter"]
 
@@ -67,8 +67,8 @@ class BlockDrafter(LayerStack):
         self.hidden_norm = RMSNorm(parts.hidden_norm.eps)
         self.context = Projection(kernels, *parts.context.weight.shape)
         self.key_norms = Vector()
-        # In tuples, so that modules of the target are none of this one.
-        self._embedding, self._head = (target.embed_tokens,), (target.lm_head,)
+        self._embedding = TokenProjection(target.embed_tokens, target.vocabulary)
+        self._head = TokenProjection(target.lm_head, target.vocabulary)
 
     def layout(self) -> Iterator[Parameter]:
         """Yield the parameters that `store` expects."""
@@ -121,11 +121,11 @@ class BlockDrafter(LayerStack):
         rows, size = len(newest.token_ids), 1 + count
         ids_BN = F.pad(newest.token_ids[:, None], (0, count), value=self._parts.mask_id)
         batch = newest.batch(0, size)
-        x_TD = self._embedding[0].rows(ids_BN.flatten())
+        x_TD = self._embedding.rows(ids_BN.flatten())
         attended = None if self._parts.causal else _to_the_end(batch, size)
         normed_TD, _ = self.run_layers(x_TD, arena, batch, attended=attended)
         masked_TD = normed_TD.view(rows, size, -1)[:, 1:].flatten(0, 1)
-        ids_T, probabilities_T = most_likely_after(self, self._head[0], masked_TD)
+        ids_T, probabilities_T = self._head.most_likely(self, masked_TD)
         return Drafts(ids_T.view(rows, count), probabilities_T.view(rows, count))
 
     def _normed(self, k_TLGE: torch.Tensor) -> torch.Tensor:

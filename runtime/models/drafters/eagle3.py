@@ -17,6 +17,7 @@ from .drafter import Drafts, SampledTokens, StepOperator
 from .drafter_config import DrafterConfig
 from .eagle3_config import Eagle3Parts
 from .feature_head import FeatureHead
+from .token_projection import TokenProjection
 
 __all__ = ["Eagle3"]
 
@@ -46,15 +47,18 @@ class Eagle3(FeatureHead):
             self.input_norm = RMSNorm(parts.input_norm.eps)
         if parts.embedding is not None:
             self.embed_tokens = Projection(kernels, *parts.embedding.shape)
-            self._embedding = (self.embed_tokens,)
+            self._embedding = TokenProjection(self.embed_tokens)
         if parts.head is not None:
             self.lm_head = Projection(kernels, *parts.head.shape)
-            self._head = (self.lm_head,)
+            self._head = TokenProjection(self.lm_head)
 
     @property
     def operator(self) -> StepOperator | None:
-        """See `Drafter.operator`. The C++ stack has one, for rotations of fixed frequencies."""
+        """See `Drafter.operator`. The C++ stack has one, for rotations of fixed frequencies, and
+        an embedding and an output projection that are not split over ranks."""
         if not isinstance(self.stack, DecoderStack) or self._frequencies_by_length is not None:
+            return None
+        if self._embedding.vocabulary is not None or self._head.vocabulary is not None:
             return None
         return self._propose_natively
 
@@ -79,7 +83,8 @@ class Eagle3(FeatureHead):
 
     def _bound_weights(self) -> HeadWeights:
         """The weights, which `overwrite` leaves where they are."""
-        (embedding,), (head,), norm = self._embedding, self._head, self.input_norm
+        embedding, head = self._embedding.projection, self._head.projection
+        norm = self.input_norm
         assert isinstance(self.stack, DecoderStack)
         assert self.fc.weight is not None
         assert embedding.weight is not None
@@ -117,7 +122,7 @@ class Eagle3(FeatureHead):
         """See `FeatureHead.advance`."""
         if self.input_norm is not None:
             hidden_TD = each_token(self.kernels, self.input_norm)(hidden_TD)
-        embeddings_TD = self._embedding[0].rows(next_ids_T)
+        embeddings_TD = self._embedding.rows(next_ids_T)
         normed_TD, output_TD = self.run_layers(hidden_TD, arena, batch, self._last, embeddings_TD)
         assert output_TD is not None, "the last layer is tapped"
         return normed_TD, output_TD

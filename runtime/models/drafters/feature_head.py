@@ -24,12 +24,11 @@ from ...kernels import Kernels, RaggedBatch
 from ...kernels.ops.parameter import Parameter
 from ..decoder import Decoder
 from ..layer_stack import LayerStack
-from ..modules import Projection
 from ..plan import rope_kinds
 from .drafter import Drafts, FollowedTokens, NewestTokens, StepOperator
 from .drafter_config import DrafterConfig
-from .most_likely import most_likely_after
 from .reach import within_window
+from .token_projection import TokenProjection
 
 __all__ = ["FeatureHead"]
 
@@ -54,9 +53,8 @@ class FeatureHead(LayerStack, ABC):
         self.taps, self.most_drafts = config.taps, config.most_drafts
         self._config = config
         self._last = (len(plan.layers) - 1,)
-        # In tuples, so that modules of the target are none of this one.
-        self._embedding: tuple[Projection] = (target.embed_tokens,)
-        self._head: tuple[Projection] = (target.lm_head,)
+        self._embedding = TokenProjection(target.embed_tokens, target.vocabulary)
+        self._head = TokenProjection(target.lm_head, target.vocabulary)
         self.target_ids: torch.Tensor | None = None
         """int64 `[V]`: tokens of the target; None: the same vocabulary."""
 
@@ -104,7 +102,7 @@ class FeatureHead(LayerStack, ABC):
             if place > 0:
                 batch = newest.batch(place - 1, 1)
                 normed_BD, output_BD = self.advance(output_BD, ids[-1], arena, batch)
-            ids_B, probability_B = most_likely_after(self, self._head[0], normed_BD)
+            ids_B, probability_B = self._head.most_likely(self, normed_BD)
             ids.append(ids_B if self.target_ids is None else self.target_ids[ids_B])
             probabilities.append(probability_B)
         return Drafts(torch.stack(ids, dim=1), torch.stack(probabilities, dim=1))

@@ -55,7 +55,7 @@ class MultiTokenPrediction(FeatureHead):
         batch: RaggedBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FeatureHead.advance`."""
-        embeddings_TD = each_token(self.kernels, self.enorm)(self._embedding[0].rows(next_ids_T))
+        embeddings_TD = each_token(self.kernels, self.enorm)(self._embedding.rows(next_ids_T))
         hidden_TD = each_token(self.kernels, self.hnorm)(hidden_TD)
         pair = (embeddings_TD, hidden_TD)
         x_TD = self.eh_proj(torch.cat(pair[::-1] if self._layout.hidden_first else pair, dim=-1))
