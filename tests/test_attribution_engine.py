@@ -185,7 +185,7 @@ def test_a_chunk_on_a_gpu_runs_its_kernels_in_the_scopes_of_its_layers(
     record_names: Callable[..., KernelNames],
 ) -> None:
     names = record_names("demo", EngineConfig(max_num_seqs=2), rows=[1], tokens=[16])
-    prefill = names.steps[-1].nodes
+    (prefill,) = (step.nodes for step in names.steps if step.phase == "prefill")
     inside = [node for node in prefill if node.layer is not None]
     operations = {"input_norm", "rotate_and_store", "prefill_attention", "mlp_norm", "activate"}
     for layer in range(max(node.layer or 0 for node in inside) + 1):
