@@ -185,9 +185,10 @@ def test_a_chunk_on_a_gpu_runs_its_kernels_in_the_scopes_of_its_layers(
     record_names: Callable[..., KernelNames],
 ) -> None:
     names = record_names("demo", EngineConfig(max_num_seqs=2), rows=[1], tokens=[16])
-    (prefill,) = (step.nodes for step in names.steps if step.phase == "prefill")
+    attends = "prefill_attention"
+    (prefill,) = (s.nodes for s in names.steps if any(n.operation == attends for n in s.nodes))
     inside = [node for node in prefill if node.layer is not None]
-    operations = {"input_norm", "rotate_and_store", "prefill_attention", "mlp_norm", "activate"}
+    operations = {"input_norm", "rotate_and_store", attends, "mlp_norm", "activate"}
     for layer in range(max(node.layer or 0 for node in inside) + 1):
         assert {node.operation for node in inside if node.layer == layer} >= operations
     assert {node.operation for node in prefill if node.layer is None} <= {
