@@ -92,11 +92,11 @@ def test_a_bad_drafter_costs_next_to_nothing() -> None:
 
 
 def test_trials_in_vain_become_rare() -> None:
-    """One step in 800 is longer in the end, until drafts are right again."""
+    """In the end one step in 270 is longer, by 0.4 of a step, until drafts are right again."""
     speculator, request = make(), row([1, 2, 3])
     serve(speculator, request, 0.02, 5000)
     served = serve(speculator, request, 0.02, 15_000)
-    assert 0 < served.proposing < 30
+    assert 0 < served.proposing < 45
     serve(speculator, request, 0.9, 20_000)
     served = serve(speculator, request, 0.9, 20_600)
     assert served.proposing > 0.9 * served.steps

@@ -6,9 +6,11 @@
 
 A step that proposes takes longer than one that does not, whether or not its drafts are verified. So
 the engine keeps an account of the time that drafts have gained and cost. Once it is overdrawn, the
-drafter rests, until decode steps, each of which pays a little into it, have paid for a trial; less
-after each trial in vain, since slow steps among fast ones are what a 99th percentile shows. While
-the drafter works, drafts are verified unless a step that only proposes would gain more.
+drafter rests, until decode steps, each of which pays a little into it, have paid for a trial. It is
+one step that proposes, unless its drafts promise more than decode steps, and then those that verify
+them. Slow steps among fast ones are what a 99th percentile shows, so that trials in vain become
+rarer. While the drafter works otherwise, drafts are verified unless a step that only proposes would
+gain more.
 
 Steps with token masks propose nothing. Of rows whose output follows a grammar, tokens that it
 forces are verified.
@@ -39,10 +41,10 @@ from .verify_costs import LARGEST_ERROR, BatchCosts
 
 __all__ = ["DrafterSpeculator"]
 
-DRAFT_SHARE, LEAST_SHARE = 0.006, 0.0005
+DRAFT_SHARE, LEAST_SHARE = 0.006, 0.0015
 """Share of the time of decode steps that may be spent on drafts that do not pay, until the drafter
 first rests, and the least. Each rest without a gain before it halves the share. A step that
-proposes takes about twice as long as a decode step, so that in the end one in 2,000 is slower."""
+proposes takes two to three times as long as a decode step, so that in the end one in 1,000 does."""
 
 FIRST_CREDIT, TRIAL, MOST_CREDIT = 64.0, 2.0, 128.0
 """Time that may be lost to drafts before they have gained any, after a rest, and after they have
@@ -99,6 +101,8 @@ class DrafterSpeculator:
         self._acceptance = DrafterAcceptance()
         self._by_position = PositionAcceptance()
         self._credit, self._rests, self._share = FIRST_CREDIT, False, DRAFT_SHARE
+        self._is_trial = False
+        """Whether the drafter works after a rest, and has not gained yet."""
         self._untimed = TIMED_AFTER - FIRST_TIMED
         """Steps that proposed since the last decode steps that were timed."""
         self._plain = 0
@@ -132,9 +136,7 @@ class DrafterSpeculator:
         has_grammar, rests = self._has_grammar, False
         if self.config.adaptive:
             rests = self._credit < (TRIAL if self._rests else 0.0)
-            if rests and not self._rests:
-                self._share = max(self._share / 2, LEAST_SHARE)
-            self._rests = rests
+            self._set_rest(rests)
             if self._untimed >= TIMED_AFTER and not has_grammar:  # whose steps are not timed
                 return ()
         if rests and not (has_grammar or any(request.num_drafts for request in requests)):
@@ -145,9 +147,13 @@ class DrafterSpeculator:
         guesses = [self._guess(request) for request in requests]
         counts = [min(len(own.tokens), sizes[-1] - 1) for own in guesses]
         if self.config.adaptive and any(counts):
-            chances = [own.chances for own in guesses]
-            otherwise = 1.0 if rests or has_grammar else self._propose_multiple(len(requests))
+            chances, otherwise = [own.chances for own in guesses], 1.0
+            if not (rests or has_grammar or self._is_trial):
+                otherwise = self._propose_multiple(len(requests))
             counts = self._costs.of(requests).choose(chances, otherwise)
+            if self._is_trial and not any(counts):
+                rests = True
+                self._set_rest(rests)
         verifies = any(counts)
         if has_grammar:
             self._forces = verifies
@@ -158,6 +164,14 @@ class DrafterSpeculator:
         if not verifies:
             return ()
         return [own.tokens[:count] for own, count in zip(guesses, counts, strict=True)]
+
+    def _set_rest(self, rests: bool) -> None:
+        """Begin or end a rest of the drafter, or continue as before."""
+        if rests == self._rests:
+            return
+        self._rests, self._is_trial = rests, not rests
+        if rests:
+            self._share = max(self._share / 2, LEAST_SHARE)
 
     def _guess(self, request: Request) -> Guess:
         """Return what may follow a request's newest token."""
@@ -234,7 +248,7 @@ class DrafterSpeculator:
                     self._slowdown *= 1 + PROPOSING_RATE * (seconds / expected - 1)
             gained = reached / rows - seconds / decode_seconds
             if self._credit > GAINING:
-                self._share = DRAFT_SHARE
+                self._share, self._is_trial = DRAFT_SHARE, False
         self._credit = min(self._credit + gained, MOST_CREDIT)
 
     def _propose_multiple(self, rows: int) -> float:
