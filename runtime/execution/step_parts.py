@@ -260,7 +260,12 @@ class StepParts(ABC):
         state, own = self.state.sampling, () if masks is None else (masks,)
         with operation("sample"):
             if self._parts.compiles(self._drawn_lanes):
-                lanes = logits_TV, rows_T, positions_T, *drafted_lanes(token_ids_BN)
+                if token_ids_BN.shape[1] == 1:  # of a step that only proposes
+                    token_ids_BN = torch.nn.functional.pad(token_ids_BN, (0, 1))
+                    drafted = token_ids_BN, torch.zeros_like(rows_T)
+                else:
+                    drafted = drafted_lanes(token_ids_BN)
+                lanes = logits_TV, rows_T, positions_T, *drafted
                 details = self._parts.call(self._drawn_lanes, *lanes)
             else:
                 details = self._sampler.drafted(

@@ -102,7 +102,8 @@ def sample_drafted(
 def drafted_lanes(token_ids_BN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens of each lane's row, `[B * N, N]`, and the lane's place among them."""
     rows, n = token_ids_BN.shape
-    tokens_TN = token_ids_BN[:, None].expand(-1, n, -1).reshape(rows * n, n)
+    # Compiled code is specific to strides, which a view of a single row has of its own.
+    tokens_TN = token_ids_BN[:, None].expand(-1, n, -1).reshape(rows * n, n).contiguous()
     return tokens_TN, torch.arange(n, device=token_ids_BN.device).repeat(rows)
 
 
