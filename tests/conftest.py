@@ -8,8 +8,10 @@ import importlib.util
 import logging
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,7 +105,13 @@ def untuned(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
     # Most tests ask for no directory, and thousands of them take seconds.
     make = functools.cache(lambda: tmp_path_factory.mktemp("tuned") / "stepgraph")
-    monkeypatch.setattr(tuning, "cache_directory", make)
+    one_at_a_time = threading.Lock()  # `cache` lets two threads make one each
+
+    def directory() -> Path:
+        with one_at_a_time:
+            return make()
+
+    monkeypatch.setattr(tuning, "cache_directory", directory)
     for name in ("_known", "_best_config"):
         unused = functools.cache(getattr(tuning, name).__wrapped__)
         monkeypatch.setattr(tuning, name, unused)
