@@ -11,6 +11,15 @@ def greedy(max_tokens: int = 12, **more: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **more)
 
 
+MIXED_PARAMS = [
+    greedy(18),
+    SamplingParams(max_tokens=21, temperature=0.9, top_k=9, seed=5, ignore_eos=True, n=2),
+    greedy(20),
+    SamplingParams(max_tokens=13, temperature=0.6, top_p=0.9, seed=8, repetition_penalty=1.2),
+]
+"""Of four requests: greedy ones, and others with what the full sampler does."""
+
+
 def run(engine: Engine, *, checked: bool = False) -> dict[str, RequestOutput]:
     """Step to the end; return the final output of each request, of which there is one each.
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import CheckpointError, ConfigError, Engine, EngineConfig, SamplingParams
+from stepgraph.runtime import CheckpointError, ConfigError, Engine, EngineConfig
 from stepgraph.runtime.kernels import have_compiler
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .engine_rig import greedy
+from .engine_rig import MIXED_PARAMS, greedy
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from .mtp_models import KINDS, without_module, write, write_predictable
 from .test_head_engines import MODES
@@ -25,12 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:no native decoder layers"),
 ]
 
-PARAMS = [
-    greedy(18),
-    SamplingParams(max_tokens=21, temperature=0.9, top_k=9, seed=5, ignore_eos=True, n=2),
-    greedy(20),
-    SamplingParams(max_tokens=13, temperature=0.6, top_p=0.9, seed=8, repetition_penalty=1.2),
-]
 Start = Callable[..., Engine]
 
 
@@ -63,10 +57,10 @@ def prompts(vocab: int) -> list[list[int]]:
 def compare(start: Start, directory: Path, drafts: int, config: dict[str, Any]) -> dict[str, Any]:
     """Compare with plain decoding, twice, as the second time prompts are cached; statistics."""
     vocab = json.loads((directory / "config.json").read_text())["vocab_size"]
-    expected = run_mixed(start(directory, 0, **config), prompts(vocab), PARAMS)
+    expected = run_mixed(start(directory, 0, **config), prompts(vocab), MIXED_PARAMS)
     engine = start(directory, drafts, **config)
     for _ in range(2):
-        assert run_mixed(engine, prompts(vocab), PARAMS) == expected
+        assert run_mixed(engine, prompts(vocab), MIXED_PARAMS) == expected
     stats = engine.stats()
     assert stats["fallbacks"] == 0
     assert stats["preemptions"] >= ("num_blocks" in config)

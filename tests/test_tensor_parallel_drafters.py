@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, RankError, SamplingParams
+from stepgraph.runtime import Engine, RankError
 from stepgraph.runtime.engine.rank_start import agree_on_drafter
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_source import find_drafter
 
 from . import test_block_drafter, test_eagle3
-from .engine_rig import greedy
+from .engine_rig import MIXED_PARAMS, greedy
 from .mtp_models import write_predictable
 from .parallel_rig import children, opened
 from .test_speculation import run_mixed
@@ -30,12 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:no native decoder layers"),
 ]
 
-PARAMS = [
-    greedy(18),
-    SamplingParams(max_tokens=21, temperature=0.9, top_k=9, seed=5, ignore_eos=True, n=2),
-    greedy(20),
-    SamplingParams(max_tokens=13, temperature=0.6, top_p=0.9, seed=8, repetition_penalty=1.2),
-]
 TARGETS = ("mtp deepseek_v3", "mtp mimo")
 """Drafters that are in the checkpoint of their target."""
 DRAFTERS = ("draft_model", "eagle3", "eagle3 shared", "dflash", *TARGETS)
@@ -120,13 +114,13 @@ def check_equal(
     drafts: list[Proposals] = []
     accepted = []
     with opened(target, plain_ranks, **config) as plain:
-        expected = run_mixed(plain, prompts(target), PARAMS)
+        expected = run_mixed(plain, prompts(target), MIXED_PARAMS)
     for ranks in (1, 2):
         with opened(target, ranks, **config, speculation=fields) as engine:
             check_memory(engine)
             drafts.append(proposals(engine))
             for _ in range(times):
-                assert run_mixed(engine, prompts(target), PARAMS) == expected, ranks
+                assert run_mixed(engine, prompts(target), MIXED_PARAMS) == expected, ranks
             stats = engine.stats()
             accepted.append(stats["speculation"]["accepted"])
             assert stats["fallbacks"] == 0

@@ -198,9 +198,10 @@ class StepParts(ABC):
             if sampler.full_step is not None:
                 details = sampler.full_step(logits_BV, state.sampling, feedback, *own)
             elif self._parts.compiles(self._drawn_lanes):
-                tokens_B2, place_B = rows_B.new_zeros(len(rows_B), 2), torch.zeros_like(rows_B)
-                lanes = logits_BV, rows_B, positions_B, tokens_B2, place_B
-                details = self._parts.call(self._drawn_lanes, *lanes)
+                lanes = drafted_lanes(rows_B.new_zeros(len(rows_B), 1))
+                details = self._parts.call(
+                    self._drawn_lanes, logits_BV, rows_B, positions_B, *lanes
+                )
                 feedback.store(details.tokens)
             else:
                 details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1, *own)
@@ -260,12 +261,7 @@ class StepParts(ABC):
         state, own = self.state.sampling, () if masks is None else (masks,)
         with operation("sample"):
             if self._parts.compiles(self._drawn_lanes):
-                if token_ids_BN.shape[1] == 1:  # of a step that only proposes
-                    token_ids_BN = torch.nn.functional.pad(token_ids_BN, (0, 1))
-                    drafted = token_ids_BN, torch.zeros_like(rows_T)
-                else:
-                    drafted = drafted_lanes(token_ids_BN)
-                lanes = logits_TV, rows_T, positions_T, *drafted
+                lanes = logits_TV, rows_T, positions_T, *drafted_lanes(token_ids_BN)
                 details = self._parts.call(self._drawn_lanes, *lanes)
             else:
                 details = self._sampler.drafted(

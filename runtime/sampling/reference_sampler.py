@@ -100,11 +100,18 @@ def sample_drafted(
 
 
 def drafted_lanes(token_ids_BN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of each lane's row, `[B * N, N]`, and the lane's place among them."""
+    """Return the tokens of each lane's row, `[B * N, max(N, 2)]`, and the lane's place among them.
+
+    Compiled code is specific to sizes of 1, so a row of one token gets a second, which no lane
+    reads.
+    """
     rows, n = token_ids_BN.shape
+    place_T = torch.arange(n, device=token_ids_BN.device).repeat(rows)
+    if n == 1:
+        return torch.nn.functional.pad(token_ids_BN, (0, 1)), place_T
     # Compiled code is specific to strides, which a view of a single row has of its own.
     tokens_TN = token_ids_BN[:, None].expand(-1, n, -1).reshape(rows * n, n).contiguous()
-    return tokens_TN, torch.arange(n, device=token_ids_BN.device).repeat(rows)
+    return tokens_TN, place_T
 
 
 def sample_lanes(
