@@ -3,13 +3,18 @@
     bench.py --speculate suffix
     bench.py --speculate suffix:7 ngram:4 --batch-size 1 4 8 --temperature 0 0.8
     bench.py --speculate suffix --llama /path/to/python
+    bench.py --speculate eagle3:5 --same-engine --kind random --num-starts 1 --num-iters 40
 
 Engines with and without speculation decode the same requests in turns, other ones in each turn.
 All are started several times, as the speeds of two equal engines can differ by 8 % for as long as
-they live. Prompts are source code of this package: `edit` is a text twice and its beginning once
-more, whose continuation repeats much of the text; `code` is one text; `free` is a few tokens;
-`random` are tokens sampled at a temperature at which all of them are about equally likely, so that
-drafts are never right.
+they live. With `--same-engine`, each engine is compared with itself, its speculation switched off
+in every other turn. This leaves that difference out, and also what an engine that is prepared for
+speculation costs without it.
+
+Prompts are source code of this package: `edit` is a text twice and its beginning once more, whose
+continuation repeats much of the text; `code` is one text; `free` is a few tokens; `random` are
+tokens sampled at a temperature at which all of them are about equally likely, so that drafts are
+never right.
 
 `--llama` names a Python with llama-cpp-python: at batch size 1 and temperature 0, llama.cpp decodes
 the same prompts with the same weights in the same turns, plainly and with its prompt lookup.
@@ -70,6 +75,8 @@ class _Side:
     name: str
     decode: Callable[[list[list[int]], SamplingParams], Run]
     engine: Engine | None = None
+    base: int | None = None
+    """The side that it is compared with; None: others are compared with it."""
 
 
 def _temperature(text: str) -> float:
@@ -103,6 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output-len", type=positive_int, default=200)
     parser.add_argument("--num-starts", type=positive_int, default=3, help="of each engine")
     parser.add_argument("--num-iters", type=positive_int, default=3, help="of a case, per start")
+    parser.add_argument(
+        "--same-engine",
+        action="store_true",
+        help="compare each engine with itself, its speculation switched off, not with another one",
+    )
     parser.add_argument("--llama", metavar="PYTHON", help="a Python with llama-cpp-python")
     options = parser.parse_args(arguments)
     if options.output_len < 2:
@@ -132,7 +144,7 @@ def _measure_all(options: argparse.Namespace) -> None:
     kinds = [(t, kind) for t in options.temperature for kind in options.kind if kind != "random"]
     kinds += [(UNIFORM_TEMPERATURE, kind) for kind in options.kind if kind == "random"]
     cases = [Case(rows, *kind) for rows in options.batch_size for kind in kinds]
-    measured: defaultdict[tuple[Case, str], Measured] = defaultdict(Measured)
+    measured: defaultdict[tuple[Case, int], Measured] = defaultdict(Measured)
     for start in range(options.num_starts):
         with ExitStack() as stack:
             sides = _started(options, sizes, stack, start)
@@ -143,7 +155,7 @@ def _measure_all(options: argparse.Namespace) -> None:
             if is_last:
                 print(HEADER)
             for case in cases:
-                own = [side for side in sides if side.engine or case[:2] == (1, 0.0)]
+                own = sides if case[:2] == (1, 0.0) else [side for side in sides if side.engine]
                 _measure(own, case, options, start, measured)
                 if is_last:
                     _print_lines(own, case, measured, bandwidth)
@@ -154,22 +166,32 @@ def _started(
 ) -> list[_Side]:
     """Start all sides, which the stack ends; the first one decodes plainly."""
 
-    def side(name: str, speculation: Speculation | None) -> _Side:
+    def started(speculation: Speculation | None) -> Engine:
         config = EngineConfig(**sizes, speculation=speculation)
-        engine = stack.enter_context(Engine.from_pretrained(options.model, config))
-        return _Side(name, partial(_run, engine), engine)
+        return stack.enter_context(Engine.from_pretrained(options.model, config))
 
-    plain = side("none", None)
-    sides = [plain, *(side(f"{s.method}:{s.num_speculative_tokens}", s) for s in options.speculate)]
+    sides: list[_Side] = []
+
+    def add_plain(engine: Engine) -> None:
+        sides.append(_Side("none", partial(_run_plainly, engine), engine))
+
+    if not options.same_engine:
+        add_plain(started(None))
+    for speculation in options.speculate:
+        engine = started(speculation)
+        if options.same_engine:
+            add_plain(engine)
+        name = f"{speculation.method}:{speculation.num_speculative_tokens}"
+        base = len(sides) - 1 if options.same_engine else 0
+        sides.append(_Side(name, partial(_run, engine), engine, base))
     if options.llama is not None:
-        assert plain.engine is not None, "it has just been started"
-        llama = _Llama(options.llama, options.model, plain.engine.config.threads)
+        llama = _Llama(options.llama, options.model, engine.config.threads)
         stack.callback(llama.close)
         if start == 0:
             print(llama.version)
         sides += [
-            _Side("llama", partial(llama.run, False)),
-            _Side(f"llama:{LLAMA_DRAFTS}", partial(llama.run, True)),
+            _Side("llama", partial(llama.run, False), base=0),
+            _Side(f"llama:{LLAMA_DRAFTS}", partial(llama.run, True), base=len(sides)),
         ]
     return sides
 
@@ -179,11 +201,11 @@ def _measure(
     case: Case,
     options: argparse.Namespace,
     start: int,
-    measured: dict[tuple[Case, str], Measured],
+    measured: dict[tuple[Case, int], Measured],
 ) -> None:
     """Run a case in turns, after a run of each side to warm up, with other prompts in each turn."""
-    assert sides[0].engine is not None, "it decodes plainly"
     plain = sides[0].engine
+    assert plain is not None, "it decodes plainly"
     turns = [1 + options.num_iters * start + i for i in range(options.num_iters)]
 
     def decode(side: _Side, turn: int) -> Run:
@@ -195,14 +217,14 @@ def _measure(
     for side in sides:
         decode(side, 0)
     before = [_counts(side.engine) for side in sides]
-    left = {side.name: iter(turns) for side in sides}
+    left = [iter(turns) for _ in sides]
 
-    def repeat(side: _Side) -> None:
-        measured[case, side.name].runs.append(decode(side, next(left[side.name])))
+    def repeat(index: int) -> None:
+        measured[case, index].runs.append(decode(sides[index], next(left[index])))
 
-    interleave([partial(repeat, side) for side in sides], options.num_iters)
-    for side, (verified_rows, accepted) in zip(sides, before, strict=True):
-        own, after = measured[case, side.name], _counts(side.engine)
+    interleave([partial(repeat, index) for index in range(len(sides))], options.num_iters)
+    for index, (verified_rows, accepted) in enumerate(before):
+        own, after = measured[case, index], _counts(sides[index].engine)
         own.verified_rows += after[0] - verified_rows
         own.accepted += after[1] - accepted
 
@@ -216,16 +238,16 @@ def _counts(engine: Engine | None) -> tuple[int, int]:
 def _print_lines(
     sides: list[_Side],
     case: Case,
-    measured: dict[tuple[Case, str], Measured],
+    measured: dict[tuple[Case, int], Measured],
     bandwidth: float,
 ) -> None:
     """Print the comparison of each side with plain decoding, of llama.cpp too with its own."""
-    base = measured[case, sides[0].name]
     plain = sides[0].engine
     assert plain is not None, "it decodes plainly"
-    for side in sides[1:]:
-        own = measured[case, side.name]
-        floors = "-"
+    for index, side in enumerate(sides):
+        if side.base is None:
+            continue
+        base, own, floors = measured[case, side.base], measured[case, index], "-"
         if side.engine is not None:
             count = sum(len(tokens) for run in own.runs for tokens in run.tokens)
             # A verify step reads weights and cache once for all tokens of its rows.
@@ -236,8 +258,6 @@ def _print_lines(
             floor = 1e6 * roofline.floor_seconds / case.rows
             floors = f"{floor:.1f} {floor / per_step:.1f}"
         print(comparison_line(base, side.name, own, case, floors), flush=True)
-        if side.name == "llama":  # what llama.cpp with drafts is compared with, too
-            base = own
 
 
 def _prompts(engine: Engine, kind: str, rows: int, repetition: int) -> list[list[int]]:
@@ -266,6 +286,16 @@ def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Ru
             times += [time.perf_counter()] * len(completion.delta.token_ids)
             tokens[output.request_id] = completion.token_ids
     return _timed([*arrived.values()], [tokens[name] for name in sorted(tokens)])
+
+
+def _run_plainly(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Run:
+    """As `_run`, by an engine without speculation, or with its speculation switched off."""
+    loop = engine._shared.open_loop
+    speculator, loop.speculator = loop.speculator, None
+    try:
+        return _run(engine, prompts, params)
+    finally:
+        loop.speculator = speculator
 
 
 def _timed(arrived: list[list[float]], tokens: list[list[int]]) -> Run:
