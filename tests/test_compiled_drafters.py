@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
 
+from .engine_rig import MIXED_PARAMS
 from .structured_rig import GRAMMARS
 from .test_speculation import run_mixed
+from .test_tensor_parallel_drafters import prompts, speculation
+from .tiny_models import TinyModel
 
 pytestmark = [
     pytest.mark.slow,  # the compiler takes minutes for the full sampler
@@ -79,3 +83,19 @@ def test_tokens_are_those_of_plain_decoding(expected: Tokens, method: str) -> No
         assert stats["fallbacks"] == 0
         assert stats["speculation"]["accepted"] > 20
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["dflash", "mtp mimo", "mtp deepseek_v3"])
+def test_drafters_of_tiny_models(base: TinyModel, tmp_path: Path, kind: str) -> None:
+    """They read several layers, or the last hidden state before or after its norm."""
+    target, fields = speculation(kind, base, tmp_path)
+    config = CONFIG | {"max_model_len": 64, "structured_output": False}
+    found = []
+    for own in (None, fields):
+        with Engine.from_pretrained(target, EngineConfig(**config, speculation=own)) as engine:
+            found.append(run_mixed(engine, prompts(target), MIXED_PARAMS))
+            stats = engine.stats()
+            assert stats["fallbacks"] == 0
+    assert found[1] == found[0]
+    assert stats["speculation"]["verified_rows"] > 20
+    assert stats["speculation"]["accepted"] > 0 or kind == "dflash"  # whose weights are random
