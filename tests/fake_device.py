@@ -17,17 +17,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, zip_longest
 from types import SimpleNamespace
 
 import numpy as np
 from stepgraph.cache.blocks import NULL_BLOCK
-from stepgraph.runtime.execution.outputs import Proposed, Sampled
+from stepgraph.runtime.execution.outputs import Sampled
 from stepgraph.runtime.execution.prompt_scorer import Score
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
 from stepgraph.runtime.request import OWN_DRAFT, Request, RequestStatus
 from stepgraph.runtime.rope_lengths import RopeLengths
-from stepgraph.runtime.scheduling.plan import Preemption, StepPlan
+from stepgraph.runtime.scheduling.plan import Preemption, Proposed, StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 
 from .cache_rig import record_allocations
@@ -192,7 +192,7 @@ class FakeLaunchedStep:
     device_ns: int
     sampled: list[Sampled]  # seen by the host when it reads the launch, not before
     advanced: list[int] | None  # likewise
-    proposed: Proposed | None = None  # likewise
+    proposed: Sequence[Proposed] = ()  # likewise
     unfinished: None = None
     ends: tuple[()] = ()
 
@@ -321,7 +321,10 @@ class FakeRunner:
                 position = device.positions[row]
                 self._write(row, position, device.tokens[row])
                 sampled.append((request, device.sample(row, position), None))
-        proposed = self._propose(plan)
+        proposed = [
+            self._propose(request, plan.proposes, stop)
+            for request, stop in zip_longest(plan.decode, plan.draft_stops, fillvalue=0)
+        ]
         self.seen["several steps"] += plan.steps > 1
         device.written.clear()
         for chunk in plan.prefill:
@@ -330,6 +333,12 @@ class FakeRunner:
                 self._write(chunk.row, position, token)
             if chunk.samples:
                 sampled.append((chunk.request, device.sample(chunk.row, stop - 1), None))
+        for chunk in plan.prefill:
+            if chunk.samples:
+                own = self._propose(chunk.request, plan.prompt_drafts, chunk.draft_stop)
+                proposed.append(own)
+                self.seen["prompts with drafts"] += plan.prompt_drafts > 0
+        proposed = [own for own in proposed if own is not None]
         began = time.perf_counter_ns()
         launch = FakeLaunchedStep(
             number, plan, len(plan.decode), began, object(), 0, sampled, advanced, proposed
@@ -363,24 +372,19 @@ class FakeRunner:
         device.tokens[row], device.positions[row] = max(accepted[-1], 0), first + len(accepted)
         return accepted
 
-    def _propose(self, plan: StepPlan) -> Proposed | None:
-        """Keep new drafts for each row; no other row may read the slots of their keys."""
-        drafts: list[list[int]] = []
-        for index, request in enumerate(plan.decode):
-            row = request.row
-            assert row is not None
-            self.device.drafts[row] = []
-            if plan.proposes:
-                newest = self.device.positions[row]
-                for position in range(newest, newest + plan.proposes):
-                    if position < plan.draft_stops[index]:
-                        self._check_own(row, position, (self.drafter.group,))
-                at = newest + 1 - len(request.prompt_ids)
-                drafts.append(self.draft(request, at, plan.proposes))
-                assert len(drafts[-1]) == plan.proposes
-                self.device.drafts[row] = drafts[-1]
-        probabilities = [[0.5] * len(own) for own in drafts]
-        return (drafts, probabilities) if plan.proposes else None
+    def _propose(self, request: Request, count: int, stop: int) -> Proposed | None:
+        """Keep new drafts for a row; no other row may read the slots of their keys."""
+        row = next(own for r, own in self.scheduler._running.rows.items() if r is request)
+        self.device.drafts[row] = []
+        if not count:
+            return None
+        newest = self.device.positions[row]
+        for position in range(newest, min(newest + count, stop)):
+            self._check_own(row, position, (self.drafter.group,))
+        drafts = self.draft(request, newest + 1 - len(request.prompt_ids), count)
+        assert len(drafts) == count
+        self.device.drafts[row] = drafts
+        return Proposed(request, stop, drafts, [0.5] * count)
 
     def _check_own(self, row: int, position: int, groups: Iterable[int]) -> None:
         """Assert that no other row reads the slots of a position."""
@@ -423,7 +427,7 @@ class FakeRunner:
             if request.status is not RequestStatus.FINISHED:
                 assert agrees.index(False) == count - 1
 
-    def read_drafts(self, launch: FakeLaunchedStep) -> Proposed | None:
+    def read_drafts(self, launch: FakeLaunchedStep) -> Sequence[Proposed]:
         return launch.proposed
 
     def read_scores(self, launch: FakeLaunchedStep) -> Iterator[Score]:

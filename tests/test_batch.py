@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -94,6 +94,7 @@ def test_prefill(prefill: tuple[list[RowSpan], int]) -> None:
     chunks, bucket = prefill
     null_row = 9
     host = poisoned()
+    chunks = [replace(chunk, draft_stop=1000 + chunk.row) for chunk in chunks]
     write_prefill(chunks, null_row, bucket, host)
 
     expected = list(tokens_of(chunks))
@@ -123,18 +124,20 @@ def test_prefill(prefill: tuple[list[RowSpan], int]) -> None:
     assert untouched(
         host,
         *("token_ids", "positions", "token_rows"),
-        *("prefill_rows", "sample_rows", "query_start_loc", "next_ids"),
+        *("prefill_rows", "sample_rows", "query_start_loc", "next_ids", "draft_stops"),
     )
+    assert host.draft_stops[: len(chunks)].tolist() == [1000 + chunk.row for chunk in chunks]
+    assert (host.draft_stops[len(chunks) :] == 1).all()
 
 
 def test_a_prefill_leaves_nothing_of_the_one_before() -> None:
     host, fresh = poisoned(), poisoned()
     long = [RowSpan(make_request([*range(70, 76)]), row, 0, 4, False) for row in (2, 5, 7)]
     short = [RowSpan(make_request([5, 6]), 3, 0, 2, True)]
-    write_prefill(long, 9, 16, host)
+    write_prefill([replace(chunk, draft_stop=20) for chunk in long], 9, 16, host)
     write_prefill(short, 9, 4, host)
     write_prefill(short, 9, 4, fresh)
-    for name in ("prefill_rows", "sample_rows", "query_start_loc", "next_ids"):
+    for name in ("prefill_rows", "sample_rows", "query_start_loc", "next_ids", "draft_stops"):
         assert (getattr(host, name) == getattr(fresh, name)).all()
     for name in ("token_ids", "positions", "token_rows"):
         assert (getattr(host, name)[:4] == getattr(fresh, name)[:4]).all()
@@ -201,6 +204,7 @@ def test_fresh_buffers_point_at_the_null_row() -> None:
         "sample_rows": (2,),
         "query_start_loc": (3,),
         "next_ids": (2,),
+        "draft_stops": (2,),
         "table_updates": (5, 4),
     }
     for name in ("decode_rows", "token_rows", "prefill_rows", "sample_rows"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime.request import OWN_DRAFT, Request
-from stepgraph.runtime.scheduling.plan import StepPlan
+from stepgraph.runtime.scheduling.plan import Proposed, RowSpan, StepPlan
 from stepgraph.runtime.speculation.config import Speculation
 from stepgraph.runtime.speculation.drafter_acceptance import DrafterAcceptance, PositionAcceptance
 from stepgraph.runtime.speculation.drafter_speculator import FIRST_CREDIT, DrafterSpeculator
@@ -41,9 +42,11 @@ class Served(NamedTuple):
     seconds: float
 
 
-def serve(speculator: DrafterSpeculator, request: Request, right: float, tokens: int) -> Served:
+def serve(
+    speculator: DrafterSpeculator, request: Request, right: float, tokens: int, began: float = 0.0
+) -> Served:
     """Decode a row whose drafts are right by chance, with probabilities that say so."""
-    rng, now, steps, proposing = random.Random(0), 0.0, 0, 0
+    rng, now, steps, proposing = random.Random(0), began, 0, 0
     while request.num_output < tokens:
         plan = StepPlan(decode=[request])
         drafts = list(speculator.propose([request]))
@@ -62,11 +65,10 @@ def serve(speculator: DrafterSpeculator, request: Request, right: float, tokens:
         for _ in range(accepted):
             request.append_token(1, 0)
         if plan.proposes:
-            plan.draft_stops = [10**6]
             drafted = [1 if rng.random() < right else 0 for _ in range(DRAFTS)]
-            speculator.received(plan, [drafted], [[right] * DRAFTS])
+            speculator.received([Proposed(request, 10**6, drafted, [right] * DRAFTS)])
         steps, proposing = steps + 1, proposing + (plan.proposes > 0)
-    return Served(proposing, steps, now)
+    return Served(proposing, steps, now - began)
 
 
 @pytest.mark.parametrize("is_async_device", [False, True])
@@ -102,11 +104,60 @@ def test_trials_in_vain_become_rare() -> None:
     assert served.proposing > 0.9 * served.steps
 
 
+def prefill(speculator: DrafterSpeculator, request: Request, chance: float, token: int) -> None:
+    """A step that ends a prompt, whose next tokens are 1; perhaps with drafts of another one."""
+    chunk = RowSpan(request, 0, 0, 3, samples=True)
+    plan = StepPlan(prefill=[chunk], prompt_drafts=speculator.prompt_drafts([chunk]))
+    speculator.launched(plan, 0)
+    speculator.committed(plan, None, 0)
+    request.append_token(1, 0)
+    if plan.prompt_drafts:
+        speculator.received([Proposed(request, 10**6, [token] * DRAFTS, [chance] * DRAFTS)])
+
+
+def test_drafts_after_a_prompt_end_a_rest() -> None:
+    speculator = make()
+    now = serve(speculator, row([1, 2, 3]), 0.02, 1000).seconds
+    request = row([1, 2, 3])
+    prefill(speculator, request, 0.9, 1)
+    served = serve(speculator, request, 0.9, 100, now)
+    assert served.proposing > 0.9 * served.steps
+
+
+def test_drafts_after_prompts_lose_little_at_rest() -> None:
+    """Which the drafter takes for right, though they never are."""
+    speculator = make()
+    began = now = serve(speculator, row([1, 2, 3]), 0.02, 1000).seconds
+    for _ in range(200):
+        request = row([1, 2, 3])
+        prefill(speculator, request, 0.9, 7)
+        now += serve(speculator, request, 0.02, 21, now).seconds
+    assert now - began < 4000 * 1.01
+
+
+def test_prompts_that_get_no_drafts() -> None:
+    speculator, asynchronous = make(), make(is_async_device=True)
+    for own in (speculator, asynchronous):
+        chunk = RowSpan(row([1, 2, 3]), 0, 0, 3, samples=True)
+        assert own.prompt_drafts([chunk]) == DRAFTS
+        assert own.prompt_drafts([replace(chunk, samples=False)]) == 0
+        serve(own, row([1, 2, 3]), 0.02, 1000)
+    assert speculator.prompt_drafts([chunk]) == DRAFTS
+    assert asynchronous.prompt_drafts([chunk]) == 0, "at rest"
+    short = row([1, 2, 3])
+    short.max_tokens = 1
+    assert speculator.prompt_drafts([replace(chunk, request=short)]) == 0
+    assert speculator.prompt_drafts([replace(chunk, request=short), chunk]) == DRAFTS
+    follows: Any = row([1, 2, 3])
+    follows.matcher = SimpleNamespace()
+    assert speculator.prompt_drafts([chunk, replace(chunk, request=follows)]) == 0
+
+
 def test_forced_tokens_do_not_wait_for_decode_steps_to_be_timed() -> None:
     """After some steps that propose decode steps are timed, but not those with a grammar."""
     speculator, request = make(), row([1, 2, 3])
     while speculator.propose([request]) or speculator.proposes:
-        plan = StepPlan(decode=[request], proposes=speculator.proposes, draft_stops=[10**6])
+        plan = StepPlan(decode=[request], proposes=speculator.proposes)
         speculator.launched(plan, 0)
         speculator.committed(plan, None, 10**9)
     follows: Any = row([1, 2, 3])
@@ -118,8 +169,7 @@ def test_forced_tokens_do_not_wait_for_decode_steps_to_be_timed() -> None:
 def test_drafts_of_an_old_position_are_not_verified() -> None:
     speculator = make(adaptive=False)
     request = row([1, 2, 3])
-    plan = StepPlan(decode=[request], proposes=DRAFTS, draft_stops=[10**6])
-    speculator.received(plan, [[1, 2, 3]], [[0.9] * 3])
+    speculator.received([Proposed(request, 10**6, [1, 2, 3], [0.9] * 3)])
     assert speculator.propose([request]) == [[1, 2, 3]]
     request.append_token(1, 0)
     assert speculator.propose([request]) == ()
@@ -129,8 +179,7 @@ def test_drafts_without_slots_are_dropped() -> None:
     """Draft 1 is at position 3, draft 2 at 4."""
     speculator, request = make(adaptive=False), row([1, 2, 3])
     for stop, count in ((2, 0), (4, 1), (5, 2), (9, 3)):
-        plan = StepPlan(decode=[request], proposes=DRAFTS, draft_stops=[stop])
-        speculator.received(plan, [[7, 8, 9]], [[0.9] * 3])
+        speculator.received([Proposed(request, stop, [7, 8, 9], [0.9] * 3)])
         assert request.proposed is not None
         assert request.proposed.tokens == [7, 8, 9], "as the row keeps them"
         assert speculator.propose([request]) == ([[7, 8, 9][:count]] if count else ())
@@ -153,11 +202,10 @@ def test_the_number_of_unseen_drafts_follows_their_acceptance() -> None:
 
     def decode(right: int, proposed: list[int]) -> int:
         """A step that samples `right` drafts and another token; drafts that the next verifies."""
-        plan = StepPlan(decode=[request], proposes=DRAFTS, draft_stops=[10**6])
-        speculator.launched(plan, 0)
+        speculator.launched(StepPlan(decode=[request], proposes=DRAFTS), 0)
         for token in [1] * right + [2]:
             request.append_token(token, 0)
-        speculator.received(plan, [proposed], [[0.5] * DRAFTS])
+        speculator.received([Proposed(request, 10**6, proposed, [0.5] * DRAFTS)])
         request.num_pending = 1
         drafts = speculator.propose([request])
         request.num_pending = 0

@@ -91,6 +91,27 @@ def test_the_model_itself_is_a_perfect_drafter(
     assert engine.stats()["preemptions"] >= 2 * ("num_blocks" in config)
 
 
+@pytest.mark.parametrize("kernels", ["native", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk", [32, 8])
+def test_the_step_after_a_prompt_verifies_drafts(
+    open_engine: Callable[..., Engine], base: TinyModel, kernels: str, chunk: int
+) -> None:
+    """Wherever blocks and chunks end: 5 tokens are one of the prompt's step, 3 drafts, one more."""
+    sizes = SIZES | {"prefill_chunk": chunk, "kernels": kernels, "dtype": "float32"}
+    sizes["max_batch_tokens"] = 64  # so that chunks leave room for drafts
+    engine = open_engine("base", **sizes, speculation=drafting(base.directory, 3))
+    accepted = 0
+    for length in range(1, 10):
+        for _ in range(2):  # the second time prompts are cached
+            engine.generate(base.prompts(length, length + 7), greedy(5))
+            accepted += 6
+            stats = engine.stats()["speculation"]
+            assert stats["accepted"] == stats["drafted"] == accepted
+    engine.generate(base.prompts(9), greedy(5, n=2))  # there are 3 slots left, and none are added
+    assert engine.stats()["speculation"]["accepted"] == accepted + 4
+    engine.check_integrity()
+
+
 def test_nothing_of_an_earlier_request_is_left_in_new_blocks(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:

@@ -103,7 +103,8 @@ def test_tokens_are_those_of_plain_decoding(
     assert seen["in flight"] > 0.8 * seen["steps"]
     assert stats["preemptions"] >= ("num_blocks" in config)
     if variant == "base" and not other:
-        assert stats["speculation"]["accepted"] > 0.5 * stats["speculation"]["drafted"]
+        own = stats["speculation"]  # half of the rows sample, whose drafts are greedy all the same
+        assert own["accepted_by_position"][0] > 0.6 * own["drafted_by_position"][0]
 
 
 def test_steps_with_right_drafts_overlap(open_async: Open, base: TinyModel) -> None:

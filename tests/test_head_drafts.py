@@ -117,11 +117,13 @@ def test_drafts_are_those_of_the_modules(
         for threads in (1, 2):
             rig.arena.copy_(before)
             with kernel_threads(threads), torch.no_grad():
-                found.append((step.propose(key, tokens, first, stops), rig.arena.clone()))
+                found.append(
+                    (step.propose(key, tokens, tokens.batch.rows, first, stops), rig.arena.clone())
+                )
         rig.arena.copy_(before)
         with monkeypatch.context() as patch, torch.no_grad():
             patch.setattr(Eagle3, "operator", None)
-            expected = step.propose(key, tokens, first, stops)
+            expected = step.propose(key, tokens, tokens.batch.rows, first, stops)
         assert not torch.equal(before, rig.arena)
         for ours, arena in found:
             assert torch.equal(ours.token_ids, expected.token_ids)
@@ -140,9 +142,9 @@ def test_refuses_steps_that_do_not_fit(base: TinyModel, tmp_path: Path) -> None:
     step = DraftStep(rig.drafter, rig.arena, state, BLOCK_SIZE, native=True)
     key = StepKey("decode", rows, LENGTH // BLOCK_SIZE, False, drafts=2)
     with pytest.raises(IndexError, match="newest_tokens: first"):
-        step.propose(key, tokens, first + 100, first)
+        step.propose(key, tokens, tokens.batch.rows, first + 100, first)
     with pytest.raises(RuntimeError, match="drafted_inputs: stops"):
-        step.propose(key, tokens, first, first[:2])
+        step.propose(key, tokens, tokens.batch.rows, first, first[:2])
     rig.drafter.close()
     with pytest.raises(RuntimeError, match="the model it belongs to is closed"):
-        step.propose(key, tokens, first, first)
+        step.propose(key, tokens, tokens.batch.rows, first, first)

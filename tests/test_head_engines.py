@@ -63,6 +63,49 @@ def test_tokens_are_those_of_plain_decoding(
     assert stats["speculation"]["drafted"] > 50
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_drafts_after_prompts_are_the_same_on_all_kernels(
+    open_engine: Callable[..., Engine],
+    base: TinyModel,
+    fake_graphs: FakeGraphs,
+    kind: str,
+    tmp_path: Path,
+) -> None:
+    """Of several prompts in a step, in chunks that end before the prompt does, too."""
+    if not have_compiler():
+        pytest.skip("needs a C++ compiler")
+    write = test_eagle3.write if kind == "eagle3" else test_block_drafter.write
+    directory, *_ = write(tmp_path / "drafter")
+    speculation = {
+        "method": kind,
+        "model": str(directory),
+        "num_speculative_tokens": 3,
+        "adaptive": False,
+    }
+    found: list[dict[int, tuple[list[int], list[float]]]] = []
+    for mode in ("plain", "native", "captured"):
+        config = SIZES | MODES[mode] | {"prefill_chunk": 16, "dtype": "float32"}
+        engine = open_engine("base", **config, speculation=speculation)
+        speculator: Any = engine._loop.speculator
+        own: dict[int, tuple[list[int], list[float]]] = {}
+        received = speculator.received
+
+        def record(proposed: Any, own: Any = own, received: Any = received) -> None:
+            proposed = list(proposed)
+            for request, _, tokens, probabilities in proposed:
+                own.setdefault(len(request.prompt_ids), (tokens, probabilities))
+            received(proposed)
+
+        speculator.received = record
+        engine.generate(base.prompts(30, 4, 12, 7), greedy(9))
+        found.append(own)
+    for other in found[1:]:
+        assert other.keys() == found[0].keys() == {30, 4, 12, 7}
+        for length, (tokens, probabilities) in found[0].items():
+            assert other[length][0] == tokens
+            assert other[length][1] == pytest.approx(probabilities, rel=1e-3, abs=1e-5)
+
+
 @pytest.mark.slow
 def test_compiled_steps_give_drafters_their_hidden_states(
     open_engine: Callable[..., Engine],

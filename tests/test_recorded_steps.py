@@ -58,4 +58,6 @@ def test_steps_with_masks_and_of_drafters_are_recorded() -> None:
             assert not any(loaded(steps[f"{name} {how} drafting 2"], "words_ptr"))
     prefill = steps["prefill 32 greedy"]
     assert "_store_kernel" in kernels(prefill), "the head follows"
-    assert not any("drafting" in name for name in steps if "masked" in name or "prefill" in name)
+    proposing = steps["prefill 32 greedy drafting 2"]
+    assert len(proposing.kernel_calls) > len(prefill.kernel_calls)
+    assert not any("drafting" in name for name in steps if "masked" in name)

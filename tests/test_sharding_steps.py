@@ -163,8 +163,8 @@ class FollowedPrefill:
 
     tokens = torch.empty(0)
 
-    def follow_prefill(
-        self, inputs: object, key: StepKey, tokens: torch.Tensor, *_: object
+    def after_prefill(
+        self, inputs: object, key: StepKey, tokens: torch.Tensor, *_: object, ragged: bool
     ) -> None:
         self.tokens = tokens
 

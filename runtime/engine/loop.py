@@ -307,7 +307,7 @@ class StepLoop:
     def _verify_drafts(self, plan: StepPlan, speculator: Speculator | DrafterSpeculator) -> None:
         """Let the rows of a plan verify drafts and get new ones, if that is expected to be faster.
 
-        Where a latency budget sizes chunks, a step with one of them verifies nothing.
+        Where a latency budget sizes chunks, a step with one of them verifies and proposes nothing.
         """
         speculator.begin_plan()
         drafts: Sequence[Sequence[int]] = ()
@@ -315,10 +315,16 @@ class StepLoop:
             drafts = speculator.propose(plan.decode)
         if drafts:
             self.scheduler.extra_tokens.verify(plan, drafts, speculator.sizes(len(plan.decode)))
+        if not isinstance(speculator, DrafterSpeculator):
+            return
+        assert self.runner.drafter is not None, "its drafts are chosen"
+        group, extra_tokens = self.runner.drafter.group, self.scheduler.extra_tokens
         if speculator.proposes:
-            assert self.runner.drafter is not None, "a drafter proposes"
-            group = self.runner.drafter.group
-            self.scheduler.extra_tokens.propose(plan, speculator.proposes, group)
+            extra_tokens.propose(plan, speculator.proposes, group)
+        if plan.prefill and self._step_budget is None:
+            count = speculator.prompt_drafts(plan.prefill)
+            if count:
+                extra_tokens.propose_after_prompts(plan, count, group)
 
     def _commit_until(self, most: int) -> int:
         """Commit launched steps until `most` are in flight; return the nanoseconds waited."""
@@ -357,9 +363,7 @@ class StepLoop:
                 self.requests.append_scores(self.runner.read_scores(step))
             self.requests.append(sampled, arrived)
             if isinstance(self.speculator, DrafterSpeculator):
-                proposed = self.runner.read_drafts(step)
-                if proposed is not None:
-                    self.speculator.received(step.plan, *proposed)
+                self.speculator.received(self.runner.read_drafts(step))
         return arrived - started if is_async_device else 0
 
     def _take_back(self, plan: StepPlan, advanced: Sequence[int]) -> None:

@@ -2,10 +2,12 @@
 
 Every prefill step lets the drafter follow its chunks. Decode and verify steps run it only if they
 propose drafts. What it misses in the others stays as it was when the block was allocated: zeros.
+Prefill steps may propose too, for the prompts that end in them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import torch
@@ -54,30 +56,48 @@ class DraftStep:
         self._state, self._block_size, self._native = state, block_size, native
 
     def propose(
-        self, key: StepKey, tokens: FollowedTokens, first_B: torch.Tensor, stops_B: torch.Tensor
+        self,
+        key: StepKey,
+        tokens: FollowedTokens,
+        rows_B: torch.Tensor,
+        first_B: torch.Tensor,
+        stops_B: torch.Tensor,
     ) -> Drafts:
-        """Return `key.drafts` tokens that may follow the newest one of each row.
+        """Return `key.drafts` tokens that may follow the newest one of each row. Rows keep them.
 
         Args:
-            key: of a decode or verify step.
+            key: of the step.
             tokens: its tokens, row by row, and those sampled after them.
+            rows_B: int64, the rows that get drafts; the null row for padding.
             first_B: int64, index of each row's first token. The state has the position of the row's
                 newest token, which follows its accepted ones.
             stops_B: int64, the first position of each row that has no slot.
         """
         with operation("draft"):
-            operator = self._drafter.operator if self._native else None
-            if operator is not None:
-                sampled = SampledTokens(tokens, self._state.positions, first_B, stops_B)
-                return operator(sampled, self._arena, key.drafts)
-            batch, rows_B = tokens.batch, tokens.batch.rows
-            inputs = rows_B, self._state.positions, first_B, batch.positions, tokens.token_ids
-            find = newest_tokens if self._native else reference_newest_tokens
-            sampled_T, newest_B, previous_B, index_B = find(*inputs, tokens.next_ids)
-            later = partial(self._batch, rows_B, stops_B, key)
-            newest = NewestTokens(newest_B, previous_B, index_B, later)
-            tokens = FollowedTokens(tokens.token_ids, sampled_T, tokens.features, batch)
-            return self._drafter.propose(tokens, newest, self._arena, key.drafts)
+            drafts = self._proposed(key, tokens, rows_B, first_B, stops_B)
+            self._state.keep_drafts(rows_B, drafts.token_ids)
+        return drafts
+
+    def _proposed(
+        self,
+        key: StepKey,
+        tokens: FollowedTokens,
+        rows_B: torch.Tensor,
+        first_B: torch.Tensor,
+        stops_B: torch.Tensor,
+    ) -> Drafts:
+        positions_R = self._state.positions
+        operator = self._drafter.operator if self._native else None
+        if operator is not None:
+            sampled = SampledTokens(tokens, rows_B, positions_R, first_B, stops_B)
+            return operator(sampled, self._arena, key.drafts)
+        inputs = rows_B, positions_R, first_B, tokens.batch.positions, tokens.token_ids
+        find = newest_tokens if self._native else reference_newest_tokens
+        sampled_T, newest_B, previous_B, index_B = find(*inputs, tokens.next_ids)
+        later = partial(self._batch, rows_B, stops_B, key)
+        newest = NewestTokens(newest_B, previous_B, index_B, later)
+        tokens = dataclasses.replace(tokens, next_ids=sampled_T)
+        return self._drafter.propose(tokens, newest, self._arena, key.drafts)
 
     def _batch(
         self,
@@ -114,14 +134,40 @@ class DraftStep:
             valid_T=valid_BN.flatten(),
         )
 
-    def follow_prefill(
+    def after_prefill(
         self,
         inputs: StepInputs[torch.Tensor],
         key: StepKey,
         sampled_P: torch.Tensor,
         features_TF: torch.Tensor | None,
-    ) -> None:
-        """Let the drafter follow the chunks of a prefill step, which has sampled these tokens."""
+        *,
+        ragged: bool,
+    ) -> Drafts | None:
+        """Let the drafter follow the chunks of a prefill step, which has sampled these tokens.
+
+        With `key.drafts`, return drafts of the rows that sample; those of others are meaningless.
+        Where steps are `ragged`, there are none of padding.
+        """
+        tokens = self._chunks(inputs, key, sampled_P, features_TF)
+        if not key.drafts:
+            with operation("draft"):
+                self._drafter.follow(tokens, self._arena)
+            return None
+        count = len(inputs.prefill_rows)
+        if ragged:
+            count = int((inputs.prefill_rows != self._state.null_row).sum())
+        first_P = inputs.query_start_loc[:count].clamp(max=key.size - 1)
+        stops_P = inputs.draft_stops[:count]
+        return self.propose(key, tokens, inputs.sample_rows[:count], first_P, stops_P)
+
+    def _chunks(
+        self,
+        inputs: StepInputs[torch.Tensor],
+        key: StepKey,
+        sampled_P: torch.Tensor,
+        features_TF: torch.Tensor | None,
+    ) -> FollowedTokens:
+        """Return the tokens of a prefill step."""
         with operation("draft"):
             size, ends_P = key.size, inputs.query_start_loc[1:].contiguous()
             samples_P = inputs.sample_rows != self._state.null_row
@@ -141,8 +187,7 @@ class DraftStep:
                 key.read_blocks,
                 query_start_loc=inputs.query_start_loc,
             )
-            tokens = FollowedTokens(token_ids_T, next_ids_T, features_TF, batch)
-            self._drafter.follow(tokens, self._arena)
+            return FollowedTokens(token_ids_T, next_ids_T, features_TF, batch, of_prompts=True)
 
 
 def reference_newest_tokens(

@@ -12,6 +12,7 @@ point at the null row, whose block table contains only the null block.
         sample_rows      9  1  9  9                rows that sample; row 4 has more chunks
         query_start_loc  0  3  5  5  5           first token of each row, and the end of the last
         next_ids         d  0  0  0              token after each chunk, if it is known
+        draft_stops      1 16  1  1              where slots for drafts of rows that sample end
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class StepInputs(Generic[A]):
     last chunk, repeated for rows of padding."""
     next_ids: A
     """int64 `[P]`: the token after each chunk, which drafters read; 0 if it is not known yet."""
+    draft_stops: A
+    """int64 `[P]`: as `DraftInputs.stops`, of `sample_rows`, in steps that propose drafts."""
     table_updates: A
     """int64 `[U, 4]`: (group, row, column, block) to write into the block tables."""
 
@@ -90,6 +93,7 @@ class StepInputs(Generic[A]):
             "sample_rows": ints(prefill_rows, fill=null_row),
             "query_start_loc": ints(prefill_rows + 1),
             "next_ids": ints(prefill_rows),
+            "draft_stops": ints(prefill_rows, fill=1),
             "table_updates": ints(table_updates, 4),
         }
 
@@ -158,12 +162,16 @@ def write_decode_rows(rows: Sequence[int], null_row: int, host: StepInputs[Int64
 
 
 def write_prefill(
-    chunks: Sequence[RowSpan], null_row: int, bucket: int, host: StepInputs[Int64Array]
+    chunks: Sequence[RowSpan],
+    null_row: int,
+    bucket: int,
+    host: StepInputs[Int64Array],
 ) -> None:
     """Write the prefill fields for a step of `bucket` tokens; see the example above."""
     host.prefill_rows[:] = null_row
     host.sample_rows[:] = null_row
     host.next_ids[:] = 0
+    host.draft_stops[:] = 1
     offset = 0
     for i, chunk in enumerate(chunks):
         end = offset + chunk.count
@@ -173,6 +181,7 @@ def write_prefill(
         host.token_rows[offset:end] = chunk.row
         host.prefill_rows[i] = chunk.row
         host.sample_rows[i] = chunk.row if chunk.samples else null_row
+        host.draft_stops[i] = chunk.draft_stop
         host.query_start_loc[i] = offset
         host.next_ids[i] = 0 if chunk.samples else chunk.request.tokens(stop, stop + 1)[0]
         offset = end
@@ -187,7 +196,7 @@ def prefill_fields(bucket: int, prefill_rows: int) -> dict[str, int]:
     """Return the fields that `write_prefill` writes, with the number of elements of each."""
     return {
         **dict.fromkeys(("token_ids", "positions", "token_rows"), bucket),
-        **dict.fromkeys(("prefill_rows", "sample_rows", "next_ids"), prefill_rows),
+        **dict.fromkeys(("prefill_rows", "sample_rows", "next_ids", "draft_stops"), prefill_rows),
         "query_start_loc": prefill_rows + 1,
     }
 

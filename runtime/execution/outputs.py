@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
@@ -16,7 +16,7 @@ from ..models.drafters.drafter import Drafts
 from ..request import Request
 from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
-from ..scheduling.plan import StepPlan
+from ..scheduling.plan import Proposed, StepPlan
 from .step_key import StepOutput
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ __all__ = [
     "HostOutputs",
     "LaunchedStep",
     "OutputEvents",
-    "Proposed",
     "Sampled",
     "UnfinishedLaunch",
     "accepted_counts",
@@ -39,7 +38,6 @@ __all__ = [
 ]
 
 Phase = Literal["decode", "prefill"]
-_Part = Literal["decode", "prefill", "drafts"]
 
 OUTPUT_SETS = 2
 """Output buffers on the host: one for the step that is read, one for the step in flight."""
@@ -52,10 +50,6 @@ log-probabilities. A plain tuple, because a step creates one per row."""
 
 GrammarEnd: TypeAlias = tuple[Request, StructuredOutputError | None]
 """A request that ends before its next token: with an error, or None if its grammar is complete."""
-
-
-Proposed: TypeAlias = tuple[list[list[int]], list[list[float]]]
-"""Of each row: drafts, and their probabilities by the drafter."""
 
 
 class UnfinishedLaunch(Protocol):
@@ -143,7 +137,7 @@ class HostOutputs:
         self._device = device
         self._is_cuda = device.type == "cuda"
         sizes = self._sizes(max_num_seqs, prefill_rows, vocab_size, steps, drafts)
-        self._sets: list[dict[_Part, torch.Tensor]] = [
+        self._sets: list[dict[str, torch.Tensor]] = [
             {
                 phase: torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
                 for phase, size in sizes.items()
@@ -161,13 +155,14 @@ class HostOutputs:
     @staticmethod
     def _sizes(
         max_num_seqs: int, prefill_rows: int, vocab_size: int, steps: int, drafts: int
-    ) -> dict[_Part, int]:
-        """Bytes of one set, for all steps of a launch."""
+    ) -> dict[str, int]:
+        """Bytes of one set by phase, for all steps of a launch, and of the drafts of each."""
         best = min(MAX_LOGPROBS, vocab_size)
         return {
             "decode": steps * SampleOutput.packed_bytes(max_num_seqs, best),
             "prefill": SampleOutput.packed_bytes(prefill_rows, best),
-            "drafts": 12 * max_num_seqs * drafts,
+            "decode drafts": 12 * max_num_seqs * drafts,
+            "prefill drafts": 12 * prefill_rows * drafts,
         }
 
     @property
@@ -208,7 +203,8 @@ class HostOutputs:
             views.details.copy_(details)
         drafts = None
         if output.drafts is not None:
-            drafts = _host_drafts(self._sets[index]["drafts"], output.drafts)
+            whole = self._sets[index][f"{phase} drafts"]
+            drafts = _host_drafts(whole, output.drafts)
             for there, here in zip(drafts, output.drafts, strict=True):
                 there.copy_(here, non_blocking=True)
         return StepOutput(views.tokens, output.logits, views.details, drafts)
@@ -297,13 +293,25 @@ def accepted_counts(launched: LaunchedStep) -> list[int]:
     return counts
 
 
-def proposed_drafts(launched: LaunchedStep) -> Proposed | None:
-    """Return what the drafter proposed for each row of `plan.decode`; None: it did not run."""
-    if not launched.plan.proposes:
-        return None
-    drafts, rows = launched.parts[0][1].drafts, len(launched.plan.decode)
+def proposed_drafts(launched: LaunchedStep) -> Iterator[Proposed]:
+    """Yield what the drafter proposed for rows that decode, and for prompts that have ended."""
+    plan = launched.plan
+    if plan.proposes:
+        yield from _of_rows(plan.decode, plan.draft_stops, launched.parts[0][1].drafts)
+    if plan.prompt_drafts and plan.prefill:
+        requests = [chunk.request if chunk.samples else None for chunk in plan.prefill]
+        stops = [chunk.draft_stop for chunk in plan.prefill]
+        yield from _of_rows(requests, stops, launched.parts[-1][1].drafts)
+
+
+def _of_rows(
+    requests: Sequence[Request | None], stops: Sequence[int], drafts: Drafts | None
+) -> Iterator[Proposed]:
     assert drafts is not None, "the step proposes"
-    return drafts.token_ids[:rows].tolist(), drafts.probabilities[:rows].tolist()
+    tokens, probabilities = drafts.token_ids.tolist(), drafts.probabilities.tolist()
+    for index, (request, stop) in enumerate(zip(requests, stops, strict=True)):
+        if request is not None:
+            yield Proposed(request, stop, tokens[index], probabilities[index])
 
 
 def sampled_tokens(launched: LaunchedStep) -> Iterable[Sampled]:

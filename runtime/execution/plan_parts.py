@@ -105,11 +105,14 @@ class PlanParts:
 
     def _prefill_part(self, plan: StepPlan) -> PlannedPart:
         chunks, tokens = plan.prefill, plan.prefill_tokens
-        longest = max(chunk.start + chunk.count for chunk in chunks)
+        stop = max(chunk.start + chunk.count for chunk in chunks)
+        if plan.prompt_drafts:  # the newest token and all drafts may follow
+            stop += 1 + plan.prompt_drafts
         key = self._sizes.prefill_key(
             tokens,
-            -(-longest // self._block_size),
+            -(-min(stop, self._most_positions) // self._block_size),
             any(chunk.request.params.needs_full_sampler for chunk in chunks),
+            drafts=plan.prompt_drafts,
             masked=any(chunk.samples and chunk.request.matcher is not None for chunk in chunks),
         )
         requests = [chunk.request if chunk.samples else None for chunk in chunks]

@@ -21,7 +21,7 @@ from ..models.plan import plan_of
 from ..request import Request
 from ..resolved_config import ResolvedConfig
 from ..sampling.sampling_state import RowParameters
-from ..scheduling.plan import StepPlan
+from ..scheduling.plan import Proposed, StepPlan
 from .block_copies import BlockCopies
 from .draft_step import DraftStep
 from .drafter_cache import DrafterCache, new_blocks
@@ -32,7 +32,6 @@ from .outputs import (
     OUTPUT_SETS,
     HostOutputs,
     LaunchedStep,
-    Proposed,
     Sampled,
     accepted_counts,
     checked_tokens,
@@ -319,8 +318,8 @@ class Runner:
         if failure is not None:
             raise RankError(str(failure))
 
-    def read_drafts(self, step: LaunchedStep) -> Proposed | None:
-        """Return what a launch proposed for each row that decodes, after `read`; None: nothing."""
+    def read_drafts(self, step: LaunchedStep) -> Iterable[Proposed]:
+        """Return what a launch proposed, after `read`."""
         return proposed_drafts(step)
 
     def read_scores(self, step: LaunchedStep) -> Iterable[Score]:

@@ -26,6 +26,7 @@ sampler is compiled, on its own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ import torch
 
 from ..kernels import DecodeResult, DecodeStep
 from ..kernels.triton.dependent import dependent_launch
+from ..models.drafters.drafter import Drafts
 from ..operation_scopes import operation
 from ..sampling.sample_output import SampleOutput
 from ..sampling.samplers import torch_sampler
@@ -74,7 +76,7 @@ class StepFunctions(RaggedSteps):
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
         step = self.decode if key.phase == "decode" else self.prefill
-        if key.tokens_per_row > 1 or key.drafts:
+        if key.phase == "decode" and (key.tokens_per_row > 1 or key.drafts):
             step = self.verify
         if key.masked:
             step = self.sample_part if key.part == "sample" else self.masked
@@ -261,12 +263,17 @@ class StepFunctions(RaggedSteps):
         """Write the keys and values of the chunks; sample a token for each chunk that samples."""
         forward, rows_P = self._prefill_forward(key)
         output = self._finished(forward, rows_P, key)
-        self._follow_prefill(key, output.tokens, forward)
-        return output
+        drafts = self._follow_prefill(key, output.tokens, forward)
+        return dataclasses.replace(output, drafts=drafts) if key.drafts else output
 
-    def _follow_prefill(self, key: StepKey, tokens_P: torch.Tensor, forward: _Forward) -> None:
-        if self._drafting is not None:
-            self._drafting.follow_prefill(self.inputs, key, tokens_P, forward.features)
+    def _follow_prefill(
+        self, key: StepKey, tokens_P: torch.Tensor, forward: _Forward
+    ) -> Drafts | None:
+        if self._drafting is None:
+            return None
+        return self._drafting.after_prefill(
+            self.inputs, key, tokens_P, forward.features, ragged=self.ragged
+        )
 
     def _prefill_forward(self, key: StepKey) -> tuple[_Forward, torch.Tensor]:
         """As `_decode_forward`, for a prefill step."""

@@ -33,7 +33,8 @@ class StepKey:
     tokens_per_row: int = 1
     """Tokens of each row of a decode step; 1 + k makes it a verify step of k drafts."""
     drafts: int = 0
-    """Drafts of each row that the drafter proposes at the end of a decode or verify step."""
+    """Drafts of each row that the drafter proposes at the end of the step. In a prefill step it
+    proposes for rows that sample."""
     masked: bool = False
     """Whether tokens are sampled with the masks of their rows."""
     part: StepPart = "whole"

@@ -310,10 +310,8 @@ class StepParts(ABC):
             return None
         assert self._drafting is not None, "these steps were made without a drafter"
         assert self.drafts is not None, "a drafter needs room for its drafts"
-        drafts = self._drafting.propose(key, tokens, first_B, self.drafts.stops[: key.size])
-        with operation("draft"):
-            self.state.keep_drafts(tokens.batch.rows, drafts.token_ids)
-        return drafts
+        rows_B, stops_B = tokens.batch.rows, self.drafts.stops[: key.size]
+        return self._drafting.propose(key, tokens, rows_B, first_B, stops_B)
 
     def close(self) -> None:
         """Release compiled code, which references this object."""

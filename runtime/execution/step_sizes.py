@@ -54,7 +54,12 @@ class StepSizes:
         variants = [(width, full) for width in self.read_blocks for full in (False, True)]
         launches = [(*variant, n) for n in sorted({1, self.steps}) for variant in variants]
         return [
-            *(StepKey("prefill", size, *variant) for size in self.tokens for variant in variants),
+            *(
+                StepKey("prefill", size, *variant, drafts=drafts)
+                for size in self.tokens
+                for variant in variants
+                for drafts in sorted({0, self.proposing(1)})
+            ),
             *(StepKey("decode", size, *variant) for size in self.rows for variant in launches),
             *(
                 StepKey("decode", size, *variant, tokens_per_row=n, drafts=self.proposing(size))
@@ -131,11 +136,20 @@ class StepSizes:
         )
 
     def prefill_key(
-        self, tokens: int, read_blocks: int, full_sampler: bool, *, masked: bool = False
+        self,
+        tokens: int,
+        read_blocks: int,
+        full_sampler: bool,
+        *,
+        drafts: int = 0,
+        masked: bool = False,
     ) -> StepKey:
-        """Return the key of the smallest prefill step that fits."""
+        """Return the key of the smallest prefill step that fits.
+
+        `drafts` is 0 or `proposing(1)`, and 0 for a `masked` step.
+        """
         size, width = _fit(self.tokens, tokens), _fit(self.read_blocks, read_blocks)
-        return StepKey("prefill", size, width, full_sampler, masked=masked)
+        return StepKey("prefill", size, width, full_sampler, drafts=drafts, masked=masked)
 
 
 def _fit(buckets: Buckets, n: int) -> int:

@@ -17,6 +17,7 @@ freed only after it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import repeat
 
 from ...cache.kv_cache import KVCache
@@ -74,6 +75,25 @@ class ExtraTokens:
                 self._blocks.grow_decoding(plan, request, ahead, count)
             stops.append(len(table) * size)
         plan.proposes, plan.draft_stops = drafts, stops
+
+    def propose_after_prompts(self, plan: StepPlan, drafts: int, group: int) -> None:
+        """Let a drafter propose `drafts` tokens after each prompt that ends in a plan.
+
+        As `propose`. Siblings share the blocks of their prompt, so that none are added for drafts.
+        """
+        cache = self._cache
+        for index, chunk in enumerate(plan.prefill):
+            if not chunk.samples:
+                continue
+            request, end = chunk.request, chunk.start + chunk.count
+            table = cache.block_table(request.id, group)
+            stop = min(end + min(drafts + 1, request.num_unsampled - 1), request.outgrown_at)
+            lacking = 0 if request.siblings else cache.lacking(request.id, stop)
+            if 0 < lacking <= cache.num_free_blocks:
+                grown = self._blocks.grow(plan, request, stop)
+                assert grown, "there were enough blocks"
+            plan.prefill[index] = replace(chunk, draft_stop=len(table) * cache.block_size)
+        plan.prompt_drafts = drafts
 
     def decode_several(self, plan: StepPlan, steps: int) -> None:
         """Let a plan without prefill decode `steps` tokens per row, if every row can.

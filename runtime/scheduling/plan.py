@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...cache.kv_cache import Admitted
 from ..request import Request
 
-__all__ = ["Admission", "Preemption", "RowSpan", "StepPlan", "TableUpdate"]
+__all__ = ["Admission", "Preemption", "Proposed", "RowSpan", "StepPlan", "TableUpdate"]
 
 
 class TableUpdate(NamedTuple):
@@ -53,6 +53,19 @@ class RowSpan:
     """Whether a token is sampled: False for chunks that end before the last known token."""
     scored: range = range(0)
     """Positions whose logits give the log-probabilities of the next prompt tokens."""
+    draft_stop: int = 1
+    """The first position that has no slot, if a drafter continues the prompt."""
+
+
+class Proposed(NamedTuple):
+    """What a drafter proposes for a request at the end of a step."""
+
+    request: Request
+    stop: int
+    """The first position for which the request has no slot."""
+    drafts: list[int]
+    probabilities: list[float]
+    """Of each draft, by the drafter."""
 
 
 @dataclass(slots=True)
@@ -82,6 +95,8 @@ class StepPlan:
     """Drafts of each row that a drafter proposes at the end of the step."""
     draft_stops: Sequence[int] = ()
     """Steps that propose: the first position of each row of `decode` that has no slot."""
+    prompt_drafts: int = 0
+    """Drafts that a drafter proposes after each prompt that ends in the step."""
     steps: int = 1
     """Decode steps per launch: tokens that each request of `decode` gets. 1 with prefill."""
     blocks_in_use: int = 0

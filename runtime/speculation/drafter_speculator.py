@@ -26,11 +26,11 @@ step in flight (`waits`): what a grammar forces is known when its tokens are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..request import OWN_DRAFT, Request, RequestStatus
-from ..scheduling.plan import StepPlan
+from ..scheduling.plan import Proposed, RowSpan, StepPlan
 from .config import Speculation
 from .drafter_acceptance import DrafterAcceptance, PositionAcceptance
 from .grammar_drafts import with_grammar
@@ -53,6 +53,9 @@ them do not tell whether drafts pay."""
 
 GAINING = 8.0
 """Credit of a trial that shows that drafts pay again."""
+
+MOST_DEBT = 8.0
+"""Decode steps that drafts after prompts may lose while the drafter rests."""
 
 FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
 """Steps that propose after which some decode steps are run, at first and later, so that their time
@@ -133,9 +136,8 @@ class DrafterSpeculator:
         if requests is not self._batch:  # the same list until a request joins or leaves
             self._batch = requests
             self._has_grammar = any(request.matcher is not None for request in requests)
-        has_grammar, rests = self._has_grammar, False
+        has_grammar, rests = self._has_grammar, self._is_overdrawn
         if self.config.adaptive:
-            rests = self._credit < (TRIAL if self._rests else 0.0)
             self._set_rest(rests)
             if self._untimed >= TIMED_AFTER and not has_grammar:  # whose steps are not timed
                 return ()
@@ -165,6 +167,27 @@ class DrafterSpeculator:
             return ()
         return [own.tokens[:count] for own, count in zip(guesses, counts, strict=True)]
 
+    def prompt_drafts(self, chunks: Sequence[RowSpan]) -> int:
+        """Return how many drafts the drafter proposes after each prompt that ends in a step.
+
+        It does so at rest too, where the host reads drafts before it plans the next step: they
+        show whether this text is easier to predict, and no decode step is longer for them.
+        """
+        ending = [chunk.request for chunk in chunks if chunk.samples]
+        sizes = self.sizes(1)
+        if not sizes or all(request.num_unsampled <= 1 for request in ending):
+            return 0
+        if any(request.matcher is not None for request in ending):
+            return 0
+        if self._is_overdrawn and (self._is_async_device or self._credit < -MOST_DEBT):
+            return 0
+        return min(self.config.num_speculative_tokens, sizes[-1] - 1)
+
+    @property
+    def _is_overdrawn(self) -> bool:
+        """Whether the drafter is to rest."""
+        return self.config.adaptive and self._credit < (TRIAL if self._rests else 0.0)
+
     def _set_rest(self, rests: bool) -> None:
         """Begin or end a rest of the drafter, or continue as before."""
         if rests == self._rests:
@@ -185,14 +208,12 @@ class DrafterSpeculator:
             return NOTHING
         return Guess(drafts.tokens[: len(drafts.chances)], drafts.chances)
 
-    def received(
-        self, plan: StepPlan, drafts: list[list[int]], probabilities: list[list[float]]
-    ) -> None:
+    def received(self, proposed: Iterable[Proposed]) -> None:
         """Take what a committed step proposed, and judge what the one before it did.
 
         A draft after one that found no slot is worthless.
         """
-        for index, request in enumerate(plan.decode):
+        for request, stop, drafts, probabilities in proposed:
             if request.status is RequestStatus.FINISHED:
                 continue
             last, known = request.proposed, request.num_tokens
@@ -203,20 +224,22 @@ class DrafterSpeculator:
                 self._acceptance.judge(last.tokens, last.probabilities, sampled)
                 if self._is_async_device:  # for drafts that are verified before they are read
                     acceptance.judge(last.tokens[: len(last.probabilities)], sampled)
-            own = probabilities[index][: max(plan.draft_stops[index] - known, 0)]
+            own = probabilities[: max(stop - known, 0)]
             chances = self._acceptance.chances(own)
-            request.proposed = RowDrafts(known, drafts[index], own, chances, acceptance)
+            request.proposed = RowDrafts(known, drafts, own, chances, acceptance)
 
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         """Note when the loop began with a step that was launched."""
         self._counter.launched(plan, started_ns)
         for request in plan.decode:
             request.num_drafts = plan.proposes
+        for chunk in plan.prefill:
+            chunk.request.num_drafts = plan.prompt_drafts if chunk.samples else 0
 
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
         """Count what a step accepted, and learn from its time; once for every launched step."""
         took = self._counter.committed(plan, advanced, arrived_ns)
-        self._proposing_steps += plan.proposes > 0
+        self._proposing_steps += plan.proposes > 0 or plan.prompt_drafts > 0
         if took is None or not plan.decode:
             return
         rows, costs = len(plan.decode), self._costs.of(plan.decode)

@@ -16,7 +16,8 @@ class DraftModel:
 
     The first pass of `propose` has two tokens per row. Of the tokens of a verify step it has
     computed all before, when it drafted them, but the last draft, which may be the previous token
-    now. This holds if the drafts of a step are those that it proposed after the step before.
+    now. This holds if the drafts of a step are those that it proposed after the step before. It
+    computes the tokens of prompts first.
     """
 
     taps: tuple[int, ...] = ()
@@ -42,7 +43,9 @@ class DraftModel:
     def propose(
         self, tokens: FollowedTokens, newest: NewestTokens, arena: torch.Tensor, count: int
     ) -> Drafts:
-        """See `Drafter.propose`; of `tokens` it needs the previous token of each row only."""
+        """See `Drafter.propose`."""
+        if tokens.of_prompts:
+            self.follow(tokens, arena)
         both_B2 = torch.stack((newest.previous_ids, newest.token_ids), dim=1)
         hidden_TD = self.decoder(both_B2.flatten(), arena, newest.batch(-1, 2))
         ids_B, probability_B = self._most_likely(hidden_TD[1::2])

@@ -48,11 +48,14 @@ class FollowedTokens:
     """`[T, F]`: hidden states of the target model, those of `Drafter.taps` side by side."""
     batch: RaggedBatch
     """Their positions and slots. Padding, and drafts beyond a row's own, go to the null block."""
+    of_prompts: bool = False
+    """Whether they are chunks of prompts. Others are the drafts that were proposed last, and the
+    token before these."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewestTokens:
-    """Where each row stands after a step that decodes or verifies."""
+    """Where each row stands after a step."""
 
     token_ids: torch.Tensor
     """int64 `[B]`: the newest token, which no model has computed yet."""
@@ -76,13 +79,12 @@ class Drafts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What `FollowedTokens` and `NewestTokens` are made of, after a step that decodes or verifies.
-
-    R: rows of the state.
-    """
+    """What `FollowedTokens` and `NewestTokens` are made of. R: rows of the state."""
 
     tokens: FollowedTokens
     """Of which `next_ids` may have `NON_FINITE`, and any shape."""
+    rows: torch.Tensor
+    """int64 `[B]`: the rows that get drafts."""
     positions: torch.Tensor
     """int64 `[R]`: of the newest token of each row."""
     first: torch.Tensor

@@ -72,6 +72,7 @@ class Eagle3(FeatureHead):
             tokens.token_ids,
             tokens.next_ids,
             tokens.batch,
+            step.rows,
             step.positions,
             step.first,
             step.stops,
