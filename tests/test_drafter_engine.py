@@ -115,7 +115,8 @@ def test_the_step_after_a_prompt_verifies_drafts(
 def test_nothing_of_an_earlier_request_is_left_in_new_blocks(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:
-    """Rows decode while the drafter rests, in blocks that others have filled with NaN."""
+    """Rows decode while the drafter rests, in blocks that others have filled with NaN. These are
+    zeroed when it proposes next."""
     engine = open_engine("base", **SIZES, speculation=drafting(base.directory, 3, adaptive=True))
     runner = engine._loop.runner
     assert runner.drafter is not None
@@ -130,6 +131,10 @@ def test_nothing_of_an_earlier_request_is_left_in_new_blocks(
     (request,) = (r for g in engine._loop.requests.groups.values() for r in g.requests)
     table = engine._loop.scheduler.cache.block_table(request.id)
     assert len(table) > 3
+    proposed = engine.stats()["speculation"]["proposing_steps"]
+    speculator._credit = 10.0
+    engine.step()
+    assert engine.stats()["speculation"]["proposing_steps"] == proposed + 1
     assert not arena[:, :, list(table)].isnan().any()
     engine.abort("r")
     engine.step()

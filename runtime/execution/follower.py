@@ -80,7 +80,9 @@ class Follower:
             Command.INPUTS: self._inputs,
             Command.ROW: self._row,
             Command.COPY_BLOCKS: lambda payload: runner.blocks.copy(*decode_copies(payload)),
-            Command.CLEAR_DRAFTER: lambda payload: runner.clear_drafter(decode_blocks(payload)),
+            Command.CLEAR_DRAFTER: lambda payload: runner.blocks.clear_drafter(
+                decode_blocks(payload)
+            ),
             Command.FORCE_TOKEN: lambda payload: runner.force_token(*decode_token(payload)),
             Command.SCORE: lambda payload: runner.scorer.run(*decode_score(payload)),
             Command.PADDING: lambda payload: runner.place_padding(*decode_padding(payload)),

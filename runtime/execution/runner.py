@@ -225,15 +225,6 @@ class Runner:
             self.drafter.close()
         self.steps.close()
 
-    def clear_drafter(self, blocks: Sequence[int]) -> None:
-        """Zero blocks of the drafter's cache, on all ranks."""
-        if not blocks:
-            return
-        if self.commands is not None:
-            self.commands.clear_drafter(blocks)
-        assert self.drafter is not None, "steps propose nothing"
-        self.drafter.clear(blocks)
-
     def run(self, key: StepKey, lanes: int = 0) -> StepOutput:
         """Run the step for `key` on all ranks, and return its output.
 
@@ -259,8 +250,11 @@ class Runner:
             with ranges.span(ranges.PREPARE, len(plan.admitted)):
                 for admission in plan.admitted:
                     self._take_row(admission.request, admission.row)
-        if self.drafter is not None and plan.table_updates:
-            self.clear_drafter(new_blocks(plan, self.drafter.group, self.block_size))
+        if self.drafter is not None:
+            if plan.table_updates:
+                self.blocks.add_new(new_blocks(plan, self.drafter.group, self.block_size))
+            if plan.prefill or plan.proposes:
+                self.blocks.zero_new()
         parts, writer = self._parts.of(plan), self._writer
         rows = self._parts.decode_rows
         if plan.table_updates or plan.prefill or rows != writer.decode_rows:
