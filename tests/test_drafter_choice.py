@@ -185,6 +185,30 @@ def test_drafts_without_slots_are_dropped() -> None:
         assert speculator.propose([request]) == ([[7, 8, 9][:count]] if count else ())
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_steps_of_more_rows_verify_fewer_drafts(padded: bool) -> None:
+    """Drafts that were proposed in steps of fewer rows, or that a grammar forces."""
+    buckets = Buckets([1, 4])
+    seconds = {(rows, n): 1.0 + 0.001 * rows * n for rows in (1, 4) for n in (1, 2, 3, 4)}
+    costs = BatchCosts(*(VerifyCosts(buckets, seconds, padded=padded) for _ in range(2)))
+    speculator = DrafterSpeculator(
+        Speculation(method="eagle3", model="x", num_speculative_tokens=DRAFTS),
+        lambda rows: (2, 3, 4) if rows == 1 else (2,),
+        costs,
+        lambda rows: 1.0,
+        is_async_device=False,
+    )
+    requests = [row([1, 2, 3]) for _ in range(3)]
+    for request in requests:
+        speculator.received([Proposed(request, 10**6, [7, 8, 9], [0.99] * 3)])
+    assert speculator.propose(requests[:1]) == [[7, 8, 9]]
+    assert speculator.propose(requests) == [[7]] * 3
+    assert speculator.proposes == 1
+    follows: Any = row([1, 2, 3])
+    follows.matcher = SimpleNamespace(drafts=lambda request, tokens: ([5, 6, 7], True))
+    assert speculator.propose([follows, *requests])[0] == [5]
+
+
 def test_drafts_in_flight_are_verified_unseen() -> None:
     """As many as the launched step proposes, and none after one that has proposed nothing."""
     speculator, request = make(adaptive=False, is_async_device=True), row([1, 2, 3])

@@ -331,7 +331,7 @@ class SharedLoop:
             raise error
         if isinstance(error, Exception):
             failed = name or f"step {loop.num_steps}"
-            raise EngineFailedError(f"{failed} failed: {error}") from error
+            raise EngineFailedError(f"{failed} failed: {str(error) or repr(error)}") from error
 
     def close(self, release_memory: Callable[[StepLoop], None]) -> None:
         """Refuse every later use and free the memory of the engine. Idempotent.

@@ -146,8 +146,9 @@ class DrafterSpeculator:
         sizes = self.sizes(len(requests))
         if not sizes:
             return ()
-        guesses = [self._guess(request) for request in requests]
-        counts = [min(len(own.tokens), sizes[-1] - 1) for own in guesses]
+        # Drafts of a step with fewer rows can be more than this one verifies.
+        guesses = [self._guess(request).first(sizes[-1] - 1) for request in requests]
+        counts = [len(own.tokens) for own in guesses]
         if self.config.adaptive and any(counts):
             chances, otherwise = [own.chances for own in guesses], 1.0
             if not (rests or has_grammar or self._is_trial):

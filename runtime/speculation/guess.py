@@ -15,5 +15,9 @@ class Guess(NamedTuple):
     chances: Sequence[float]
     """Of each token: the probability that a step accepts it."""
 
+    def first(self, most: int) -> Guess:
+        """Return at most the first `most` tokens."""
+        return self if len(self.tokens) <= most else Guess(self.tokens[:most], self.chances[:most])
+
 
 NOTHING = Guess((), ())

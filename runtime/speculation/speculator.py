@@ -187,7 +187,7 @@ class Speculator:
                 for request, guess in zip(requests, guesses, strict=True)
             ]
         if most < self.config.num_speculative_tokens:
-            guesses = [Guess(guess.tokens[:most], guess.chances[:most]) for guess in guesses]
+            guesses = [guess.first(most) for guess in guesses]
         chances = [guess.chances for guess in guesses]
         if not any(chances):
             return ()
