@@ -110,6 +110,24 @@ def test_soft_caps_of_scores_near_and_far(softcap: float) -> None:
     check(case, kernels.paged_attention, 5e-5)
 
 
+@pytest.mark.parametrize("attention", BOTH)
+@pytest.mark.parametrize("form", ["plain", "window", "latent", "sinks"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_draft_that_is_not_finite_reaches_later_tokens_only(
+    attention: Attention, form: str, bad: float
+) -> None:
+    """Steps that verify: token 1 of the first row is bad, in its keys or in its values."""
+    heads = (6, 1, 34) if form == "latent" else (6, 2, 34)
+    case = make_case([(40, 3), (5, 3)], heads, padding=3, **FORMS.get(form, {}))
+    expected, _ = case.run(attention)
+    for side in ("k", "v")[: 1 + (case.v is not None)]:
+        x = getattr(case, side).clone()
+        x[1] = bad
+        out, _ = replace(case, **{side: x}).run(attention)
+        assert torch.equal(out[[0, 3, 4, 5]], expected[[0, 3, 4, 5]])
+        assert not out[1:3].isfinite().all((1, 2)).any()
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_random_calls_agree(seed: int) -> None:
     """What the two compute is the same for arguments drawn at random."""

@@ -229,6 +229,15 @@ def test_requests_draft_from_outputs_of_their_salt(open_engine: Callable[..., En
     assert accepted(None) > alone + 8
 
 
+def test_requests_that_have_ended_are_not_kept(open_engine: Callable[..., Engine]) -> None:
+    """Of which none decodes: each has one token."""
+    engine = open_engine("base", speculation=Speculation(share_outputs=True), **SIZES)
+    for number in range(20):
+        engine.generate([[5, 6, 9, number]], greedy(1))
+    speculator: Any = engine._loop.speculator
+    assert len(speculator._open) <= 1
+
+
 def test_the_distribution_is_that_of_plain_sampling(open_engine: Callable[..., Engine]) -> None:
     """Chi-square of the tokens of 400 draws; its drafts are right for half of them."""
     prompt, count = [5, 6, 7], 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -63,7 +64,7 @@ class Speculation:
         if self.model is not None:
             if not isinstance(self.model, str) or not self.model:
                 raise ConfigError(
-                    "speculation model must be the name of a checkpoint, not"
+                    "speculation model must be the name of a checkpoint as a string, not"
                     f" {bounded_repr(self.model)}"
                 )
             if not self.uses_drafter:
@@ -112,6 +113,8 @@ class Speculation:
                 f"speculation has no field {bounded_repr(unknown[0])}: use {', '.join(names)}"
             )
         fields: dict[str, Any] = dict(given)
+        if isinstance(fields.get("model"), os.PathLike):
+            fields["model"] = os.fspath(fields["model"])
         return cls(**fields)
 
     @property

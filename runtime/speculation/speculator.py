@@ -202,8 +202,11 @@ class Speculator:
 
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         """Note when the loop began with a step that was launched, and index its prompts."""
-        if plan.prefill and (self._credit >= 0 or not self.config.adaptive):
-            self._index(plan)
+        if plan.prefill:
+            if self._shared is not None:
+                self._share_ended(self._shared)
+            if self._credit >= 0 or not self.config.adaptive:
+                self._index(plan)
         if not self._is_timed:
             return
         # On an asynchronous device, looking overlaps with a step in flight, or delays the next one.
@@ -295,7 +298,8 @@ class Speculator:
             rests_until = min(rests_until, drafter.rests_until)
         self._is_behind = left <= 0 and bool(behind)
         if self._shared is not None:
-            self._share(self._shared, left)
+            self._share_ended(self._shared)
+            self._shared.index_some(left)
         self._rests_until = 0 if self._has_grammar or not adaptive else rests_until
         return guesses
 
@@ -310,14 +314,13 @@ class Speculator:
         """Return how long rows rest at most: hardly at all while drafts gain."""
         return SHORT_PAUSE if self._credit > GAINING else MAX_PAUSE
 
-    def _share(self, shared: SharedOutputs, most: int) -> None:
-        """Add the outputs of requests that have ended, and index at most `most` tokens."""
+    def _share_ended(self, shared: SharedOutputs) -> None:
+        """Add the outputs of requests that have ended; so no more are kept than have a row."""
         ended = [r for r in self._open if r.status is RequestStatus.FINISHED]
         if ended:
             self._open = [r for r in self._open if r.status is not RequestStatus.FINISHED]
             for request in ended:
                 shared.add(request.salt, request.output_ids)
-        shared.index_some(most)
 
     def _new_drafter(self, request: Request) -> RequestDrafter:
         index = SuffixIndex(self.config.prompt_lookup_min, self._candidates)

@@ -228,10 +228,20 @@ def _attend_uniform(
         kv, tables_RB, seen_RL[:, None, :, None], q_THD, batch.block_size, form
     )
     r, g = k_RGLD.shape[:2]
+    bad_RL: Tensor | None = None
+    if n > 1:  # a later draft of the row may not be finite, which earlier tokens do not see
+        finite_RGL = k_RGLD.isfinite().all(-1) & v_RGLE.isfinite().all(-1)
+        bad_RL = ~finite_RGL.all(1)
+        k_RGLD = k_RGLD.masked_fill(bad_RL[:, None, :, None], 0)
+        v_RGLE = v_RGLE.masked_fill(bad_RL[:, None, :, None], 0)
     q_RGQD = q_THD.reshape(r, n, g, h // g, d).transpose(1, 2).reshape(r, g, -1, d)
     seen_RQL = seen_RNL if n == 1 else seen_RNL.repeat_interleave(h // g, dim=1)
     out = _attend(q_RGQD, k_RGLD, v_RGLE, seen_RQL[:, None], form, _sinks_of(form, g, n))
-    return out.view(r, g, n, h // g, -1).transpose(1, 2).reshape(t, h, form.value_dim)
+    out_THE = out.view(r, g, n, h // g, -1).transpose(1, 2).reshape(t, h, form.value_dim)
+    if bad_RL is None:
+        return out_THE
+    spoiled_T = (seen_RNL & bad_RL[:, None]).any(-1).flatten()
+    return out_THE.masked_fill(spoiled_T[:, None, None], torch.nan)
 
 
 def _attend_row(
