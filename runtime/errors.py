@@ -116,7 +116,7 @@ class EngineUnavailableError(StepgraphError, RuntimeError):
 
 
 class OverloadedError(StepgraphError, RuntimeError):
-    """An `AsyncEngine` refused a request, because too many wait already.
+    """A request was refused, because too many wait already, or too many grammars are compiling.
 
     Attributes:
         retry_after: predicted seconds until such a request can be queued.

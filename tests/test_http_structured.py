@@ -156,7 +156,11 @@ def test_the_parameters_of_a_demanded_call_may_refer_to_themselves(
         (5, "tools[1].function.parameters", "is 5; allowed is a JSON schema"),
         ([SCHEMA], "tools[1].function.parameters", "allowed is a JSON schema"),
         ({"enum": ["x" * 150_000]}, "tools[1].function.parameters", "bytes"),
-        ({"enum": ["x" * 70_000]}, "tools", "offer fewer or smaller tools"),
+        (
+            {"enum": [4000 * "x" + str(n) for n in range(20)]},
+            "tools",
+            "offer fewer or smaller tools",
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -13,7 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stepgraph.runtime.errors import GrammarError, RequestError, StructuredOutputError
+from stepgraph.runtime.errors import (
+    GrammarError,
+    OverloadedError,
+    RequestError,
+    StructuredOutputError,
+)
 from stepgraph.runtime.kernels.ops.mask_words import MaskWords
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
 from stepgraph.runtime.request import Request
@@ -201,16 +206,45 @@ def test_a_thread_that_cannot_be_started_takes_no_place(
     assert grammars.matchers(StructuredOutput(regex="a"), 1)
 
 
+CHAIN = "\n".join(["start: A0", *(f"A{n}: A{n + 1}{{0,3}}" for n in range(1000)), 'A1000: "a"'])
+"""Its second mask takes long."""
+
+
 @pytest.mark.parametrize(
-    "fields", [{"grammar": "start: A{1000}\nA: /a{1000}/"}, {"regex": "(a{1000}){1000}"}], ids=str
+    "fields", [{"grammar": CHAIN}, {"regex": "(a{1000}){1000}"}], ids=["grammar", "regex"]
 )
 def test_a_grammar_whose_masks_take_long_is_refused(
     grammars: GrammarCompiler, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "MASK_SECONDS", 0.02)  # a fifth of what they take
     monkeypatch.setattr(compiler, "COMPILE_SECONDS", 60.0)
-    with pytest.raises(GrammarError, match=r"a token mask takes \d+ ms.* allowed are 20 ms"):
+    reason = r"a token mask takes \d+ ms.* allowed are 20 ms|too many expressions"
+    with pytest.raises(GrammarError, match=reason):
         grammars.matchers(StructuredOutput(**fields), 1)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: ("b" | "c") r\nr: "' + "y" * 1000 + '" r',
+        'start: B start\nB: "y"{60000}',
+        'root ::= "b" root',
+        '%llguidance {"no_forcing": false}\nstart: "b" start',
+    ],
+)
+def test_a_text_without_an_end_takes_no_time(grammars: GrammarCompiler, grammar: str) -> None:
+    began = time.thread_time()
+    (endless,) = grammars.matchers(StructuredOutput(grammar=grammar), 1)
+    mask, request = MaskWords(np.zeros(128, dtype=np.int32)), a_request()
+    for _ in range(5):
+        assert endless.drafts(request, [])[0] == ()
+        assert endless.fill(request, [mask]) == (None, 0)
+        request.append_token(int(np.flatnonzero(bits_of(mask))[0]), 0)
+    assert time.thread_time() - began < 5 * matcher.MASK_SECONDS
+
+
+def bits_of(mask: MaskWords) -> Any:
+    return np.unpackbits(mask.array.view(np.uint8), bitorder="little")
 
 
 def test_a_request_whose_masks_take_long_is_ended(
@@ -240,13 +274,16 @@ def test_a_grammar_is_refused_at_the_deadline(
     for text in "abcd":
         with pytest.raises(GrammarError, match=r"did not compile within 0.05 s"):
             grammars.matchers(StructuredOutput(regex=text), 1)
-    with pytest.raises(GrammarError, match=r"4 others have been compiling for 0.05 s"):
+    with pytest.raises(OverloadedError, match=r"4 others have been compiling for 0.05 s"):
         grammars.matchers(StructuredOutput(regex="e"), 1)
-    with pytest.raises(GrammarError, match="4 others"):  # for all compilers of the process
+    with pytest.raises(OverloadedError, match="4 others"):  # for all compilers of the process
         GrammarCompiler(tokenizer, 4096, (0,)).matchers(StructuredOutput(regex="e"), 1)
     go_on.set()
     monkeypatch.setattr(compiler, "COMPILE_SECONDS", 60.0)
     assert grammars.matchers(StructuredOutput(json=MANY), 1)
+    assert grammars.matchers(StructuredOutput(regex="e"), 1)
+    with pytest.raises(GrammarError, match="did not compile"):  # remembered, to save the time
+        grammars.matchers(StructuredOutput(regex="a"), 1)
 
 
 @pytest.mark.parametrize("eos_token_ids", [(), (5000,)])
@@ -282,3 +319,32 @@ def test_the_definition_of_a_tokenizer_is_that_of_its_file(tokenizer: Any) -> No
     again = Tokenizer.from_str(tokenizer.definition)
     assert again.encode("def main():\n").ids == tokenizer.encode("def main():\n")
     assert json.loads(tokenizer.definition)["model"]["type"] == "BPE"
+
+
+def test_threads_that_ask_for_the_same_grammar_compile_it_once(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, calls, made = threading.Barrier(4), [], GrammarCompiler._made
+
+    def counted(self: GrammarCompiler, *arguments: str) -> Any:
+        calls.append(arguments)
+        time.sleep(0.1)
+        return made(self, *arguments)
+
+    monkeypatch.setattr(GrammarCompiler, "_made", counted)
+    structured = StructuredOutput(regex="once|only")
+    found: list[int] = []
+
+    def ask() -> None:
+        ready.wait()
+        found.append(len(grammars.matchers(structured, 2)))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [2] * 4
+    assert len(calls) == 1
+    assert grammars.has_compiled(structured)
+    assert not grammars.has_compiled(StructuredOutput(regex="other"))

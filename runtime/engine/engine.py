@@ -21,6 +21,7 @@ from ..prompt_embeds import EncodedContent, PromptEmbeds
 from ..prompt_ids import plain_batch, type_name
 from ..request import AbortReason, RequestGroup
 from ..sampling_params import SamplingParams
+from ..structured_output import StructuredOutput
 from .intake import Prompt
 from .request_output import RequestOutput
 from .started_engine import StartedEngine
@@ -115,6 +116,10 @@ class Engine(StartedEngine):
         """
         self._shared.check_usable()
         return self._intake.accept(request_id, prompt, params, priority, cache_salt)
+
+    def has_compiled(self, structured: StructuredOutput) -> bool:
+        """Return whether `prepare` finds the grammar of a request in the cache. For any thread."""
+        return self._intake.has_compiled(structured)
 
     def queue(self, group: RequestGroup) -> None:
         """Queue a prepared request, once.

@@ -148,6 +148,10 @@ class Intake:
                 request.prefix_hashes = hashes.copy()
         return RequestGroup(group_id, prompt_ids, requests)
 
+    def has_compiled(self, structured: StructuredOutput) -> bool:
+        """Return whether a grammar is in the cache."""
+        return self._grammars is not None and self._grammars.has_compiled(structured)
+
     def _matchers(self, params: SamplingParams) -> Sequence[TokenMatcher | None]:
         """Return the grammar of each completion."""
         if params.structured is None:

@@ -20,6 +20,7 @@ from ..errors import (
     EngineClosedError,
     EngineFailedError,
     EngineForkedError,
+    OverloadedError,
     RankError,
     RequestError,
 )
@@ -205,7 +206,7 @@ class SharedLoop:
         """Queue a prompt of a call; if it cannot be served, deliver an output with the error."""
         try:
             self.submit(make_group, None, call)
-        except RequestError as error:
+        except (RequestError, OverloadedError) as error:
             refused = call.tickets[-1].id
             call.deliver(RequestOutput(refused, [], (), True, error=error))
 

@@ -25,6 +25,7 @@ from ..errors import (
 from ..loading.chat_template import ChatPrompt, Message
 from ..request import RequestGroup
 from ..sampling_params import SamplingParams
+from ..structured_output import StructuredOutput
 from .callbacks import FutureConsumer
 from .loop_mailbox import LoopMailbox
 from .managed_engine import ManagedEngine
@@ -201,7 +202,8 @@ class AsyncEngine(ManagedEngine):
     ) -> None:
         """Count a request and prepare it: short lists of tokens now, others in a thread.
 
-        Those with grammars have threads of their own, for which no other prompt waits.
+        Those whose grammar has to be compiled have threads of their own, for which no other prompt
+        waits.
         """
         requests = self._thread.dispatcher
         try:
@@ -211,7 +213,7 @@ class AsyncEngine(ManagedEngine):
             if handle.deadline_ns is not None or handle.first_token_deadline_ns is not None:
                 self._thread.watch(handle)
             prepare = partial(self._prepare, handle, prompt, params, options.get("cache_salt"))
-            has_grammar = getattr(params, "structured", None) is not None
+            has_grammar = self._compiles(params)
             if isinstance(prompt, list) and len(prompt) <= INLINE_TOKENS and not has_grammar:
                 prepare()
                 return
@@ -225,6 +227,14 @@ class AsyncEngine(ManagedEngine):
                 self._thread.abort(handle)
                 self._prepared(handle, error)
             raise
+
+    def _compiles(self, params: SamplingParams | None) -> bool:
+        """Whether the grammar of a request has to be compiled."""
+        structured = None if params is None else params.structured
+        if not isinstance(structured, StructuredOutput):
+            return False
+        engine = self._supervisor.engine
+        return engine is None or not engine.has_compiled(structured)
 
     def _prepare(
         self,

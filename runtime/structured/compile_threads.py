@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from ..errors import RequestError
 
-__all__ = ["MAX_COMPILATIONS", "NotCompiledError", "compile_until"]
+__all__ = ["MAX_COMPILATIONS", "CompilationsBusyError", "NotCompiledError", "compile_until"]
 
 MAX_COMPILATIONS: Final = 4
 """Grammars of this process that compile at the same time, those that were given up included."""
@@ -26,7 +26,11 @@ _starting = threading.Lock()
 
 
 class NotCompiledError(Exception):
-    """The deadline has passed; the text says what took so long."""
+    """The deadline has passed."""
+
+
+class CompilationsBusyError(Exception):
+    """All compilations that may run at the same time took until the deadline."""
 
 
 def compile_until(work: Callable[[], T], seconds: float) -> T:
@@ -36,12 +40,15 @@ def compile_until(work: Callable[[], T], seconds: float) -> T:
 
     Raises:
         NotCompiledError: the deadline has passed.
+        CompilationsBusyError: it passed while others were compiling.
         RequestError: no thread can be started.
         Exception: whatever `work` raises.
     """
     deadline = time.monotonic() + seconds
     if not _slots.acquire(timeout=seconds):
-        raise NotCompiledError(f"{MAX_COMPILATIONS} others have been compiling for {seconds:g} s")
+        raise CompilationsBusyError(
+            f"{MAX_COMPILATIONS} others have been compiling for {seconds:g} s"
+        )
     result: Future[T] = Future()
 
     def run() -> None:

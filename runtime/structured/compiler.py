@@ -7,20 +7,24 @@ that a caller gives up at the deadline. The limits of llguidance end what was gi
 
 from __future__ import annotations
 
-import json
+import hashlib
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ..bounded_repr import bounded_repr, bounded_text
-from ..errors import ConfigError, GrammarError, RequestError
+from ..errors import ConfigError, GrammarError, OverloadedError, RequestError
 from ..loading.tokenizer import TextTokenizer
 from ..structured_output import StructuredOutput
-from .compile_threads import NotCompiledError, compile_until
-from .json_formats import without_custom_formats
+from .compile_threads import CompilationsBusyError, NotCompiledError, compile_until
+from .grammar_texts import grammar_text
 from .matcher import MASK_SECONDS, TokenMatcher
 
 if TYPE_CHECKING:
@@ -40,8 +44,11 @@ which grows as their memory does: up to about 200 MB a second. A grammar that al
 a quarter of a limit is not kept."""
 
 _MAX_REASON_CHARS = 300
-_WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,16}"
-"""Between the parts of a JSON text, where a model could otherwise go on forever."""
+_MAX_REFUSED: Final = 256
+_REFUSED_SECONDS: Final = 60.0
+"""Refusals that are remembered, and how long: a refused grammar can have cost seconds."""
+_PROBED_TOKENS: Final = 4
+"""Tokens of an output after which the time of a mask is measured."""
 
 
 def check_installed() -> None:
@@ -53,6 +60,15 @@ def check_installed() -> None:
             "structured_output needs the package llguidance, which cannot be imported"
             f" ({bounded_text(error)}): install stepgraph[structured]"
         ) from error
+
+
+_Key = tuple[str, str]
+"""Kind and text of a grammar."""
+_NAMES: Final = {
+    "json": "JSON schema",
+    "regex": "regular expression",
+    "calls": "grammar of tool calls",
+}
 
 
 class _Compiled(NamedTuple):
@@ -84,7 +100,11 @@ class GrammarCompiler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
+        self._compiled: OrderedDict[_Key, _Compiled] = OrderedDict()
+        self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+        """By a hash of the grammar: until when, and why."""
+        self._compiling: dict[_Key, Future[_Compiled]] = {}
+        """Others that ask for the same grammar wait for it."""
         self._lock = threading.Lock()
         self.counts = {"compiled": 0, "found": 0, "refused": 0}
         """Grammars that were compiled, found in the cache, and refused."""
@@ -120,11 +140,16 @@ class GrammarCompiler:
     def _warn(self) -> None:
         logger.warning("structured output is not possible: %s", self._obstacle)
 
+    def has_compiled(self, structured: StructuredOutput) -> bool:
+        """Return whether `matchers` takes microseconds."""
+        return (structured.kind, structured.source) in self._compiled
+
     def matchers(self, structured: StructuredOutput, count: int) -> list[TokenMatcher]:
         """Return a matcher at the beginning of the grammar for each of `count` completions.
 
         Raises:
             GrammarError: the grammar is invalid, too complex, or not compiled in time.
+            OverloadedError: too many others were compiling all this time.
             RequestError: grammars cannot be used with this tokenizer or model.
         """
         if self._obstacle is not None:
@@ -139,12 +164,30 @@ class GrammarCompiler:
                 self._compiled.move_to_end(key)
                 self.counts["found"] += 1
         if found is None:
-            found = self._compile(*key)
-            self._keep(key, found)
+            found = self._compiled_once(key)
         tokens = self._eos_token_ids, self._vocab_size, self._tokenizer.vocab_size
         return [TokenMatcher(found.matcher, *tokens) for _ in range(count)]
 
-    def _keep(self, key: tuple[str, str], compiled: _Compiled) -> None:
+    def _compiled_once(self, key: _Key) -> _Compiled:
+        """Compile a grammar, or wait for another thread that does."""
+        with self._lock:
+            found = self._compiling.get(key)
+            if found is None:
+                own = self._compiling[key] = Future()
+        if found is not None:
+            return found.result()
+        try:
+            own.set_result(self._compile(*key))
+            self._keep(key, own.result())
+        except BaseException as error:
+            own.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                del self._compiling[key]
+        return own.result()
+
+    def _keep(self, key: _Key, compiled: _Compiled) -> None:
         with self._lock:
             self.counts["compiled"] += 1
             if 4 * compiled.size > MAX_CACHED_BYTES or 4 * compiled.seconds > MAX_CACHED_SECONDS:
@@ -166,28 +209,51 @@ class GrammarCompiler:
             return _Compiled(matcher, len(source.encode()), time.thread_time() - began)
 
         try:
+            self._check_refused(kind, source)
             return compile_until(work, COMPILE_SECONDS)
+        except RequestError:  # no thread can be started
+            raise
+        except CompilationsBusyError as error:
+            raise OverloadedError(f"a grammar cannot be compiled now: {error}") from error
         except (NotCompiledError, ValueError, TypeError, RecursionError) as error:
-            raise self._refusal(kind, str(error) or type(error).__name__) from error
+            reason = str(error) or type(error).__name__
+            self._refuse(kind, source, reason)
+            raise self._refusal(kind, reason) from error
 
     def _made(self, kind: str, source: str) -> LLMatcher:
         from llguidance import LLMatcher
 
         assert self._tokenizer is not None
-        grammar = _grammar(kind, source)
+        grammar = grammar_text(kind, source)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one builds states that all copies need
         if not matcher.is_error():
-            _check_speed(matcher.deep_copy())
+            _check_speed(matcher)
         if matcher.is_error():
-            raise ValueError(matcher.get_error().removesuffix("<non-verbose/>").strip())
+            raise ValueError(_reason(matcher))
         return matcher
+
+    def _check_refused(self, kind: str, source: str) -> None:
+        """Raise `ValueError` if the grammar was refused lately."""
+        with self._lock:
+            until, reason = self._refused.get(_hash(kind, source), (0.0, ""))
+        if time.monotonic() < until:
+            raise ValueError(reason)
+
+    def _refuse(self, kind: str, source: str, reason: str) -> None:
+        """Remember a refusal for a while, which does not begin anew with each request."""
+        with self._lock:
+            now, key = time.monotonic(), _hash(kind, source)
+            if self._refused.get(key, (0.0, ""))[0] <= now:
+                self._refused[key] = now + _REFUSED_SECONDS, reason
+            while len(self._refused) > _MAX_REFUSED:
+                self._refused.popitem(last=False)
 
     def _refusal(self, kind: str, reason: str) -> GrammarError:
         with self._lock:
             self.counts["refused"] += 1
-        name = {"json": "JSON schema", "regex": "regular expression"}.get(kind, kind)
+        name = _NAMES.get(kind, kind)
         return GrammarError(
             f"the {name} of structured cannot be used:"
             f" {bounded_text(reason, _MAX_REASON_CHARS)}; give a valid, simpler one"
@@ -195,37 +261,42 @@ class GrammarCompiler:
 
 
 def _check_speed(matcher: LLMatcher) -> None:
-    """Raise `ValueError` if the first mask takes too long whenever it is computed."""
-    seconds = MASK_SECONDS
-    for _ in range(2):  # the first may have met a busy processor
+    """Raise `ValueError` if a mask near the beginning takes too long, or exceeds a limit.
+
+    Measured after the first tokens of two outputs: those of the least and of the largest ids.
+    """
+    for place in (0, -1):
+        output = matcher.deep_copy()
+        for _ in range(1 + _PROBED_TOKENS):
+            allowed = _allowed(output)
+            if not output.is_error() and len(allowed):
+                output.consume_token(int(allowed[place]))
+            if output.is_error():
+                raise ValueError(_reason(output))
+            if output.is_stopped() or not len(allowed):
+                break
+
+
+def _allowed(matcher: LLMatcher) -> npt.NDArray[np.int64]:
+    """Return the tokens that a mask allows. Raises `ValueError` if it takes too long to compute."""
+    seconds = 0.0
+    for _ in range(2):  # the first time may have met a busy processor
         began = time.thread_time()
-        matcher.compute_bitmask()
+        mask = matcher.compute_bitmask()
         seconds = time.thread_time() - began
         if seconds <= MASK_SECONDS:
-            return
+            return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
     raise ValueError(
         f"a token mask takes {1e3 * seconds:.0f} ms, and all requests of a step wait for it;"
         f" allowed are {1e3 * MASK_SECONDS:g} ms: repeat less, such as a{{10}} for a{{1000}}"
     )
 
 
-def _grammar(kind: str, source: str) -> str:
-    """Return a grammar as llguidance reads it."""
-    from llguidance import LLMatcher, grammar_from
+def _reason(matcher: LLMatcher) -> str:
+    """Return the error of a matcher."""
+    reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return "no text can follow it" if "NoExtensionBias" in reason else reason
 
-    if kind == "json" and source in ("true", "false"):  # which have no room for options
-        source = "{}" if source == "true" else '{"not": {}}'
-    if kind == "json":
-        return LLMatcher.grammar_from_json_schema(
-            without_custom_formats(source), defaults={"whitespace_pattern": _WHITE_SPACE}
-        )
-    if kind == "regex":
-        return LLMatcher.grammar_from_regex(source)
-    if kind == "choice":
-        texts = dict.fromkeys(json.loads(source))
-        quoted = (
-            json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # not read otherwise
-            for text in texts
-        )
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
-    return grammar_from("grammar", source)  # a grammar with "::=" is EBNF, any other is Lark
+
+def _hash(kind: str, source: str) -> bytes:
+    return hashlib.sha256(f"{kind}:{source}".encode()).digest()

@@ -33,10 +33,10 @@ class TokenMatcher:
     """
 
     __slots__ = (
+        "_copy",
         "_eos_token_ids",
         "_first",
         "_last_bits",
-        "_matcher",
         "_num_consumed",
         "_overrun",
         "_slow",
@@ -51,15 +51,17 @@ class TokenMatcher:
         vocab_size: int,
         matcher_vocab_size: int,
     ) -> None:
-        """Copy a matcher at the beginning of the grammar.
+        """Begin at the beginning of a grammar.
 
         Args:
-            matcher: of the grammar, which is not changed.
+            matcher: of the grammar, which is not changed. Its copy takes up to some megabytes, and
+                is made when the request runs.
             eos_token_ids: tokens that end the model's output.
             vocab_size: of the model.
             matcher_vocab_size: of the matcher: that of the model, or more.
         """
-        self._first, self._matcher = matcher, matcher.deep_copy()
+        self._first = matcher
+        self._copy: LLMatcher | None = None
         self._wide: MaskWords | None = None
         """The mask of a matcher with tokens that the model lacks."""
         if matcher_vocab_size > vocab_size:
@@ -72,6 +74,13 @@ class TokenMatcher:
         """Seconds of all masks beyond `MASK_SECONDS` each, but the first."""
         self._slow = False
         """Whether a mask took longer than that."""
+
+    @property
+    def _matcher(self) -> LLMatcher:
+        """The grammar after the output."""
+        if self._copy is None:
+            self._copy = self._first.deep_copy()
+        return self._copy
 
     def drafts(self, request: Request, guess: Sequence[int]) -> tuple[Sequence[int], int]:
         """Return drafts after the output of the request, and how many of them are forced.
@@ -140,8 +149,8 @@ class TokenMatcher:
                 break
             kept += 1
         if matcher.is_error():  # of which no matcher recovers; the drafts may be wrong
-            self._matcher = self._first.deep_copy()
-            self._matcher.consume_tokens(request.output_ids)
+            self._copy = self._first.deep_copy()
+            self._copy.consume_tokens(request.output_ids)
         elif consumed:
             matcher.rollback(consumed)
         return kept

@@ -8,11 +8,14 @@ from typing import Any
 
 from ...bounded_repr import bounded_repr
 from ...errors import RequestError
-from ...structured_output import MAX_GRAMMAR_BYTES, StructuredOutput
+from ...structured.json_schemas import prepared_schema
+from ...structured_output import MAX_GRAMMAR_BYTES, GrammarKind, StructuredOutput
 from .http_errors import HttpError
 
 __all__ = ["tool_call_grammar"]
 
+MAX_FORCED_BYTES = 1 << 14
+"""Of a grammar whose text is forced: each step tokenises what is left of it."""
 _ANY_OBJECT = {"type": "object"}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As chat templates write calls; without it a model can put white space between any two parts."""
@@ -22,6 +25,17 @@ _VALUES = frozenset({"const", "enum"})
 """Keywords that hold no schemas."""
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords that hold schemas by names."""
+
+
+class _CallGrammar(StructuredOutput):
+    """Calls of tools, whose text is forced where only one is possible."""
+
+    __slots__ = ()
+
+    @property
+    def kind(self) -> GrammarKind:
+        """Not that of a user's grammar, in which no text is forced."""
+        return "calls"
 
 
 def tool_call_grammar(
@@ -44,12 +58,13 @@ def tool_call_grammar(
             param="tool_choice",
         )
     arguments = "arguments" if tool_parser == "hermes" else "parameters"
+    options = dict(_SPACING)
     calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                arguments: _parameters(index, function, f"#/properties/{arguments}"),
+                arguments: _parameters(index, function, f"#/properties/{arguments}", options),
             },
             "required": ["name", arguments],
             "additionalProperties": False,
@@ -58,7 +73,7 @@ def tool_call_grammar(
     ]
     names = [f"call_{index}" for index in functions]
     rules = [
-        f"{name}: %json {json.dumps(call | {'x-guidance': _SPACING})}"
+        f"{name}: %json {json.dumps(call | {'x-guidance': options})}"
         for name, call in zip(names, calls, strict=True)
     ]
     start = "(" + " | ".join(names) + ")"
@@ -73,11 +88,18 @@ def tool_call_grammar(
             f" allows {MAX_GRAMMAR_BYTES}: offer fewer or smaller tools, or choose 'auto'",
             param="tools",
         )
-    return StructuredOutput(grammar=grammar)
+    if '"$ref"' in grammar or len(grammar) > MAX_FORCED_BYTES:  # references force long texts too
+        return StructuredOutput(grammar=grammar)
+    return _CallGrammar(grammar=grammar)
 
 
-def _parameters(index: int, function: Mapping[str, Any], place: str) -> Any:
-    """Return the schema of a function's parameters for `place` in another schema."""
+def _parameters(
+    index: int, function: Mapping[str, Any], place: str, options: dict[str, Any]
+) -> Any:
+    """Return the schema of a function's parameters for `place` in another schema.
+
+    Adds the options of llguidance that it needs.
+    """
     field = f"tools[{index}].function.parameters"
     schema = function.get("parameters")
     if schema is None:
@@ -87,10 +109,12 @@ def _parameters(index: int, function: Mapping[str, Any], place: str) -> Any:
             400, f"{field} is {bounded_repr(schema)}; allowed is a JSON schema", param=field
         )
     try:
-        StructuredOutput(json=schema)
-    except RequestError as error:
+        source = StructuredOutput(json=schema).source
+        prepared = prepared_schema(source)
+    except (RequestError, ValueError) as error:
         raise HttpError(400, f"{field}: {error}", param=field) from error
-    return _moved(schema, place) or _ANY_OBJECT
+    options.update(prepared.options)
+    return _moved(json.loads(prepared.text), place) or _ANY_OBJECT
 
 
 def _moved(schema: object, place: str) -> object:

@@ -15,6 +15,7 @@ from ...errors import (
     OverloadedError,
     RequestError,
     StepgraphError,
+    StructuredOutputError,
 )
 
 __all__ = ["ErrorBody", "HttpError", "http_error"]
@@ -77,7 +78,7 @@ def http_error(error: Exception) -> HttpError:
     match error:
         case HttpError():
             return error
-        case RequestError():
+        case RequestError() | StructuredOutputError():
             return _invalid_request(str(error))
         case OverloadedError():
             seconds = math.ceil(min(max(error.retry_after, 1), MAX_RETRY_SECONDS))

@@ -1,0 +1,87 @@
+"""Grammars of all kinds as texts that llguidance compiles.
+
+llguidance computes all text that a grammar forces, however long it is: a rule that refers to itself
+behind a literal forces a text without an end. So nothing is forced in grammars of users, which
+still allow the same texts. JSON schemas force little at once, as white space may come between any
+two parts; of tool calls `forced_calls.py` bounds it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final
+
+from .json_schemas import prepared_schema
+
+__all__ = ["grammar_text"]
+
+MAX_EBNF_BYTES: Final = 1 << 14
+"""Of a grammar with `::=`, whose conversion takes the square of its time."""
+
+_WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,16}"
+"""Between the parts of a JSON text, where a model could otherwise go on forever."""
+_UNFORCED: Final = '\n%llguidance {"no_forcing": true}'
+"""At the end of a grammar, where it takes the place of an option before it."""
+_IS_LARK: Final = re.compile(r"^[ \t]*(?:%llguidance\b|[?!]?start\b[^:\n]*:(?!:=))", re.MULTILINE)
+_ESCAPE: Final = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+
+
+def grammar_text(kind: str, source: str) -> str:
+    """Return a grammar of a kind of `StructuredOutput` for llguidance.
+
+    Raises:
+        ValueError: it is invalid, or outputs could take too long.
+    """
+    from llguidance import LLMatcher  # an optional package
+
+    if kind == "json":
+        if source in ("true", "false"):  # which have no room for options
+            if source == "false":
+                raise ValueError("the schema false allows no text")
+            source = "{}"
+        schema = prepared_schema(source)
+        options: Any = {"whitespace_pattern": _WHITE_SPACE} | schema.options
+        return LLMatcher.grammar_from_json_schema(schema.text, defaults=options)
+    if kind == "regex":
+        if (len(source) - len(source.rstrip("\\"))) % 2:
+            raise ValueError("it ends with a backslash, which escapes nothing")
+        return LLMatcher.grammar_from_regex(source)
+    if kind == "choice":
+        texts = dict.fromkeys(json.loads(source))
+        quoted = (
+            json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # not read otherwise
+            for text in texts
+        )
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
+    if kind == "calls":
+        return LLMatcher.grammar_from_lark(source)
+    return LLMatcher.grammar_from_lark(_as_lark(source) + _UNFORCED)
+
+
+def _as_lark(source: str) -> str:
+    """Return a grammar in Lark, or one with `::=`, in Lark."""
+    if _IS_LARK.search(source):
+        return source
+    size = len(source.encode())
+    if size > MAX_EBNF_BYTES:
+        raise ValueError(
+            f"it has no rule named start, and is read as EBNF with ::=, of which {MAX_EBNF_BYTES}"
+            f" bytes are allowed, not {size}"
+        )
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        lark: str = gbnf_to_lark(_ESCAPE.sub(_character, source))
+    except Exception as error:
+        raise ValueError(
+            f"it has no rule named start, and is no EBNF with ::= either: {error}"
+        ) from error
+    return lark
+
+
+def _character(escape: re.Match[str]) -> str:
+    """Return the character of an escape beyond ASCII, which the conversion gets wrong."""
+    code = int(escape[1] or "0", 16)
+    is_text = code >= 0x80 and not 0xD800 <= code < 0xE000
+    return chr(code) if is_text else escape[0]

@@ -1,0 +1,167 @@
+"""What is changed in JSON schemas, and refused, before llguidance reads them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from stepgraph.runtime.structured.grammar_texts import grammar_text
+from stepgraph.runtime.structured.json_schemas import prepared_schema
+
+MINE = {"type": "string", "format": "AWS::S3::Bucket.Name"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "kept"),
+    [
+        (MINE, {"type": "string"}),
+        ({"type": "integer", "format": "int32"}, {"type": "integer"}),
+        ({"format": "date", "anyOf": [MINE]}, {"format": "date", "anyOf": [{"type": "string"}]}),
+        ({"properties": {"format": MINE}}, {"properties": {"format": {"type": "string"}}}),
+        ({"$defs": {"enum": MINE}}, {"$defs": {"enum": {"type": "string"}}}),
+        ({"components": {"a": {"b": MINE}}}, {"components": {"a": {"b": {"type": "string"}}}}),
+    ],
+)
+def test_custom_formats_are_removed(schema: Any, kept: Any) -> None:
+    assert json.loads(prepared_schema(json.dumps(schema)).text) == kept
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "ipv4"},
+        {"type": "string", "format": "uri-template"},
+        {"enum": [MINE, "format"]},
+        {"const": {"format": "mine"}},
+        {"properties": {"a": {"default": MINE, "examples": [MINE]}}},
+        {"format": ["no", "text"]},
+        ["format"],
+        True,
+    ],
+)
+def test_all_else_stays_as_it_is(schema: Any) -> None:
+    source = json.dumps(copy.deepcopy(schema), indent=1)
+    assert prepared_schema(source).text == source
+
+
+def test_a_schema_with_custom_formats_compiles() -> None:
+    llguidance = pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"bucket": MINE}, "required": ["bucket"]}
+    grammar = grammar_text("json", json.dumps(schema))
+    assert llguidance.LLMatcher.validate_grammar(grammar) == ""
+    unsupported = grammar_text("json", json.dumps({"type": "string", "format": "regex"}))
+    assert "regex" in llguidance.LLMatcher.validate_grammar(unsupported)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"minProperties": 2}, "minProperties is 2"),
+        ({"items": {"minProperties": 2, "patternProperties": {"^a": True}}}, "minProperties is 2"),
+        ({"type": "integer", "multipleOf": 999_983}, "multipleOf is 999983; .* at most 10000"),
+        ({"$defs": {"a": {"multipleOf": 1.000001}}}, "multipleOf is 1.000001"),
+        ({"const": "x" * 5000}, "const has a text of 5000 characters; allowed are 4096"),
+        ({"enum": ["a", "x" * 5000]}, "enum has a text"),
+        ({"properties": {"x" * 5000: True}}, "properties has a text"),
+    ],
+)
+def test_what_is_refused(schema: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        prepared_schema(json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minProperties": 1},
+        {"minProperties": 2, "required": ["a", "b"]},
+        {"minProperties": 2, "properties": {"a": {}, "b": {}}, "additionalProperties": False},
+        {"multipleOf": 0.01},
+        {"multipleOf": 10_000},
+        {"properties": {"multipleOf": {"const": 999_983}, "minProperties": {"const": 9}}},
+        {"const": "x" * 4096},
+    ],
+)
+def test_what_is_not_refused(schema: Any) -> None:
+    assert json.loads(prepared_schema(json.dumps(schema)).text) == schema
+
+
+def test_options_of_llguidance_are_no_part_of_a_schema() -> None:
+    options = {"x-guidance": {"lenient": True}}
+    schema = options | {"items": options, "enum": [options], "properties": {"x-guidance": options}}
+    kept = {"items": {}, "enum": [options], "properties": {"x-guidance": {}}}
+    assert json.loads(prepared_schema(json.dumps(schema)).text) == kept
+
+
+@pytest.mark.parametrize(
+    ("schema", "escaped"),
+    [
+        ({"type": "object"}, True),
+        ({"type": "object", "properties": {"a": {"type": "integer"}}}, False),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"type": "string"}},
+                "additionalProperties": False,
+            },
+            True,
+        ),
+        ({"type": "object", "patternProperties": {"^a": {"type": "integer"}}}, False),
+    ],
+)
+def test_escapes_do_not_hide_names(schema: Any, escaped: bool) -> None:
+    r"""`{"\u0061": "x"}` has a property `a`, which may be no text. llguidance escapes
+    control characters only, unless some names are excluded."""
+    texts = [r'{"\u0061":"x"}', r'{"b":"\u0001"}', r'{"a":"\u0001"}']
+    allowed = [text for text in texts if follows(schema, text)]
+    assert all(jsonschema.Draft202012Validator(schema).is_valid(json.loads(t)) for t in allowed)
+    assert bool(allowed) == escaped
+    assert follows(schema, r'{"a":1}') or follows(schema, r'{"a":"\n\\"}')
+
+
+def follows(schema: Any, text: str) -> bool:
+    """Whether a text follows the grammar of a schema, of bytes as tokens."""
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokenizer, grammar_text("json", json.dumps(schema)))
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "texts"),
+    [
+        ("grammar", '?start: "a" b\nb: "c"', ["ac"]),
+        ("grammar", 'start[capture="x"]: "a"', ["a"]),
+        ("grammar", 'root ::= "\\u00e9" [a-b]', ["éa", "éb"]),
+        ("grammar", '# start here:\nroot ::= "\\\\u00e9"', ["\\u00e9"]),
+        ("regex", r"a\\", ["a\\"]),
+    ],
+)
+def test_grammars_of_either_syntax(kind: str, source: str, texts: list[str]) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = llguidance.LLTokenizer("byte")
+    for text in texts:
+        matcher = llguidance.LLMatcher(tokenizer, grammar_text(kind, source))
+        tokens = tokenizer.tokenize_str(text)
+        assert not matcher.is_error(), matcher.get_error()
+        assert matcher.try_consume_tokens(tokens) == len(tokens)
+        assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "reason"),
+    [
+        ("grammar", "\n" * 60_000, "no rule named start, .* 16384 bytes are allowed, not 60000"),
+        ("grammar", "words", "is no EBNF with ::= either"),
+        ("regex", "a\\", "ends with a backslash"),
+        ("regex", r"a\\\\" + "\\", "ends with a backslash"),
+        ("json", "false", "allows no text"),
+    ],
+)
+def test_grammars_that_are_none(kind: str, source: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        grammar_text(kind, source)
