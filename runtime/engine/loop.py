@@ -309,10 +309,11 @@ class StepLoop:
 
         Where a latency budget sizes chunks, a step with one of them verifies and proposes nothing.
         """
-        speculator.begin_plan()
         drafts: Sequence[Sequence[int]] = ()
         if plan.decode and (self._step_budget is None or not plan.prefill):
             drafts = speculator.propose(plan.decode)
+        else:
+            speculator.begin_plan()
         if drafts:
             self.scheduler.extra_tokens.verify(plan, drafts, speculator.sizes(len(plan.decode)))
         if not isinstance(speculator, DrafterSpeculator):
@@ -362,7 +363,8 @@ class StepLoop:
             if step.plan.scored_tokens:
                 self.requests.append_scores(self.runner.read_scores(step))
             self.requests.append(sampled, arrived)
-            if isinstance(self.speculator, DrafterSpeculator):
+            if step.plan.proposes or step.plan.prompt_drafts:
+                assert isinstance(self.speculator, DrafterSpeculator), "it has made the drafts"
                 self.speculator.received(self.runner.read_drafts(step))
         return arrived - started if is_async_device else 0
 

@@ -61,6 +61,9 @@ FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
 """Steps that propose after which some decode steps are run, at first and later, so that their time
 remains known; and how many. The first of them does not count: it finds the caches cold."""
 
+RESTING_TIMED = 16
+"""While the drafter rests, one of so many steps is timed."""
+
 TIMED_RATE = 0.3
 """Share of an error by which the time of decode steps is corrected."""
 
@@ -109,7 +112,10 @@ class DrafterSpeculator:
         self._untimed = TIMED_AFTER - FIRST_TIMED
         """Steps that proposed since the last decode steps that were timed."""
         self._plain = 0
-        """Decode steps since the last step that proposed."""
+        """Decode steps since the last step that proposed, of those that were timed."""
+        self._is_timed = True
+        self._skipped = 0
+        """Decode steps since the last one that was timed, at rest."""
         self._slowdown = 1.0
         """Measured times of steps that propose and verify nothing, relative to `proposing`."""
         self._batch: Sequence[Request] = ()
@@ -125,7 +131,7 @@ class DrafterSpeculator:
 
     def begin_plan(self) -> None:
         """Begin with the next step, which may draft nothing."""
-        self.proposes, self._forces = 0, False
+        self.proposes, self._forces, self._is_timed = 0, False, True
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         """Return the drafts that each decoding request verifies; nothing if none does.
@@ -142,6 +148,8 @@ class DrafterSpeculator:
             if self._untimed >= TIMED_AFTER and not has_grammar:  # whose steps are not timed
                 return ()
         if rests and not (has_grammar or any(request.num_drafts for request in requests)):
+            self._skipped += 1
+            self._is_timed = self._skipped >= RESTING_TIMED
             return ()
         sizes = self.sizes(len(requests))
         if not sizes:
@@ -231,6 +239,8 @@ class DrafterSpeculator:
 
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         """Note when the loop began with a step that was launched."""
+        if not (self._is_timed or plan.prefill):
+            return  # of a rest, in which no row has drafts
         self._counter.launched(plan, started_ns)
         for request in plan.decode:
             request.num_drafts = plan.proposes
@@ -240,9 +250,12 @@ class DrafterSpeculator:
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
         """Count what a step accepted, and learn from its time; once for every launched step."""
         took = self._counter.committed(plan, advanced, arrived_ns)
-        self._proposing_steps += plan.proposes > 0 or plan.prompt_drafts > 0
-        if took is None or not plan.decode:
+        if took is None:
             return
+        self._proposing_steps += plan.proposes > 0 or plan.prompt_drafts > 0
+        if not plan.decode:
+            return
+        skipped, self._skipped = self._skipped, 0
         rows, costs = len(plan.decode), self._costs.of(plan.decode)
         if any(request.matcher is not None for request in plan.decode):
             return  # masks take time of their own
@@ -251,10 +264,10 @@ class DrafterSpeculator:
                 return
             self._plain += 1
             if self._plain > 1:
-                costs.observe_decode(rows, took.seconds, rate=TIMED_RATE)
+                costs.observe_decode(rows, took.seconds, 1 + skipped, TIMED_RATE)
             if self._plain == TIMED_STEPS:
                 self._untimed = 0
-            gained = self._share
+            gained = self._share * max(skipped, 1)
         else:
             self._untimed, self._plain = self._untimed + 1, 0
             decode_seconds = costs.decode_seconds(rows)
