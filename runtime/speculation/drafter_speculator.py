@@ -54,6 +54,10 @@ them do not tell whether drafts pay."""
 GAINING = 8.0
 """Credit of a trial that shows that drafts pay again."""
 
+RESTING_TIME = 0.7
+"""Of a decode step, that drafts after prompts have to be worth while the drafter rests: what is
+hardly promising was judged by other text."""
+
 MOST_DEBT = 8.0
 """Decode steps that drafts after prompts may lose while the drafter rests."""
 
@@ -159,7 +163,9 @@ class DrafterSpeculator:
         counts = [len(own.tokens) for own in guesses]
         if self.config.adaptive and any(counts):
             chances, otherwise = [own.chances for own in guesses], 1.0
-            if not (rests or has_grammar or self._is_trial):
+            if rests and not has_grammar:
+                otherwise = RESTING_TIME
+            elif not (has_grammar or self._is_trial):
                 otherwise = self._propose_multiple(len(requests))
             counts = self._costs.of(requests).choose(chances, otherwise)
             if self._is_trial and not any(counts):
