@@ -73,31 +73,22 @@ class DraftStep:
                 newest token, which follows its accepted ones.
             stops_B: int64, the first position of each row that has no slot.
         """
+        positions_R = self._state.positions
         with operation("draft"):
-            drafts = self._proposed(key, tokens, rows_B, first_B, stops_B)
+            operator = self._drafter.operator if self._native else None
+            if operator is not None:
+                sampled = SampledTokens(tokens, rows_B, positions_R, first_B, stops_B)
+                drafts = operator(sampled, self._arena, key.drafts)
+            else:
+                inputs = rows_B, positions_R, first_B, tokens.batch.positions, tokens.token_ids
+                find = newest_tokens if self._native else reference_newest_tokens
+                sampled_T, newest_B, previous_B, index_B = find(*inputs, tokens.next_ids)
+                later = partial(self._batch, rows_B, stops_B, key)
+                newest = NewestTokens(newest_B, previous_B, index_B, later)
+                tokens = dataclasses.replace(tokens, next_ids=sampled_T)
+                drafts = self._drafter.propose(tokens, newest, self._arena, key.drafts)
             self._state.keep_drafts(rows_B, drafts.token_ids)
         return drafts
-
-    def _proposed(
-        self,
-        key: StepKey,
-        tokens: FollowedTokens,
-        rows_B: torch.Tensor,
-        first_B: torch.Tensor,
-        stops_B: torch.Tensor,
-    ) -> Drafts:
-        positions_R = self._state.positions
-        operator = self._drafter.operator if self._native else None
-        if operator is not None:
-            sampled = SampledTokens(tokens, rows_B, positions_R, first_B, stops_B)
-            return operator(sampled, self._arena, key.drafts)
-        inputs = rows_B, positions_R, first_B, tokens.batch.positions, tokens.token_ids
-        find = newest_tokens if self._native else reference_newest_tokens
-        sampled_T, newest_B, previous_B, index_B = find(*inputs, tokens.next_ids)
-        later = partial(self._batch, rows_B, stops_B, key)
-        newest = NewestTokens(newest_B, previous_B, index_B, later)
-        tokens = dataclasses.replace(tokens, next_ids=sampled_T)
-        return self._drafter.propose(tokens, newest, self._arena, key.drafts)
 
     def _batch(
         self,
