@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import json
-from fractions import Fraction
+from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
 from ..bounded_repr import bounded_repr
@@ -20,8 +20,8 @@ __all__ = ["PreparedSchema", "prepared_schema"]
 
 MAX_FORCED_CHARS: Final = 4096
 """Of a text in `const` or `enum`, or of a name: a step tokenises what is left of a forced text."""
-MAX_FACTOR: Final = 10_000
-"""Of the numerator and the denominator of `multipleOf`, which the automaton counts to."""
+MAX_FACTOR, MAX_DECIMALS = 10_000, 18
+"""Of `multipleOf`: its digits, to which the automaton counts, and how many of them are decimals."""
 
 _SPECIFIED: Final = frozenset(
     (
@@ -107,14 +107,14 @@ def _check_counts(schema: dict[str, Any], is_closed: bool) -> None:
         )
     factor = schema.get("multipleOf")
     if isinstance(factor, int | float) and not isinstance(factor, bool):
-        try:
-            exact = Fraction(str(factor))
-        except ValueError:  # NaN or infinite, which is no JSON
+        _, digits, exponent = Decimal(str(factor)).normalize().as_tuple()
+        if not isinstance(exponent, int):  # NaN or infinite, which is no JSON
             return
-        if max(exact.numerator, exact.denominator) > MAX_FACTOR:
+        too_many = len(digits) + max(exponent, 0) > len(str(MAX_FACTOR)) or exponent < -MAX_DECIMALS
+        if too_many or int("".join(map(str, digits))) * 10 ** max(exponent, 0) > MAX_FACTOR:
             raise ValueError(
-                f"multipleOf is {bounded_repr(factor)}; as a fraction, its parts may be at most"
-                f" {MAX_FACTOR}"
+                f"multipleOf is {bounded_repr(factor)}; its digits without the decimal point may be"
+                f" at most {MAX_FACTOR}, and {MAX_DECIMALS} of them decimals"
             )
 
 
