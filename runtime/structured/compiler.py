@@ -295,6 +295,7 @@ def _allowed(matcher: LLMatcher) -> npt.NDArray[np.int64]:
 def _reason(matcher: LLMatcher) -> str:
     """Return the error of a matcher."""
     reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    reason = reason.partition(". Enable '")[0]  # options that schemas do not have here
     return "no text can follow it" if "NoExtensionBias" in reason else reason
 
 

@@ -1,7 +1,8 @@
 """JSON schemas as llguidance reads them: what it would get wrong or follow for ever is refused.
 
-- A `format` that JSON Schema does not specify says nothing about which texts are valid, and
-  `x-guidance` is an option of llguidance, not of JSON Schema: both are left out.
+- A `format` that JSON Schema does not specify, and `"uniqueItems": false` for example, say nothing
+  about which texts are valid, and `x-guidance` is an option of llguidance, not of JSON Schema: they
+  are left out.
 - Names of properties can be written with escapes, such as `"\\u0061"` for `"a"`. llguidance takes
   it for another name. So where other properties are allowed too, `\\u` is not: control characters,
   for which llguidance uses it, are left out.
@@ -41,6 +42,15 @@ _NAMED: Final = frozenset(
 )
 """Keywords whose values are schemas by name."""
 _OPTIONS: Final = "x-guidance"
+_DEMANDS_NOTHING: Final[dict[str, tuple[Any, ...]]] = {
+    "uniqueItems": (False,),
+    "not": (False,),
+    "propertyNames": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
+}
+"""Keywords that llguidance lacks, and their values that every text follows."""
 
 
 class PreparedSchema(NamedTuple):
@@ -73,13 +83,10 @@ def _prepare(schema: Any) -> tuple[bool, bool]:
         return any(changed for changed, _ in found), any(opens for _, opens in found)
     if not isinstance(schema, dict):
         return False, False
-    name = schema.get("format")
-    changed = isinstance(name, str) and name not in _SPECIFIED
-    if changed:
-        del schema["format"]
-    if _OPTIONS in schema:
-        del schema[_OPTIONS]
-        changed = True
+    ignored = [keyword for keyword, value in schema.items() if _is_ignored(keyword, value)]
+    for keyword in ignored:
+        del schema[keyword]
+    changed = bool(ignored)
     is_closed = schema.get("additionalProperties") is False
     named, patterns = schema.get("properties"), schema.get("patternProperties")
     opens = bool(patterns) or (bool(named) and not is_closed)
@@ -94,6 +101,13 @@ def _prepare(schema: Any) -> tuple[bool, bool]:
             of_value = _prepare(value)
             changed, opens = changed or of_value[0], opens or of_value[1]
     return changed, opens
+
+
+def _is_ignored(keyword: str, value: Any) -> bool:
+    """Return whether a keyword says nothing about which texts are valid."""
+    if keyword == "format":
+        return isinstance(value, str) and value not in _SPECIFIED
+    return keyword == _OPTIONS or value in _DEMANDS_NOTHING.get(keyword, ())
 
 
 def _check_counts(schema: dict[str, Any], is_closed: bool) -> None:
