@@ -177,15 +177,18 @@ class GrammarCompiler:
         if found is not None:
             return found.result()
         try:
-            own.set_result(self._compile(*key))
-            self._keep(key, own.result())
-        except BaseException as error:
+            compiled = self._compile(*key)
+            self._keep(key, compiled)
+            own.set_result(compiled)
+            return compiled
+        except Exception as error:
             own.set_exception(error)
             raise
         finally:
+            if not own.done():  # the exception of a signal handler concerns this thread only
+                own.set_exception(OverloadedError("a grammar was not compiled to the end: retry"))
             with self._lock:
                 del self._compiling[key]
-        return own.result()
 
     def _keep(self, key: _Key, compiled: _Compiled) -> None:
         with self._lock:
