@@ -135,6 +135,24 @@ def test_drafts_after_prompts_lose_little_at_rest() -> None:
     assert now - began < 4000 * 1.01
 
 
+@pytest.mark.parametrize("every", [1, 2, 4, 30])
+def test_a_rest_ends_while_others_prefill(every: int) -> None:
+    """Each so many steps have a chunk of a prompt too; such steps do not pay for a trial."""
+    speculator, request, other = make(), row([1, 2, 3]), row([1, 2, 3])
+    serve(speculator, request, 0.02, 1000)
+    began, now = speculator.stats()["proposing_steps"], 10**13
+    for step in range(4000):
+        speculator.propose([request])
+        plan = StepPlan(decode=[request], proposes=speculator.proposes)
+        if step % every == 0:
+            plan.prefill = [RowSpan(other, 1, step, 1, samples=False)]
+        speculator.launched(plan, now)
+        now += 14 * 10**8 if plan.proposes else 10**9
+        speculator.committed(plan, None, now)
+    trials = speculator.stats()["proposing_steps"] - began
+    assert trials == 0 if every == 1 else 1 <= trials <= 20
+
+
 def test_prompts_that_get_no_drafts() -> None:
     speculator, asynchronous = make(), make(is_async_device=True)
     for own in (speculator, asynchronous):

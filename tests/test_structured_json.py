@@ -70,9 +70,17 @@ def test_a_schema_with_custom_formats_compiles() -> None:
         ({"multipleOf": 1e300}, "multipleOf is 1e.300"),
         ({"multipleOf": 10**400}, "multipleOf is "),
         ({"multipleOf": 1e-30}, "multipleOf is 1e-30"),
-        ({"const": "x" * 5000}, "const has a text of 5000 characters; allowed are 4096"),
+        ({"const": "x" * 5000}, "const has a text of 5002 characters; allowed are 4096"),
         ({"enum": ["a", "x" * 5000]}, "enum has a text"),
         ({"properties": {"x" * 5000: True}}, "properties has a text"),
+        ({"const": {"a": ["x" * 5000]}}, "const has a text"),
+        ({"enum": [["x" * 5000]]}, "enum has a text"),
+        ({"required": ["x" * 5000]}, "required has a text"),
+        (
+            {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
+            "digits 988027; allowed are 100000",
+        ),
+        ({"multipleOf": 9999, "$defs": {"a": {"multipleOf": 0.0007}}}, "digits 699930000"),
     ],
 )
 def test_what_is_refused(schema: Any, reason: str) -> None:
@@ -91,7 +99,8 @@ def test_what_is_refused(schema: Any, reason: str) -> None:
         {"multipleOf": 1e-8},
         {"multipleOf": 0},
         {"properties": {"multipleOf": {"const": 999_983}, "minProperties": {"const": 9}}},
-        {"const": "x" * 4096},
+        {"const": "x" * 4094},
+        {"multipleOf": 0.01, "items": {"multipleOf": 5}},
     ],
 )
 def test_what_is_not_refused(schema: Any) -> None:
@@ -169,6 +178,7 @@ def test_grammars_of_either_syntax(kind: str, source: str, texts: list[str]) -> 
         ("regex", "a\\", "ends with a backslash"),
         ("regex", r"a\\\\" + "\\", "ends with a backslash"),
         ("json", "false", "allows no text"),
+        ("grammar", 'start: %json {"multipleOf": 99999989}', "multipleOf is 99999989"),
     ],
 )
 def test_grammars_that_are_none(kind: str, source: str, reason: str) -> None:

@@ -136,7 +136,7 @@ class DraftStep:
     ) -> Drafts | None:
         """Let the drafter follow the chunks of a prefill step, which has sampled these tokens.
 
-        With `key.drafts`, return drafts of the rows that sample; those of others are meaningless.
+        With `key.drafts`, return drafts of the rows that sample; those of others are 0.
         Where steps are `ragged`, there are none of padding.
         """
         tokens = self._chunks(inputs, key, sampled_P, features_TF)
@@ -148,8 +148,11 @@ class DraftStep:
         if ragged:
             count = int((inputs.prefill_rows != self._state.null_row).sum())
         first_P = inputs.query_start_loc[:count].clamp(max=key.size - 1)
-        stops_P = inputs.draft_stops[:count]
-        return self.propose(key, tokens, inputs.sample_rows[:count], first_P, stops_P)
+        rows_P = inputs.sample_rows[:count]
+        drafts = self.propose(key, tokens, rows_P, first_P, inputs.draft_stops[:count])
+        # Those of the null row depend on which of its tokens was written last.
+        unused_P1 = (rows_P == self._state.null_row)[:, None]
+        return Drafts(drafts.token_ids.masked_fill(unused_P1, 0), drafts.probabilities)
 
     def _chunks(
         self,

@@ -213,12 +213,12 @@ class AsyncEngine(ManagedEngine):
             if handle.deadline_ns is not None or handle.first_token_deadline_ns is not None:
                 self._thread.watch(handle)
             prepare = partial(self._prepare, handle, prompt, params, options.get("cache_salt"))
-            has_grammar = self._compiles(params)
+            has_grammar = getattr(params, "structured", None) is not None
             if isinstance(prompt, list) and len(prompt) <= INLINE_TOKENS and not has_grammar:
                 prepare()
                 return
             try:
-                (self._grammar_pool if has_grammar else self._pool).submit(prepare)
+                (self._grammar_pool if self._compiles(params) else self._pool).submit(prepare)
             except RuntimeError as error:  # closed meanwhile, or no thread can be started
                 refusal = EngineUnavailableError(f"the prompt cannot be prepared: {error}")
                 self._prepared(handle, refusal)

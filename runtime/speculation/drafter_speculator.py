@@ -55,11 +55,12 @@ GAINING = 8.0
 """Credit of a trial that shows that drafts pay again."""
 
 RESTING_TIME = 0.7
-"""Of a decode step, that drafts after prompts have to be worth while the drafter rests: what is
-hardly promising was judged by other text."""
+"""Decode steps that a draft after a prompt must be worth while the drafter rests. The drafter was
+judged on other text, so weak promises do not count."""
 
 MOST_DEBT = 8.0
-"""Decode steps that drafts after prompts may lose while the drafter rests."""
+"""How far below zero the credit may fall, in decode steps, before a drafter at rest no longer
+proposes after prompts."""
 
 FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
 """Steps that propose after which some decode steps are run, at first and later, so that their time
@@ -116,7 +117,7 @@ class DrafterSpeculator:
         self._untimed = TIMED_AFTER - FIRST_TIMED
         """Steps that proposed since the last decode steps that were timed."""
         self._plain = 0
-        """Decode steps since the last step that proposed, of those that were timed."""
+        """Timed decode steps since the last step that proposed."""
         self._is_timed = True
         self._skipped = 0
         """Decode steps since the last one that was timed, at rest."""
@@ -246,7 +247,7 @@ class DrafterSpeculator:
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         """Note when the loop began with a step that was launched."""
         if not (self._is_timed or plan.prefill):
-            return  # of a rest, in which no row has drafts
+            return  # at rest, no row has drafts to reset
         self._counter.launched(plan, started_ns)
         for request in plan.decode:
             request.num_drafts = plan.proposes
@@ -261,13 +262,13 @@ class DrafterSpeculator:
         self._proposing_steps += plan.proposes > 0 or plan.prompt_drafts > 0
         if not plan.decode:
             return
-        skipped, self._skipped = self._skipped, 0
         rows, costs = len(plan.decode), self._costs.of(plan.decode)
         if any(request.matcher is not None for request in plan.decode):
             return  # masks take time of their own
         if not plan.proposes:
             if advanced is not None or plan.prefill:
                 return
+            skipped, self._skipped = self._skipped, 0
             self._plain += 1
             if self._plain > 1:
                 costs.observe_decode(rows, took.seconds, 1 + skipped, TIMED_RATE)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
+from ..bounded_repr import bounded_repr
 from ..errors import RequestError
 
 __all__ = ["MAX_COMPILATIONS", "CompilationsBusyError", "NotCompiledError", "compile_until"]
@@ -30,21 +30,21 @@ class NotCompiledError(Exception):
 
 
 class CompilationsBusyError(Exception):
-    """All compilations that may run at the same time took until the deadline."""
+    """As many compilations as may run at the same time took too long."""
 
 
 def compile_until(work: Callable[[], T], seconds: float) -> T:
     """Return the result of `work`, called in another thread within `seconds`.
 
-    After the deadline `work` goes on, and counts as one of `MAX_COMPILATIONS`, until it returns.
+    Waiting for a place may take as long before. After the deadline `work` goes on, and counts as
+    one of `MAX_COMPILATIONS`, until it returns.
 
     Raises:
         NotCompiledError: the deadline has passed.
-        CompilationsBusyError: it passed while others were compiling.
+        CompilationsBusyError: others were compiling for `seconds`.
         RequestError: no thread can be started.
         Exception: whatever `work` raises.
     """
-    deadline = time.monotonic() + seconds
     if not _slots.acquire(timeout=seconds):
         raise CompilationsBusyError(
             f"{MAX_COMPILATIONS} others have been compiling for {seconds:g} s"
@@ -54,8 +54,10 @@ def compile_until(work: Callable[[], T], seconds: float) -> T:
     def run() -> None:
         try:
             result.set_result(work())
-        except BaseException as error:
+        except Exception as error:
             result.set_exception(error)
+        except BaseException as error:  # a panic of llguidance
+            result.set_exception(ValueError(f"llguidance failed: {bounded_repr(error)}"))
         finally:
             _slots.release()
 
@@ -71,7 +73,7 @@ def compile_until(work: Callable[[], T], seconds: float) -> T:
             " virtual memory of the process, or leave out structured"
         ) from error
     try:
-        return result.result(max(0.0, deadline - time.monotonic()))
+        return result.result(seconds)
     except TimeoutError:
         raise NotCompiledError(f"it did not compile within {seconds:g} s") from None
 

@@ -25,6 +25,7 @@ from ..loading.tokenizer import TextTokenizer
 from ..structured_output import StructuredOutput
 from .compile_threads import CompilationsBusyError, NotCompiledError, compile_until
 from .grammar_texts import grammar_text
+from .json_schemas import MAX_FORCED_CHARS
 from .matcher import MASK_SECONDS, TokenMatcher
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ a quarter of a limit is not kept."""
 _MAX_REASON_CHARS = 300
 _MAX_REFUSED: Final = 256
 _REFUSED_SECONDS: Final = 60.0
-"""Refusals that are remembered, and how long: a refused grammar can have cost seconds."""
+"""How many refusals are remembered, and for how long: refusing a grammar anew can cost seconds."""
 _PROBED_TOKENS: Final = 4
 """Tokens of an output after which the time of a mask is measured."""
 
@@ -274,8 +275,13 @@ def _check_speed(matcher: LLMatcher) -> None:
             allowed = _allowed(output)
             if not output.is_error() and len(allowed):
                 output.consume_token(int(allowed[place]))
+            forced = 0 if output.is_error() else len(output.compute_ff_tokens())
             if output.is_error():
                 raise ValueError(_reason(output))
+            if forced > MAX_FORCED_CHARS:
+                raise ValueError(
+                    f"it forces a text of {forced} tokens; allowed are {MAX_FORCED_CHARS}"
+                )
             if output.is_stopped() or not len(allowed):
                 break
 

@@ -1,9 +1,9 @@
 """Grammars of all kinds as texts that llguidance compiles.
 
-llguidance computes all text that a grammar forces, however long it is: a rule that refers to itself
-behind a literal forces a text without an end. So nothing is forced in grammars of users, which
-still allow the same texts. JSON schemas force little at once, as white space may come between any
-two parts; of tool calls `forced_calls.py` bounds it.
+llguidance computes all forced text at once. A rule that refers to itself after a literal forces
+text without an end, so nothing is forced in grammars of users. This does not change which texts
+they allow. JSON schemas force little at once, as white space may come between any two parts, and
+`forced_calls.py` bounds what tool calls force.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from .json_schemas import prepared_schema
 __all__ = ["grammar_text"]
 
 MAX_EBNF_BYTES: Final = 1 << 14
-"""Of a grammar with `::=`, whose conversion takes the square of its time."""
+"""Of a grammar with `::=`, whose conversion takes time quadratic in its size."""
 
 _WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,16}"
 """Between the parts of a JSON text, where a model could otherwise go on forever."""
 _UNFORCED: Final = '\n%llguidance {"no_forcing": true}'
 """At the end of a grammar, where it takes the place of an option before it."""
 _IS_LARK: Final = re.compile(r"^[ \t]*(?:%llguidance\b|[?!]?start\b[^:\n]*:(?!:=))", re.MULTILINE)
+_JSON: Final = re.compile(r"%json\s*")
 _ESCAPE: Final = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 
 
@@ -56,7 +57,9 @@ def grammar_text(kind: str, source: str) -> str:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
     if kind == "calls":
         return LLMatcher.grammar_from_lark(source)
-    return LLMatcher.grammar_from_lark(_as_lark(source) + _UNFORCED)
+    lark = _as_lark(source)
+    _check_schemas(lark)
+    return LLMatcher.grammar_from_lark(lark + _UNFORCED)
 
 
 def _as_lark(source: str) -> str:
@@ -78,6 +81,16 @@ def _as_lark(source: str) -> str:
             f"it has no rule named start, and is no EBNF with ::= either: {error}"
         ) from error
     return lark
+
+
+def _check_schemas(lark: str) -> None:
+    """Raise `ValueError` for schemas in a grammar that `prepared_schema` refuses."""
+    for match in _JSON.finditer(lark):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(lark, match.end())
+        except (ValueError, RecursionError):  # it is no schema, or llguidance refuses it
+            continue
+        prepared_schema(json.dumps(schema))
 
 
 def _character(escape: re.Match[str]) -> str:

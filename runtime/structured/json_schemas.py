@@ -1,18 +1,20 @@
-"""JSON schemas as llguidance reads them: what it would get wrong or follow for ever is refused.
+"""JSON schemas for llguidance. Those that it would get wrong, or never finish, are refused.
 
 - A `format` that JSON Schema does not specify, and `"uniqueItems": false` for example, say nothing
   about which texts are valid, and `x-guidance` is an option of llguidance, not of JSON Schema: they
   are left out.
-- Names of properties can be written with escapes, such as `"\\u0061"` for `"a"`. llguidance takes
-  it for another name. So where other properties are allowed too, `\\u` is not: control characters,
-  for which llguidance uses it, are left out.
+- Names of properties can be written with escapes, such as `"\\u0061"` for `"a"`. llguidance treats
+  an escaped name as a different one. So where a schema also allows other properties, `\\u` escapes
+  are forbidden, and with them control characters.
 - Names of additional properties can be repeated, each of which llguidance counts.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
 from ..bounded_repr import bounded_repr
@@ -20,9 +22,11 @@ from ..bounded_repr import bounded_repr
 __all__ = ["PreparedSchema", "prepared_schema"]
 
 MAX_FORCED_CHARS: Final = 4096
-"""Of a text in `const` or `enum`, or of a name: a step tokenises what is left of a forced text."""
+"""Of `const`, a value of `enum` or a name: each step tokenises what is left of a forced text."""
 MAX_FACTOR, MAX_DECIMALS = 10_000, 18
 """Of `multipleOf`: its digits, to which the automaton counts, and how many of them are decimals."""
+MAX_COMMON_FACTOR: Final = 100_000
+"""Of all `multipleOf` of a schema: values may have to be multiples of several of them."""
 
 _SPECIFIED: Final = frozenset(
     (
@@ -68,39 +72,70 @@ def prepared_schema(source: str) -> PreparedSchema:
         ValueError: it is no JSON text, or outputs could be invalid or take too long.
     """
     schema = json.loads(source)
-    changed, has_open_names = _prepare(schema)
-    text = json.dumps(schema, ensure_ascii=False) if changed else source
-    return PreparedSchema(text, {"json_allowed_escapes": 'nrbtf\\"'} if has_open_names else {})
+    walk = _Walk()
+    walk.visit(schema)
+    walk.check_factors()
+    text = json.dumps(schema, ensure_ascii=False) if walk.changed else source
+    return PreparedSchema(text, {"json_allowed_escapes": 'nrbtf\\"'} if walk.has_open_names else {})
 
 
-def _prepare(schema: Any) -> tuple[bool, bool]:
-    """Change a schema or a list of these; return whether it has changed, and has open names.
+class _Walk:
+    """Changes a schema and those in it, and checks them."""
 
-    It has if objects may have named properties and others.
-    """
-    if isinstance(schema, list):
-        found = [_prepare(item) for item in schema]
-        return any(changed for changed, _ in found), any(opens for _, opens in found)
-    if not isinstance(schema, dict):
-        return False, False
-    ignored = [keyword for keyword, value in schema.items() if _is_ignored(keyword, value)]
-    for keyword in ignored:
-        del schema[keyword]
-    changed = bool(ignored)
-    is_closed = schema.get("additionalProperties") is False
-    named, patterns = schema.get("properties"), schema.get("patternProperties")
-    opens = bool(patterns) or (bool(named) and not is_closed)
-    _check_counts(schema, is_closed and not patterns)
-    for keyword, value in schema.items():
-        if keyword in ("const", "enum"):
+    def __init__(self) -> None:
+        self.changed = False
+        self.has_open_names = False
+        """Whether an object may have properties besides the named ones."""
+        self._factors: list[Fraction] = []
+
+    def visit(self, schema: Any) -> None:
+        """Visit a schema, or a list of these. Raises `ValueError`."""
+        if isinstance(schema, list):
+            for item in schema:
+                self.visit(item)
+        if not isinstance(schema, dict):
+            return
+        for keyword in [k for k, value in schema.items() if _is_ignored(k, value)]:
+            del schema[keyword]
+            self.changed = True
+        is_closed = schema.get("additionalProperties") is False
+        named, patterns = schema.get("properties"), schema.get("patternProperties")
+        self.has_open_names |= bool(patterns) or (bool(named) and not is_closed)
+        _check_count(schema, is_closed and not patterns)
+        self._add_factor(schema.get("multipleOf"))
+        for keyword, value in schema.items():
             _check_texts(keyword, value)
-        if keyword in _NAMED and isinstance(value, dict):
-            _check_texts(keyword, list(value))
-            value = list(value.values())
-        if keyword not in _VALUES:
-            of_value = _prepare(value)
-            changed, opens = changed or of_value[0], opens or of_value[1]
-    return changed, opens
+            if keyword in _NAMED and isinstance(value, dict):
+                value = list(value.values())
+            if keyword not in _VALUES:
+                self.visit(value)
+
+    def check_factors(self) -> None:
+        """Raise `ValueError` if the least common multiple of all `multipleOf` is too large."""
+        scale = math.lcm(*(factor.denominator for factor in self._factors))
+        common = math.lcm(*(int(factor * scale) for factor in self._factors))
+        if common > MAX_COMMON_FACTOR:
+            raise ValueError(
+                "the least common multiple of all values of multipleOf has the digits"
+                f" {bounded_repr(common)}; allowed are {MAX_COMMON_FACTOR}"
+            )
+
+    def _add_factor(self, factor: Any) -> None:
+        if not isinstance(factor, int | float) or isinstance(factor, bool):
+            return
+        number = Decimal(str(factor)).normalize()
+        _, digits, exponent = number.as_tuple()
+        if (
+            not isinstance(exponent, int) or not number
+        ):  # NaN, infinite or 0, which llguidance refuses
+            return
+        too_many = len(digits) + max(exponent, 0) > len(str(MAX_FACTOR)) or exponent < -MAX_DECIMALS
+        if too_many or int("".join(map(str, digits))) * 10 ** max(exponent, 0) > MAX_FACTOR:
+            raise ValueError(
+                f"multipleOf is {bounded_repr(factor)}; written without its decimal point it may be"
+                f" at most {MAX_FACTOR}, with at most {MAX_DECIMALS} decimals"
+            )
+        self._factors.append(Fraction(number))
 
 
 def _is_ignored(keyword: str, value: Any) -> bool:
@@ -110,8 +145,8 @@ def _is_ignored(keyword: str, value: Any) -> bool:
     return keyword == _OPTIONS or value in _DEMANDS_NOTHING.get(keyword, ())
 
 
-def _check_counts(schema: dict[str, Any], is_closed: bool) -> None:
-    """Refuse numbers that llguidance counts wrongly, or counts to."""
+def _check_count(schema: dict[str, Any], is_closed: bool) -> None:
+    """Refuse a number of properties that llguidance counts wrongly."""
     least, required = schema.get("minProperties"), schema.get("required")
     known = len(required) if isinstance(required, list) else 0
     if isinstance(least, int) and least > max(1, known) and not is_closed:
@@ -119,23 +154,17 @@ def _check_counts(schema: dict[str, Any], is_closed: bool) -> None:
             f"minProperties is {least}, which repeated names of other properties could reach: list"
             " the names under required, or forbid others with additionalProperties: false"
         )
-    factor = schema.get("multipleOf")
-    if isinstance(factor, int | float) and not isinstance(factor, bool):
-        _, digits, exponent = Decimal(str(factor)).normalize().as_tuple()
-        if not isinstance(exponent, int):  # NaN or infinite, which is no JSON
-            return
-        too_many = len(digits) + max(exponent, 0) > len(str(MAX_FACTOR)) or exponent < -MAX_DECIMALS
-        if too_many or int("".join(map(str, digits))) * 10 ** max(exponent, 0) > MAX_FACTOR:
-            raise ValueError(
-                f"multipleOf is {bounded_repr(factor)}; its digits without the decimal point may be"
-                f" at most {MAX_FACTOR}, and {MAX_DECIMALS} of them decimals"
-            )
 
 
 def _check_texts(keyword: str, value: Any) -> None:
-    """Refuse texts that are too long to be forced."""
-    values = value if isinstance(value, list) else [value]
-    longest = max((len(text) for text in values if isinstance(text, str)), default=0)
+    """Refuse a keyword with texts that are too long to be forced."""
+    if keyword == "const" or keyword in _NAMED:
+        texts = [json.dumps(value)] if keyword == "const" else list(value)
+    elif keyword in ("enum", "required") and isinstance(value, list):
+        texts = [json.dumps(item) for item in value]
+    else:
+        return
+    longest = max(map(len, texts), default=0)
     if longest > MAX_FORCED_CHARS:
         raise ValueError(
             f"{keyword} has a text of {longest} characters; allowed are {MAX_FORCED_CHARS}"

@@ -231,7 +231,7 @@ def _attend_uniform(
     bad_RL: Tensor | None = None
     if n > 1:  # a later draft of the row may not be finite, which earlier tokens do not see
         finite_RGL = k_RGLD.isfinite().all(-1) & v_RGLE.isfinite().all(-1)
-        bad_RL = ~finite_RGL.all(1)
+        bad_RL = ~finite_RGL.all(1) & ~seen_RNL.all(1)
         k_RGLD = k_RGLD.masked_fill(bad_RL[:, None, :, None], 0)
         v_RGLE = v_RGLE.masked_fill(bad_RL[:, None, :, None], 0)
     q_RGQD = q_THD.reshape(r, n, g, h // g, d).transpose(1, 2).reshape(r, g, -1, d)

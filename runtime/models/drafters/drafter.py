@@ -49,8 +49,8 @@ class FollowedTokens:
     batch: RaggedBatch
     """Their positions and slots. Padding, and drafts beyond a row's own, go to the null block."""
     of_prompts: bool = False
-    """Whether they are chunks of prompts. Others are the drafts that were proposed last, and the
-    token before these."""
+    """Whether they are chunks of prompts. Otherwise they are the newest token, and the drafts that
+    were proposed after it."""
 
 
 @dataclass(frozen=True, slots=True)
