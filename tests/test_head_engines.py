@@ -63,7 +63,7 @@ def test_tokens_are_those_of_plain_decoding(
     assert stats["speculation"]["drafted"] > 50
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_drafts_after_prompts_are_the_same_on_all_kernels(
     open_engine: Callable[..., Engine],
     base: TinyModel,
