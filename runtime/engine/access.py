@@ -151,8 +151,11 @@ class LoopAccess:
             self._refuse_reentry(holder, name)
 
     def _may_be_part_of(self, holder: _Turn, frame: FrameType, thread: int) -> bool:
-        """Whether the holder claimed the loop in this thread and is between two sections."""
-        if not holder[3] or holder[2] != thread:
+        """Whether the holder claimed the loop in this thread and is between two sections.
+
+        It may have been interrupted right before it released its claim.
+        """
+        if not holder[3] or holder[2] != thread or not _runs(holder):
             return False
         return self._section is None or not in_stack(self._section, frame)
 
