@@ -110,7 +110,7 @@ def greedy(model: ModelConfig, prompt: list[int]) -> list[int]:
 @pytest.fixture
 def open_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
-    monkeypatch.setattr(opened_source, "random_weights", lambda model, dtype, seed: weights(model))
+    monkeypatch.setattr(opened_source, "random_weights", lambda model, *_, **__: weights(model))
 
     def open_(model: ModelConfig, **settings: Any) -> Engine:
         monkeypatch.setitem(presets.PRESETS, "traits", model)

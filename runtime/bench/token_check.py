@@ -187,7 +187,8 @@ def _load_weights(reference: Decoder, source: str, seed: int) -> None:
     """Read a model's weights again, or draw those of a preset as its engine did."""
     found = resolve_source(source)
     if found.directory is None:
-        reference.store(random_weights(found.native, reference.dtype, seed))
+        weights = random_weights(found.native, reference.dtype, seed, device=reference.device)
+        reference.store(weights)
     else:
         with CheckpointReader(found.directory) as reader:
             reference.store(iter_weights(reader, found.native, reference.dtype))

@@ -347,7 +347,10 @@ def _load(
             add_scopes(loaded.model, source.config.probe)
         return loaded
     model = Decoder(source.config, kernels, config.dtype, config.device, groups, config.storage)
-    model.store(source.weights(config.dtype, seed=config.seed, progress=progress))
+    weights = source.weights(
+        config.dtype, seed=config.seed, device=config.device, progress=progress
+    )
+    model.store(weights)
     return model.eval()
 
 

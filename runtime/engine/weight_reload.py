@@ -96,7 +96,7 @@ def reload_rank(parts: EngineParts, group: RankGroup, source: str) -> None:
 def _overwrite_native(
     model: Decoder, new: OpenedSource, replacing: ModelConfig, config: ResolvedConfig
 ) -> None:
-    model.overwrite(new.weights(config.dtype, seed=config.seed))
+    model.overwrite(new.weights(config.dtype, seed=config.seed, device=config.device))
     model.config = replacing
 
 

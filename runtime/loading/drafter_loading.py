@@ -70,7 +70,8 @@ def load_drafter(
         with ExitStack() as open_files:
             source = Source(config.name, config.model, config.directory)
             opened = open_source(source, open_files, check_head=False)
-            drafter.decoder.store(opened.weights(dtype, seed=seed, progress=progress))
+            weights = opened.weights(dtype, seed=seed, device=device, progress=progress)
+            drafter.decoder.store(weights)
         return drafter
     assert config.directory is not None
     with CheckpointReader(config.directory) as reader:

@@ -219,28 +219,33 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]
 
 
 def random_weights(
-    config: ModelConfig, dtype: torch.dtype, seed: int = 0
+    config: ModelConfig,
+    dtype: torch.dtype,
+    seed: int = 0,
+    *,
+    device: torch.device | str = "cpu",
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (our name, CPU tensor of `dtype`) for a model without a checkpoint.
+    """Yield (our name, tensor of `dtype` on `device`) for a model without a checkpoint.
 
     Norms are neutral, other weights are normal with standard deviation 0.02; parts without a source
     tensor are zero. A tensor depends on its name and the seed only, and that of a shard is a part
     of the tensor of the whole model. Tensors of more than 262 147 elements repeat their values, so
-    that large models are made at memory bandwidth.
+    that large models are made at the memory bandwidth of the device. The values are drawn on the
+    CPU, and so are the same on every device. Tensors are made one at a time.
     """
     for name, fused in fused_layout(config).items():
         dtype_here = fused.dtype or dtype
         if name.endswith("norm.weight"):
             named = fused.sources[0].name is not None
             neutral = 1.0 if named and not config.family.offset_norms else 0.0
-            yield name, torch.full(fused.shape, neutral, dtype=dtype_here)
+            yield name, torch.full(fused.shape, neutral, dtype=dtype_here, device=device)
             continue
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         whole = fused.shape if fused.cut is None else fused.cut.whole
         pool = torch.empty(min(math.prod(whole), _NORMAL_POOL), dtype=torch.float32)
-        pool = pool.normal_(0.0, _INITIAL_STD, generator=generator).to(dtype_here)
-        tensor = torch.empty(fused.shape, dtype=dtype_here)
+        pool = pool.normal_(0.0, _INITIAL_STD, generator=generator).to(dtype_here).to(device)
+        tensor = torch.empty(fused.shape, dtype=dtype_here, device=device)
         _fill_from_pool(tensor.view(fused.stacked_shape), pool, fused.cut)
         for source, part in fused.parts(tensor):
             if source.name is None:
@@ -262,7 +267,7 @@ def _fill_from_pool(tensor: torch.Tensor, pool: torch.Tensor, cut: Cut | None) -
     columns, at_once = cut.columns, max(1, _NORMAL_POOL // cut.whole[1])
     for start in range(0, len(tensor), at_once):
         target = tensor[start : start + at_once]
-        rows_here = torch.empty(len(target), cut.whole[1], dtype=tensor.dtype)
+        rows_here = tensor.new_empty(len(target), cut.whole[1])
         _repeat(rows_here.view(-1), pool, start * cut.whole[1])
         target.copy_(rows_here[:, columns.start : columns.stop])
 

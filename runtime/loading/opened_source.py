@@ -41,15 +41,16 @@ class OpenedSource:
     """See `Source.place`."""
 
     def weights(
-        self, dtype: torch.dtype, *, seed: int, progress: bool = False
+        self, dtype: torch.dtype, *, seed: int, device: torch.device, progress: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the weights one by one, as `iter_weights`; `seed` is that of random ones.
+        """Return the weights one by one, as `iter_weights`.
 
+        `seed` and `device` are those of `random_weights`; stored weights are read to the CPU.
         transformers loads the weights of its models itself.
         """
         assert isinstance(self.config, ModelConfig), "transformers loads its models"
         if self.reader is None:
-            return random_weights(self.config, dtype, seed)
+            return random_weights(self.config, dtype, seed, device=device)
         return iter_weights(self.reader, self.config, dtype, progress=progress)
 
 

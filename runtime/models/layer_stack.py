@@ -152,6 +152,7 @@ class LayerStack(nn.Module):
                     stored["weight"] = memory.place(stored["weight"])
             for leaf, value in stored.items():
                 setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+            del tensor, stored, value  # one that was quantised, before the next one is allocated
         self._make_native()
 
     def overwrite(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -41,7 +41,7 @@ def load_model(
         else:
             assert isinstance(config, ModelConfig)
             model = _empty_model(transformers, hf_config(config), dtype, device)
-            _fill(model, config, dtype, seed)
+            _fill(model, config, dtype, device, seed)
     except BaselineError:
         raise
     except Exception as error:  # whatever a file, a configuration or an allocation raises
@@ -70,14 +70,16 @@ def _empty_model(transformers: Any, config: Any, dtype: torch.dtype, device: tor
 
 
 @torch.no_grad()
-def _fill(model: Any, config: ModelConfig, dtype: torch.dtype, seed: int) -> None:
+def _fill(
+    model: Any, config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int
+) -> None:
     """Copy our random weights into a model, tensor by tensor."""
     parameters = dict(model.named_parameters())  # those that are tied once
     stored = model.state_dict().keys()
     parameters |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
     filled = set()
     layout = {name: p.stored_in(parameters) for name, p in fused_layout(config).items()}
-    for name, tensor in random_weights(config, dtype, seed):
+    for name, tensor in random_weights(config, dtype, seed, device=device):
         for source, part in layout[name].parts(tensor):
             if source.name is None:
                 continue  # zeros that transformers leaves out
