@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from stepgraph.runtime.kernels.triton.operations import Operations
 from stepgraph.runtime.models.experts_config import ExpertsConfig
 from stepgraph.runtime.models.presets import PRESETS
 from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.tools import verify_kernels
 from stepgraph.runtime.tools.verify_kernels import Verified, check_operations, main
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,3 +137,28 @@ def test_what_cannot_be_checked_is_one_clear_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("verify: error: ")
     assert message in line
+
+
+def test_lost_device_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check_two(*_: Any, rows: int, **__: Any) -> Iterator[Verified]:
+        yield Verified("down", rows, False, error=0.0)
+        if rows == 8:
+            yield Verified("head", rows, False, failure="AcceleratorError: illegal", lost=True)
+
+    monkeypatch.setattr(verify_kernels, "check_operations", check_two)
+    monkeypatch.setattr(verify_kernels, "INTERPRETED", True)
+    file = tmp_path / "found.json"
+    models = "--model preset:llama-3.2-1b preset:qwen3-0.6b"
+    assert main(f"{models} --rows 1 8 32 --json {file}".split()) == 1
+    found = json.loads(file.read_text())
+    assert [(e["kernel"], e["rows"], e["lost"]) for e in found] == [
+        ("down", 1, False),
+        ("down", 8, False),
+        ("head", 8, True),
+    ]
+    last = capsys.readouterr().out.splitlines()[-1]
+    left = ["preset:llama-3.2-1b 32 rows"]
+    left += [f"preset:qwen3-0.6b {rows} rows" for rows in (1, 8, 32)]
+    assert last.endswith(", ".join(left))

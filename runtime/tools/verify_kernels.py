@@ -5,7 +5,8 @@
 Each kernel runs with the arguments of a step with random weights, into poisoned outputs, with
 dependent launch off and on. On a CUDA device each kernel, and all of them in the order of a layer
 (`layer`), are also captured and replayed many times. Every replay must leave the same bits;
-different bits mean a race. Prints a line for each check; the exit status is 1 if one failed.
+different bits mean a race. Before the first check all kernels are compiled in parallel threads.
+Prints a line for each check; the exit status is 1 if one failed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +35,14 @@ from ..kernels.triton.fusion import fusion_obstacle
 from ..kernels.triton.kernel_calls import INTERPRETED
 from ..kernels.triton.linear import ROW_CLASSES
 from ..kernels.triton.operations import Operations
+from ..kernels.triton.precompile import compile_kernels
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
 from .kernel_cases import KernelCase, decode_cases
 
-__all__ = ["TOLERANCE", "Verified", "check_operations", "main"]
+__all__ = ["TOLERANCE", "Verified", "check_operations", "launches", "main"]
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 """||result - reference|| / ||reference|| that a kernel may have."""
@@ -80,6 +83,37 @@ class Verified:
         off = "not finite" if self.error is None else f"off by {self.error:.1e}"
         replays = f", {self.different} of {self.replays} replays differ" if self.replays else ""
         return f"{'ok    ' if self.passed else 'FAILED'} {name}: {off}{replays}"
+
+
+def launches(
+    model: ModelConfig,
+    config: ResolvedConfig,
+    *,
+    rows: int,
+    context: int,
+    kernels: Sequence[str] | None = None,
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield steps for `compile_kernels`: each kernel of `check_operations`, both its launches.
+
+    The first step makes the arguments. They are not those of the checks: while kernels are compiled
+    none is launched, so what torch operations between them compute is not what a step computes.
+    """
+    cases: list[KernelCase] = []
+
+    def make() -> None:
+        cases.extend(decode_cases(model, config, rows=rows, context=context))
+
+    yield f"{rows} rows", make
+    names = {case.name for case in cases} if kernels is None or "layer" in kernels else kernels
+    for case, dependent in itertools.product(cases, (False, True)):
+        if case.name in names:
+            name = f"{case.name}, {rows} rows, dependent launch {_switch(dependent)}"
+            yield name, partial(_launch, case, dependent)
+
+
+def _launch(case: KernelCase, dependent: bool) -> None:
+    with dependent_launch(dependent):
+        case.run(0)
 
 
 def check_operations(
@@ -254,23 +288,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _refuse(str(error))
         if (obstacle := fusion_obstacle(model_plan(model))) is not None:
             return _refuse(f"{source} has {obstacle}, which these kernels do not compute")
+    runs = list(itertools.product(models, options.rows))
+    shapes = {"context": options.context, "kernels": options.kernel}
+    if device.type == "cuda" and not INTERPRETED:
+        compiled = compile_kernels(
+            step for source, rows in runs for step in launches(*models[source], rows=rows, **shapes)
+        )
+        print(
+            f"compiled {compiled.kernels} kernels in {compiled.threads} threads,"
+            f" {compiled.seconds:.1f} s; {len(compiled.failures)} failed",
+            flush=True,
+        )
     found: list[dict[str, Any]] = []
     torch.manual_seed(0)
-    for (source, sizes), rows in itertools.product(models.items(), options.rows):
+    for number, (source, rows) in enumerate(runs, 1):
         if len(models) > 1:
             print(f"{source}:", flush=True)
         for result in check_operations(
-            *sizes,
-            rows=rows,
-            context=options.context,
-            replays=options.replays,
-            kernels=options.kernel,
+            *models[source], rows=rows, replays=options.replays, **shapes
         ):
             print(result, flush=True)
             entry = {"model": source, **dataclasses.asdict(result), "passed": result.passed}
             found.append(entry)
             if options.json is not None:
                 write_file(options.json, json.dumps(found, indent=1) + "\n")
+        if found and found[-1]["lost"]:
+            left = ", ".join(f"{source} {rows} rows" for source, rows in runs[number:])
+            print(f"the device is unusable, not run: {left or 'none'}", flush=True)
+            break
     return int(not all(entry["passed"] for entry in found))
 
 
