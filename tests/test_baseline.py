@@ -237,8 +237,30 @@ def test_a_failing_method_is_a_dash(
     ((_, (row,)),) = tables(document)
     assert row["times faster than continuous"] == row["= continuous"] == "-"
     assert row["times faster than static"] != "-"
-    monkeypatch.setattr(StaticGenerate, "prepare", fail)
-    assert run_bench(monkeypatch, f"{ARGUMENTS} 1") == 1
-    message = "continuous: of no such kind; static: of no such kind\n"
-    assert capsys.readouterr().err.endswith(message)
     assert schema_errors(document) == []
+
+
+def test_our_cases_are_kept_without_the_baseline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise BaselineError("no memory")
+
+    def interrupt(*_: Any) -> None:
+        (case,) = json.loads(file.read_text())["cases"]  # before transformers prepares it
+        assert (case["step_ms"]["n"], case["baselines"]) == (7, [])
+        raise KeyboardInterrupt
+
+    file = tmp_path / "a.json"
+    arguments = f"{ARGUMENTS} 1 --output-json {file}"
+    monkeypatch.setattr(TransformersBaseline, "prepare", interrupt)
+    assert run_bench(monkeypatch, arguments) == 130
+    assert len(json.loads(file.read_text())["cases"]) == 1
+    arguments = arguments.replace("--batch-size 2", "--batch-size 1 2")
+    for name in ("prepare", "__init__"):
+        monkeypatch.setattr(TransformersBaseline, name, fail)
+        assert run_bench(monkeypatch, arguments) == 1
+        assert capsys.readouterr().err.endswith("error: no memory\n")
+        document = json.loads(file.read_text())
+        assert [(c["batch_size"], c["baselines"]) for c in document["cases"]] == [(1, []), (2, [])]
+        assert schema_errors(document) == []

@@ -36,27 +36,39 @@ def load_model(
     """
     transformers = import_transformers()
     try:
-        if directory is not None:
-            model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-        else:
-            assert isinstance(config, ModelConfig)
-            model = _empty_model(transformers, hf_config(config), dtype, device)
-            _fill(model, config, dtype, device, seed)
+        model = _loaded(transformers, config, directory, dtype, device, seed)
     except BaselineError:
         raise
     except Exception as error:  # whatever a file, a configuration or an allocation raises
         reason = str(error).partition("\n")[0]
         raise BaselineError(f"transformers cannot load the model: {reason}") from error
+    # Our side ignores the checkpoint's generation settings (penalties, stop tokens) as well.
+    model.generation_config = transformers.GenerationConfig()
+    return model
+
+
+def _loaded(
+    transformers: Any,
+    config: DecoderConfig,
+    directory: Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> Any:
+    """Return the model on the device."""
+    if directory is not None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    else:
+        assert isinstance(config, ModelConfig)
+        model = _empty_model(transformers, hf_config(config), dtype, device)
+        _fill(model, config, dtype, device, seed)
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if softcap is not None and model.config._attn_implementation == "sdpa":
         # transformers 5.17 selects it for Gemma 2 although it ignores the soft cap.
         model.set_attn_implementation("eager")
     if isinstance(config, ModelConfig):
         fit_experts(model, config, dtype)
-    model = model.to(device).eval()
-    # Our side ignores the checkpoint's generation settings (penalties, stop tokens) as well.
-    model.generation_config = transformers.GenerationConfig()
-    return model
+    return model.to(device).eval()
 
 
 def _empty_model(transformers: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import cache
 from typing import Any
 
 from ....cache.memory.handler import MemoryBudgetError
@@ -19,7 +20,7 @@ from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..engine_memory import share_memory
 from ..results.result_document import write_json
 from ..results.result_tables import describe_start
-from ..runtimes.transformers_baseline import BaselineCase, TransformersBaseline
+from ..runtimes.transformers_baseline import BaselineCase, BaselineError, TransformersBaseline
 from ..runtimes.transformers_config import import_transformers
 from ..token_check import TokenCheck
 from ..workload import interleave
@@ -55,6 +56,8 @@ class SteadyRun(BenchmarkRun):
         whole = options.tensor_parallel in (None, [1])  # the reference has all weights
         if options.check and not whole:
             raise ConfigError("--check compares tokens on one device: leave out --tensor-parallel")
+        self.baseline_error: str | None = None
+        """Of transformers, which is left out from then on."""
         on_cuda = self.device.type == "cuda" and whole
         self.checks = on_cuda if options.check is None else options.check
 
@@ -86,23 +89,36 @@ class SteadyRun(BenchmarkRun):
         return act_and_report
 
     def run(self) -> None:
-        """Measure every case, and write the document after each."""
-        for (model, dtype), kinds in itertools.groupby(self.kinds, lambda kind: kind[:2]):
-            with self.baseline(model, dtype) as baseline:
-                for kind in kinds:
-                    for case in self.measure_kind(kind, baseline):
-                        self.document["cases"].append(case)
-                        write_json(self.options, self.document)
+        """Measure every case, and write the document after each.
 
-    @contextmanager
-    def baseline(self, model: str, dtype: str) -> Iterator[TransformersBaseline | None]:
-        """Load the model in transformers, if that is the baseline."""
-        if self.options.baseline is None:
-            yield None
-            return
+        Raises:
+            BaselineError: transformers failed; all cases of ours were measured and written.
+        """
+        for (model, dtype), kinds in itertools.groupby(self.kinds, lambda kind: kind[:2]):
+            self.measure_model(model, dtype, kinds)
+        if self.baseline_error is not None:
+            raise BaselineError(self.baseline_error)
+
+    def measure_model(self, model: str, dtype: str, kinds: Iterable[ModelKind]) -> None:
+        """Measure the kinds of one model and dtype, which have one baseline."""
+        with ExitStack() as stack:
+
+            @cache
+            def baseline() -> TransformersBaseline:
+                return stack.enter_context(closing(self.load_baseline(model, dtype)))
+
+            for kind in kinds:
+                self.measure_kind(kind, None if self.options.baseline is None else baseline)
+
+    def load_baseline(self, model: str, dtype: str) -> TransformersBaseline:
+        """Load the model in transformers.
+
+        Raises:
+            BaselineError: transformers cannot load it.
+        """
         self.say(f"loading {model} in transformers")
         source = resolve_source(model, model_impl=self.modes[0].model_impl)
-        loaded = TransformersBaseline(
+        return TransformersBaseline(
             source.config,
             source.directory,
             dtype=DTYPES[source.config.torch_dtype if dtype == "auto" else dtype],
@@ -111,25 +127,26 @@ class SteadyRun(BenchmarkRun):
             compiled=self.options.baseline == "compiled",
             say=self.say,
         )
-        with closing(loaded):
-            yield loaded
 
     def measure_kind(
-        self, kind: ModelKind, baseline: TransformersBaseline | None
-    ) -> Iterator[dict[str, Any]]:
-        """Yield the cases of one model and dtypes in every mode, each as it is measured."""
-        # The cache of another runtime needs memory as well.
+        self, kind: ModelKind, baseline: Callable[[], TransformersBaseline] | None
+    ) -> None:
+        """Measure the cases of one model and dtypes in every mode.
+
+        `baseline` loads transformers at its first call, which follows our first case.
+        """
+        # The weights and the cache of another runtime need memory as well.
         fraction = None if baseline is None else SHARED_MEMORY_FRACTION
         configs = [self.config(kind, mode, memory_fraction=fraction) for mode in self.modes]
         eager: dict[BenchmarkCase, Reference] = {}
         with ExitStack() as stack:
             engines = self.start_together(stack, kind, configs, fraction)
             if engines:
-                yield from self.measure(kind.model, engines, eager, baseline)
+                self.measure(kind.model, engines, eager, baseline)
                 return
         for config in configs:
             with self.start(kind, config) as engine:
-                yield from self.measure(kind.model, [engine], eager, baseline)
+                self.measure(kind.model, [engine], eager, baseline)
 
     def start_together(
         self,
@@ -168,9 +185,13 @@ class SteadyRun(BenchmarkRun):
         model: str,
         engines: Sequence[Engine],
         eager: dict[BenchmarkCase, Reference],
-        baseline: TransformersBaseline | None,
-    ) -> Iterator[dict[str, Any]]:
-        """Yield each case of each engine; `eager` holds the references from eager mode."""
+        baseline: Callable[[], TransformersBaseline] | None,
+    ) -> None:
+        """Measure each case of each engine; `eager` holds the references from eager mode.
+
+        With a baseline our entries are written first, as transformers may take minutes to load and
+        compile. Then a second measurement, interleaved with transformers, replaces them.
+        """
         options = self.options
         check = None
         if self.checks:
@@ -179,38 +200,77 @@ class SteadyRun(BenchmarkRun):
         for number, case in enumerate(self.grid, 1):
             about = f"{case.batch_size} rows after {case.input_len} tokens"
             self.say(f"{model}, {number} of {len(self.grid)}: {about}")
-            runs = [(str(StepMode.of(e.config)), self.case_run(e, case)) for e in engines]
-            sides = [
-                self.reporting(run.repeat, f"{about}: a repetition of {name}") for name, run in runs
-            ]
-            theirs: BaselineCase | None = None
-            if baseline is not None:
-                self.say(f"transformers, weights and cache in {baseline.dtype}")
-                prompts, steps = runs[0][1].prompts, case.output_len - 1
-                theirs = baseline.prepare(prompts, steps, options.prefill_chunk)
-                sides.append(self.reporting(theirs.run, f"{about}: a repetition of transformers"))
-            for name, run in runs:
+            first = len(self.document["cases"])
+            runs = [self.case_run(engine, case) for engine in engines]
+            for run in runs:
                 for _ in range(options.num_warmup):
-                    self.reporting(run.warm_up, f"{about}: a warm-up of {name}")()
-            read_again = watch(self.monitor)
-            with self.steps.timed(*engines):
-                interleave(sides, options.num_iters, options.turn_seconds)
-            state = read_again()
-            for name, run in runs:
-                done = len(run.repetitions)
-                if done < options.num_iters:
-                    self.say(f"{name}: {done} of {options.num_iters} repetitions, as they are long")
-                if is_reference(run.engine):
-                    eager[case] = run.reference()
-                entry = run.to_json(model, self.bandwidth, eager.get(case), check) | {
-                    "interleaved": len(runs) > 1,
-                    "baselines": theirs.to_json(run.step_ms, run.token_ids) if theirs else [],
-                    "device_state": state,
-                    "profiled": self.profiled,
-                }
+                    self.reporting(run.warm_up, f"{about}: a warm-up of {_name(run)}")()
+            self.write_cases(first, self.repeat(model, runs, eager, check, None))
+            if baseline is None or self.baseline_error is not None:
+                continue
+            runs = [self.case_run(engine, case) for engine in engines]
+            try:
+                loaded = baseline()
+                self.say(f"transformers, weights and cache in {loaded.dtype}")
+                theirs = loaded.prepare(runs[0].prompts, case.output_len - 1, options.prefill_chunk)
+                self.write_cases(first, self.repeat(model, runs, eager, check, theirs))
+            except BaselineError as error:
+                # Its text alone: the frames of its traceback hold the model.
+                self.baseline_error = str(error)
+                self.say(f"from here on without transformers: {error}")
+
+    def write_cases(self, first: int, entries: Iterable[dict[str, Any]]) -> None:
+        """Put entries into the document from index `first` on, and write it after each."""
+        cases: list[dict[str, Any]] = self.document["cases"]
+        for index, entry in enumerate(entries, first):
+            cases[index : index + 1] = [entry]
+            write_json(self.options, self.document)
+
+    def repeat(
+        self,
+        model: str,
+        runs: Sequence[CaseRun],
+        eager: dict[BenchmarkCase, Reference],
+        check: TokenCheck | None,
+        theirs: BaselineCase | None,
+    ) -> Iterator[dict[str, Any]]:
+        """Interleave the repetitions of one case, and yield the entry of each run.
+
+        Raises:
+            BaselineError: transformers failed, before anything was yielded.
+        """
+        options, case = self.options, runs[0].case
+        about = f"{case.batch_size} rows after {case.input_len} tokens"
+        sides = [
+            self.reporting(run.repeat, f"{about}: a repetition of {_name(run)}") for run in runs
+        ]
+        if theirs is not None:
+            sides.append(self.reporting(theirs.run, f"{about}: a repetition of transformers"))
+        read_again = watch(self.monitor)
+        with self.steps.timed(*(run.engine for run in runs)):
+            interleave(sides, options.num_iters, options.turn_seconds)
+        state = read_again()
+        for run in runs:
+            done = len(run.repetitions)
+            if done < options.num_iters:
+                few = f"{done} of {options.num_iters} repetitions, as they are long"
+                self.say(f"{_name(run)}: {few}")
+            if is_reference(run.engine):
+                eager[case] = run.reference()
+            entry = run.to_json(model, self.bandwidth, eager.get(case), check) | {
+                "interleaved": len(runs) > 1,
+                "baselines": theirs.to_json(run.step_ms, run.token_ids) if theirs else [],
+                "device_state": state,
+                "profiled": self.profiled,
+            }
+            if theirs is None:  # the steps of the entry that this one replaces are plotted
                 self.steps.add(entry, run.records)
-                yield entry
+            yield entry
 
     def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:
         """Return a case to be run on an engine."""
         return CaseRun(engine, case, seed=self.options.seed)
+
+
+def _name(run: CaseRun) -> str:
+    return str(StepMode.of(run.engine.config))
