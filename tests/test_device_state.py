@@ -242,3 +242,10 @@ def test_the_names_of_reasons_are_those_of_the_driver() -> None:
         kinds = ("Event", "Throttle")
         found = [getattr(pynvml, f"nvmlClocks{kind}Reason{camel}", None) for kind in kinds]
         assert 1 << position in found, name
+
+
+def test_the_commit_of_a_tree_without_a_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPGRAPH_COMMIT", "0123456789ab-dirty")
+    assert describe_environment(torch.device("cpu"), 1e9)["commit"] == "0123456789ab-dirty"
+    monkeypatch.setenv("STEPGRAPH_COMMIT", "")
+    assert describe_environment(torch.device("cpu"), 1e9)["commit"] != ""

@@ -32,6 +32,11 @@ __all__ = [
 ]
 
 
+_COMMIT = "STEPGRAPH_COMMIT"
+"""The environment variable that names the commit, for a tree without a repository."""
+_DESCRIBE = ("git", "describe", "--always", "--dirty", "--abbrev=12")
+
+
 def new_document(device: torch.device, bandwidth: float) -> dict[str, Any]:
     """Return a document without cases. `bandwidth` is that of the device, in bytes per second."""
     return {
@@ -81,7 +86,7 @@ def describe_environment(device: torch.device, bandwidth: float) -> dict[str, An
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "commit": _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": os.environ.get(_COMMIT) or _output(*_DESCRIBE),
         "command": shlex.join(shown_command_line()),
     }
 
