@@ -64,6 +64,8 @@ class TraceOperations:
         step_us: with a device, from the begin of the first work of a step to the end of its last;
             else the length of the range `step`.
         operations: the longest first; the last row is time without any of them.
+        kernels: of the device by the name of the function, copies and fills by their kind, the
+            longest first; empty without a device.
         layers: in order; empty where no layer is known.
         operators: of torch, by self time; empty with a device.
         ranges: of the host, in the order of their first appearance.
@@ -74,6 +76,7 @@ class TraceOperations:
     steps: int
     step_us: float
     operations: Rows
+    kernels: Rows
     layers: Rows
     operators: Rows
     ranges: Rows
@@ -92,6 +95,21 @@ class TraceOperations:
             if rows:
                 parts.append(_table(what, rows, roofline=self.device and what == "operation"))
         return "\n\n".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the `profile` of a case of the benchmark's JSON."""
+        gap = next((row.us for row in self.operations if row.name == IDLE), None)
+        return {
+            "steps": self.steps,
+            "step_us": self.step_us,
+            "gap_us": gap,
+            "operations": [_entry(row) for row in self.operations if row.name != IDLE],
+            "kernels": [_entry(row) for row in self.kernels],
+        }
+
+
+def _entry(row: OperationTime) -> dict[str, Any]:
+    return {"name": row.name, "launches": row.launches, "us": row.us}
 
 
 def read_trace(path: Path | str) -> dict[str, Any]:
@@ -147,6 +165,7 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
             steps=of_host.count,
             step_us=of_host.us / of_host.count,
             operations=of_host.with_rest(own, OUTSIDE_SCOPES) if own else (),
+            kernels=(),
             layers=_by_number(of_host.rows(layers)),
             operators=of_host.with_rest(operators, OUTSIDE),
             ranges=of_ranges,
@@ -161,6 +180,7 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
     work = [event for of_step in by_step.values() for event in of_step]
     of_layers = [event for event in work if "layer" in event["args"]]
     operations = of_device.rows(_total(work, _operation), _floors(about))
+    kernels = of_device.rows(_total(work, _kernel))
     idle_us = of_device.us - sum(map(covered, spans))
     return TraceOperations(
         model=about.get("model"),
@@ -171,6 +191,7 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
             *sorted(operations, key=lambda row: -row.us),
             *of_device.rows({IDLE: (idle_us, 0)}),
         ),
+        kernels=tuple(sorted(kernels, key=lambda row: -row.us)),
         layers=_by_number(of_device.rows(_total(of_layers, lambda e: str(e["args"]["layer"])))),
         operators=(),
         ranges=of_ranges,
@@ -282,6 +303,11 @@ def _scope_layer(event: Event) -> str | None:
 def _operation(event: Event) -> str:
     unnamed = UNNAMED if event["cat"] == "kernel" else DEVICE_CATEGORIES[event["cat"]]
     return str(event["args"].get("operation", unnamed))
+
+
+def _kernel(event: Event) -> str:
+    kind = DEVICE_CATEGORIES[event["cat"]]
+    return str(event["args"].get("kernel", event["name"])) if kind == "kernel" else kind
 
 
 def _shortened(rows: Rows) -> Rows:

@@ -21,7 +21,7 @@ from stepgraph.runtime.bench import step_profile as profile
 from stepgraph.runtime.bench.options import parse_arguments
 from stepgraph.runtime.engine.engine import Engine
 
-from .bench_rig import ROOT, run_bench
+from .bench_rig import ROOT, run_bench, schema_errors
 from .fake_graphs import make_fake_graphs  # noqa: F401
 
 needs_nvtx = pytest.mark.skipif(find_spec("nvtx") is None, reason="needs the package nvtx")
@@ -180,9 +180,14 @@ def test_a_trace_has_the_steps_of_the_window(capsys, monkeypatch, tmp_path):
     assert {(args["rows"], args["bucket"], args["padding"]) for args in replays} == {(1, 1, 0)}
     assert {"plan", "launch", "commit"} <= {event["name"] for event in ranges}
     assert not {"prefill", "warmup", "capture", "load"} & {event["name"] for event in ranges}
-    (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert schema_errors(document) == []
+    (case,) = document["cases"]
     assert case["profiled"] is True
     assert case["step_ms"]["n"] == 9
+    told = case["profile"]
+    assert (told["steps"], told["gap_us"], told["kernels"]) == (4, None, [])
+    assert sum(entry["us"] for entry in told["operations"]) == pytest.approx(told["step_us"])
     text = capsys.readouterr().out
     assert "trace of steps 3:7: demo.trace.json.gz" in text
     for line in ("| operator ", "| range of the host ", "| aten::mm "):

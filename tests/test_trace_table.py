@@ -7,6 +7,7 @@ import pytest
 from stepgraph.profiling.trace_events import TraceError, annotate
 from stepgraph.profiling.trace_table import read_trace, trace_operations
 
+from .bench_rig import schema_errors
 from .kineto_traces import KinetoTrace, names_of, nodes_of, step_nodes
 
 BANDWIDTH = 1.0  # GB/s: a kilobyte takes a microsecond
@@ -32,6 +33,14 @@ def by_name(rows):
 def test_device_time_is_told_by_operation_and_by_layer():
     found = trace_operations(replays())
     assert (found.model, found.device, found.steps) == ("tiny", True, 4)
+    assert schema_errors(found.to_json(), "profile") == []
+    assert found.to_json()["kernels"] == [
+        {"name": "norm_linear_kernel", "launches": 2, "us": 20},
+        {"name": "void stepgraph::attention<64, 16>(float*)", "launches": 2, "us": 20},
+        {"name": "down_kernel", "launches": 2, "us": 20},
+        {"name": "begin_kernel", "launches": 1, "us": 10},
+        {"name": "memcpy", "launches": 1, "us": 10},
+    ]
     assert found.step_us == pytest.approx(80)  # eight nodes, one behind the other
     operations = by_name(found.operations)
     for name in ("norm_linear", "decode_attention", "down"):
@@ -65,6 +74,9 @@ def test_gaps_between_kernels_are_idle_and_overlaps_are_not_counted_twice():
     rows = by_name(found.operations)
     assert found.step_us == 30
     assert (rows["(no operation)"].us, rows["(idle)"].us) == (25, 10)
+    told = found.to_json()
+    assert (told["steps"], told["step_us"], told["gap_us"]) == (1, 30, 10)
+    assert told["operations"] == [{"name": "(no operation)", "launches": 3, "us": 25}]
 
 
 def test_operators_are_told_without_those_that_they_call():

@@ -20,13 +20,15 @@ import torch
 from ...profiling import attribution, nsys
 from ...profiling.kernel_names import KernelNames
 from ...profiling.nvtx_tool import require_nvtx
-from ...profiling.trace import torch_trace, trace_operations
+from ...profiling.trace import torch_trace
+from ...profiling.trace_table import TraceOperations, trace_operations
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..models.config import ModelConfig
 from ..tools.step_report import decode_operation_costs
 from .benchmark_run import ModelKind
 from .console import print_error, program_name
+from .results.result_document import write_json
 from .scenarios.steady import BenchmarkCase, CaseRun
 from .scenarios.steady_run import SteadyRun
 from .validate_args import kernels_path, trace_path
@@ -108,16 +110,22 @@ class ProfileRun(SteadyRun):
         self.names = KernelNames()
         self._window = contextlib.ExitStack()
         self._began = False
+        self._found: TraceOperations | None = None
 
     def run(self) -> None:
         """Measure the case, and write the profile.
 
         Raises:
-            TraceError: the trace cannot be written.
+            TraceError: the trace cannot be written, or has no work of a step.
             NamesFileError: the names of kernels cannot be.
         """
         with self._window:
             super().run()
+        if self.options.profile == "torch":
+            self._found = trace_operations(trace_path(self.options))
+            (case,) = self.document["cases"]
+            case["profile"] = self._found.to_json()
+            write_json(self.options, self.document)
         if self.options.profile == "nsys" or self.names.steps:
             self.names.save(kernels_path(self.options))
 
@@ -151,14 +159,13 @@ class ProfileRun(SteadyRun):
         steps = self.options.profile_steps
         if self.options.profile == "nsys":
             return f"nsys profiled steps {steps}; names of kernels: {kernels_path(self.options)}"
-        path = trace_path(self.options)
-        found = trace_operations(path)
-        if self.device.type == "cuda" and not found.device:
+        assert self._found is not None, "it follows `run`"
+        if self.device.type == "cuda" and not self._found.device:
             self.say("torch recorded no work of the device: is another profiler attached to it?")
-        text = f"\ntrace of steps {steps}: {path} (open it in https://ui.perfetto.dev)"
+        text = f"\ntrace of steps {steps}: {trace_path(self.options)} (open it in https://ui.perfetto.dev)"
         if self.names.steps:
             text += f"; names of kernels: {kernels_path(self.options)}"
-        return f"{text}\n\n{found.markdown()}"
+        return f"{text}\n\n{self._found.markdown()}"
 
     def _before_step(self, step: int) -> None:
         """Begin the profile before its first step, and end it after its last one."""
