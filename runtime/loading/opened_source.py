@@ -45,7 +45,7 @@ class OpenedSource:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the weights one by one, as `iter_weights`.
 
-        `seed` and `device` are those of `random_weights`; stored weights are read to the CPU.
+        `seed` and `device` are as in `random_weights`; stored weights are read to the CPU.
         transformers loads the weights of its models itself.
         """
         assert isinstance(self.config, ModelConfig), "transformers loads its models"

@@ -95,7 +95,7 @@ def launches(
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield steps for `compile_kernels`: each kernel of `check_operations`, both its launches.
 
-    The first step makes the arguments. They are not those of the checks: while kernels are compiled
+    The first step makes the arguments. The checks make their own: while kernels are compiled
     none is launched, so what torch operations between them compute is not what a step computes.
     """
     cases: list[KernelCase] = []
