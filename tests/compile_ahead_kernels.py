@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import torch
 import triton
@@ -14,13 +15,16 @@ import triton.language as tl
 from stepgraph.runtime.kernels import AttentionForm, LayerPlace, RaggedBatch
 from stepgraph.runtime.kernels.triton.decode_attention import decode_attention
 from stepgraph.runtime.kernels.triton.fused_pair import fused_pair, new_barrier
+from stepgraph.runtime.kernels.triton.gate_up import gate_up
 from stepgraph.runtime.kernels.triton.kernel_calls import (
+    MULTIPROCESSORS,
     call_kernel,
     let_dependents_start,
     record_kernel_calls,
     wait_for_inputs,
 )
 from stepgraph.runtime.kernels.triton.linear import GpuLinear, GpuNorm
+from stepgraph.runtime.kernels.triton.linear_configs import bounded_prefetch, default_config
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
 from stepgraph.runtime.kernels.triton.split_attention import new_counters, new_partials
 from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls, early_reads
@@ -139,6 +143,28 @@ def barrier_order(capability: int) -> list[str]:
     return opcodes[before:]
 
 
+def bounded_prefetches() -> list[dict[str, Any]]:
+    """Gate and up of Llama-3.2-1B for 1 and 4 rows, with 24 MiB of the weight prefetched."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    linear, sizes = GpuLinear(empty(2 * 8192, 2048)), ("gate_up", 8192, 2048, 2)
+    with record_kernel_calls() as calls:
+        for rows in (1, 4):
+            config = default_config("gate_up", rows, *sizes[1:], MULTIPROCESSORS)
+            gate_up(
+                empty(rows, 2048), GpuNorm(empty(2048), 1e-5), linear, empty(rows, 8192),
+                gelu=False, config=bounded_prefetch(config, *sizes, 24 << 20),
+            )  # fmt: skip
+    kernels = list(compile_kernel_calls(calls, 90))
+    assert early_reads(calls, kernels) == []
+    return [
+        kernel.to_json() | {"requests": kernel.ptx.count("cp.async.bulk.prefetch.L2")}
+        for kernel in kernels
+    ]
+
+
 KERNELS = (right, waits_in_a_loop, writes_early, may_not_wait, never_waits)
 
 
@@ -153,7 +179,7 @@ def main() -> None:
         call_kernel(spills, (1,), w_NK, x_K, out_N, 1, 1024, num_warps=1, BLOCK=8192)
         # What a kernel writes is another's weight: loaded too early.
         call_kernel(right, (64,), out_N, x_K, out_N, 1, 1024, BLOCK=1024)
-    document = {}
+    document: dict[str, Any] = {}
     for capability in (90, 80):
         kernels = list(compile_kernel_calls(calls, capability))
         document[str(capability)] = {
@@ -163,6 +189,7 @@ def main() -> None:
             "combining": memory_order(capability),
             "pair": barrier_order(capability),
         }
+    document["bounded_prefetch"] = bounded_prefetches()
     print(json.dumps(document))
 
 

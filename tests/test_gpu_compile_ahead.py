@@ -119,6 +119,14 @@ def test_inputs_loaded_before_the_wait_are_found(examples: dict[str, Any]) -> No
     assert examples["80"]["early_reads"] == []
 
 
+@pytest.mark.slow
+def test_bounded_prefetches_have_no_faults(examples: dict[str, Any]) -> None:
+    """A request for rows of gate and one for rows of up, before the wait."""
+    for kernel in examples["bounded_prefetch"]:
+        assert 0 < kernel["constants"]["PREFETCH"] < kernel["constants"]["BLOCK_N"]
+        assert (kernel["waits"], kernel["requests"], kernel["faults"]) == (1, 2, [])
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled in this process")
 def test_an_interpreting_process_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CompileAheadError, match="TRITON_INTERPRET=1"):

@@ -7,16 +7,22 @@ import pytest
 pytest.importorskip("triton")
 
 import itertools
+from dataclasses import replace
 
 import torch
+from stepgraph.runtime.kernels.triton.gate_up import gate_up
 from stepgraph.runtime.kernels.triton.kernel_calls import record_kernel_calls
 from stepgraph.runtime.kernels.triton.linear import (
     FEW_ROWS,
     LIBRARY,
     ROW_CLASSES,
+    GpuLinear,
+    GpuNorm,
     LinearConfig,
 )
 from stepgraph.runtime.kernels.triton.linear_configs import (
+    PREFETCH_BUDGET,
+    bounded_prefetch,
     candidate_configs,
     config_error,
     default_config,
@@ -71,6 +77,8 @@ def test_what_runs_untuned(weight_bytes: int) -> None:
         (LinearConfig(8, 64, 32), "gate_up", 1, "num_warps must be"),
         (LinearConfig(64, 64, kind="rows", stages=9), "gate_up", 8, "stages must be"),
         (LinearConfig(64, 64, kind="rows", splits=-2), "gate_up", 8, "splits must be"),
+        (LinearConfig(8, 64, prefetch=-1), "gate_up", 1, "prefetch must be"),
+        (LinearConfig(8, 64, prefetch=1 << 31), "gate_up", 1, "prefetch must be"),
         (LinearConfig(8, 64), "gate_up", 5, "at most 4 rows, not 5"),
         (LIBRARY, "combine_output", 1, "kind 'library' does not combine splits"),
         (LinearConfig(64, 64, kind="rows", splits=2), "head", 8, "head does not support splits"),
@@ -79,6 +87,52 @@ def test_what_runs_untuned(weight_bytes: int) -> None:
 )
 def test_what_cannot_run(config: LinearConfig, kernel: str, rows: int, error: str) -> None:
     assert error in (config_error(config, kernel, rows) or "")
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_prefetch_is_all_of_a_small_weight(rows: int) -> None:
+    """By default nothing of a large one; candidates prefetch what fits the budget."""
+    small = default_config("norm_linear", rows, 3072, 2048, 2, 132, library=False)
+    assert small.prefetch == small.block_n * 2048 * 2
+    large = default_config("gate_up", rows, 8192, 2048, 2, 132, library=False)
+    assert large.prefetch == 0
+    candidates = candidate_configs("gate_up", rows, 8192, 2048, 2, 132)
+    found = {c.prefetch for c in candidates if replace(c, prefetch=0) == large}
+    programs = 8192 // large.block_n * large.splits
+    part, whole = sorted(found - {0})
+    assert 0.9 * PREFETCH_BUDGET < programs * part <= PREFETCH_BUDGET
+    assert whole == 2 * large.block_n * 2048 * 2
+
+
+def prefetched(config: LinearConfig, rows: int, n: int, k: int) -> int:
+    """What the kernel of gate_up is compiled to request: rows of gate, or features of rows."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    linear = GpuLinear(empty(2 * n, k))
+    with record_kernel_calls() as calls:
+        gate_up(
+            empty(rows, k), GpuNorm(empty(k), 1e-5), linear, empty(rows, n), gelu=False,
+            config=config,
+        )  # fmt: skip
+    (found,) = (call.constants for call in calls if call.name != "norm_kernel")
+    amount: int = found["PREFETCH" if config.kind == "few_rows" else "AHEAD"]
+    return amount
+
+
+def test_prefetch_is_rounded_to_what_kernels_request() -> None:
+    few, many = LinearConfig(16, 256), LinearConfig(32, 64, kind="rows", stages=4)
+    sizes = ("gate_up", 8192, 2048, 2)
+    assert prefetched(few, 1, 8192, 2048) == 0
+    assert prefetched(bounded_prefetch(few, *sizes, 24 << 20), 1, 8192, 2048) == 6
+    assert prefetched(bounded_prefetch(few, *sizes, 64 << 20), 1, 8192, 2048) == 16
+    assert prefetched(replace(few, prefetch=1 << 30), 1, 8192, 2048) == 16
+    assert prefetched(replace(few, prefetch=1 << 30), 1, 8192, 2047) == 0, "rows are not aligned"
+    assert prefetched(many, 8, 8192, 2048) == 4 * 64
+    assert prefetched(bounded_prefetch(many, *sizes, 24 << 20), 8, 8192, 2048) == 768
+    assert prefetched(bounded_prefetch(many, *sizes, 64 << 20), 8, 8192, 2048) == 2048
+    assert prefetched(replace(many, prefetch=64 * 2 * 333), 8, 8192, 2048) == 328
 
 
 def test_sizes_are_chosen_for_the_device_that_launches_are_recorded_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,6 +118,16 @@ def test_odd_shapes(
 ) -> None:
     product = Product(operation, count, dtype, bias=True, gelu=gelu, residual=not gelu)
     assert error(product.run(config), product.reference()) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_a_bounded_prefetch_changes_no_result(count: int) -> None:
+    """Of two rows of gate and two of up, or of the first features of each row."""
+    product = Product("gate_up", count, k=64)
+    config = LinearConfig(8, 32) if count <= 4 else of_rows(16, 16)
+    out_TN = product.run(replace(config, prefetch=5 * 64 * HALF.itemsize))
+    assert torch.equal(out_TN, product.run(config))
+    assert error(out_TN, product.reference()) < tolerance(HALF)
 
 
 @pytest.mark.sampled(10)

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU_FOLDER = Path(tuning.__file__).parent
 KEY = TuningKey("gate_up", 4, 8192, 2048, "bfloat16", "int8", "card", "3.6.0", "abc")
-TUNED = Tuned(LinearConfig(8, 512, 4, prefetch=True), 15.6, 17.25)
+TUNED = Tuned(LinearConfig(8, 512, 4, prefetch=8192), 15.6, 17.25)
 
 
 def new_process() -> None:
@@ -105,6 +105,7 @@ FOREIGN = [
     changed(config=CONFIG | {"block_n": 1 << 40}),
     changed(config=CONFIG | {"splits": -1}),
     changed(config=CONFIG | {"stages": 99}),
+    changed(config=CONFIG | {"prefetch": True}),
     changed(config=CONFIG | {"kind": "none"}),
     changed(config=CONFIG | {"kind": ["library"]}),
     changed(config=CONFIG, rows=16),  # of a kernel for few rows

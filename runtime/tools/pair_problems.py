@@ -66,9 +66,10 @@ class PairProblem:
 
     def configs(self, multiprocessors: int) -> list[LinearConfig]:
         """Return the configurations to time: separate kernels, the default, then sizes of pairs."""
-        default = default_pair_config(self.shape)
+        default = default_pair_config(self.shape, multiprocessors)
         configs = [SEPARATE, default]
-        for factor, num_warps, ahead in itertools.product((0.5, 1, 2), (8, 16), (True, False)):
+        prefetches = (default.prefetch, 0)
+        for factor, num_warps, ahead in itertools.product((0.5, 1, 2), (8, 16), prefetches):
             block_k = int(default.block_k * factor)
             configs.append(replace(default, block_k=block_k, num_warps=num_warps, prefetch=ahead))
         return list(dict.fromkeys(configs))

@@ -13,7 +13,7 @@ features of the second (of gate and up F each).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ _TALLEST = 16
 """Rows of a weight in a step at most: all threads together sum up each of them."""
 
 _AHEAD_BYTES = 16 << 20
-"""Of the second weight that is requested into the L2 cache at most, a third of an H100's: more than
-what comes from memory while programs wait for the first product."""
+"""Bytes of each weight that all programs request into the L2 cache by default, a third of an
+H100's: more than what comes from memory while programs wait for the first product."""
 
 _STATISTICS = 8192
 """Elements of all rows that are summed up at a time for the norm."""
@@ -104,13 +104,15 @@ def new_barrier(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def default_pair_config(shape: PairShape) -> LinearConfig:
+def default_pair_config(shape: PairShape, multiprocessors: int) -> LinearConfig:
     """Return the sizes of a pair that was not tuned."""
     # Sums of more rows, and numbers made of bytes, take the registers of half of a step.
     small = row_class(shape.rows) > 1 or shape.weight_bytes == 1
     step_bytes = _STEP_BYTES // 2 if small else _STEP_BYTES
     block_k = step_bytes // (_TALLEST * shape.weight_bytes)
-    return LinearConfig(_TALLEST, block_k, 8, "pair", prefetch=True)
+    config = LinearConfig(_TALLEST, block_k, 8, "pair")
+    programs = _programs(shape, pair_tiles(shape, config, multiprocessors), multiprocessors)
+    return replace(config, prefetch=_AHEAD_BYTES // programs)
 
 
 def pair_tiles(shape: PairShape, config: LinearConfig, multiprocessors: int) -> PairTiles:
@@ -124,6 +126,13 @@ def pair_tiles(shape: PairShape, config: LinearConfig, multiprocessors: int) -> 
         *_tile(shape.hidden, shape.k, 1, *limits),
         *_tile(shape.n, shape.hidden, 2 if shape.gated else 1, *limits),
     )
+
+
+def _programs(shape: PairShape, tiles: PairTiles, multiprocessors: int) -> int:
+    """Programs of a launch: none without a tile, and all run at the same time."""
+    first = triton.cdiv(shape.hidden, tiles.block_n)
+    second = triton.cdiv(shape.n, tiles.next_block_n)
+    return min(max(first, second), multiprocessors)
 
 
 def _tile(
@@ -192,13 +201,11 @@ def fused_pair(
         if linear.weight.dtype not in STORAGES:
             raise TypeError(f"{shape.name}: no kernel for weights of {linear.weight.dtype}")
     multiprocessors = num_multiprocessors(x_TD.device)
-    config = config or default_pair_config(shape)
+    config = config or default_pair_config(shape, multiprocessors)
     tiles = tiles or pair_tiles(shape, config, multiprocessors)
-    most = max(triton.cdiv(hidden, tiles.block_n), triton.cdiv(shape.n, tiles.next_block_n))
-    programs = min(most, multiprocessors)
-    ahead = _AHEAD_BYTES // programs if config.prefetch else 0
-    weight, sizes = _half(first, tiles.block_n, tiles.block_k, ahead)
-    next_ahead = ahead // (2 if gated else 1)
+    programs = _programs(shape, tiles, multiprocessors)
+    weight, sizes = _half(first, tiles.block_n, tiles.block_k, config.prefetch)
+    next_ahead = config.prefetch // (2 if gated else 1)
     next_weight, next_sizes = _half(second, tiles.next_block_n, tiles.next_block_k, next_ahead)
     native_fp8 = sizes.pop("NATIVE_FP8")
     next_sizes.pop("NATIVE_FP8")

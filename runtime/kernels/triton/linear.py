@@ -113,8 +113,11 @@ class LinearConfig:
     splits: int = 1
     """Of `rows`: parts of the input features, each of other programs; more than one are summed
     by a second kernel."""
-    prefetch: bool = False
-    """Request all weights of a program into the L2 cache before the wait; else the first tiles."""
+    prefetch: int = 0
+    """Bytes of weights that each program requests into the L2 cache before the wait, at most all
+    that it reads. `few_rows`: whole rows; half of them of gate and half of up. `rows`: the first
+    features of each row, at least `stages` tiles. `pair`: whole rows, up to this size of each of
+    the two weights. Other kinds ignore it."""
 
     def __str__(self) -> str:
         """The kind and the sizes that apply to it, for logs and tables."""
@@ -125,7 +128,7 @@ class LinearConfig:
             text += f", {self.stages} stages"
         if self.kind == "rows":
             text += f", {self.splits} parts"
-        return text + (", prefetched" if self.prefetch else "")
+        return text + (f", {self.prefetch} bytes prefetched" if self.prefetch else "")
 
 
 LIBRARY = LinearConfig(kind="library")

@@ -19,10 +19,21 @@ from .linear import (
     row_class,
 )
 
-__all__ = ["candidate_configs", "config_error", "default_config", "weight_rows"]
+__all__ = [
+    "PREFETCH_BUDGET",
+    "bounded_prefetch",
+    "candidate_configs",
+    "config_error",
+    "default_config",
+    "weight_rows",
+]
 
-_PREFETCHED = 24 << 20
-"""Bytes of a weight that are requested into the L2 cache ahead at most: half of an H100's."""
+PREFETCH_BUDGET = 24 << 20
+"""Bytes of a weight that are requested into the L2 cache ahead at most: half of an H100's. By
+default a larger weight is not prefetched at all; tuning also tries to prefetch this much of it."""
+
+_MOST_PREFETCHED = 1 << 30
+"""Bytes that a program may prefetch: the kernels have sizes of requests in 32 bits."""
 
 _STAGE = 16 << 10
 """Bytes of a tile of which three on their way are enough."""
@@ -81,7 +92,7 @@ def candidate_configs(
     sizes = (n, k, weight_bytes, multiprocessors)
     configs = [default_config(kernel, rows, *sizes, tight=tight)]
     if row_class(rows) <= FEW_ROWS:
-        configs += _few_rows_candidates(configs[0])
+        configs += _few_rows_candidates(configs[0], kernel, n, k, weight_bytes)
     if kernel != "combine_output":
         configs.append(LIBRARY)
         if row_class(rows) > FEW_ROWS:
@@ -101,6 +112,8 @@ def config_error(config: LinearConfig, kernel: str, rows: int) -> str | None:
         if not 1 <= size <= most or not (power or name == "stages"):
             kind = "integer" if name == "stages" else "power of two"
             return f"{name} must be a positive {kind} up to {most}, not {size}"
+    if not 0 <= config.prefetch <= _MOST_PREFETCHED:
+        return f"prefetch must be from 0 to {_MOST_PREFETCHED} bytes, not {config.prefetch}"
     if (config.kind in ("pair", "separate")) != (kernel in PAIRS):
         return f"kind {config.kind!r} does not apply to {kernel}"
     if (config.kind in ("pairs", "blocks")) != (kernel in EXPERT_PRODUCTS):
@@ -125,6 +138,23 @@ def config_error(config: LinearConfig, kernel: str, rows: int) -> str | None:
 def weight_rows(kernel: str) -> int:
     """Rows of the weight for each output feature: two of gate_up."""
     return 2 if kernel == "gate_up" else 1
+
+
+def bounded_prefetch(
+    config: LinearConfig, kernel: str, n: int, k: int, weight_bytes: int, budget_bytes: int
+) -> LinearConfig:
+    """Return `config` with programs that together prefetch at most `budget_bytes` of the weight.
+
+    They prefetch all of a weight that is not larger. Programs of `rows` request their first tiles
+    even if these exceed the budget. Arguments as for `default_config`.
+    """
+    feature_bytes = weight_rows(kernel) * k * weight_bytes
+    share = config.block_n * feature_bytes
+    if n * feature_bytes > budget_bytes:
+        share = min(share, budget_bytes // (-(-n // config.block_n) * config.splits))
+    if config.kind == "few_rows":
+        share -= share % feature_bytes
+    return replace(config, prefetch=share)
 
 
 def _few_rows_config(
@@ -153,11 +183,15 @@ def _few_rows_config(
     block_k = _tile_width(k, 16, width)
     scarce = rows == 4 or (rows == 2 and k % block_k == 0)  # two rows of masked tiles fit
     num_warps = 8 if tight and scarce and block_n * halves >= 32 else 4
-    ahead = block_k < k and n * halves * k * weight_bytes <= _PREFETCHED
-    return LinearConfig(block_n, block_k, num_warps, prefetch=ahead)
+    config = LinearConfig(block_n, block_k, num_warps)
+    weight_size = n * halves * k * weight_bytes
+    budget = PREFETCH_BUDGET if block_k < k and weight_size <= PREFETCH_BUDGET else 0
+    return bounded_prefetch(config, kernel, n, k, weight_bytes, budget)
 
 
-def _few_rows_candidates(default: LinearConfig) -> list[LinearConfig]:
+def _few_rows_candidates(
+    default: LinearConfig, kernel: str, n: int, k: int, weight_bytes: int
+) -> list[LinearConfig]:
     """Sizes around the default ones."""
     configs = []
     for size_n in (0.5, 1, 2):
@@ -166,9 +200,17 @@ def _few_rows_candidates(default: LinearConfig) -> list[LinearConfig]:
             if block_n < 1 or block_k < 16:
                 continue
             for num_warps in (4, 8) if size_n == 1 else (4,):
-                for ahead in (False, True):
-                    configs.append(LinearConfig(block_n, block_k, num_warps, prefetch=ahead))
+                config = LinearConfig(block_n, block_k, num_warps)
+                configs += _prefetches(config, kernel, n, k, weight_bytes)
     return configs
+
+
+def _prefetches(
+    config: LinearConfig, kernel: str, n: int, k: int, weight_bytes: int
+) -> list[LinearConfig]:
+    """The configuration with nothing of the weight prefetched, a bounded part, and all."""
+    budgets = (0, PREFETCH_BUDGET, n * weight_rows(kernel) * k * weight_bytes)
+    return [bounded_prefetch(config, kernel, n, k, weight_bytes, budget) for budget in budgets]
 
 
 def _rows_config(
@@ -197,7 +239,7 @@ def _rows_config(
         if weight_bytes == 4:  # which tensor cores do not multiply: operands are in registers
             width = 32
     block_k = _tile_width(-(-k // splits), 16, width)
-    return LinearConfig(
+    config = LinearConfig(
         height // weight_rows(kernel),
         block_k,
         4,
@@ -205,8 +247,9 @@ def _rows_config(
         # 40 to 48 KiB of weights on their way, in less shared memory than any processor has.
         stages=4 if block_k * height * weight_bytes >= _STAGE else 6,
         splits=splits,
-        prefetch=stored_n * k * weight_bytes <= _PREFETCHED,
     )
+    budget = PREFETCH_BUDGET if stored_n * k * weight_bytes <= PREFETCH_BUDGET else 0
+    return bounded_prefetch(config, kernel, n, k, weight_bytes, budget)
 
 
 def _rows_candidates(
@@ -215,7 +258,7 @@ def _rows_candidates(
     """Sizes around the default ones."""
     sizes = (kernel, n, k, weight_bytes, multiprocessors)
     default = _rows_config(*sizes)
-    configs = [default, replace(default, prefetch=not default.prefetch)]
+    configs = [default, *_prefetches(default, kernel, n, k, weight_bytes)]
     for height in (64, 128):
         for width in (64, 128):
             for factor in (0.5, 1, 2):

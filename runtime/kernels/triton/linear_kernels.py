@@ -102,9 +102,9 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     w, norm, scales = load_stage(
         w_rows, word, norm_ptr, k, scale_rows, group * V, 0, K, WORD, EVEN, SCALE_BLOCKS
     )  # fmt: skip
-    if PREFETCH:
+    if PREFETCH:  # rows, of gate and up of each
         first = tl.program_id(0) * BLOCK_N
-        here = tl.minimum(N - first, BLOCK_N)
+        here = tl.minimum(N - first, PREFETCH)
         prefetch_rows(w_ptr, first, here, ROW_BYTES, PDL)
         if GATED:
             prefetch_rows(w_ptr, N + first, here, ROW_BYTES, PDL)
@@ -243,8 +243,10 @@ def call_few_rows(
     if row_count > FEW_ROWS:
         raise ValueError(f"{name}: {rows} rows need a configuration of kind 'rows' or 'library'")
     weight, storage = kernel_weight(linear)
-    ahead = config.prefetch and may_prefetch(weight)
     row_bytes = k * weight.element_size()
+    ahead = 0
+    if may_prefetch(weight):
+        ahead = min(config.block_n, config.prefetch // (row_bytes * (2 if gated else 1)))
     vector = min(16 // weight.element_size(), config.block_k)
     head_dim = 1
     if splits is not None:

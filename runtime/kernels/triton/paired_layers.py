@@ -20,6 +20,7 @@ import torch
 
 from .fused_pair import PairShape, default_pair_config
 from .fusion import Fused, GateUp, NormLinear, ResidualLinear, product_pairs
+from .kernel_calls import num_multiprocessors
 from .linear import FEW_ROWS, GpuLinear, LinearConfig
 from .tuning import lookup, tuning_key
 
@@ -86,7 +87,7 @@ def tuned_pairs(
 def _tuned(shape: PairShape, dtype: torch.dtype, weight: torch.Tensor) -> LinearConfig | None:
     """The sizes of a pair that was tuned to be faster than two kernels."""
     if _every.get():
-        return default_pair_config(shape)
+        return default_pair_config(shape, num_multiprocessors(weight.device))
     sizes = (shape.name, shape.rows, shape.n, shape.k, dtype, weight.dtype, weight.device)
     config = lookup(tuning_key(*sizes, hidden=shape.hidden))
     return config if config is not None and config.kind == "pair" else None

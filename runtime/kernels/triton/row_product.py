@@ -199,7 +199,9 @@ def call_row_product(
         block_k = min(block_k, SCALE_BLOCK)
     ahead = 0
     if may_prefetch(weight):
-        ahead = k if config.prefetch else config.stages * block_k
+        height = config.block_n * (2 if gated else 1)
+        row_bytes = config.prefetch // height // 16 * 16  # as requests are
+        ahead = min(k, max(config.stages * block_k, row_bytes // weight.element_size()))
     call_kernel(
         product_of_rows,
         (triton.cdiv(n, config.block_n), splits),

@@ -50,7 +50,7 @@ __all__ = [
 
 logger = logging.getLogger("stepgraph.runtime")
 
-VERSION = 3
+VERSION = 4
 """Of the file's format."""
 
 SOURCES = (
