@@ -27,7 +27,7 @@ from stepgraph.runtime.kernels.triton.linear import GpuLinear, GpuNorm
 from stepgraph.runtime.kernels.triton.linear_configs import bounded_prefetch, default_config
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
 from stepgraph.runtime.kernels.triton.split_attention import new_counters, new_partials
-from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls, early_reads
+from stepgraph.runtime.tools.compile_ahead import CompiledKernel, compile_kernel_calls, early_reads
 
 
 @triton.jit
@@ -87,9 +87,8 @@ def spills(w_ptr, x_ptr, out_ptr, N, K, BLOCK: tl.constexpr):
     tl.store(out_ptr + k * N + K, w * tl.sum(x) + x)
 
 
-def memory_order(capability: int) -> list[str]:
-    """Instructions of decode attention with counters, from the last of its stores to partials on:
-    barriers, atomic operations, and what touches global memory."""
+def decode_kernel(capability: int, *next_weights: torch.Tensor) -> CompiledKernel:
+    """Compile decode attention with counters, and with weights that it prefetches."""
     rows, heads, kv_heads, size = 8, 32, 8, 64
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -109,9 +108,17 @@ def memory_order(capability: int) -> list[str]:
             new_partials(rows, heads, 4, size, torch.device("meta")),
             attended_TN=empty(rows, heads * size, dtype=model),
             counters=new_counters(torch.device("meta")),
+            next_weights=next_weights,
         )  # fmt: skip
     (kernel,) = compile_kernel_calls(calls, capability)
     assert not kernel.faults
+    return kernel
+
+
+def memory_order(capability: int) -> list[str]:
+    """Instructions of decode attention, from the last of its stores to partials on: barriers,
+    atomic operations, and what touches global memory."""
+    kernel = decode_kernel(capability)
     opcodes = re.findall(
         r"^\s*(?:@!?%\w+ )?((?:bar|atom|ld\.global|st\.global)\S*)", kernel.ptx, re.M
     )
@@ -165,6 +172,19 @@ def bounded_prefetches() -> list[dict[str, Any]]:
     ]
 
 
+def weights_ahead() -> list[dict[str, Any]]:
+    """Decode attention with no next weight, one, two, and a second one beyond the budget."""
+    small = torch.empty(2048, 2048, dtype=torch.bfloat16, device="meta")
+    large = torch.empty(16384, 2048, dtype=torch.bfloat16, device="meta")
+    cases = ((), (small,), (small, large), (large, small))
+    kernels = [decode_kernel(90, *weights) for weights in cases]
+    return [
+        kernel.to_json()
+        | {"parameters": kernel.parameters, "requests": kernel.ptx.count("prefetch.global.L2")}
+        for kernel in kernels
+    ]
+
+
 KERNELS = (right, waits_in_a_loop, writes_early, may_not_wait, never_waits)
 
 
@@ -190,6 +210,7 @@ def main() -> None:
             "pair": barrier_order(capability),
         }
     document["bounded_prefetch"] = bounded_prefetches()
+    document["weights_ahead"] = weights_ahead()
     print(json.dumps(document))
 
 

@@ -127,6 +127,17 @@ def test_bounded_prefetches_have_no_faults(examples: dict[str, Any]) -> None:
         assert (kernel["waits"], kernel["requests"], kernel["faults"]) == (1, 2, [])
 
 
+@pytest.mark.slow
+def test_next_weights_are_requested_without_faults(examples: dict[str, Any]) -> None:
+    """Attention without a second weight, or one beyond the budget, knows of none."""
+    none, one, two, beyond = examples["weights_ahead"]
+    for kernel in (none, one, two, beyond):
+        assert (kernel["waits"], kernel["faults"]) == (1, [])
+        assert ("second_ptr" in kernel["parameters"]) == (kernel is two)
+    assert none["requests"] < one["requests"] < two["requests"]
+    assert beyond["requests"] == one["requests"]
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled in this process")
 def test_an_interpreting_process_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CompileAheadError, match="TRITON_INTERPRET=1"):

@@ -333,6 +333,44 @@ def test_layers_run_in_pairs_that_were_tuned_faster(
     assert called == kernels
 
 
+def test_attention_brings_the_weights_of_later_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of output, and of gate and up, in a budget of 16 MiB together."""
+    config = EngineConfig(max_num_seqs=1)
+
+    def lines() -> list[int | None]:
+        steps = record_steps("preset:llama-3.2-1b", config, rows=[1], tokens=[])
+        calls = [call for call in steps[0].kernel_calls if call.name == "_decode_attention"]
+        assert len(calls) == 16
+        names = calls[0].kernel.arg_names
+        return [calls[0].args[names.index(name)] for name in ("lines", "second_lines")]
+
+    assert lines() == [(8 << 20) // 128, None]
+    monkeypatch.setattr(layer_kernels, "WEIGHTS_AHEAD", 2)
+    assert lines() == [(8 << 20) // 128, (8 << 20) // 128]
+
+
+def test_more_prefetching_changes_no_token(
+    gpu_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In steps of 1 and 4 rows, with a bounded prefetch of every product and two weights ahead."""
+    monkeypatch.setattr(layer_kernels, "WEIGHTS_AHEAD", 2)
+    default = tuning.default_config
+    monkeypatch.setattr(
+        tuning,
+        "default_config",
+        lambda *shape, **options: dataclasses.replace(default(*shape, **options), prefetch=1024),
+    )
+    model = tiny("base")
+    prompts = model.prompts(3, 1, 2, 2)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    with gpu_engine("base", max_num_seqs=4, max_model_len=16) as engine:
+        alone = engine.generate(prompts[:1], params)
+        together = engine.generate(prompts, params)
+    assert [o.token_ids for o in (*alone, *together)] == model.greedy([prompts[0], *prompts], 2)
+
+
 @pytest.mark.parametrize(("pairs", "most"), [(False, 5), (True, 3)])
 def test_few_rows_take_few_kernels_a_layer(
     monkeypatch: pytest.MonkeyPatch, pairs: bool, most: int

@@ -10,6 +10,8 @@ V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -185,7 +187,7 @@ def decode_attention(
     *,
     attended_TN: Tensor | None = None,
     counters: Tensor | None = None,
-    next_weight: Tensor | None = None,
+    next_weights: Sequence[Tensor] = (),
 ) -> None:
     """See `decode_attention.decode_attention`.
 

@@ -6,6 +6,7 @@ rotation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,7 +121,7 @@ class DecodeAttention(_StepAttention):
         layer: LayerAttention,
         qkv_TN: Tensor,
         attended_TK: Tensor | None,
-        next_weight: Tensor | None,
+        next_weights: Sequence[Tensor],
     ) -> None:
         """Write keys and values, and attend: into `attended_TK`, or None leaves the partials."""
         with operation("decode_attention"):
@@ -134,15 +135,15 @@ class DecodeAttention(_StepAttention):
                 self.partials,
                 attended_TN=attended_TK,
                 counters=self._counters,
-                next_weight=next_weight,
+                next_weights=next_weights,
             )
 
     def attended(
-        self, layer: LayerAttention, qkv_TN: Tensor, next_weight: Tensor | None = None
+        self, layer: LayerAttention, qkv_TN: Tensor, next_weights: Sequence[Tensor] = ()
     ) -> Tensor:
         """Attention of the layer, `[T, H * E]`."""
         attended_TK = self.x.new_empty(self.x.shape[0], layer.attend.features)
-        self.attend(layer, qkv_TN, attended_TK, next_weight)
+        self.attend(layer, qkv_TN, attended_TK, next_weights)
         return attended_TK
 
 
