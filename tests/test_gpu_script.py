@@ -151,4 +151,5 @@ def test_gpu_script_rehearses_on_a_cpu(script: ModuleType, tmp_path: Path) -> No
     assert all(entry["passed"] for entry in document["verify 1"])
     assert document["trace"]["cases"][0]["profile"]["operations"]
     assert document["transformers"]["cases"][0]["baselines"]
-    assert "not measured" not in (tmp_path / "summary.md").read_text()
+    unmeasured = (tmp_path / "summary.md").read_text().count("not measured")
+    assert unmeasured == 1, "the p99 of a few steps"
