@@ -132,7 +132,8 @@ def _programs(shape: PairShape, tiles: PairTiles, multiprocessors: int) -> int:
     """Programs of a launch: none without a tile, and all run at the same time."""
     first = triton.cdiv(shape.hidden, tiles.block_n)
     second = triton.cdiv(shape.n, tiles.next_block_n)
-    return min(max(first, second), multiprocessors)
+    programs: int = min(max(first, second), multiprocessors)
+    return programs
 
 
 def _tile(
