@@ -131,7 +131,7 @@ def _linear(op: Linear, module: Module, kernels: Kernels) -> Run:
     sizes, unit = op.split, op.unit
     if unit == 1:
         return lambda x_TF, step: linear(x_TF).split(sizes, dim=-1)
-    return lambda x_TF, step: linear(x_TF).view(x_TF.shape[0], -1, unit).split(sizes, dim=1)
+    return lambda x_TF, step: linear(x_TF).unflatten(1, (-1, unit)).split(sizes, dim=1)
 
 
 def _on_part(function: Callable[[Tensor], Tensor], part: int | None) -> Run:
@@ -259,7 +259,7 @@ def _latent_rotate(op: LatentRotate) -> Run:
     def run(value: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, ...]:
         q_TF, latent_TR, key_TE = value
         cos_TE, sin_TE = step.cos[kind], step.sin[kind]
-        q_THE = q_TF.view(q_TF.shape[0], heads, -1)
+        q_THE = q_TF.unflatten(1, (heads, -1))
         plain_THE, turned_THE = q_THE.split(sizes, dim=-1)
         turned_THE = rotate(turned_THE, cos_TE, sin_TE, interleaved=interleaved)
         key_T1E = rotate(key_TE[:, None], cos_TE, sin_TE, interleaved=interleaved)
@@ -296,8 +296,6 @@ def _latent_to_values(op: LatentToValues, module: Module, kernels: Kernels) -> R
     heads = op.kv_up.shape[0]
 
     def run(attended_TF: Tensor, step: LayerStep) -> Tensor:
-        tokens = attended_TF.shape[0]
-        values = project(attended_TF.view(tokens, heads, -1))
-        return values.reshape(tokens, -1)
+        return project(attended_TF.unflatten(1, (heads, -1))).flatten(1)
 
     return run

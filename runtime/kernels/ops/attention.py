@@ -234,10 +234,10 @@ def _attend_uniform(
         bad_RL = ~finite_RGL.all(1) & ~seen_RNL.all(1)
         k_RGLD = k_RGLD.masked_fill(bad_RL[:, None, :, None], 0)
         v_RGLE = v_RGLE.masked_fill(bad_RL[:, None, :, None], 0)
-    q_RGQD = q_THD.reshape(r, n, g, h // g, d).transpose(1, 2).reshape(r, g, -1, d)
+    q_RGQD = q_THD.reshape(r, n, g, h // g, d).transpose(1, 2).flatten(2, 3)
     seen_RQL = seen_RNL if n == 1 else seen_RNL.repeat_interleave(h // g, dim=1)
     out = _attend(q_RGQD, k_RGLD, v_RGLE, seen_RQL[:, None], form, _sinks_of(form, g, n))
-    out_THE = out.view(r, g, n, h // g, -1).transpose(1, 2).reshape(t, h, form.value_dim)
+    out_THE = out.unflatten(2, (n, h // g)).transpose(1, 2).reshape(t, h, form.value_dim)
     if bad_RL is None:
         return out_THE
     spoiled_T = (seen_RNL & bad_RL[:, None]).any(-1).flatten()
@@ -258,10 +258,10 @@ def _attend_row(
     seen_by_row_L = (own_T[:, None] & seen_TL).any(0)
     k_GLD, v_GLE = _keys_and_values(kv, table_B, seen_by_row_L[:, None], q_THD, block_size, form)
     g = k_GLD.shape[0]
-    q_GTD = q_THD.view(t, g, h // g, d).transpose(0, 1).reshape(g, -1, d)
+    q_GTD = q_THD.view(t, g, h // g, d).transpose(0, 1).flatten(1, 2)
     seen = seen_TL.repeat_interleave(h // g, dim=0)
     out = _attend(q_GTD[None], k_GLD[None], v_GLE[None], seen, form, _sinks_of(form, g, t))
-    return out.view(g, t, h // g, -1).transpose(0, 1).reshape(t, h, form.value_dim)
+    return out[0].unflatten(1, (t, h // g)).transpose(0, 1).reshape(t, h, form.value_dim)
 
 
 def _keys_and_values(

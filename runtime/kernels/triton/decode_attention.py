@@ -324,7 +324,7 @@ def reference_decode_attention(
         form: what attention this is.
     """
     kv_heads, head_dim = arena.shape[3], form.value_dim
-    qkv = qkv_TN.view(qkv_TN.shape[0], -1, head_dim)
+    qkv = qkv_TN.unflatten(1, (-1, head_dim))
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     q, k = reference_rotated(q, k, rotation, batch.positions)
     return reference_paged_attention(q, k, v, arena, place, batch, form).flatten(1)

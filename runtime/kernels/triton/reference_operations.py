@@ -210,7 +210,7 @@ def decode_attention(
         partials.l[part].zero_()
         partials.m[part, :, 0].zero_()
         partials.l[part, :, 0].fill_(1.0)
-        partials.acc[part, :, 0] = out_TN.view(out_TN.shape[0], -1, form.value_dim).float()
+        partials.acc[part, :, 0] = out_TN.unflatten(1, (-1, form.value_dim)).float()
 
 
 def prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tensor:

@@ -105,7 +105,7 @@ def reference_rotate_and_store(
 ) -> Tensor:
     """Plain torch; arguments and result as in `rotate_and_store`."""
     g = arena.shape[3]
-    heads_TNE = qkv_TN.view(qkv_TN.shape[0], -1, form.value_dim)
+    heads_TNE = qkv_TN.unflatten(1, (-1, form.value_dim))
     q, k, v = heads_TNE.split((heads_TNE.shape[1] - 2 * g, g, g), dim=1)
     q, k = reference_rotated(q, k, rotation, batch.positions)
     slots_T = batch.slots[place.group]

@@ -124,7 +124,7 @@ class BlockDrafter(LayerStack):
         x_TD = self._embedding.rows(ids_BN.flatten())
         attended = None if self._parts.causal else _to_the_end(batch, size)
         normed_TD, _ = self.run_layers(x_TD, arena, batch, attended=attended)
-        masked_TD = normed_TD.view(rows, size, -1)[:, 1:].flatten(0, 1)
+        masked_TD = normed_TD.unflatten(0, (rows, size))[:, 1:].flatten(0, 1)
         ids_T, probabilities_T = self._head.most_likely(self, masked_TD)
         return Drafts(ids_T.view(rows, count), probabilities_T.view(rows, count))
 

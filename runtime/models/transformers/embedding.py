@@ -22,7 +22,7 @@ class _RowsOfProjection(nn.Embedding):
     projection: Projection
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.projection.rows(input.reshape(-1)).view(*input.shape, -1)
+        return self.projection.rows(input.reshape(-1)).unflatten(0, input.shape)
 
 
 def store_rows(embedding: Any, projection: Projection) -> None:
