@@ -24,6 +24,7 @@ from .loader import (
     random_weights,
     resolve_source,
 )
+from .tensor_check import log_unused
 from .tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = ["OpenedSource", "find_source", "open_source"]
@@ -90,6 +91,7 @@ def open_source(found: Source, open_files: ExitStack, *, check_head: bool) -> Op
         reader = open_files.enter_context(CheckpointReader(found.directory))
         if isinstance(found.config, ModelConfig):
             check_tensors(reader, found.config)
+            log_unused(reader, found.config)
             if found.config.tie_word_embeddings and check_head:
                 check_tied_head(reader)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 
@@ -14,10 +15,13 @@ from ..models.layout import Parameter, fused_layout
 from . import mxfp4
 from .checkpoint import CheckpointReader, Shape, TensorHeader
 
-__all__ = ["check_layout", "check_tensors", "check_tied_head"]
+__all__ = ["check_layout", "check_tensors", "check_tied_head", "log_unused"]
 
+_LOGGER = logging.getLogger(__name__)
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
 _EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\..*")
+_MODULE_NAME = re.compile(r".*?\.(?=\d)|.*\.")
+"""What the name of a tensor begins with: the list that its layer is in, or else its module."""
 _LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16", mxfp4.DTYPE})
 _PROBLEMS_SHOWN = 10
 _EXPERTS_SHOWN = 8
@@ -30,8 +34,9 @@ def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, Pa
     """Compare the headers of a checkpoint with its config; return the layout that both agree on.
 
     Raises one `CheckpointError` for all missing and unexpected tensors, wrong shapes and
-    unsupported dtypes. A config with more layers than the files is refused before anything is
-    allocated per layer.
+    unsupported dtypes. Only weights in the modules of the decoder can be unexpected: buffers, such
+    as masks, and other models in the same files, such as a vision encoder, are not read. A config
+    with more layers than the files is refused before anything is allocated per layer.
     """
     headers = reader.headers()
     held = {match[1] for match in map(_LAYER_NAME.match, headers) if match is not None}
@@ -41,8 +46,35 @@ def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, Pa
             f"{config.num_layers}, but there are tensors of {len(held)} layers"
         )
     whole = _stored_layout(config.whole, headers)
-    check_layout(reader, whole, lambda name: _is_unused(name, config))
+    modules = frozenset(
+        match[0]
+        for parameter in whole.values()
+        for source in parameter.sources
+        if source.name is not None and (match := _MODULE_NAME.match(source.name)) is not None
+    )
+    check_layout(
+        reader,
+        whole,
+        lambda name: _is_unused(name, config) or not _is_weight(name, headers[name], modules),
+    )
     return whole if config.shard is None else _stored_layout(config, headers)
+
+
+def log_unused(reader: CheckpointReader, config: ModelConfig) -> None:
+    """Log the tensors of a checked checkpoint that are not of its decoder, in one record."""
+    expected = {
+        source.name
+        for parameter in _stored_layout(config.whole, reader.headers()).values()
+        for source in parameter.sources
+    }
+    names = [name for name in reader.headers().keys() - expected if not _is_unused(name, config)]
+    if names:
+        shown = ", ".join(bounded_text(name, 100) for name in sorted(names)[:_PROBLEMS_SHOWN])
+        more = ", ..." if len(names) > _PROBLEMS_SHOWN else ""
+        _LOGGER.warning(
+            "%d tensors in %s are not used, as %s has no parameters for them: %s%s",
+            *(len(names), reader.directory, config.family.architecture, shown, more),
+        )
 
 
 def check_layout(
@@ -142,6 +174,12 @@ def _missing(absent: Mapping[str, Shape]) -> Iterator[str]:
         shown, rest = list(numbers)[:_EXPERTS_SHOWN], len(numbers) - _EXPERTS_SHOWN
         more = f" and {rest} more" if rest > 0 else ""
         yield f"missing: tensors of experts {', '.join(shown)}{more} in {module}"
+
+
+def _is_weight(name: str, header: TensorHeader, modules: frozenset[str]) -> bool:
+    """Whether a tensor is one that a decoder with weights in these modules might need."""
+    module = _MODULE_NAME.match(name)
+    return header.dtype in _LOADABLE_DTYPES and module is not None and module[0] in modules
 
 
 def _is_unused(name: str, config: ModelConfig) -> bool:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...bounded_repr import bounded_repr, bounded_text
+from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
 from ...kernels.ops.layer_plan import ModelPlan
 from ..family import read_optional
 from .attention import IMPLEMENTATION, register
-from .library import import_transformers, quiet
+from .library import convertible_parameters, import_transformers, quiet, reason_of
 from .plan import plan_of_probe
 from .probe import Probe, probe_model
 from .ropes import LengthLimit, freeze_rotations
@@ -107,8 +107,7 @@ def read_transformers_config(
             )
     except Exception as error:  # of any type, from a file that may hold anything
         raise CheckpointError(
-            f"transformers {transformers.__version__} cannot read it:"
-            f" {type(error).__name__}: {bounded_text(error, 300)}"
+            f"transformers {transformers.__version__} cannot read it: {reason_of(error)}"
         ) from error
     model_class = _model_class(transformers, source, config)
     text = source.get_text_config(decoder=True)
@@ -158,7 +157,7 @@ def fake_model(model_class: type[Any], source: Any, dtype: str) -> tuple[Any, Fa
 
     fake = FakeTensorMode()
     try:
-        with fake, quiet():
+        with fake, quiet(), convertible_parameters():
             with no_init_weights():  # some initialisations read values
                 model = model_class._from_config(
                     source, dtype=getattr(torch, dtype), attn_implementation=IMPLEMENTATION
@@ -172,7 +171,7 @@ def fake_model(model_class: type[Any], source: Any, dtype: str) -> tuple[Any, Fa
             ) from error
         raise CheckpointError(
             f"{model_class.__name__} of transformers cannot be built from this config:"
-            f" {type(error).__name__}: {bounded_text(error, 300)}"
+            f" {reason_of(error)}"
         ) from error
     return model.eval(), fake
 

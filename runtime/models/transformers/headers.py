@@ -13,7 +13,7 @@ from ...bounded_repr import bounded_text
 from ...errors import CheckpointError
 from .attention import IMPLEMENTATION
 from .config import TransformersConfig, model_class_of
-from .library import quiet
+from .library import convertible_parameters, quiet, reason_of
 
 __all__ = ["check_headers", "check_report"]
 
@@ -37,23 +37,35 @@ class Header(Protocol):
 def check_headers(headers: Mapping[str, Header], config: TransformersConfig) -> None:
     """Load tensors without data, of the shapes in the headers, as transformers loads weights.
 
-    Its renamings and conversions of old checkpoints apply.
+    Its renamings and conversions of old checkpoints apply. Tensors that reach no parameter, such
+    as masks and other models in the same files, may have any dtype.
 
     Raises:
         CheckpointError: tensors are missing, of a wrong shape or of an unsupported dtype.
     """
+    loadable = {name: header for name, header in headers.items() if header.dtype in _DTYPES}
+    others = {name: header for name, header in headers.items() if header.dtype not in _DTYPES}
+    try:
+        check_report(_load(loadable, config), config.architecture)
+    except CheckpointError:
+        if others:
+            _refuse_dtypes(loadable, others, config)
+        raise
+
+
+def _load(headers: Mapping[str, Header], config: TransformersConfig) -> dict[str, Any]:
+    """Return the report of transformers on tensors without data."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
-    for name, header in headers.items():
-        if header.dtype not in _DTYPES:
-            raise CheckpointError(
-                f"the tensor {bounded_text(name)} is {header.dtype}, supported:"
-                f" {', '.join(sorted(_DTYPES))}"
-            )
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), quiet(), _synchronous_loading():
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            quiet(),
+            convertible_parameters(),
+            _synchronous_loading(),
+        ):
             tensors = {
-                name: torch.empty(header.shape, dtype=_DTYPES[header.dtype])
+                name: torch.empty(header.shape, dtype=_DTYPES.get(header.dtype, torch.float32))
                 for name, header in headers.items()
             }
             _, report = model_class_of(config).from_pretrained(
@@ -67,10 +79,39 @@ def check_headers(headers: Mapping[str, Header], config: TransformersConfig) -> 
             )
     except Exception as error:  # of any type, from any model
         raise CheckpointError(
-            f"the tensors of the checkpoint do not fit {config.architecture}:"
-            f" {type(error).__name__}: {bounded_text(error, 300)}"
+            f"the tensors of the checkpoint do not fit {config.architecture}: {reason_of(error)}"
         ) from error
-    check_report(report, config.architecture)
+    found: dict[str, Any] = report
+    return found
+
+
+def _refuse_dtypes(
+    loadable: Mapping[str, Header], others: Mapping[str, Header], config: TransformersConfig
+) -> None:
+    """Raise `CheckpointError` if parameters are missing without the others.
+
+    transformers may rename and join tensors, so that the ones at fault are found by loading them.
+    """
+    missing = _missing(_load(loadable, config))
+    supplied = missing - _missing(_load({**loadable, **others}, config))
+    if not supplied:
+        return
+    ends = {".".join(name.split(".")[-2:]) for name in supplied}
+    named = [name for name in others if ".".join(name.split(".")[-2:]) in ends] or list(others)
+    more = f" (and {len(named) - 1} more)" if len(named) > 1 else ""
+    raise CheckpointError(
+        f"the tensor {bounded_text(named[0])} is {others[named[0]].dtype}{more}, supported:"
+        f" {', '.join(sorted(_DTYPES))}"
+    )
+
+
+def _missing(report: Mapping[str, Any]) -> set[str]:
+    """Return the parameters that got no values."""
+    return {
+        _shown(found)
+        for key in ("missing_keys", "conversion_errors")
+        for found in report.get(key) or ()
+    }
 
 
 def check_report(report: Mapping[str, Any], architecture: str) -> None:

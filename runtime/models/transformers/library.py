@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ...bounded_repr import bounded_text
 from ...errors import ConfigError
 
-__all__ = ["import_transformers", "quiet"]
+__all__ = ["convertible_parameters", "import_transformers", "quiet", "reason_of"]
 
 LEAST_VERSION = (5, 17)
 """Of transformers; the oldest that is tested. pyproject.toml has the same."""
@@ -69,3 +70,47 @@ def quiet() -> Iterator[None]:
             theirs.set_verbosity(level)
             if bars:
                 theirs.enable_progress_bar()
+
+
+@contextmanager
+def convertible_parameters() -> Iterator[None]:
+    """Let modules convert parameters without data, as some do while they are built.
+
+    `Module.to` swaps the contents of fake tensors in place, which fails for most of them. Within
+    `quiet`, whose lock covers this change of torch, it sets new parameters.
+    """
+    from torch import nn
+    from torch._subclasses.fake_tensor import FakeTensor  # slow to import
+
+    convert = nn.Module._apply
+
+    def replace(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        if not any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
+            return convert(module, function, recurse)
+        for child in module.children() if recurse else ():
+            replace(child, function)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                converted = function(parameter.detach())
+                module._parameters[name] = nn.Parameter(converted, parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = function(buffer)
+        return module
+
+    nn.Module._apply = replace  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = convert  # type: ignore[method-assign]
+
+
+def reason_of(error: BaseException) -> str:
+    """Describe what transformers or torch raised, with the innermost error that caused it."""
+    inner = error
+    while inner.__cause__ is not None:
+        inner = inner.__cause__
+    found = f"{type(error).__name__}: {bounded_text(error, 300)}"
+    if inner is error:
+        return found
+    return f"{found} (because of {type(inner).__name__}: {bounded_text(inner, 300)})"

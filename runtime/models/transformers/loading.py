@@ -10,14 +10,13 @@ import torch
 
 from ....cache.arena import Storage
 from ....cache.spec import LayerGroup
-from ...bounded_repr import bounded_text
 from ...errors import CheckpointError
 from ...kernels import Kernels
 from .attention import IMPLEMENTATION, register
 from .config import TransformersConfig, model_class_of
 from .decoder import TransformersDecoder
 from .headers import check_report
-from .library import quiet
+from .library import quiet, reason_of
 from .self_check import check_against_transformers
 
 __all__ = ["load_decoder", "load_model", "overwrite_decoder"]
@@ -82,8 +81,7 @@ def load_model(directory: Path, config: TransformersConfig, dtype: torch.dtype) 
             )
     except Exception as error:  # of any type, from any model
         raise CheckpointError(
-            f"transformers cannot load {directory}: {type(error).__name__}:"
-            f" {bounded_text(error, 300)}"
+            f"transformers cannot load {directory}: {reason_of(error)}"
         ) from error
     check_report(report, config.architecture)
     return model

@@ -21,7 +21,7 @@ from ...errors import CheckpointError
 from .attention import IMPLEMENTATION, PROBED_IMPLEMENTATION, CurrentStep
 from .experts import EXPERTS_IMPLEMENTATION
 from .head import head_of, run_head
-from .library import quiet
+from .library import quiet, reason_of
 from .live_bytes import LiveBytes
 from .masks import MASK_FORM, MaskForm
 from .parameter_uses import LinearUse, ParameterUses
@@ -349,10 +349,7 @@ def _failure(error: Exception) -> str:
     by_value = (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException)
     if isinstance(error, by_value):
         return f"its forward pass depends on the values of a tensor,{place} ({error})"
-    return (
-        f"its forward pass fails on {_TOKENS} tokens without data,{place} ({type(error).__name__}:"
-        f" {bounded_text(error, 300)})"
-    )
+    return f"its forward pass fails on {_TOKENS} tokens without data,{place} ({reason_of(error)})"
 
 
 def _is_causal(module: nn.Module, keywords: dict[str, Any]) -> bool:
