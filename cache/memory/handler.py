@@ -34,7 +34,33 @@ _MIN_BLOCKS = 2  # the null block and one for tokens
 
 
 class MemoryBudgetError(ValueError):
-    """The memory budget is invalid, or too small for the smallest cache that works."""
+    """The memory budget is invalid, or too small for the smallest cache that works.
+
+    Attributes:
+        term: the term of the plan that does not fit, one of `TERMS`; None if the budget is invalid
+            or the memory ran out at run time.
+        field: the field of `EngineConfig` that helps most; None if only more memory helps.
+        needed_bytes: what the smallest plan needs, and of it the term; None without a plan.
+        term_bytes: see `needed_bytes`.
+        limit_bytes: what the plan may use; None without a plan.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        term: str | None = None,
+        field: str | None = None,
+        needed_bytes: int | None = None,
+        term_bytes: int | None = None,
+        limit_bytes: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.term = term
+        self.field = field
+        self.needed_bytes = needed_bytes
+        self.term_bytes = term_bytes
+        self.limit_bytes = limit_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +213,7 @@ def plan_memory(
     # A budget of bytes, blocks or context may exceed the memory of the device.
     limit = min(ceiling, available_bytes + credit)
     if plan.total > limit:
-        raise MemoryBudgetError(_too_small(plan, limit))
+        raise _too_small(plan, limit, blocks_given=fixed_blocks is not None)
     return plan
 
 
@@ -233,7 +259,20 @@ def _last(candidates: range, ceiling: int, cost: Callable[[int], int]) -> int:
     return bisect_right(candidates, ceiling, key=cost) - 1
 
 
-def _too_small(plan: MemoryPlan, limit: int) -> str:
+_FIELDS = {
+    "cache": ("kv_dtype", "block_size"),
+    "static_buffers": ("max_num_seqs", "max_batch_tokens"),
+    "activations": ("max_batch_tokens", "prefill_chunk"),
+    "logits": ("max_num_seqs",),
+    "attention_masks": ("max_batch_tokens", "prefill_chunk"),
+    "captured_graphs": ("buckets", "max_num_seqs"),
+    "host_cache": ("host_cache_bytes",),
+    "host_buffers": ("max_num_seqs", "max_batch_tokens"),
+}
+"""Fields of a configuration that make a term smaller, the best first."""
+
+
+def _too_small(plan: MemoryPlan, limit: int, *, blocks_given: bool) -> MemoryBudgetError:
     of_device = plan.available_bytes + (plan.weights if plan.weights_resident else 0)
     what, remedy = (
         ("available memory", "free memory on the device")
@@ -241,14 +280,31 @@ def _too_small(plan: MemoryPlan, limit: int) -> str:
         else ("memory budget", "raise the budget")
     )
     loaded = ", loaded weights included" if plan.weights_resident else ""
+    budget = f"the {what} of {limit} bytes ({format_bytes(limit)}{loaded}) is too small"
     usable = f"{plan.usable_blocks} block{'s' if plan.usable_blocks > 1 else ''} for tokens"
     counted = {n: b for n, b in plan.terms().items() if plan.host_shared or n not in HOST_TERMS}
     terms = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in counted.items()
     )
-    return (
-        f"the {what} of {limit} bytes ({format_bytes(limit)}{loaded}) is too small: the null block "
-        f"and {usable}, with {plan.max_batch_tokens} batch tokens, need {plan.total} bytes "
-        f"({format_bytes(plan.total)}): {terms}. Lower the number of blocks, max_batch_tokens or "
-        f"max_num_seqs, or {remedy}."
+    term = max(counted.keys() - {"weights"}, key=counted.__getitem__)
+    alone = plan.weights > limit or plan.reserve <= plan.weights > limit - plan.reserve
+    if alone:
+        term = "weights"
+    fields = _FIELDS.get(term, ())
+    if term == "cache" and blocks_given:
+        fields = ("num_blocks", "memory_tokens", *fields[:1])
+    change = f"change {' or '.join(fields)}, or {remedy}" if fields else remedy
+    what_not = (
+        f"The weights alone need {plan.weights} bytes"
+        if alone
+        else f"The largest besides the weights is {term.replace('_', ' ')}: {change}."
+    )
+    return MemoryBudgetError(
+        f"{budget}: the null block and {usable}, with {plan.max_batch_tokens} batch tokens, need "
+        f"{plan.total} bytes ({format_bytes(plan.total)}): {terms}. {what_not}",
+        term=term,
+        field=fields[0] if fields else None,
+        needed_bytes=plan.total,
+        term_bytes=counted[term],
+        limit_bytes=limit,
     )

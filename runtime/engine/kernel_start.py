@@ -23,9 +23,20 @@ from ..resolved_config import ResolvedConfig
 from .rank_collectives import with_collectives
 from .self_test import check_kernels
 
-__all__ = ["checked_kernels"]
+__all__ = ["checked_kernels", "planned_kernels"]
 
 _LAYERS_GAP = "decoder layers"
+
+
+def planned_kernels(model: DecoderConfig, config: ResolvedConfig) -> Kernels:
+    """Return the kernels that an engine will have if their self-tests pass, for a memory plan.
+
+    Nothing is built, loaded or tested.
+    """
+    kernels = select_kernels(
+        config.device, config.mode, config.dtype, config.weights, config.kernels, load=False
+    )
+    return kernels_for(kernels, plan_of(model))
 
 
 def checked_kernels(

@@ -22,7 +22,7 @@ import torch
 from ...cache.arena import Arena, HostArena
 from ...cache.kv_cache import KVCache
 from ...cache.memory.device_memory import DeviceMemory
-from ...cache.memory.handler import MemoryBudgetError
+from ...cache.memory.handler import MemoryBudgetError, MemoryPlan
 from ...cache.spec import LayerGroup
 from ...profiling import ranges
 from ..config import EngineConfig
@@ -61,9 +61,9 @@ from ..speculation.drafter_speculator import DrafterSpeculator
 from ..speculation.speculator import Speculator
 from ..structured.compiler import check_installed
 from .calibration import preemption_policy
-from .drafter_start import find_engine_drafter
+from .drafter_start import FoundDrafter, find_engine_drafter
 from .engine_parts import CodeCache, EngineParts
-from .kernel_start import checked_kernels
+from .kernel_start import checked_kernels, planned_kernels
 from .loop import StepLoop
 from .memory_planning import layer_groups, plan_engine
 from .rank_collectives import serve_collectives
@@ -179,33 +179,43 @@ def _start(
     progress: bool,
 ) -> EngineParts:
     code_before, config = CodeCache.now(), resolved.user
-    opened = open_source(found, open_files, check_head=config.tie_word_embeddings is None)
+    groups = layer_groups(found.config, resolved)
+    found_drafter: FoundDrafter | None = None
+
+    def memory_now() -> DeviceMemory:
+        memory = DeviceMemory.of(resolved.device)
+        return memory if group is None else share_of_memory(memory, group.ranks)
+
+    def planned(
+        kernels: Kernels, memory: DeviceMemory, agreed: tuple[int, int] | None = None
+    ) -> MemoryPlan:
+        added = None
+        if found_drafter is not None:
+            added = found_drafter.memory(kernels, resolved, found.config.hidden_size)
+        return plan_engine(found.config, resolved, kernels, groups, memory, agreed, added)
+
+    opened = open_source(found, open_files)
+    # What does not fit is refused before weights are read, and before kernels are built and tested.
+    expected, memory = planned_kernels(found.config, resolved), memory_now()
+    planned(expected, memory)
+    found_drafter = find_engine_drafter(found, resolved, groups)
+    if found_drafter is not None:
+        planned(expected, memory)
+    if config.tie_word_embeddings is None:
+        opened.check_head()
     log = PhaseLog(resolved.device)
     with log.phase("kernels"):
         kernels = checked_kernels(found.config, resolved, group)
     if group is not None:
         agree_on_start(group, opened, kernels)
-    groups = layer_groups(found.config, resolved)
-    memory = DeviceMemory.of(resolved.device)
+        if found_drafter is not None:
+            agree_on_drafter(group, found_drafter.config)
+    memory = memory_now()  # kernels hold some of it
+    plan = planned(kernels, memory)
     if group is not None:
-        memory = share_of_memory(memory, group.ranks)
-    found_drafter = find_engine_drafter(found, resolved, groups)
-    if group is not None and found_drafter is not None:
-        agree_on_drafter(group, found_drafter.config)
-    planned = partial(
-        plan_engine,
-        found.config,
-        resolved,
-        kernels,
-        groups,
-        memory,
-        drafter=None
-        if found_drafter is None
-        else found_drafter.memory(kernels, resolved, found.config.hidden_size),
-    )
-    plan = planned()
-    if group is not None:
-        plan = agree_on_plan(group, plan, lambda blocks, tokens: planned((blocks, tokens)))
+        plan = agree_on_plan(
+            group, plan, lambda blocks, tokens: planned(kernels, memory, (blocks, tokens))
+        )
     logger.info("memory plan\n%s", plan.format())
     # No sequence outgrows the cache: block tables and reads need not be wider.
     resolved = resolved.fit_to_cache(

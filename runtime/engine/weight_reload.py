@@ -63,7 +63,10 @@ def open_replacement(
         found = dataclasses.replace(found, config=config_of_rank)
     check_replaceable(found.name, model, found.config, config)
     with ExitStack() as open_files:
-        yield open_source(found, open_files, check_head=config.tie_word_embeddings is None)
+        opened = open_source(found, open_files)
+        if config.tie_word_embeddings is None:
+            opened.check_head()
+        yield opened
 
 
 def overwriting(

@@ -67,6 +67,8 @@ def select_kernels(
     dtype: torch.dtype,
     weights: WeightStorage = "model",
     kernels: KernelChoice | None = None,
+    *,
+    load: bool = True,
 ) -> Kernels:
     """Return the kernels for a model in `dtype` on `device`; builds and loads what they need.
 
@@ -76,6 +78,7 @@ def select_kernels(
         dtype: of weights and activations.
         weights: how the weights of linear layers are stored.
         kernels: which to take; None: `torch` for `eager`, `native` for the other modes.
+        load: False: for a memory plan only, so no C++ operators are built or loaded.
 
     Raises KernelBuildError where the C++ operators cannot be built, and on a CUDA device where
     Triton is set to interpret kernels instead of compiling them.
@@ -87,7 +90,11 @@ def select_kernels(
     if device_type == "cuda" and torch.cuda.is_available() and not plain:
         _refuse_interpreter()
     if kernels == "native":
-        return _cpu_kernels(dtype, weights) if device_type == "cpu" else _gpu_kernels(weights)
+        return (
+            _cpu_kernels(dtype, weights, load=load)
+            if device_type == "cpu"
+            else _gpu_kernels(weights)
+        )
     if plain:
         return Kernels(
             name="torch",
@@ -103,7 +110,7 @@ def select_kernels(
     attention, library = paged_attention, None
     native_attention = device_type == "cpu" or have_triton()
     if device_type == "cpu":
-        library = load_cpu_ops()
+        library = load_cpu_ops() if load else None
     elif native_attention:
         attention = _gpu_kernels(weights).attention
     return Kernels(
@@ -128,8 +135,8 @@ def batch_invariant_kernels(kernels: Kernels) -> Kernels:
     return replace(kernels, batch_invariant=True)
 
 
-def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage) -> Kernels:
-    library = load_cpu_ops()
+def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage, *, load: bool) -> Kernels:
+    library = load_cpu_ops() if load else None
     packs = can_pack(quantised_dtype(weights) or dtype) and can_pack(dtype)
     return Kernels(
         name="cpu" if packs else "cpu, torch linear",

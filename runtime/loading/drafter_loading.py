@@ -69,7 +69,7 @@ def load_drafter(
     if isinstance(drafter, DraftModel):
         with ExitStack() as open_files:
             source = Source(config.name, config.model, config.directory)
-            opened = open_source(source, open_files, check_head=False)
+            opened = open_source(source, open_files)
             weights = opened.weights(dtype, seed=seed, device=device, progress=progress)
             drafter.decoder.store(weights)
         return drafter

@@ -154,7 +154,7 @@ def _draft_model(
     model = found.native
     _check_vocabulary(found, model, target, target_directory)
     with ExitStack() as open_files:
-        open_source(found, open_files, check_head=True)
+        open_source(found, open_files).check_head()
     plan = model_plan(model)
     return DrafterConfig(
         kind="draft_model",

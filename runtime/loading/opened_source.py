@@ -41,6 +41,16 @@ class OpenedSource:
     place: str
     """See `Source.place`."""
 
+    def check_head(self) -> None:
+        """Read the head and the embedding that it is tied to, if both are stored.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        native = isinstance(self.config, ModelConfig) and self.config.tie_word_embeddings
+        if native and self.reader is not None:
+            check_tied_head(self.reader)
+
     def weights(
         self, dtype: torch.dtype, *, seed: int, device: torch.device, progress: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,13 +85,8 @@ def find_source(source: str | Path, *, tied: bool | None, model_impl: str = "aut
     return dataclasses.replace(found, config=config)
 
 
-def open_source(found: Source, open_files: ExitStack, *, check_head: bool) -> OpenedSource:
-    """Open the files of a model, and check their headers.
-
-    Args:
-        found: the model.
-        open_files: closes the files.
-        check_head: refuse a stored head that differs from the embedding it is tied to.
+def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
+    """Open the files of a model, which `open_files` closes, and check their headers.
 
     Raises:
         CheckpointError: a file is damaged, or contradicts the config.
@@ -92,8 +97,6 @@ def open_source(found: Source, open_files: ExitStack, *, check_head: bool) -> Op
         if isinstance(found.config, ModelConfig):
             check_tensors(reader, found.config)
             log_unused(reader, found.config)
-            if found.config.tie_word_embeddings and check_head:
-                check_tied_head(reader)
         else:
             assert isinstance(found.config, TransformersConfig)
             check_headers(reader.headers(), found.config)

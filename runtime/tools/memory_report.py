@@ -16,8 +16,9 @@ from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, plan_memory
 from ...cache.memory.memory_plan import format_bytes
 from ..batch_invariance import check_batch_invariant
 from ..config import MAX_ROWS, EngineConfig
+from ..engine.kernel_start import planned_kernels
 from ..engine.memory_planning import RESERVE_BYTES, layer_groups, plan_engine
-from ..kernels import Kernels, Mode, kernels_for, native_obstacle, select_kernels
+from ..kernels import Kernels, Mode, native_obstacle
 from ..loading.loader import resolve_source
 from ..memory.footprint import model_footprint
 from ..models.decoder_model import DecoderConfig
@@ -96,10 +97,7 @@ def explain_memory(
             available=memory.available // ranks,
             host_available=memory.host_available // ranks,
         )
-    kernels = select_kernels(
-        resolved.device, resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
-    )
-    kernels = kernels_for(kernels, plan_of(model))
+    kernels = planned_kernels(model, resolved)
     groups = layer_groups(model, resolved)
     plan = plan_engine(model, resolved, kernels, groups, memory)
     question = _Question(model, resolved, kernels, memory, plan.budget_bytes)
