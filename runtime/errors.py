@@ -37,7 +37,20 @@ class StepgraphError(Exception):
 
 
 class ConfigError(StepgraphError, ValueError):
-    """An invalid configuration: the message names the field, the value and the range."""
+    """An invalid configuration: the message names the field, the value and the range.
+
+    Attributes:
+        field: the field of the configuration that is wrong; None if it is not one field.
+        flag: the flag of `stepgraph serve` for this field, such as `--max-num-seqs`.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+    @property
+    def flag(self) -> str | None:
+        return None if self.field is None else f"--{self.field.replace('_', '-')}"
 
 
 class CheckpointError(StepgraphError):
@@ -56,7 +69,19 @@ class KernelSelfTestError(StepgraphError, RuntimeError):
 
 
 class RequestError(StepgraphError, ValueError):
-    """A request that cannot be served. It was not queued; other requests are not affected."""
+    """A request that cannot be served. It was not queued; other requests are not affected.
+
+    Attributes:
+        field: the parameter that is wrong, as its caller names it; None if it is not one of them.
+        code: a name to compare with, such as `context_length_exceeded`; None for most errors.
+    """
+
+    def __init__(
+        self, message: str = "", *, field: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
 
 
 class GrammarError(RequestError):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..cache.encoder_outputs import content_key
+from .arguments import check_type
 from .errors import RequestError
 from .prompt_ids import type_name
 
@@ -33,8 +34,18 @@ class EncodedContent:
 
     @classmethod
     def of(cls, embeds: torch.Tensor) -> EncodedContent:
-        """Return embeddings with a hash of their values as the key."""
-        raw = embeds.detach().cpu().contiguous()
+        """Return embeddings with a hash of their values as the key.
+
+        Raises:
+            RequestError: they are not a tensor with values.
+        """
+        allowed = "a tensor of embeddings [tokens, hidden_size] with values"
+        check_type("embeds", embeds, torch.Tensor, allowed)
+        try:
+            raw = embeds.detach().cpu().contiguous()
+        except (RuntimeError, NotImplementedError) as error:  # sparse, or on the meta device
+            shown = f"a {embeds.layout} tensor on {embeds.device}"
+            raise RequestError(f"embeds must be {allowed}, not {shown}", field="embeds") from error
         shape = f"{raw.dtype}{list(raw.shape)}".encode()
         return cls(
             embeds,
@@ -51,7 +62,8 @@ class EmbeddedSpan:
 
     @property
     def stop(self) -> int:
-        """The first position after the span."""
+        """The first position after the span; `RequestError` if its content is none."""
+        check_type("content", self.content, EncodedContent, "an EncodedContent")
         return self.position + self.content.embeds.shape[0]
 
 

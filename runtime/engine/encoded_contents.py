@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from ...cache.encoder_outputs import EncoderOutputCache, content_key
+from ..arguments import check_callable
 from ..errors import RequestError
 from ..prompt_embeds import EncodedContent, check_embeds
 from .access import LoopAccess
@@ -34,7 +35,10 @@ class EncodedContents:
             RequestError: `content` is not bytes, or `encoder` returned no embeddings.
         """
         if not isinstance(content, bytes):
-            raise RequestError(f"content must be bytes, not {type(content).__name__}")
+            raise RequestError(
+                f"content must be bytes, not {type(content).__name__}", field="content"
+            )
+        check_callable("encoder", encoder, "bytes that returns embeddings")
         key = content_key(content, "encoded")
         embeds = self._use(lambda cache: cache.get(key))
         if embeds is None:

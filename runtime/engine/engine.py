@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 
+from ..arguments import check_choice, check_config, check_integer, check_type
 from ..config import EngineConfig
 from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt, Message, chat_prompts
@@ -67,6 +68,7 @@ class Engine(StartedEngine):
                 kernel made the device unusable.
             StepPreparationError: a step could not be compiled or captured.
         """
+        check_config("config", config, EngineConfig)
         return cls(start(source, config or EngineConfig(), progress=progress))
 
     def add_request(
@@ -115,19 +117,22 @@ class Engine(StartedEngine):
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.check_usable()
+        check_type("request_id", request_id, str, "a string")
         return self._intake.accept(request_id, prompt, params, priority, cache_salt)
 
     def has_compiled(self, structured: StructuredOutput) -> bool:
         """Return whether `prepare` finds the grammar of a request in the cache. For any thread."""
+        check_type("structured", structured, StructuredOutput, "a StructuredOutput")
         return self._intake.has_compiled(structured)
 
     def queue(self, group: RequestGroup) -> None:
         """Queue a prepared request, once.
 
         Raises:
-            RequestError: its id is in use.
+            RequestError: its id is in use, or it is none that `prepare` returned.
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
+        check_type("group", group, RequestGroup, "a request that `prepare` returned")
         self._shared.submit(lambda _: group, group.id)
 
     def abort(self, request_id: str, reason: AbortReason = "abort") -> bool:
@@ -137,7 +142,12 @@ class Engine(StartedEngine):
         the loop. If the current step ends the request, the reason is that of the step.
 
         Returns False, and does nothing, if there is no unfinished request of this id.
+
+        Raises:
+            RequestError: the id is not a string, or the reason is unknown.
         """
+        check_type("request_id", request_id, str, "a string")
+        check_choice("reason", reason, get_args(AbortReason))
         return self._shared.abort(request_id, reason)
 
     def has_unfinished(self) -> bool:
@@ -239,6 +249,8 @@ class Engine(StartedEngine):
                 that cannot be served.
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
+        check_type("continue_final_message", continue_final_message, bool | str, "a bool or a str")
+        check_type("template_kwargs", template_kwargs, Mapping | None, "a mapping or None")
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         prompts = chat_prompts(
@@ -287,10 +299,11 @@ class Engine(StartedEngine):
         """
         self._shared.check_usable()
         token_ids = self._intake.check_token_ids(token_ids)
-        if not 1 <= prompt_len <= len(token_ids):
-            raise RequestError(
-                f"prompt_len must be from 1 to the {len(token_ids)} tokens given, not {prompt_len}"
-            )
+        if not token_ids:
+            raise RequestError("token_ids is empty: give at least one token", field="token_ids")
+        prompt_len = check_integer(
+            "prompt_len", prompt_len, 1, len(token_ids), ", the tokens given"
+        )
         if len(token_ids) >= self.max_model_len:
             raise RequestError(
                 f"{len(token_ids)} tokens to score, but sequences have at most"

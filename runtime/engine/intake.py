@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ...cache.prefix_hashes import PrefixHashes
+from ..arguments import MAX_PRIORITY, check_integer
 from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt
 from ..loading.detokenizer import IncrementalDetokenizer
@@ -95,12 +96,13 @@ class Intake:
                 vocabulary; or the priority or the salt is invalid.
             GrammarError: the grammar of the output is invalid or too complex.
         """
-        if not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, not {priority!r}")
+        check_integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if params is None:
             params = SamplingParams()
         if not issubclass(type(params), SamplingParams):
-            raise RequestError(f"params must be SamplingParams, not {type_name(params)}")
+            raise RequestError(
+                f"params must be SamplingParams, not {type_name(params)}", field="params"
+            )
         prompt_ids, embeds = self._prompt(prompt)
         self._check_params(params)
         arrival_ns = time.perf_counter_ns()

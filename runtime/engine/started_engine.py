@@ -15,6 +15,7 @@ import torch
 
 from ...cache.memory.handler import MemoryPlan
 from ...profiling.timeline import Timeline
+from ..arguments import MAX_COUNT, check_integer, check_number, check_type
 from ..errors import RankError
 from ..loading.opened_source import OpenedSource
 from ..loading.tokenizer import TextTokenizer
@@ -136,7 +137,11 @@ class StartedEngine:
         keys, suffix = self._shared.run(
             "cached_hashes", lambda loop: loop.scheduler.cache.cached_keys()
         )
-        return partial(keys.latest, suffix=suffix)
+
+        def latest(most: int) -> list[bytes]:
+            return keys.latest(check_integer("most", most, 0, MAX_COUNT), suffix)
+
+        return latest
 
     def reload_weights(self, source: str | Path) -> None:
         """Replace the weights by those of another checkpoint, without preparing steps again.
@@ -243,6 +248,7 @@ class StartedEngine:
 
         Only experts depend on the rows: this is the expectation if all are equally likely.
         """
+        rows = check_number("rows", rows, 0, MAX_COUNT)
         return self._open_parts().model.weight_bytes_read(rows)
 
     @property
@@ -252,10 +258,12 @@ class StartedEngine:
 
     def kv_bytes_read(self, context: int) -> int:
         """Bytes of the cache that a row of `context` tokens reads in a decode step."""
+        context = check_integer("context", context, 0, MAX_COUNT)
         return sum(group.bytes_read(context) for group in self._open_parts().groups)
 
     def positions_read(self, context: int) -> int:
         """Tokens that a row of `context` tokens attends to, summed over the layers."""
+        context = check_integer("context", context, 0, MAX_COUNT)
         return sum(group.positions_read(context) for group in self._open_parts().groups)
 
     def stats(self) -> dict[str, Any]:
@@ -311,7 +319,7 @@ class StartedEngine:
 
         For the thread that runs the steps, between two of them.
         """
-        first = group.requests[0]
+        first = check_type("group", group, RequestGroup, "a prepared request").requests[0]
         if first.prefix_hashes is None:
             return 0
         return self._loop.scheduler.cache.num_shareable(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from _queue import SimpleQueue
 
+from ..bounded_repr import bounded_repr
 from ..errors import RequestError
 from ..request import RequestGroup
 from .request_output import RequestOutput
@@ -85,7 +86,10 @@ class Tickets:
                 if self._tickets.setdefault(ticket.id, ticket) is ticket:
                     return ticket.id
         if not isinstance(request_id, str) or not request_id:
-            raise RequestError(f"request_id must be a non-empty string, not {request_id!r}")
+            raise RequestError(
+                f"request_id must be a non-empty string, not {bounded_repr(request_id)}",
+                field="request_id",
+            )
         ticket.id = request_id
         if self._tickets.setdefault(request_id, ticket) is not ticket:
             raise RequestError(

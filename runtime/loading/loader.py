@@ -38,6 +38,7 @@ __all__ = [
     "Parameter",
     "Source",
     "TensorHeader",
+    "check_source",
     "check_tensors",
     "check_tied_head",
     "find_directory",
@@ -96,10 +97,7 @@ def resolve_source(
     of `EngineConfig`. Raises `CheckpointError` if there is no such checkpoint, `ConfigError` for an
     unknown preset or one that `model_impl` excludes.
     """
-    if not isinstance(source, str | Path) or not str(source):
-        raise CheckpointError(
-            f"a model is a directory, a hub id, 'preset:NAME' or 'demo', not {bounded_repr(source)}"
-        )
+    check_source(source)
     name = str(source)
     if isinstance(source, str) and source.startswith(PRESET_PREFIX):
         if model_impl == "transformers":
@@ -110,6 +108,14 @@ def resolve_source(
         return Source(name, preset(source.removeprefix(PRESET_PREFIX)), None)
     directory = find_directory(source, config_only=config_only)
     return Source(name, read_config(directory, model_impl), directory)
+
+
+def check_source(source: object) -> None:
+    """Raise `CheckpointError` for what cannot name a model."""
+    if not isinstance(source, str | Path) or not str(source):
+        raise CheckpointError(
+            f"a model is a directory, a hub id, 'preset:NAME' or 'demo', not {bounded_repr(source)}"
+        )
 
 
 def find_directory(source: str | Path, *, config_only: bool = False) -> Path:

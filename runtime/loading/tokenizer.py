@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from ..arguments import MAX_COUNT, check_integer, check_type
 from ..bounded_repr import bounded_text
 from ..errors import CheckpointError, RequestError
 from ..prompt_ids import type_name
@@ -80,7 +81,8 @@ class TextTokenizer:
 
         Does not tokenise the text, and stops counting at `enough`: milliseconds for megabytes.
         """
-        return self._bound.least(text, enough)
+        check_type("text", text, str, "a string")
+        return self._bound.least(text, check_integer("enough", enough, 0, MAX_COUNT))
 
     @property
     def vocab_size(self) -> int:
@@ -107,7 +109,7 @@ class TextTokenizer:
             RequestError: `text` is no valid Unicode, or the tokenizer cannot encode it.
         """
         if not isinstance(text, str):
-            raise RequestError(f"the text must be a str, not a {type_name(text)}")
+            raise RequestError(f"the text must be a str, not a {type_name(text)}", field="text")
         try:
             text.encode()
         except UnicodeEncodeError as error:  # a lone surrogate, which the tokenizer cannot take
@@ -179,6 +181,7 @@ class TextTokenizer:
 
     def spelling(self, token_id: int) -> str:
         """Return a token as in the vocabulary, quoted, for messages."""
+        token_id = check_integer("token_id", token_id, 0, (1 << 32) - 1)
         return _shown(self._tokenizer.id_to_token(token_id))
 
     def text_stream(
@@ -189,7 +192,9 @@ class TextTokenizer:
         Raises:
             RequestError: the tokenizer cannot decode the prompt.
         """
-        return self._stream(self.pieces, prompt_ids, skip_special_tokens=skip_special_tokens)
+        check_type("prompt_ids", prompt_ids, Sequence, "a sequence of token ids")
+        with tokenizer_errors("decode the prompt"):
+            return self._stream(self.pieces, prompt_ids, skip_special_tokens=skip_special_tokens)
 
 
 def load_tokenizer(directory: Path, *, eos_token_ids: Sequence[int] = ()) -> TextTokenizer | None:

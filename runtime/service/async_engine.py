@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count
 from typing import Unpack
 
+from ..arguments import check_callable, check_type
 from ..engine.engine import Engine
 from ..engine.intake import Prompt
 from ..engine.request_output import RequestOutput
@@ -130,6 +131,8 @@ class AsyncEngine(ManagedEngine):
         Arguments and errors are those of `stream`; errors of the prompt come from the future.
         """
         streams = callback is not None
+        if streams:
+            check_callable("callback", callback, "a Delta")
         handle = self._make_handle(self._callbacks, params, options, streams=streams)
         future: Future[RequestOutput] = Future()
         consumer = FutureConsumer(handle, future, callback, self._thread)
@@ -146,6 +149,7 @@ class AsyncEngine(ManagedEngine):
 
         Returns False if there is no unfinished request of this id.
         """
+        check_type("request_id", request_id, str, "a string")
         handle = self._thread.dispatcher.handles.get(request_id)
         if handle is None or self._forked:
             return False

@@ -13,10 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from ..arguments import MAX_COUNT, check_callable, check_config, check_integer
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.forks import call_in_children
 from ..errors import EngineClosedError, EngineForkedError
+from ..loading.loader import check_source
 from ..loading.tokenizer import TextTokenizer
 from ..structured.compile_threads import MAX_COMPILATIONS
 from .callbacks import CallbackMailbox
@@ -42,6 +44,8 @@ class ManagedEngine:
         self, start_engine: Callable[[], Engine], config: ServiceConfig | None = None
     ) -> None:
         """Prepare to run an engine; see `AsyncEngine`."""
+        check_callable("start_engine", start_engine, "no argument that returns an Engine")
+        check_config("config", config, ServiceConfig)
         self.config = ServiceConfig() if config is None else config
         self._thread = StepThread(start_engine, self.config)
         self._supervisor = self._thread.supervisor
@@ -71,6 +75,9 @@ class ManagedEngine:
             config: the configuration of the engine; None for the defaults.
             service_config: limits and policies; None for the defaults.
         """
+        check_source(source)
+        check_config("config", config, EngineConfig)
+        check_config("service_config", service_config, ServiceConfig)
         engine = cls(partial(Engine.from_pretrained, source, config), service_config)
         engine._engine_config = config
         return engine
@@ -133,6 +140,7 @@ class ManagedEngine:
         engine calls all listeners and callbacks, one after the other. What a listener raises is
         logged.
         """
+        check_callable("listener", listener, "a RequestRecord")
         self._callbacks.add_listener(listener)
 
     async def stats(self) -> dict[str, Any]:
@@ -156,6 +164,7 @@ class ManagedEngine:
             EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
         """
         self._check_process()
+        check_integer("most", most, 0, MAX_COUNT)
         copy = self._thread.run(lambda: self._supervisor.check_started().cached_hashes())
         return await asyncio.to_thread(await asyncio.wrap_future(copy), most)
 
@@ -189,6 +198,7 @@ class ManagedEngine:
         Raises:
             EngineClosedError: the engine is closed.
         """
+        check_callable("function", function, "no argument")
         self._check_process()  # a child lacks the threads of the pool
         try:
             future = self._pool.submit(function)
@@ -244,6 +254,7 @@ class ManagedEngine:
             EngineUnavailableError: `wake` or another `reload` ended the drain.
             StepgraphError: as `start`.
         """
+        check_source(source)
         await self.drain(timeout)
         start = partial(Engine.from_pretrained, source, self._engine_config)
         return await asyncio.wrap_future(self._thread.reload(source, start))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from ..arguments import MAX_PRIORITY, check_integer
 from ..bounded_repr import bounded_repr
 from ..errors import RequestError
 from ..sampling_params import SamplingParams
@@ -65,14 +66,18 @@ def make_handle(
             f"unknown option {bounded_repr(unknown[0])}: the options are {sorted(_NAMES)}"
         )
     priority = options.get("priority", 0)
-    if not isinstance(priority, int):
-        raise RequestError(f"priority must be an integer, not {bounded_repr(priority)}")
+    check_integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
     given_id = options.get("request_id")
     if given_id is not None and (not isinstance(given_id, str) or not given_id):
-        raise RequestError(f"request_id must be a non-empty string, not {bounded_repr(given_id)}")
+        raise RequestError(
+            f"request_id must be a non-empty string, not {bounded_repr(given_id)}",
+            field="request_id",
+        )
     traceparent = options.get("traceparent")
     if traceparent is not None and not isinstance(traceparent, str):
-        raise RequestError(f"traceparent must be a string, not {bounded_repr(traceparent)}")
+        raise RequestError(
+            f"traceparent must be a string, not {bounded_repr(traceparent)}", field="traceparent"
+        )
     handle = RequestHandle(
         given_id or request_id,
         mailbox,
@@ -100,7 +105,8 @@ def nanoseconds(name: str, seconds: float, *, zero: bool = False) -> int:
     if not valid or not 0 <= seconds <= MAX_SECONDS or (not seconds and not zero):
         raise RequestError(
             f"{name} must be a number of seconds {'from' if zero else 'above'} 0 and up to"
-            f" {MAX_SECONDS:g}, not {bounded_repr(seconds)}"
+            f" {MAX_SECONDS:g}, not {bounded_repr(seconds)}",
+            field=name,
         )
     return int(seconds * 1e9)
 
@@ -118,6 +124,7 @@ def _tenant(options: RequestOptions) -> str:
     if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_CHARS:
         raise RequestError(
             f"{name} must be a string of at most {MAX_TENANT_CHARS} characters,"
-            f" not {bounded_repr(tenant)}"
+            f" not {bounded_repr(tenant)}",
+            field=name,
         )
     return tenant

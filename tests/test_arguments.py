@@ -1,0 +1,264 @@
+"""Wrong arguments of public methods: a typed error that has the parameter in `field`."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stepgraph.runtime import (
+    AsyncEngine,
+    ChatPrompt,
+    CheckpointError,
+    ConfigError,
+    EmbeddedSpan,
+    EncodedContent,
+    Engine,
+    EngineConfig,
+    PromptEmbeds,
+    RequestError,
+    SamplingParams,
+)
+
+HUGE = 10**5000
+"""An integer that Python refuses to print."""
+NOT_TEXT = [None, True, 7, -1, HUGE, 1.5, math.nan, b"x", [1], {1: 2}, {1}, torch.zeros(2)]
+NO_COUNT = [None, True, -1, -HUGE, HUGE, 1.5, math.nan, math.inf, "", "3", b"x", [], [1], {1}]
+NO_COUNT += [torch.zeros(2), torch.tensor(1), np.array([1, 2]), np.float64(1)]
+NO_NUMBER = [None, True, -1, -0.5, math.nan, math.inf, HUGE, "", [1], {}, torch.zeros(2)]
+NO_FUNCTION = [None, 7, math.nan, "len", b"", [len], {}]
+NO_PROMPT = [None, True, 7, 1.5, b"x", [], [None], [-1], [HUGE], [1.5], [True], {1: 2}, {1}]
+NO_PROMPT += ["", "\ud800", torch.zeros(2), ChatPrompt(None), ChatPrompt([]), ChatPrompt([{}])]  # type: ignore[arg-type]
+NO_PROMPT += [PromptEmbeds(None), PromptEmbeds([1], None), PromptEmbeds([1], [7])]  # type: ignore[arg-type, list-item]
+NO_SALT = [True, 7, HUGE, 1.5, "", "\ud800", b"x", [1], "x" * 300]
+NO_PARAMS = [True, 7, "x", {}, {"max_tokens": 3}, torch.zeros(2), EngineConfig()]
+NO_PRIORITY = [None, True, 1.5, math.nan, "1", [1], 1 << 63, -HUGE]
+NO_SECONDS = [True, -1, math.nan, math.inf, HUGE, "1", [1]]
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def embeddings(content: bytes) -> torch.Tensor:
+    return torch.zeros(2, 256)
+
+
+Call = Callable[[Any, Any], Any]
+"""A method of an engine with one wrong argument; or a coroutine of it."""
+TABLE: dict[str, tuple[str | None, list[Any], Call]] = {
+    "add_request prompt": (None, NO_PROMPT, lambda e, v: e.add_request(v, GREEDY)),
+    "add_request params": ("params", NO_PARAMS, lambda e, v: e.add_request([1], v)),
+    "add_request request_id": (
+        "request_id",
+        [*NOT_TEXT[1:], ""],
+        lambda e, v: e.add_request([1], GREEDY, v),
+    ),
+    "add_request priority": (
+        "priority",
+        NO_PRIORITY,
+        lambda e, v: e.add_request([1], GREEDY, priority=v),
+    ),
+    "add_request cache_salt": (
+        None,
+        NO_SALT,
+        lambda e, v: e.add_request([1], GREEDY, cache_salt=v),
+    ),
+    "prepare request_id": ("request_id", NOT_TEXT, lambda e, v: e.prepare([1], GREEDY, v)),
+    "prepare prompt": (None, NO_PROMPT, lambda e, v: e.prepare(v, GREEDY, "x")),
+    "queue": ("group", [*NOT_TEXT, "x"], lambda e, v: e.queue(v)),
+    "has_compiled": ("structured", [*NOT_TEXT, "x"], lambda e, v: e.has_compiled(v)),
+    "abort request_id": ("request_id", NOT_TEXT, lambda e, v: e.abort(v)),
+    "abort reason": ("reason", [*NOT_TEXT, "", "stop"], lambda e, v: e.abort("x", v)),
+    "generate prompt": (
+        None,
+        [v for v in NO_PROMPT if v != []],
+        lambda e, v: e.generate([v], GREEDY),
+    ),
+    "generate params": (None, NO_PARAMS, lambda e, v: e.generate([[1]], v)),
+    "chat messages": (None, [None, 7, "hi", [], [7], [[]], [{}]], lambda e, v: e.chat(v, GREEDY)),
+    "chat continue_final_message": (
+        "continue_final_message",
+        [None, 7, 1.5, [1], torch.zeros(2)],
+        lambda e, v: e.chat(MESSAGES, GREEDY, continue_final_message=v),
+    ),
+    "chat template_kwargs": (
+        "template_kwargs",
+        [7, "x", [1], torch.zeros(2)],
+        lambda e, v: e.chat(MESSAGES, GREEDY, template_kwargs=v),
+    ),
+    "encode content": (
+        "content",
+        [None, 7, "x", [1], torch.zeros(2)],
+        lambda e, v: e.encode(v, embeddings),
+    ),
+    "encode encoder": ("encoder", NO_FUNCTION, lambda e, v: e.encode(b"1", v)),
+    "encode result": (
+        None,
+        [None, 7, "x", torch.zeros(2)],
+        lambda e, v: e.encode(b"2", lambda _: v),
+    ),
+    "score token_ids": (
+        None,
+        [v for v in NO_PROMPT if not isinstance(v, str)],
+        lambda e, v: e.score(v),
+    ),
+    "score prompt_len": ("prompt_len", [*NO_COUNT, 0, 4], lambda e, v: e.score([1, 2, 3], v)),
+    "weight_bytes_read": ("rows", NO_NUMBER, lambda e, v: e.weight_bytes_read(v)),
+    "kv_bytes_read": ("context", NO_COUNT, lambda e, v: e.kv_bytes_read(v)),
+    "positions_read": ("context", NO_COUNT, lambda e, v: e.positions_read(v)),
+    "num_cached_tokens": ("group", [None, 7, "x", [1]], lambda e, v: e.num_cached_tokens(v)),
+    "cached_hashes": ("most", NO_COUNT, lambda e, v: e.cached_hashes()(v)),
+    "reload_weights": (None, [None, True, 7, "", [1]], lambda e, v: e.reload_weights(v)),
+    "tokenizer encode": ("text", NOT_TEXT, lambda e, v: e.tokenizer.encode(v)),
+    "tokenizer decode": (None, [None, 7, "x", [None], [-1]], lambda e, v: e.tokenizer.decode(v)),
+    "tokenizer spelling": ("token_id", NO_COUNT, lambda e, v: e.tokenizer.spelling(v)),
+    "tokenizer least_tokens text": ("text", NOT_TEXT, lambda e, v: e.tokenizer.least_tokens(v, 5)),
+    "tokenizer least_tokens enough": (
+        "enough",
+        NO_COUNT,
+        lambda e, v: e.tokenizer.least_tokens("x", v),
+    ),
+    "tokenizer text_stream": (
+        None,
+        [None, 7, 1.5, {1}, [None], ["x"], torch.zeros(2)],
+        lambda e, v: e.tokenizer.text_stream(v),
+    ),
+    "tokenizer apply_chat_template": (
+        None,
+        [None, 7, "x", [7]],
+        lambda e, v: e.tokenizer.apply_chat_template(v),
+    ),
+    "EncodedContent.of": (
+        "embeds",
+        [*NOT_TEXT[:-1], "x", torch.zeros(2, 2, device="meta")],
+        lambda e, v: EncodedContent.of(v),
+    ),
+    "EmbeddedSpan.stop": ("content", [None, 7, "x"], lambda e, v: EmbeddedSpan(0, v).stop),
+    "from_pretrained config": (
+        "config",
+        [True, 7, "x", {}, [], torch.zeros(2), SamplingParams()],
+        lambda e, v: Engine.from_pretrained("demo", v),
+    ),
+    "from_pretrained source": (
+        None,
+        [None, True, 7, "", [1]],
+        lambda e, v: Engine.from_pretrained(v),
+    ),
+}
+ASYNC: dict[str, tuple[str | None, list[Any], Call]] = {
+    "generate prompt": (None, NO_PROMPT, lambda e, v: e.generate(v, GREEDY)),
+    "generate params": (None, NO_PARAMS, lambda e, v: e.generate([1], v)),
+    "stream prompt": (None, NO_PROMPT, lambda e, v: e.stream(v, GREEDY).finish()),
+    "chat messages": (None, [None, 7, "hi", [], [7], [{}]], lambda e, v: e.chat(v, GREEDY)),
+    "request_id": (
+        "request_id",
+        [*NOT_TEXT[1:], ""],
+        lambda e, v: e.generate([1], GREEDY, request_id=v),
+    ),
+    "priority": ("priority", NO_PRIORITY, lambda e, v: e.generate([1], GREEDY, priority=v)),
+    "cache_salt": (None, NO_SALT, lambda e, v: e.generate([1], GREEDY, cache_salt=v)),
+    "tenant": ("tenant", NOT_TEXT[1:], lambda e, v: e.generate([1], GREEDY, tenant=v)),
+    "traceparent": (
+        "traceparent",
+        NOT_TEXT[1:],
+        lambda e, v: e.generate([1], GREEDY, traceparent=v),
+    ),
+    "deadline": ("deadline", NO_SECONDS, lambda e, v: e.generate([1], GREEDY, deadline=v)),
+    "first_token_deadline": (
+        "first_token_deadline",
+        NO_SECONDS,
+        lambda e, v: e.generate([1], GREEDY, first_token_deadline=v),
+    ),
+    "submit callback": (
+        "callback",
+        NO_FUNCTION[1:],
+        lambda e, v: e.submit([1], GREEDY, callback=v),
+    ),
+    "submit prompt": (
+        None,
+        NO_PROMPT,
+        lambda e, v: asyncio.wrap_future(e.submit(v, GREEDY)),
+    ),
+    "abort": ("request_id", NOT_TEXT, lambda e, v: e.abort(v)),
+    "add_listener": ("listener", NO_FUNCTION, lambda e, v: e.add_listener(v)),
+    "cached_hashes": ("most", NO_COUNT, lambda e, v: e.cached_hashes(v)),
+    "run_in_pool": ("function", NO_FUNCTION, lambda e, v: e.run_in_pool(v)),
+    "drain": ("timeout", NO_SECONDS, lambda e, v: e.drain(v)),
+    "sleep": ("timeout", NO_SECONDS, lambda e, v: e.sleep(v)),
+    "reload source": (None, [None, 7, "", [1]], lambda e, v: e.reload(v)),
+    "reload timeout": ("timeout", NO_SECONDS, lambda e, v: e.reload("demo", v)),
+    "from_pretrained source": (
+        None,
+        [None, True, 7, "", [1]],
+        lambda e, v: AsyncEngine.from_pretrained(v),
+    ),
+    "from_pretrained config": (
+        "config",
+        [True, 7, "x", {}, SamplingParams()],
+        lambda e, v: AsyncEngine.from_pretrained("demo", v),
+    ),
+    "from_pretrained service_config": (
+        "service_config",
+        [True, 7, "x", {}, EngineConfig()],
+        lambda e, v: AsyncEngine.from_pretrained("demo", None, v),
+    ),
+    "start_engine": ("start_engine", NO_FUNCTION, lambda e, v: AsyncEngine(v)),
+}
+TYPED = (RequestError, ConfigError, CheckpointError)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    config = EngineConfig(
+        mode="eager", num_blocks=32, max_num_seqs=2, structured_output=True, prompt_embeds=True
+    )
+    with Engine.from_pretrained("demo", config) as engine:
+        yield engine
+
+
+@pytest.mark.filterwarnings("ignore:.*prompts were refused")
+@pytest.mark.parametrize("name", TABLE)
+def test_arguments_of_an_engine(engine: Engine, name: str) -> None:
+    field, values, call = TABLE[name]
+    for value in values:
+        with pytest.raises(TYPED) as caught:
+            call(engine, value)
+        if field is not None:
+            assert getattr(caught.value, "field", None) == field
+        assert 0 < len(str(caught.value)) < 1000
+    assert not engine.has_unfinished()
+    engine.check_integrity()
+
+
+def test_arguments_at_the_edge_are_accepted(engine: Engine) -> None:
+    assert engine.kv_bytes_read(0) == engine.positions_read(0) == 0
+    assert engine.kv_bytes_read(np.int64(5)) == engine.kv_bytes_read(5) > 0
+    assert engine.weight_bytes_read(0.5) > 0
+    assert len(engine.score([1, 2, 3], np.int32(3))) == 1
+    assert engine.cached_hashes()(0) == []
+    assert not engine.abort("unknown", "deadline")
+
+
+async def awaited(call: Call, engine: AsyncEngine, value: Any) -> None:
+    result = call(engine, value)
+    if inspect.isawaitable(result):
+        await asyncio.wait_for(result, 30)
+
+
+def test_arguments_of_an_async_engine() -> None:
+    async def check() -> None:
+        config = EngineConfig(mode="eager", num_blocks=32, max_num_seqs=2)
+        async with AsyncEngine.from_pretrained("demo", config) as engine:
+            for name, (field, values, call) in ASYNC.items():
+                for value in values:
+                    with pytest.raises(TYPED) as caught:
+                        await awaited(call, engine, value)
+                    assert field in (None, getattr(caught.value, "field", None)), name
+            output = await engine.generate([1], GREEDY)  # it still serves
+            assert len(output.token_ids) == 1
+
+    asyncio.run(check())
