@@ -45,23 +45,48 @@ def type_name(value: object) -> str:
 
 
 def plain_batch(prompts: object, single: tuple[type, ...]) -> list[object]:
-    """Return the prompts of a batch; a prompt of one of the `single` types is a batch of one.
+    """Return the prompts of a batch; one prompt is a batch of one.
+
+    One prompt is a value of one of the `single` types, or token ids: a non-empty list or tuple of
+    integers, or a one-dimensional value of the other types of token ids.
 
     Raises:
         RequestError: `prompts` is not a sequence, or cannot be read.
     """
     kind = type(prompts)
-    if issubclass(kind, single):
+    if issubclass(kind, single) or _are_token_ids(prompts):
         return [prompts]
-    if not issubclass(kind, (bytes, bytearray, memoryview, Mapping, Set)):
-        try:
-            return list(prompts)  # type: ignore[call-overload,no-any-return]
-        except Exception as error:
-            raise RequestError(
-                "prompts must be text or a list of prompts; reading the"
-                f" {type_name(prompts)} raised {type_name(error)}"
-            ) from error
-    raise RequestError(f"prompts must be text or a list of prompts, not {type_name(prompts)}")
+    expected = "prompts must be text, a list of token ids or a list of prompts"
+    other = (bytes, bytearray, memoryview, Mapping, Set)
+    if issubclass(kind, other) or not hasattr(kind, "__iter__"):
+        raise RequestError(f"{expected}, not {type_name(prompts)}")
+    try:
+        return list(prompts)  # type: ignore[call-overload,no-any-return]
+    except Exception as error:
+        raise RequestError(
+            f"{expected}; reading the {type_name(prompts)} raised {type_name(error)}"
+        ) from error
+
+
+def _are_token_ids(prompts: object) -> bool:
+    """Whether the prompts of a batch are the token ids of one prompt."""
+    kind = type(prompts)
+    if kind is range or kind is array:
+        return True
+    if kind is np.ndarray or kind is np.memmap or kind is torch.Tensor:
+        return cast("np.ndarray", prompts).ndim <= 1
+    values: Sequence[object] = ()
+    if issubclass(kind, list):
+        values = list.__getitem__(cast("list[object]", prompts), slice(None))
+    elif issubclass(kind, tuple):
+        values = tuple.__getitem__(cast("tuple[object, ...]", prompts), slice(None))
+    return bool(values) and all(_is_integer(type(value)) for value in values)
+
+
+def _is_integer(kind: type) -> bool:
+    return (issubclass(kind, int) and kind is not bool) or (
+        issubclass(kind, np.integer) and kind.__module__ == "numpy"
+    )
 
 
 def plain_text(value: object) -> str | None:
@@ -162,9 +187,10 @@ def _plain_integer(value: object, position: int) -> int:
         return int.__index__(cast(int, value))
     if issubclass(kind, np.integer) and kind.__module__ == "numpy":
         return int(cast("np.integer[Any]", value))
+    hint = ": give one prompt a call" if issubclass(kind, (str, list, tuple)) else ""
     raise RequestError(
         f"the prompt must be a sequence of integer token ids, but position {position} holds a"
-        f" {type_name(value)}"
+        f" {type_name(value)}{hint}"
     )
 
 

@@ -191,6 +191,26 @@ def test_a_single_prompt_raises(engine: Engine) -> None:
         assert len(engine.generate([GOOD, GOOD], GREEDY)) == 2
 
 
+@pytest.mark.parametrize(
+    "prompt", [[1, 2], (1, 2), range(1, 3), array.array("i", [1, 2]), np.array([1, 2])], ids=repr
+)
+def test_token_ids_are_one_prompt(engine: Engine, prompt: Any) -> None:
+    (expected,) = engine.generate([[1, 2]], GREEDY)
+    (output,) = engine.generate(prompt, GREEDY)
+    assert output.prompt_token_ids == [1, 2]
+    assert output.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    "prompts", [5, None, {}, 2.5, object(), [True], [-1], np.array([1.5]), np.array(3)], ids=repr
+)
+def test_what_is_no_prompt_raises(engine: Engine, prompts: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RequestError):
+            engine.generate(prompts, GREEDY)
+
+
 @pytest.mark.parametrize("kind", ["bytes", "dict", "set", "float", "none", "raises"])
 def test_batches_of_other_types(engine: Engine, kind: str) -> None:
     with pytest.raises(RequestError, match="prompts"):

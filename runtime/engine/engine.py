@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Self, cast, get_args
 
 import torch
 
@@ -46,6 +46,15 @@ class Engine(StartedEngine):
     Ctrl-C takes effect at the end of the current step and leaves the engine usable. See
     docs/embedding.md.
     """
+
+    def __new__(cls, *arguments: object, **more: object) -> Self:
+        """Refuse a model or a configuration, which `from_pretrained` takes."""
+        if more or len(arguments) != 1 or not hasattr(arguments[0], "runner"):
+            raise TypeError(
+                f"{cls.__name__}() takes no model or configuration: load a model with"
+                f" {cls.__name__}.from_pretrained('path/to/checkpoint', EngineConfig(...))"
+            )
+        return super().__new__(cls)
 
     @classmethod
     def from_pretrained(
@@ -177,8 +186,8 @@ class Engine(StartedEngine):
         """Decode prompts to their end and return their outputs, in order.
 
         Args:
-            prompts: one text, or a sequence of prompts (see `Prompt`). To generate from one list of
-                token ids, pass `[token_ids]`.
+            prompts: one prompt (see `Prompt`), or a sequence of prompts. A list of integers is one
+                prompt of token ids.
             params: one for all, or one for each prompt.
 
         If one of several prompts cannot be served, the others are not affected: its output has no

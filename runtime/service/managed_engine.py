@@ -20,6 +20,7 @@ from ..engine.forks import call_in_children
 from ..errors import EngineClosedError, EngineForkedError
 from ..loading.loader import check_source
 from ..loading.tokenizer import TextTokenizer
+from ..prompt_ids import type_name
 from ..structured.compile_threads import MAX_COMPILATIONS
 from .callbacks import CallbackMailbox
 from .health import Health
@@ -44,7 +45,12 @@ class ManagedEngine:
         self, start_engine: Callable[[], Engine], config: ServiceConfig | None = None
     ) -> None:
         """Prepare to run an engine; see `AsyncEngine`."""
-        check_callable("start_engine", start_engine, "no argument that returns an Engine")
+        if not callable(start_engine):
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} takes a function that makes an Engine, not {type_name(start_engine)}: load"
+                f" a model with {name}.from_pretrained('path/to/checkpoint', EngineConfig(...))"
+            )
         check_config("config", config, ServiceConfig)
         self.config = ServiceConfig() if config is None else config
         self._thread = StepThread(start_engine, self.config)
@@ -55,6 +61,7 @@ class ManagedEngine:
         self._callbacks = CallbackMailbox()
         self._thread.dispatcher.on_ended = self._callbacks.report
         self._engine_config: EngineConfig | None = None
+        self._progress = False
         self._forked = False
         call_in_children(self)
         _open.add(self)
@@ -67,6 +74,8 @@ class ManagedEngine:
         source: str | Path,
         config: EngineConfig | None = None,
         service_config: ServiceConfig | None = None,
+        *,
+        progress: bool = False,
     ) -> Self:
         """Return an engine that loads a model when it is entered.
 
@@ -74,12 +83,15 @@ class ManagedEngine:
             source: see `Engine.from_pretrained`.
             config: the configuration of the engine; None for the defaults.
             service_config: limits and policies; None for the defaults.
+            progress: see `Engine.from_pretrained`.
         """
         check_source(source)
         check_config("config", config, EngineConfig)
         check_config("service_config", service_config, ServiceConfig)
-        engine = cls(partial(Engine.from_pretrained, source, config), service_config)
-        engine._engine_config = config
+        engine = cls(
+            partial(Engine.from_pretrained, source, config, progress=progress), service_config
+        )
+        engine._engine_config, engine._progress = config, progress
         return engine
 
     def start(self) -> None:
@@ -256,7 +268,9 @@ class ManagedEngine:
         """
         check_source(source)
         await self.drain(timeout)
-        start = partial(Engine.from_pretrained, source, self._engine_config)
+        start = partial(
+            Engine.from_pretrained, source, self._engine_config, progress=self._progress
+        )
         return await asyncio.wrap_future(self._thread.reload(source, start))
 
     async def aclose(self) -> None:
