@@ -93,5 +93,6 @@ def _check_cuda(config: EngineConfig, weights: WeightStorage, model: ModelConfig
 def _refusal(what: str, reason: str, remedy: str) -> ConfigError:
     return ConfigError(
         f"batch_invariant=True does not support {what}: {reason}. Set batch_invariant=False, or"
-        f" {remedy}"
+        f" {remedy}",
+        field="batch_invariant",
     )

@@ -1,21 +1,23 @@
-"""`EngineConfig`: the user's configuration of an engine; `ResolvedConfig` resolves it."""
+"""`EngineConfig`: the user's configuration of an engine; `ResolvedConfig` resolves it. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..cache.memory.handler import MemoryBudget
 from .bounded_repr import bounded_repr
 from .errors import ConfigError
 from .speculation.config import Speculation
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["EngineConfig"]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
+"""Names of the dtypes of weights and activations, which are attributes of torch."""
 MEMORY_BUDGETS = ("memory_fraction", "memory_bytes", "memory_tokens")
 MAX_ROWS = 4096
 MAX_BLOCK_SIZE = 1024
@@ -171,7 +173,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.device, str):
             raise ConfigError(
-                f"device must be a name such as 'cpu' or 'cuda', not {bounded_repr(self.device)}"
+                f"device must be a name such as 'cpu' or 'cuda', not {bounded_repr(self.device)}",
+                field="device",
             )
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("weight_dtype", self.weight_dtype, ("auto", "int8", "fp8"))
@@ -189,14 +192,16 @@ class EngineConfig:
         ):
             raise ConfigError(
                 f"rank_timeout must be from 1 to {MAX_RANK_TIMEOUT} seconds, not"
-                f" {bounded_repr(patience)}"
+                f" {bounded_repr(patience)}",
+                field="rank_timeout",
             )
         if self.threads is not None:
             _check_int("threads", self.threads, -MAX_THREADS, MAX_THREADS)
             if self.threads == 0:
                 raise ConfigError(
                     "threads must not be 0: give a number of threads, -1 for all cores but one, or"
-                    " leave it out"
+                    " leave it out",
+                    field="threads",
                 )
         _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
         _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_ROWS)
@@ -220,21 +225,27 @@ class EngineConfig:
         ):
             if not isinstance(getattr(self, field), bool):
                 value = bounded_repr(getattr(self, field))
-                raise ConfigError(f"{field} must be True or False, not {value}")
+                raise ConfigError(f"{field} must be True or False, not {value}", field=field)
         if not isinstance(self.tie_word_embeddings, bool | None):
             raise ConfigError(
                 "tie_word_embeddings must be True, False or None, not"
-                f" {bounded_repr(self.tie_word_embeddings)}"
+                f" {bounded_repr(self.tie_word_embeddings)}",
+                field="tie_word_embeddings",
             )
         if self.preemption == "swap" and not self.host_cache_bytes:
-            raise ConfigError("preemption='swap' needs a host cache: set host_cache_bytes")
+            raise ConfigError(
+                "preemption='swap' needs a host cache: set host_cache_bytes", field="preemption"
+            )
         fraction = self.memory_fraction
         if fraction is not None and (
             isinstance(fraction, bool)
             or not isinstance(fraction, (int, float))
             or not 0 < fraction <= 1  # NaN fails too
         ):
-            raise ConfigError(f"memory_fraction must be in (0, 1], not {bounded_repr(fraction)}")
+            raise ConfigError(
+                f"memory_fraction must be in (0, 1], not {bounded_repr(fraction)}",
+                field="memory_fraction",
+            )
         most_itl = self.max_itl_ms
         if most_itl is not None and (
             isinstance(most_itl, bool)
@@ -243,36 +254,44 @@ class EngineConfig:
         ):
             raise ConfigError(
                 f"max_itl_ms must be a positive number of milliseconds, not"
-                f" {bounded_repr(most_itl)}: leave it out for chunks of prefill_chunk tokens"
+                f" {bounded_repr(most_itl)}: leave it out for chunks of prefill_chunk tokens",
+                field="max_itl_ms",
             )
         if self.speculation is not None:
             object.__setattr__(self, "speculation", Speculation.of(self.speculation))
             if self.steps_per_launch > 1:
                 raise ConfigError(
                     f"speculation and steps_per_launch={self.steps_per_launch} exclude each other:"
-                    " a verify step is launched alone. Leave out one of them"
+                    " a verify step is launched alone. Leave out one of them",
+                    field="steps_per_launch",
                 )
         given = [name for name in MEMORY_BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(
-                f"give at most one of {', '.join(MEMORY_BUDGETS)}, not {' and '.join(given)}"
+                f"give at most one of {', '.join(MEMORY_BUDGETS)}, not {' and '.join(given)}",
+                field=given[0],
             )
         if self.memory_tokens is not None and self.num_blocks is not None:
-            raise ConfigError("memory_tokens and num_blocks both fix the cache: give one of them")
+            raise ConfigError(
+                "memory_tokens and num_blocks both fix the cache: give one of them",
+                field="num_blocks",
+            )
         if self.max_batch_tokens is not None and self.max_batch_tokens <= self.max_num_seqs:
             raise ConfigError(
                 f"max_batch_tokens={self.max_batch_tokens} must be greater than"
                 f" max_num_seqs={self.max_num_seqs}, to leave room for prompt tokens in a step"
-                " in which all rows decode"
+                " in which all rows decode",
+                field="max_batch_tokens",
             )
         if self.buckets is not None:
             if not isinstance(self.buckets, tuple) or not self.buckets:
                 raise ConfigError(
                     "buckets must be a non-empty tuple of numbers of rows, not "
-                    f"{bounded_repr(self.buckets)}"
+                    f"{bounded_repr(self.buckets)}",
+                    field="buckets",
                 )
             for bucket in self.buckets:
-                _check_int("each of buckets", bucket, 1, self.max_num_seqs)
+                _check_int("buckets", bucket, 1, self.max_num_seqs, what="each of buckets")
 
     def memory_budget(self, device: torch.device) -> MemoryBudget:
         """Return the budget that was given, or the default share of the free memory."""
@@ -295,11 +314,14 @@ class EngineConfig:
 
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{field} must be one of {', '.join(choices)}, not {bounded_repr(value)}")
+        raise ConfigError(
+            f"{field} must be one of {', '.join(choices)}, not {bounded_repr(value)}", field=field
+        )
 
 
-def _check_int(field: str, value: object, low: int, high: int) -> None:
+def _check_int(field: str, value: object, low: int, high: int, *, what: str | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(
-            f"{field} must be an integer from {low} to {high}, not {bounded_repr(value)}"
+            f"{what or field} must be an integer from {low} to {high}, not {bounded_repr(value)}",
+            field=field,
         )

@@ -12,7 +12,7 @@ from ..cache.arena import SCALE_BYTES, Storage
 from ..graphs.buckets import Buckets, default_row_buckets, default_token_buckets
 from .batch_invariance import check_batch_invariant
 from .bounded_repr import bounded_repr
-from .config import DEFAULT_MEMORY_FRACTION, DTYPES, EngineConfig
+from .config import DEFAULT_MEMORY_FRACTION, EngineConfig
 from .errors import ConfigError
 from .kernels import (
     KernelChoice,
@@ -200,9 +200,11 @@ class ResolvedConfig:
         longest = model.longest_context
         if config.max_model_len is not None and config.max_model_len > longest:
             raise ConfigError(
-                f"max_model_len={config.max_model_len} exceeds the {longest} positions of the model"
+                f"max_model_len={config.max_model_len} exceeds the {longest} positions of the"
+                " model",
+                field="max_model_len",
             )
-        dtype = DTYPES[model.torch_dtype if config.dtype == "auto" else config.dtype]
+        dtype = getattr(torch, model.torch_dtype if config.dtype == "auto" else config.dtype)
         weights = cast(
             WeightStorage, "model" if config.weight_dtype == "auto" else config.weight_dtype
         )
@@ -215,7 +217,7 @@ class ResolvedConfig:
         native = config.kernels == "native" or (config.kernels == "auto" and mode != "eager")
         missing = _missing_for_native(device) if native or config.batch_invariant else None
         if config.batch_invariant and missing is not None:
-            raise ConfigError(f"batch_invariant=True needs {missing}")
+            raise ConfigError(f"batch_invariant=True needs {missing}", field="batch_invariant")
         kernels = resolve_kernels(config.kernels, mode, obstacle, missing)
         return cls(
             user=config,
@@ -269,19 +271,23 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"device {bounded_repr(name)} is not a device: use 'auto', 'cpu' or 'cuda'"
+            f"device {bounded_repr(name)} is not a device: use 'auto', 'cpu' or 'cuda'",
+            field="device",
         ) from error
     if device.type not in DEFAULT_MEMORY_FRACTION:
-        raise ConfigError(f"device {bounded_repr(name)} is not supported: use 'cpu' or 'cuda'")
+        raise ConfigError(
+            f"device {bounded_repr(name)} is not supported: use 'cpu' or 'cuda'", field="device"
+        )
     # torch wraps an index to 8 bits, so the device may not be the one named.
     exists = device.index is None or str(device) == name
     if device.type == "cuda" and not (exists and (device.index or 0) < torch.cuda.device_count()):
         raise ConfigError(
             f"device {bounded_repr(name)} does not exist: torch sees {torch.cuda.device_count()} "
-            "CUDA devices"
+            "CUDA devices",
+            field="device",
         )
     if device.type == "cpu" and (device.index or not exists):
-        raise ConfigError(f"device {bounded_repr(name)} does not exist: use 'cpu'")
+        raise ConfigError(f"device {bounded_repr(name)} does not exist: use 'cpu'", field="device")
     return device
 
 
@@ -292,14 +298,17 @@ def _resolve_mode(config: EngineConfig, device: torch.device, obstacle: str | No
     if mode == "graph":
         raise ConfigError(
             f"mode='graph' needs a CUDA device, but the device is {str(device)!r}:"
-            " use mode='compile' or mode='eager'"
+            " use mode='compile' or mode='eager'",
+            field="mode",
         )
     if mode != "eager":
         # Steps without native kernels are compiled by torch.compile, which needs the compiler.
         compiled_by_torch = config.kernels == "torch" or obstacle is not None
         missing = _missing_compiler() if compiled_by_torch else _missing_for_native(device)
         if missing is not None and mode == "compile":
-            raise ConfigError(f"mode='compile' needs {missing} on a CPU, or use mode='eager'")
+            raise ConfigError(
+                f"mode='compile' needs {missing} on a CPU, or use mode='eager'", field="mode"
+            )
         if missing is not None:
             if config.kernels != "native":  # which is refused
                 warn(
@@ -329,12 +338,14 @@ def resolve_kernels(
     if kernels == "native":
         if missing is not None:
             raise ConfigError(
-                f"kernels='native' needs {missing}, or use kernels='torch' or kernels='auto'"
+                f"kernels='native' needs {missing}, or use kernels='torch' or kernels='auto'",
+                field="kernels",
             )
         if obstacle is not None:
             raise ConfigError(
                 f"kernels='native' does not support this model: {obstacle}. Use kernels='auto',"
-                " which uses native kernels where it can, or kernels='torch'"
+                " which uses native kernels where it can, or kernels='torch'",
+                field="kernels",
             )
     elif missing is not None:
         warn(f"native kernels need {missing}; steps run in plain PyTorch, which is slower")

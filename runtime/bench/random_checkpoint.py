@@ -57,11 +57,15 @@ def _main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("directory")
     parser.add_argument("model_type")
     parser.add_argument("changes", nargs="*", type=_change, metavar="NAME=VALUE")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     count = save_random_checkpoint(
-        given.directory, given.model_type, dict(given.changes), DTYPES[given.dtype], given.seed
+        given.directory,
+        given.model_type,
+        dict(given.changes),
+        getattr(torch, given.dtype),
+        given.seed,
     )
     print(f"{given.directory}: {count / 1e6:.0f} million parameters")
 

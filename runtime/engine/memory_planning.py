@@ -93,7 +93,8 @@ def plan_engine(
         raise ConfigError(
             f"max_model_len={user.max_model_len}, but the cache holds requests of at most "
             f"{plan.longest_request} tokens: raise the memory budget, or lower max_model_len\n"
-            + plan.format()
+            + plan.format(),
+            field="max_model_len",
         )
     return plan
 

@@ -82,12 +82,14 @@ def check_can_split(found: Source, config: ResolvedConfig) -> None:
     if ":" in config.user.device:
         raise ConfigError(
             f"tensor_parallel={ranks} uses the devices cuda:0 to cuda:{ranks - 1}, so device must"
-            f" be 'cuda', not {config.user.device!r}: choose devices by CUDA_VISIBLE_DEVICES"
+            f" be 'cuda', not {config.user.device!r}: choose devices by CUDA_VISIBLE_DEVICES",
+            field="tensor_parallel",
         )
     devices = torch.cuda.device_count()
     if devices < ranks:
         raise ConfigError(
-            f"tensor_parallel={ranks} needs so many CUDA devices, and there are {devices}"
+            f"tensor_parallel={ranks} needs so many CUDA devices, and there are {devices}",
+            field="tensor_parallel",
         )
 
 

@@ -79,7 +79,8 @@ def find_source(source: str | Path, *, tied: bool | None, model_impl: str = "aut
     if not isinstance(found.config, ModelConfig):
         raise ConfigError(
             f"tie_word_embeddings={tied}, but the class of transformers has"
-            f" {found.config.tie_word_embeddings}: change it in config.json, or leave it out"
+            f" {found.config.tie_word_embeddings}: change it in config.json, or leave it out",
+            field="tie_word_embeddings",
         )
     config = dataclasses.replace(found.config, tie_word_embeddings=tied)
     return dataclasses.replace(found, config=config)

@@ -73,14 +73,16 @@ def check_ranks(plan: ModelPlan, ranks: int) -> None:
     if any(isinstance(operation, Opaque) for operation in plan.operations):
         raise ConfigError(
             f"tensor_parallel = {ranks} needs a model of a native family, and this one is run by"
-            " transformers: use tensor_parallel=1, or several replicas"
+            " transformers: use tensor_parallel=1, or several replicas",
+            field="tensor_parallel",
         )
     obstacles = list(dict.fromkeys(_obstacles(plan, ranks)))
     if obstacles:
         allowed = ", ".join(map(str, allowed_ranks(plan)))
         raise ConfigError(
             f"the model cannot be split over {ranks} ranks: {'; '.join(obstacles)}."
-            f" tensor_parallel can be {allowed}"
+            f" tensor_parallel can be {allowed}",
+            field="tensor_parallel",
         )
 
 

@@ -77,4 +77,7 @@ def _check_positive(name: str, value: object, high: float) -> None:
 
 
 def _refusal(name: str, value: object, allowed: str) -> ConfigError:
-    return ConfigError(f"ServiceConfig: {name} is {bounded_repr(value)}; allowed is {allowed}")
+    return ConfigError(
+        f"ServiceConfig: {name} is {bounded_repr(value)}; allowed is {allowed}",
+        field="tenant_weights" if "tenant_weights" in name else name,
+    )

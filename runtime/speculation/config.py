@@ -59,18 +59,21 @@ class Speculation:
         if self.method not in METHODS:
             raise ConfigError(
                 f"speculation method must be one of {', '.join(METHODS)}, not"
-                f" {bounded_repr(self.method)}"
+                f" {bounded_repr(self.method)}",
+                field="speculation",
             )
         if self.model is not None:
             if not isinstance(self.model, str) or not self.model:
                 raise ConfigError(
                     "speculation model must be the name of a checkpoint as a string, not"
-                    f" {bounded_repr(self.model)}"
+                    f" {bounded_repr(self.model)}",
+                    field="speculation",
                 )
             if not self.uses_drafter:
                 raise ConfigError(
                     f"speculation method {self.method!r} has no model: use one of"
-                    f" {', '.join(DRAFTER_METHODS)}, or leave model out"
+                    f" {', '.join(DRAFTER_METHODS)}, or leave model out",
+                    field="speculation",
                 )
         for field, low, high in (
             ("num_speculative_tokens", 1, MAX_DRAFTS),
@@ -80,13 +83,15 @@ class Speculation:
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(
                     f"speculation {field} must be an integer from {low} to {high}, not"
-                    f" {bounded_repr(value)}"
+                    f" {bounded_repr(value)}",
+                    field="speculation",
                 )
         for field in ("adaptive", "share_outputs"):
             value = getattr(self, field)
             if not isinstance(value, bool):
                 raise ConfigError(
-                    f"speculation {field} must be True or False, not {bounded_repr(value)}"
+                    f"speculation {field} must be True or False, not {bounded_repr(value)}",
+                    field="speculation",
                 )
 
     @classmethod
@@ -104,13 +109,15 @@ class Speculation:
             raise ConfigError(
                 "speculation must be a method such as 'suffix', a mapping such as"
                 " {'method': 'suffix', 'num_speculative_tokens': 7}, a Speculation or None, not"
-                f" {bounded_repr(given)}"
+                f" {bounded_repr(given)}",
+                field="speculation",
             )
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = [name for name in given if name not in names]
         if unknown:
             raise ConfigError(
-                f"speculation has no field {bounded_repr(unknown[0])}: use {', '.join(names)}"
+                f"speculation has no field {bounded_repr(unknown[0])}: use {', '.join(names)}",
+                field="speculation",
             )
         fields: dict[str, Any] = dict(given)
         if isinstance(fields.get("model"), os.PathLike):

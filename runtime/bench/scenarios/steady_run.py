@@ -10,9 +10,11 @@ from contextlib import ExitStack, closing
 from functools import cache
 from typing import Any
 
+import torch
+
 from ....cache.memory.handler import MemoryBudgetError
 from ....profiling.device_state import watch
-from ...config import DTYPES, EngineConfig
+from ...config import EngineConfig
 from ...engine.engine import Engine
 from ...errors import ConfigError
 from ...loading.loader import resolve_source
@@ -121,7 +123,7 @@ class SteadyRun(BenchmarkRun):
         return TransformersBaseline(
             source.config,
             source.directory,
-            dtype=DTYPES[source.config.torch_dtype if dtype == "auto" else dtype],
+            dtype=getattr(torch, source.config.torch_dtype if dtype == "auto" else dtype),
             device=self.device,
             seed=self.options.seed,
             compiled=self.options.baseline == "compiled",

@@ -79,7 +79,8 @@ class TransformersConfig:
             raise ConfigError(
                 f"max_model_len={max_model_len}, but transformers changes the frequencies of"
                 f" rope_type {limit.rope_type!r} for sequences of more than {limit.tokens} tokens:"
-                f" set EngineConfig(max_model_len={limit.tokens}) or lower"
+                f" set EngineConfig(max_model_len={limit.tokens}) or lower",
+                field="max_model_len",
             )
 
 

@@ -110,12 +110,16 @@ def _find(kind: str, name: str) -> Callable[..., TextParser]:
     installed = entry_points(group=f"stepgraph.{kind}_parsers")
     if name not in installed.names:
         names = ", ".join(sorted({*built_in, *installed.names}))
-        raise ConfigError(f"there is no {kind} parser {bounded_repr(name)}; choose one of {names}")
+        raise ConfigError(
+            f"there is no {kind} parser {bounded_repr(name)}; choose one of {names}",
+            field=f"{kind}_parser",
+        )
     try:
         loaded: Callable[..., TextParser] = installed[name].load()
     except Exception as error:
         raise ConfigError(
-            f"the {kind} parser {name} of {installed[name].value} cannot be loaded: {error!r}"
+            f"the {kind} parser {name} of {installed[name].value} cannot be loaded: {error!r}",
+            field=f"{kind}_parser",
         ) from error
     return loaded
 
