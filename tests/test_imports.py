@@ -168,9 +168,9 @@ ROOMS = {
 }
 """The folders of the runtime that each of them may import, besides itself."""
 SHARED = {
-    "kernels": frozenset({"errors", "bounded_repr"}),
+    "kernels": frozenset({"errors", "bounded_repr", "progress"}),
     "models": frozenset({"errors", "bounded_repr", "operation_scopes", "rope_lengths"}),
-    "loading": frozenset({"errors", "bounded_repr", "prompt_ids"}),
+    "loading": frozenset({"errors", "bounded_repr", "progress", "prompt_ids"}),
 }
 """Files at the top of the runtime that low folders may import; the others may import all."""
 
@@ -324,6 +324,7 @@ def process():
 
 before = process()
 import stepgraph.runtime
+stepgraph.runtime.Engine, stepgraph.runtime.AsyncEngine
 after = process()
 for name in before:
     assert before[name] == after[name], (name, before[name], after[name])

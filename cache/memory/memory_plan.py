@@ -126,6 +126,18 @@ class MemoryPlan:
             )
         )
 
+    def summary(self) -> str:
+        """The plan on one line: its terms, and what the cache holds."""
+        terms = ", ".join(
+            f"{self._label(name)} {format_bytes(size)}"
+            for name, size in self.terms().items()
+            if size
+        )
+        return (
+            f"{terms}; {format_bytes(self.total)} of a budget of {format_bytes(self.budget_bytes)};"
+            f" {self.usable_blocks:,} blocks of {self.block_size} tokens"
+        )
+
     def format(self) -> str:
         """The plan as an aligned table in plain text, without a trailing newline."""
         rows = [(self._label(name), format_bytes(size)) for name, size in self.terms().items()]

@@ -74,6 +74,22 @@ class EngineParts:
         """Seconds to read (and pack) the weights."""
         return sum(phase.seconds for phase in self.phases if phase.name == "load")
 
+    def describe(self) -> str:
+        """Return the model, the choices of the configuration and the times, on one line."""
+        config, plan = self.config, self.plan
+        phases = ", ".join(f"{phase.name} {phase.seconds:.1f} s" for phase in self.phases)
+        dtype = str(config.dtype).removeprefix("torch.")
+        threads = f", {config.threads} threads" if config.device.type == "cpu" else ""
+        ranks = config.user.tensor_parallel
+        return (
+            f"{self.model.config.model_type} in {dtype} on {config.device}"
+            f"{f', {ranks} ranks' if ranks > 1 else ''}, mode {config.mode},"
+            f" kernels {self.model.kernels.name}{threads};"
+            f" {plan.usable_blocks * plan.block_size:,} tokens of KV cache,"
+            f" {config.max_model_len:,} of context, {config.max_num_seqs} concurrent requests;"
+            f" {self.start_seconds:.1f} s ({phases})"
+        )
+
     def reconcile(self) -> Reconciliation:
         """Compare the plan with the memory held now and measured for steps.
 

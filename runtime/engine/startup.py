@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -33,7 +32,6 @@ from ..execution.compiled_parts import compile_settings
 from ..execution.follower import Follower
 from ..execution.rank_commands import CommandSender
 from ..execution.runner import Runner
-from ..execution.step_key import StepKey
 from ..kernels import (
     Kernels,
 )
@@ -54,6 +52,7 @@ from ..models.rope_by_length import rope_lengths
 from ..models.transformers.config import TransformersConfig
 from ..models.transformers.loading import load_decoder
 from ..models.transformers.scopes import add_scopes
+from ..progress import progress_bar
 from ..resolved_config import ResolvedConfig
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
@@ -216,7 +215,8 @@ def _start(
         plan = agree_on_plan(
             group, plan, lambda blocks, tokens: planned(kernels, memory, (blocks, tokens))
         )
-    logger.info("memory plan\n%s", plan.format())
+    logger.info("memory plan: %s", plan.summary())
+    logger.debug("memory plan\n%s", plan.format())
     # No sequence outgrows the cache: block tables and reads need not be wider.
     resolved = resolved.fit_to_cache(
         max_model_len=plan.longest_request, max_batch_tokens=plan.max_batch_tokens
@@ -251,16 +251,16 @@ def _start(
     compiled_kernels = None
     if resolved.device.type == "cuda" and resolved.mode != "eager" and find_spec("triton"):
         with log.phase("compile_kernels"):
-            compiled_kernels = runner.steps.compile_kernels()
+            compiled_kernels = runner.steps.compile_kernels(progress=progress)
     with log.phase("prepare"):
         captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
         compiles = resolved.compiled and (model.stack is None or kernels.sampler == "torch")
         with (
             runner.own_threads or nullcontext(),
-            _preparation_bar(shown=progress) as report,
+            progress_bar("preparing steps", shown=progress) as report,
             compile_settings() if compiles else nullcontext(),
         ):
-            runner.library.prepare(report, captured)
+            runner.library.prepare(lambda done, total, _: report(done, total), captured)
     if group is not None:
         group.exchange(None)
     step_memory = StepMemory({})
@@ -284,7 +284,9 @@ def _start(
         compiled_kernels,
         group,
     )
-    logger.info("memory as measured\n%s", parts.reconcile().format())
+    logger.debug("memory as measured\n%s", parts.reconcile().format())
+    if group is None or group.rank == 0:
+        logger.info("started %s", parts.describe())
     return parts
 
 
@@ -389,20 +391,3 @@ def _within_memory() -> Iterator[None]:
         "(memory_fraction, memory_bytes, memory_tokens or num_blocks), max_num_seqs or "
         "prefill_chunk, or raise the limit of the process (RLIMIT_AS, control group)"
     ) from failure
-
-
-@contextmanager
-def _preparation_bar(*, shown: bool) -> Iterator[Callable[[int, int, StepKey], None]]:
-    """Yield a progress callback for the step library, drawn on stderr if that is a terminal."""
-    from rich.console import Console  # slow to import
-    from rich.progress import Progress
-
-    with Progress(
-        console=Console(stderr=True), disable=not (shown and sys.stderr.isatty()), transient=True
-    ) as bar:
-        task = bar.add_task("preparing steps", total=None)
-
-        def report(done: int, total: int, key: StepKey) -> None:
-            bar.update(task, completed=done, total=total, description=f"{key.phase} {key.size}")
-
-        yield report

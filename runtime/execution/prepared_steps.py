@@ -45,7 +45,7 @@ class PreparedSteps:
         """Whether steps are captured, with memory of their own."""
         return self._capturer is not None
 
-    def compile_kernels(self) -> CompiledKernels:
+    def compile_kernels(self, *, progress: bool = False) -> CompiledKernels:
         """Compile the Triton kernels of all steps in parallel, before they are prepared."""
         from ..kernels.triton.precompile import (
             compile_kernels,  # imports triton, which CUDA kernels need
@@ -60,10 +60,10 @@ class PreparedSteps:
         )
         steps = [(str(key), self._eager.bind(key)) for key in needed]
         if self._capturer is None:
-            return compile_kernels(steps)
+            return compile_kernels(steps, progress=progress)
         # Libraries keep a workspace per stream, so use the stream that captures need anyway.
         compiled: list[CompiledKernels] = []
-        self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps)))
+        self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps, progress=progress)))
         return compiled[0]
 
     def close(self) -> None:

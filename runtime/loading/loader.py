@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from ..models.config import ModelConfig
 from ..models.decoder_model import DecoderConfig
 from ..models.layout import Cut, Parameter, fused_layout
 from ..models.presets import preset
+from ..progress import progress_bar
 from .checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -185,9 +185,10 @@ def iter_weights(
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         total = sum(math.prod(fused.shape) for fused in layout.values())
-        with _progress_bar(total, shown=progress) as advance:
+        done = 0
+        with progress_bar("loading weights", shown=progress) as report:
             for name, tensor in read_parameters(reader, layout.values(), dtype):
-                advance(tensor.numel())
+                report(done := done + tensor.numel(), total)
                 yield name, tensor
                 del tensor  # before the next one is allocated
 
@@ -207,21 +208,6 @@ def read_parameters(
                 part.copy_(reader.read(source))
         yield parameter.name, tensor
         del tensor, part  # before the next one is allocated
-
-
-@contextmanager
-def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yield the function that advances a bar on stderr by a number of weights."""
-    if not shown:
-        yield lambda _: None
-        return
-    from rich.console import Console  # slow to import
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading weights", total=total)
-        yield lambda weights: bar.advance(task, weights)
 
 
 def random_weights(

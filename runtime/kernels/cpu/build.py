@@ -16,13 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ...errors import KernelBuildError
+from ...progress import progress_bar
 from ..library_store import (
     KERNEL_DIR,
     Manifest,
@@ -284,10 +285,15 @@ def _compile(compiler: str, flags: Sequence[str], scratch: Path) -> Path:
         [compiler, *flags, f"-I{torch_root}/include", "-c", str(_HERE / unit), "-o", output]
         for unit, output in zip(_UNITS, objects, strict=True)
     ]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(
-            pool.map(lambda command: _run(command, "compiling the CPU kernels", scratch), commands)
-        )
+    with (
+        progress_bar("compiling the CPU kernels", shown=not os.environ.get(_QUIET)) as report,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        what = "compiling the CPU kernels"
+        builds = [pool.submit(_run, command, what, scratch) for command in commands]
+        for done, build in enumerate(as_completed(builds), start=1):
+            build.result()
+            report(done, len(builds))
     linked = f"{scratch}/cpu_ops.so"
     torch_libraries = [f"-L{torch_root}/lib", "-ltorch_cpu", "-lc10"]
     _run(
@@ -299,10 +305,17 @@ def _compile(compiler: str, flags: Sequence[str], scratch: Path) -> Path:
 
 
 def _announce(message: str) -> None:
-    """Log a message and, unless the process is to be quiet, print it on stderr."""
-    logger.info("%s", message)
-    if not os.environ.get(_QUIET) and sys.stderr is not None:
+    """Log a message; print it on stderr if the log is not shown and the process is not quiet."""
+    logger.info("%s", message.removeprefix("stepgraph: "))
+    if not os.environ.get(_QUIET) and sys.stderr is not None and not _is_logged():
         print(message, file=sys.stderr, flush=True)
+
+
+def _is_logged() -> bool:
+    """Whether a handler receives the records of this module."""
+    handlers = [*logging.getLogger("stepgraph").handlers, *logging.getLogger().handlers]
+    shows = any(not isinstance(handler, logging.NullHandler) for handler in handlers)
+    return shows and logger.isEnabledFor(logging.INFO)
 
 
 @functools.cache

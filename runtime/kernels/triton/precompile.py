@@ -22,11 +22,13 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 import triton
 
+from ...progress import progress_bar
 from .filled_memory import FilledMemory
 from .kernel_calls import INTERPRETED, divert_kernel_calls
 
@@ -52,13 +54,17 @@ class CompiledKernels:
 
 
 def compile_kernels(
-    steps: Iterable[tuple[str, Callable[[], object]]], *, threads: int | None = None
+    steps: Iterable[tuple[str, Callable[[], object]]],
+    *,
+    threads: int | None = None,
+    progress: bool = False,
 ) -> CompiledKernels:
     """Compile what the steps launch on the current device.
 
     Args:
         steps: name and callable of each step; called in this thread, on the current stream.
         threads: that compile; None: as many as the process has processors, at most 8.
+        progress: draw a bar on stderr if that is a terminal.
 
     Where kernels are interpreted nothing is compiled, and no step is called.
     """
@@ -69,9 +75,10 @@ def compile_kernels(
     compiling = _Compiling()
     failures: list[str] = []
     with (
+        progress_bar("compiling kernels", shown=progress) as report,
         ThreadPoolExecutor(threads, thread_name_prefix="stepgraph-compile") as executor,
         # Errors are kept with the kernels, and read from there.
-        triton.AsyncCompileMode(_WithLauncher(executor), ignore_errors=True),
+        triton.AsyncCompileMode(_WithLauncher(executor, report), ignore_errors=True),
     ):
         for name, step in steps:
             try:
@@ -122,16 +129,21 @@ class _WithLauncher:
     Triton would build it at the first call, one kernel after the other.
     """
 
-    def __init__(self, executor: ThreadPoolExecutor) -> None:
+    def __init__(self, executor: ThreadPoolExecutor, report: Callable[[int, int], None]) -> None:
         self._executor = executor
+        self._report = report
+        self._submitted = 0
+        self._finished = count(1)
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
         """Run in a thread."""
+        self._submitted += 1
         return self._executor.submit(self._build, compile_kernel)
 
     def _build(self, compile_kernel: Callable[[], Any]) -> Any:
         kernel = compile_kernel()
         triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+        self._report(next(self._finished), self._submitted)
         return kernel
 
 

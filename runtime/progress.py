@@ -1,0 +1,44 @@
+"""Progress of the long phases of a start: a bar on a terminal, a line in the log elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["LOG_SECONDS", "progress_bar"]
+
+logger = logging.getLogger("stepgraph.runtime")
+
+LOG_SECONDS = 10.0
+"""Between two records of one phase."""
+
+
+@contextmanager
+def progress_bar(description: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """Yield the function that takes the finished work and all work, in any unit.
+
+    Args:
+        description: of the work, such as `loading weights`.
+        shown: draw a bar on stderr if that is a terminal. Otherwise the log says every
+            `LOG_SECONDS` how much is done.
+    """
+    if shown and sys.stderr is not None and sys.stderr.isatty():
+        from rich.console import Console  # slow to import
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(description, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        return
+    due = time.monotonic() + LOG_SECONDS
+
+    def report(done: int, total: int) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + LOG_SECONDS
+            logger.info("%s: %d %%", description, 100 * done // max(total, 1))
+
+    yield report
