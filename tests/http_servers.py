@@ -16,7 +16,7 @@ import httpx
 import uvicorn
 from stepgraph.runtime import AsyncEngine, Engine
 from stepgraph.runtime.service import app
-from stepgraph.runtime.service.http import connection, server
+from stepgraph.runtime.service.http import connection, server_flags
 
 from .http_rig import slow_engine
 
@@ -34,7 +34,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, server.API_KEY_VARIABLE: KEY},
+            env={**os.environ, server_flags.API_KEY_VARIABLE: KEY},
         )
         assert self.process.stderr is not None
         self.address = self.process.stderr.readline().split("; ")[1].split()[0]

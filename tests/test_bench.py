@@ -156,8 +156,12 @@ def test_the_tables_of_scenarios_without_an_engine(capsys, monkeypatch):
             for queued, slower in ((10, 1.0), (100_000, 1.25))
         ]
 
-    monkeypatch.setattr("stepgraph.runtime.bench.cli.measure_cache", measure_cache)
-    monkeypatch.setattr("stepgraph.runtime.bench.cli.measure_host", measure_host)
+    monkeypatch.setattr(
+        "stepgraph.runtime.bench.scenarios.cache_bookkeeping.measure_cache", measure_cache
+    )
+    monkeypatch.setattr(
+        "stepgraph.runtime.bench.scenarios.host_overhead.measure_host", measure_host
+    )
     assert run_bench(monkeypatch, "--scenario cache --seed 4") == 0
     assert cells(capsys.readouterr().out.splitlines()[3]) == ["step", "104", "130", "1.25"]
     assert run_bench(monkeypatch, "--scenario host --seed 4 --num-steps 100") == 0

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.cache.memory.memory_plan import TERMS
-from stepgraph.runtime.bench import cli
 from stepgraph.runtime.bench.results.result_comparison import COMPARED, ENVIRONMENT, SCHEMA_VERSION
 from stepgraph.runtime.bench.results.result_document import describe_environment
 from stepgraph.runtime.bench.scenarios import cache_bookkeeping as cache_benchmark
@@ -69,8 +68,8 @@ def measure_less(patch: pytest.MonkeyPatch) -> None:
             first.append(start_one(*how))
         return first[0]
 
-    patch.setattr(cli, "measure_cache", measure_cache)
-    patch.setattr(cli, "measure_host", measure_host)
+    patch.setattr(cache_benchmark, "measure_cache", measure_cache)
+    patch.setattr(host, "measure_host", measure_host)
     patch.setattr(start, "_start", start_once)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 from stepgraph.cache.memory.handler import MemoryBudgetError
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.tools.memory_report import explain_memory, parse_bytes
+from stepgraph.runtime.tools.arguments import parse_bytes
+from stepgraph.runtime.tools.memory_report import explain_memory
 
 from .bench_rig import run_bench
 

@@ -17,7 +17,8 @@ pytest.importorskip("uvicorn")
 
 import httpx
 from stepgraph.runtime import EngineConfig, ServiceConfig
-from stepgraph.runtime.service.http import connection, server
+from stepgraph.runtime.service.http import connection
+from stepgraph.runtime.service.http.command import main
 from stepgraph.runtime.service.http.config_flags import config_of
 from stepgraph.runtime.service.http.server_flags import make_parser
 
@@ -130,7 +131,8 @@ def test_sigterm_completes_the_requests_in_progress(command: Command) -> None:
     assert command.process.wait(SECONDS) == 0
 
 
-def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_loads(tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "socket"
     command = Command("demo", "--uds", str(path), "--mode", "eager")
     transport = httpx.HTTPTransport(uds=str(path))
@@ -140,9 +142,31 @@ def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
                 break
             time.sleep(0.01)
         assert client.get("/health").status_code == 200
-    status, _ = command.stop()
-    assert status == 0
+    status, errors = command.stop(number)
+    assert status == 128 + number
+    assert number.name in errors
     assert not path.exists()
+
+
+def test_a_second_interrupt_ends_the_requests_at_once() -> None:
+    command = Command("demo", "--port", "0", "--mode", "eager", "--kernels", "torch")
+    command.wait_ready()
+    body = {**BODY, "max_tokens": 2000, "stream": True}
+    headers = {"authorization": f"Bearer {KEY}"}
+    url = f"{command.address}{COMPLETIONS}"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=SECONDS) as response:
+        chunks = response.iter_text()
+        text = next(chunks)
+        command.process.send_signal(signal.SIGINT)
+        assert command.process.stderr is not None
+        while "1 request" not in command.process.stderr.readline():
+            pass
+        began = time.monotonic()
+        status, _ = command.stop(signal.SIGINT)
+        assert time.monotonic() - began < 10, "of the 30 s that it may take"
+        text += "".join(chunks)
+    assert status == 0
+    assert '"finish_reason":"abort"' in text
 
 
 @pytest.mark.parametrize(
@@ -173,7 +197,7 @@ def test_what_cannot_be_served(
 ) -> None:
     port = [] if "--port" in arguments else ["--port", "0"]
     try:
-        returned = server.main([*arguments, *port])
+        returned = main([*arguments, *port])
     except SystemExit as exit:
         returned = exit.code
     assert returned == status

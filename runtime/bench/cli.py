@@ -6,16 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ...profiling import bandwidth
 from ...profiling.atomic_write import write_file
 from ...profiling.command_line import INTERRUPTED
 from ...profiling.nsys import inside_nsys
-from . import speculation
-from .benchmark_run import BenchmarkRun
 from .console import (
     REPORTED_ERRORS,
     exit_status,
@@ -29,21 +25,20 @@ from .options import parse_arguments
 from .results.caveats import failed_checks, warnings
 from .results.comparison_table import comparison_text, failure
 from .results.result_comparison import compare, read_results
-from .results.result_document import new_document, write_json
 from .results.result_tables import cache_table, host_table, markdown_table
-from .scenarios.cache_bookkeeping import measure_cache
-from .scenarios.host_overhead import measure_host
-from .scenarios.registry import ScenarioRun
-from .scenarios.steady_run import SteadyRun
-from .step_profile import ProfileRun, run_nsys
+
+if TYPE_CHECKING:  # it needs torch
+    from .benchmark_run import BenchmarkRun
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line; return the exit status. Loads torch once it has checked the flags."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--speculate" in arguments:  # its flags are its own
+        from . import speculation
+
         return speculation.main(arguments)
     options = parse_arguments(arguments)
     try:
@@ -65,6 +60,10 @@ def _run(options: argparse.Namespace) -> int:
         return _compare_files(options)
     if options.scenario in ("cache", "host"):
         return _measure_host_code(options)
+    from .scenarios.registry import ScenarioRun
+    from .scenarios.steady_run import SteadyRun
+    from .step_profile import ProfileRun, run_nsys
+
     if options.profile == "nsys" and not inside_nsys():
         return run_nsys(options, rerun_arguments())
     if options.profile != "none":
@@ -74,6 +73,12 @@ def _run(options: argparse.Namespace) -> int:
 
 def _measure_host_code(options: argparse.Namespace) -> int:
     """Measure a scenario without an engine; print and write its table."""
+    import torch
+
+    from .results.result_document import new_document, write_json
+    from .scenarios.cache_bookkeeping import measure_cache
+    from .scenarios.host_overhead import measure_host
+
     print(f"measuring --scenario {options.scenario}", file=sys.stderr)
     if options.scenario == "cache":
         name, table = "cache_operations", cache_table
@@ -106,6 +111,8 @@ def _compare_files(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace, kind: type[BenchmarkRun]) -> int:
     """Measure with engines; print and write the results, also if an error ends the measurement."""
+    from .step_profile import ProfileRun
+
     before = None
     if options.compare is not None:
         _, before = read_results(options.compare[0], options.scenario)
@@ -133,6 +140,8 @@ def _add_comparison(
     new_name: str | None,
 ) -> None:
     """Compare a document with an earlier one, and write it with the comparison."""
+    from .results.result_document import write_json
+
     document["comparison"] = compare(
         before,
         document,

@@ -13,11 +13,7 @@ from collections.abc import Callable, Sequence
 from ...profiling import bandwidth
 from ...profiling.command_line import CommandParser
 from ..config import EngineConfig
-from ..resolved_config import resolve_device
-from ..tools.group_report import explain_groups
 from ..tools.link_costs import NVLINK_4, Link
-from ..tools.memory_report import explain_memory
-from ..tools.step_report import explain_step
 from .console import REPORTED_ERRORS, exit_status, print_error, print_text
 from .options import MODEL_FLAGS, add_flags
 
@@ -65,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_explain_memory(options: argparse.Namespace, program: str) -> int:
     """Print the memory plan of every model, dtype, mode, kernels, model_impl and group."""
+    from ..tools.memory_report import explain_memory  # needs torch
 
     def explain(
         model: str, config: EngineConfig, mode: str, kernels: str, model_impl: str, ranks: int
@@ -87,6 +84,10 @@ def run_explain_memory(options: argparse.Namespace, program: str) -> int:
 
 def run_explain_step(options: argparse.Namespace, program: str) -> int:
     """Print the kernels of a decode step, or groups of GPUs, for every point; return the status."""
+    from ..resolved_config import resolve_device  # these need torch
+    from ..tools.group_report import explain_groups
+    from ..tools.step_report import explain_step
+
     if options.bandwidth_gb_s is not None:
         reads = 1e9 * options.bandwidth_gb_s
     else:

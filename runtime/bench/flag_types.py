@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from ..tools.memory_report import parse_bytes
+from ..tools.arguments import parse_bytes
 from .validate_args import StepRange
 
 __all__ = ["file_path", "integer", "memory_size", "number", "step_range"]

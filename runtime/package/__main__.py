@@ -1,4 +1,7 @@
-"""The command `stepgraph`; `python -m stepgraph` is the same. Only its subcommands load torch."""
+"""The command `stepgraph`; `python -m stepgraph` is the same.
+
+Its subcommands load torch when they have checked their arguments.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +42,9 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    try:
-        from .runtime.service.http import server
-    except ModuleNotFoundError as error:
-        needed = f'{error.name}: pip install "stepgraph[server]"'
-        print(f"stepgraph serve: error: the HTTP service needs {needed}", file=sys.stderr)
-        return 1
-    return server.main(arguments)
+    from .runtime.service.http import command
+
+    return command.main(arguments)
 
 
 def _explain(arguments: Sequence[str]) -> int:

@@ -33,6 +33,8 @@ class ServiceSnapshot(NamedTuple):
     """Seconds that the oldest of them has waited; 0 without any."""
     restarts: int
     """Restarts after failures."""
+    open_requests: int
+    """Requests that have not ended."""
 
     @classmethod
     def of(cls, thread: StepThread) -> ServiceSnapshot:
@@ -57,4 +59,5 @@ class ServiceSnapshot(NamedTuple):
             limits.num_tokens,
             limits.oldest_wait(),
             supervisor.num_restarts,
+            len(thread.dispatcher.handles),
         )

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import KernelBuildError
-from ..kernels import build_kernels
 
 __all__ = ["main"]
 
@@ -43,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quiet", action="store_true", help="print no progress on stderr")
     options = parser.parse_args(argv)
+    from ..kernels import build_kernels  # needs torch
+
     if options.quiet:
         os.environ["STEPGRAPH_QUIET"] = "1"
     try:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..kernels.ops.layer_operations import AllReduce, QKNorm
-from ..kernels.ops.layer_plan import ModelPlan
+if TYPE_CHECKING:  # it needs torch
+    from ..kernels.ops.layer_plan import ModelPlan
 
 __all__ = ["NVLINK_4", "Collective", "Link", "Transfer", "all_reduce", "step_collectives"]
 
@@ -107,6 +107,8 @@ def step_collectives(
         rows: that sample a token.
         element_bytes: of an activation.
     """
+    from ..kernels.ops.layer_operations import AllReduce, QKNorm  # needs torch
+
     if plan.shard is None:
         return ()
     ranks = plan.shard.ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
@@ -27,37 +26,10 @@ from ..resolved_config import ResolvedConfig, resolve_kernels
 from .expert_report import describe_experts
 from .shard_report import describe_shard
 
-__all__ = ["explain_memory", "parse_bytes", "resolve_absent"]
+__all__ = ["explain_memory", "resolve_absent"]
 
-_UNITS = {
-    unit + suffix: base**power
-    for power, unit in enumerate(("", "k", "m", "g", "t"))
-    for suffix, base in (("b", 1000), ("ib", 1024))
-    if unit or suffix == "b"
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _CONTEXTS = (1024, 8192)
 """Context length for which the number of rows is reported, in addition to the model's own."""
-
-
-_MOST_BYTES = 2**60
-"""An exbibyte, more than any address space."""
-
-
-def parse_bytes(text: str) -> int:
-    """Return the bytes of `80GB` (decimal), `40GiB` (binary), `512 MB` or a plain number.
-
-    Raises:
-        ValueError: it is none of these, less than a byte, or more than an exbibyte.
-    """
-    match = _SIZE.fullmatch(text)
-    unit = _UNITS.get((match[2] or "b").lower()) if match else None
-    size = float(match[1]) * unit if match is not None and unit is not None else 0.0
-    if not 1 <= size <= _MOST_BYTES:
-        raise ValueError(
-            f"{text!r:.40} is not an amount of memory: write 80GB, 512MB, 40GiB or bytes"
-        )
-    return int(size)
 
 
 def explain_memory(

@@ -99,7 +99,7 @@ def engine_command(
         else:
             flags.append(f"--{name}={value}")
     command = [sys.executable, "-m", *program, model]
-    return [*command, "--host", HOST, "--port", str(port), *flags]
+    return [*command, "--host", HOST, "--port", str(port), "--no-access-log", *flags]
 
 
 def peer_command(

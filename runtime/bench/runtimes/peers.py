@@ -17,17 +17,15 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from ...config import DTYPES, EngineConfig
+from ...config import EngineConfig
 from ...errors import StepgraphError
-from ...loading.loader import resolve_source
-from ..results.result_document import num_threads
 from .child_process import ChildProcess
 from .peer_runner import MODULES
-from .saved_preset import save_random_weights
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "GGUF_WRITER",
@@ -154,6 +152,9 @@ def start_peers(
     Raises:
         StepgraphError: a required runtime fails, or transformers, which saves weights, is missing.
     """
+    from ...loading.loader import resolve_source  # these need torch
+    from ..results.result_document import num_threads
+
     peers: list[Peer] = []
     if not specs:
         return peers
@@ -191,8 +192,13 @@ def save_preset(stack: ExitStack, model: str, config: EngineConfig) -> Path:
     Raises:
         BaselineError: transformers, which writes the config, is missing or too old.
     """
+    import torch
+
+    from ...loading.loader import resolve_source
+    from .saved_preset import save_random_weights
+
     source = resolve_source(model).native
-    dtype = DTYPES[source.torch_dtype if config.dtype == "auto" else config.dtype]
+    dtype = getattr(torch, source.torch_dtype if config.dtype == "auto" else config.dtype)
     scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stepgraph-checkpoint-"))
     save_random_weights(source, Path(scratch), dtype, config.seed)
     return Path(scratch)

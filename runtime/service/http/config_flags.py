@@ -11,14 +11,36 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
+from ...config import EngineConfig
 from ...errors import ConfigError
 from ...speculation.config import Speculation
+from ...tools.arguments import parse_bytes
 from ...tools.configuration_reference import described_fields
-from ...tools.memory_report import parse_bytes
+from ..service_config import ServiceConfig
 
-__all__ = ["add_config_flags", "config_of", "flag_type"]
+__all__ = ["add_config_flags", "config_of", "flag_type", "in_flags"]
 
 Config = TypeVar("Config")
+
+_FLAGS = {
+    **{
+        field.name: f"--{field.name.replace('_', '-')}"
+        for kind in (EngineConfig, ServiceConfig)
+        for field in dataclasses.fields(kind)
+    },
+    **{"model_names": "--served-model-name", "api_keys": "--api-key"},
+    **{name: f"--{name.replace('_', '-')}" for name in ("tool_parser", "reasoning_parser")},
+}
+_FIELD = "|".join(sorted(_FLAGS, key=len, reverse=True))
+_LONG_FIELD = "|".join(name for name in _FLAGS if "_" in name)
+"""Other names are also words."""
+_SETTING = re.compile(
+    rf"(?:(?:Engine|Service)Config\()?(?<![\w.\"'-])({_FIELD}) ?= ?('[^']*'|[\w.+-]+)\)?"
+    r"(?: in (?:its|the) (?:Engine|Service)Config)?"
+)
+_NAME = re.compile(
+    rf"(?:Engine|Service)Config\.({_FIELD})\b|(?<![\w.'\"/-])({_LONG_FIELD})(?![\w'\"/])"
+)
 
 
 def add_config_flags(
@@ -62,6 +84,29 @@ def config_of(kind: type[Config], options: argparse.Namespace, **defaults: Any) 
                 value = dict(value) if isinstance(value[0], tuple) else tuple(value)
             values[field.name] = value
     return kind(**values)
+
+
+def in_flags(error: Exception) -> str:
+    """Return the message of an error with flags of `stepgraph serve` for fields of configurations.
+
+    `max_num_seqs must be` becomes `--max-num-seqs must be`, `mode='eager'` becomes `--mode eager`.
+    """
+    message = str(error).removeprefix("ServiceConfig: ")
+    message = _NAME.sub(lambda found: _FLAGS[found[1] or found[2]], _SETTING.sub(_flag_of, message))
+    if isinstance(error, ConfigError) and error.flag is not None and error.flag not in message:
+        field = error.field
+        named = re.compile(rf"(?<![\w'\"-]){field}(?![\w'\"])")
+        found = named.search(message) is not None
+        return named.sub(error.flag, message, count=1) if found else f"{error.flag}: {message}"
+    return message
+
+
+def _flag_of(found: re.Match[str]) -> str:
+    """Return the flag that gives a field a value."""
+    flag, value = _FLAGS[found[1]], found[2].strip("'")
+    if value in ("True", "False"):
+        return flag if value == "True" else f"--no-{flag.removeprefix('--')}"
+    return f"{flag} {value}"
 
 
 def flag_type(read: Callable[[str], Any], what: str) -> Callable[[str], Any]:

@@ -18,10 +18,21 @@ from ...errors import OverloadedError
 from .body_errors import invalid_body
 from .http_errors import HttpError, http_error
 
-__all__ = ["BodyLimits", "ClientDisconnected", "Endpoint", "Exchange", "encode", "event"]
+__all__ = [
+    "ACCESS_NOTES",
+    "BodyLimits",
+    "ClientDisconnected",
+    "Endpoint",
+    "Exchange",
+    "encode",
+    "event",
+]
 
 T = TypeVar("T")
 Headers = tuple[tuple[bytes, bytes], ...]
+
+ACCESS_NOTES = "stepgraph.access"
+"""Key of an ASGI scope: what `Exchange.note` has noted."""
 
 BODY_SECONDS = 60.0
 """Time that a client has to send the body of its request."""
@@ -93,6 +104,7 @@ class Exchange:
         self._num_held = 0  # bytes of the body that `limits` counts
         self.started = False
         """Whether the response has begun."""
+        self._notes: dict[str, object] = scope.setdefault(ACCESS_NOTES, {})
 
     def header(self, name: bytes) -> str | None:
         """Return a header of the request; None without it. `name` is in lower case."""
@@ -137,8 +149,13 @@ class Exchange:
         await self.start(status, (kind, length, *headers))
         await self._send({"type": "http.response.body", "body": data})
 
+    def note(self, **notes: object) -> None:
+        """Note something for the access log, such as `tokens_out`."""
+        self._notes.update(notes)
+
     async def respond_error(self, error: HttpError) -> None:
         """Send an error: as the response, or as the last event of one that has begun."""
+        self.note(error=error.body.error.message)
         if self.started:
             await self.send_events(event(error.body), last=True)
         else:

@@ -58,6 +58,7 @@ class Generation:
         Raises:
             StepgraphError: as `AsyncStream.accepted`, or a row had non-finite logits.
         """
+        exchange.note(request_id=answer.id)
         tasks = [
             asyncio.ensure_future(
                 self.engine.generate(prompt, self.params, **self._options(answer, number))
@@ -75,7 +76,9 @@ class Generation:
         prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         tokens = sum(c.num_tokens for output in outputs for c in output.completions)
         cached = sum(output.cached_tokens for output in outputs)
-        await exchange.respond(answer.whole(outputs, Usage.of(prompt_tokens, tokens, cached)))
+        usage = Usage.of(prompt_tokens, tokens, cached)
+        _note(exchange, answer, usage)
+        await exchange.respond(answer.whole(outputs, usage))
 
     async def stream(
         self, exchange: Exchange, answer: Answer, usage_reports: tuple[bool, bool]
@@ -135,6 +138,7 @@ class _EventStream:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            _note(self._exchange, self._answer, self._usage())
         end = DONE
         if self._reports_usage:
             end = event(self._answer.usage_chunk(self._usage())) + DONE
@@ -160,6 +164,15 @@ class _EventStream:
         outputs = [stream.output for stream in self._streams]
         cached = sum(output.cached_tokens for output in outputs if output is not None)
         return Usage.of(prompt_tokens, self._num_tokens, cached)
+
+
+def _note(exchange: Exchange, answer: Answer, usage: Usage) -> None:
+    """Note id and tokens of a response for the access log."""
+    exchange.note(
+        request_id=answer.id,
+        tokens_in=usage.prompt_tokens,
+        tokens_out=usage.completion_tokens,
+    )
 
 
 def deltas_of(output: RequestOutput) -> list[Delta]:

@@ -17,6 +17,7 @@ from ...errors import (
     StepgraphError,
     StructuredOutputError,
 )
+from .config_flags import in_flags
 
 __all__ = ["ErrorBody", "HttpError", "http_error"]
 
@@ -79,7 +80,7 @@ def http_error(error: Exception) -> HttpError:
         case HttpError():
             return error
         case RequestError() | StructuredOutputError():
-            return _invalid_request(str(error))
+            return _invalid_request(error)
         case OverloadedError():
             seconds = math.ceil(min(max(error.retry_after, 1), MAX_RETRY_SECONDS))
             headers = ((b"retry-after", b"%d" % seconds),)
@@ -87,17 +88,20 @@ def http_error(error: Exception) -> HttpError:
         case EngineUnavailableError() | EngineClosedError():
             return _unavailable(error, "unavailable")
         case StepgraphError():
-            return HttpError(500, str(error), kind="server_error")
+            return HttpError(500, in_flags(error), kind="server_error")
     logger.error("a request failed", exc_info=error)
     return HttpError(500, "internal error: see the log of the server", kind="server_error")
 
 
-def _invalid_request(message: str) -> HttpError:
+def _invalid_request(error: Exception) -> HttpError:
     """Return the response to a `RequestError`; those of `SamplingParams` begin with the field."""
+    message = in_flags(error)
     found = re.match(r"SamplingParams: (?:len\()?(\w+)", message)
     param = None if found is None else found[1]
     return HttpError(400, message.removeprefix("SamplingParams: "), param=param)
 
 
 def _unavailable(error: Exception, code: str, headers: Headers = ()) -> HttpError:
-    return HttpError(503, str(error), kind="service_unavailable_error", code=code, headers=headers)
+    return HttpError(
+        503, in_flags(error), kind="service_unavailable_error", code=code, headers=headers
+    )

@@ -1,14 +1,17 @@
-"""The command `stepgraph serve`: loads a model and serves it over HTTP until SIGTERM or SIGINT."""
+"""The server of `stepgraph serve`: loads a model and serves it until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
+import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
@@ -23,24 +26,23 @@ from ..metrics import EngineMetrics
 from ..service_config import ServiceConfig
 from ..tracing import trace_requests
 from .app import app
-from .config_flags import config_of
+from .config_flags import in_flags
 from .connection import LimitedConnection
 from .listeners import listen_tcp, listen_unix, remove_socket
-from .server_flags import (
-    API_KEY_VARIABLE,
-    ENGINE_DEFAULTS,
-    PROGRAM,
-    SERVICE_DEFAULTS,
-    make_parser,
-)
+from .server_flags import API_KEY_VARIABLE, PROGRAM
+from .throughput_log import ThroughputLog
 
-__all__ = ["main"]
+__all__ = ["MakeEngine", "serve"]
+
+logger = logging.getLogger("stepgraph.serve")
 
 MakeEngine = Callable[[str, EngineConfig, ServiceConfig], AsyncEngine]
 KEEP_ALIVE_SECONDS = 75
 """Time that an idle connection stays open: longer than clients keep theirs in a pool."""
 CLOSE_SECONDS = 5
 """Time for connections to end after the last request."""
+HURRY_SECONDS = 1
+"""The same after a second signal, and the time for requests to be aborted."""
 TICK_SECONDS = 1
 """Time until a failure of the engine is noticed, and between updates of the header `date`."""
 
@@ -51,25 +53,28 @@ REPORTED_ERRORS = (
 """Any other is a defect and keeps its traceback."""
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    make_engine: MakeEngine = AsyncEngine.from_pretrained,
+def serve(
+    options: argparse.Namespace,
+    config: EngineConfig,
+    service_config: ServiceConfig,
+    make_engine: MakeEngine | None = None,
 ) -> int:
-    """Run the command line; return the exit status. `make_engine` returns what is served."""
-    parser = make_parser()
-    options = parser.parse_args(arguments)
+    """Serve until a signal or a failure; return the exit status.
+
+    Args:
+        options: of the command line.
+        config: of the engine.
+        service_config: its limits and policies.
+        make_engine: returns what is served; None: `AsyncEngine.from_pretrained`.
+    """
+    if make_engine is None:
+        make_engine = partial(AsyncEngine.from_pretrained, progress=True)
     try:
-        if bool(options.ssl_certfile) != bool(options.ssl_keyfile):
-            parser.error("--ssl-certfile needs --ssl-keyfile, and the reverse: give both")
-        engine = make_engine(
-            options.model,
-            config_of(EngineConfig, options, **ENGINE_DEFAULTS),
-            config_of(ServiceConfig, options, **SERVICE_DEFAULTS),
-        )
+        engine = make_engine(options.model, config, service_config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_Command(options, engine).run())
     except REPORTED_ERRORS as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        _say(f"error: {in_flags(error)}")
         return 2 if isinstance(error, ConfigError) else 1
 
 
@@ -82,6 +87,9 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self.stopped = asyncio.Event()
         """A signal has arrived."""
+        self.signal = signal.SIGTERM
+        """The first one."""
+        self._throughput = ThroughputLog(engine.snapshot)
         self.hurried = asyncio.Event()
         """A second signal has arrived."""
         self.failed = asyncio.Event()
@@ -103,16 +111,21 @@ class _Server(uvicorn.Server):
                 await asyncio.wait_for(self._stopping.wait(), TICK_SECONDS)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._loop.call_soon_threadsafe(self._note_signal)
+        self._loop.call_soon_threadsafe(self._note_signal, sig)
 
-    def _note_signal(self) -> None:
-        (self.hurried if self.stopped.is_set() else self.stopped).set()
+    def _note_signal(self, number: int) -> None:
+        if self.stopped.is_set():
+            self.hurried.set()
+        else:
+            self.signal = signal.Signals(number)
+            self.stopped.set()
 
     async def on_tick(self, counter: int) -> bool:
         health = self._engine.health()
         if health.phase is Phase.FAILED and not self.failed.is_set():
             self.failure = health.reason
             self.failed.set()
+        self._throughput.tick()
         return await super().on_tick(counter)
 
 
@@ -136,6 +149,7 @@ class _Command:
         serving = asyncio.create_task(server.serve([self._listen()]))
         try:
             await self._load(server, serving)
+            logger.info("serving %s at %s", self._options.model, self._address)
             _say(f"ready: {self._address}", sys.stdout)
             await _first(serving, server.stopped.wait(), server.failed.wait())
             if server.stopped.is_set():
@@ -202,19 +216,23 @@ class _Command:
         return listener
 
     async def _load(self, server: _Server, serving: asyncio.Task[None]) -> None:
-        """Load the model while the socket answers. Exits with 0 if a signal arrives first."""
+        """Load the model while the socket answers. Ends the process if a signal arrives first."""
         _say(f"loading {self._options.model}; {self._address} answers /health and /ready")
         loading = asyncio.create_task(self._engine.__aenter__())
         await _first(serving, server.stopped.wait(), asyncio.wait({loading}))
         if not loading.done():
+            _say(f"ended by {server.signal.name} while the model was loading")
             await self._stop(server, serving)
-            _exit_now(0)  # nothing can interrupt the load
+            _exit_now(128 + server.signal)  # nothing can interrupt the load
         await loading
 
     async def _drain(self, server: _Server) -> None:
         """Complete the requests in progress; abort them after the timeout or a second signal."""
         seconds = self._options.drain_timeout
-        _say(f"completing the requests in progress, for up to {seconds:g} s")
+        num_open = self._engine.snapshot().open_requests
+        if num_open:
+            again = "press Ctrl-C again" if server.signal == signal.SIGINT else "signal again"
+            _say(f"finishing {_requests(num_open)}, for up to {seconds:g} s; {again} to end now")
         drained = asyncio.create_task(self._engine.drain(seconds))
         hurried = asyncio.create_task(server.hurried.wait())
         tasks = {drained, hurried}
@@ -222,8 +240,10 @@ class _Command:
             tasks, timeout=seconds + CLOSE_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )
         if hurried.done():
+            _say(f"aborting {_requests(self._engine.snapshot().open_requests)}")
+            server.config.timeout_graceful_shutdown = HURRY_SECONDS
             drained = asyncio.create_task(self._engine.drain(0))
-            await asyncio.wait({drained}, timeout=CLOSE_SECONDS)
+            await asyncio.wait({drained}, timeout=HURRY_SECONDS)
         hurried.cancel()
         if not drained.done():
             _say("error: a step does not end, and requests are lost")
@@ -249,6 +269,8 @@ async def _first(serving: asyncio.Task[None], *events: Coroutine[Any, Any, objec
 
 def _exit_now(status: int) -> NoReturn:
     """End the process without waiting for the step thread."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")  # shows the cursor, which a progress bar has hidden
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -256,6 +278,10 @@ def _exit_now(status: int) -> NoReturn:
 
 def _say(line: str, file: TextIO | None = None) -> None:
     print(f"{PROGRAM}: {line}", file=sys.stderr if file is None else file, flush=True)
+
+
+def _requests(number: int) -> str:
+    return "1 request" if number == 1 else f"{number} requests"
 
 
 def _api_keys_of_environment() -> list[str]:

@@ -1,4 +1,4 @@
-"""The flags of `stepgraph serve`: its own, and the fields of the configurations."""
+"""The flags of `stepgraph serve`: its own, and the fields of the configurations. No torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import argparse
 
 from ....profiling.command_line import CommandParser
 from ...config import EngineConfig
-from ...tools.memory_report import parse_bytes
+from ...tools.arguments import parse_bytes
 from ..service_config import ServiceConfig
 from .config_flags import add_config_flags, flag_type
 
-__all__ = ["API_KEY_VARIABLE", "ENGINE_DEFAULTS", "PROGRAM", "SERVICE_DEFAULTS", "make_parser"]
+__all__ = [
+    "API_KEY_VARIABLE",
+    "ENGINE_DEFAULTS",
+    "PROGRAM",
+    "SERVICE_DEFAULTS",
+    "make_parser",
+]
 
 API_KEY_VARIABLE = "STEPGRAPH_API_KEY"
 PROGRAM = "stepgraph serve"
+LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_SECONDS = 1e9
 ENGINE_DEFAULTS = {"freeze_gc": True}
 SERVICE_DEFAULTS = {"switch_interval": 1e-4}
@@ -30,8 +37,9 @@ curl localhost:8000/v1/completions -d '{"prompt": "def main(", "max_tokens": 32}
 """
 _EPILOG = """\
 SIGTERM and SIGINT complete the requests in progress for up to --drain-timeout seconds; a second
-signal aborts them. Exit status: 0 after that; 1 if the model cannot be loaded, the address cannot
-be used or the engine fails; 2 for a wrong command line or configuration. See docs/serving.md
+signal aborts them. Exit status: 0 after that; 143 and 130 if the signal arrives before the model is
+loaded; 1 if the model cannot be loaded, the address cannot be used or the engine fails; 2 for a
+wrong command line or configuration. See docs/serving.md
 """
 
 
@@ -121,6 +129,19 @@ def make_parser() -> CommandParser:
         default=30.0,
         metavar="SECONDS",
         help="time for requests in progress after SIGTERM (default: %(default)g)",
+    )
+    log = parser.add_argument_group("log", "Lines on stderr.")
+    log.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="least severe messages that are shown (default: %(default)s)",
+    )
+    log.add_argument(
+        "--access-log",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a line for each request (default: yes)",
     )
     add_config_flags(
         parser.add_argument_group("service", "Fields of ServiceConfig."),
