@@ -116,6 +116,7 @@ class _Server(uvicorn.Server):
     def _note_signal(self, number: int) -> None:
         if self.stopped.is_set():
             self.hurried.set()
+            self.force_exit = self.should_exit  # of clients that keep their connections
         else:
             self.signal = signal.Signals(number)
             self.stopped.set()
@@ -230,9 +231,8 @@ class _Command:
         """Complete the requests in progress; abort them after the timeout or a second signal."""
         seconds = self._options.drain_timeout
         num_open = self._engine.snapshot().open_requests
-        if num_open:
-            again = "press Ctrl-C again" if server.signal == signal.SIGINT else "signal again"
-            _say(f"finishing {_requests(num_open)}, for up to {seconds:g} s; {again} to end now")
+        again = "press Ctrl-C again" if server.signal == signal.SIGINT else "signal again"
+        _say(f"finishing {_requests(num_open)}, for up to {seconds:g} s; {again} to end now")
         drained = asyncio.create_task(self._engine.drain(seconds))
         hurried = asyncio.create_task(server.hurried.wait())
         tasks = {drained, hurried}
