@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections import Counter
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -11,7 +13,7 @@ from stepgraph.runtime.errors import RequestError
 from stepgraph.runtime.service.request_handle import HandleState
 
 from .fake_engine import params
-from .service_rig import LONG, PROMPT, SECONDS, Rig, do, joined, rig
+from .service_rig import LONG, PROMPT, SECONDS, Rig, config, do, joined, rig, wait_until
 
 
 class Phase:
@@ -67,7 +69,7 @@ PHASES = ["preparing", "queued", "prefilling", "decoding", "preempted", "sibling
 @pytest.mark.parametrize(
     ("streams", "how"),
     [
-        *((True, how) for how in ("abort", "cancel", "close", "drop")),
+        *((True, how) for how in ("abort", "cancel", "close")),
         *((False, how) for how in ("abort", "cancel")),
     ],
 )
@@ -85,7 +87,7 @@ def test_rows_and_blocks_are_free_one_step_after_the_consumer_left(
             make = r.engine.stream if streams else r.engine.generate
             stream: Any = make(at.prompt(phase), own, **options)
             reading = joined(stream) if streams else stream
-            task = asyncio.ensure_future(asyncio.sleep(0) if how == "drop" else reading)
+            task = asyncio.ensure_future(reading)
             await asyncio.sleep(0)
             await at.reach(phase)
             if how == "abort":
@@ -93,11 +95,8 @@ def test_rows_and_blocks_are_free_one_step_after_the_consumer_left(
             elif how == "cancel":
                 task.cancel()
                 await asyncio.wait([task])
-            elif how == "close":
-                await stream.aclose()
             else:
-                reading.close()
-            del stream, reading
+                await stream.aclose()
             if phase == "preparing":
                 await asyncio.wait([task])  # before the preparation ends
                 r.preparations.open()
@@ -133,6 +132,56 @@ def test_an_abort_twice_or_of_an_unknown_request_does_nothing() -> None:
         assert future.result(SECONDS).finish_reason == "abort"
         assert not r.engine.abort("mine")
         r.check_idle()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_duplicate_id_is_refused_and_the_first_request_is_served(streams: bool) -> None:
+    records: list[Any] = []
+    with rig() as r:
+        r.engine.add_listener(records.append)
+        r.steps.close()
+        own = params(1, max_tokens=20)
+        first = r.engine.submit(PROMPT, own, request_id="mine")
+
+        async def second() -> None:
+            made: Any = r.engine.stream if streams else r.engine.generate
+            with pytest.raises(RequestError):
+                await made(PROMPT, request_id="mine")
+
+        do(second())
+        gc.collect()
+        r.steps.open()
+        assert first.result(SECONDS).token_ids == r.expected(PROMPT, own)
+        r.check_serves()
+        wait_until(lambda: len(records) == 2)
+        assert [record.outcome for record in records] == ["length", "length"]
+
+
+def test_refused_requests_are_reported_once_also_after_a_collection() -> None:
+    records: list[tuple[str, str]] = []  # without the errors, which keep frames alive
+    with rig(config(max_queued_requests=2), max_num_seqs=1) as r:
+        r.engine.add_listener(lambda record: records.append((record.request_id, record.outcome)))
+        r.steps.close()
+
+        async def main() -> None:
+            tasks = [
+                asyncio.ensure_future(r.engine.generate(PROMPT, params(i, max_tokens=3)))
+                for i in range(20)
+            ]
+            await asyncio.wait(tasks, timeout=0.1)
+            r.steps.open()
+            await asyncio.wait(tasks)
+            for task in tasks:
+                task.exception()
+
+        do(main())
+        gc.collect()
+        r.check_serves()
+        wait_until(lambda: len(records) >= 21)
+        assert len(records) == len(dict(records)) == 21
+        counts = Counter(outcome for _, outcome in records)
+        assert counts.keys() == {"length", "overloaded"}
+        assert counts["overloaded"] >= 15
 
 
 def test_an_id_may_be_reused_while_an_aborted_prompt_is_still_prepared() -> None:

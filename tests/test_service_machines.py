@@ -60,6 +60,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.read: dict[tuple[RequestHandle, int], list[int]] = {}
         self.answers: dict[RequestHandle, object] = {}
         self.fail_at: str | None = None
+        self.reported: set[RequestHandle] = set()
+        self.requests.on_ended = self.report
         self.make_engine()
 
     def make_engine(self) -> None:
@@ -67,6 +69,10 @@ class DispatcherMachine(RuleBasedStateMachine):
         runner = self.engine._loop.runner
         for name in ("launch", "read"):
             setattr(runner, name, self.failing(name, getattr(runner, name)))
+
+    def report(self, handle: RequestHandle) -> None:
+        assert handle not in self.reported, "reported twice"
+        self.reported.add(handle)
 
     def failing(self, name: str, call: Any) -> Any:
         def guarded(*args: Any) -> Any:
@@ -124,6 +130,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         if handle.id in self.requests.handles and self.requests.limits.num_requests < 8:
             with pytest.raises(RequestError, match="in use"):
                 self.requests.register(again)
+            self.requests.abort(again, self.engine, "abort")
+            assert not again.ended
 
     @precondition(lambda self: self.unprepared())
     @rule(data=st.data(), fails=st.sampled_from([False] * 9 + [True]))
@@ -240,7 +248,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 break
             self.turn()
         self.answers_are_right_and_final()
-        assert self.answers.keys() == self.given.keys()
+        assert self.answers.keys() == self.given.keys() == self.reported
         assert self.requests.limits.num_requests == self.requests.limits.num_tokens == 0
         self.engine.check_integrity()
         blocks = self.engine.stats()["blocks"]

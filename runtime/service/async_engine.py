@@ -166,9 +166,8 @@ class AsyncEngine(ManagedEngine):
     ) -> AsyncStream:
         mailbox = self._mailbox()
         handle = self._make_handle(mailbox, params, options, streams=streams)
-        stream = AsyncStream(handle, mailbox, self._thread)  # first: it aborts when it is dropped
         self._submit(handle, prompt, params, options)
-        return stream
+        return AsyncStream(handle, mailbox, self._thread)
 
     def _make_handle(
         self,

@@ -195,8 +195,11 @@ class Dispatcher:
                 self._post(handle)
 
     def abort(self, handle: RequestHandle, engine: Engine | None, reason: AbortReason) -> None:
-        """End a request; the next step returns the output of one that is running."""
-        if handle.ended or handle.abort_reason is not None:
+        """End a request; the next step returns the output of one that is running.
+
+        Does nothing for one that was never registered: its id may be that of another.
+        """
+        if self.handles.get(handle.id) is not handle or handle.abort_reason is not None:
             return
         if handle.state is HandleState.RUNNING:
             assert engine is not None

@@ -22,7 +22,7 @@ class QueueLimits:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._retry_after = retry_after
-        self._lock = threading.RLock()  # a finalizer may interrupt its holder
+        self._lock = threading.Lock()
         self._tokens: dict[RequestHandle, int] = {}  # of the waiting requests
         self.num_tokens = 0
 

@@ -103,7 +103,7 @@ class StepThread:
         self._inbox.put(partial(self._admit, handle))
 
     def abort(self, handle: RequestHandle, reason: AbortReason = "abort") -> None:
-        """End a request within one step. Finalizers may call it: it takes no lock."""
+        """End a request within one step. Does not wait."""
         self._inbox.put(lambda: self.dispatcher.abort(handle, self.engine, reason))
 
     def run(self, operation: Callable[[], T]) -> Future[T]:

@@ -20,8 +20,8 @@ class AsyncStream:
     One task at a time may wait in it; another one gets `EngineBusyError`.
 
     The request is aborted, and its row and blocks are free within one step, when the iterator is
-    closed (`aclose`, the end of `async with`) or garbage-collected, or when the task that waits in
-    it is cancelled.
+    closed (`aclose`, the end of `async with`), or when the task that waits in it is cancelled.
+    Dropping the iterator closes nothing: leave an `async for` early only within `async with`.
     """
 
     def __init__(self, handle: RequestHandle, mailbox: LoopMailbox, thread: StepThread) -> None:
@@ -119,9 +119,6 @@ class AsyncStream:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._abandon()
-
-    def __del__(self) -> None:
         self._abandon()
 
     async def _news(self) -> None:

@@ -99,12 +99,6 @@ class EngineReplica:
             self._gauges[name].set(value)
         return loads
 
-    def __del__(self) -> None:
-        """Close the engine. Serve calls it once the requests have ended."""
-        engine = getattr(self, "_engine", None)  # the options may have been invalid
-        if engine is not None:
-            engine.close()
-
     def _unavailable(self) -> str | None:
         """Return why the engine serves no requests now; None if it does."""
         health = self._engine.health()
