@@ -77,6 +77,9 @@ _FINISHED = RequestStatus.FINISHED
 class OutputMatcher(Protocol):
     """The grammar of one completion, which `structured/matcher.py` implements."""
 
+    overrun: float
+    """Seconds that the masks of steps took too long because of it, which `TokenMasks` counts."""
+
     def fill(
         self, request: Request, masks: Sequence[MaskWords], drafts: Sequence[int] = ()
     ) -> tuple[StructuredOutputError | Literal["complete"] | None, int]:

@@ -17,7 +17,6 @@ from stepgraph.runtime.errors import (
     GrammarError,
     OverloadedError,
     RequestError,
-    StructuredOutputError,
 )
 from stepgraph.runtime.kernels.ops.mask_words import MaskWords
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
@@ -245,21 +244,6 @@ def test_a_text_without_an_end_takes_no_time(grammars: GrammarCompiler, grammar:
 
 def bits_of(mask: MaskWords) -> Any:
     return np.unpackbits(mask.array.view(np.uint8), bitorder="little")
-
-
-def test_a_request_whose_masks_take_long_is_ended(
-    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (slow,) = grammars.matchers(StructuredOutput(regex="[ab]*"), 1)
-    mask = MaskWords(np.zeros(128, dtype=np.int32))
-    assert slow.fill(a_request(), [mask]) == (None, 0)
-    assert not (mask.array == -1).all()
-    monkeypatch.setattr(matcher, "MASK_SECONDS", 0.0)
-    slow.fill(a_request(), [mask])  # from here on processor time is measured
-    monkeypatch.setattr(matcher, "MASK_SECONDS", -1.0)
-    error, _ = slow.fill(a_request(), [mask])
-    assert isinstance(error, StructuredOutputError)
-    assert "masks take more than" in str(error)
 
 
 def test_a_grammar_is_refused_at_the_deadline(

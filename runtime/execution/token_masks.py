@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ...profiling import ranges
 from ..bounded_repr import bounded_repr
@@ -18,6 +19,12 @@ from .outputs import GrammarEnd
 from .rank_commands import CommandSender
 
 __all__ = ["TokenMasks"]
+
+STEP_SECONDS: Final = 0.05
+"""Processor time of all masks of a step, for which every request of the step waits. A request may
+be the cause of as much again over all of its steps, before it is ended."""
+FREE_SECONDS: Final = 0.001
+"""Processor time of a mask that is not counted: many rows may have grammars that are not slow."""
 
 
 class _Lane(NamedTuple):
@@ -74,6 +81,8 @@ class TokenMasks:
         """Rows that this step has let sample any token."""
         self._written: list[tuple[int, int]] = []
         """Rows and how many masks of each the step writes."""
+        self._costs: list[tuple[float, _Lane]] = []
+        """Counted processor time of the masks of the step."""
 
     @property
     def pending(self) -> bool:
@@ -87,7 +96,7 @@ class TokenMasks:
         """
         assert self._plan is None, "the masks of two steps at the same time"
         self._plan, self.ends, self._cuts = plan, [], []
-        self._allowed, self._written = [], []
+        self._allowed, self._written, self._costs = [], [], []
         drafts = plan.drafts or repeat(())
         for index, (request, of_row) in enumerate(zip(plan.decode, drafts, strict=False)):
             self._add(index, request.row, request, of_row)
@@ -138,6 +147,7 @@ class TokenMasks:
             self._lanes = []
             if self._thread is not None:
                 self._thread.finish()
+            self._end_slowest()
         if self._cuts:
             drafts = list(plan.drafts)
             for index, kept in self._cuts:
@@ -161,6 +171,7 @@ class TokenMasks:
         place, row, request, drafts = lane
         masks = self._masks.of_row[row]
         assert request.matcher is not None
+        began = time.thread_time()
         try:
             outcome, kept = request.matcher.fill(request, masks, drafts)
         except (KeyboardInterrupt, SystemExit):  # of a signal handler of the application
@@ -174,9 +185,45 @@ class TokenMasks:
                 len(drafts),
             )
         if outcome is not None:
-            for mask in masks[: 1 + len(drafts)]:
-                mask.allow_all()
-            self.ends.append((request, None if outcome == "complete" else outcome))
-        elif kept < len(drafts):
+            self._end(lane, None if outcome == "complete" else outcome)
+            return
+        if kept < len(drafts):
             assert place is not None
             self._cuts.append((place, kept))
+        seconds = time.thread_time() - began - FREE_SECONDS * (1 + len(drafts))
+        if seconds > 0:
+            self._costs.append((seconds, lane))
+
+    def _end_slowest(self) -> None:
+        """End requests whose masks make steps too long, the slowest first.
+
+        The slowest one is charged with all of the time that the step took too long, the next one
+        with what would have been left of it without the first, and so on.
+        """
+        if not self._costs:
+            return
+        tokens = 1 + max(len(lane.drafts) for _, lane in self._costs)
+        total = sum(seconds for seconds, _ in self._costs)
+        over = total - STEP_SECONDS * tokens
+        for seconds, lane in sorted(self._costs, key=lambda cost: -cost[0]):
+            if over <= 0:
+                break
+            request = lane.request
+            assert request.matcher is not None
+            request.matcher.overrun += over
+            over -= seconds
+            if request.matcher.overrun > STEP_SECONDS:
+                error = StructuredOutputError(
+                    f"request {request.id}: its grammar is too slow after {request.num_output}"
+                    f" output tokens: the token masks of a step take {1e3 * total:.0f} ms of"
+                    f" processor time, {1e3 * seconds:.0f} ms of it for this request, and"
+                    f" {1e3 * STEP_SECONDS * tokens:.0f} ms are allowed for all requests. Give a"
+                    " simpler grammar"
+                )
+                self._end(lane, error)
+
+    def _end(self, lane: _Lane, error: StructuredOutputError | None) -> None:
+        """End a request before the tokens of the step; None: its output is complete."""
+        for mask in self._masks.of_row[lane.row][: 1 + len(lane.drafts)]:
+            mask.allow_all()
+        self.ends.append((lane.request, error))

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["MASK_SECONDS", "TokenMatcher"]
 
 MASK_SECONDS: Final = 0.05
-"""Processor time of a mask, for which all requests of its step wait. What the masks of a request
-take beyond it may add up to as much again."""
+"""Processor time of one of the first masks, and time after which no mask of a draft begins."""
 
 
 class TokenMatcher:
@@ -38,10 +37,9 @@ class TokenMatcher:
         "_first",
         "_last_bits",
         "_num_consumed",
-        "_overrun",
-        "_slow",
         "_vocab_size",
         "_wide",
+        "overrun",
     )
 
     def __init__(
@@ -70,10 +68,7 @@ class TokenMatcher:
         self._last_bits = _UP_TO_BIT[(vocab_size - 1) % MASK_BITS]
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self._num_consumed = 0
-        self._overrun = 0.0
-        """Seconds of all masks beyond `MASK_SECONDS` each, but the first."""
-        self._slow = False
-        """Whether a mask took longer than that."""
+        self.overrun = 0.0
 
     @property
     def _matcher(self) -> LLMatcher:
@@ -120,14 +115,11 @@ class TokenMatcher:
             the error that ends the request, or `complete` if the grammar allows only
             end-of-sequence tokens and the request forbids them.
         """
-        began, worked = time.perf_counter(), self._slow and time.thread_time()
+        began = time.perf_counter()
         self._catch_up(request)
         outcome, kept = self._write(request, masks[0], request.num_output), 0
         if drafts and outcome is None:
             kept = self._write_drafts(request, masks[1:], drafts, began + MASK_SECONDS)
-        limit = MASK_SECONDS * (1 + len(drafts))
-        if time.perf_counter() - began > limit and self._is_too_slow(worked, limit):
-            outcome = self._error(request, f"masks take more than {1e3 * MASK_SECONDS:g} ms each")
         return outcome, kept
 
     def _write_drafts(
@@ -205,17 +197,6 @@ class TokenMatcher:
             return "complete"
         lacks = " or is unknown to the model" if self._wide is not None else ""
         return self._error(request, f"every token that it allows ends the output, too early{lacks}")
-
-    def _is_too_slow(self, began: float | Literal[False], limit: float) -> bool:
-        """Whether masks take too long; `began`: processor time before these, if it is known.
-
-        Reading it is a system call, so that it begins with the first mask that takes long by the
-        clock, which may have been that of another process.
-        """
-        self._slow = True
-        if began is not False:
-            self._overrun += max(0.0, time.thread_time() - began - limit)
-        return self._overrun > MASK_SECONDS
 
     @staticmethod
     def _error(request: Request, reason: str) -> StructuredOutputError:
