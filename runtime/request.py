@@ -166,6 +166,8 @@ class Request:
     """What a drafter on the device has proposed last, in committed steps."""
     num_drafts: int = field(default=0, init=False)
     """Drafts that the last launched step proposes for it; its row keeps them on the device."""
+    paused: bool = False
+    """Whether it gets no row until it is resumed (see `Engine.pause`)."""
     may_fork: bool = True
     """Whether it may share the blocks of a sibling; not after copies for that failed."""
 

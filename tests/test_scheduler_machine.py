@@ -172,6 +172,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended_early = True
         self.aborted.add(name)
 
+    @precondition(lambda self: self.unfinished)
+    @rule(index=st.integers(0, 100), resumes=st.booleans())
+    def pause(self, index: int, resumes: bool) -> None:
+        requests = self.rig.loop.requests
+        change = requests.resume if resumes else requests.pause
+        change(self.unfinished[list(self.unfinished)[index % len(self.unfinished)]])
+
     def check_output(self, output: RequestOutput) -> None:
         name = output.request_id
         group = self.unfinished[name]  # a finished one is shown once
@@ -214,12 +221,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             requests = [r for group in self.unfinished.values() for r in group.requests]
             states = Counter(request.status for request in requests)
             assert states[RequestStatus.RUNNING] == self.rig.scheduler.num_running
-            assert states[RequestStatus.WAITING] == self.rig.scheduler.num_waiting
+            without_row = self.rig.scheduler.num_waiting + self.rig.scheduler.num_paused
+            assert states[RequestStatus.WAITING] == without_row
             held = [request.row for request in requests if request.row is not None]
             assert len(set(held)) == len(held) == states[RequestStatus.RUNNING]
 
     def teardown(self) -> None:
         if hasattr(self, "rig"):
+            for group in self.unfinished.values():
+                self.rig.loop.requests.resume(group)
             for output in self.rig.drain():
                 self.check_output(output)
             assert not self.unfinished
@@ -295,6 +305,28 @@ def crowded_rig(seed: int, windows: Windows, **options: Any) -> Rig:
         max_prefill_rows=rng.randint(1, 3),
         **options,
     )
+
+
+def test_a_paused_request_frees_its_row_and_goes_on_with_the_same_tokens() -> None:
+    rig = Rig(max_num_seqs=1)
+    first, second = (rig.group(4, name=name, max_tokens=12) for name in "ab")
+    for group in (first, second):
+        rig.loop.requests.add(group)
+    for _ in range(3):
+        rig.loop.step()
+    rig.loop.requests.pause(first)
+    outputs = rig.loop.step()
+    paused_at = first.requests[0].num_output
+    assert first.requests[0].row is None
+    while not any(output.finished for output in outputs):  # the second one, alone
+        outputs = rig.loop.step()
+        rig.loop.check_integrity()
+    assert second.finished
+    assert first.requests[0].num_output == paused_at
+    assert rig.cache.num_free_blocks == rig.cache.usable_blocks
+    rig.loop.requests.resume(first)
+    (last,) = (output for output in rig.drain() if output.finished)
+    rig.check_output(last, first.requests)
 
 
 SEVERAL = ("decode", "steps", "drafts of the host", "of a drafter")

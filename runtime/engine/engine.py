@@ -159,6 +159,18 @@ class Engine(StartedEngine):
         check_choice("reason", reason, get_args(AbortReason))
         return self._shared.abort(request_id, reason)
 
+    def pause(self, request_id: str) -> None:
+        """Take the row and the blocks of a request before the next step, until `resume`.
+
+        It keeps its tokens and goes on with the same ones. Does nothing if there is no unfinished
+        request of this id.
+        """
+        self._shared.pause(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request wait for a row again. Does nothing for others."""
+        self._shared.pause(request_id, resume=True)
+
     def has_unfinished(self) -> bool:
         """Whether `step` has requests to run or outputs to return."""
         return self._shared.has_unfinished()

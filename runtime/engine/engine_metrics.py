@@ -20,7 +20,7 @@ class EngineGauges(NamedTuple):
     running: int
     """Completions that have a row."""
     waiting: int
-    """Completions that have none."""
+    """Completions that wait for one."""
     usable_blocks: int
     """Blocks that requests can hold."""
     held_blocks: int

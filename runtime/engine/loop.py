@@ -132,6 +132,14 @@ class StepLoop:
         """End the requests of a group in the next step, with an output. Any thread, any time."""
         self._posted.append((partial(self.requests.abort, reason=reason), group))
 
+    def post_pause(self, group: RequestGroup) -> None:
+        """Take the rows of a group before the next step. Any thread may call it at any time."""
+        self._posted.append((self.requests.pause, group))
+
+    def post_resume(self, group: RequestGroup) -> None:
+        """Let a paused group run again from the next step on. Any thread, any time."""
+        self._posted.append((self.requests.resume, group))
+
     def post_discard(self, group: RequestGroup) -> None:
         """End the requests of a group in the next step, without output. Any thread, any time."""
         self._posted.append((self.requests.discard, group))

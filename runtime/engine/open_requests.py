@@ -61,6 +61,25 @@ class OpenRequests:
             self._changed.pop(group, None)
             del self.groups[group.id]
 
+    def pause(self, group: RequestGroup) -> None:
+        """Take the rows of the unfinished requests of a group until `resume`."""
+        for request in self._unfinished(group):
+            if not request.paused:
+                request.paused = True
+                self._scheduler.pause(request)
+
+    def resume(self, group: RequestGroup) -> None:
+        """Let the paused requests of a group run again."""
+        for request in self._unfinished(group):
+            if request.paused:
+                request.paused = False
+                self._scheduler.resume(request)
+
+    def _unfinished(self, group: RequestGroup) -> list[Request]:
+        if self.groups.get(group.id) is not group:
+            return []
+        return [request for request in group.requests if request.status is not _FINISHED]
+
     def append(self, sampled: Iterable[Sampled], now_ns: int) -> None:
         """Append the tokens of a committed step to their requests, and end those that stop.
 

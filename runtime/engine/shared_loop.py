@@ -131,6 +131,13 @@ class SharedLoop:
         self._settle("abort")
         return True
 
+    def pause(self, request_id: str, *, resume: bool = False) -> None:
+        """Pause a request, or resume it; see `Engine.pause`."""
+        loop = self.check_usable()
+        ticket = self._tickets.get(request_id)
+        if ticket is not None and ticket.group is not None:
+            (loop.post_resume if resume else loop.post_pause)(ticket.group)
+
     def _settle(self, name: str) -> None:
         """Apply posted changes, unless another call holds the loop and applies them."""
         if self._failure is not None:

@@ -73,6 +73,7 @@ class Scheduler:
         self._step_budget = step_budget
         self._rope_lengths = rope_lengths or RopeLengths()
         self._waiting = WaitingQueue()
+        self._pausing: list[Request] = []  # paused, with a row
         self._next_events = NextEvents()
         self._running = RunningRequests(max_num_seqs)
         self._headroom = Headroom(cache)
@@ -84,8 +85,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
+        """Requests that wait for a row."""
         return len(self._waiting)
+
+    @property
+    def num_paused(self) -> int:
+        """Requests that have no row, and get none until they are resumed."""
+        return len(self._waiting.paused)
 
     @property
     def num_running(self) -> int:
@@ -107,10 +113,30 @@ class Scheduler:
         if request in self._running.rows:
             self._publishing.publish(request, ends=True)
             self._blocks.leave(request)
+            if request.paused:
+                self._pausing.remove(request)
             self.cache.release(request.id)
             return
         self.cache.forget_swapped(request.id)
-        self._waiting.drop_ended()
+        self._waiting.drop_ended(request)
+
+    def pause(self, request: Request) -> None:
+        """Take the row and the blocks of an unfinished request until `resume`.
+
+        The engine has set its `paused`. The next plan preempts it if it has a row, unless its last
+        token is being computed.
+        """
+        if request in self._running.rows:
+            self._pausing.append(request)
+        else:
+            self._waiting.pause(request)
+
+    def resume(self, request: Request) -> None:
+        """Let a paused request wait for a row again. The engine has cleared its `paused`."""
+        if request in self._running.rows:
+            self._pausing.remove(request)
+        else:
+            self._waiting.resume(request)
 
     def plan(self, *, single: bool = False) -> StepPlan:
         """Return the plan of the next launch, with one decode step if `single`.
@@ -120,6 +146,8 @@ class Scheduler:
         """
         plan, running = StepPlan(), self._running
         due = self._next_events.begin_step()
+        if self._pausing:
+            self._pause_rows(plan)
         if due is not None or running.prefilling:
             self._look_at(plan, due or {})
         plan.decode = running.decoding()
@@ -281,6 +309,12 @@ class Scheduler:
                 return False
         return True
 
+    def _pause_rows(self, plan: StepPlan) -> None:
+        """Preempt the paused requests, except those whose last token is being computed."""
+        for request in tuple(self._pausing):
+            if request not in self._running.ending:
+                self._preempt(plan, request)
+
     def _preempt(self, plan: StepPlan, victim: Request, *, may_swap: bool = True) -> None:
         plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not victim]
         self._publishing.publish(victim)
@@ -292,6 +326,8 @@ class Scheduler:
         if pairs is None:
             self.cache.release(victim.id)
         self._blocks.leave(victim)
+        if victim.paused:
+            self._pausing.remove(victim)
         self._waiting.push(victim)
         plan.preempted.append(Preemption(victim, pairs))
 
@@ -303,4 +339,5 @@ class Scheduler:
         self._headroom.check_integrity(self._running.rows)
         self._waiting.check_integrity()
         assert not any(request in self._running.rows for request in self._waiting)
+        assert set(self._pausing) == {request for request in self._running.rows if request.paused}
         self._blocks.check_integrity()
