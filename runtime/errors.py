@@ -18,6 +18,7 @@ __all__ = [
     "EngineClosedError",
     "EngineFailedError",
     "EngineForkedError",
+    "EngineNotStartedError",
     "EngineUnavailableError",
     "GrammarError",
     "KernelBuildError",
@@ -27,6 +28,7 @@ __all__ = [
     "OverloadedError",
     "RankError",
     "RequestError",
+    "SendTimeoutError",
     "StepPreparationError",
     "StructuredOutputError",
 ]
@@ -140,6 +142,10 @@ class EngineUnavailableError(StepgraphError, RuntimeError):
     """An `AsyncEngine` drains, sleeps or restarts, and accepts no requests now."""
 
 
+class EngineNotStartedError(EngineUnavailableError):
+    """An `AsyncEngine` was used before `start()`, or before it was entered with `async with`."""
+
+
 class OverloadedError(StepgraphError, RuntimeError):
     """A request was refused, because too many wait already, or too many grammars are compiling.
 
@@ -150,6 +156,16 @@ class OverloadedError(StepgraphError, RuntimeError):
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class SendTimeoutError(StepgraphError, TimeoutError):
+    """A stream ended because its consumer read nothing for too long while output was waiting.
+
+    Attributes:
+        field: the field of `ServiceConfig` that sets the time.
+    """
+
+    field = "send_timeout"
 
 
 class DeadlineUnreachableError(OverloadedError):

@@ -65,6 +65,7 @@ def fake_engine(
     host_blocks: int = 0,
     make_runner: type[EngineRunner] = EngineRunner,
     tokenizer: TextTokenizer | None = None,
+    max_model_len: int = 48,
     **options: Any,
 ) -> Engine:
     """Return an engine whose tokens are those of `expected`."""
@@ -81,7 +82,9 @@ def fake_engine(
     if host_blocks:
         runner.host_arena = SimpleNamespace(num_blocks=host_blocks, close=lambda: None)
     parts = SimpleNamespace(
-        config=dataclasses.replace(ResolvedConfig.resolve(user, FAKE_MODEL), max_model_len=48),
+        config=dataclasses.replace(
+            ResolvedConfig.resolve(user, FAKE_MODEL), max_model_len=max_model_len
+        ),
         model=SimpleNamespace(
             config=FAKE_MODEL,
             stack=None,

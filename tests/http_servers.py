@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
 import uvicorn
-from stepgraph.runtime import AsyncEngine, Engine
+from stepgraph.runtime import AsyncEngine, Engine, ServiceConfig
 from stepgraph.runtime.service import app
 from stepgraph.runtime.service.http import connection, server_flags
 
@@ -57,12 +58,19 @@ class Command:
 class Threaded:
     """A server over a fake engine, a slow one by default, in a thread."""
 
-    def __init__(self, start: Callable[[], Engine] = slow_engine, **options: Any) -> None:
-        self.engine = AsyncEngine(start)
+    def __init__(
+        self,
+        start: Callable[[], Engine] = slow_engine,
+        service: ServiceConfig | None = None,
+        **options: Any,
+    ) -> None:
+        self.engine = AsyncEngine(start, service)
         self.engine.start()
         config = uvicorn.Config(
             app(self.engine, **options),
-            http=connection.LimitedConnection,
+            http=partial(
+                connection.LimitedConnection, send_timeout=self.engine.config.send_timeout
+            ),
             lifespan="off",
             log_config=None,
             timeout_graceful_shutdown=1,

@@ -176,6 +176,28 @@ def test_ctrl_c_in_the_main_thread(how: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_engine_may_start_in_forked_children() -> None:
+    """As `gunicorn --preload` does it: the application is made, then the process forks."""
+    r, records = Rig(), multiprocessing.get_context("fork").SimpleQueue()
+    r.engine.add_listener(lambda record: records.put((record.request_id, record.outcome)))
+
+    def serve() -> None:
+        with r.engine:
+            r.check_serves()
+
+    children = [multiprocessing.get_context("fork").Process(target=serve) for _ in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(SECONDS)
+        assert child.exitcode == 0
+    serve()
+    ended = [records.get() for _ in range(3)]
+    assert {outcome for _, outcome in ended} == {"length"}
+    assert len({request_id for request_id, _ in ended}) == 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_is_refused_and_the_parent_serves() -> None:
     with rig() as r:
         r.check_serves()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from stepgraph.runtime.errors import (
     ConfigError,
     EngineClosedError,
     EngineFailedError,
+    EngineNotStartedError,
     EngineUnavailableError,
     RequestError,
 )
@@ -34,10 +36,14 @@ from .service_rig import (
 
 def test_the_start_waits_for_the_engine_and_reports_it() -> None:
     r = Rig()
-    assert r.engine.health().phase is Phase.STARTING
-    assert not r.engine.health().ready
-    with pytest.raises(EngineUnavailableError, match="starting"):
-        r.engine.submit(PROMPT)
+
+    def on_start() -> None:
+        health = r.engine.health()
+        assert (health.phase, health.live, health.ready) == (Phase.STARTING, True, False)
+        with pytest.raises(EngineUnavailableError):
+            r.engine.submit(PROMPT)
+
+    r.on_start = on_start
     with r.engine:
         r.engine.start()  # again, which does nothing
         health = r.engine.health()
@@ -76,6 +82,30 @@ def test_after_a_start_that_failed_calls_say_so() -> None:
         do(r.engine.wake())
     assert do(r.engine.drain()) is True
     r.engine.close()
+
+
+def test_an_engine_that_was_not_started_says_so() -> None:
+    r = Rig()
+    engine = r.engine
+    assert (engine.health().phase, engine.health().live) == (Phase.NOT_STARTED, False)
+
+    async def stream() -> None:
+        engine.stream(PROMPT)
+
+    uses: list[Callable[[], Any]] = [
+        lambda: do(stream()),
+        lambda: do(engine.generate(PROMPT)),
+        lambda: engine.submit(PROMPT),
+        lambda: engine.tokenizer,
+        *(lambda call=call: do(call()) for call in (engine.stats, engine.drain, engine.sleep)),
+        *(lambda call=call: do(call()) for call in (engine.wake, engine.reset_prefix_cache)),
+        lambda: do(engine.reload("demo")),
+    ]
+    for use in uses:
+        with pytest.raises(EngineNotStartedError):
+            use()
+    with engine:
+        r.check_serves()
 
 
 def test_close_before_the_start() -> None:

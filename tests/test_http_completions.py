@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from stepgraph.runtime import SamplingParams, ServiceConfig
+from stepgraph.runtime import AsyncEngine, SamplingParams, ServiceConfig
 
-from .fake_engine import expected
-from .http_rig import Connection, Rig, events_of, service, slow_engine
+from .fake_engine import expected, fake_engine
+from .http_rig import COMPLETIONS, Connection, Rig, events_of, service, slow_engine
 
 PROMPT = [1, 2, 3, 4, 5]
 BODY = {
@@ -248,6 +248,23 @@ def test_a_failure_within_a_stream_ends_it_with_an_error() -> None:
             assert (await rig.http.get("/ready")).status_code == 503
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models", "/tokenize"])
+def test_an_engine_that_was_not_started_refuses(path: str) -> None:
+    """An application that is mounted without a lifespan."""
+
+    async def main() -> None:
+        rig = Rig(AsyncEngine(fake_engine))
+        call = rig.http.get(path) if "models" in path else rig.post({"prompt": "a"}, path)
+        response = await call
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "not_started"
+        assert "retry-after" not in response.headers
+        ready = await rig.http.get("/ready")
+        assert (ready.status_code, ready.json()["phase"]) == (503, "not_started")
+
+    asyncio.run(main())
 
 
 def test_drained_and_closed_engines_refuse() -> None:

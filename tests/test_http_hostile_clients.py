@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ import httpx
 import psutil
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stepgraph.runtime import ServiceConfig
 from stepgraph.runtime.service.http import connection, exchange
 
 from .fake_engine import fake_engine
@@ -73,15 +75,54 @@ def test_bytes_after_a_response_have_a_limited_time(
         until(is_closed)
 
 
-def test_a_client_that_does_not_read_is_disconnected(
-    threaded: Threaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "WRITE_SECONDS", 0.1)
-    connections = threaded.server.server_state.connections
-    with threaded.connect() as sock:
+def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "GRACE_SECONDS", 0.0)
+    server = Threaded(fake_engine, ServiceConfig(send_timeout=0.1))
+    connections = server.server.server_state.connections
+    with server.connect() as sock:
         sock.sendall(VERSION.replace(b"version", b"openapi.json") * 1000)
         until(lambda: connections)
         until(lambda: not connections)
+    server.close()
+
+
+def test_streams_that_are_not_read_give_up_their_rows_and_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clients whose answers fill the buffers, on more connections than there are rows."""
+    records: list[tuple[str, int]] = []
+    monkeypatch.setattr(connection, "UNSENT_BYTES", 1024)
+    service = ServiceConfig(send_timeout=1.0, max_unread_tokens=16)
+    server = Threaded(lambda: fake_engine(max_model_len=400, num_blocks=500), service)
+    server.engine.add_listener(
+        lambda record: records.append((record.outcome, record.num_output_tokens))
+    )
+    body = b'{"prompt": [1], "max_tokens": 390, "ignore_eos": true, "stream": true}'
+    clients = []
+    for _ in range(6):
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(request(body, b"content-length: %d" % len(body), b"connection: close"))
+        clients.append(sock)
+    paused = server.engine._thread.dispatcher._paused
+    until(lambda: len(paused) == 6)
+    assert server.running() == 0
+    began = time.monotonic()
+    with server.connect() as sock:
+        sock.sendall(request(BODY, b"content-length: %d" % len(BODY), b"connection: close"))
+        assert read_all(sock).startswith(b"HTTP/1.1 200")
+    assert time.monotonic() - began < 1.0, "it has waited for them"
+    until(lambda: len(records) == 7)
+    assert [outcome for outcome, _ in records].count("send_timeout") == 6
+    assert max(tokens for _, tokens in records) < 200
+    assert not paused
+    blocks = asyncio.run(server.engine.stats())["blocks"]
+    assert blocks["free"] == blocks["usable"]
+    for sock in clients:
+        with sock:
+            assert b'"code":"send_timeout"' in read_all(sock)
+    server.close()
 
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 16], ids=str)

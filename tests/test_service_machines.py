@@ -15,6 +15,7 @@ from stepgraph.runtime.errors import (
     EngineUnavailableError,
     OverloadedError,
     RequestError,
+    SendTimeoutError,
 )
 from stepgraph.runtime.service.dispatcher import Dispatcher
 from stepgraph.runtime.service.request_handle import DeltaReader, HandleState, RequestHandle
@@ -24,6 +25,12 @@ from .fake_engine import fake_engine, params
 from .service_rig import SECOND, WEIGHTS, config, make_handle
 
 pytestmark = pytest.mark.usefixtures("no_tracebacks")
+
+
+ERRORS = (
+    *(RequestError, EngineFailedError, DeadlineUnreachableError),
+    *(OverloadedError, SendTimeoutError),
+)
 
 
 class Inboxes:
@@ -51,11 +58,18 @@ class DispatcherMachine(RuleBasedStateMachine):
     def start(self, rows: int, blocks: int) -> None:
         self.options = {"max_num_seqs": rows, "num_blocks": blocks}
         self.requests = Dispatcher(
-            config(max_queued_requests=8, max_queued_tokens=60, tenant_weights=WEIGHTS)
+            config(
+                max_queued_requests=8,
+                max_queued_tokens=60,
+                tenant_weights=WEIGHTS,
+                max_unread_tokens=3,
+                send_timeout=5.0,
+            )
         )
         self.mailboxes = [Inboxes(), Inboxes()]
         self.now = 0
         self.count = 0
+        self.reads = True
         self.given: dict[RequestHandle, tuple[list[int], SamplingParams, DeltaReader]] = {}
         self.read: dict[tuple[RequestHandle, int], list[int]] = {}
         self.answers: dict[RequestHandle, object] = {}
@@ -113,6 +127,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             deadline_ns=due[0],
             first_token_deadline_ns=due[1],
         )
+        handle.num_read = 0 if self.count % 3 else None
         self.count += 1
         try:
             self.requests.register(handle)
@@ -163,6 +178,10 @@ class DispatcherMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += int(seconds * SECOND)
 
+    @rule()
+    def stop_or_go_on_reading(self) -> None:
+        self.reads = not self.reads
+
     @rule(where=st.sampled_from(["launch", "read"]))
     def fail_next(self, where: str) -> None:
         self.fail_at = where
@@ -184,9 +203,10 @@ class DispatcherMachine(RuleBasedStateMachine):
     def turn(self) -> None:
         requests = self.requests
         requests.expire(self.engine, self.now)
+        requests.end_unread(self.engine, self.now)
         try:
             requests.fill_rows(self.engine, self.now)
-            if requests.num_running:
+            if requests.has_rows:
                 requests.deliver(self.engine.step(), self.engine, self.now)
         except EngineFailedError as error:
             requests.recover(error)
@@ -209,8 +229,11 @@ class DispatcherMachine(RuleBasedStateMachine):
             return
         self.requests.check_integrity()
         for handle, (prompt, own, reader) in self.given.items():
-            for delta in reader.read():
-                self.read.setdefault((handle, delta.index), []).extend(delta.token_ids)
+            if self.reads or handle.ended:
+                for delta in reader.read():
+                    self.read.setdefault((handle, delta.index), []).extend(delta.token_ids)
+                if handle.paused:
+                    self.requests.resume(handle, self.engine)
             assert handle.ended == (handle.id not in self.requests.handles)
             if not handle.ended:
                 continue
@@ -220,8 +243,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 continue
             self.answers[handle] = answer
             if handle.error is not None:
-                kinds = (RequestError, EngineFailedError, DeadlineUnreachableError, OverloadedError)
-                assert isinstance(handle.error, kinds)
+                assert isinstance(handle.error, ERRORS)
                 continue
             assert handle.output is not None
             self.check_output(handle, prompt, own)
@@ -241,12 +263,15 @@ class DispatcherMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "requests"):
             return
+        self.reads = True
+        self.answers_are_right_and_final()
         for handle in self.unprepared():
             self.prepare_one(handle)
         for _ in range(3000):
             if self.requests.is_empty:
                 break
             self.turn()
+            self.answers_are_right_and_final()
         self.answers_are_right_and_final()
         assert self.answers.keys() == self.given.keys() == self.reported
         assert self.requests.limits.num_requests == self.requests.limits.num_tokens == 0

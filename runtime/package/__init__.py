@@ -42,6 +42,7 @@ __all__ = [
     "EngineClosedError",
     "EngineFailedError",
     "EngineForkedError",
+    "EngineNotStartedError",
     "EngineUnavailableError",
     "GrammarError",
     "KernelBuildError",
@@ -51,6 +52,7 @@ __all__ = [
     "OverloadedError",
     "RankError",
     "RequestError",
+    "SendTimeoutError",
     "StepPreparationError",
     "StructuredOutputError",
 ]

@@ -37,6 +37,7 @@ from .streams import AsyncStream
 
 __all__ = ["AsyncEngine", "RequestOptions"]
 
+
 INLINE_TOKENS = 1024
 """Prompts of at most this many token ids are checked by the caller: it takes microseconds."""
 
@@ -66,7 +67,7 @@ class AsyncEngine(ManagedEngine):
             config: limits and policies; None for the defaults.
         """
         super().__init__(start_engine, config)
-        self._ids = map(f"req-{secrets.token_hex(4)}-{{}}".format, count(1))
+        self._ids = _request_ids()
         self._loops: dict[asyncio.AbstractEventLoop, LoopMailbox] = {}
 
     def stream(
@@ -156,6 +157,11 @@ class AsyncEngine(ManagedEngine):
         self._thread.abort(handle)
         return True
 
+    def after_fork(self) -> None:
+        """See `ManagedEngine`; children that start the engine do not share ids of requests."""
+        super().after_fork()
+        self._ids = _request_ids()
+
     def _stream(
         self,
         prompt: Prompt,
@@ -166,6 +172,7 @@ class AsyncEngine(ManagedEngine):
     ) -> AsyncStream:
         mailbox = self._mailbox()
         handle = self._make_handle(mailbox, params, options, streams=streams)
+        handle.num_read = 0 if streams else None
         self._submit(handle, prompt, params, options)
         return AsyncStream(handle, mailbox, self._thread)
 
@@ -279,3 +286,8 @@ class AsyncEngine(ManagedEngine):
                     self._loops.pop(other, None)
             mailbox = self._loops.setdefault(loop, LoopMailbox(loop))
         return mailbox
+
+
+def _request_ids() -> Iterator[str]:
+    """Return ids for the requests of one process."""
+    return map(f"req-{secrets.token_hex(4)}-{{}}".format, count(1))

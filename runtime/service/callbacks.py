@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ..engine.request_output import RequestOutput
@@ -83,7 +84,7 @@ class _Ended:
 class CallbackMailbox:
     """The requests whose news go to functions. Any thread may call any method.
 
-    The thread starts with the first registration.
+    The thread starts with the first request: before, the process may fork.
     """
 
     def __init__(self) -> None:
@@ -104,11 +105,13 @@ class CallbackMailbox:
         """Call a function with the record of each request that ends from now on."""
         with self._starting:
             self._listeners += (listener,)
-            self._start()
 
     def report(self, handle: RequestHandle) -> None:
         """Pass a request that has ended to the listeners."""
         if self._listeners:
+            if self._thread is None:
+                with self._starting, suppress(RuntimeError):  # no thread can be started now
+                    self._start()
             self._inbox.put(_Ended(handle, time.perf_counter_ns(), self._listeners))
 
     def discard(self, handle: RequestHandle) -> None:

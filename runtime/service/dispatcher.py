@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from ..bounded_repr import bounded_repr
 from ..engine.engine import Engine
 from ..engine.request_output import RequestOutput
-from ..errors import DeadlineUnreachableError, RequestError
+from ..errors import DeadlineUnreachableError, RequestError, SendTimeoutError
 from ..request import AbortReason
 from .admission_queue import AdmissionQueue
 from .deadlines import Deadlines
@@ -45,6 +45,10 @@ class Dispatcher:
         self._ending: RequestHandle | None = None  # the one that `_end` is ending
         self._queue = AdmissionQueue(config.tenant_weights)
         self._running: dict[str, RequestHandle] = {}
+        self._paused: dict[RequestHandle, None] = {}  # running, without a row
+        self._pausing = False  # the next step takes the row of one of them
+        self._max_unread = config.max_unread_tokens
+        self._send_timeout = config.send_timeout
         self._unstarted: dict[RequestHandle, None] = {}  # running, without a first token
         self._unstarted_tokens = 0
         self._num_rows = 1
@@ -62,9 +66,20 @@ class Dispatcher:
         return len(self._running)
 
     @property
+    def has_rows(self) -> bool:
+        """Whether the engine has a request to run, or to pause."""
+        return len(self._running) > len(self._paused) or self._pausing
+
+    @property
     def has_work(self) -> bool:
-        """Whether a request is queued or running."""
-        return bool(self._running) or len(self._queue) > 0
+        """Whether a request is queued, or running and not paused."""
+        return self.has_rows or len(self._queue) > 0
+
+    @property
+    def send_timeout_ns(self) -> int | None:
+        """When the first paused request ends if it is not read; None without any."""
+        unread = [h.unread_ns for h in self._paused if h.unread_ns is not None]
+        return min(unread) + int(1e9 * self._send_timeout) if unread else None
 
     @property
     def is_empty(self) -> bool:
@@ -164,6 +179,20 @@ class Dispatcher:
         for handle in self.deadlines.expired(now_ns):
             self.abort(handle, engine, "deadline")
 
+    def end_unread(self, engine: Engine | None, now_ns: int) -> None:
+        """End the paused requests whose consumers have read nothing for too long."""
+        for handle in tuple(self._paused):
+            self._end_if_unread(handle, engine, now_ns)
+
+    def resume(self, handle: RequestHandle, engine: Engine | None) -> None:
+        """Let a paused request run again."""
+        if handle not in self._paused:
+            return
+        del self._paused[handle]
+        handle.paused = False
+        assert engine is not None
+        engine.resume(handle.id)
+
     def end_unreadable(self, engine: Engine | None) -> None:
         """End the requests of closed event loops."""
         closed = [mailbox for mailbox in self._served if mailbox.closed]
@@ -174,6 +203,7 @@ class Dispatcher:
 
     def deliver(self, outputs: Sequence[RequestOutput], engine: Engine, now_ns: int) -> None:
         """Store the outputs of a step for their consumers."""
+        self._pausing = False
         if self._unstarted:
             record = engine.timeline().latest()
             if record is not None and record.prefill_tokens:
@@ -181,6 +211,9 @@ class Dispatcher:
                 self.latency.observe_prefill(seconds, record.prefill_tokens, record.ended_ns)
         for output in outputs:
             handle = self._running[output.request_id]
+            num_read = handle.num_read
+            if num_read is not None and handle.unread_ns is None:
+                handle.unread_ns = now_ns  # first: once the output is read, it is None
             handle.output = output
             tokens = sum([completion.num_tokens for completion in output.completions])
             self._queue.charge(handle, tokens)
@@ -189,10 +222,13 @@ class Dispatcher:
             if output.finished:
                 assert handle.started_ns is not None
                 held = (now_ns - handle.started_ns) / 1e9
-                self.latency.observe_request(held, len(output.completions))
-                self._end(handle)
+                if not handle.num_pauses:
+                    self.latency.observe_request(held, len(output.completions))
+                self._end(handle, handle.failure)
             elif handle.streams:
                 self._post(handle)
+                if num_read is not None:
+                    self._limit_unread(handle, tokens - num_read, engine, now_ns)
 
     def abort(self, handle: RequestHandle, engine: Engine | None, reason: AbortReason) -> None:
         """End a request; the next step returns the output of one that is running.
@@ -204,6 +240,7 @@ class Dispatcher:
         if handle.state is HandleState.RUNNING:
             assert engine is not None
             handle.abort_reason = reason
+            self._paused.pop(handle, None)
             engine.abort(handle.id, reason)
             return
         if handle.state is HandleState.QUEUED:
@@ -257,6 +294,8 @@ class Dispatcher:
                 self._queue.push(handle)
                 self._served[handle.mailbox] += 1
         self._running.clear()
+        self._paused.clear()
+        self._pausing = False
         self._unstarted.clear()
         self._unstarted_tokens = 0
         for mailbox in self._news:
@@ -288,6 +327,8 @@ class Dispatcher:
         assert set(self._queue) == states[HandleState.QUEUED]
         assert set(self._running.values()) == states[HandleState.RUNNING]
         assert not states[HandleState.ENDED]
+        assert self._paused.keys() <= states[HandleState.RUNNING]
+        assert all(handle.paused for handle in self._paused)
         assert self._unstarted.keys() <= states[HandleState.RUNNING]
         assert self._unstarted_tokens == sum(h.num_prompt_tokens for h in self._unstarted)
         served = states[HandleState.QUEUED] | states[HandleState.RUNNING]
@@ -342,6 +383,7 @@ class Dispatcher:
             if not self._served[handle.mailbox]:
                 del self._served[handle.mailbox]
         self._running.pop(handle.id, None)
+        self._paused.pop(handle, None)
         self._note_started(handle)
         self.deadlines.forget(handle)
         handle.error = error
@@ -352,6 +394,36 @@ class Dispatcher:
         self._post(handle)
         self._ending = None
         self.on_ended(handle)
+
+    def _limit_unread(
+        self, handle: RequestHandle, num_unread: int, engine: Engine, now_ns: int
+    ) -> None:
+        """Pause a request that has much output that its consumer has not read, or end it.
+
+        The consumer reads in another thread meanwhile: it stores what it has read, then looks
+        whether it is paused; here it is the reverse, so that one of the two sees the other.
+        """
+        if num_unread > self._max_unread and handle not in self._paused:
+            handle.paused = True
+            if handle.unread_ns is None or handle.num_read is None:  # it has just been read
+                handle.paused = False
+                return
+            self._paused[handle] = None
+            self._pausing = True
+            handle.num_pauses += 1
+            engine.pause(handle.id)
+        self._end_if_unread(handle, engine, now_ns)
+
+    def _end_if_unread(self, handle: RequestHandle, engine: Engine | None, now_ns: int) -> None:
+        since = handle.unread_ns
+        if since is None or now_ns - since < 1e9 * self._send_timeout:
+            return
+        if handle.abort_reason is None:
+            handle.failure = SendTimeoutError(
+                f"request {handle.id}: its client has read nothing for {self._send_timeout:g} s"
+                " (send_timeout): read the stream to its end, or close it"
+            )
+        self.abort(handle, engine, "abort")
 
     def _note_started(self, handle: RequestHandle) -> None:
         """Note that a request has its first token, or will have none."""

@@ -15,6 +15,7 @@ from ..errors import (
     ConfigError,
     EngineClosedError,
     EngineFailedError,
+    EngineNotStartedError,
     EngineUnavailableError,
     RequestError,
     StepgraphError,
@@ -26,10 +27,14 @@ from .reload_result import ReloadResult
 from .restart_policy import RestartPolicy
 from .service_config import ServiceConfig
 
-__all__ = ["EngineSupervisor"]
+__all__ = ["HOW_TO_START", "EngineSupervisor"]
 
 logger = logging.getLogger("stepgraph.runtime")
 
+HOW_TO_START = (
+    "enter it with `async with engine:` in the lifespan of the application that serves it (the"
+    " lifespan of a mounted application does not run), or call engine.start()"
+)
 MAX_REASON = 500
 """Characters of a failure in messages."""
 
@@ -58,7 +63,7 @@ class EngineSupervisor:
         """
         self.engine: Engine | None = None
         """The engine; None before the start, asleep, while it restarts, and at the end."""
-        self.phase = Phase.STARTING
+        self.phase = Phase.NOT_STARTED
         self.failure: BaseException | None = None
         """Why the phase is `FAILED`."""
         self.num_restarts = 0
@@ -77,6 +82,7 @@ class EngineSupervisor:
         """Return the engine for a new request.
 
         Raises:
+            EngineNotStartedError: nothing has started it.
             EngineUnavailableError: it starts, drains, sleeps or restarts.
             EngineFailedError, EngineClosedError: it will not serve again.
         """
@@ -95,6 +101,8 @@ class EngineSupervisor:
         phase = self.phase if phase is None else phase
         if phase is Phase.CLOSED:
             return EngineClosedError("the engine is closed: make a new one")
+        if phase is Phase.NOT_STARTED:
+            return EngineNotStartedError(f"the engine was not started: {HOW_TO_START}")
         failure = self.failure
         if phase is Phase.FAILED and failure is not None:
             error = EngineFailedError(

@@ -11,6 +11,8 @@ __all__ = ["Health", "Phase"]
 class Phase(enum.Enum):
     """What an `AsyncEngine` is doing."""
 
+    NOT_STARTED = "not_started"
+    """Waits for `start()`. No thread runs, so the process may fork."""
     STARTING = "starting"
     """Loads a model and prepares its steps, for the first time or after a failure."""
     SERVING = "serving"

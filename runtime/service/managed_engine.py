@@ -23,7 +23,7 @@ from ..loading.tokenizer import TextTokenizer
 from ..prompt_ids import type_name
 from ..structured.compile_threads import MAX_COMPILATIONS
 from .callbacks import CallbackMailbox
-from .health import Health
+from .health import Health, Phase
 from .reload_result import ReloadResult
 from .request_options import nanoseconds
 from .request_record import Listener
@@ -293,14 +293,20 @@ class ManagedEngine:
         self._finalizer.detach()
 
     def after_fork(self) -> None:
-        """Refuse every use in a forked child, which has no step thread."""
+        """Refuse every use in a forked child, which lacks the threads of an engine that runs.
+
+        One that was not started has none, so that each child may start it.
+        """
+        if self._thread.supervisor.phase is Phase.NOT_STARTED:
+            return
         self._forked = True
         self._finalizer.detach()
 
     def _check_process(self) -> None:
         if self._forked:
             raise EngineForkedError(
-                "the engine belongs to the parent of this process: make a new one here"
+                "the engine was started in the parent of this process: start it after the fork, in"
+                " the lifespan of the application, or make a new one here"
             )
 
     def _start(self) -> None:

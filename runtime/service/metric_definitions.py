@@ -134,6 +134,7 @@ METRICS: Final = (
         {"reason": ("overloaded", "deadline_unreachable", "unavailable")},
     ),
     Metric("requests_invalid", "counter", "Requests that can never be served."),
+    Metric("send_timeouts", "counter", "Streams that ended because their client did not read."),
     Metric("requests_failed", "counter", "Requests lost to a failure of the engine."),
     _histogram("time_to_first_token_seconds", "From submission to the first token.", SECONDS),
     _histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_SECONDS),

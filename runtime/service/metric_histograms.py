@@ -18,7 +18,7 @@ __all__ = ["Counted", "Histogram", "Observations"]
 
 _REQUEST_COUNTERS: Final = (
     *("request_success", "requests_cancelled", "deadlines_missed"),
-    *("requests_shed", "requests_invalid", "requests_failed"),
+    *("requests_shed", "requests_invalid", "requests_failed", "send_timeouts"),
 )
 
 
@@ -82,6 +82,8 @@ class Observations:
         counters, outcome = self.counters, record.outcome
         if outcome in ("overloaded", "deadline_unreachable", "unavailable"):
             counters["requests_shed"][outcome] += 1
+        elif outcome == "send_timeout":
+            counters["send_timeouts"][""] += 1
         elif outcome in ("invalid", "failed"):
             counters[f"requests_{outcome}"][""] += 1
         else:

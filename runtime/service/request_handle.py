@@ -6,7 +6,8 @@
     ENDED       has its last output or its error
 
 The step thread stores the newest output; the consumer computes deltas from the positions that it
-has read. However slow the consumer is, a handle holds one output and one state.
+has read. However slow the consumer is, a handle holds one output and one state. A request whose
+consumer reads too little is paused, and ended if that lasts (see `Dispatcher`).
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class RequestHandle:
         "abort_reason",
         "deadline_ns",
         "error",
+        "failure",
         "first_token_deadline_ns",
         "group",
         "id",
@@ -84,8 +86,11 @@ class RequestHandle:
         "mailbox",
         "num_charged",
         "num_completions",
+        "num_pauses",
         "num_prompt_tokens",
+        "num_read",
         "output",
+        "paused",
         "posted",
         "prepared",
         "priority",
@@ -95,6 +100,7 @@ class RequestHandle:
         "submitted_ns",
         "tenant",
         "traceparent",
+        "unread_ns",
     )
 
     def __init__(
@@ -143,6 +149,15 @@ class RequestHandle:
         """Why it was refused, or lost."""
         self.abort_reason: AbortReason | None = None
         """Set once it should end early."""
+        self.failure: BaseException | None = None
+        """The error to end with, once the engine has ended it."""
+        self.num_read: int | None = None
+        """Output tokens that its consumer has read; None if it need not read them."""
+        self.unread_ns: int | None = None
+        """Since when output waits for its consumer; None if it has read all."""
+        self.paused = False
+        """Whether its row was taken because its consumer reads too little."""
+        self.num_pauses = 0
         self.posted = False
         """Whether its mailbox has news of it that the consumer has not seen."""
 
@@ -218,4 +233,7 @@ class DeltaReader:
                     completion.finish_reason,
                 )
             )
+        if self._handle.num_read is not None:
+            self._handle.num_read = sum(c.num_tokens for c in output.completions)
+        self._handle.unread_ns = None
         return deltas

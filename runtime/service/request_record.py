@@ -12,6 +12,7 @@ from ..errors import (
     EngineUnavailableError,
     OverloadedError,
     RequestError,
+    SendTimeoutError,
 )
 from ..request import FinishReason
 from .request_handle import RequestHandle
@@ -22,11 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["Listener", "Outcome", "Phase", "RequestRecord"]
 
 Outcome = (
-    FinishReason | Literal["overloaded", "deadline_unreachable", "unavailable", "invalid", "failed"]
+    FinishReason
+    | Literal[
+        "overloaded", "deadline_unreachable", "unavailable", "invalid", "send_timeout", "failed"
+    ]
 )
 """The finish reason of a request with an output. Of one without: `overloaded`
 (`OverloadedError`), `deadline_unreachable` (`DeadlineUnreachableError`), `unavailable` (the engine
-started, drained, slept or closed), `invalid` (`RequestError`) or `failed` (any other error).
+started, drained, slept or closed), `invalid` (`RequestError`), `send_timeout`
+(`SendTimeoutError`) or `failed` (any other error).
 """
 
 Phase = Literal["queue", "prefill", "decode"]
@@ -37,6 +42,7 @@ _OUTCOMES: tuple[tuple[type[BaseException], Outcome], ...] = (
     (EngineUnavailableError, "unavailable"),
     (EngineClosedError, "unavailable"),
     (RequestError, "invalid"),
+    (SendTimeoutError, "send_timeout"),
 )
 
 

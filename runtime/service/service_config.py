@@ -26,6 +26,10 @@ class ServiceConfig:
         tenant_weights: the share of a tenant in the engine, relative to others, above 0 to 10^6.
             Tenants without an entry have weight 1.
         preparation_threads: threads that tokenise prompts and render chat templates, 1 to 64.
+        max_unread_tokens: output tokens of a stream that its client may leave unread, 1 to 2^40.
+            With more the request gives up its row to others, until they are read.
+        send_timeout: seconds after which a stream ends whose client reads nothing while output is
+            waiting, above 0 to 10^9.
         stall_seconds: while a step takes longer, the engine is not ready (`Health.ready`); above 0
             to 10^9.
         max_restarts: how often a failed engine is restarted within `restart_window` seconds, 0 to
@@ -43,6 +47,8 @@ class ServiceConfig:
     max_queued_tokens: int = 1 << 20
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     preparation_threads: int = 1
+    max_unread_tokens: int = 256
+    send_timeout: float = 30.0
     stall_seconds: float = 30.0
     max_restarts: int = 0
     restart_window: float = 600.0
@@ -51,8 +57,10 @@ class ServiceConfig:
     def __post_init__(self) -> None:
         self._check_integer("max_queued_requests", 1, MAX_COUNT)
         self._check_integer("max_queued_tokens", 1, MAX_COUNT)
+        self._check_integer("max_unread_tokens", 1, MAX_COUNT)
         self._check_integer("preparation_threads", 1, 64)
         self._check_integer("max_restarts", 0, MAX_COUNT)
+        _check_positive("send_timeout", self.send_timeout, MAX_SECONDS)
         _check_positive("stall_seconds", self.stall_seconds, MAX_SECONDS)
         _check_positive("restart_window", self.restart_window, MAX_SECONDS)
         if self.switch_interval is not None:

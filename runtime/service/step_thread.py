@@ -28,7 +28,7 @@ from ..errors import EngineClosedError, StepgraphError
 from ..request import AbortReason
 from .dispatcher import Dispatcher
 from .drains import Drains
-from .engine_supervisor import EngineSupervisor, lost, shown
+from .engine_supervisor import HOW_TO_START, EngineSupervisor, lost, shown
 from .health import Health, Phase
 from .inbox import Inbox
 from .reload_result import ReloadResult
@@ -87,6 +87,7 @@ class StepThread:
             if self.supervisor.phase is Phase.CLOSED:
                 raise self.supervisor.refusal()
             if self._thread.ident is None:
+                self.supervisor.phase = Phase.STARTING
                 self._thread.start()
 
     def join(self) -> None:
@@ -106,8 +107,17 @@ class StepThread:
         """End a request within one step. Does not wait."""
         self._inbox.put(lambda: self.dispatcher.abort(handle, self.engine, reason))
 
+    def resume(self, handle: RequestHandle) -> None:
+        """Let a paused request run again, since its consumer has read."""
+        self._inbox.put(lambda: self.dispatcher.resume(handle, self.engine))
+
     def run(self, operation: Callable[[], T]) -> Future[T]:
-        """Run a function between two steps; the future has its result or exception."""
+        """Run a function between two steps; the future has its result or exception.
+
+        Raises:
+            EngineNotStartedError: there is no thread that could run it.
+        """
+        self._check_started()
         future: Future[T] = _future()
         self._inbox.put(partial(_run_into, future, operation))
         return future
@@ -116,8 +126,9 @@ class StepThread:
         """Refuse new requests from now on, and complete the present ones.
 
         After `timeout` seconds the rest is aborted. The result is whether every request ended by
-        itself.
+        itself. Raises as `run`.
         """
+        self._check_started()
         end_ns = None if timeout is None else time.perf_counter_ns() + int(timeout * 1e9)
         future: Future[bool] = _future()
         self._inbox.put(partial(self._begin_drain, end_ns, future))
@@ -158,12 +169,18 @@ class StepThread:
         reason = None
         if phase is not Phase.SERVING:
             reason = phase.value if failure is None else f"{phase.value}: {shown(failure)}"
+            if phase is Phase.NOT_STARTED:
+                reason = f"{reason}: {HOW_TO_START}"
         elif not alive:
             reason = "the step thread has ended"
         elif age is not None and age > self._stall_seconds:
             reason = f"no step has ended for {age:.1f} s"
         live = alive and phase not in (Phase.FAILED, Phase.CLOSED)
         return Health(phase, live, reason is None, age, reason)
+
+    def _check_started(self) -> None:
+        if self.supervisor.phase is Phase.NOT_STARTED:
+            raise self.supervisor.refusal()
 
     # From here on only the step thread.
 
@@ -222,11 +239,12 @@ class StepThread:
         engine = self.engine
         now = time.perf_counter_ns()
         requests.expire(engine, now)
+        requests.end_unread(engine, now)
         if engine is not None and requests.has_work:
             if self._busy_since_ns is None:
                 self._busy_since_ns = now
             requests.fill_rows(engine, now)
-            if requests.num_running:
+            if requests.has_rows:
                 outputs = engine.step()
                 self._last_step_ns = time.perf_counter_ns()
                 requests.deliver(outputs, engine, self._last_step_ns)
@@ -240,6 +258,7 @@ class StepThread:
         times = (
             self.supervisor.restart_ns,
             self.dispatcher.deadlines.next_ns,
+            self.dispatcher.send_timeout_ns,
             self._drains.next_ns,
         )
         due = min([ns for ns in times if ns is not None], default=None)

@@ -22,6 +22,7 @@ class AsyncStream:
     The request is aborted, and its row and blocks are free within one step, when the iterator is
     closed (`aclose`, the end of `async with`), or when the task that waits in it is cancelled.
     Dropping the iterator closes nothing: leave an `async for` early only within `async with`.
+    A stream that is not read gives up its row, and ends after `ServiceConfig.send_timeout`.
     """
 
     def __init__(self, handle: RequestHandle, mailbox: LoopMailbox, thread: StepThread) -> None:
@@ -62,6 +63,9 @@ class AsyncStream:
 
     async def finish(self) -> RequestOutput:
         """Wait for the last output and return it. Raises as `accepted`."""
+        self._handle.num_read = None  # the deltas are not read
+        if self._handle.paused:
+            self._thread.resume(self._handle)
         while not self._handle.ended:
             await self._news()
         if self._handle.error is not None:
@@ -90,11 +94,14 @@ class AsyncStream:
 
         Raises:
             NonFiniteLogitsError: it ended with `finish_reason` `error`, the delta before this one.
+            SendTimeoutError: the deltas were not read for too long.
             StepgraphError: as `accepted`.
         """
         while True:
             ended = self._handle.ended  # read first: then the deltas below are the last ones
             deltas = self._reader.read()
+            if self._handle.paused:
+                self._thread.resume(self._handle)
             if deltas:
                 return deltas
             if not ended:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -28,8 +29,13 @@ MAX_HEAD_BYTES = 64 << 10
 HEAD_SECONDS = 30.0
 """Time that a client has to send them, also for the rest of a body that was not read."""
 
-WRITE_SECONDS = 60.0
-"""Time that a full write buffer may stay full: the client does not read."""
+GRACE_SECONDS = 5.0
+"""Time that a full write buffer may stay full beyond `send_timeout`: a stream ends before it, with
+an error of its own."""
+
+UNSENT_BYTES = 16 << 10
+"""Of a connection, in the process and in the kernel each, before a stream waits for its client. The
+kernel would take megabytes, which is thousands of tokens that a client may never read."""
 
 _UPGRADE = b"upgrade"
 _MAX_CHARS = 200
@@ -39,6 +45,8 @@ _POLLED = ("/health", "/ready", "/metrics")
 
 logger = logging.getLogger(ACCESS_LOG)
 
+_NOTSENT_LOWAT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # Linux and macOS
+
 
 class LimitedConnection(HttpToolsProtocol):
     """Bounds the size of the head of a request, and the times to send it and to read the response.
@@ -47,9 +55,10 @@ class LimitedConnection(HttpToolsProtocol):
     HTTP/2 clients send them with their first request.
     """
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
+    def __init__(self, *arguments: Any, send_timeout: float = 30.0, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.app = _AccessLog(self.app)
+        self._write_seconds = send_timeout + GRACE_SECONDS
         self._num_unparsed = 0  # bytes since the last end of a head, or piece of a body
         self._reads_head = True
         self._head_timer: asyncio.TimerHandle | None = None
@@ -58,6 +67,10 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=UNSENT_BYTES)
+        sock = transport.get_extra_info("socket")
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and _NOTSENT_LOWAT is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, UNSENT_BYTES)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -143,7 +156,7 @@ class LimitedConnection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stop_write_timer()
-        self._write_timer = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+        self._write_timer = self.loop.call_later(self._write_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         self._stop_write_timer()

@@ -11,9 +11,11 @@ import msgspec
 from ...bounded_repr import bounded_text
 from ...errors import (
     EngineClosedError,
+    EngineNotStartedError,
     EngineUnavailableError,
     OverloadedError,
     RequestError,
+    SendTimeoutError,
     StepgraphError,
     StructuredOutputError,
 )
@@ -85,8 +87,12 @@ def http_error(error: Exception) -> HttpError:
             seconds = math.ceil(min(max(error.retry_after, 1), MAX_RETRY_SECONDS))
             headers = ((b"retry-after", b"%d" % seconds),)
             return _unavailable(error, "overloaded", headers)
+        case EngineNotStartedError():
+            return _unavailable(error, "not_started")
         case EngineUnavailableError() | EngineClosedError():
             return _unavailable(error, "unavailable")
+        case SendTimeoutError():
+            return HttpError(408, str(error), kind="timeout_error", code=error.field)
         case StepgraphError():
             return HttpError(500, in_flags(error), kind="server_error")
     logger.error("a request failed", exc_info=error)

@@ -181,7 +181,7 @@ class _Command:
                 tool_parser=options.tool_parser,
                 reasoning_parser=options.reasoning_parser,
             ),
-            http=LimitedConnection,
+            http=partial(LimitedConnection, send_timeout=engine.config.send_timeout),
             ws="none",
             lifespan="off",
             log_config=None,
