@@ -76,7 +76,7 @@ class Pieces:
 
     def __init__(self, tokenizer: Tokenizer, decoder: Mapping[str, Any] | None) -> None:
         self._tokenizer = tokenizer
-        self._special_ids = frozenset(
+        self.special_ids = frozenset(
             token_id
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
@@ -102,7 +102,7 @@ class Pieces:
 
     def is_visible(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """Return whether `decode` passes the token to the decoder."""
-        if skip_special_tokens and token_id in self._special_ids:
+        if skip_special_tokens and token_id in self.special_ids:
             return False
         exists = self._exists.get(token_id)
         if exists is None:
@@ -156,7 +156,7 @@ class Pieces:
         except Exception:  # a model without this letter and without an unknown token
             candidates = []
         for token_id in [*reversed(candidates), *self.sample()]:
-            if token_id in self._special_ids:
+            if token_id in self.special_ids:
                 continue
             if self.decode([token_id], skip_special_tokens=False).strip():
                 return [token_id]

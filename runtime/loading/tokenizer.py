@@ -74,6 +74,10 @@ class TextTokenizer:
                 " tokenizer.json to serve requests of token ids"
             )
 
+        self._special_texts: dict[str, list[str]] = {}  # by their first two characters
+        for text, token_id in self.added_tokens.items():
+            if token_id in self.special_ids and token_id not in self.eos_token_ids:
+                self._special_texts.setdefault(text[:2], []).append(text)
         self._bound = TokenBound(tokenizer)
 
     def least_tokens(self, text: str, enough: int) -> int:
@@ -93,6 +97,29 @@ class TextTokenizer:
     def id_bound(self) -> int:
         """One more than the largest token id."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of added tokens, such as `<think>`, by their text."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items()}
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The added tokens that `decode` skips with `skip_special_tokens`."""
+        return self.pieces.special_ids
+
+    def spells_special(self, source: str) -> bool:
+        """Return whether the source of a grammar has the text of a special token.
+
+        Backslashes are ignored, as in the regular expression `<\\|im_start\\|>`. Tokens that end
+        the output do not count.
+        """
+        text = source.replace("\\", "")
+        return any(
+            begin in text and any(special in text for special in specials)
+            for begin, specials in self._special_texts.items()
+        )
 
     @property
     def definition(self) -> str:

@@ -25,11 +25,12 @@ from ..loading.tokenizer import TextTokenizer
 from ..structured_output import StructuredOutput
 from .compile_threads import CompilationsBusyError, NotCompiledError, compile_until
 from .grammar_texts import grammar_text
+from .grammar_tokenizers import GrammarTokenizers
 from .json_schemas import MAX_FORCED_CHARS
 from .matcher import MASK_SECONDS, TokenMatcher
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits
 
 __all__ = ["GrammarCompiler", "check_installed"]
 
@@ -100,7 +101,8 @@ class GrammarCompiler:
         self._obstacle: str | None = None
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
-        self._tokenizer: LLTokenizer | None = None
+        self._tokenizers: GrammarTokenizers | None = None
+        self._token_ids = tokenizer.added_tokens
         self._compiled: OrderedDict[_Key, _Compiled] = OrderedDict()
         self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         """By a hash of the grammar: until when, and why."""
@@ -120,7 +122,7 @@ class GrammarCompiler:
             )
             self._warn()
             return
-        from llguidance import LLParserLimits, LLTokenizer  # an optional package
+        from llguidance import LLParserLimits  # an optional package
 
         self._limits: LLParserLimits = LLParserLimits(
             max_grammar_size=200_000,
@@ -131,9 +133,7 @@ class GrammarCompiler:
             verbose_errors=False,
         )
         try:
-            self._tokenizer = LLTokenizer(
-                tokenizer.definition, n_vocab=max(vocab_size, known_ids), eos_token=ends
-            )
+            self._tokenizers = GrammarTokenizers(tokenizer, vocab_size, ends)
         except Exception as error:  # of any type, according to what is missing in the definition
             self._obstacle = f"llguidance cannot read the tokenizer: {bounded_text(error)}"
             self._warn()
@@ -157,7 +157,7 @@ class GrammarCompiler:
             raise RequestError(
                 f"structured output is not possible: {self._obstacle}. Leave out structured"
             )
-        assert self._tokenizer is not None
+        assert self._tokenizers is not None
         key = structured.kind, structured.source
         with self._lock:
             found = self._compiled.get(key)
@@ -166,7 +166,7 @@ class GrammarCompiler:
                 self.counts["found"] += 1
         if found is None:
             found = self._compiled_once(key)
-        tokens = self._eos_token_ids, self._vocab_size, self._tokenizer.vocab_size
+        tokens = self._eos_token_ids, self._vocab_size, self._tokenizers.plain.vocab_size
         return [TokenMatcher(found.matcher, *tokens) for _ in range(count)]
 
     def _compiled_once(self, key: _Key) -> _Compiled:
@@ -227,9 +227,10 @@ class GrammarCompiler:
     def _made(self, kind: str, source: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        assert self._tokenizer is not None
-        grammar = grammar_text(kind, source)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        assert self._tokenizers is not None
+        grammar = grammar_text(kind, source, self._token_ids)
+        tokenizer = self._tokenizers.of_grammar(source)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one builds states that all copies need
         if not matcher.is_error():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 from .json_schemas import prepared_schema
@@ -26,10 +27,15 @@ _UNFORCED: Final = '\n%llguidance {"no_forcing": true}'
 _IS_LARK: Final = re.compile(r"^[ \t]*(?:%llguidance\b|[?!]?start\b[^:\n]*:(?!:=))", re.MULTILINE)
 _JSON: Final = re.compile(r"%json\s*")
 _ESCAPE: Final = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+_LEXEME: Final = re.compile(r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(<[^<>\s]+>)')
+"""What may contain or be a name of a token in Lark: a string, a comment, a regular expression; the
+group is the name."""
 
 
-def grammar_text(kind: str, source: str) -> str:
+def grammar_text(kind: str, source: str, token_ids: Mapping[str, int] | None = None) -> str:
     """Return a grammar of a kind of `StructuredOutput` for llguidance.
+
+    `token_ids` are those of added tokens, which grammars in Lark may name, as `<think>`.
 
     Raises:
         ValueError: it is invalid, or outputs could take too long.
@@ -59,7 +65,17 @@ def grammar_text(kind: str, source: str) -> str:
         return LLMatcher.grammar_from_lark(source)
     lark = _as_lark(source)
     _check_schemas(lark)
-    return LLMatcher.grammar_from_lark(lark + _UNFORCED)
+    return LLMatcher.grammar_from_lark(_with_ids(lark, token_ids or {}) + _UNFORCED)
+
+
+def _with_ids(lark: str, token_ids: Mapping[str, int]) -> str:
+    """Return a grammar with ids in the place of names: llguidance knows no names of text."""
+
+    def replaced(lexeme: re.Match[str]) -> str:
+        token_id = token_ids.get(lexeme[1])
+        return lexeme[0] if token_id is None else f"<[{token_id}]>"
+
+    return _LEXEME.sub(replaced, lark)
 
 
 def _as_lark(source: str) -> str:
