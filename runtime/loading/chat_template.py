@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import RequestError
 from ..prompt_ids import type_name
+from .content_forms import ContentForms
 from .template_budget import TemplateLimitError, run_bounded
 
 if TYPE_CHECKING:
@@ -63,9 +64,10 @@ class ChatTemplates:
         self._compiled: dict[str, Template] = {}
         self._environment: BoundedEnvironment | None = None
         self._lock = threading.Lock()
+        self._forms: dict[str, ContentForms] = {}
 
     def render(self, prompt: ChatPrompt) -> str:
-        """Return the text of a conversation.
+        """Return the text of a conversation, each content in the form that the template reads.
 
         Raises:
             RequestError: there is no such template; jinja2 is missing; messages, tools or
@@ -77,6 +79,9 @@ class ChatTemplates:
         tools = _objects(prompt.tools, "tools")
         documents = _objects(prompt.documents, "documents")
         more = _plain(dict(prompt.template_kwargs), "template_kwargs")
+        template, forms = self._template(name)
+        for message in messages:
+            forms.adapt(message)
         final = ""
         if prompt.continue_final_message:
             if prompt.add_generation_prompt:
@@ -85,7 +90,6 @@ class ChatTemplates:
                     " add_generation_prompt begins a new one: set one of them"
                 )
             final = _mark_final(messages, prompt.continue_final_message, self.sources[name])
-        template = self._template(name)
         variables = {
             **self._special_tokens,
             "messages": messages,
@@ -114,7 +118,7 @@ class ChatTemplates:
             )
         return name
 
-    def _template(self, name: str) -> Template:
+    def _template(self, name: str) -> tuple[Template, ContentForms]:
         with self._lock:
             if name not in self._compiled:
                 try:
@@ -126,10 +130,19 @@ class ChatTemplates:
                 if self._environment is None:
                     self._environment = BoundedEnvironment()
                 environment, source = self._environment, self.sources[name]
-                self._compiled[name] = _bounded(
+                self._compiled[name] = template = _bounded(
                     name, lambda: environment.from_string(source), COMPILE_SECONDS
                 )
-            return self._compiled[name]
+                self._forms[name] = ContentForms(
+                    lambda messages: self._probe(name, template, messages)
+                )
+            return self._compiled[name], self._forms[name]
+
+    def _probe(self, name: str, template: Template, messages: Sequence[Message]) -> str:
+        """Return the text of messages without anything else."""
+        variables = {**self._special_tokens, "messages": messages, "add_generation_prompt": False}
+        text: str = _bounded(name, lambda: template.render(variables), RENDER_SECONDS)
+        return text
 
 
 def chat_prompts(

@@ -7,20 +7,24 @@ from typing import Any
 
 import msgspec
 
+from ...loading.chat_template import MAX_DEPTH
 from .http_errors import HttpError
 
-__all__ = ["template_messages"]
+__all__ = ["joined_text", "template_messages"]
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+MAX_ARGUMENTS_DEPTH = MAX_DEPTH - 8
+"""Of nested values; they are themselves nested in the messages that a template gets."""
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose content is text, and whose tool calls have objects as arguments.
+    """Return messages whose parts have type `text`, and whose calls have objects as arguments.
 
-    The parts of a content are joined with line breaks. Many templates read nothing else.
+    Arguments that are not a JSON object become an empty one: a model may have written them, and
+    the conversation can then continue.
 
     Raises:
-        HttpError: a part is no text, or the arguments of a tool call are no JSON object.
+        HttpError: a part is not text, or a tool call has no function.
     """
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -29,9 +33,10 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     converted = dict(message)
     content = message.get("content")
     if isinstance(content, list):
-        converted["content"] = "\n".join(
-            _text(part, f"{where}.content[{i}]") for i, part in enumerate(content)
-        )
+        converted["content"] = [
+            {"type": "text", "text": _text(part, f"{where}.content[{i}]")}
+            for i, part in enumerate(content)
+        ]
     elif content is None:
         converted["content"] = ""
     calls = message.get("tool_calls")
@@ -42,6 +47,13 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]
     return converted
+
+
+def joined_text(content: object) -> str:
+    """Return the text of a content: a string, or parts."""
+    if isinstance(content, list):
+        return "\n".join(_text(part, f"content[{i}]") for i, part in enumerate(content))
+    return content if isinstance(content, str) else ""
 
 
 def _text(part: object, where: str) -> str:
@@ -64,10 +76,20 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-        except (ValueError, RecursionError) as error:
-            raise _invalid(f"{where}.function.arguments", "must be a JSON object") from error
+            arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+        except (ValueError, RecursionError):
+            arguments = {}
+    if not isinstance(arguments, dict) or _is_deep(arguments, MAX_ARGUMENTS_DEPTH):
+        arguments = {}
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _is_deep(value: object, most: int) -> bool:
+    """Return whether objects and arrays nest deeper than `most` levels."""
+    if not isinstance(value, dict | list):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return most == 0 or any(_is_deep(item, most - 1) for item in items)
 
 
 def _invalid(field: str, problem: str) -> HttpError:
