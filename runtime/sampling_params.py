@@ -89,8 +89,8 @@ class SamplingParams:
             ones, 0 to 20; `None` reports none.
         prompt_logprobs: the same for each token of the prompt, given the tokens before it. The
             prompt is then computed as a whole, even if the prefix cache has its beginning.
-        skip_special_tokens: omit special tokens from the text. The token that ends an output
-            never has text.
+        skip_special_tokens: omit special tokens from the text, unless the grammar of `structured`
+            spells one. The token that ends an output never has text.
         structured: a `StructuredOutput`, or a mapping of its fields: the grammar that the output
             follows. Needs `EngineConfig.structured_output`. The end-of-sequence token can only be
             drawn where the grammar may end. A request whose grammar allows nothing else before

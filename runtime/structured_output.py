@@ -23,7 +23,7 @@ MAX_GRAMMAR_BYTES = 1 << 16
 MAX_CHOICES = 1024
 MAX_CHOICE_CHARS = 1024
 
-GrammarKind = Literal["json", "regex", "grammar", "choice", "calls"]
+GrammarKind = Literal["json", "regex", "grammar", "choice", "calls", "reasoned"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -192,12 +192,15 @@ class Intake:
     ) -> IncrementalDetokenizer | None:
         if self._tokenizer is None:
             return None
+        skips = params.skip_special_tokens
+        if isinstance(params.structured, StructuredOutput):  # whose text must be complete
+            skips = skips and not self._tokenizer.spells_special(params.structured.source)
         return IncrementalDetokenizer(
             self._tokenizer,
             prompt_ids,
             params.stop,
             min_tokens=params.min_tokens,
-            skip_special_tokens=params.skip_special_tokens,
+            skip_special_tokens=skips,
         )
 
     def _prompt(self, prompt: object) -> tuple[list[int], tuple[EmbeddedSpan, ...]]:

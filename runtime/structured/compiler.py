@@ -70,6 +70,7 @@ _NAMES: Final = {
     "json": "JSON schema",
     "regex": "regular expression",
     "calls": "grammar of tool calls",
+    "reasoned": "grammar after the reasoning",
 }
 
 

@@ -27,6 +27,9 @@ _UNFORCED: Final = '\n%llguidance {"no_forcing": true}'
 _IS_LARK: Final = re.compile(r"^[ \t]*(?:%llguidance\b|[?!]?start\b[^:\n]*:(?!:=))", re.MULTILINE)
 _JSON: Final = re.compile(r"%json\s*")
 _ESCAPE: Final = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+_REASONED: Final = r"""start: reasoning space @content
+reasoning[lazy]: /(?s:.*)TAG/
+space: /[ \t\r\n]{0,8}/"""
 _LEXEME: Final = re.compile(r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(<[^<>\s]+>)')
 """What may contain or be a name of a token in Lark: a string, a comment, a regular expression; the
 group is the name."""
@@ -63,9 +66,23 @@ def grammar_text(kind: str, source: str, token_ids: Mapping[str, int] | None = N
         return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
     if kind == "calls":
         return LLMatcher.grammar_from_lark(source)
+    if kind == "reasoned":
+        tag, kind, source = json.loads(source)
+        return _reasoned(tag, grammar_text(kind, source, token_ids))
     lark = _as_lark(source)
     _check_schemas(lark)
     return LLMatcher.grammar_from_lark(_with_ids(lark, token_ids or {}) + _UNFORCED)
+
+
+def _reasoned(tag: str, content: str) -> str:
+    """Return a grammar of any text up to a tag, and of a content after it."""
+    grammars = [{"lark_grammar": content}]
+    if content.startswith("{"):  # no grammar in Lark
+        grammars = json.loads(content)["grammars"]
+    grammars[0]["name"] = "content"
+    pattern = re.escape(tag).replace("/", r"\/")
+    lark = _REASONED.replace("TAG", pattern)
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
 
 
 def _with_ids(lark: str, token_ids: Mapping[str, int]) -> str:

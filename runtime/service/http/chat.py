@@ -5,16 +5,22 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from msgspec import UNSET, UnsetType
 
 from ...engine.request_output import RequestOutput
+from ...loading.chat_template import ChatPrompt
+from ...sampling_params import SamplingParams
+from ...structured_output import StructuredOutput
 from ..request_handle import Delta
+from .chat_messages import joined_text
 from .chat_output import ChatOutput
 from .event_template import EventTemplate
 from .exchange import Exchange, event
 from .generation import Generation, deltas_of
-from .output_parsers import ends_in_reasoning, make_output_parser
+from .output_parsers import OutputParser, ends_in_reasoning, make_output_parser
+from .reasoned_output import ReasonedOutput, spells_end_of_reasoning
 from .requests import ChatRequest, chat_prompt
 from .responses import (
     Chat,
@@ -43,10 +49,14 @@ async def chat(service: Service, exchange: Exchange) -> None:
         request.num_tokens(), request.num_logprobs(), request.forced_call(service.tool_parser)
     )
     prompt = chat_prompt(request, request.offered_tools())
+    continued = _continued(request)
+    params = await _after_reasoning(service, prompt, continued, params)
+    answer = _Answer(service, request, model, params, continued)
+    if answer.is_parsed:
+        params = replace(params, skip_special_tokens=False)
     generation = Generation(
         service.engine, [prompt], params, request.options(exchange.header(b"traceparent"))
     )
-    answer = _Answer(service, request, model)
     async with exchange.cancelled_on_disconnect():
         if request.stream:
             await generation.stream(exchange, answer, request.usage_reports())
@@ -54,10 +64,37 @@ async def chat(service: Service, exchange: Exchange) -> None:
             await generation.respond(exchange, answer)
 
 
+async def _after_reasoning(
+    service: Service, prompt: ChatPrompt, continued: str, params: SamplingParams
+) -> SamplingParams:
+    """Let the reasoning end first, if the prompt is in it and the grammar does not have its end."""
+    structured, tokenizer = params.structured, service.engine.tokenizer
+    if service.reasoning_parser is None or tokenizer is None or structured is None:
+        return params
+    assert isinstance(structured, StructuredOutput)
+    if spells_end_of_reasoning(structured):
+        return params
+    text = await service.engine.run_in_pool(lambda: tokenizer.render(prompt))
+    if not ends_in_reasoning(text, continued):
+        return params
+    return replace(params, structured=ReasonedOutput(content=structured))
+
+
 class _Answer:
     """The answers to a conversation."""
 
-    def __init__(self, service: Service, request: ChatRequest, model: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        request: ChatRequest,
+        model: str,
+        params: SamplingParams,
+        continued: str,
+    ) -> None:
+        """Take a request; `continued` is the text of the last message, if the model continues it.
+
+        Parsers read all of the text, special tokens included, whatever `params` say of these.
+        """
         self.id = f"chatcmpl-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._service = service
@@ -65,6 +102,17 @@ class _Answer:
         self._model = model
         self._tokenizer = service.engine.tokenizer
         self._texts = TokenTexts(self._tokenizer)
+        self._tools = request.offered_tools() if service.tool_parser else None
+        self._continued = continued
+        self.is_parsed = bool(service.reasoning_parser or self._tools)
+        """Whether parsers read the text."""
+        self._keeps_special = self._spells_special(params)
+        self._hides_special = (
+            self.is_parsed
+            and params.skip_special_tokens
+            # The reasoning before a grammar is not a part of it.
+            and (not self._keeps_special or isinstance(params.structured, ReasonedOutput))
+        )
         self._outputs: dict[int, ChatOutput] = {}  # of each completion that has begun
         self._templates: dict[int, EventTemplate] = {}  # of those whose events are only text
 
@@ -82,7 +130,7 @@ class _Answer:
         if delta.finish_reason is None and (template := self._templates.get(delta.index)):
             return template.event(delta.text)
         begins = delta.index not in self._outputs
-        parser = self._output(delta.index, output)
+        parser = self._output(delta, output)
         message = parser.message(delta.text, delta.finish_reason)
         choice = ChatChunkChoice(
             delta.index,
@@ -112,7 +160,7 @@ class _Answer:
 
     def _choice(self, delta: Delta, output: RequestOutput) -> ChatChoice:
         """Return a whole completion."""
-        parser = self._output(delta.index, output)
+        parser = self._output(delta, output)
         message = parser.message(delta.text, delta.finish_reason)
         message.role = "assistant"
         if message.tool_calls:
@@ -124,28 +172,47 @@ class _Answer:
         logprobs, token_ids = self._logprobs(delta), self._token_ids(delta)
         return ChatChoice(delta.index, message, logprobs, reason, token_ids)
 
-    def _output(self, index: int, output: RequestOutput) -> ChatOutput:
-        """Return the state of a completion, which may begin now."""
-        made = self._outputs.get(index)
+    def _output(self, delta: Delta, output: RequestOutput) -> ChatOutput:
+        """Return the state of a completion, which may begin now, for what it gains."""
+        made = self._outputs.get(delta.index)
         if made is None:
-            service, parser = self._service, None
-            tools = self._request.offered_tools()
-            if service.reasoning_parser or (service.tool_parser and tools):
-                parser = make_output_parser(
-                    service.tool_parser,
-                    service.reasoning_parser,
-                    tools=tools,
-                    in_reasoning=self._ends_in_reasoning(output),
-                )
-            made = self._outputs[index] = ChatOutput(parser)
+            made = self._outputs[delta.index] = ChatOutput(
+                self._parser(output), keeps_special=self._keeps_special
+            )
+        if self._hides_special and self._tokenizer is not None:
+            special = self._tokenizer.special_ids.intersection(delta.token_ids)
+            made.hide(self._texts.text(token_id) for token_id in special)
         return made
 
+    def _parser(self, output: RequestOutput) -> OutputParser | None:
+        if not self.is_parsed:
+            return None
+        in_reasoning = self._ends_in_reasoning(output)
+        reasoning = self._service.reasoning_parser
+        if self._continued.strip() and not in_reasoning:
+            reasoning = None  # the answer has begun
+        return make_output_parser(
+            self._service.tool_parser, reasoning, tools=self._tools, in_reasoning=in_reasoning
+        )
+
     def _ends_in_reasoning(self, output: RequestOutput) -> bool:
-        """Return whether the template has begun the reasoning."""
+        """Return whether the prompt ends within the reasoning."""
         if self._tokenizer is None:
             return False
-        end = output.prompt_token_ids[-PROMPT_END_TOKENS:]
-        return ends_in_reasoning(self._tokenizer.decode(end, skip_special_tokens=False))
+        num_tokens = PROMPT_END_TOKENS + len(self._continued.encode())  # of a byte or more each
+        end = output.prompt_token_ids[-num_tokens:]
+        return ends_in_reasoning(
+            self._tokenizer.decode(end, skip_special_tokens=False), self._continued
+        )
+
+    def _spells_special(self, params: SamplingParams) -> bool:
+        """Return whether special tokens may be a part of what the grammar demands."""
+        structured = params.structured
+        return (
+            self._tokenizer is not None
+            and isinstance(structured, StructuredOutput)
+            and self._tokenizer.spells_special(structured.source)
+        )
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not self._request.logprobs:
@@ -154,3 +221,10 @@ class _Answer:
 
     def _token_ids(self, delta: Delta) -> list[int] | UnsetType:
         return list(delta.token_ids) if self._request.return_token_ids else UNSET
+
+
+def _continued(request: ChatRequest) -> str:
+    """Return the text of the last message, if the model continues it; empty otherwise."""
+    if not (request.continue_final_message and request.messages):
+        return ""
+    return joined_text(request.messages[-1].get("content"))

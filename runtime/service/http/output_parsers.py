@@ -24,7 +24,7 @@ from .output_events import (
     TextParser,
     ToolCallBegin,
 )
-from .think_parser import OPEN, ThinkParser
+from .think_parser import CLOSE, OPEN, ThinkParser
 
 __all__ = ["OutputParser", "ends_in_reasoning", "make_output_parser"]
 
@@ -96,9 +96,18 @@ def make_output_parser(
     )
 
 
-def ends_in_reasoning(prompt: str) -> bool:
-    """Return whether a rendered prompt ends with `<think>`, as some chat templates do."""
-    return prompt.rstrip().endswith(OPEN)
+def ends_in_reasoning(prompt: str, continued: str = "") -> bool:
+    """Return whether a rendered prompt ends within the reasoning.
+
+    It does after `<think>`, with which some chat templates end; and after a last message that is
+    continued, if its text is in a reasoning that the text or the template has begun.
+    """
+    continued = continued.strip()
+    before = prompt.rstrip()
+    if continued:
+        before = before.rpartition(continued)[0].rstrip()
+    begins = continued.startswith(OPEN) or before.endswith(OPEN)
+    return begins and CLOSE not in continued
 
 
 @cache

@@ -124,6 +124,8 @@ class ChatMessage(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same; clients read either name."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
