@@ -22,7 +22,12 @@ from stepgraph.runtime.kernels.ops.mask_words import MaskWords
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
-from stepgraph.runtime.structured import compile_threads, compiler, matcher
+from stepgraph.runtime.structured import (
+    compile_threads,
+    compiler,
+    grammar_tokenizers,
+    matcher,
+)
 from stepgraph.runtime.structured.compiler import GrammarCompiler
 from stepgraph.runtime.structured_output import StructuredOutput
 from tokenizers import Tokenizer
@@ -332,3 +337,19 @@ def test_threads_that_ask_for_the_same_grammar_compile_it_once(
     assert len(calls) == 1
     assert grammars.has_compiled(structured)
     assert not grammars.has_compiled(StructuredOutput(regex="other"))
+
+
+def test_tokenisation_passes_an_interrupt_on() -> None:
+    """llguidance would take it for an error of the grammar."""
+
+    class Base:
+        def tokenize_str(self, text: str) -> list[int]:
+            raise KeyboardInterrupt
+
+        def greedy_tokenize(self, text: str) -> list[int]:
+            return [1]
+
+    tokenize = grammar_tokenizers._Tokenize(Base(), [b"<eos>", b"a"], [0], 0)  # type: ignore[arg-type]
+    assert tokenize("a") == [1]
+    with pytest.raises(KeyboardInterrupt):
+        time.sleep(5)

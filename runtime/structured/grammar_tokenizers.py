@@ -12,16 +12,21 @@ tokens are text here, with two exceptions:
 from __future__ import annotations
 
 import _thread
+import threading
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, cast
 
 from ..loading.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+    from llguidance._tokenizer import TokenizerWrapper
 
 __all__ = ["GrammarTokenizers"]
+
+INTERRUPT_SECONDS: Final = 0.01
+"""Until an interrupt is raised again; the call that it met takes microseconds."""
 
 
 class GrammarTokenizers:
@@ -79,7 +84,7 @@ class GrammarTokenizers:
         is_special = self._base.is_special_token
         special_ids = [i for i in range(len(self._tokens)) if is_special(i) and i not in text_ids]
         tokenize = _Tokenize(self._base, self._tokens, special_ids, self._eos_token_ids[0])
-        return LLTokenizer(tokenize, eos_token=self._eos_token_ids)
+        return LLTokenizer(cast("TokenizerWrapper", tokenize), eos_token=self._eos_token_ids)
 
 
 class _Tokenize:
@@ -109,7 +114,7 @@ class _Tokenize:
                 # Some added tokens also take the white space around them.
                 b"".join([self.tokens[token_id] for token_id in token_ids]) == text.encode()
             )
-        except KeyboardInterrupt:  # which llguidance would take for a failure
-            _thread.interrupt_main()
+        except KeyboardInterrupt:  # llguidance would take it for a failure: raise it after its call
+            threading.Timer(INTERRUPT_SECONDS, _thread.interrupt_main).start()
             is_text = False
         return token_ids if is_text else self._base.greedy_tokenize(text)
