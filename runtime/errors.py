@@ -56,7 +56,16 @@ class ConfigError(StepgraphError, ValueError):
 
 
 class CheckpointError(StepgraphError):
-    """A checkpoint that cannot be loaded: missing, truncated, unsupported or inconsistent."""
+    """A checkpoint that cannot be loaded: missing, truncated, unsupported or inconsistent.
+
+    Attributes:
+        code: what was found instead, such as `gguf`, `peft`, `mistral`, `mlx`, `modelopt`,
+            `quantized`, `pickle` or `empty`; None for other reasons.
+    """
+
+    def __init__(self, message: str = "", *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class KernelBuildError(StepgraphError, RuntimeError):

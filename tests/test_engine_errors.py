@@ -231,9 +231,9 @@ def test_generate_with_the_wrong_number_of_params(engine: Engine) -> None:
 
 
 def test_score_that_cannot_be_computed(engine: Engine) -> None:
-    refusal(RequestError, lambda: engine.score([1, 2, 3], 0), "prompt_len", "3 tokens", "not 0")
+    refusal(RequestError, lambda: engine.score([1, 2, 3], 0), "prompt_len", "1 to 3", "not 0")
     refusal(RequestError, lambda: engine.score([1, 2, 3], 4), "prompt_len", "not 4")
-    refusal(RequestError, lambda: engine.score([]), "prompt_len", "0 tokens")
+    refusal(RequestError, lambda: engine.score([]), "token_ids", "empty")
     refusal(RequestError, lambda: engine.score([1, 99]), "token 99", "position 1")
     refusal(RequestError, lambda: engine.score([1] * 32), "32")
     request_id = engine.add_request([1], GREEDY)

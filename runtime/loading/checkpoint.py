@@ -24,6 +24,7 @@ from ..models.layout import Source
 from ..models.transformers.config import read_transformers_config
 from . import mxfp4
 from .checkpoint_files import has_file, read_json_object
+from .other_formats import mlx_weights, no_checkpoint, no_weights, refuse_other_formats
 
 __all__ = [
     "CONFIG_BYTES",
@@ -37,7 +38,6 @@ __all__ = [
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _LFS_MAGIC = b"version https://git-lfs"
 CONFIG_BYTES = 4 << 20
 """Most bytes of a `config.json`; published ones have some KiB."""
@@ -69,12 +69,13 @@ def read_config(directory: Path, model_impl: str = "auto") -> DecoderConfig:
     """
     path = directory / "config.json"
     if not has_file(path):
-        raise CheckpointError(f"no checkpoint at {directory}: it has no config.json")
+        raise no_checkpoint(directory)
     generation_path = directory / "generation_config.json"
     generation = None
     if has_file(generation_path):
         generation = read_json_object(generation_path, CONFIG_BYTES)
     config = read_json_object(path, CONFIG_BYTES)
+    refuse_other_formats(directory, config)
     try:
         if model_impl == "transformers":
             return read_transformers_config(directory, config, generation)
@@ -83,12 +84,13 @@ def read_config(directory: Path, model_impl: str = "auto") -> DecoderConfig:
         except CheckpointError as error:
             if model_impl == "native":
                 raise CheckpointError(
-                    f"{error}. model_impl='transformers' runs other models, with transformers"
+                    f"{error}. model_impl='transformers' runs other models, with transformers",
+                    code=error.code,
                 ) from error
             return _without_family(directory, config, generation, error)
         return ModelConfig.from_hf(config, generation)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{path}: {error}", code=error.code) from error
 
 
 def _without_family(
@@ -98,7 +100,10 @@ def _without_family(
     try:
         return read_transformers_config(directory, config, generation)
     except (CheckpointError, ConfigError) as error:
-        raise CheckpointError(f"{native}. As a model of transformers: {error}") from error
+        code = error.code if isinstance(error, CheckpointError) else None
+        raise CheckpointError(
+            f"{native}. As a model of transformers: {error}", code=code
+        ) from error
 
 
 class CheckpointReader:
@@ -193,9 +198,10 @@ class CheckpointReader:
                     continue  # the index names another shard for it
                 view = file.get_slice(name)
                 self._paths[name] = path
-                self._headers[name] = TensorHeader(
-                    str(view.get_dtype()), tuple(view.get_shape()), path
-                )
+                header = TensorHeader(str(view.get_dtype()), tuple(view.get_shape()), path)
+                if header.dtype == "U32" and (file.metadata() or {}).get("format") == "mlx":
+                    raise mlx_weights(path)
+                self._headers[name] = header
         except (OSError, MemoryError, SafetensorError) as error:
             if isinstance(error, MemoryError) or f"os error {errno.ENOMEM}" in str(error):
                 raise MemoryBudgetError(
@@ -222,15 +228,7 @@ def _weight_files(directory: Path) -> dict[str, Path]:
         return {}
     index_path = directory / INDEX_FILE
     if not has_file(index_path):
-        pickles = sorted(file.name for p in _PICKLE_PATTERNS for file in directory.glob(p))
-        if pickles:
-            raise CheckpointError(
-                f"{directory} holds weights as pickle files only ({', '.join(pickles[:3])}), which "
-                "can run code when they are loaded, so they are refused. If you trust them, "
-                "convert them to safetensors: load the model with transformers and call "
-                "model.save_pretrained(DIRECTORY)"
-            )
-        raise CheckpointError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        raise no_weights(directory, f"{SINGLE_FILE} nor {INDEX_FILE}")
     weight_map = read_json_object(index_path, _INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path} has no weight_map")

@@ -23,6 +23,7 @@ from .checkpoint import CONFIG_BYTES, CheckpointReader
 from .checkpoint_files import has_file, read_json_object
 from .loader import PRESET_PREFIX, Source, find_directory
 from .opened_source import find_source, open_source
+from .other_formats import no_checkpoint
 from .tensor_check import check_layout
 
 __all__ = ["find_drafter", "read_target_ids"]
@@ -64,7 +65,7 @@ def find_drafter(
     directory = find_directory(path)
     config_path = directory / "config.json"
     if not has_file(config_path):
-        raise CheckpointError(f"no checkpoint at {directory}: it has no config.json")
+        raise no_checkpoint(directory)
     config = read_json_object(config_path, CONFIG_BYTES)
     own = target_directory is not None and directory.resolve() == target_directory.resolve()
     kind: DrafterKind

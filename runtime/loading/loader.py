@@ -30,6 +30,7 @@ from .checkpoint import (
     read_config,
 )
 from .checkpoint_files import is_directory
+from .other_formats import no_checkpoint
 from .tensor_check import check_tensors, check_tied_head
 
 __all__ = [
@@ -135,7 +136,9 @@ def find_directory(source: str | Path, *, config_only: bool = False) -> Path:
         ) from error
     if is_directory(directory):
         return directory
-    if isinstance(source, Path) or directory.exists() or not _HUB_ID.fullmatch(source):
+    if directory.exists():
+        raise no_checkpoint(directory)
+    if isinstance(source, Path) or not _HUB_ID.fullmatch(source):
         raise CheckpointError(
             f"no checkpoint at {bounded_text(directory, 500)}: it must be a directory with "
             f"config.json and {SINGLE_FILE} or {INDEX_FILE}"

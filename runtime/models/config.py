@@ -373,7 +373,8 @@ def _refuse_quantised(config: Mapping[str, Any], family: Family) -> None:
         f"the checkpoint is quantized (quantization_config has quant_method = "
         f"{bounded_repr(method, 60)}); only checkpoints in {', '.join(_DTYPES)}, and experts of "
         "gpt_oss in mxfp4, can be loaded. Use the original checkpoint, or save a dequantized one "
-        "with transformers; EngineConfig(weight_dtype='int8') quantizes it while it is loaded"
+        "with transformers; EngineConfig(weight_dtype='int8') quantizes it while it is loaded",
+        code="quantized",
     )
 
 

@@ -190,11 +190,15 @@ def _refuse(config: Mapping[str, Any]) -> None:
             else ""
         )
         raise CheckpointError(f"transformers has no model_type {bounded_repr(model_type, 60)}{why}")
-    if config.get("quantization_config") is not None:
+    quantisation = config.get("quantization_config")
+    if quantisation is not None:
+        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
         raise CheckpointError(
-            "the checkpoint is quantized (quantization_config is set); only checkpoints in "
+            "the checkpoint is quantized (quantization_config has quant_method = "
+            f"{bounded_repr(method, 60)}); only checkpoints in "
             f"{', '.join(_DTYPES)} can be loaded: dequantize it with transformers first, or use"
-            " EngineConfig(weight_dtype=...) on the original checkpoint"
+            " EngineConfig(weight_dtype=...) on the original checkpoint",
+            code="quantized",
         )
     if config.get("is_encoder_decoder"):
         raise CheckpointError(
