@@ -1,4 +1,4 @@
-"""Recognises what is no checkpoint in the layout of Hugging Face, for errors that help.
+"""Recognises models in other formats than the layout of Hugging Face, for errors that help.
 
 Only names, the first bytes of files and small JSON files are read.
 """
