@@ -38,7 +38,7 @@ group is the name."""
 def grammar_text(kind: str, source: str, token_ids: Mapping[str, int] | None = None) -> str:
     """Return a grammar of a kind of `StructuredOutput` for llguidance.
 
-    `token_ids` are those of added tokens, which grammars in Lark may name, as `<think>`.
+    `token_ids` are the ids of added tokens, which grammars in Lark may name, as `<think>`.
 
     Raises:
         ValueError: it is invalid, or outputs could take too long.

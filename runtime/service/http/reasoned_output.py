@@ -19,7 +19,7 @@ class ReasonedOutput(StructuredOutput):
 
     @property
     def kind(self) -> GrammarKind:
-        """Neither that of the content nor one of a user."""
+        """A kind of its own, which users cannot ask for."""
         return "reasoned"
 
     @property
