@@ -124,6 +124,10 @@ class EngineConfig:
             and more prepared steps. See docs/structured-output.md.
         encoder_cache_bytes: bytes of host memory, outside the memory plan, for the cache of
             `Engine.encode`, 0 to 2^60; 0: no cache.
+        generation_config: where parameters come from that a request leaves out. `auto`: the
+            checkpoint's `generation_config.json` (`temperature`, `top_k`, `top_p`, `min_p`,
+            `repetition_penalty`, `max_new_tokens`; `do_sample: false` is temperature 0), as in vLLM
+            and transformers; `none`: the neutral values of `SamplingParams`.
         tie_word_embeddings: whether the output head is the embedding. True ignores the checkpoint's
             `lm_head.weight`, False uses it. None: as in `config.json`; a checkpoint whose
             `lm_head.weight` differs from its tied embedding is refused.
@@ -167,6 +171,7 @@ class EngineConfig:
     prompt_embeds: bool = False
     structured_output: bool = False
     encoder_cache_bytes: int = 0
+    generation_config: Literal["auto", "none"] = "auto"
     tie_word_embeddings: bool | None = None
     seed: int = 0
 
@@ -183,6 +188,7 @@ class EngineConfig:
         _check_choice("kernels", self.kernels, ("auto", "native", "torch"))
         _check_choice("mode", self.mode, ("auto", "eager", "compile", "graph"))
         _check_choice("preemption", self.preemption, ("auto", "swap", "recompute"))
+        _check_choice("generation_config", self.generation_config, ("auto", "none"))
         _check_int("tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
         patience = self.rank_timeout
         if (

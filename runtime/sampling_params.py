@@ -7,13 +7,13 @@ serves others. The tensors of `SamplingState` are sized by them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .errors import RequestError
 from .structured_output import StructuredOutput
 
-__all__ = ["LogitBias", "SamplingParams"]
+__all__ = ["NEUTRAL", "LogitBias", "SamplingDefaults", "SamplingParams"]
 
 MAX_TOKENS_LIMIT = 1 << 20
 MAX_TEMPERATURE = 100.0
@@ -28,6 +28,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROBS = 20
+
+DEFAULT_MAX_TOKENS = 64
 
 _MAX_SHOWN_CHARS = 80
 
@@ -57,26 +59,50 @@ class LogitBias(Mapping[int, float]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How the tokens of a request are chosen; the defaults draw from the model's distribution.
+class SamplingDefaults:
+    """Values of the fields of `SamplingParams` that a request leaves out, which a model can set.
 
-    The names are those of the OpenAI API and of vLLM. Mappings and sequences are copied into
-    immutable ones, integers given for real numbers become floats.
+    Without a model's, nothing is cut off: tokens are drawn from its distribution.
+    """
+
+    max_tokens: int | None = None
+    """None: 64, or as many as fit in a chat over HTTP."""
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+NEUTRAL = SamplingDefaults()
+_SET_BY_MODELS = tuple(field.name for field in fields(SamplingDefaults))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the tokens of a request are chosen.
+
+    Fields that are None have the default of the model, from its `generation_config.json` (see
+    `EngineConfig.generation_config`), or else the value given below as neutral. The names are those
+    of the OpenAI API and of vLLM. Mappings and sequences are copied into immutable ones, integers
+    given for real numbers become floats.
 
     Attributes:
         max_tokens: maximum tokens to generate, 0 to 2^20. With 0 the request ends with `length`
-            once its prompt is computed.
+            once its prompt is computed. None: the model's `max_new_tokens`, or 64, but at least
+            `min_tokens`.
         min_tokens: minimum tokens to generate, 0 to `max_tokens`. Before that,
             end-of-sequence tokens and `stop_token_ids` cannot be drawn, and stop strings within
             their text are ignored.
-        temperature: divisor of the logits, 0 to 100; 0 takes the most probable token.
+        temperature: divisor of the logits, 0 to 100; 0 takes the most probable token. Neutral: 1.
         top_k: draw from the k most probable tokens; 0 is off, and so is -1, which is stored as 0.
+            Neutral: 0.
         top_p: draw from the most probable tokens that together reach this probability, above 0 to
-            1; 1 is off.
-        min_p: draw from tokens at least this fraction as probable as the best one, 0 to 1; 0 is
-            off.
+            1. Neutral: 1, which is off.
+        min_p: draw from tokens at least this fraction as probable as the best one, 0 to 1. Neutral:
+            0, which is off.
         repetition_penalty: divides positive and multiplies negative logits of tokens that occurred
-            in prompt or output, above 0 to 10; 1 is off.
+            in prompt or output, above 0 to 10. Neutral: 1, which is off.
         presence_penalty: subtracted from the logits of tokens in the output, -2 to 2.
         frequency_penalty: subtracted once for each occurrence in the output, -2 to 2.
         logit_bias: added to the logits of these token ids, at most 300 of them, -100 to 100.
@@ -101,13 +127,13 @@ class SamplingParams:
         RequestError: a value has a wrong type or is out of range; it names field, value and range.
     """
 
-    max_tokens: int = 64
+    max_tokens: int | None = None
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = LogitBias({})
@@ -122,10 +148,14 @@ class SamplingParams:
     structured: StructuredOutput | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 0, MAX_TOKENS_LIMIT)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_int("top_k", self.top_k, -1, MAX_TOKEN_ID)
-        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        most = MAX_TOKENS_LIMIT
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 0, MAX_TOKENS_LIMIT)
+            most = self.max_tokens
+        _check_int("min_tokens", self.min_tokens, 0, most)
+        if self.top_k is not None:
+            _check_int("top_k", self.top_k, -1, MAX_TOKEN_ID)
+            object.__setattr__(self, "top_k", max(self.top_k, 0))
         _check_int("n", self.n, 1, MAX_N)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
@@ -151,8 +181,24 @@ class SamplingParams:
 
     def _set_real(self, field: str, low: float, high: float, *, above: bool = False) -> None:
         """Checks a real field and stores it as a float; `above` leaves `low` itself out."""
-        value = _checked_real(field, getattr(self, field), low, high, above=above)
-        object.__setattr__(self, field, value)
+        value = getattr(self, field)
+        if value is not None or field not in _SET_BY_MODELS:
+            checked = _checked_real(field, value, low, high, above=above)
+            object.__setattr__(self, field, checked)
+
+    def resolved(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
+        """Return the parameters with a value in every field that `SamplingDefaults` has.
+
+        Without `defaults` the result does not depend on the model.
+        """
+        missing = [name for name in _SET_BY_MODELS if getattr(self, name) is None]
+        if not missing:
+            return self
+        values = {name: getattr(defaults, name) for name in missing}
+        if "max_tokens" in values:
+            default = values["max_tokens"] or DEFAULT_MAX_TOKENS
+            values["max_tokens"] = max(default, self.min_tokens)
+        return replace(self, **values)
 
     @property
     def is_greedy(self) -> bool:
@@ -163,7 +209,7 @@ class SamplingParams:
     def uses_penalties(self) -> bool:
         """Whether the tokens that occurred so far change the logits."""
         return (
-            self.repetition_penalty != 1.0
+            self.repetition_penalty not in (None, 1.0)
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
@@ -254,7 +300,10 @@ def _checked_real(
 
 
 def _refusal(field: str, value: object, allowed: str) -> RequestError:
-    return RequestError(f"SamplingParams: {field} is {_shown(value)}; allowed is {allowed}")
+    name = field.removeprefix("len(").rstrip(")").partition("[")[0]
+    return RequestError(
+        f"SamplingParams: {field} is {_shown(value)}; allowed is {allowed}", field=name
+    )
 
 
 def _shown(value: object) -> str:

@@ -12,6 +12,7 @@ from stepgraph.runtime.bench.scenarios.host_overhead import MODEL
 from stepgraph.runtime.engine.engine_parts import CodeCache
 from stepgraph.runtime.loading.tokenizer import TextTokenizer
 from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.sampling_params import SamplingDefaults
 
 from .fake_device import VOCAB, FakeRunner, oracle
 from .scheduler_rig import groups_of
@@ -93,6 +94,7 @@ def fake_engine(
             ),
         ),
         tokenizer=tokenizer,
+        sampling_defaults=SamplingDefaults(),
         groups=groups_of((None,)),
         plan=SimpleNamespace(num_blocks=num_blocks, max_batch_tokens=64),
         runner=runner,

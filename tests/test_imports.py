@@ -170,7 +170,9 @@ ROOMS = {
 SHARED = {
     "kernels": frozenset({"errors", "bounded_repr", "progress"}),
     "models": frozenset({"errors", "bounded_repr", "operation_scopes", "rope_lengths"}),
-    "loading": frozenset({"errors", "bounded_repr", "progress", "prompt_ids", "arguments"}),
+    "loading": frozenset(
+        {"errors", "bounded_repr", "progress", "prompt_ids", "arguments", "sampling_params"}
+    ),
 }
 """Files at the top of the runtime that low folders may import; the others may import all."""
 

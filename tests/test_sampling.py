@@ -57,6 +57,7 @@ def sample_one(params: SamplingParams, logits_V: torch.Tensor, position: int = 9
 
 def expected_probabilities(params: SamplingParams, logits_V: torch.Tensor) -> torch.Tensor:
     """The distribution after transformers' processors, and OpenAI's penalties in plain Python."""
+    params = params.resolved()
     seen = torch.tensor([PROMPT + OUTPUT])
     scores = logits_V[None].clone()
     for token, bias in params.logit_bias.items():

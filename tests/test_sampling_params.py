@@ -14,7 +14,7 @@ from stepgraph.runtime.sampling_params import SamplingParams
 
 INTEGERS = {
     "max_tokens": (0, 1 << 20),
-    "min_tokens": (0, 64),
+    "min_tokens": (0, 1 << 20),
     "top_k": (-1, (1 << 31) - 1),
     "seed": (0, (1 << 63) - 1),
     "n": (1, 128),

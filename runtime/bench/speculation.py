@@ -81,7 +81,8 @@ class _Side:
 
 def _temperature(text: str) -> float:
     try:
-        return SamplingParams(temperature=float(text)).temperature
+        SamplingParams(temperature=float(text))
+        return float(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a temperature: 0 or more") from error
 
@@ -211,7 +212,7 @@ def _measure(
     def decode(side: _Side, turn: int) -> Run:
         params = SamplingParams(
             max_tokens=options.output_len, temperature=case.temperature, ignore_eos=True, seed=turn
-        )
+        ).resolved()
         return side.decode(_prompts(plain, case.kind, case.rows, turn), params)
 
     for side in sides:

@@ -27,7 +27,7 @@ def random_prompts(config: DecoderConfig, count: int, length: int, seed: int) ->
 
 def greedy(max_tokens: int) -> SamplingParams:
     """Return parameters for exactly `max_tokens` greedy tokens."""
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True).resolved()
 
 
 def abort_all(engine: Engine, ids: Sequence[str]) -> None:

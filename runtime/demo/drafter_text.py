@@ -90,7 +90,9 @@ def continuations(
         prefix_cache=False,
     )
     params = [
-        SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True, seed=seed + row)
+        SamplingParams(
+            max_tokens=length, temperature=temperature, ignore_eos=True, seed=seed + row
+        ).resolved()
         for row, (temperature, length) in enumerate(zip(temperatures, lengths, strict=True))
     ]
     with Engine.from_pretrained(model, config) as engine:

@@ -335,7 +335,7 @@ class Engine(StartedEngine):
         logprobs = None if self.config.user.tensor_parallel == 1 else 0
         params = SamplingParams(
             max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True, logprobs=logprobs
-        )
+        ).resolved()
         accept = partial(self._intake.accept, prompt=token_ids[:prompt_len], params=params)
         return self._shared.score(accept, forced)
 

@@ -16,6 +16,7 @@ from ..loading.tokenizer import TextTokenizer
 from ..memory.measurement import Phase, StepMemory
 from ..models.decoder_model import DecoderModel
 from ..resolved_config import ResolvedConfig
+from ..sampling_params import SamplingDefaults
 
 if TYPE_CHECKING:
     from ..kernels.triton.precompile import CompiledKernels
@@ -52,6 +53,8 @@ class EngineParts:
     config: ResolvedConfig
     model: DecoderModel
     tokenizer: TextTokenizer | None
+    sampling_defaults: SamplingDefaults
+    """Of the model, for the fields that requests leave out."""
     groups: tuple[LayerGroup, ...]
     plan: MemoryPlan
     arena: Arena

@@ -24,7 +24,7 @@ from ..prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
 from ..prompt_ids import plain_text, plain_token_ids, too_long, type_name
 from ..request import Request, RequestGroup
 from ..sampling.sampling_state import MAX_ROW_STOP_IDS
-from ..sampling_params import SamplingParams
+from ..sampling_params import NEUTRAL, SamplingDefaults, SamplingParams
 from ..structured.compiler import GrammarCompiler
 from ..structured.matcher import TokenMatcher
 from ..structured_output import StructuredOutput
@@ -50,12 +50,13 @@ class Intake:
         prefix_block_size: int | None,
         embeds_dtype: torch.dtype | None,
         structured_output: bool = False,
+        defaults: SamplingDefaults = NEUTRAL,
     ) -> None:
         """Accept requests of at most `longest_sequence` tokens, prompt and output.
 
         `prefix_block_size` is the block size of the prefix cache, None without one; `embeds_dtype`
         the dtype of embeddings, None if steps cannot read any; `structured_output` whether steps
-        can apply token masks.
+        can apply token masks; `defaults` the values of parameters that are left out.
         """
         self._config = config
         self._tokenizer = tokenizer
@@ -64,14 +65,17 @@ class Intake:
         self._prefix_block_size = prefix_block_size
         self._embeds_dtype = embeds_dtype
         self._structured_output = structured_output
+        self._defaults = defaults
         self._grammars = self._make_grammars()
         self._rope_lengths = rope_lengths(config)
         self._arrivals = itertools.count(1)  # atomic: prompts arrive from any thread
 
-    def for_model(self, config: DecoderConfig, tokenizer: TextTokenizer | None) -> Intake:
+    def for_model(
+        self, config: DecoderConfig, tokenizer: TextTokenizer | None, defaults: SamplingDefaults
+    ) -> Intake:
         """Return an intake for a model of the same sizes; it continues the order of arrivals."""
         other = copy.copy(self)
-        other._config, other._tokenizer = config, tokenizer
+        other._config, other._tokenizer, other._defaults = config, tokenizer, defaults
         other._grammars = other._make_grammars()
         return other
 
@@ -103,6 +107,8 @@ class Intake:
             raise RequestError(
                 f"params must be SamplingParams, not {type_name(params)}", field="params"
             )
+        params = params.resolved(self._defaults)
+        assert params.max_tokens is not None
         prompt_ids, embeds = self._prompt(prompt)
         self._check_params(params)
         arrival_ns = time.perf_counter_ns()

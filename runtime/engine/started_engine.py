@@ -21,6 +21,7 @@ from ..loading.opened_source import OpenedSource
 from ..loading.tokenizer import TextTokenizer
 from ..models.decoder_model import DecoderConfig, DecoderModel
 from ..request import RequestGroup
+from ..sampling_params import SamplingDefaults
 from .calibration import calibrated_speculator, calibrated_step_budget
 from .encoded_contents import EncodedContents
 from .engine_metrics import EngineCounters, EngineGauges
@@ -62,6 +63,7 @@ class StartedEngine:
             prefix_block_size=config.block_size if config.prefix_cache else None,
             embeds_dtype=config.dtype if config.prompt_embeds else None,
             structured_output=config.structured_output,
+            defaults=parts.sampling_defaults,
         )
         if config.freeze_gc:
             gc.collect()  # garbage that is frozen is never freed
@@ -189,8 +191,11 @@ class StartedEngine:
             if config.device.type == "cuda":
                 torch.cuda.synchronize(config.device)  # steps may run in another stream
             self.model_config = new.config
-            self._parts = dataclasses.replace(parts, tokenizer=new.tokenizer)
-            self._intake = self._intake.for_model(new.config, new.tokenizer)
+            defaults = new.defaults_for(config.user.generation_config)
+            self._parts = dataclasses.replace(
+                parts, tokenizer=new.tokenizer, sampling_defaults=defaults
+            )
+            self._intake = self._intake.for_model(new.config, new.tokenizer, defaults)
             self._encoded.clear()
 
         loop.change_weights(change)
@@ -227,6 +232,11 @@ class StartedEngine:
     def tokenizer(self) -> TextTokenizer | None:
         """The checkpoint's tokenizer; None for presets and without a `tokenizer.json`."""
         return self._open_parts().tokenizer
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Values of fields that requests leave out; see `EngineConfig.generation_config`."""
+        return self._open_parts().sampling_defaults
 
     @property
     def decoder(self) -> DecoderModel:

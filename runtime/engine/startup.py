@@ -273,6 +273,7 @@ def _start(
         resolved,
         model,
         opened.tokenizer,
+        opened.defaults_for(config.generation_config),
         groups,
         plan,
         arena,

@@ -24,6 +24,7 @@ from ..models.layout import Source
 from ..models.transformers.config import read_transformers_config
 from . import mxfp4
 from .checkpoint_files import has_file, read_json_object
+from .generation_config import GENERATION_FILE
 from .other_formats import mlx_weights, no_checkpoint, no_weights, refuse_other_formats
 
 __all__ = [
@@ -70,7 +71,7 @@ def read_config(directory: Path, model_impl: str = "auto") -> DecoderConfig:
     path = directory / "config.json"
     if not has_file(path):
         raise no_checkpoint(directory)
-    generation_path = directory / "generation_config.json"
+    generation_path = directory / GENERATION_FILE
     generation = None
     if has_file(generation_path):
         generation = read_json_object(generation_path, CONFIG_BYTES)

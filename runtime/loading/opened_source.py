@@ -15,7 +15,9 @@ from ..models.config import ModelConfig
 from ..models.decoder_model import DecoderConfig
 from ..models.transformers.config import TransformersConfig
 from ..models.transformers.headers import check_headers
+from ..sampling_params import NEUTRAL, SamplingDefaults
 from .checkpoint import CheckpointReader
+from .generation_config import read_sampling_defaults
 from .loader import (
     Source,
     check_tensors,
@@ -40,6 +42,12 @@ class OpenedSource:
     """Reads the weights; None for a preset, whose weights are random."""
     place: str
     """See `Source.place`."""
+    generation: SamplingDefaults
+    """The sampling defaults of its `generation_config.json`."""
+
+    def defaults_for(self, generation_config: str) -> SamplingDefaults:
+        """Return the sampling defaults of an engine; see `EngineConfig.generation_config`."""
+        return self.generation if generation_config == "auto" else NEUTRAL
 
     def check_head(self) -> None:
         """Read the head and the embedding that it is tied to, if both are stored.
@@ -93,6 +101,7 @@ def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
         CheckpointError: a file is damaged, or contradicts the config.
     """
     reader = tokenizer = None
+    defaults = NEUTRAL
     if found.directory is not None:
         reader = open_files.enter_context(CheckpointReader(found.directory))
         if isinstance(found.config, ModelConfig):
@@ -102,4 +111,5 @@ def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
             assert isinstance(found.config, TransformersConfig)
             check_headers(reader.headers(), found.config)
         tokenizer = load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
-    return OpenedSource(found.config, tokenizer, reader, found.place)
+        defaults = read_sampling_defaults(found.directory)
+    return OpenedSource(found.config, tokenizer, reader, found.place, defaults)

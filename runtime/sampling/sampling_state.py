@@ -71,7 +71,7 @@ class SamplingState:
     def allocate(cls, max_num_seqs: int, vocab_size: int, device: torch.device) -> SamplingState:
         """Allocate the state of `max_num_seqs` rows and the null row, all of them greedy."""
         rows = max_num_seqs + 1
-        greedy = SamplingParams(temperature=0.0)
+        greedy = SamplingParams(temperature=0.0).resolved()
         reals = torch.tensor(_row_reals(greedy), dtype=torch.float32, device=device)
         integers = _row_integers(greedy, seed=0, ban_until=0, stop_ids=(), vocab_size=vocab_size)
         return cls(
@@ -136,6 +136,7 @@ class SamplingState:
             RequestError: too many stop ids, or an id outside the vocabulary.
         """
         vocab_size = self.token_counts.shape[1]
+        params = params.resolved()
         params.check_vocabulary(vocab_size)
         stop_ids: tuple[int, ...] = ()
         if params.min_tokens:  # an id that the model has no logit for cannot be drawn anyway
@@ -180,11 +181,17 @@ def _biases(params: SamplingParams) -> dict[int, float]:
 
 def _row_reals(params: SamplingParams) -> list[float]:
     bias = list(_biases(params).values())
+    temperature, top_p, min_p = params.temperature, params.top_p, params.min_p
+    penalty = params.repetition_penalty
+    assert temperature is not None, "parameters that are not resolved"
+    assert top_p is not None
+    assert min_p is not None
+    assert penalty is not None
     return [
-        max(params.temperature, _MIN_DIVISOR) if params.temperature > 0.0 else 0.0,
-        params.top_p,
-        params.min_p,
-        max(params.repetition_penalty, _MIN_DIVISOR),
+        max(temperature, _MIN_DIVISOR) if temperature > 0.0 else 0.0,
+        top_p,
+        min_p,
+        max(penalty, _MIN_DIVISOR),
         params.presence_penalty,
         params.frequency_penalty,
         *bias,

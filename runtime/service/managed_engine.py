@@ -21,6 +21,7 @@ from ..errors import EngineClosedError, EngineForkedError
 from ..loading.loader import check_source
 from ..loading.tokenizer import TextTokenizer
 from ..prompt_ids import type_name
+from ..sampling_params import SamplingDefaults
 from ..structured.compile_threads import MAX_COMPILATIONS
 from .callbacks import CallbackMailbox
 from .health import Health, Phase
@@ -198,6 +199,11 @@ class ManagedEngine:
             EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
         """
         return self._supervisor.check_started().tokenizer
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Values of fields that requests leave out. Raises as `tokenizer`."""
+        return self._supervisor.check_started().sampling_defaults
 
     @property
     def max_model_len(self) -> int:

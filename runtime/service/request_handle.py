@@ -175,7 +175,7 @@ class RequestHandle:
                 Request(
                     id=f"{self.id}/{index}",
                     prompt_ids=[],
-                    params=SamplingParams(),
+                    params=SamplingParams().resolved(),
                     seed=0,
                     order=(self.priority, 0),
                     max_tokens=1,

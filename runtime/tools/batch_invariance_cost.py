@@ -34,7 +34,7 @@ def _token_times(engine: Engine, rows: int, prompt: int, tokens: int) -> list[fl
     """Return the milliseconds from the arrival of a batch to each token of its first row."""
     rng = random.Random(rows)
     prompts = [[rng.randrange(_MOST_ID) for _ in range(prompt)] for _ in range(rows)]
-    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True).resolved()
     timing = engine.generate(prompts, params)[0].completions[0].timing
     assert timing is not None
     return [(at - timing.arrival_ns) / 1e6 for at in timing.token_ns]

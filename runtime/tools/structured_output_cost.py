@@ -80,7 +80,7 @@ def _round(engine: Engine, side: str, given: argparse.Namespace) -> list[float]:
             seed=row,
             ignore_eos=True,
             structured=None if side == "plain" else {"json": _schema(row)},
-        )
+        ).resolved()
         engine.add_request(f"# {row}\ndef f{row}(", params)
     times = []
     while engine.has_unfinished():

@@ -220,7 +220,7 @@ def _tokens_of_engines(ranks: int) -> Iterator[dict[str, Any]]:
                 device="cuda", dtype="float32", tensor_parallel=tensor_parallel, max_model_len=256
             )
             with Engine.from_pretrained("demo", config) as engine:
-                params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+                params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True).resolved()
                 tokens.append([list(o.token_ids) for o in engine.generate(_PROMPTS, params)])
                 entry["choice"] = engine.stats()["collectives_choice"]
         if tokens[0] != tokens[1]:

@@ -300,7 +300,8 @@ def _peer_sides(
 
 
 def _body(model: str, prompt: str | list[int], case: ServeCase) -> dict[str, Any]:
-    return {"model": model, "prompt": prompt, "max_tokens": case.output_len, "temperature": 0.0}
+    pinned = {"temperature": 0.0, "repetition_penalty": 1.0}  # whatever the model's defaults are
+    return {"model": model, "prompt": prompt, "max_tokens": case.output_len, **pinned}
 
 
 def _new_runner() -> asyncio.Runner:

@@ -46,7 +46,9 @@ async def chat(service: Service, exchange: Exchange) -> None:
     request = await exchange.read(ChatRequest)
     model = service.model_name(request.model)
     params = request.params(
-        request.num_tokens(), request.num_logprobs(), request.forced_call(service.tool_parser)
+        request.num_tokens(service.engine.sampling_defaults.max_tokens),
+        request.num_logprobs(),
+        request.forced_call(service.tool_parser),
     )
     prompt = chat_prompt(request, request.offered_tools())
     continued = _continued(request)

@@ -337,11 +337,14 @@ class ChatRequest(SamplingRequest, kw_only=True):
             )
         return tool_call_grammar(tools, tool_parser)
 
-    def num_tokens(self) -> int:
-        """Return the maximum tokens of an answer; without one the longest sequence ends it."""
+    def num_tokens(self, default: int | None) -> int:
+        """Return the maximum tokens of an answer.
+
+        If the request has none, `default` is that of the model; None: the longest sequence ends it.
+        """
         most = MAX_TOKENS_LIMIT
         check_count("max_completion_tokens", self.max_completion_tokens, most)
-        for given in (self.max_completion_tokens, self.max_tokens):
+        for given in (self.max_completion_tokens, self.max_tokens, default):
             if given is not None:
                 return given
         return most
