@@ -196,15 +196,17 @@ def _plain_integer(value: object, position: int) -> int:
 
 def _check_length(length: int, longest: int) -> None:
     if length >= longest:
-        raise RequestError(too_long(f"{length} tokens", longest))
+        raise too_long(f"{length} tokens", longest)
 
 
-def too_long(tokens: str, longest: int) -> str:
-    """Return the message for a prompt of too many tokens."""
-    return (
+def too_long(tokens: str, longest: int, field: str = "prompt") -> RequestError:
+    """Return the error for a prompt of too many tokens."""
+    return RequestError(
         f"the prompt has {tokens}, but a sequence may have at most {longest} (max_model_len, or"
         " what the cache holds) and needs room for at least one more: shorten the prompt or raise"
-        " max_model_len or the memory budget"
+        " max_model_len or the memory budget",
+        field=field,
+        code="context_length_exceeded",
     )
 
 

@@ -28,6 +28,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROBS = 20
+MAX_ALLOWED_TOKEN_IDS = 1 << 18
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_TRUNCATED_TOKENS = 1 << 18
 
 DEFAULT_MAX_TOKENS = 64
 
@@ -105,18 +109,33 @@ class SamplingParams:
             in prompt or output, above 0 to 10. Neutral: 1, which is off.
         presence_penalty: subtracted from the logits of tokens in the output, -2 to 2.
         frequency_penalty: subtracted once for each occurrence in the output, -2 to 2.
+        allowed_token_ids: the only token ids that can be drawn, 1 to 2^18 of them; None: all. Needs
+            the token masks of `EngineConfig.structured_output`.
+        bad_words: up to 256 texts of 1 to 256 characters that the output cannot contain as their
+            own tokens, at the beginning of a word or within: the last token of one cannot be drawn
+            after the others. Needs token masks too.
         logit_bias: added to the logits of these token ids, at most 300 of them, -100 to 100.
         seed: seed of the random draws, 0 to 2^63 - 1; `None`: the engine chooses one.
         n: number of completions of the prompt, 1 to 128.
         stop: a string, or up to 16, of 1 to 1024 characters each, that end the output.
         stop_token_ids: up to 16 token ids that end the output, in addition to the model's.
+        include_stop_str_in_output: end the text after the stop string that ended it, or after the
+            text of the stop token, not before.
         ignore_eos: continue after the model's end-of-sequence tokens.
         logprobs: report the log-probability of each token and of this many of the most probable
             ones, 0 to 20; `None` reports none.
+        logprob_token_ids: with `logprobs`, report the log-probabilities of these token ids, at most
+            20, in place of the most probable ones. Not with speculation, nor with several
+            `steps_per_launch`.
         prompt_logprobs: the same for each token of the prompt, given the tokens before it. The
             prompt is then computed as a whole, even if the prefix cache has its beginning.
+        truncate_prompt_tokens: use the last tokens of the prompt only, 1 to 2^18 of them; -1: as
+            many as leave room for `max_tokens`. A longer prompt than 2^18 tokens is refused.
+        add_special_tokens: whether the tokenizer adds its tokens to a prompt of text, such as one
+            that begins it. None: to texts, not to conversations, whose templates write them.
         skip_special_tokens: omit special tokens from the text, unless the grammar of `structured`
-            spells one. The token that ends an output never has text.
+            spells one. The token that ends an output has no text, unless
+            `include_stop_str_in_output`.
         structured: a `StructuredOutput`, or a mapping of its fields: the grammar that the output
             follows. Needs `EngineConfig.structured_output`. The end-of-sequence token can only be
             drawn where the grammar may end. A request whose grammar allows nothing else before
@@ -136,14 +155,20 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     logit_bias: Mapping[int, float] = LogitBias({})
     seed: int | None = None
     n: int = 1
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
     skip_special_tokens: bool = True
     structured: StructuredOutput | Mapping[str, Any] | None = None
 
@@ -162,9 +187,16 @@ class SamplingParams:
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), 0, MAX_LOGPROBS)
-        for field in ("ignore_eos", "skip_special_tokens"):
+        for field in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, field), bool):
                 raise _refusal(field, getattr(self, field), "True or False")
+        if not isinstance(self.add_special_tokens, bool | None):
+            raise _refusal("add_special_tokens", self.add_special_tokens, "True, False or None")
+        if self.truncate_prompt_tokens is not None:
+            field, most = "truncate_prompt_tokens", MAX_TRUNCATED_TOKENS
+            _check_int(field, self.truncate_prompt_tokens, -1, most)
+            if not self.truncate_prompt_tokens:
+                raise _refusal(field, 0, f"-1, or 1 to {most}")
 
         self._set_real("temperature", 0.0, MAX_TEMPERATURE)
         self._set_real("top_p", 0.0, 1.0, above=True)
@@ -174,8 +206,18 @@ class SamplingParams:
         self._set_real("frequency_penalty", -MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY)
 
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
-        object.__setattr__(self, "stop", _checked_stop(self.stop))
-        object.__setattr__(self, "stop_token_ids", _checked_stop_ids(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        self._set_strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
+        self._set_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        self._set_token_ids("stop_token_ids", MAX_STOP_TOKEN_IDS)
+        self._set_token_ids("logprob_token_ids", MAX_LOGPROBS)
+        if self.logprob_token_ids and self.logprobs is None:
+            raise RequestError(
+                "SamplingParams: logprob_token_ids needs logprobs: give 0 or more",
+                field="logprob_token_ids",
+            )
+        if self.allowed_token_ids is not None:
+            self._set_token_ids("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS, least=1)
         if self.structured is not None:
             object.__setattr__(self, "structured", StructuredOutput.of(self.structured))
 
@@ -185,6 +227,31 @@ class SamplingParams:
         if value is not None or field not in _SET_BY_MODELS:
             checked = _checked_real(field, value, low, high, above=above)
             object.__setattr__(self, field, checked)
+
+    def _set_strings(self, field: str, value: object, most: int, most_chars: int) -> None:
+        """Checks a sequence of strings and stores it as a tuple."""
+        allowed = f"a sequence of at most {most} strings of 1 to {most_chars} characters"
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
+            raise _refusal(field, value, allowed)
+        if len(value) > most:
+            raise _refusal(f"len({field})", len(value), f"at most {most}")
+        for string in value:
+            if not isinstance(string, str) or not 1 <= len(string) <= most_chars:
+                raise _refusal(field, string, allowed)
+        object.__setattr__(self, field, tuple(value))
+
+    def _set_token_ids(self, field: str, most: int, *, least: int = 0) -> None:
+        """Checks a sequence of token ids and stores it as a tuple."""
+        value = getattr(self, field)
+        allowed = f"a sequence of {least} to {most} token ids"
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
+            raise _refusal(field, value, allowed)
+        if not least <= len(value) <= most:
+            raise _refusal(f"len({field})", len(value), f"{least} to {most}")
+        for token_id in value:
+            if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+                _check_int(field, token_id, 0, MAX_TOKEN_ID)
+        object.__setattr__(self, field, tuple(value))
 
     def resolved(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
         """Return the parameters with a value in every field that `SamplingDefaults` has.
@@ -229,15 +296,22 @@ class SamplingParams:
         """Checks the token ids named by this request against the model's vocabulary.
 
         Raises:
-            RequestError: `logit_bias` or `stop_token_ids` names an id that is not in it.
+            RequestError: a field of token ids has one that is not in it.
         """
         for field, token_ids in (
             ("logit_bias", self.logit_bias),
             ("stop_token_ids", self.stop_token_ids),
+            ("logprob_token_ids", self.logprob_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
         ):
-            for token_id in token_ids:
-                if token_id >= vocab_size:
-                    raise _refusal(field, token_id, f"a token id from 0 to {vocab_size - 1}")
+            largest = max(token_ids, default=0)
+            if largest >= vocab_size:
+                raise _refusal(field, largest, f"a token id from 0 to {vocab_size - 1}")
+
+    @property
+    def restricts_tokens(self) -> bool:
+        """Whether lists of tokens or words restrict what can be drawn, besides a grammar."""
+        return self.allowed_token_ids is not None or len(self.bad_words) > 0
 
 
 def _checked_bias(value: Mapping[int, float]) -> LogitBias:
@@ -253,32 +327,6 @@ def _checked_bias(value: Mapping[int, float]) -> LogitBias:
             f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
         )
     return LogitBias(checked)
-
-
-def _checked_stop(value: Sequence[str]) -> tuple[str, ...]:
-    allowed = f"a string of 1 to {MAX_STOP_STRING_CHARS} characters, or a sequence of them"
-    strings = (value,) if isinstance(value, str) else value
-    if not isinstance(strings, Sequence):
-        raise _refusal("stop", value, allowed)
-    if len(strings) > MAX_STOP_STRINGS:
-        raise _refusal("len(stop)", len(strings), f"at most {MAX_STOP_STRINGS}")
-    for string in strings:
-        if not isinstance(string, str):
-            raise _refusal("stop", string, allowed)
-        if not 1 <= len(string) <= MAX_STOP_STRING_CHARS:
-            raise _refusal("stop", string, allowed)
-    return tuple(strings)
-
-
-def _checked_stop_ids(value: Sequence[int]) -> tuple[int, ...]:
-    allowed = f"a sequence of at most {MAX_STOP_TOKEN_IDS} token ids"
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
-        raise _refusal("stop_token_ids", value, allowed)
-    if len(value) > MAX_STOP_TOKEN_IDS:
-        raise _refusal("len(stop_token_ids)", len(value), f"at most {MAX_STOP_TOKEN_IDS}")
-    for token_id in value:
-        _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
-    return tuple(value)
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:

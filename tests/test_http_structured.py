@@ -197,7 +197,7 @@ def test_invalid_parameters_of_a_tool_are_named(
             {"tools": [TOOL], "tool_choice": {"function": {"name": "missing"}}},
             "no such tool",
         ),
-        ({"guided_regex": "a"}, "guided_regex is not supported"),
+        ({"guided_regex": "a"}, "use structured_outputs.regex"),
     ],
     ids=str,
 )

@@ -22,10 +22,16 @@ from ..models.decoder_model import DecoderConfig
 from ..models.rope_by_length import rope_lengths
 from ..prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
 from ..prompt_ids import plain_text, plain_token_ids, too_long, type_name
-from ..request import Request, RequestGroup
+from ..request import OutputMatcher, Request, RequestGroup
 from ..sampling.sampling_state import MAX_ROW_STOP_IDS
-from ..sampling_params import NEUTRAL, SamplingDefaults, SamplingParams
+from ..sampling_params import (
+    MAX_TRUNCATED_TOKENS,
+    NEUTRAL,
+    SamplingDefaults,
+    SamplingParams,
+)
 from ..structured.compiler import GrammarCompiler
+from ..structured.list_matcher import ListMatcher, TokenLists, word_tokens
 from ..structured.matcher import TokenMatcher
 from ..structured_output import StructuredOutput
 
@@ -51,12 +57,14 @@ class Intake:
         embeds_dtype: torch.dtype | None,
         structured_output: bool = False,
         defaults: SamplingDefaults = NEUTRAL,
+        one_token_steps: bool = True,
     ) -> None:
         """Accept requests of at most `longest_sequence` tokens, prompt and output.
 
         `prefix_block_size` is the block size of the prefix cache, None without one; `embeds_dtype`
         the dtype of embeddings, None if steps cannot read any; `structured_output` whether steps
-        can apply token masks; `defaults` the values of parameters that are left out.
+        can apply token masks; `defaults` the values of parameters that are left out;
+        `one_token_steps` whether every launch samples one token of a row.
         """
         self._config = config
         self._tokenizer = tokenizer
@@ -66,6 +74,7 @@ class Intake:
         self._embeds_dtype = embeds_dtype
         self._structured_output = structured_output
         self._defaults = defaults
+        self._one_token_steps = one_token_steps
         self._grammars = self._make_grammars()
         self._rope_lengths = rope_lengths(config)
         self._arrivals = itertools.count(1)  # atomic: prompts arrive from any thread
@@ -109,7 +118,7 @@ class Intake:
             )
         params = params.resolved(self._defaults)
         assert params.max_tokens is not None
-        prompt_ids, embeds = self._prompt(prompt)
+        prompt_ids, embeds = self._prompt(prompt, params)
         self._check_params(params)
         arrival_ns = time.perf_counter_ns()
         arrival = next(self._arrivals)
@@ -160,8 +169,31 @@ class Intake:
         """Return whether a grammar is in the cache."""
         return self._grammars is not None and self._grammars.has_compiled(structured)
 
-    def _matchers(self, params: SamplingParams) -> Sequence[TokenMatcher | None]:
-        """Return the grammar of each completion."""
+    def _matchers(self, params: SamplingParams) -> Sequence[OutputMatcher | None]:
+        """Return what restricts the output of each completion."""
+        grammars = self._grammar_matchers(params)
+        if not params.restricts_tokens:
+            return grammars
+        field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
+        if not self._structured_output:
+            raise RequestError(
+                f"{field} needs token masks, which this engine was started without: set"
+                " structured_output=True in its EngineConfig",
+                field=field,
+            )
+        vocab_size, banned = self._config.vocab_size, set[tuple[int, ...]]()
+        if params.bad_words:
+            tokenizer = self._tokenizer
+            if tokenizer is None:
+                raise RequestError(
+                    "bad_words needs a tokenizer, which this checkpoint lacks", field="bad_words"
+                )
+            for word in params.bad_words:
+                banned |= word_tokens(word, lambda text: tokenizer.encode(text, special=False))
+        lists = TokenLists(vocab_size, params.allowed_token_ids, banned)
+        return [ListMatcher(lists, grammar) for grammar in grammars]
+
+    def _grammar_matchers(self, params: SamplingParams) -> Sequence[TokenMatcher | None]:
         if params.structured is None:
             return [None] * params.n
         assert isinstance(params.structured, StructuredOutput)
@@ -207,24 +239,34 @@ class Intake:
             params.stop,
             min_tokens=params.min_tokens,
             skip_special_tokens=skips,
+            include_stop=params.include_stop_str_in_output,
         )
 
-    def _prompt(self, prompt: object) -> tuple[list[int], tuple[EmbeddedSpan, ...]]:
+    def _prompt(
+        self, prompt: object, params: SamplingParams
+    ) -> tuple[list[int], tuple[EmbeddedSpan, ...]]:
         """Return the tokens of a prompt, and the embeddings that replace some of them."""
-        kind = type(prompt)
+        kind, special = type(prompt), params.add_special_tokens
+        most = self._longest if params.truncate_prompt_tokens is None else MAX_TRUNCATED_TOKENS + 1
         try:
             if issubclass(kind, PromptEmbeds):
                 assert isinstance(prompt, PromptEmbeds)
+                if params.truncate_prompt_tokens is not None:
+                    raise RequestError(
+                        "truncate_prompt_tokens cannot cut a prompt with embeddings",
+                        field="truncate_prompt_tokens",
+                    )
                 token_ids = self._not_empty(self.check_token_ids(prompt.token_ids))
                 return token_ids, self._embeds(prompt, len(token_ids))
             if issubclass(kind, ChatPrompt):
                 assert isinstance(prompt, ChatPrompt)
                 rendered = self._with_tokenizer().render(prompt)
-                return self._not_empty(self._encode(rendered, special=False)), ()
-            text = plain_text(prompt)
-            if text is None:
-                return self._not_empty(self.check_token_ids(prompt)), ()
-            return self._not_empty(self._encode(text, special=True)), ()
+                token_ids = self._encode(rendered, bool(special), most, "messages")
+            elif (text := plain_text(prompt)) is not None:
+                token_ids = self._encode(text, special is not False, most, "prompt")
+            else:
+                token_ids = plain_token_ids(prompt, self._config.vocab_size, most)
+            return self._not_empty(self._truncated(token_ids, params)), ()
         except RequestError:
             raise
         except Exception as error:  # raised by an object of the user
@@ -240,16 +282,32 @@ class Intake:
             )
         return self._tokenizer
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
+    def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """Return the last tokens of a prompt, if `truncate_prompt_tokens` limits them."""
+        kept = params.truncate_prompt_tokens
+        if kept is None:
+            return token_ids
+        if kept < 0:
+            room = params.max_tokens or 1
+            kept = self._longest - (room if room < self._longest else 1)
+        if kept >= self._longest:
+            raise RequestError(
+                f"truncate_prompt_tokens is {kept}, but a prompt may have at most"
+                f" {self._longest - 1} tokens: give -1, or fewer",
+                field="truncate_prompt_tokens",
+            )
+        return token_ids[-kept:]
+
+    def _encode(self, text: str, special: bool, most: int, field: str) -> list[int]:
         tokenizer = self._with_tokenizer()
         if not text:  # before the tokenizer adds a token of its own
             return []
-        least = tokenizer.least_tokens(text, enough=self._longest)
-        if least >= self._longest:
-            raise RequestError(too_long(f"at least {least} tokens", self._longest))
+        least = tokenizer.least_tokens(text, enough=most)
+        if least >= most:
+            raise too_long(f"at least {least} tokens", most, field)
         token_ids = tokenizer.encode(text, special=special)
-        if len(token_ids) >= self._longest:
-            raise RequestError(too_long(f"{len(token_ids)} tokens", self._longest))
+        if len(token_ids) >= most:
+            raise too_long(f"{len(token_ids)} tokens", most, field)
         if max(token_ids, default=0) >= self._config.vocab_size:
             token_id = next(i for i in token_ids if i >= self._config.vocab_size)
             raise RequestError(
@@ -275,7 +333,15 @@ class Intake:
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.stop and self._tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, which this checkpoint lacks")
+            raise RequestError(
+                "stop strings need a tokenizer, which this checkpoint lacks", field="stop"
+            )
+        if params.logprob_token_ids and not self._one_token_steps:
+            raise RequestError(
+                "logprob_token_ids needs an engine without speculation and with"
+                " steps_per_launch=1: leave it out, and read the most probable tokens of logprobs",
+                field="logprob_token_ids",
+            )
         params.check_vocabulary(self._config.vocab_size)
 
 

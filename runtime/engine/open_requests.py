@@ -105,6 +105,11 @@ class OpenRequests:
             if token_id in request.stop_token_ids and (
                 request.num_output > request.params.min_tokens
             ):
+                text = request.detokenizer
+                if text is not None and text.include_stop:
+                    reason = self._end_of_text(request, token_id)
+                    self._finish(request, "error" if reason == "error" else "stop")
+                    continue
                 self._finish(request, "stop")
                 continue
             if request.detokenizer is not None:

@@ -64,6 +64,7 @@ class StartedEngine:
             embeds_dtype=config.dtype if config.prompt_embeds else None,
             structured_output=config.structured_output,
             defaults=parts.sampling_defaults,
+            one_token_steps=config.steps_per_launch == 1 and config.user.speculation is None,
         )
         if config.freeze_gc:
             gc.collect()  # garbage that is frozen is never freed

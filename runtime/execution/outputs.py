@@ -33,6 +33,7 @@ __all__ = [
     "checked_tokens",
     "current_stream",
     "proposed_drafts",
+    "report_token_ids",
     "sampled_tokens",
     "timed_event",
 ]
@@ -293,6 +294,25 @@ def accepted_counts(launched: LaunchedStep) -> list[int]:
     return counts
 
 
+@torch.inference_mode()
+def report_token_ids(lanes: Sequence[Request | None], output: StepOutput) -> None:
+    """Replace the most probable tokens of lanes with `logprob_token_ids` by those tokens.
+
+    On the device, before the copy of the outputs. The step samples one token of each row.
+    """
+    details = output.details
+    for lane, request in enumerate(lanes):
+        if request is None or not request.params.logprob_token_ids:
+            continue
+        assert details is not None, "the full sampler reports log-probabilities"
+        logits_V, count = output.logits[lane], len(request.params.logprob_token_ids)
+        ids = torch.tensor(request.params.logprob_token_ids, device=logits_V.device)
+        sampled = details.tokens[lane].clamp(min=0)
+        log_mass = logits_V[sampled].float() - details.logprob[lane]
+        details.top_ids[lane, :count] = ids
+        details.top_logprobs[lane, :count] = logits_V[ids].float() - log_mass
+
+
 def proposed_drafts(launched: LaunchedStep) -> Iterator[Proposed]:
     """Yield what the drafter proposed for rows that decode, and for prompts that have ended."""
     plan = launched.plan
@@ -341,9 +361,14 @@ def _of_lanes(
     return zip(lanes, tokens, logprobs, strict=False)  # lanes end before padding does
 
 
+def _num_top(request: Request) -> int | None:
+    params = request.params
+    return len(params.logprob_token_ids) or params.logprobs
+
+
 def _logprobs(lanes: Sequence[Request | None], details: SampleOutput) -> list[TokenLogprobs | None]:
     """Return the log-probabilities that `SamplingParams.logprobs` requests, by lane."""
-    counts = [None if request is None else request.params.logprobs for request in lanes]
+    counts = [None if request is None else _num_top(request) for request in lanes]
     found: list[TokenLogprobs | None] = [None] * len(lanes)
     asked = [lane for lane, count in enumerate(counts) if count is not None]
     if asked:  # arrays, because indexing a tensor creates a tensor

@@ -25,7 +25,7 @@ from ...graphs.library import StepLibrary
 from ...profiling import ranges
 from ..request import Request
 from ..scheduling.plan import StepPlan
-from .outputs import HostOutputs, LaunchedStep
+from .outputs import HostOutputs, LaunchedStep, report_token_ids
 from .plan_parts import PlannedPart
 from .prompt_scorer import LaunchedScores, PromptScorer
 from .step_key import StepKey, StepOutput
@@ -114,6 +114,11 @@ class StepLaunch:
                 self._launched_ns = self._launched_ns or started
                 output = runner.run(key, 0 if key.part == "forward" else len(requests))
                 if key.part != "forward":
+                    if output.details is not None and any(
+                        request is not None and request.params.logprob_token_ids
+                        for request in requests
+                    ):
+                        report_token_ids(requests, output)
                     output = runner.copy_outputs(number, key, output)
                     if not decodes:
                         self._scores = runner.scorer.launch(number, plan.prefill)

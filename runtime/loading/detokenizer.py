@@ -63,6 +63,7 @@ class IncrementalDetokenizer:
         *,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        include_stop: bool = False,
     ) -> None:
         """Begin the output after a prompt.
 
@@ -72,10 +73,12 @@ class IncrementalDetokenizer:
             stop: strings that end it.
             min_tokens: tokens whose text no stop string ends.
             skip_special_tokens: whether special tokens have no text.
+            include_stop: whether the text ends after the stop string, and has that of a stop token.
         """
         self._stream = tokenizer.text_stream(prompt_ids, skip_special_tokens=skip_special_tokens)
         self._patterns = [_StopPattern(text) for text in stop]
         self._tokens_to_ignore = min_tokens
+        self.include_stop = include_stop
         self._parts: list[tuple[int, str]] = []  # each with the number of its first character
         self.num_chars = 0
         """Characters of `text`, which only grows."""
@@ -147,7 +150,7 @@ class IncrementalDetokenizer:
             if found and not ignored:
                 self._stopped = max((pattern.text for pattern in found), key=len)
                 self._held = ""
-                return text[: end - len(self._stopped)]
+                return text[: end if self.include_stop else end - len(self._stopped)]
             for pattern in found:
                 pattern.ignore()
         keep = max((pattern.matched for pattern in self._patterns), default=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..bounded_repr import bounded_repr
 from ..errors import ConfigError
@@ -38,6 +39,9 @@ class ServiceConfig:
         switch_interval: seconds after which Python passes the interpreter lock to a waiting thread
             (`sys.setswitchinterval`), in the whole process, above 0 to 10^9. With Python's default,
             5 ms, an event loop can delay a step by that much. None: unchanged.
+        unknown_fields: what happens with fields of HTTP requests that have no effect here. `warn`
+            logs each name once, `error` refuses the request, `ignore` does neither. Fields that
+            would change the result are always refused, see docs/serving.md.
 
     Raises:
         ConfigError: a value has a wrong type or is out of range.
@@ -53,6 +57,7 @@ class ServiceConfig:
     max_restarts: int = 0
     restart_window: float = 600.0
     switch_interval: float | None = None
+    unknown_fields: Literal["error", "warn", "ignore"] = "warn"
 
     def __post_init__(self) -> None:
         self._check_integer("max_queued_requests", 1, MAX_COUNT)
@@ -65,6 +70,8 @@ class ServiceConfig:
         _check_positive("restart_window", self.restart_window, MAX_SECONDS)
         if self.switch_interval is not None:
             _check_positive("switch_interval", self.switch_interval, MAX_SECONDS)
+        if self.unknown_fields not in ("error", "warn", "ignore"):
+            raise _refusal("unknown_fields", self.unknown_fields, "error, warn or ignore")
         if not isinstance(self.tenant_weights, Mapping):
             raise _refusal("tenant_weights", self.tenant_weights, "a mapping of names to numbers")
         for tenant, weight in self.tenant_weights.items():

@@ -20,13 +20,14 @@ from ..async_engine import AsyncEngine
 from . import status_endpoints, text_endpoints
 from .chat import chat
 from .completions import complete
-from .exchange import BodyLimits, Endpoint, Exchange, encode
+from .exchange import BodyLimits, Endpoint, Exchange, RequestIds, encode
 from .http_errors import HttpError
 from .openapi import OPEN_PATHS, Operation, Operations, openapi_document
 from .output_parsers import make_output_parser
 from .requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .responses import Chat, ChatChunk, Completion
 from .service import Metrics, Service
+from .unknown_fields import UnknownFields
 
 __all__ = ["app"]
 
@@ -96,6 +97,7 @@ def app(
         metrics=metrics,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        fields=UnknownFields(engine.config.unknown_fields, (ChatRequest, CompletionRequest)),
     )
 
     document = openapi_document(OPERATIONS, needs_key=bool(api_keys))
@@ -110,7 +112,7 @@ def app(
         for (method, path), operation in OPERATIONS.items()
     ]
     routes.append(Route("/openapi.json", Endpoint(describe, limits), methods=["GET"]))
-    middleware = []
+    middleware = [Middleware(RequestIds)]
     if allow_origins:
         middleware.append(
             Middleware(
@@ -118,6 +120,7 @@ def app(
                 allow_origins=list(allow_origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
+                expose_headers=["x-request-id"],
             )
         )
     if api_keys:

@@ -43,7 +43,7 @@ PROMPT_END_TOKENS = 16
 
 async def chat(service: Service, exchange: Exchange) -> None:
     """Respond to a conversation with the model's answers."""
-    request = await exchange.read(ChatRequest)
+    request = await exchange.read(ChatRequest, service.fields)
     model = service.model_name(request.model)
     params = request.params(
         request.num_tokens(service.engine.sampling_defaults.max_tokens),
@@ -57,7 +57,11 @@ async def chat(service: Service, exchange: Exchange) -> None:
     if answer.is_parsed:
         params = replace(params, skip_special_tokens=False)
     generation = Generation(
-        service.engine, [prompt], params, request.options(exchange.header(b"traceparent"))
+        service.engine,
+        [prompt],
+        params,
+        request.options(exchange.header(b"traceparent")),
+        exchange.request_id,
     )
     async with exchange.cancelled_on_disconnect():
         if request.stream:
@@ -103,7 +107,8 @@ class _Answer:
         self._request = request
         self._model = model
         self._tokenizer = service.engine.tokenizer
-        self._texts = TokenTexts(self._tokenizer)
+        as_ids = bool(request.return_tokens_as_token_ids)
+        self._texts = TokenTexts(self._tokenizer, as_ids=as_ids)
         self._tools = request.offered_tools() if service.tool_parser else None
         self._continued = continued
         self.is_parsed = bool(service.reasoning_parser or self._tools)
@@ -124,6 +129,8 @@ class _Answer:
         body = Chat(self.id, self._created, self._model, choices, usage)
         if self._request.return_token_ids:
             body.prompt_token_ids = output.prompt_token_ids
+        if self._request.prompt_logprobs is not None:
+            body.prompt_logprobs = self._texts.prompt_logprobs(output.prompt_logprobs)
         return body
 
     def event(
@@ -179,11 +186,13 @@ class _Answer:
         made = self._outputs.get(delta.index)
         if made is None:
             made = self._outputs[delta.index] = ChatOutput(
-                self._parser(output), keeps_special=self._keeps_special
+                self._parser(output),
+                keeps_special=self._keeps_special,
+                one_call=self._request.parallel_tool_calls is False,
             )
         if self._hides_special and self._tokenizer is not None:
             special = self._tokenizer.special_ids.intersection(delta.token_ids)
-            made.hide(self._texts.text(token_id) for token_id in special)
+            made.hide(map(TokenTexts(self._tokenizer).text, special))
         return made
 
     def _parser(self, output: RequestOutput) -> OutputParser | None:

@@ -22,13 +22,21 @@ __all__ = ["ChatOutput"]
 class ChatOutput:
     """Makes the messages of one completion from its text, in pieces of any size."""
 
-    def __init__(self, parser: OutputParser | None, *, keeps_special: bool = False) -> None:
+    def __init__(
+        self,
+        parser: OutputParser | None,
+        *,
+        keeps_special: bool = False,
+        one_call: bool = False,
+    ) -> None:
         """Begin before the text; without a parser all of it is content.
 
-        `keeps_special` is whether hidden tokens are only left out of the reasoning.
+        `keeps_special` is whether hidden tokens are only left out of the reasoning. With `one_call`
+        calls after the first are left out.
         """
         self._parser = parser
         self._keeps_special = keeps_special
+        self._one_call = one_call
         self._hidden: set[str] = set()
         self._has_calls = False
 
@@ -48,6 +56,8 @@ class ChatOutput:
         events = self._parser.push(text)
         if finish_reason is not None:
             events += self._parser.finish()
+        if self._one_call:
+            events = [event for event in events if not _is_later_call(event)]
         message = _message(self._without_hidden(events))
         self._has_calls |= bool(message.tool_calls)
         return message
@@ -71,6 +81,10 @@ class ChatOutput:
             if text:
                 kept.append(replace(event, text=text))
         return kept
+
+
+def _is_later_call(event: OutputEvent) -> bool:
+    return isinstance(event, ToolCallBegin | ToolCallArguments) and event.index > 0
 
 
 def _message(events: Sequence[OutputEvent]) -> ChatMessage:

@@ -10,15 +10,14 @@ from dataclasses import replace
 from msgspec import UNSET
 
 from ...engine.request_output import RequestOutput
-from ...request import TokenLogprobs
 from ..request_handle import Delta
 from .event_template import EventTemplate
 from .exchange import Exchange, event
 from .generation import Generation, deltas_of
 from .requests import CompletionRequest
-from .responses import Completion, CompletionChoice, OptionalUsage, Usage
+from .responses import Completion, CompletionChoice, CompletionLogprobs, OptionalUsage, Usage
 from .service import Service
-from .token_text import TokenTexts
+from .token_text import ChoiceTokens, TokenTexts
 
 __all__ = ["complete"]
 
@@ -28,7 +27,7 @@ DEFAULT_MAX_TOKENS = 16
 
 async def complete(service: Service, exchange: Exchange) -> None:
     """Respond to a request for completions of texts or token ids."""
-    request = await exchange.read(CompletionRequest)
+    request = await exchange.read(CompletionRequest, service.fields)
     model = service.model_name(request.model)
     prompts = request.prompts(
         max_prompts=service.engine.config.max_queued_requests,
@@ -36,14 +35,19 @@ async def complete(service: Service, exchange: Exchange) -> None:
     )
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     params = request.params(max_tokens, request.logprobs)
-    if request.echo and request.logprobs is not None:
+    if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=request.logprobs)
     generation = Generation(
-        service.engine, prompts, params, request.options(exchange.header(b"traceparent"))
+        service.engine,
+        prompts,
+        params,
+        request.options(exchange.header(b"traceparent")),
+        exchange.request_id,
     )
-    answer = _Answer(request, model, TokenTexts(service.engine.tokenizer))
+    as_ids = bool(request.return_tokens_as_token_ids)
+    answer = _Answer(request, model, TokenTexts(service.engine.tokenizer, as_ids=as_ids))
     async with exchange.cancelled_on_disconnect():
-        if request.echo:
+        if request.echo and request.truncate_prompt_tokens is None:
             answer.prompt_texts = [await _prompt_text(service, prompt) for prompt in prompts]
         if request.stream:
             await generation.stream(exchange, answer, request.usage_reports())
@@ -68,12 +72,14 @@ class _Answer:
     def __init__(self, request: CompletionRequest, model: str, texts: TokenTexts) -> None:
         self.id = f"cmpl-{secrets.token_hex(12)}"
         self.prompt_texts: Sequence[str] = ()
-        """Of each prompt, to begin its completions with; empty without `echo`."""
+        """Of each prompt, to begin its completions with; empty without `echo`, and if prompts are
+        truncated: their texts are those of the tokens that remain."""
         self._created = int(time.time())
         self._request = request
         self._model = model
         self._texts = texts
-        self._offsets: dict[int, int] = {}  # of each choice that has begun, in characters
+        self._num_chars: dict[int, int] = {}  # of the text of each choice that has begun
+        self._tokens: dict[int, ChoiceTokens] = {}  # of those with log-probabilities
         self._templates: dict[int, EventTemplate] = {}  # of those whose events are only text
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
@@ -91,7 +97,7 @@ class _Answer:
         index = prompt * (request.n or 1) + delta.index
         if delta.finish_reason is None and (template := self._templates.get(index)):
             return template.event(delta.text)
-        begins = index not in self._offsets
+        begins = index not in self._num_chars
         choice = self._choice(prompt, delta, output)
         varies = request.return_token_ids or request.logprobs is not None
         if begins and not (varies or isinstance(usage, Usage)):
@@ -110,19 +116,41 @@ class _Answer:
         request = self._request
         index = prompt * (request.n or 1) + delta.index
         choice = CompletionChoice(index, delta.text, None, delta.finish_reason)
-        begins = index not in self._offsets
-        offset = self._offsets.setdefault(index, 0)
-        if begins and self.prompt_texts:
-            choice.text = self.prompt_texts[prompt] + choice.text
+        begins = index not in self._num_chars
+        echoed = self._echoed(prompt, output) if begins and request.echo else None
+        choice.text = (echoed or "") + choice.text
+        self._num_chars[index] = self._num_chars.get(index, 0) + len(choice.text)
         if request.return_token_ids:
             choice.token_ids = list(delta.token_ids)
             choice.prompt_token_ids = output.prompt_token_ids if begins else UNSET
+        if request.prompt_logprobs is not None:
+            choice.prompt_logprobs = self._texts.prompt_logprobs(output.prompt_logprobs)
         if request.logprobs is not None:
-            token_ids: Sequence[int] = delta.token_ids
-            entries: Sequence[TokenLogprobs | None] = delta.logprobs
-            if begins and self.prompt_texts:
-                token_ids = [*output.prompt_token_ids, *token_ids]
-                entries = [*output.prompt_logprobs, *entries]
-            choice.logprobs = self._texts.completion_logprobs(token_ids, entries, offset)
-            self._offsets[index] += sum(map(len, choice.logprobs.tokens))
+            choice.logprobs = self._logprobs(index, echoed, delta, output)
         return choice
+
+    def _echoed(self, prompt: int, output: RequestOutput) -> str:
+        """Return the text of a prompt."""
+        if self.prompt_texts:
+            return self.prompt_texts[prompt]
+        tokenizer = self._texts.tokenizer
+        if tokenizer is None:
+            return ""
+        return tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    def _logprobs(
+        self, index: int, echoed: str | None, delta: Delta, output: RequestOutput
+    ) -> CompletionLogprobs:
+        """Return the log-probabilities of a delta; before the first those of the echoed prompt."""
+        before = None
+        tokens = self._tokens.get(index)
+        if tokens is None:
+            skip = self._request.skip_special_tokens is not False
+            prompt_ids = output.prompt_token_ids
+            tokens = ChoiceTokens(self._texts, prompt_ids, skip_special_tokens=skip)
+            self._tokens[index] = tokens
+            if echoed is not None:
+                before = tokens.prompt(prompt_ids, output.prompt_logprobs, echoed)
+        end = None if delta.finish_reason is None else self._num_chars[index]
+        own = tokens.take(delta.token_ids, delta.logprobs, end)
+        return own if before is None else before.joined(own)

@@ -7,16 +7,19 @@ that a step has given to a request.
 from __future__ import annotations
 
 import asyncio
+import re
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import OverloadedError
 from .body_errors import invalid_body
 from .http_errors import HttpError, http_error
+from .unknown_fields import UnknownFields
 
 __all__ = [
     "ACCESS_NOTES",
@@ -24,6 +27,7 @@ __all__ = [
     "ClientDisconnected",
     "Endpoint",
     "Exchange",
+    "RequestIds",
     "encode",
     "event",
 ]
@@ -46,6 +50,12 @@ LARGE_BODY_BYTES = 1 << 16
 MAX_BRACKETS = 1 << 18
 """Opening brackets and braces in a body. Decoding the objects that they begin stops all threads:
 0.5 s and 100 MiB for a body of 4 MiB that has nothing else."""
+
+REQUEST_ID = "stepgraph.request_id"
+"""The key of the id of a request in its scope."""
+_ID_HEADER = b"x-request-id"
+_VALID_ID = re.compile(rb"[!-~]{1,128}")
+"""Printable, without spaces."""
 
 _ENCODER = msgspec.json.Encoder()
 encode: Callable[[object], bytes] = _ENCODER.encode
@@ -111,19 +121,28 @@ class Exchange:
         value: bytes | None = dict(self.scope["headers"]).get(name)
         return None if value is None else value.decode("latin-1")
 
-    async def read(self, kind: type[T]) -> T:
-        """Read the body and decode it as JSON; fields that `kind` lacks are ignored.
+    @property
+    def request_id(self) -> str:
+        """The header `X-Request-Id` of the response; see `RequestIds`."""
+        given: str = self.scope[REQUEST_ID]
+        return given
+
+    async def read(self, kind: type[T], fields: UnknownFields | None = None) -> T:
+        """Read the body and decode it as JSON; `fields` checks those that `kind` lacks.
 
         Raises:
             HttpError: the body is too large or too slow (413, 408), no JSON, has too many brackets,
-                or a field has a wrong type (400).
+                or a field has a wrong type or is refused (400).
             OverloadedError: too many bodies arrive at once.
             ClientDisconnected: before the end of the body.
         """
         async with self.body() as body:
             if len(body) > LARGE_BODY_BYTES:
                 await self._limits.wait_for_turn()
-            return _decode(body, kind)
+            request = _decode(body, kind)
+            if fields is not None:
+                fields.check(body, kind)
+            return request
 
     @asynccontextmanager
     async def body(self) -> AsyncIterator[bytearray]:
@@ -228,6 +247,29 @@ class Exchange:
         return HttpError(
             413, f"the body has more than {self._limits.max_bytes} bytes", headers=(_CLOSE,)
         )
+
+
+class RequestIds:
+    """Gives each request an id, that of its header `X-Request-Id` if it can be one, and returns it
+    with every response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        if scope["type"] != "http":
+            return self._app(scope, receive, send)
+        given = next((v for k, v in scope["headers"] if k == _ID_HEADER), b"")
+        if not _VALID_ID.fullmatch(given):
+            given = secrets.token_hex(12).encode()
+        scope[REQUEST_ID] = given.decode()
+
+        def send_with_id(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (_ID_HEADER, given)]
+            return send(message)
+
+        return self._app(scope, receive, send_with_id)
 
 
 class Endpoint:

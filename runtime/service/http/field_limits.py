@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
 from ...bounded_repr import bounded_repr
 from ...sampling_params import (
     MAX_ADDITIVE_PENALTY,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
     MAX_STOP_STRING_CHARS,
     MAX_TOKEN_ID,
     MAX_TOKENS_LIMIT,
+    MAX_TRUNCATED_TOKENS,
 )
 from ..request_options import MAX_SECONDS
 from .http_errors import HttpError
@@ -23,17 +27,20 @@ from .http_errors import HttpError
 __all__ = [
     "MAX_MESSAGES",
     "Biases",
+    "AllowedTokenIds",
+    "BadWords",
     "NumLogprobs",
     "NumTokens",
     "Penalty",
     "Prompts",
-    "Refused",
     "Seconds",
     "StopString",
     "TokenId",
     "allows",
     "check_count",
     "check_length",
+    "LogprobTokenIds",
+    "NumTruncated",
 ]
 
 
@@ -53,7 +60,13 @@ Biases = Annotated[
     allows(maxProperties=MAX_LOGIT_BIAS_ENTRIES, propertyNames={"pattern": "^[0-9]{1,9}$"}),
 ]
 Seconds = Annotated[float, allows(exclusiveMinimum=0, maximum=MAX_SECONDS)]
-Refused = Annotated[Any, Meta(description="Not supported: must be empty or null.")]
+AllowedTokenIds = Annotated[list[TokenId], allows(minItems=1, maxItems=MAX_ALLOWED_TOKEN_IDS)]
+LogprobTokenIds = Annotated[list[TokenId], allows(maxItems=MAX_LOGPROBS)]
+BadWords = Annotated[
+    list[Annotated[str, allows(minLength=1, maxLength=MAX_BAD_WORD_CHARS)]],
+    allows(maxItems=MAX_BAD_WORDS),
+]
+NumTruncated = Annotated[int, allows(minimum=-1, maximum=MAX_TRUNCATED_TOKENS)]
 Prompts = str | list[str | TokenId | list[TokenId]]
 
 MAX_MESSAGES = 1 << 14

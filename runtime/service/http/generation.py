@@ -51,6 +51,8 @@ class Generation:
     prompts: Sequence[Prompt]
     params: SamplingParams
     options: RequestOptions
+    request_id: str
+    """Of the HTTP request: the ids of its prompts begin with it."""
 
     async def respond(self, exchange: Exchange, answer: Answer) -> None:
         """Decode all prompts to their ends, and send the response.
@@ -107,7 +109,7 @@ class Generation:
                 await stream.aclose()
 
     def _options(self, answer: Answer, number: int) -> RequestOptions:
-        return {**self.options, "request_id": f"{answer.id}-{number}"}
+        return {**self.options, "request_id": f"{self.request_id}/{answer.id}-{number}"}
 
 
 class _EventStream:

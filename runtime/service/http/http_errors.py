@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 
 import msgspec
 
@@ -99,12 +98,11 @@ def http_error(error: Exception) -> HttpError:
     return HttpError(500, "internal error: see the log of the server", kind="server_error")
 
 
-def _invalid_request(error: Exception) -> HttpError:
-    """Return the response to a `RequestError`; those of `SamplingParams` begin with the field."""
-    message = in_flags(error)
-    found = re.match(r"SamplingParams: (?:len\()?(\w+)", message)
-    param = None if found is None else found[1]
-    return HttpError(400, message.removeprefix("SamplingParams: "), param=param)
+def _invalid_request(error: RequestError | StructuredOutputError) -> HttpError:
+    message = in_flags(error).removeprefix("SamplingParams: ")
+    if isinstance(error, RequestError):
+        return HttpError(400, message, param=error.field, code=error.code)
+    return HttpError(400, message)
 
 
 def _unavailable(error: Exception, code: str, headers: Headers = ()) -> HttpError:

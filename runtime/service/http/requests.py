@@ -1,4 +1,4 @@
-"""Bodies of requests. Types are strict; other fields are ignored; null is the default."""
+"""Bodies of requests. Types are strict; null is the default. `unknown_fields` has other fields."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ...sampling_params import (
     MAX_TEMPERATURE,
     MAX_TOKEN_ID,
     MAX_TOKENS_LIMIT,
+    MAX_TRUNCATED_TOKENS,
     SamplingParams,
 )
 from ...structured_output import StructuredOutput
@@ -27,12 +28,15 @@ from ..request_options import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
 from .chat_messages import template_messages
 from .field_limits import (
     MAX_MESSAGES,
+    AllowedTokenIds,
+    BadWords,
     Biases,
+    LogprobTokenIds,
     NumLogprobs,
     NumTokens,
+    NumTruncated,
     Penalty,
     Prompts,
-    Refused,
     Seconds,
     StopString,
     TokenId,
@@ -57,14 +61,11 @@ __all__ = [
 _SAMPLING_FIELDS = (
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop"),
-    *("stop_token_ids", "ignore_eos", "skip_special_tokens"),
+    *("stop_token_ids", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
+    *("allowed_token_ids", "bad_words", "logprob_token_ids", "prompt_logprobs"),
+    *("truncate_prompt_tokens", "add_special_tokens"),
 )
-_REFUSED = (
-    *("suffix", "functions", "function_call", "audio", "prediction", "web_search_options"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("prompt_embeds", "logits_processors", "use_beam_search"),
-)
-"""Fields whose effect cannot be left out silently."""
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -86,6 +87,8 @@ class ResponseFormat(msgspec.Struct):
 
     type: str
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | bool | None = None
+    """A schema in the place of `json_schema.schema`, as llama.cpp has it; also of `json_object`."""
 
     def structured(self) -> StructuredOutput | None:
         """Return what the output must be.
@@ -96,15 +99,23 @@ class ResponseFormat(msgspec.Struct):
         """
         if self.type == "text":
             return None
-        if self.type == "json_object":
+        if self.type == "json_object" and self.schema is None:
             return StructuredOutput(json_object=True)
-        if self.type != "json_schema":
+        if self.type not in ("json_object", "json_schema"):
             raise HttpError(
                 400,
                 f"response_format.type is {bounded_repr(self.type)}; supported are text,"
                 " json_object and json_schema",
                 param="response_format",
             )
+        if self.schema is not None:
+            if self.json_schema is not None:
+                raise HttpError(
+                    400,
+                    "response_format has schema and json_schema: give one",
+                    param="response_format.schema",
+                )
+            return StructuredOutput(json=self.schema)
         if self.json_schema is None:
             raise HttpError(
                 400, "response_format needs json_schema", param="response_format.json_schema"
@@ -135,8 +146,16 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     best_of: int | None = None
     stop: StopString | Annotated[list[StopString], allows(maxItems=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], allows(maxItems=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWords | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    logprob_token_ids: LogprobTokenIds | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: NumTruncated | None = None
+    add_special_tokens: bool | None = None
     priority: int | None = None
     timeout: Seconds | None = None
     """Seconds until the last token."""
@@ -147,21 +166,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[str, allows(minLength=1, maxLength=MAX_SALT_CHARS)] | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    suffix: Refused = None
-    functions: Refused = None
-    function_call: Refused = None
-    audio: Refused = None
-    prediction: Refused = None
-    web_search_options: Refused = None
     structured_outputs: dict[str, Any] | None = None
     """One of `json`, `regex`, `choice`, `grammar` and `json_object`, as in vLLM."""
-    guided_json: Refused = None
-    guided_regex: Refused = None
-    guided_choice: Refused = None
-    guided_grammar: Refused = None
-    prompt_embeds: Refused = None
-    logits_processors: Refused = None
-    use_beam_search: Refused = None
 
     def params(
         self,
@@ -226,10 +232,11 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         return True, bool(options.continuous_usage_stats)
 
     def _check_supported(self) -> None:
-        for name in _REFUSED:
-            if getattr(self, name):
-                raise HttpError(400, f"{name} is not supported", param=name)
-        if self.best_of is not None and self.best_of != (self.n or 1):
+        if self.prompt_logprobs is not None and self.stream:
+            raise HttpError(
+                400, "prompt_logprobs is not available with stream", param="prompt_logprobs"
+            )
+        if self.best_of not in (None, 1, self.n or 1):
             raise HttpError(400, "best_of is not supported: give n", param="best_of")
         if self.stream_options is not None and not self.stream:
             raise HttpError(400, "stream_options needs stream", param="stream_options")
@@ -257,9 +264,10 @@ class CompletionRequest(SamplingRequest, kw_only=True):
             raise HttpError(
                 400, f"prompt has {len(prompt)} prompts, more than {max_prompts}", param="prompt"
             )
+        most = max_model_len if self.truncate_prompt_tokens is None else MAX_TRUNCATED_TOKENS
         for item in [prompt] if is_one else prompt:
-            if isinstance(item, list) and len(item) > max_model_len:
-                raise HttpError(400, too_long(f"{len(item)} tokens", max_model_len), param="prompt")
+            if isinstance(item, list) and len(item) > most:
+                raise too_long(f"{len(item)} tokens", most)
         kinds = {type(item) for item in prompt}
         if kinds == {int}:
             return [cast(list[int], prompt)]
@@ -288,6 +296,25 @@ class ChatRequest(SamplingRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, allows(enum=list(_EFFORTS))] | None = None
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the variables of the template, `reasoning_effort` among them as in vLLM.
+
+        Raises:
+            HttpError: there is no such effort.
+        """
+        effort, given = self.reasoning_effort, self.chat_template_kwargs or {}
+        if effort is None:
+            return given
+        if effort not in _EFFORTS:
+            raise HttpError(
+                400,
+                f"reasoning_effort is {bounded_repr(effort)}; allowed are {', '.join(_EFFORTS)}",
+                param="reasoning_effort",
+            )
+        return {"reasoning_effort": effort, "enable_thinking": effort != "none", **given}
 
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """Return the tools that the model may call.
@@ -393,6 +420,9 @@ def chat_prompt(
     for name in ("messages", "tools", "documents"):
         check_length(name, getattr(request, name), MAX_MESSAGES, "entries")
     begins = request.add_generation_prompt
+    kwargs = request.chat_template_kwargs or {}
+    if isinstance(request, ChatRequest):
+        kwargs = request.template_kwargs()
     return ChatPrompt(
         template_messages(request.messages or ()),
         tools=tools,
@@ -400,5 +430,5 @@ def chat_prompt(
         add_generation_prompt=not request.continue_final_message if begins is None else begins,
         continue_final_message=bool(request.continue_final_message),
         chat_template=request.chat_template,
-        template_kwargs=request.chat_template_kwargs or {},
+        template_kwargs=kwargs,
     )

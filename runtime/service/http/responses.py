@@ -18,6 +18,8 @@ __all__ = [
     "CompletionLogprobs",
     "Function",
     "OptionalUsage",
+    "PromptEntry",
+    "PromptToken",
     "ToolCall",
     "TopToken",
     "Usage",
@@ -48,13 +50,40 @@ OptionalUsage = Usage | None | UnsetType
 """`UNSET`: the stream reports none. None: this event reports none."""
 
 
+class PromptToken(msgspec.Struct):
+    """A token that a prompt has, or could have, at a position, in vLLM's shape."""
+
+    logprob: float
+    rank: int | None
+    """1 for the most probable token; None for a token that is not among those reported."""
+    decoded_token: str
+
+
+PromptEntry = dict[str, PromptToken] | None
+"""By token id; None for the first token of a prompt, which has no probability."""
+
+
 class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities of tokens, in parallel lists; None for the first token of a prompt."""
+    """Log-probabilities of tokens, in parallel lists; None for the first token of a prompt.
+
+    `top_logprobs` has each token as in `tokens`, and the sampled one always. `text_offset` is where
+    the text of a token begins in `text`, in characters: of a token that has no text there, such as
+    one of a stop string, where the next one would.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+    def joined(self, following: CompletionLogprobs) -> CompletionLogprobs:
+        """Return these and the following ones."""
+        return CompletionLogprobs(
+            self.tokens + following.tokens,
+            self.token_logprobs + following.token_logprobs,
+            self.top_logprobs + following.top_logprobs,
+            self.text_offset + following.text_offset,
+        )
 
 
 class CompletionChoice(msgspec.Struct):
@@ -66,6 +95,7 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[PromptEntry] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -149,6 +179,7 @@ class Chat(msgspec.Struct):
     usage: Usage
     object: str = "chat.completion"
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[PromptEntry] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

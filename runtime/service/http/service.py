@@ -10,6 +10,7 @@ from typing import Protocol
 from ...bounded_repr import bounded_repr
 from ..async_engine import AsyncEngine
 from .http_errors import HttpError
+from .unknown_fields import UnknownFields
 
 __all__ = ["Metrics", "Service", "package_version"]
 
@@ -32,6 +33,8 @@ class Service:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     """Names for `make_output_parser`."""
+    fields: UnknownFields
+    """Checks the fields of requests."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, given: str | None) -> str:

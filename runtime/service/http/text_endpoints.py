@@ -52,7 +52,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         longest = service.engine.max_model_len
         least = tokenizer.least_tokens(text, enough=longest + 1)
         if least > longest:  # it could occupy the thread for seconds
-            raise RequestError(too_long(f"at least {least} tokens", longest))
+            raise too_long(f"at least {least} tokens", longest)
         token_ids = tokenizer.encode(text, special=special)
         texts = TokenTexts(tokenizer)
         strings = [texts.text(i) for i in token_ids] if request.return_token_strs else None
@@ -67,7 +67,7 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     service.model_name(request.model)
     longest = service.engine.max_model_len
     if len(request.tokens) > longest:
-        raise HttpError(400, too_long(f"{len(request.tokens)} tokens", longest), param="tokens")
+        raise too_long(f"{len(request.tokens)} tokens", longest, "tokens")
     for index, token_id in enumerate(request.tokens):
         if not 0 <= token_id <= MAX_TOKEN_ID:
             shown = bounded_repr(token_id)
