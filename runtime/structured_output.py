@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from .bounded_repr import bounded_repr
 from .errors import RequestError
+from .structured import exact_json
 
 __all__ = ["GrammarKind", "StructuredOutput"]
 
@@ -121,7 +122,7 @@ def _schema_text(schema: object) -> str:
         if isinstance(schema, str):
             if len(schema) > MAX_SCHEMA_BYTES:
                 raise _too_large("json", len(schema), "characters", allowed)
-            parsed = json.loads(schema)
+            parsed = exact_json.loads(schema)
         if not isinstance(parsed, Mapping | bool):
             raise _refusal("json", schema, f"{allowed}: an object, True or False, or its text")
         if _is_deep(parsed):
@@ -129,8 +130,7 @@ def _schema_text(schema: object) -> str:
                 f"StructuredOutput: json nests deeper than {MAX_SCHEMA_DEPTH} levels; name inner"
                 " schemas under $defs and refer to them"
             )
-        # The order of properties is that of the output. NaN is no JSON.
-        text = json.dumps(_plain(parsed), allow_nan=False, ensure_ascii=False)
+        text = exact_json.dumps(parsed)  # the order of properties is that of the output
         size = len(text.encode())
     except RequestError:
         raise
@@ -142,15 +142,6 @@ def _schema_text(schema: object) -> str:
     if size > MAX_SCHEMA_BYTES:
         raise _too_large("json", size, "bytes", allowed)
     return text
-
-
-def _plain(value: object) -> object:
-    """Return a value whose mappings are dicts and whose sequences are lists."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
 
 
 def _is_deep(value: object) -> bool:

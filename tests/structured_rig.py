@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from stepgraph.runtime.structured_output import StructuredOutput
 from transformers import PreTrainedModel
 
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -44,9 +44,7 @@ def ll_tokenizer(directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...
 def matcher_of(tokenizer: LLTokenizer, structured: dict[str, Any]) -> LLMatcher:
     given = StructuredOutput.of(structured)
     if given.kind == "json":
-        grammar = LLMatcher.grammar_from_json_schema(
-            given.source, defaults={"whitespace_pattern": WHITE_SPACE}
-        )
+        grammar = LLMatcher.grammar_from_json_schema(given.source, defaults=SPACING)
     elif given.kind == "regex":
         grammar = LLMatcher.grammar_from_regex(given.source)
     elif given.kind == "choice":

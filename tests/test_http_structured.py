@@ -122,6 +122,67 @@ def test_a_demanded_call_follows_the_parameters(
     asyncio.run(use(Rig(engine, tool_parser=parser)))
 
 
+@pytest.mark.parametrize(
+    "number",
+    ["-9223372036854775808", "9007199254740993", "18446744073709551615", "0.10000000000000000001"],
+)
+def test_numbers_keep_their_digits_on_the_way(engine: AsyncEngine, number: str) -> None:
+    schema = (
+        f'{{"type": "object", "properties": {{"n": {{"const": {number}}}}}, "required": ["n"]}}'
+    )
+    schema = schema[:-1] + ', "additionalProperties": false}'
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}'
+    form = f'{{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}'
+    bodies = [
+        f'"response_format": {form}',
+        f'"structured_outputs": {{"json": {schema}}}',
+        f'"tools": [{tool}], "tool_choice": "required"',
+    ]
+    grammar = {"structured_outputs": {"grammar": f"start: %json {schema}"}}
+    bodies.append(json.dumps(grammar)[1:-1])
+
+    async def use(rig: Rig) -> None:
+        for fields in bodies:
+            body = f'{{"messages": {json.dumps(HI)}, "max_tokens": 60, {fields}}}'
+            response = await rig.post(body.encode(), CHAT)
+            assert response.status_code == 200, response.text
+            message = response.json()["choices"][0]["message"]
+            calls = message.get("tool_calls")
+            text = calls[0]["function"]["arguments"] if calls else message["content"]
+            assert json.loads(text, parse_int=str, parse_float=str) == {"n": number}
+
+    asyncio.run(use(Rig(engine, tool_parser="hermes")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        (
+            '"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": %s}}}',
+            "response_format.json_schema.schema",
+        ),
+        ('"structured_outputs": {"json": {"const": %s}}', "structured_outputs"),
+        (
+            '"tool_choice": "required", "tools": [{"type": "function", "function":'
+            ' {"name": "f", "parameters": {"const": %s}}}]',
+            "tools[0].function.parameters",
+        ),
+    ],
+    ids=["format", "structured", "tool"],
+)
+@pytest.mark.parametrize("number", ["1" * 4000, "1e9999"], ids=["digits", "exponent"])
+def test_numbers_out_of_range_are_refused_by_field(
+    engine: AsyncEngine, fields: str, field: str, number: str
+) -> None:
+    async def use(rig: Rig) -> None:
+        body = f'{{"messages": {json.dumps(HI)}, "max_tokens": 5, {fields % number}}}'
+        response = await rig.post(body.encode(), CHAT)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == field
+
+    asyncio.run(use(Rig(engine, tool_parser="hermes")))
+
+
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("keyword", ["$defs", "definitions"])
 def test_the_parameters_of_a_demanded_call_may_refer_to_themselves(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from typing import Any
 
 import jsonschema
@@ -67,9 +68,9 @@ def test_a_schema_with_custom_formats_compiles() -> None:
         ({"items": {"minProperties": 2, "patternProperties": {"^a": True}}}, "minProperties is 2"),
         ({"type": "integer", "multipleOf": 999_983}, "multipleOf is 999983; .* at most 10000"),
         ({"$defs": {"a": {"multipleOf": 1.000001}}}, "multipleOf is 1.000001"),
-        ({"multipleOf": 1e300}, "multipleOf is 1e.300"),
+        ({"multipleOf": 1e300}, "multipleOf is 1E.300"),
         ({"multipleOf": 10**400}, "multipleOf is "),
-        ({"multipleOf": 1e-30}, "multipleOf is 1e-30"),
+        ({"multipleOf": 1e-30}, "multipleOf is 1E-30"),
         ({"const": "x" * 5000}, "const has a text of 5002 characters; allowed are 4096"),
         ({"enum": ["a", "x" * 5000]}, "enum has a text"),
         ({"properties": {"x" * 5000: True}}, "properties has a text"),
@@ -184,3 +185,91 @@ def test_grammars_of_either_syntax(kind: str, source: str, texts: list[str]) -> 
 def test_grammars_that_are_none(kind: str, source: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         grammar_text(kind, source)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "others"),
+    [
+        ({"^a$": {"type": "integer"}}, {"additionalProperties": False}),
+        ({"^(a|b)$": {"type": "integer"}, "^b?a$": {}}, {"additionalProperties": False}),
+        ({"^a$": {"maximum": 5}}, {}),
+        ({"^ba?$": False}, {"additionalProperties": False}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("outer", [False, True], ids=["alone", "within allOf"])
+def test_patterns_of_named_properties_have_no_dead_ends(
+    patterns: Any, others: Any, outer: bool
+) -> None:
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    named: Any = {"type": "object", "properties": {"a": digit, "ba": digit, "b": digit}}
+    schema: Any = {**named, "required": ["a"], "patternProperties": patterns, **others}
+    if outer:
+        schema = {"allOf": [schema, {"type": "object", "properties": {"c": False}}]}
+    draw, complete = random.Random(1), 0
+    llguidance = pytest.importorskip("llguidance")
+    first = llguidance.LLMatcher(
+        llguidance.LLTokenizer("byte"), grammar_text("json", json.dumps(schema))
+    )
+    assert not first.is_error(), first.get_error()
+    for _ in range(40):
+        matcher, text = first.deep_copy(), b""
+        while not matcher.is_stopped() and len(text) < 60:
+            allowed = [i for i in range(256) if matcher.compute_bitmask()[i // 8] >> i % 8 & 1]
+            assert allowed or matcher.is_accepting(), text
+            if not allowed:
+                break
+            text += bytes([draw.choice(allowed)])
+            matcher.consume_token(text[-1])
+        if matcher.is_accepting():
+            complete += 1
+            jsonschema.validate(json.loads(text), schema)
+    assert complete > 5
+
+
+def test_a_pattern_that_forbids_all_names_leaves_an_empty_object() -> None:
+    schema = {"type": "object", "properties": {"a": {}}, "patternProperties": {"": False}}
+    assert follows(schema, "{}")
+    assert not follows(schema, '{"a":1}')
+    assert not follows(schema, '{"b":1}')
+
+
+def test_json_is_on_one_line() -> None:
+    schema = {"type": "object", "properties": {"a": {}, "b": {"$ref": "#/$defs/b"}, "c": BIG}}
+    for given in (
+        schema | {"$defs": {"b": {}}},
+        {"$defs": {"b": {}}, "properties": schema["properties"]},
+    ):
+        assert follows(given, '{"a": [1, 2,3], "b":{"x": null},"c": 9007199254740993}')
+        for text in (
+            '{ "a":1}',
+            '{"a" :1}',
+            '{"a":  1}',
+            '{"a":1 }',
+            '{"a":1,\n"b":1}',
+            '{"a":[ 1]}',
+        ):
+            assert not follows(given, text)
+
+
+BIG = {"type": "integer", "minimum": 2**53 + 1}
+
+
+def test_schemas_in_grammars_are_on_one_line_too() -> None:
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = llguidance.LLTokenizer("byte")
+
+    def accepts(lark: str, text: str) -> bool:
+        matcher = llguidance.LLMatcher(tokenizer, grammar_text("grammar", lark))
+        assert not matcher.is_error(), matcher.get_error()
+        tokens = tokenizer.tokenize_str(text)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+
+    items = {"type": "array", "items": BIG}
+    for schema in ({"type": "array"}, items):
+        lark = f'start: "%json {{}}" %json {json.dumps(schema)} // %json [\n'
+        assert accepts(lark, "%json {}[9007199254740993, 9007199254740994]")
+        assert not accepts(lark, "%json {}[9007199254740993 ]")
+    own = {"x-guidance": {"whitespace_flexible": True}, **items}
+    assert accepts(f"start: %json {json.dumps(items)}", "[9007199254740993]")
+    assert not accepts(f"start: %json {json.dumps(own)}", "[9007199254740992]")

@@ -1,9 +1,9 @@
 """Grammars of all kinds as texts that llguidance compiles.
 
 llguidance computes all forced text at once. A rule that refers to itself after a literal forces
-text without an end, so nothing is forced in grammars of users. This does not change which texts
-they allow. JSON schemas force little at once, as white space may come between any two parts, and
-`forced_calls.py` bounds what tool calls force.
+text without an end, so nothing is forced in grammars of users, nor in schemas with references. This
+does not change which texts they allow. Other JSON schemas force little at once, as a space may
+follow each `:` and `,`, and `forced_calls.py` bounds what tool calls force.
 """
 
 from __future__ import annotations
@@ -13,19 +13,24 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .json_schemas import prepared_schema
+from .exact_json import decode_at, dumps, loads
+from .json_schemas import COMPACT, PreparedSchema, prepared_schema
 
 __all__ = ["grammar_text"]
 
 MAX_EBNF_BYTES: Final = 1 << 14
 """Of a grammar with `::=`, whose conversion takes time quadratic in its size."""
 
-_WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,16}"
-"""Between the parts of a JSON text, where a model could otherwise go on forever."""
 _UNFORCED: Final = '\n%llguidance {"no_forcing": true}'
 """At the end of a grammar, where it takes the place of an option before it."""
 _IS_LARK: Final = re.compile(r"^[ \t]*(?:%llguidance\b|[?!]?start\b[^:\n]*:(?!:=))", re.MULTILINE)
-_JSON: Final = re.compile(r"%json\s*")
+_TOKEN: Final = re.compile(
+    r"%(?P<keyword>json|llguidance|regex)\b\s*"
+    r'|"(?:\\.|[^"\\\n])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s]+>',
+    re.DOTALL,
+)
+"""Keywords in a grammar that JSON follows, and what may contain a text that looks like one."""
+_OPTIONS: Final = "x-guidance"
 _ESCAPE: Final = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 _REASONED: Final = r"""start: reasoning space @content
 reasoning[lazy]: /(?s:.*)TAG/
@@ -51,8 +56,8 @@ def grammar_text(kind: str, source: str, token_ids: Mapping[str, int] | None = N
                 raise ValueError("the schema false allows no text")
             source = "{}"
         schema = prepared_schema(source)
-        options: Any = {"whitespace_pattern": _WHITE_SPACE} | schema.options
-        return LLMatcher.grammar_from_json_schema(schema.text, defaults=options)
+        lark = f"start: {_embedded(schema)}" if schema.rules is None else schema.rules
+        return LLMatcher.grammar_from_lark(lark + _UNFORCED * ('"$ref"' in schema.text))
     if kind == "regex":
         if (len(source) - len(source.rstrip("\\"))) % 2:
             raise ValueError("it ends with a backslash, which escapes nothing")
@@ -65,13 +70,11 @@ def grammar_text(kind: str, source: str, token_ids: Mapping[str, int] | None = N
         )
         return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
     if kind == "calls":
-        return LLMatcher.grammar_from_lark(source)
+        return _with_schemas(source)
     if kind == "reasoned":
         tag, kind, source = json.loads(source)
         return _reasoned(tag, grammar_text(kind, source, token_ids))
-    lark = _as_lark(source)
-    _check_schemas(lark)
-    return LLMatcher.grammar_from_lark(_with_ids(lark, token_ids or {}) + _UNFORCED)
+    return _with_schemas(_with_ids(_as_lark(source), token_ids or {}) + _UNFORCED)
 
 
 def _reasoned(tag: str, content: str) -> str:
@@ -116,14 +119,53 @@ def _as_lark(source: str) -> str:
     return lark
 
 
-def _check_schemas(lark: str) -> None:
-    """Raise `ValueError` for schemas in a grammar that `prepared_schema` refuses."""
-    for match in _JSON.finditer(lark):
-        try:
-            schema, _ = json.JSONDecoder().raw_decode(lark, match.end())
-        except (ValueError, RecursionError):  # it is no schema, or llguidance refuses it
-            continue
-        prepared_schema(json.dumps(schema))
+def _with_schemas(lark: str) -> str:
+    """Return a grammar in which schemas are as `prepared_schema` returns them.
+
+    Raises:
+        ValueError: a schema is no JSON, or refused.
+    """
+    parts: list[str] = []
+    rules: list[str] = []
+    start = 0
+    while found := _TOKEN.search(lark, start):
+        end = found.end()
+        parts.append(lark[start : found.start()])
+        if found["keyword"] is None:
+            parts.append(found[0])
+        else:
+            value, end = _value_at(lark, end, found["keyword"])
+            is_schema = found["keyword"] == "json" and isinstance(value, dict)
+            prepared = _prepared(value) if is_schema else None
+            if prepared is None:
+                parts.append(lark[found.start() : end])
+            elif prepared.rules is None:
+                parts.append(_embedded(prepared))
+            else:
+                parts.append(f"@schema_{len(rules)}")
+                rules.append(prepared.rules)
+        start = end
+    whole = "".join((*parts, lark[start:]))
+    named = [{"name": f"schema_{i}", "lark_grammar": text} for i, text in enumerate(rules)]
+    return json.dumps({"grammars": [{"lark_grammar": whole}, *named]})
+
+
+def _embedded(schema: PreparedSchema) -> str:
+    """Return a schema as a part of a rule."""
+    text = dumps(loads(schema.text) | {_OPTIONS: schema.options})
+    return "%json " + text.replace("\x7f", "\\u007f")  # not read otherwise
+
+
+def _value_at(lark: str, start: int, keyword: str) -> tuple[Any, int]:
+    try:
+        return decode_at(lark, start)
+    except ValueError as error:
+        raise ValueError(f"%{keyword} is followed by no valid JSON: {error}") from error
+
+
+def _prepared(schema: dict[str, Any]) -> PreparedSchema:
+    given = schema.get(_OPTIONS)
+    return prepared_schema(dumps(schema), COMPACT | given if isinstance(given, dict) else COMPACT)
 
 
 def _character(escape: re.Match[str]) -> str:

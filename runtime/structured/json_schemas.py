@@ -7,19 +7,35 @@
   an escaped name as a different one. So where a schema also allows other properties, `\\u` escapes
   are forbidden, and with them control characters.
 - Names of additional properties can be repeated, each of which llguidance counts.
+- llguidance computes with double precision, and its expressions for bounds with a fraction allow
+  some numbers beyond them and lack others within. Such schemas become rules (`schema_rules.py`).
+  Where that is not possible the bounds are narrowed, or the schema is refused.
+- A pattern that only some named properties match leaves llguidance without a name to go on with. It
+  becomes these properties.
 """
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
-from ..bounded_repr import bounded_repr
+from ..bounded_repr import bounded_repr, bounded_text
+from .exact_json import dumps, is_number, loads
+from .number_ranges import LARGEST_EXACT, NumberRange
+from .pattern_texts import matching_texts
+from .schema_rules import BOUNDS, NoRulesError, decimals_of, schema_rules, types_of
 
-__all__ = ["PreparedSchema", "prepared_schema"]
+__all__ = ["COMPACT", "PreparedSchema", "prepared_schema"]
+
+COMPACT: Final[dict[str, Any]] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+}
+"""White space between the parts of a JSON text: a space, or none, after `,` and `:`."""
 
 MAX_FORCED_CHARS: Final = 4096
 """Of `const`, a value of `enum` or a name: each step tokenises what is left of a forced text."""
@@ -27,7 +43,18 @@ MAX_FACTOR, MAX_DECIMALS = 10_000, 18
 """Of `multipleOf`: its digits, to which the automaton counts, and how many of them are decimals."""
 MAX_COMMON_FACTOR: Final = 100_000
 """Of all `multipleOf` of a schema: values may have to be multiples of several of them."""
+MAX_COUNT: Final = 2**31 - 1
+"""Of items, characters and properties. No output has more."""
+MAX_BOUND_DIGITS: Final = 100
+"""Of a bound of numbers."""
 
+_LEAST: Final = ("minItems", "minLength", "minProperties")
+_MOST: Final = ("maxItems", "maxLength", "maxProperties")
+_SWITCHES: Final = ("exclusiveMinimum", "exclusiveMaximum")
+"""Bounds that are bools in draft 4."""
+_NOTHING: Final = NumberRange(Decimal(1), Decimal(0))
+_UNIVERSAL: Final = frozenset(("", "^", "$", ".*", "^.*", ".*$", "^.*$", "^(.*)$", "[\\s\\S]*"))
+"""Patterns that all names match."""
 _SPECIFIED: Final = frozenset(
     (
         *("date-time", "time", "date", "duration", "email", "idn-email", "hostname"),
@@ -63,20 +90,35 @@ class PreparedSchema(NamedTuple):
     text: str
     options: dict[str, Any]
     """Of llguidance."""
+    rules: str | None
+    """A grammar in Lark that takes the place of the schema, if its numbers need one."""
 
 
-def prepared_schema(source: str) -> PreparedSchema:
+def prepared_schema(source: str, layout: Mapping[str, Any] = COMPACT) -> PreparedSchema:
     """Return a JSON schema for llguidance.
+
+    Args:
+        source: the schema.
+        layout: options of llguidance: how the parts of a text are separated.
 
     Raises:
         ValueError: it is no JSON text, or outputs could be invalid or take too long.
     """
-    schema = json.loads(source)
+    schema = loads(source)
     walk = _Walk()
     walk.visit(schema)
     walk.check_factors()
-    text = json.dumps(schema, ensure_ascii=False) if walk.changed else source
-    return PreparedSchema(text, {"json_allowed_escapes": 'nrbtf\\"'} if walk.has_open_names else {})
+    walk.name_patterns()
+    escapes = {"json_allowed_escapes": 'nrbtf\\"'} if walk.has_open_names else {}
+    options = {**layout, **escapes}
+    rules = None
+    if walk.exact:
+        try:
+            rules = schema_rules(schema, walk.exact.keys(), options)
+        except NoRulesError as error:
+            walk.narrow(str(error))
+    text = dumps(schema) if walk.changed else source
+    return PreparedSchema(text, options, rules)
 
 
 class _Walk:
@@ -86,7 +128,13 @@ class _Walk:
         self.changed = False
         self.has_open_names = False
         """Whether an object may have properties besides the named ones."""
+        self.exact: dict[int, dict[str, Any]] = {}
+        """Schemas with numbers that llguidance would get wrong, by `id`."""
         self._factors: list[Fraction] = []
+        self._names: set[str] = set()
+        """Of properties."""
+        self._patterned: list[dict[str, Any]] = []
+        self._spans: list[NumberRange] = []
 
     def visit(self, schema: Any) -> None:
         """Visit a schema, or a list of these. Raises `ValueError`."""
@@ -101,8 +149,15 @@ class _Walk:
         is_closed = schema.get("additionalProperties") is False
         named, patterns = schema.get("properties"), schema.get("patternProperties")
         self.has_open_names |= bool(patterns) or (bool(named) and not is_closed)
+        self._names.update(named if isinstance(named, dict) else ())
+        if isinstance(patterns, dict) and isinstance(named, dict | None):
+            self._patterned.append(schema)
+        self._bound_counts(schema)
         _check_count(schema, is_closed and not patterns)
         self._add_factor(schema.get("multipleOf"))
+        self._bound_numbers(schema)
+        if not all(map(_is_plain, _constants(schema))):
+            self.exact[id(schema)] = schema
         for keyword, value in schema.items():
             _check_texts(keyword, value)
             if keyword in _NAMED and isinstance(value, dict):
@@ -120,22 +175,200 @@ class _Walk:
                 f" {bounded_repr(common)}; allowed are {MAX_COMMON_FACTOR}"
             )
 
+    def name_patterns(self) -> None:
+        """Replace patterns of property names that match only names of the schema."""
+        for schema in self._patterned:
+            patterns: dict[str, Any] = schema["patternProperties"]
+            named: dict[str, Any] = schema.setdefault("properties", {})
+            for pattern, inner in list(patterns.items()):
+                if inner is False and pattern in _UNIVERSAL:
+                    schema["additionalProperties"] = False
+                    texts: list[str] | None = list(named)
+                else:
+                    texts = matching_texts(pattern, len(self._names))
+                if texts is None:
+                    continue
+                self.changed = True
+                del patterns[pattern]
+                for text in texts:
+                    given = named.get(text, True)
+                    named[text] = (
+                        inner if inner is False or given is True else {"allOf": [given, inner]}
+                    )
+            if not named:
+                del schema["properties"]
+            if not patterns:
+                del schema["patternProperties"]
+
+    def narrow(self, reason: str) -> None:
+        """Narrow bounds to those with which llguidance computes exactly.
+
+        Args:
+            reason: the part of the schema that does not allow exact bounds.
+
+        Raises:
+            ValueError: a number cannot be narrowed.
+        """
+        self.changed = True
+        for schema in self.exact.values():
+            for value in _constants(schema):
+                if not _is_plain(value, floats=True):
+                    raise ValueError(
+                        f"the constant {bounded_text(dumps(value))} has a number beyond 2^53, or"
+                        f" with more digits than double precision: it cannot be used with {reason}"
+                    )
+            span = NumberRange.of(schema)
+            if span.low is not None or span.high is not None:
+                span &= NumberRange(Decimal(-LARGEST_EXACT), Decimal(LARGEST_EXACT))
+            bounds = [bound for bound in (span.low, span.high) if bound is not None]
+            if span.is_empty() or not all(_is_plain(bound, floats=True) for bound in bounds):
+                shown = " and ".join(f"{k} {schema[k]}" for k in BOUNDS if k in schema)
+                raise ValueError(
+                    f"{bounded_text(shown)} needs numbers beyond 2^53, or with more digits than"
+                    f" double precision: they cannot be used with {reason}"
+                )
+            _set_bounds(schema, span)
+        bounds = [bound for span in self._spans for bound in (span.low, span.high)]
+        if self._factors and any(bound is not None and bound != int(bound) for bound in bounds):
+            raise ValueError(
+                f"multipleOf and bounds that are no integers cannot be used with {reason}"
+            )
+        if any(_meet_badly(one, other) for one in self._spans for other in self._spans):
+            raise ValueError(
+                "a range that begins or ends right after an integer, and has no other, cannot be"
+                f" used with {reason}"
+            )
+
     def _add_factor(self, factor: Any) -> None:
-        if not isinstance(factor, int | float) or isinstance(factor, bool):
+        if not is_number(factor) or not factor:  # 0 is refused by llguidance
             return
-        number = Decimal(str(factor)).normalize()
+        number = Decimal(factor).normalize()
         _, digits, exponent = number.as_tuple()
-        if (
-            not isinstance(exponent, int) or not number
-        ):  # NaN, infinite or 0, which llguidance refuses
-            return
+        assert isinstance(exponent, int)
         too_many = len(digits) + max(exponent, 0) > len(str(MAX_FACTOR)) or exponent < -MAX_DECIMALS
         if too_many or int("".join(map(str, digits))) * 10 ** max(exponent, 0) > MAX_FACTOR:
             raise ValueError(
-                f"multipleOf is {bounded_repr(factor)}; written without its decimal point it may be"
-                f" at most {MAX_FACTOR}, with at most {MAX_DECIMALS} decimals"
+                f"multipleOf is {bounded_text(dumps(factor))}; written without its decimal point"
+                f" it may be at most {MAX_FACTOR}, with at most {MAX_DECIMALS} decimals"
             )
         self._factors.append(Fraction(number))
+
+    def _bound_counts(self, schema: dict[str, Any]) -> None:
+        """Write counts as integers, and leave out those that no output reaches."""
+        for keyword in _LEAST + _MOST:
+            count = schema.get(keyword)
+            if not is_number(count) or count != int(count):
+                continue
+            if count > MAX_COUNT and keyword in _LEAST:
+                raise ValueError(
+                    f"{keyword} is {bounded_text(dumps(count))}; allowed are up to {MAX_COUNT}"
+                )
+            self.changed |= not isinstance(count, int) or count > MAX_COUNT
+            schema[keyword] = int(count)
+            if count > MAX_COUNT:
+                del schema[keyword]
+
+    def _bound_numbers(self, schema: dict[str, Any]) -> None:
+        """Write the bounds of numbers as llguidance reads them; note which it would get wrong."""
+        factor = schema.get("multipleOf")
+        given = [keyword for keyword in BOUNDS if keyword in schema]
+        numbers = [
+            is_number(schema[k]) or (k in _SWITCHES and schema[k] in (True, False)) for k in given
+        ]
+        if not all(numbers):
+            return  # no schema, or llguidance refuses it
+        integer = _is_integer(schema)
+        if integer and decimals_of(factor) is not None:
+            del schema["multipleOf"]
+            factor, self.changed = None, True
+        span = NumberRange.of(schema)
+        if integer:
+            span = span.integers()
+        if is_number(factor) and factor and not span.has_multiple(Decimal(factor)):
+            span = _NOTHING
+        if span.is_empty():
+            span = _NOTHING
+        bounds = [bound for bound in (span.low, span.high) if bound is not None]
+        self._spans += [span] if bounds else []
+        if given:
+            _check_digits(schema)
+            self.changed |= _set_bounds(schema, span)
+        exact = all(bound == int(bound) and abs(bound) <= LARGEST_EXACT for bound in bounds)
+        if bounds and not integer:
+            # llguidance lacks 3.0 as the only number or as a multiple, and 0.0 as the largest.
+            exact = exact and span.high not in (0, span.low) and decimals_of(factor) is None
+        if not exact and types_of(schema) & {"number", "integer"}:
+            self.exact[id(schema)] = schema
+
+
+def _is_integer(schema: dict[str, Any]) -> bool:
+    """Whether all numbers that the type of a schema allows are integers."""
+    types = types_of(schema)
+    return "integer" in types and "number" not in types
+
+
+def _set_bounds(schema: dict[str, Any], span: NumberRange) -> bool:
+    """Write a range into a schema; return whether that changes it."""
+    before = {keyword: schema.pop(keyword) for keyword in BOUNDS if keyword in schema}
+    for bound, exclusive, keywords in (
+        (span.low, span.above_low, ("minimum", "exclusiveMinimum")),
+        (span.high, span.below_high, ("maximum", "exclusiveMaximum")),
+    ):
+        if bound is not None:
+            schema[keywords[exclusive]] = int(bound) if bound == int(bound) else bound
+    after = {keyword: schema[keyword] for keyword in BOUNDS if keyword in schema}
+    return dumps(before) != dumps(after)
+
+
+def _meet_badly(one: NumberRange, other: NumberRange) -> bool:
+    """Whether llguidance would allow an integer that the bounds of two schemas exclude."""
+    low, high = one.low, other.high
+    if low is None or high is None or low >= high:
+        return False
+    return (one.above_low and low >= 0 and low == int(low) == int(high)) or (
+        other.below_high and high <= 0 and high == int(high) == int(low)
+    )
+
+
+def _check_digits(schema: dict[str, Any]) -> None:
+    """Refuse bounds with so many digits that comparing them takes a large automaton."""
+    for keyword in BOUNDS:
+        bound = schema.get(keyword)
+        if not is_number(bound):
+            continue
+        digits = f"{Decimal(bound):e}".partition("e")[0].rstrip("0")
+        if len(digits) > MAX_BOUND_DIGITS:
+            raise ValueError(
+                f"{keyword} is {bounded_text(dumps(bound))}; allowed are {MAX_BOUND_DIGITS} digits"
+                " and zeros at the end"
+            )
+
+
+def _constants(schema: dict[str, Any]) -> list[Any]:
+    """Return the values that a schema lists."""
+    listed = schema.get("enum")
+    constants = listed if isinstance(listed, list) else []
+    return [*constants, schema["const"]] if "const" in schema else constants
+
+
+def _is_plain(value: Any, *, floats: bool = False) -> bool:
+    """Whether llguidance reads the numbers within a value as they are.
+
+    It writes those with a fraction or an exponent in one of several forms; with `floats` that does
+    not count.
+    """
+    if isinstance(value, dict):
+        return all(_is_plain(item, floats=floats) for item in value.values())
+    if isinstance(value, list):
+        return all(_is_plain(item, floats=floats) for item in value)
+    if not is_number(value):
+        return True
+    if isinstance(value, int) or abs(value) > LARGEST_EXACT:
+        return abs(value) <= LARGEST_EXACT
+    _, digits, exponent = value.as_tuple()
+    # So far llguidance rounds a text to double precision correctly.
+    is_exact = int("".join(map(str, digits))) <= LARGEST_EXACT and abs(exponent) <= 22
+    return floats and is_exact and Decimal(repr(float(value))) == value
 
 
 def _is_ignored(keyword: str, value: Any) -> bool:
@@ -159,9 +392,9 @@ def _check_count(schema: dict[str, Any], is_closed: bool) -> None:
 def _check_texts(keyword: str, value: Any) -> None:
     """Refuse a keyword with texts that are too long to be forced."""
     if keyword == "const" or keyword in _NAMED:
-        texts = [json.dumps(value)] if keyword == "const" else list(value)
+        texts = [dumps(value)] if keyword == "const" else list(value)
     elif keyword in ("enum", "required") and isinstance(value, list):
-        texts = [json.dumps(item) for item in value]
+        texts = [dumps(item) for item in value]
     else:
         return
     longest = max(map(len, texts), default=0)

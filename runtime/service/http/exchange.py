@@ -11,12 +11,14 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import TypeVar
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import OverloadedError
+from ...structured.exact_json import JsonFloat
 from .body_errors import invalid_body
 from .http_errors import HttpError, http_error
 from .unknown_fields import UnknownFields
@@ -289,11 +291,17 @@ class Endpoint:
             await exchange.respond_error(http_error(error))
 
 
+@cache
+def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    """Return a decoder that keeps the digits of numbers in schemas."""
+    return msgspec.json.Decoder(kind, float_hook=JsonFloat)
+
+
 def _decode(body: bytearray, kind: type[T]) -> T:
     if body.count(b"{") + body.count(b"[") > MAX_BRACKETS:
         raise HttpError(400, f"the body has more than {MAX_BRACKETS} brackets and braces")
     try:
-        return msgspec.json.decode(body, type=kind)
+        return _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
         raise invalid_body(error) from error
     except RecursionError as error:

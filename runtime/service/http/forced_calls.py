@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from ...bounded_repr import bounded_repr
 from ...errors import RequestError
+from ...structured.exact_json import dumps, loads
 from ...structured.json_schemas import prepared_schema
 from ...structured_output import MAX_GRAMMAR_BYTES, GrammarKind, StructuredOutput
 from .http_errors import HttpError
@@ -58,13 +58,12 @@ def tool_call_grammar(
             param="tool_choice",
         )
     arguments = "arguments" if tool_parser == "hermes" else "parameters"
-    options = dict(_SPACING)
     calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                arguments: _parameters(index, function, f"#/properties/{arguments}", options),
+                arguments: _parameters(index, function, f"#/properties/{arguments}"),
             },
             "required": ["name", arguments],
             "additionalProperties": False,
@@ -73,7 +72,7 @@ def tool_call_grammar(
     ]
     names = [f"call_{index}" for index in functions]
     rules = [
-        f"{name}: %json {json.dumps(call | {'x-guidance': options})}"
+        f"{name}: %json {dumps(call | {'x-guidance': _SPACING})}"
         for name, call in zip(names, calls, strict=True)
     ]
     start = "(" + " | ".join(names) + ")"
@@ -93,13 +92,8 @@ def tool_call_grammar(
     return _CallGrammar(grammar=grammar)
 
 
-def _parameters(
-    index: int, function: Mapping[str, Any], place: str, options: dict[str, Any]
-) -> Any:
-    """Return the schema of a function's parameters for `place` in another schema.
-
-    Adds the options of llguidance that it needs.
-    """
+def _parameters(index: int, function: Mapping[str, Any], place: str) -> Any:
+    """Return the schema of a function's parameters for `place` in another schema."""
     field = f"tools[{index}].function.parameters"
     schema = function.get("parameters")
     if schema is None:
@@ -110,11 +104,10 @@ def _parameters(
         )
     try:
         source = StructuredOutput(json=schema).source
-        prepared = prepared_schema(source)
+        prepared_schema(source, _SPACING)
     except (RequestError, ValueError) as error:
         raise HttpError(400, f"{field}: {error}", param=field) from error
-    options.update(prepared.options)
-    return _moved(json.loads(prepared.text), place) or _ANY_OBJECT
+    return _moved(loads(source), place) or _ANY_OBJECT
 
 
 def _moved(schema: object, place: str) -> object:

@@ -8,6 +8,7 @@ import msgspec
 
 from ...bounded_repr import bounded_repr
 from ...engine.intake import MAX_SALT_CHARS
+from ...errors import RequestError
 from ...loading.chat_template import ChatPrompt
 from ...prompt_ids import too_long
 from ...sampling_params import (
@@ -94,8 +95,7 @@ class ResponseFormat(msgspec.Struct):
         """Return what the output must be.
 
         Raises:
-            HttpError: the type is not supported, or has no schema.
-            RequestError: the schema is too large.
+            HttpError: the type is not supported, or the schema is missing, no JSON or too large.
         """
         if self.type == "text":
             return None
@@ -120,7 +120,11 @@ class ResponseFormat(msgspec.Struct):
             raise HttpError(
                 400, "response_format needs json_schema", param="response_format.json_schema"
             )
-        return StructuredOutput(json=self.json_schema.schema)
+        try:
+            return StructuredOutput(json=self.json_schema.schema)
+        except RequestError as error:
+            field = "response_format.json_schema.schema"
+            raise HttpError(400, f"{field}: {error}", param=field) from error
 
 
 class SamplingRequest(msgspec.Struct, kw_only=True):
@@ -194,9 +198,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         demands = {
             "tool_choice": forced,
             "response_format": None if form is None else form.structured(),
-            "structured_outputs": None
-            if fields is None
-            else StructuredOutput.of({k: v for k, v in fields.items() if v is not None}),
+            "structured_outputs": None if fields is None else _structured_of(fields),
         }
         given = [name for name, structured in demands.items() if structured is not None]
         if len(given) > 1:
@@ -407,6 +409,14 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     tokens: list[TokenId]
+
+
+def _structured_of(fields: dict[str, Any]) -> StructuredOutput:
+    try:
+        return StructuredOutput.of({k: v for k, v in fields.items() if v is not None})
+    except RequestError as error:
+        field = "structured_outputs"
+        raise HttpError(400, f"{field}: {error}", param=field) from error
 
 
 def chat_prompt(

@@ -1,0 +1,324 @@
+"""Numbers in schemas, checked with `decimal`: outputs are valid, and valid numbers are allowed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from decimal import Context, Decimal, InvalidOperation
+from typing import Any
+
+import llguidance
+import numpy as np
+import pytest
+from stepgraph.runtime.errors import RequestError
+from stepgraph.runtime.structured.exact_json import dumps
+from stepgraph.runtime.structured.grammar_texts import grammar_text
+from stepgraph.runtime.structured_output import StructuredOutput
+
+BYTES = llguidance.LLTokenizer("byte")
+WALKS, MAX_BYTES = 4, 80
+EXACT = Context(prec=1000)
+LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+UINT64 = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
+
+
+def matcher_of(schema: Any) -> Any:
+    """Return a matcher of bytes. Raises `ValueError` for a schema that is refused."""
+    source = StructuredOutput(json=schema).source
+    matcher = llguidance.LLMatcher(BYTES, grammar_text("json", source), log_level=0)
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
+
+
+def accepts(matcher: Any, text: str) -> bool:
+    copy, tokens = matcher.deep_copy(), list(text.encode())
+    return copy.try_consume_tokens(tokens) == len(tokens) and bool(copy.is_accepting())
+
+
+def walk(matcher: Any, draw: random.Random) -> str | None:
+    """Return a random text of the grammar; None for one that does not end. None has a dead end."""
+    copy, text = matcher.deep_copy(), bytearray()
+    while len(text) < MAX_BYTES:
+        if copy.is_stopped() or (copy.is_accepting() and draw.random() < 0.3):
+            return text.decode()
+        packed = np.frombuffer(copy.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(packed, bitorder="little")[:256])
+        assert len(allowed) or copy.is_accepting(), f"nothing may follow {bytes(text)!r}"
+        if not len(allowed):
+            return text.decode()
+        text.append(draw.choice(allowed.tolist()))
+        assert copy.consume_token(text[-1]), (bytes(text), copy.get_error())
+    return None
+
+
+def is_valid(schema: dict[str, Any], value: Any) -> bool:
+    """Whether a number follows a schema of numbers, in decimal."""
+    if isinstance(value, bool) or not isinstance(value, int | Decimal):
+        return False
+    number = Decimal(value)
+    types = schema.get("type", "number")
+    if "number" not in types and number != number.to_integral_value():
+        return False
+    if "enum" in schema and not any(number == constant for constant in schema["enum"]):
+        return False
+    if "const" in schema and number != schema["const"]:
+        return False
+    if "multipleOf" in schema:
+        n, d = number.as_integer_ratio()
+        a, b = Decimal(schema["multipleOf"]).as_integer_ratio()
+        if n * b % (d * a):
+            return False
+    return not (
+        ("minimum" in schema and number < schema["minimum"])
+        or ("maximum" in schema and number > schema["maximum"])
+        or ("exclusiveMinimum" in schema and number <= schema["exclusiveMinimum"])
+        or ("exclusiveMaximum" in schema and number >= schema["exclusiveMaximum"])
+    )
+
+
+def number_of(draw: random.Random) -> int | Decimal:
+    """Return a number, often at an edge of binary or decimal notation."""
+    sign, small = draw.choice((1, -1)), draw.choice((-1, 0, 0, 1))
+    match draw.randrange(8):
+        case 0:
+            return draw.randrange(-20, 20)
+        case 1:
+            return Decimal(draw.randrange(-5000, 5000)).scaleb(-draw.randrange(1, 5))
+        case 2:
+            return sign * 2 ** draw.choice((31, 32, 52, 53, 54, 62, 63, 64, 65)) + small
+        case 3:
+            return sign * 10 ** draw.randrange(1, 24) + small
+        case 4:
+            return sign * Decimal(10) ** -draw.randrange(1, 20)
+        case 5:
+            return sign * (1 + small * Decimal(10) ** -draw.randrange(1, 18))
+        case 6:
+            return Decimal(draw.choice(("-0.0", "0.0", "0E+3", "1.0", "1E+2", "2.50", "-1.5e-7")))
+    return sign * draw.choice((Decimal("1e300"), Decimal("1.5e-40"), Decimal("6.02E+23"), 10**40))
+
+
+def schema_of(draw: random.Random) -> dict[str, Any]:
+    """Return a random schema of numbers."""
+    schema: dict[str, Any] = {}
+    kind = draw.random()
+    if kind > 0.2 or draw.random() < 0.5:
+        schema["type"] = draw.choice(("integer", "number"))
+    if kind < 0.15:
+        schema["const"] = number_of(draw)
+    elif kind < 0.3:
+        schema["enum"] = [number_of(draw) for _ in range(draw.randrange(1, 4))]
+    if kind > 0.2:
+        low = number_of(draw)
+        width = abs(number_of(draw)) if draw.random() < 0.7 else Decimal("0.01")
+        for keyword, bound in zip(
+            (draw.choice(LIMITS[::2]), draw.choice(LIMITS[1::2])), (low, low + width), strict=True
+        ):
+            if draw.random() < 0.75:
+                schema[keyword] = bound
+    if kind > 0.85:
+        schema["multipleOf"] = draw.choice(
+            (1, 2, 5, 3, Decimal("0.1"), Decimal("0.01"), Decimal("0.5"), Decimal("2.50"))
+        )
+    return schema
+
+
+def placed(draw: random.Random, schema: dict[str, Any]) -> tuple[Any, str, str, bool]:
+    """Return a schema around one of a number, the text around it, and whether bounds stay exact."""
+    closed = {"type": "object", "required": ["a"], "additionalProperties": False}
+    match draw.randrange(9):
+        case 0:
+            return {"$defs": {"N": schema}, "$ref": "#/$defs/N"}, "", "", True
+        case 1:
+            return {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}, "[", "]", True
+        case 2:
+            return closed | {"properties": {"a": schema}}, '{"a":', "}", True
+        case 3:
+            nullable = {"anyOf": [{"type": "null"}, schema]}
+            return (
+                {"prefixItems": [nullable], "items": False, "minItems": 1, "type": "array"},
+                "[",
+                "]",
+                True,
+            )
+        case 4:
+            halves = [
+                {k: v for k, v in schema.items() if (k in LIMITS[::2]) == half} for half in (0, 1)
+            ]
+            return {"allOf": halves}, "", "", False
+        case 5:
+            other = {"patternProperties": {"^x[0-9]+$": {"type": "null"}}}
+            return closed | other | {"properties": {"a": schema}}, '{"a":', "}", False
+    return schema, "", "", True
+
+
+@pytest.mark.parametrize(
+    ("count", "seed"),
+    [(200, 0), *(pytest.param(2500, seed, marks=pytest.mark.slow) for seed in range(1, 9))],
+)
+def test_numbers_follow_their_schemas_in_decimal(count: int, seed: int) -> None:
+    draw = random.Random(seed)
+    seen = dict.fromkeys(("refused", "walks", "unfinished", "candidates"), 0)
+    for _ in range(count):
+        schema = schema_of(draw)
+        whole, before, after, exact = placed(draw, schema)
+        exact = exact and schema.get("multipleOf") in (None, 1, Decimal("0.1"), Decimal("0.01"))
+        try:
+            matcher = matcher_of(whole)
+        except ValueError:
+            seen["refused"] += 1
+            # Nothing is refused that has an output, where numbers can be followed exactly.
+            assert not (exact and any(is_valid(schema, n) for n in candidates(schema))), whole
+            continue
+        for _ in range(WALKS):
+            text = walk(matcher, draw)
+            seen["walks" if text is not None else "unfinished"] += 1
+            if text is not None:
+                value = number_in(json.loads(text, parse_float=decimal_of))
+                assert value is None or is_valid(schema, value), (whole, text)
+        for value in candidates(schema) if exact else ():
+            text = f"{before}{written(value)}{after}"
+            seen["candidates"] += 1
+            assert accepts(matcher, text) == is_valid(schema, value), (whole, text)
+    print(f"{count} schemas: {seen}")
+    assert seen["refused"] < count / 2
+
+
+def decimal_of(literal: str) -> Decimal | None:
+    """Return a number; None if its exponent is beyond those of `Decimal`."""
+    try:
+        return Decimal(literal)
+    except InvalidOperation:
+        return None
+
+
+def number_in(value: Any) -> Any:
+    """Return the number that `placed` put into a value, or None."""
+    if isinstance(value, dict):
+        return value.get("a")
+    return value[0] if isinstance(value, list) else value
+
+
+def candidates(schema: dict[str, Any]) -> Iterator[int | Decimal]:
+    """Return numbers at and around those of a schema, in the type that it demands."""
+    constants = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]
+    integer = schema.get("type") == "integer"
+    yield from constants
+    for bound in () if constants else [*(schema[k] for k in LIMITS if k in schema), 0]:
+        for step in (0, 1, -1, Decimal("0.01"), Decimal("-0.001")):
+            number = EXACT.add(Decimal(bound), Decimal(step))
+            if abs(number.adjusted()) > 30:
+                continue
+            if number == number.to_integral_value() and (integer or isinstance(bound, int)):
+                yield int(number)
+            elif not integer:
+                yield number
+
+
+def written(number: int | Decimal) -> str:
+    """Return how JSON writers write a number; an exponent is far from what bounds here have."""
+    if isinstance(number, int):
+        return str(number)
+    if abs(number.adjusted()) > 30:
+        return repr(float(number))
+    whole, _, fraction = f"{number:f}".partition(".")
+    return f"{whole}.{fraction.rstrip('0') or '0'}"
+
+
+@pytest.mark.parametrize("place", range(3), ids=["alone", "named", "beside a pattern"])
+def test_numbers_of_64_bits_work_and_end_no_process(place: int) -> None:
+    def accepted(schema: Any, *texts: str) -> list[str]:
+        pattern = {"patternProperties": {"^x": {}}} if place == 2 else {}
+        named = {"type": "object", "properties": {"a": schema}, "required": ["a"], **pattern}
+        matcher = matcher_of(named if place else schema)
+        return [text for text in texts if accepts(matcher, f'{{"a":{text}}}' if place else text)]
+
+    small = ["0", "-1", "9007199254740992"]
+    edges = [str(2**63 - 1), str(-(2**63))]
+    beyond = [str(2**63), str(-(2**63) - 1)]
+    expected = small if place == 2 else small + edges
+    assert accepted(INT64, *small, *edges, *beyond) == expected
+    unsigned = [str(2**53), str(2**64 - 1)]
+    expected = unsigned[:1] if place == 2 else unsigned
+    assert accepted(UINT64, *unsigned, "-1", str(2**64)) == expected
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": -(2**63)},
+        {"const": -(2**63) + 1},
+        {"enum": ["a", {"b": [-(2**63)]}]},
+        {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
+        {"type": "integer", "minimum": Decimal("-1e300"), "maximum": Decimal("-1e200")},
+        {"type": "integer", "const": Decimal("-1e300")},
+        {"type": ["string", "integer"], "maximum": Decimal("-1E19")},
+        {
+            "allOf": [
+                {"minimum": Decimal("-1e19"), "maximum": Decimal("-1e19")},
+                {"type": "integer"},
+            ]
+        },
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["json", "grammar", "unusual"])
+def test_numbers_below_64_bits_end_no_process(schema: Any, kind: str) -> None:
+    if kind == "unusual":
+        schema = {"patternProperties": {"^x": schema}, "properties": {"a": schema}}
+    text = dumps(schema)
+    if kind == "grammar":
+        text = f'start: "%json" %json {text} // %json {text}'
+    if kind == "unusual":
+        with pytest.raises(ValueError, match="double precision"):
+            grammar_text("json", text)
+        return
+    matcher = llguidance.LLMatcher(BYTES, grammar_text(kind, text), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    assert len(matcher.compute_bitmask())
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"enum": [9007199254740993]}, ["9007199254740993"], ["9007199254740992"]),
+        ('{"const": 9007199254740993.0}', ["9007199254740993.0"], ["9007199254740992"]),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.1", "0.5"], ["0", "0.0"]),
+        ({"type": "number", "minimum": -0.9, "exclusiveMaximum": 0}, ["-0.9"], ["-0", "-0.0", "0"]),
+        ({"type": "number", "minimum": 1, "maximum": 1.12}, ["1.1", "1.12"], ["1.13", "1.121"]),
+        ('{"const": 1e400}', ["1e400", "1E+400"], ["0", "1e40", "1e399"]),
+        ('{"const": 1E-400}', ["1e-400"], ["0", "0.0"]),
+        ('{"const": -0.0}', ["-0.0", "0"], ["-1"]),
+        ('{"enum": [1.0, 1e-07]}', ["1", "1.0", "1e-07", "1e-7", "0.0000001"], ["0", "1e-8"]),
+        ({"enum": [[{"a": 2**60 + 1}]]}, ['[{"a": 1152921504606846977}]'], ['[{"a":1}]']),
+        ({"oneOf": [{"const": 2**60 + 1}, {"const": 2**60}]}, [str(2**60 + 1)], [str(2**60 + 2)]),
+        ({"type": "number", "multipleOf": 0.01, "maximum": 9.9, "minimum": 0}, ["9.9"], ["0.001"]),
+        (
+            {"type": "number", "minimum": -1.7976931348623157e308},
+            ["-5", "12.5"],
+            ["-1" + "0" * 309],
+        ),
+    ],
+    ids=str,
+)
+def test_numbers_are_those_of_the_schema(schema: Any, good: list[str], bad: list[str]) -> None:
+    matcher = matcher_of(schema)
+    assert [text for text in good + bad if accepts(matcher, text)] == good
+
+
+def test_numbers_may_be_decimal_in_python() -> None:
+    schema = {"const": Decimal("0.10000000000000000001")}
+    assert accepts(matcher_of(schema), "0.10000000000000000001")
+
+
+@pytest.mark.parametrize(
+    "number", ["9" * 5000, "1e401", "1e-401", "1e99999999999999999999", "NaN", "-Infinity"]
+)
+@pytest.mark.parametrize("schema", ['{"const": %s}', '{"items": {"minimum": %s}}'])
+def test_numbers_out_of_range_are_refused(schema: str, number: str) -> None:
+    with pytest.raises(RequestError):
+        StructuredOutput(json=schema % number)
+    with pytest.raises(ValueError, match="%json"):
+        grammar_text("grammar", f"start: %json {schema % number}")
