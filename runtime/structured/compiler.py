@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -46,6 +47,8 @@ which grows as their memory does: up to about 200 MB a second. A grammar that al
 a quarter of a limit is not kept."""
 
 _MAX_REASON_CHARS = 300
+_PLACE: Final = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n +\d+ \|.*", re.S)
+"""A place in a grammar in Lark, which is of no use to a caller who gave another."""
 _MAX_REFUSED: Final = 256
 _REFUSED_SECONDS: Final = 60.0
 """How many refusals are remembered, and for how long: refusing a grammar anew can cost seconds."""
@@ -237,7 +240,8 @@ class GrammarCompiler:
         if not matcher.is_error():
             _check_speed(matcher)
         if matcher.is_error():
-            raise ValueError(_reason(matcher))
+            reason = _reason(matcher)
+            raise ValueError(reason if kind == "grammar" else _PLACE.sub("", reason))
         return matcher
 
     def _check_refused(self, kind: str, source: str) -> None:

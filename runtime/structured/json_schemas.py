@@ -214,7 +214,7 @@ class _Walk:
             for value in _constants(schema):
                 if not _is_plain(value, floats=True):
                     raise ValueError(
-                        f"the constant {bounded_text(dumps(value))} has a number beyond 2^53, or"
+                        f"the constant {_shown(value)} has a number beyond 2^53, or"
                         f" with more digits than double precision: it cannot be used with {reason}"
                     )
             span = NumberRange.of(schema)
@@ -222,9 +222,9 @@ class _Walk:
                 span &= NumberRange(Decimal(-LARGEST_EXACT), Decimal(LARGEST_EXACT))
             bounds = [bound for bound in (span.low, span.high) if bound is not None]
             if span.is_empty() or not all(_is_plain(bound, floats=True) for bound in bounds):
-                shown = " and ".join(f"{k} {schema[k]}" for k in BOUNDS if k in schema)
+                shown = " and ".join(f"{k} {_shown(schema[k])}" for k in BOUNDS if k in schema)
                 raise ValueError(
-                    f"{bounded_text(shown)} needs numbers beyond 2^53, or with more digits than"
+                    f"{shown} needs numbers beyond 2^53, or with more digits than"
                     f" double precision: they cannot be used with {reason}"
                 )
             _set_bounds(schema, span)
@@ -248,7 +248,7 @@ class _Walk:
         too_many = len(digits) + max(exponent, 0) > len(str(MAX_FACTOR)) or exponent < -MAX_DECIMALS
         if too_many or int("".join(map(str, digits))) * 10 ** max(exponent, 0) > MAX_FACTOR:
             raise ValueError(
-                f"multipleOf is {bounded_text(dumps(factor))}; written without its decimal point"
+                f"multipleOf is {_shown(factor)}; written without its decimal point"
                 f" it may be at most {MAX_FACTOR}, with at most {MAX_DECIMALS} decimals"
             )
         self._factors.append(Fraction(number))
@@ -260,9 +260,7 @@ class _Walk:
             if not is_number(count) or count != int(count):
                 continue
             if count > MAX_COUNT and keyword in _LEAST:
-                raise ValueError(
-                    f"{keyword} is {bounded_text(dumps(count))}; allowed are up to {MAX_COUNT}"
-                )
+                raise ValueError(f"{keyword} is {_shown(count)}; allowed are up to {MAX_COUNT}")
             self.changed |= not isinstance(count, int) or count > MAX_COUNT
             schema[keyword] = int(count)
             if count > MAX_COUNT:
@@ -339,9 +337,13 @@ def _check_digits(schema: dict[str, Any]) -> None:
         digits = f"{Decimal(bound):e}".partition("e")[0].rstrip("0")
         if len(digits) > MAX_BOUND_DIGITS:
             raise ValueError(
-                f"{keyword} is {bounded_text(dumps(bound))}; allowed are {MAX_BOUND_DIGITS} digits"
+                f"{keyword} is {_shown(bound)}; allowed are {MAX_BOUND_DIGITS} digits"
                 " and zeros at the end"
             )
+
+
+def _shown(value: Any) -> str:
+    return bounded_text(dumps(value), 60)
 
 
 def _constants(schema: dict[str, Any]) -> list[Any]:
