@@ -18,13 +18,17 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+        "person": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "minLength": 16, "maxLength": 40}},
+            "required": ["name"],
+            "additionalProperties": False,
+        }
     },
-    "required": ["name", "age", "tags"],
+    "required": ["person"],
     "additionalProperties": False,
 }
+"""No text of it needs a comma, which ends the outputs of the tiny models."""
 GRAMMARS: list[dict[str, Any]] = [
     {"json": PERSON},
     {"regex": "[a-c]{2,5}-[0-9]+"},
