@@ -33,15 +33,17 @@ MAX_COUNT = 1 << 40
 
 def check_integer(field: str, value: object, low: int, high: int, why: str = "") -> int:
     """Return an integer, also one of NumPy, from `low` to `high`; `why` explains the range."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high:
+    if not isinstance(value, bool) and isinstance(value, Integral) and low <= int(value) <= high:
         return int(value)
     raise _refusal(field, value, f"an integer from {low} to {high}{why}")
 
 
 def check_number(field: str, value: object, low: float, high: float) -> float:
     """Return a finite number from `low` to `high`."""
-    if isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high:
-        return float(value)
+    if not isinstance(value, bool) and isinstance(value, Real):
+        number: Any = value  # an integer may exceed a float
+        if low <= number <= high:
+            return float(number)
     raise _refusal(field, value, f"a number from {low:g} to {high:g}")
 
 

@@ -237,7 +237,7 @@ def _attend_uniform(
     q_RGQD = q_THD.reshape(r, n, g, h // g, d).transpose(1, 2).flatten(2, 3)
     seen_RQL = seen_RNL if n == 1 else seen_RNL.repeat_interleave(h // g, dim=1)
     out = _attend(q_RGQD, k_RGLD, v_RGLE, seen_RQL[:, None], form, _sinks_of(form, g, n))
-    out_THE = out.unflatten(2, (n, h // g)).transpose(1, 2).reshape(t, h, form.value_dim)
+    out_THE: Tensor = out.unflatten(2, (n, h // g)).transpose(1, 2).reshape(t, h, form.value_dim)
     if bad_RL is None:
         return out_THE
     spoiled_T = (seen_RNL & bad_RL[:, None]).any(-1).flatten()
@@ -261,7 +261,8 @@ def _attend_row(
     q_GTD = q_THD.view(t, g, h // g, d).transpose(0, 1).flatten(1, 2)
     seen = seen_TL.repeat_interleave(h // g, dim=0)
     out = _attend(q_GTD[None], k_GLD[None], v_GLE[None], seen, form, _sinks_of(form, g, t))
-    return out[0].unflatten(1, (t, h // g)).transpose(0, 1).reshape(t, h, form.value_dim)
+    out_THE: Tensor = out[0].unflatten(1, (t, h // g)).transpose(0, 1)
+    return out_THE.reshape(t, h, form.value_dim)
 
 
 def _keys_and_values(

@@ -78,7 +78,8 @@ def _first_above(
 def _chunked(values_BV: torch.Tensor, fill: float) -> torch.Tensor:
     """`[B, V]` as `[B, N, 128]`, padded at the end."""
     padded = F.pad(values_BV, (0, -values_BV.shape[1] % _CHUNK), value=fill)
-    return padded.unflatten(1, (-1, _CHUNK))
+    chunks: torch.Tensor = padded.unflatten(1, (-1, _CHUNK))
+    return chunks
 
 
 def _take_chunks(values_BNC: torch.Tensor, chunks_BK: torch.Tensor) -> torch.Tensor:

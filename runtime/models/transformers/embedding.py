@@ -22,7 +22,8 @@ class _RowsOfProjection(nn.Embedding):
     projection: Projection
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.projection.rows(input.reshape(-1)).unflatten(0, input.shape)
+        rows: Tensor = self.projection.rows(input.reshape(-1)).unflatten(0, input.shape)
+        return rows
 
 
 def store_rows(embedding: Any, projection: Projection) -> None:

@@ -82,9 +82,9 @@ def convertible_parameters() -> Iterator[None]:
     from torch import nn
     from torch._subclasses.fake_tensor import FakeTensor  # slow to import
 
-    convert = nn.Module._apply
+    convert: Any = nn.Module._apply
 
-    def replace(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    def replace(module: nn.Module, function: Any, recurse: bool = True) -> Any:
         if not any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
             return convert(module, function, recurse)
         for child in module.children() if recurse else ():
@@ -98,7 +98,7 @@ def convertible_parameters() -> Iterator[None]:
                 module._buffers[name] = function(buffer)
         return module
 
-    nn.Module._apply = replace  # type: ignore[assignment, method-assign]
+    nn.Module._apply = replace  # type: ignore[method-assign]
     try:
         yield
     finally:
