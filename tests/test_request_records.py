@@ -69,7 +69,7 @@ def test_a_finished_request() -> None:
         assert (record.num_prompt_tokens, record.num_output_tokens) == (9, 12)
         assert record.num_cached_tokens == output.cached_tokens
         assert record.token_ns == tuple(c.token_ns_since(0) for c in output.completions)
-        assert record.params == params(1, n=2)
+        assert record.params == params(1, n=2).resolved()
         assert record.started_ns is not None
         assert record.first_token_ns is not None
         assert record.last_token_ns is not None
