@@ -17,8 +17,7 @@ pytest.importorskip("uvicorn")
 
 import httpx
 from stepgraph.runtime import EngineConfig, ServiceConfig
-from stepgraph.runtime.service.http import connection
-from stepgraph.runtime.service.http.command import main
+from stepgraph.runtime.service.http import connection, server
 from stepgraph.runtime.service.http.config_flags import config_of
 from stepgraph.runtime.service.http.server_flags import make_parser
 
@@ -197,7 +196,7 @@ def test_what_cannot_be_served(
 ) -> None:
     port = [] if "--port" in arguments else ["--port", "0"]
     try:
-        returned = main([*arguments, *port])
+        returned = server.main([*arguments, *port])
     except SystemExit as exit:
         returned = exit.code
     assert returned == status

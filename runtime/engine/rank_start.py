@@ -88,7 +88,7 @@ def check_can_split(found: Source, config: ResolvedConfig) -> None:
     devices = torch.cuda.device_count()
     if devices < ranks:
         raise ConfigError(
-            f"tensor_parallel={ranks} needs so many CUDA devices, and there are {devices}",
+            f"tensor_parallel={ranks} needs {ranks} CUDA devices, and there are {devices}",
             field="tensor_parallel",
         )
 

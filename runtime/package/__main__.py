@@ -9,6 +9,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import __version__
 from .profiling.command_line import INTERRUPTED, CommandParser
@@ -44,7 +45,16 @@ def _bench(arguments: Sequence[str]) -> int:
 def _serve(arguments: Sequence[str]) -> int:
     from .runtime.service.http import command
 
-    return command.main(arguments)
+    def serve(*options: Any) -> int:
+        try:
+            from .runtime.service.http import server
+        except ModuleNotFoundError as error:
+            needed = f'{error.name}: pip install "stepgraph[server]"'
+            print(f"stepgraph serve: error: the HTTP service needs {needed}", file=sys.stderr)
+            return 1
+        return server.serve(*options)
+
+    return command.run(arguments, serve)
 
 
 def _explain(arguments: Sequence[str]) -> int:

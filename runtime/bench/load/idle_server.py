@@ -32,7 +32,7 @@ def _make_engine(source: str, config: EngineConfig, service: ServiceConfig) -> A
 
 
 def _main() -> int:
-    from ...service.http.command import main
+    from ...service.http.server import main  # needs the extra `server`
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -1,17 +1,13 @@
-"""The command `stepgraph serve`: checks its arguments, then loads the server.
-
-Imports neither torch nor the server's libraries before the arguments are right.
-"""
+"""The command line of `stepgraph serve`. Imports neither torch nor the libraries of the server."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from ...config import EngineConfig
 from ...errors import ConfigError
@@ -20,18 +16,18 @@ from .config_flags import config_of, in_flags
 from .server_flags import ENGINE_DEFAULTS, PROGRAM, SERVICE_DEFAULTS, make_parser
 from .stderr_log import logs_to_stderr
 
-if TYPE_CHECKING:
-    from .server import MakeEngine
+__all__ = ["Serve", "run"]
 
-__all__ = ["main"]
+Serve = Callable[[argparse.Namespace, EngineConfig, ServiceConfig], int]
 
 
-def main(arguments: Sequence[str] | None = None, make_engine: MakeEngine | None = None) -> int:
-    """Run the command line; return the exit status.
+def run(arguments: Sequence[str] | None, serve: Serve) -> int:
+    """Check a command line, then serve; return the exit status.
 
     Args:
-        arguments: None: those of the process.
-        make_engine: returns what is served; None: `AsyncEngine.from_pretrained`.
+        arguments: None for the arguments of the process.
+        serve: serves with the flags and the configurations, and returns the exit status. Until it
+            handles signals, they end the process.
     """
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -43,13 +39,7 @@ def main(arguments: Sequence[str] | None = None, make_engine: MakeEngine | None 
     except ConfigError as error:
         parser.error(in_flags(error))
     with _ends_at_signals(), logs_to_stderr(options.log_level, access=options.access_log):
-        try:
-            from .server import serve
-        except ModuleNotFoundError as error:
-            needed = f'{error.name}: pip install "stepgraph[server]"'
-            print(f"{PROGRAM}: error: the HTTP service needs {needed}", file=sys.stderr)
-            return 1
-        return serve(options, engine_config, service_config, make_engine)
+        return serve(options, engine_config, service_config)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -26,17 +26,19 @@ from ..metrics import EngineMetrics
 from ..service_config import ServiceConfig
 from ..tracing import trace_requests
 from .app import app
+from .command import run
 from .config_flags import in_flags
 from .connection import LimitedConnection
 from .listeners import listen_tcp, listen_unix, remove_socket
 from .server_flags import API_KEY_VARIABLE, PROGRAM
 from .throughput_log import ThroughputLog
 
-__all__ = ["MakeEngine", "serve"]
+__all__ = ["main", "serve"]
 
 logger = logging.getLogger("stepgraph.serve")
 
 MakeEngine = Callable[[str, EngineConfig, ServiceConfig], AsyncEngine]
+FROM_PRETRAINED: MakeEngine = partial(AsyncEngine.from_pretrained, progress=True)
 KEEP_ALIVE_SECONDS = 75
 """Time that an idle connection stays open: longer than clients keep theirs in a pool."""
 CLOSE_SECONDS = 5
@@ -53,11 +55,19 @@ REPORTED_ERRORS = (
 """Any other is a defect and keeps its traceback."""
 
 
+def main(
+    arguments: Sequence[str] | None = None,
+    make_engine: MakeEngine = FROM_PRETRAINED,
+) -> int:
+    """Run the command line; return the exit status. `make_engine` returns what is served."""
+    return run(arguments, partial(serve, make_engine=make_engine))
+
+
 def serve(
     options: argparse.Namespace,
     config: EngineConfig,
     service_config: ServiceConfig,
-    make_engine: MakeEngine | None = None,
+    make_engine: MakeEngine = FROM_PRETRAINED,
 ) -> int:
     """Serve until a signal or a failure; return the exit status.
 
@@ -65,10 +75,8 @@ def serve(
         options: of the command line.
         config: of the engine.
         service_config: its limits and policies.
-        make_engine: returns what is served; None: `AsyncEngine.from_pretrained`.
+        make_engine: returns what is served.
     """
-    if make_engine is None:
-        make_engine = partial(AsyncEngine.from_pretrained, progress=True)
     try:
         engine = make_engine(options.model, config, service_config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
