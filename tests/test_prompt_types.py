@@ -202,7 +202,7 @@ def test_token_ids_are_one_prompt(engine: Engine, prompt: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompts", [5, None, {}, 2.5, object(), [True], [-1], np.array([1.5]), np.array(3)], ids=repr
+    "prompts", [5, None, {}, 2.5, object, [True], [-1], np.array([1.5]), np.array(3)], ids=repr
 )
 def test_what_is_no_prompt_raises(engine: Engine, prompts: Any) -> None:
     with warnings.catch_warnings():
