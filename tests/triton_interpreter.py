@@ -40,13 +40,15 @@ def convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> An
 
 
 def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
-    """`InterpreterBuilder.create_dot`: a float32 (or int32) product of any two types."""
+    """`InterpreterBuilder.create_dot`: a float32 (or int32) product of any two types.
+
+    Summed in float64, since libraries sum float32 in an order that depends on the place of a row.
+    """
     if d.data.dtype == np.int32:
         product = np.matmul(a.data.astype(np.int32), b.data.astype(np.int32))
     else:
-        product = np.matmul(
-            _torch(a.data, a.dtype.scalar).numpy(), _torch(b.data, b.dtype.scalar).numpy()
-        )
+        wide = [_torch(x.data, x.dtype.scalar).double().numpy() for x in (a, b)]
+        product = np.matmul(*wide)
     return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
 
 

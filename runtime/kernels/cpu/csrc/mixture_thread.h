@@ -109,7 +109,9 @@ class MixtureThread {
         });
   }
 
-  static float dot(const T* a, const T* b, int64_t size) {
+  // One copy of the code: the compiler may contract an inlined one into other multiply-adds than the
+  // next, and the bits of a result must not depend on the number of threads.
+  __attribute__((noinline)) static float dot(const T* a, const T* b, int64_t size) {
     constexpr int64_t kStep = 16 * Plain<T>::kPerWord;
     F32x16 lanes[2] = {};
     for (int64_t i = 0; i < size; i += 2 * kStep) {
