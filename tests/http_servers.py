@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import uvicorn
@@ -38,8 +39,22 @@ class Command:
             env={**os.environ, server_flags.API_KEY_VARIABLE: KEY},
         )
         assert self.process.stderr is not None
-        self.address = self.process.stderr.readline().split("; ")[1].split()[0]
+        self.errors = [self.process.stderr.readline()]
+        self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
+        self._reader.start()
+        self.address = self.errors[0].split("; ")[1].split()[0]
         self.health_at_start = httpx.get(f"{self.address}/health") if self.is_tcp else None
+
+    def _read(self, stream: IO[str]) -> None:
+        """Read stderr, since a full pipe would stop the command."""
+        self.errors.extend(stream)
+
+    def wait_for_error(self, text: str) -> None:
+        """Wait for a line on stderr."""
+        end = time.monotonic() + SECONDS
+        while not any(text in line for line in self.errors):
+            assert time.monotonic() < end, self.errors
+            time.sleep(0.001)
 
     @property
     def is_tcp(self) -> bool:
@@ -51,8 +66,9 @@ class Command:
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=SECONDS)
-        return self.process.returncode, errors
+        self.process.wait(SECONDS)
+        self._reader.join(SECONDS)
+        return self.process.returncode, "".join(self.errors)
 
 
 class Threaded:

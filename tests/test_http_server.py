@@ -157,9 +157,7 @@ def test_a_second_interrupt_ends_the_requests_at_once() -> None:
         chunks = response.iter_text()
         text = next(chunks)
         command.process.send_signal(signal.SIGINT)
-        assert command.process.stderr is not None
-        while "1 request" not in command.process.stderr.readline():
-            pass
+        command.wait_for_error("1 request")
         began = time.monotonic()
         status, _ = command.stop(signal.SIGINT)
         assert time.monotonic() - began < 10, "of the 30 s that it may take"
