@@ -25,14 +25,16 @@ def progress_bar(description: str, *, shown: bool) -> Iterator[Callable[[int, in
         shown: draw a bar on stderr if that is a terminal. Otherwise the log says every
             `LOG_SECONDS` how much is done.
     """
-    if shown and sys.stderr is not None and sys.stderr.isatty():
+    if shown and sys.stderr is not None:
         from rich.console import Console  # slow to import
         from rich.progress import Progress
 
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(description, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
-        return
+        console = Console(stderr=True)
+        if console.is_terminal:
+            with Progress(console=console, transient=True) as bar:
+                task = bar.add_task(description, total=None)
+                yield lambda done, total: bar.update(task, completed=done, total=total)
+            return
     due = time.monotonic() + LOG_SECONDS
 
     def report(done: int, total: int) -> None:

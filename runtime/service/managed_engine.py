@@ -46,10 +46,11 @@ class ManagedEngine:
         self, start_engine: Callable[[], Engine], config: ServiceConfig | None = None
     ) -> None:
         """Prepare to run an engine; see `AsyncEngine`."""
-        if not callable(start_engine):
+        given: object = start_engine
+        if not callable(given):
             name = type(self).__name__
             raise TypeError(
-                f"{name} takes a function that makes an Engine, not {type_name(start_engine)}: load"
+                f"{name} takes a function that makes an Engine, not {type_name(given)}: load"
                 f" a model with {name}.from_pretrained('path/to/checkpoint', EngineConfig(...))"
             )
         check_config("config", config, ServiceConfig)

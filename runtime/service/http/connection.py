@@ -182,7 +182,7 @@ class _Exchange(RequestResponseCycle):
 
     async def send(self, message: Message) -> None:  # type: ignore[override]
         """Send a message of the response; drop it if the connection is closed."""
-        notes = self.scope[ACCESS_NOTES]
+        notes: dict[str, Any] = self.scope[ACCESS_NOTES]  # type: ignore[literal-required]
         if message["type"] == "http.response.start":
             notes["status"] = message["status"]
         elif not message.get("more_body", False):
