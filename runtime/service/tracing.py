@@ -89,9 +89,9 @@ def _attributes(record: RequestRecord, model_name: str | None) -> Attributes:
         attributes["error.type"] = record.outcome
     if record.params is not None:
         params = record.params
-        attributes["gen_ai.request.max_tokens"] = params.max_tokens
-        attributes["gen_ai.request.temperature"] = params.temperature
-        attributes["gen_ai.request.top_p"] = params.top_p
+        for name in ("max_tokens", "temperature", "top_p"):
+            if (value := getattr(params, name)) is not None:
+                attributes[f"gen_ai.request.{name}"] = value
         if params.top_k:
             attributes["gen_ai.request.top_k"] = params.top_k
         if params.n > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -103,7 +104,7 @@ class ListMatcher:
             if outcome is not None:
                 return outcome, kept
         for number, mask in enumerate(masks[: 1 + kept]):
-            self._lists.restrict(mask, lambda n, k=number: _last(request, drafts[:k], n))
+            self._lists.restrict(mask, partial(_last, request, drafts[:number]))
             num_output = request.num_output + number
             if num_output < request.params.min_tokens:  # the sampler forbids these too
                 mask.forbid(request.stop_token_ids)

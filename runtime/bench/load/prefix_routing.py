@@ -147,7 +147,7 @@ def _run(workload: Workload, policy: str, prompts: list[list[int]]) -> list[_Ans
         serve.start(http_options={"port": PORT})
         serve.run(build(arguments), name="routing")
         body = {"max_tokens": workload.output_tokens, "temperature": 0, "ignore_eos": True}
-        body["repetition_penalty"] = 1.0  # whatever the model's default is
+        body |= {"repetition_penalty": 1}  # whatever the model's default is
         for _ in range(2 * workload.replicas):  # the first requests of a process are slower
             _send({**body, "prompt": [5] * 40})
         with ThreadPoolExecutor(workload.clients) as clients:
