@@ -189,7 +189,9 @@ class _Command:
                 tool_parser=options.tool_parser,
                 reasoning_parser=options.reasoning_parser,
             ),
-            http=partial(LimitedConnection, send_timeout=engine.config.send_timeout),
+            http=partial(  # type: ignore[arg-type]  # uvicorn calls it like a class
+                LimitedConnection, send_timeout=engine.config.send_timeout
+            ),
             ws="none",
             lifespan="off",
             log_config=None,
