@@ -184,6 +184,7 @@ def test_an_engine_may_start_in_forked_children() -> None:
     def serve() -> None:
         with r.engine:
             r.check_serves()
+            assert r.engine.health().ready
 
     children = [multiprocessing.get_context("fork").Process(target=serve) for _ in range(2)]
     for child in children:

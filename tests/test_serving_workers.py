@@ -22,7 +22,7 @@ SECONDS = 120
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--preload", "--workers", "2"], ["--workers", "1"]])
+@pytest.mark.parametrize("flags", [["--preload"], []])
 def test_workers_of_gunicorn_serve_the_documented_application(
     flags: list[str], tmp_path: Path
 ) -> None:

@@ -70,7 +70,7 @@ class StepThread:
         self._closing = False
         self._ended = False
         self._starting = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="stepgraph-steps", daemon=True)
+        self._thread = self._make_thread()
 
     @property
     def engine(self) -> Engine | None:
@@ -88,6 +88,7 @@ class StepThread:
                 raise self.supervisor.refusal()
             if self._thread.ident is None:
                 self.supervisor.phase = Phase.STARTING
+                self._thread = self._make_thread()  # threads made before a fork count as stopped
                 self._thread.start()
 
     def join(self) -> None:
@@ -181,6 +182,9 @@ class StepThread:
     def _check_started(self) -> None:
         if self.supervisor.phase is Phase.NOT_STARTED:
             raise self.supervisor.refusal()
+
+    def _make_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name="stepgraph-steps", daemon=True)
 
     # From here on only the step thread.
 
