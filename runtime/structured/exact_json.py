@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeGuard
 
 from ..bounded_repr import bounded_text
 
@@ -42,7 +42,7 @@ class JsonFloat(float):
         return number
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | Decimal]:
     """Whether a parsed value is a number of JSON, which a bool is not."""
     return isinstance(value, int | Decimal) and not isinstance(value, bool)
 

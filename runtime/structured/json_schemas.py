@@ -45,6 +45,8 @@ MAX_COMMON_FACTOR: Final = 100_000
 """Of all `multipleOf` of a schema: values may have to be multiples of several of them."""
 MAX_COUNT: Final = 2**31 - 1
 """Of items, characters and properties. No output has more."""
+MAX_PATTERNS: Final = 100
+"""Of names of properties; each takes some milliseconds."""
 MAX_BOUND_DIGITS: Final = 100
 """Of a bound of numbers."""
 
@@ -177,6 +179,11 @@ class _Walk:
 
     def name_patterns(self) -> None:
         """Replace patterns of property names that match only names of the schema."""
+        count = sum(len(schema["patternProperties"]) for schema in self._patterned)
+        if count > MAX_PATTERNS:
+            raise ValueError(
+                f"patternProperties has {count} patterns in all; allowed are {MAX_PATTERNS}"
+            )
         for schema in self._patterned:
             patterns: dict[str, Any] = schema["patternProperties"]
             named: dict[str, Any] = schema.setdefault("properties", {})
@@ -228,12 +235,12 @@ class _Walk:
                     f" double precision: they cannot be used with {reason}"
                 )
             _set_bounds(schema, span)
-        bounds = [bound for span in self._spans for bound in (span.low, span.high)]
-        if self._factors and any(bound is not None and bound != int(bound) for bound in bounds):
+        ends = [end for span in self._spans for end in (span.low, span.high)]
+        if self._factors and any(end is not None and end != int(end) for end in ends):
             raise ValueError(
                 f"multipleOf and bounds that are no integers cannot be used with {reason}"
             )
-        if any(_meet_badly(one, other) for one in self._spans for other in self._spans):
+        if _meet_badly(self._spans):
             raise ValueError(
                 "a range that begins or ends right after an integer, and has no other, cannot be"
                 f" used with {reason}"
@@ -276,13 +283,15 @@ class _Walk:
         if not all(numbers):
             return  # no schema, or llguidance refuses it
         integer = _is_integer(schema)
-        if integer and decimals_of(factor) is not None:
-            del schema["multipleOf"]
-            factor, self.changed = None, True
+        if integer and is_number(factor) and factor:  # integers are multiples of its numerator
+            schema["multipleOf"] = factor = abs(Fraction(factor).numerator)
+            self.changed = True
+            if factor == 1:
+                del schema["multipleOf"]
         span = NumberRange.of(schema)
         if integer:
             span = span.integers()
-        if is_number(factor) and factor and not span.has_multiple(Decimal(factor)):
+        if is_number(factor) and factor and not span.has_multiple(Decimal(factor).copy_abs()):
             span = _NOTHING
         if span.is_empty():
             span = _NOTHING
@@ -318,13 +327,17 @@ def _set_bounds(schema: dict[str, Any], span: NumberRange) -> bool:
     return dumps(before) != dumps(after)
 
 
-def _meet_badly(one: NumberRange, other: NumberRange) -> bool:
-    """Whether llguidance would allow an integer that the bounds of two schemas exclude."""
-    low, high = one.low, other.high
-    if low is None or high is None or low >= high:
-        return False
-    return (one.above_low and low >= 0 and low == int(low) == int(high)) or (
-        other.below_high and high <= 0 and high == int(high) == int(low)
+def _meet_badly(spans: list[NumberRange]) -> bool:
+    """Whether llguidance would allow an integer that some bounds exclude.
+
+    It does so where a range leaves out an integer at one end, and has no other.
+    """
+    lows = [span.low for span in spans if span.low is not None]
+    highs = [span.high for span in spans if span.high is not None]
+    after = {span.low for span in spans if span.above_low and span.low is not None}
+    before = {span.high for span in spans if span.below_high and span.high is not None}
+    return any(high > 0 and high != int(high) and int(high) in after for high in highs) or any(
+        low < 0 and low != int(low) and int(low) in before for low in lows
     )
 
 
@@ -365,9 +378,12 @@ def _is_plain(value: Any, *, floats: bool = False) -> bool:
         return all(_is_plain(item, floats=floats) for item in value)
     if not is_number(value):
         return True
-    if isinstance(value, int) or abs(value) > LARGEST_EXACT:
-        return abs(value) <= LARGEST_EXACT
+    if not -LARGEST_EXACT <= value <= LARGEST_EXACT:
+        return False
+    if isinstance(value, int):
+        return True
     _, digits, exponent = value.as_tuple()
+    assert isinstance(exponent, int)
     # So far llguidance rounds a text to double precision correctly.
     is_exact = int("".join(map(str, digits))) <= LARGEST_EXACT and abs(exponent) <= 22
     return floats and is_exact and Decimal(repr(float(value))) == value

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["matching_texts"]
 
-_MAX_STEPS: Final = 2000
+_MAX_STEPS: Final = 1000
 """Bytes that are tried for a pattern, some milliseconds."""
 _MAX_BRANCHES: Final = 64
 

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -292,7 +292,7 @@ class Endpoint:
 
 
 @cache
-def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+def _decoder(kind: Any) -> Any:
     """Return a decoder that keeps the digits of numbers in schemas."""
     return msgspec.json.Decoder(kind, float_hook=JsonFloat)
 
@@ -301,7 +301,8 @@ def _decode(body: bytearray, kind: type[T]) -> T:
     if body.count(b"{") + body.count(b"[") > MAX_BRACKETS:
         raise HttpError(400, f"the body has more than {MAX_BRACKETS} brackets and braces")
     try:
-        return _decoder(kind).decode(body)
+        decoder: msgspec.json.Decoder[T] = _decoder(cast(Any, kind))
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise invalid_body(error) from error
     except RecursionError as error:
