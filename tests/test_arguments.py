@@ -75,7 +75,7 @@ TABLE: dict[str, tuple[str | None, list[Any], Call]] = {
     "abort reason": ("reason", [*NOT_TEXT, "", "stop"], lambda e, v: e.abort("x", v)),
     "generate prompt": (
         None,
-        [v for v in NO_PROMPT if v != []],
+        [v for v in NO_PROMPT if v != [] and type(v) is not int],  # [7] is one prompt
         lambda e, v: e.generate([v], GREEDY),
     ),
     "generate params": (None, NO_PARAMS, lambda e, v: e.generate([[1]], v)),
@@ -206,7 +206,6 @@ ASYNC: dict[str, tuple[str | None, list[Any], Call]] = {
         [True, 7, "x", {}, EngineConfig()],
         lambda e, v: AsyncEngine.from_pretrained("demo", None, v),
     ),
-    "start_engine": ("start_engine", NO_FUNCTION, lambda e, v: AsyncEngine(v)),
 }
 TYPED = (RequestError, ConfigError, CheckpointError)
 

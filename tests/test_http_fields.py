@@ -340,6 +340,8 @@ def test_request_ids_begin_those_of_the_engine(serve: Serve) -> None:
         for _ in range(2):  # the same id twice is not refused
             headers = {"X-Request-Id": "job-17"}
             assert (await rig.post(BODY, headers=headers)).status_code == 200
+        while len(records) < 2:  # they follow the answers
+            await asyncio.sleep(0.01)
         assert len(set(records)) == 2
         assert all(found.startswith("job-17/") for found in records)
 
