@@ -295,6 +295,7 @@ def test_numbers_below_64_bits_end_no_process(schema: Any, kind: str) -> None:
         ({"enum": [[{"a": 2**60 + 1}]]}, ['[{"a": 1152921504606846977}]'], ['[{"a":1}]']),
         ({"oneOf": [{"const": 2**60 + 1}, {"const": 2**60}]}, [str(2**60 + 1)], [str(2**60 + 2)]),
         ({"type": "number", "multipleOf": 0.01, "maximum": 9.9, "minimum": 0}, ["9.9"], ["0.001"]),
+        ('{"minimum": 1e300, "maximum": 1e300, "type": "number"}', ["1e300"], ["1e301", "1"]),
         (
             {"type": "number", "minimum": -1.7976931348623157e308},
             ["-5", "12.5"],

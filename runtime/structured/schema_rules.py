@@ -193,6 +193,8 @@ class _Rules:
     def _numbers(self, span: NumberRange, integer: bool, decimals: int | None = None) -> str:
         if (span.integers() if integer else span).is_empty():
             raise NoRulesError("bounds that allow no number")
+        if span.low is not None and span.low == span.high:
+            return self._constant(int(span.low) if integer else span.low)
         terminal = span.terminal(integer, decimals)
         if terminal.count("|") > _MAX_BRANCHES:
             raise NoRulesError("bounds of so many digits")
