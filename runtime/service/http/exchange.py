@@ -176,6 +176,7 @@ class Exchange:
 
     async def respond_error(self, error: HttpError) -> None:
         """Send an error: as the response, or as the last event of one that has begun."""
+        self._notes.setdefault("request_id", self.request_id)
         self.note(error=error.body.error.message)
         if self.started:
             await self.send_events(event(error.body), last=True)

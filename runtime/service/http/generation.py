@@ -60,7 +60,7 @@ class Generation:
         Raises:
             StepgraphError: as `AsyncStream.accepted`, or a row had non-finite logits.
         """
-        exchange.note(request_id=answer.id)
+        exchange.note(request_id=f"{exchange.request_id}/{answer.id}")
         tasks = [
             asyncio.ensure_future(
                 self.engine.generate(prompt, self.params, **self._options(answer, number))
@@ -171,7 +171,7 @@ class _EventStream:
 def _note(exchange: Exchange, answer: Answer, usage: Usage) -> None:
     """Note id and tokens of a response for the access log."""
     exchange.note(
-        request_id=answer.id,
+        request_id=f"{exchange.request_id}/{answer.id}",
         tokens_in=usage.prompt_tokens,
         tokens_out=usage.completion_tokens,
     )
