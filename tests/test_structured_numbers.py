@@ -227,7 +227,7 @@ def written(number: int | Decimal) -> str:
     return f"{whole}.{fraction.rstrip('0') or '0'}"
 
 
-@pytest.mark.parametrize("place", range(3), ids=["alone", "named", "beside a pattern"])
+@pytest.mark.parametrize("place", range(3), ids=["alone", "named", "with a pattern"])
 def test_numbers_of_64_bits_work_and_end_no_process(place: int) -> None:
     def accepted(schema: Any, *texts: str) -> list[str]:
         pattern = {"patternProperties": {"^x": {}}} if place == 2 else {}

@@ -102,7 +102,7 @@ def _number_text(value: float | Decimal) -> str:
         return str(_decimal(value.literal))
     number = value if isinstance(value, Decimal) else Decimal(float.__repr__(value))
     if not number.is_finite():
-        raise ValueError(f"{number} is no number in JSON")
+        raise ValueError(f"{number} is not a number in JSON")
     return str(_decimal(str(number)))
 
 
@@ -131,7 +131,7 @@ def _checked(literal: str) -> str:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 _DECODER: Final = json.JSONDecoder(

@@ -123,7 +123,7 @@ def _with_schemas(lark: str) -> str:
     """Return a grammar in which schemas are as `prepared_schema` returns them.
 
     Raises:
-        ValueError: a schema is no JSON, or refused.
+        ValueError: a schema is not JSON, or is refused.
     """
     parts: list[str] = []
     rules: list[str] = []

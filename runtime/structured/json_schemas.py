@@ -237,9 +237,7 @@ class _Walk:
             _set_bounds(schema, span)
         ends = [end for span in self._spans for end in (span.low, span.high)]
         if self._factors and any(end is not None and end != int(end) for end in ends):
-            raise ValueError(
-                f"multipleOf and bounds that are no integers cannot be used with {reason}"
-            )
+            raise ValueError(f"multipleOf and bounds with a fraction cannot be used with {reason}")
         if _meet_badly(self._spans):
             raise ValueError(
                 "a range that begins or ends right after an integer, and has no other, cannot be"
@@ -342,7 +340,7 @@ def _meet_badly(spans: list[NumberRange]) -> bool:
 
 
 def _check_digits(schema: dict[str, Any]) -> None:
-    """Refuse bounds with so many digits that comparing them takes a large automaton."""
+    """Refuse bounds whose digits would take a large automaton to compare."""
     for keyword in BOUNDS:
         bound = schema.get(keyword)
         if not is_number(bound):

@@ -27,7 +27,7 @@ _FRACTION: Final = r"(\.[0-9]+)?"
 
 @dataclass(frozen=True)
 class NumberRange:
-    """The numbers that the bounds of a schema allow; None is no bound.
+    """The numbers that the bounds of a schema allow; None means unbounded.
 
     Attributes:
         low: the least number.

@@ -197,7 +197,7 @@ class _Rules:
             return self._constant(int(span.low) if integer else span.low)
         terminal = span.terminal(integer, decimals)
         if terminal.count("|") > _MAX_BRANCHES:
-            raise NoRulesError("bounds of so many digits")
+            raise NoRulesError("bounds with many digits")
         return self._terminal(terminal)
 
     def _all_of(self, schema: Mapping[str, Any]) -> str:
