@@ -90,6 +90,8 @@ class ListMatcher:
         """Restrict what the grammar allows; None: any token."""
         self._lists = lists
         self._grammar = grammar
+        self.overrun = 0.0
+        """Seconds of its masks beyond the limit of their steps."""
 
     def fill(
         self, request: Request, masks: Sequence[MaskWords], drafts: Sequence[int] = ()
