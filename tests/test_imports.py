@@ -214,8 +214,7 @@ IMPORTED_LATE |= {
     for file in FILES
     if file.startswith(HTTP) and not file.endswith("__init__.py")
 }
-DYNAMO, RAY = "runtime/service/dynamo_engine.py", "runtime/service/ray_app/"
-IMPORTED_LATE[DYNAMO] = {"dynamo"}
+RAY = "runtime/service/ray_app/"
 IMPORTED_LATE |= {
     f"{RAY}{name}.py": {"google", "grpc", "msgspec", "ray", "starlette"}
     for name in (
@@ -237,7 +236,7 @@ def test_what_needs_an_extra_is_imported_late() -> None:
     for file in FILES:
         reached = reached_at_import(file)
         late = {f for f in IMPORTED_LATE if f in reached and f != file}
-        if file.startswith((HTTP, RAY, DYNAMO)):  # late itself
+        if file.startswith((HTTP, RAY)):  # late itself
             late = {f for f in late if not f.startswith("runtime/service/")}
         assert not late, file
 
