@@ -17,9 +17,8 @@ import httpx
 import psutil
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions, gRPCOptions
+from ray.serve.config import HTTPOptions
 
-GRPC_SERVICER = "stepgraph.runtime.service.ray_app.grpc_service.add_to_server"
 ENGINE = {"mode": "eager", "threads": 1, "dtype": "float32", "max_num_seqs": 2, "num_blocks": 512}
 GREEDY = {"temperature": 0, "ignore_eos": True}
 BOUND_S = 180.0
@@ -28,10 +27,9 @@ BOUND_S = 180.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ports of the proxies of a local Ray."""
+    """The port of the proxy of a local Ray."""
 
     http_port: int
-    grpc_port: int
 
     @property
     def url(self) -> str:
@@ -51,7 +49,7 @@ class Cluster:
 @contextmanager
 def local_cluster() -> Iterator[Cluster]:
     """Run Ray with two CPUs in processes of its own, and end all of them."""
-    cluster = Cluster(free_port(), free_port())
+    cluster = Cluster(free_port())
     ray.init(
         num_cpus=2,
         include_dashboard=False,
@@ -60,12 +58,7 @@ def local_cluster() -> Iterator[Cluster]:
         log_to_driver=False,
     )
     try:
-        serve.start(
-            http_options=HTTPOptions(port=cluster.http_port),
-            grpc_options=gRPCOptions(
-                port=cluster.grpc_port, grpc_servicer_functions=[GRPC_SERVICER]
-            ),
-        )
+        serve.start(http_options=HTTPOptions(port=cluster.http_port))
         yield cluster
     finally:
         serve.shutdown()

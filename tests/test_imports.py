@@ -216,11 +216,8 @@ IMPORTED_LATE |= {
 }
 RAY = "runtime/service/ray_app/"
 IMPORTED_LATE |= {
-    f"{RAY}{name}.py": {"google", "grpc", "msgspec", "ray", "starlette"}
-    for name in (
-        *("engine_replica", "grpc_service", "ingress", "prefix_router", "prompt_blocks"),
-        "remote_call",
-    )
+    f"{RAY}{name}.py": {"msgspec", "ray", "starlette"}
+    for name in ("engine_replica", "ingress", "prefix_router", "prompt_blocks", "remote_call")
 }
 OF_PEERS = {
     "runtime/bench/runtimes/gguf_writer.py": {"gguf", "numpy"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,6 @@ from ray import serve
 
 from .ray_cluster import (
     ENGINE,
-    GREEDY,
     Cluster,
     Stream,
     kill,
@@ -92,33 +90,6 @@ def test_routes_and_proxies_answer_as_an_engine_does(
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "prompt"
     assert httpx.get(f"{pair.url}/nothing").status_code == 404
-
-
-def test_grpc_answers_and_streams(pair: Cluster, expected: dict[int, list[str]]) -> None:
-    import grpc
-    from stepgraph.runtime.service.ray_app.grpc_service import Reply, Request
-
-    body = {"prompt": PROMPTS[0], "max_tokens": 16, **GREEDY}
-    types = {
-        "request_serializer": Request.SerializeToString,
-        "response_deserializer": Reply.FromString,
-    }
-    to_app = {"metadata": [("application", "llm")], "timeout": 60}
-    with grpc.insecure_channel(f"127.0.0.1:{pair.grpc_port}") as channel:
-        call = channel.unary_unary("/stepgraph.Inference/Call", **types)
-        stream = channel.unary_stream("/stepgraph.Inference/Stream", **types)
-        request = Request(path="/v1/completions", body=json.dumps(body).encode())
-        reply = json.loads(call(request, **to_app).body)
-        assert reply["choices"][0]["text"] == expected[16][0]
-        request.body = json.dumps({**body, "stream": True}).encode()
-        events = [json.loads(reply.body) for reply in stream(request, **to_app)]
-        assert "".join(e["choices"][0]["text"] for e in events) == expected[16][0]
-        assert len(events) > 1
-        request.body = b"{}"
-        for refused in (lambda: call(request, **to_app), lambda: list(stream(request, **to_app))):
-            with pytest.raises(grpc.RpcError, match="prompt") as caught:
-                refused()
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_shared_prefixes_go_where_they_are_cached(pair: Cluster) -> None:

@@ -2,7 +2,7 @@
 
     serve run stepgraph.runtime.service.ray_app:build model=demo replicas=2
 
-    HTTP, gRPC proxies of Serve → Ingress ──prefix router──→ EngineReplica, one engine each
+    HTTP proxies of Serve → Ingress ──prefix router──→ EngineReplica, one engine each
 
 The ingress reads a request, hashes its prompt as the prefix cache of the engines does, and passes
 it to a replica. A request that a replica loses before its response begins goes to another one.

@@ -1,4 +1,4 @@
-"""`Ingress`: reads requests of HTTP and gRPC, and passes them to a replica that answers."""
+"""`Ingress`: reads HTTP requests, and passes them to a replica that answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
@@ -14,15 +13,9 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from ...errors import (
-    EngineFailedError,
-    EngineUnavailableError,
-    OverloadedError,
-    StepgraphError,
-)
+from ...errors import EngineFailedError, EngineUnavailableError, OverloadedError
 from ..http.exchange import BodyLimits, Endpoint, Exchange
 from ..http.http_errors import HttpError
-from .grpc_service import Reply, Request, event_bodies, status_code
 from .options import ReplicaOptions
 from .prompt_blocks import PromptBlocks
 from .remote_call import Accepted, Head, NotServed, RemoteRequest
@@ -56,29 +49,6 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the ASGI application, for Serve."""
         return self._app
-
-    async def Call(self, request: Request, grpc_context: Any) -> Reply:  # noqa: N802
-        """Answer a gRPC request with the whole body of the response."""
-        parts = self._forward(_remote_request(request))
-        head = await anext(parts)
-        assert isinstance(head, Head), "a response begins with its head"
-        body = await _rest(parts)
-        if head.status < 400:
-            return Reply(body=body)
-        _refuse(grpc_context, head.status, body)
-        return Reply()
-
-    async def Stream(  # noqa: N802
-        self, request: Request, grpc_context: Any
-    ) -> AsyncIterator[Reply]:
-        """Answer a gRPC request with the JSON of each event of its response."""
-        parts = self._forward(_remote_request(request))
-        head = await anext(parts)
-        assert isinstance(head, Head), "a response begins with its head"
-        if head.status >= 400:
-            raise _refuse(grpc_context, head.status, await _rest(parts))
-        async for body in event_bodies(parts):
-            yield Reply(body=body)
 
     async def _serve_http(self, exchange: Exchange) -> None:
         if exchange.scope["path"].endswith("/metrics"):
@@ -162,29 +132,3 @@ class Ingress:
 def _is_stream(head: Head) -> bool:
     """Return whether server-sent events follow."""
     return EVENT_STREAM in dict(head.headers).get(b"content-type", b"")
-
-
-def _remote_request(request: Request) -> RemoteRequest:
-    headers = tuple(
-        (name.lower().encode("latin-1"), value.encode("latin-1", "replace"))
-        for name, value in request.headers.items()
-    )
-    return RemoteRequest(
-        "POST" if request.body else "GET", request.path, b"", headers, request.body
-    )
-
-
-async def _rest(parts: AsyncIterator[Head | bytes]) -> bytes:
-    """Return the body that follows a head."""
-    return b"".join([part async for part in parts if isinstance(part, bytes)])
-
-
-def _refuse(grpc_context: Any, status: int, body: bytes) -> StepgraphError:
-    """Set the status of a gRPC call to the error of a response, and return an error to raise.
-
-    Serve reads the status of a stream from an error only; that of a single reply it reads anyway.
-    """
-    text = body.decode(errors="replace")
-    grpc_context.set_code(status_code(status))
-    grpc_context.set_details(text)
-    return StepgraphError(text)
