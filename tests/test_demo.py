@@ -38,3 +38,16 @@ def test_greedy_tokens_are_those_of_transformers(engine, reference):
         assert output.prompt_token_ids == ids[0].tolist()
         assert output.token_ids == expected.tolist()
         assert output.text == tokenizer.decode(expected)
+
+
+def test_drafts_of_its_drafter_are_mostly_right(engine):
+    speculation = {"method": "eagle3", "num_speculative_tokens": 3, "adaptive": False}
+    config = EngineConfig(mode="eager", dtype="float32", speculation=speculation)
+    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    (expected,) = engine.generate(["def main0("], params)
+    with Engine.from_pretrained("demo", config) as drafting:
+        (output,) = drafting.generate(["def main0("], params)
+        stats = drafting.stats()["speculation"]
+    assert output.token_ids == expected.token_ids
+    assert stats["drafted"] > 50
+    assert stats["accepted"] > stats["drafted"] / 3
