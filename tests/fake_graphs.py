@@ -287,10 +287,12 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
         plain = allocate(StaticBuffers, layout, specs, device)
         return MirroredBuffers.beside(plain, layout, graphs)
 
-    def chosen_kernels(device: Any, mode: Any, dtype: Any, weights: Any, kernels: Any) -> Kernels:
+    def chosen_kernels(
+        device: Any, mode: Any, dtype: Any, weights: Any, kernels: Any, **more: Any
+    ) -> Kernels:
         if mode == "eager" and kernels == "native":
-            return select_kernels(device, mode, dtype, weights, kernels)
-        return select_kernels(device, graphs.kernels, dtype, weights)
+            return select_kernels(device, mode, dtype, weights, kernels, **more)
+        return select_kernels(device, graphs.kernels, dtype, weights, **more)
 
     def queued(owner: Any, name: str) -> None:
         """Let a method of something on the device take effect in the order of the stream."""

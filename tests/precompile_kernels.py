@@ -158,8 +158,8 @@ def small_kernels() -> dict[str, Any]:
 
 def engine_kernels() -> dict[str, Any]:
     """Compile ahead what the steps of an engine launch; then run all of its steps."""
-    kernel_start.select_kernels = lambda device, mode, dtype, weights, kernels: dataclasses.replace(  # type: ignore[assignment]
-        gpu_kernels(weights), attention=triton_paged_attention
+    kernel_start.select_kernels = lambda *arguments, **_: dataclasses.replace(  # type: ignore[assignment]
+        gpu_kernels(arguments[3]), attention=triton_paged_attention
     )
     kernel_start.check_kernels = lambda kernels, *_, **__: kernels  # type: ignore[assignment]
     startup.measure_steps = lambda *_, **__: StepMemory({})  # type: ignore[assignment]

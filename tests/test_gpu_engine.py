@@ -64,7 +64,9 @@ def gpu_engine(
 ) -> Callable[..., Engine]:
     """Open an engine whose steps are eager calls of the kernels."""
 
-    def select(_device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any) -> Kernels:
+    def select(
+        _device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any, **_: Any
+    ) -> Kernels:
         kernels = gpu_kernels(weights)
         # The operator around it is for CUDA's tensors.
         return dataclasses.replace(

@@ -43,7 +43,9 @@ def open_with(
     """Open an eager engine of tiny steps over operations of the test's choice."""
 
     def make(operations: Operations, variant: str, **settings: Any) -> Engine:
-        def select(_device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any) -> Kernels:
+        def select(
+            _device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any, **_: Any
+        ) -> Kernels:
             chosen = gpu_kernels(weights, operations)
             return dataclasses.replace(
                 chosen, attention=operations.paged_attention, sampler="torch"

@@ -174,7 +174,9 @@ def test_an_engine_replaces_what_fails_and_says_so(
     expected = open_engine("micro", mode="eager").generate(prompts, params)
     use(monkeypatch, **{name: wrong})
 
-    def select(_device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any) -> Kernels:
+    def select(
+        _device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any, **_: Any
+    ) -> Kernels:
         return dataclasses.replace(gpu_kernels(weights), attention=PLAIN.paged_attention)
 
     def check_all(kernels: Kernels, *arguments: Any, **keywords: Any) -> Kernels:

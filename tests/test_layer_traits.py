@@ -175,7 +175,7 @@ def test_triton_computes_them(
 
     called: set[str] = set()
 
-    def select(*arguments: Any) -> Kernels:
+    def select(*arguments: Any, **_: Any) -> Kernels:
         native = Operations.native()
         spied = {
             field.name: _spy(field.name, getattr(native, field.name), called)
