@@ -116,7 +116,7 @@ def probe_reads() -> None:
 
 
 def probe_edges() -> None:
-    """Print the time between kernels: that of 200 more in a chain of them."""
+    """Print the time between two kernels, from chains of two lengths."""
     for programs in PROGRAMS:
         x = torch.randint(1000, (programs * 128,), device="cuda").float()  # sums stay exact
         for pdl in (False, True):
