@@ -1,9 +1,7 @@
 """bench.py as its command line runs it, in this process, with a bandwidth that stays the same."""
 
 import functools
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from stepgraph.__main__ import main
@@ -12,19 +10,6 @@ from stepgraph.runtime.kernels import have_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 BANDWIDTH_GB_S = 30.0
-
-
-def schema_errors(document: Any, definition: str | None = None) -> list[str]:
-    """What docs/benchmark.schema.json, or one of its definitions, finds wrong in a document.
-
-    Skips the test where the package jsonschema is missing.
-    """
-    jsonschema = pytest.importorskip("jsonschema")
-    schema = json.loads((ROOT / "docs" / "benchmark.schema.json").read_text())
-    if definition is not None:
-        schema = {"$defs": schema["$defs"], "$ref": f"#/$defs/{definition}"}
-    validator = jsonschema.Draft202012Validator(schema)
-    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
 
 
 def run_bench(patch: pytest.MonkeyPatch, arguments: str) -> int:

@@ -32,7 +32,7 @@ from stepgraph.runtime.bench.runtimes.transformers_config import import_transfor
 from stepgraph.runtime.bench.runtimes.transformers_model import load_model
 from stepgraph.runtime.loading.loader import read_config
 
-from .bench_rig import run_bench, schema_errors
+from .bench_rig import run_bench
 from .conftest import TinyModel
 
 CPU = torch.device("cpu")
@@ -217,7 +217,6 @@ def test_the_benchmark_takes_turns(
     assert row["= static"] == row["= continuous"] == "100%"
     assert row["transformers static step ms p50 (n)"].endswith("(14)")
     assert "weights and cache in float32" in " ".join(capsys.readouterr().err.split())
-    assert schema_errors(document) == []
 
 
 def test_a_failing_method_is_a_dash(
@@ -237,7 +236,6 @@ def test_a_failing_method_is_a_dash(
     ((_, (row,)),) = tables(document)
     assert row["times faster than continuous"] == row["= continuous"] == "-"
     assert row["times faster than static"] != "-"
-    assert schema_errors(document) == []
 
 
 def test_our_cases_are_kept_without_the_baseline(
@@ -263,4 +261,3 @@ def test_our_cases_are_kept_without_the_baseline(
         assert capsys.readouterr().err.endswith("error: no memory\n")
         document = json.loads(file.read_text())
         assert [(c["batch_size"], c["baselines"]) for c in document["cases"]] == [(1, []), (2, [])]
-        assert schema_errors(document) == []

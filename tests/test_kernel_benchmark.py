@@ -13,8 +13,6 @@ from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.presets import PRESETS
 from stepgraph.runtime.resolved_config import ResolvedConfig
 
-from .bench_rig import schema_errors
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS = ["norm_linear", "decode_attention", "combine_output", "gate_up", "down", "head"]
 
@@ -77,8 +75,6 @@ def test_every_kernel_runs_on_what_it_would_be_timed_on(name: str, kinds: dict[s
     document = {"kernels": [{**names, "rows": 2, "context": 7, **entry} for entry in entries]}
     ((_, rows),) = tables(document)
     assert [row["kernel"] for row in rows] == KERNELS
-    for entry in document["kernels"]:
-        assert schema_errors(entry, "kernel") == []
 
 
 def test_rows_that_the_library_decodes_are_refused() -> None:

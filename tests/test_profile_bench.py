@@ -21,7 +21,7 @@ from stepgraph.runtime.bench import step_profile as profile
 from stepgraph.runtime.bench.options import parse_arguments
 from stepgraph.runtime.engine.engine import Engine
 
-from .bench_rig import ROOT, run_bench, schema_errors
+from .bench_rig import ROOT, run_bench
 from .fake_graphs import make_fake_graphs  # noqa: F401
 
 needs_nvtx = pytest.mark.skipif(find_spec("nvtx") is None, reason="needs the package nvtx")
@@ -181,7 +181,6 @@ def test_a_trace_has_the_steps_of_the_window(capsys, monkeypatch, tmp_path):
     assert {"plan", "launch", "commit"} <= {event["name"] for event in ranges}
     assert not {"prefill", "warmup", "capture", "load"} & {event["name"] for event in ranges}
     document = json.loads((tmp_path / "out.json").read_text())
-    assert schema_errors(document) == []
     (case,) = document["cases"]
     assert case["profiled"] is True
     assert case["step_ms"]["n"] == 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from stepgraph.runtime.bench.scenarios.interference import (
     chunk_ms,
     measure_interference,
 )
+
+from .bench_rig import run_bench
 
 CASE = InterferenceCase(batch_size=2, input_len=30, steps=40)
 CHURN = ChurnCase(batch_size=3, input_len=20, output_len=6, steps=120)
@@ -135,3 +138,31 @@ def test_churn_continues_after_the_last_request_ended(open_engine: Callable[...,
     entry, records = measure_churn(engine, case, seed=0, bandwidth=1e10)
     assert len(records) <= 40
     assert entry["requests"] >= 5
+
+
+RUNS = {
+    "interference": "--batch-size 1 --input-len 24 --num-steps 30",
+    "churn": "--batch-size 1 --input-len 8 --output-len 4 --num-steps 30 --max-itl-ms 50 500",
+    "prefix": "--batch-size 2 --input-len 64 --output-len 4 --num-warmup 0 --num-iters 2",
+    "serve": "--batch-size 2 --input-len 8 --output-len 4 --rates 0.5 --duration 1 --no-http"
+    " --streams 1 2 --num-steps 30 --num-iters 1",
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_scenario_writes_what_it_prints(monkeypatch, tmp_path, capsys, name):
+    flags = f"--scenario {name} --mode eager {RUNS[name]}"
+    files = f"--output-json {tmp_path}/a.json --output-md {tmp_path}/a.md"
+    assert run_bench(monkeypatch, f"{flags} {files}") == 0
+    printed = capsys.readouterr()
+    assert printed.out == (tmp_path / "a.md").read_text()
+    assert printed.err
+    entries = json.loads((tmp_path / "a.json").read_text())[name]
+    if name == "interference":
+        plain, budgeted = entries
+        assert plain["max_itl_ms"] is plain["step_budget"] is None
+        eight = round(8 * plain["decode_step_ms"]["p50"], 2)
+        assert budgeted["max_itl_ms"] == budgeted["step_budget"]["max_itl_ms"] == eight
+        assert (plain["automatic_budget"], budgeted["automatic_budget"]) == (False, True)
+    if name == "churn":
+        assert [entry["step_budget"]["max_itl_ms"] for entry in entries] == [50, 500]

@@ -29,7 +29,6 @@ from stepgraph.runtime.bench.scenarios.sse_path import measure_sse
 from stepgraph.runtime.service.async_engine import AsyncEngine
 from stepgraph.runtime.service.service_config import ServiceConfig
 
-from .bench_rig import schema_errors
 from .fake_engine import fake_engine
 
 MS = 1_000_000
@@ -291,7 +290,6 @@ def test_the_path_of_a_token_is_measured(monkeypatch):
     """Of a real server: each token is counted once; the table shows every point."""
     monkeypatch.setattr(sse_path, "IDLE_SECONDS", 0.1)
     entries = list(measure_sse([1, 2], [0, 30], num_tokens=160, num_iters=2, say=lambda text: None))
-    assert [schema_errors(entry, "serve_sse") for entry in entries] == [[]] * 8
     for entry in entries:
         assert entry["tokens_per_second"]["n"] == 2
         assert 1 / 160 < entry["events_per_token"] <= 161 / 160

@@ -273,7 +273,7 @@ _FLAGS = {
         choices=("graph", "node"),
     ),
     "output-json": _flag(
-        "write all results to this file, after each case (docs/benchmark.schema.json)",
+        "write all results to this file as JSON, after each case",
         type=file_path,
         metavar="FILE",
     ),
