@@ -3,17 +3,13 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import Engine, EngineConfig, StepgraphError
 from stepgraph.runtime.bench.benchmark_run import BenchmarkRun
 from stepgraph.runtime.bench.results.result_tables import markdown_table, tables
-from stepgraph.runtime.bench.scenarios import engine_start as start
 from stepgraph.runtime.bench.scenarios import steady
-from stepgraph.runtime.bench.scenarios.cache_bookkeeping import BookkeepingCost
-from stepgraph.runtime.bench.scenarios.engine_start import measure_starts
 from stepgraph.runtime.bench.scenarios.host_overhead import HostCost
 
 from .bench_rig import ROOT, run_bench
@@ -140,14 +136,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
-def test_the_tables_of_scenarios_without_an_engine(capsys, monkeypatch):
-    def measure_cache(seed):
-        return [
-            BookkeepingCost(operation, size, nanoseconds, 2 * nanoseconds, 5)
-            for operation, slower in (("allocate", 1.0), ("step", 1.25))
-            for size, nanoseconds in ((1000, 100.0 + seed), (1_000_000, (100.0 + seed) * slower))
-        ]
-
+def test_the_table_of_host(capsys, monkeypatch):
     def measure_host(num_steps, seed):
         times = [10.0 + seed + i % 10 for i in range(num_steps)]
         return [
@@ -157,13 +146,8 @@ def test_the_tables_of_scenarios_without_an_engine(capsys, monkeypatch):
         ]
 
     monkeypatch.setattr(
-        "stepgraph.runtime.bench.scenarios.cache_bookkeeping.measure_cache", measure_cache
-    )
-    monkeypatch.setattr(
         "stepgraph.runtime.bench.scenarios.host_overhead.measure_host", measure_host
     )
-    assert run_bench(monkeypatch, "--scenario cache --seed 4") == 0
-    assert cells(capsys.readouterr().out.splitlines()[3]) == ["step", "104", "130", "1.25"]
     assert run_bench(monkeypatch, "--scenario host --seed 4 --num-steps 100") == 0
     slower = ["1", "100,000", "20,000", "23.12 / 27.62 / 28.75", "17.5", "1.25"]
     assert cells(capsys.readouterr().out.splitlines()[3]) == slower
@@ -181,38 +165,6 @@ def test_ranks_are_checked_before_the_first_engine_starts(capsys, monkeypatch):
         patched.setattr(BenchmarkRun, "start", lambda *_: pytest.fail("an engine started"))
         assert run_bench(monkeypatch, flags) == 2
     assert "2 does not divide 9 query heads" in capsys.readouterr().err
-
-
-def test_the_phases_of_a_start():
-    phases = {"kernels": 20.0, "load": 1.0, "compile_kernels": 4.0, "prepare": 2.0, "measure": 0.5}
-    start = {"phases": phases, "kernels_built": True, "code_cache": {"hits": 0, "misses": 3}}
-    names = ("model", "dtype", "weight_dtype", "kv_dtype", "mode")
-    entry = {**dict.fromkeys(names, "x"), "buckets": [1, 8], "number": 1, "start": start}
-    entry |= {"total_seconds": 30.0, "import_seconds": 2.0}
-    ((_, (row,)),) = tables({"start": [entry]})
-    seconds = ["30.0", "2.0", "20.0", "1.0", "4.0", "2.0", "0.5", "0.5"]
-    assert list(row.values())[5:] == ["1 8", "1", *seconds, "built", "0 / 3"]
-
-
-def test_starts_are_measured_in_processes_of_their_own(monkeypatch):
-    processes = []
-
-    def run(command, *, input, env, **_):
-        task, cache = json.loads(input), env["TORCHINDUCTOR_CACHE_DIR"]
-        assert Path(env["TRITON_CACHE_DIR"]).is_relative_to(cache)
-        processes.append((task["model"], task["config"], cache, list(Path(cache).iterdir())))
-        Path(cache, "library").touch()
-        code = len(processes) // 3
-        return subprocess.CompletedProcess(command, code, 'noise\n{"total_seconds": 3.5}\n', "oh")
-
-    monkeypatch.setattr(start.subprocess, "run", run)
-    assert measure_starts("demo", {"buckets": [1]}) == [{"total_seconds": 3.5}] * 2
-    (model, config, cache, empty), (_, _, again, kept) = processes
-    assert (model, config, empty) == ("demo", {"buckets": [1]}, [])
-    assert (again, [path.name for path in kept]) == (cache, ["library"])
-    assert not Path(cache).exists()
-    with pytest.raises(StepgraphError, match="a start of demo failed: oh"):
-        measure_starts("demo", {}, count=1)
 
 
 ONE = "--mode eager --batch-size 1 --input-len 8 --output-len 3 --num-warmup 0 --num-iters 1"

@@ -170,16 +170,6 @@ def test_noisy_cases_are_named():
     entry = case_with(0.2, "compile")
     (line,) = warnings({"cases": [], "prefix": [entry | {"unshared": {"spread": 0.01}}]})
     assert line.endswith(": m bfloat16 compile 1 x 8 x 4 on (20.0%)")
-    runs = [
-        {"preemption": name, "spread": spread, "input_len": 8, "output_len": 4}
-        for name, spread in (("none", None), ("recompute", 0.06), ("swap", 0.05))
-    ]
-    rows = {name: value for name, value in entry.items() if not name.endswith("_len")}
-    (line,) = warnings({"cases": [], "memory": [rows | {"scarcity": runs}]})
-    assert line.endswith(
-        "1 of 3 cases lie more than 5% apart (spread):"
-        " m bfloat16 compile 1 x 8 x 4 recompute (6.0%)"
-    )
 
 
 def test_modes_without_turns_are_named():

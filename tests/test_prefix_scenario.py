@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime import Engine, EngineConfig
-from stepgraph.runtime.bench.engine_memory import RequestBlocks
+from stepgraph.runtime.bench.engine_memory import pool_for
 from stepgraph.runtime.bench.results.result_tables import tables
 from stepgraph.runtime.bench.scenarios import prefix_sharing as prefix
 from stepgraph.runtime.bench.scenarios.prefix_sharing import NUM_PREFIXES, TAIL_TOKENS, PrefixRun
@@ -26,7 +26,7 @@ def open_pair(open_engine: Callable[..., Engine]) -> Callable[[str], tuple[Engin
         longest = CASE.longest_sequence(40)
         model = open_engine(variant, **config).model_config
         sized = EngineConfig(device="cpu", mode="eager", **config)
-        blocks = RequestBlocks.of(model, sized, longest).pool(CASE.batch_size)
+        blocks = pool_for(CASE.batch_size, model, sized, longest)
         config |= {"num_blocks": blocks, "max_model_len": longest}
         off, on = (open_engine(variant, **config, prefix_cache=cache) for cache in (False, True))
         return off, on
@@ -102,10 +102,7 @@ def test_pools_have_room(open_engine: Callable[..., Engine]) -> None:
     config = {"max_num_seqs": 5, "prefill_chunk": 40, "prefix_cache": False}
     model = open_engine("gemma2", **config).model_config
     sized = EngineConfig(device="cpu", mode="eager", **config)
-    blocks = RequestBlocks.of(model, sized, 90)
-    assert (blocks.num_groups, blocks.num_sliding) == (2, 1)
-    engine = open_engine("gemma2", **config, num_blocks=blocks.pool(5))
-    assert engine.memory_plan.cache == blocks.pool(5) * blocks.block_bytes
+    engine = open_engine("gemma2", **config, num_blocks=pool_for(5, model, sized, 90))
     outputs = engine.generate([list(range(n, n + 84)) for n in range(5)])
     assert len(outputs) == 5
     assert engine.stats()["preemptions"] == 0

@@ -25,7 +25,7 @@ from .options import parse_arguments
 from .results.caveats import failed_checks, warnings
 from .results.comparison_table import comparison_text, failure
 from .results.result_comparison import compare, read_results
-from .results.result_tables import cache_table, host_table, markdown_table
+from .results.result_tables import host_table, markdown_table
 
 if TYPE_CHECKING:  # it needs torch
     from .benchmark_run import BenchmarkRun
@@ -58,8 +58,8 @@ def _run(options: argparse.Namespace) -> int:
         return run_explain_step(options, program_name())
     if options.compare is not None and len(options.compare) == 2:
         return _compare_files(options)
-    if options.scenario in ("cache", "host"):
-        return _measure_host_code(options)
+    if options.scenario == "host":
+        return _measure_host(options)
     from .scenarios.registry import ScenarioRun
     from .scenarios.steady_run import SteadyRun
     from .step_profile import ProfileRun, run_nsys
@@ -71,31 +71,25 @@ def _run(options: argparse.Namespace) -> int:
     return _measure(options, SteadyRun if options.scenario == "steady" else ScenarioRun)
 
 
-def _measure_host_code(options: argparse.Namespace) -> int:
-    """Measure a scenario without an engine; print and write its table."""
+def _measure_host(options: argparse.Namespace) -> int:
+    """Measure the host time of a step, without a model; print and write the table."""
     import torch
 
     from .results.result_document import new_document, write_json
-    from .scenarios.cache_bookkeeping import measure_cache
     from .scenarios.host_overhead import measure_host
 
-    print(f"measuring --scenario {options.scenario}", file=sys.stderr)
-    if options.scenario == "cache":
-        name, table = "cache_operations", cache_table
-        costs = [asdict(cost) for cost in measure_cache(seed=options.seed)]
-    else:
-        name, table = "host", host_table
-        try:
-            measured = measure_host(num_steps=options.num_steps, seed=options.seed)
-        except ValueError as error:  # more steps than the cache has room for
-            print_error(error)
-            return 1
-        costs = [asdict(cost) for cost in measured]
+    print("measuring --scenario host", file=sys.stderr)
+    try:
+        measured = measure_host(num_steps=options.num_steps, seed=options.seed)
+    except ValueError as error:  # more steps than the cache has room for
+        print_error(error)
+        return 1
+    costs = [asdict(cost) for cost in measured]
     if options.output_json is not None:
         device = torch.device("cpu")
         document = new_document(device, bandwidth.measure_read_bandwidth(device))
-        write_json(options, document | {name: costs})
-    _print_table(options, table(costs))
+        write_json(options, document | {"host": costs})
+    _print_table(options, host_table(costs))
     return 0
 
 

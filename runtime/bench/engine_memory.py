@@ -18,50 +18,22 @@ from ..loading.loader import resolve_source
 from ..models.decoder_model import DecoderConfig
 from ..resolved_config import ResolvedConfig
 
-__all__ = ["RequestBlocks", "share_memory"]
+__all__ = ["pool_for", "share_memory"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestBlocks:
-    """Blocks of requests of one length."""
+def pool_for(rows: int, model: DecoderConfig, config: EngineConfig, num_tokens: int) -> int:
+    """Return a pool size, null block included, in which `rows` requests never lack a block.
 
-    each: int
-    """The most blocks that one of them holds at once, over all layer groups."""
-    num_groups: int
-    num_sliding: int
-    """Layer groups with a sliding window."""
-    block_bytes: int
-    """Over the layers of a group; equal in every group."""
+    A request has `num_tokens` tokens, prompt and output. The one that is admitted last leaves a
+    block in each layer group to every other.
 
-    @classmethod
-    def of(cls, model: DecoderConfig, config: EngineConfig, num_tokens: int) -> RequestBlocks:
-        """Count the blocks of a request of `num_tokens` tokens, prompt and output.
-
-        Raises:
-            ConfigError: the configuration does not work on this device or with this model.
-        """
-        groups = layer_groups(model, ResolvedConfig.resolve(config, model))
-        size = config.block_size
-        return cls(
-            sum(g.spec.most_blocks(num_tokens, size, config.prefill_chunk) for g in groups),
-            len(groups),
-            sum(g.spec.window_tokens is not None for g in groups),
-            groups[0].spec.block_bytes(size) * len(groups[0].layers),
-        )
-
-    def pool(self, rows: int) -> int:
-        """Return a pool size, null block included, in which `rows` requests never lack a block.
-
-        The one that is admitted last leaves a block in each group to every other.
-        """
-        return rows * (self.each + self.num_groups) + 1
-
-    def full_pool(self, rows: int) -> int:
-        """Return the smallest such pool size if the rows fill one more block while all decode.
-
-        They leave that block to others until then; sliding windows take no more blocks.
-        """
-        return rows * (self.each + self.num_sliding) + 1
+    Raises:
+        ConfigError: the configuration does not work on this device or with this model.
+    """
+    groups = layer_groups(model, ResolvedConfig.resolve(config, model))
+    chunk = config.prefill_chunk
+    each = sum(g.spec.most_blocks(num_tokens, config.block_size, chunk) for g in groups)
+    return rows * (each + len(groups)) + 1
 
 
 def share_memory(

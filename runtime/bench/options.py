@@ -48,14 +48,10 @@ scenarios:
   interference  decode steps while a long prompt arrives every 10 steps
   churn         requests arrive and leave at random
   prefix        prompts with common prefixes, with and without a prefix cache
-  memory        memory of an engine, step time as the cache fills, cost of too few blocks
   neighbours    decode steps with busy processes on the same processors, also of other runtimes
   serve         requests arrive at random: latency, goodput and refusals against the rate, of the
                 AsyncEngine, of stepgraph serve and of servers of other runtimes
-  start         the first start of an engine (nothing built or compiled) and the second
-  kernels       each kernel of a decode step on CUDA, measured and predicted
   host          host time of plan, launch and commit, with a model that computes nothing
-  cache         cost of block bookkeeping for pools of 1,000 and 1,000,000 blocks (no model)
 
 The table goes to stdout (Markdown unless stdout is a terminal), progress to stderr. Each
 combination of the lists is a separate case or engine. Exit status: 0; 1 if something cannot be
@@ -129,20 +125,18 @@ _FLAGS = {
         choices=tuple(SCENARIO_FLAGS),
     ),
     "batch-size": _flag(
-        "rows: requests that decode together (default: 1 8; start 1 2 4 8; others 8; neighbours: 1"
+        "rows: requests that decode together (default: 1 8; others 8; neighbours: 1"
         " row after 128 tokens and 8 after 1024)",
         nargs="+",
         type=integer(1),
     ),
     "input-len": _flag(
-        "tokens per prompt (default: 128 1024; interference 1024; prefix 512; memory 128 512 1024;"
-        " churn at most 256)",
+        "tokens per prompt (default: 128 1024; interference 1024; prefix 512; churn at most 256)",
         nargs="+",
         type=integer(1),
     ),
     "output-len": _flag(
-        "output tokens per request (default: 64; prefix 32; memory, with too few blocks: 128;"
-        " churn: mean 32)",
+        "output tokens per request (default: 64; prefix 32; churn: mean 32)",
         nargs="+",
         type=integer(2),  # prefill samples the first token, a decode step the second
     ),
@@ -153,9 +147,9 @@ _FLAGS = {
         type=integer(1),
     ),
     "num-steps": _flag(
-        "steps of interference (default: 200), churn and host (default: 400), of memory after each"
-        " prompt length (default: 100), of neighbours in each round (default: 32), and of serve"
-        " in each round of the cost of the AsyncEngine (default: 100)",
+        "steps of interference (default: 200), churn and host (default: 400), of neighbours in each"
+        " round (default: 32), and of serve in each round of the cost of the AsyncEngine (default:"
+        " 100)",
         type=integer(30),  # enough to see a distribution
     ),
     "max-itl-ms": _flag(

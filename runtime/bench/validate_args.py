@@ -64,11 +64,6 @@ SCENARIO_FLAGS = {
         **{"batch_size": [8], "input_len": [512], "output_len": [32]},
         **_REPEATED,
     ),
-    "memory": _accepts(
-        *(*_FILES, *_ENGINE),
-        **{"batch_size": [8], "input_len": [128, 512, 1024], "output_len": [128]},
-        **{"num_steps": 100, **_REPEATED},
-    ),
     "neighbours": _accepts(
         *(*_FILES, *_ENGINE, *_COMPARE, "batch_size", "input_len", "peer"),
         **{"num_steps": 32, "num_warmup": 1, "num_iters": 6, "neighbours": [0, 1, 2]},
@@ -80,10 +75,7 @@ SCENARIO_FLAGS = {
         **{"http": True, "threads": -1},
         **{"streams": [1, 8, 64], "num_steps": 100, "num_iters": 6},
     ),
-    "start": _accepts(*_FILES, *_ENGINE, batch_size=[1, 2, 4, 8]),
-    "kernels": _accepts(*_FILES, *_MODEL, batch_size=[1], input_len=[1024]),
     "host": _accepts(*_FILES, num_steps=400),
-    "cache": _accepts(*_FILES),
 }
 """Flags that each scenario accepts, with the defaults that depend on it."""
 

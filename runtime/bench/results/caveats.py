@@ -61,9 +61,6 @@ def _spreads(document: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
     for entry in document.get("prefix", ()):
         yield f"{_name(entry)} off", entry["unshared"]["spread"]
         yield f"{_name(entry)} on", entry["spread"]
-    for entry in document.get("memory", ()):
-        for run in entry["scarcity"]:
-            yield f"{_name(entry | run)} {run['preemption']}", run["spread"]
 
 
 def _not_interleaved(cases: list[dict[str, Any]]) -> Iterator[str]:

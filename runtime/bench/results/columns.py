@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from ....cache.memory.memory_plan import format_bytes
 from .table_cells import Cell, Entry, Table, format_cell
 
 __all__ = ["CHECK_COLUMN", "TABLES", "baseline_columns"]
@@ -129,51 +128,6 @@ _CHURN = Table(
 )
 
 
-def _start_rows(entry: Entry) -> Sequence[Entry]:
-    """Return the entry with its phases, and the seconds that none of them covers."""
-    phases = {"imports": entry["import_seconds"], "compile_kernels": 0.0}  # if Triton is not used
-    shown = ("kernels", "load", "compile_kernels", "prepare", "measure")
-    measured = entry["start"]["phases"]
-    phases |= {name: measured[name] for name in shown if name in measured}
-    other = entry["total_seconds"] - sum(phases.values())
-    built = {None: None, True: "built", False: "found"}[entry["start"]["kernels_built"]]
-    return [{**entry, "phases": phases, "other": other, "built": built}]
-
-
-_START = Table(
-    {
-        **_ENGINE,
-        "buckets": lambda entry: " ".join(map(str, entry["buckets"])),
-        "start": "{number}",
-        "total s": "{total_seconds:.1f}",
-        "imports": "{phases[imports]:.1f}",
-        "kernels": "{phases[kernels]:.1f}",
-        "load": "{phases[load]:.1f}",
-        "compile kernels": "{phases[compile_kernels]:.1f}",
-        "prepare": "{phases[prepare]:.1f}",
-        "measure": "{phases[measure]:.1f}",
-        "other": "{other:.1f}",
-        "kernel library": "{built}",
-        "compiled code: found / made": "{start[code_cache][hits]} / {start[code_cache][misses]}",
-    },
-    _start_rows,
-)
-_KERNELS = Table(
-    {
-        "model": "{model}",
-        **_DTYPES,
-        "kernel": "{kernel}",
-        "rows": "{rows}",
-        "context": "{context}",
-        "launches": "{launches}",
-        "MB": "{bytes:MB}",
-        "predicted µs": "{predicted_us:.2f}",
-        "measured µs p50 / p90 / p99": "{measured_us:dist}",
-        "measured / predicted": lambda e: f"{e['measured_us']['p50'] / e['predicted_us']:.2f}",
-        "bandwidth": "{bandwidth_fraction:.0%}",
-        "torch.mm µs": "{library_us:.2f}",
-    }
-)
 _NEIGHBOURS = Table(
     {
         **_ENGINE,
@@ -219,97 +173,6 @@ _PREFIX = Table(
 )
 
 
-def _term_rows(entry: Entry) -> Sequence[Entry]:
-    """Return a row for each memory term that is not 0, for their sum, and for the process."""
-    terms = {
-        name.replace("_", " "): (term["planned"], term["measured"])
-        for name, term in entry["memory"].items()
-        if term["planned"] or term["measured"]
-    }
-    both = [(planned, held) for planned, held in terms.values() if held is not None]
-    terms["measured terms"] = (sum(p for p, _ in both), sum(held for _, held in both))
-    process = entry["process_bytes"]
-    for state in ("started", "filled"):
-        terms[f"process, {state}"] = (None, process[state] - process["before"])
-    return [
-        {**entry, "term": name, "planned": planned, "measured": held, "difference": difference}
-        for name, (planned, held) in terms.items()
-        for difference in [None if None in (planned, held) else held - planned]
-    ]
-
-
-def _difference(entry: Entry) -> str:
-    difference = entry["difference"]
-    if difference is None:
-        return "-"
-    return ("+" if difference > 0 else "") + format_bytes(difference)
-
-
-def _scarcity_rows(entry: Entry) -> Sequence[Entry]:
-    runs = entry["scarcity"]
-    names = {"none": "never", "recompute": "compute again", "swap": "swap"}
-    return [
-        {**entry, **run, "preemption": names[run["preemption"]]}
-        | {"of_unlimited": run["tokens_per_second"] / runs[0]["tokens_per_second"]}
-        for run in runs
-    ]
-
-
-_MEMORY_ENGINE: dict[str, Cell] = {**_ENGINE, "rows": "{batch_size}"}
-_MEMORY = (
-    Table(
-        {
-            **_MEMORY_ENGINE,
-            "term": "{term}",
-            "planned": "{planned:size}",
-            "measured": "{measured:size}",
-            "measured - planned": _difference,
-        },
-        _term_rows,
-        "Memory of an engine",
-        text_columns=7,
-    ),
-    Table(
-        {
-            **_MEMORY_ENGINE,
-            "prompt": "{input_len}",
-            "context": "{mean_context:.0f}",
-            "blocks": "{blocks_in_use} of {usable_blocks}",
-            "full": "{fill:.0%}",
-            "slack": "{slack:.1%}",
-            "padding": "{padding:.0%}",
-            "KV MB": "{kv_bytes:MB}",
-            "step ms p50 / p90 / p99": "{step_ms:dist}",
-            "n": "{step_ms[n]}",
-            "MB/step": "{roofline[bytes_per_step]:MB}",
-            "roofline": _ROOFLINE,
-        },
-        lambda entry: [entry | step for step in entry["steps"]],
-        "Step time as the cache fills",
-    ),
-    Table(
-        {
-            **_MEMORY_ENGINE,
-            "prompt": "{input_len}",
-            "output": "{output_len}",
-            "out of blocks": "{preemption}",
-            "blocks": "{usable_blocks}",
-            "preempted": "{preemptions}",
-            "blocks out / in": "{swapped_out} / {swapped_in}",
-            "computed again": "{recomputed_tokens}",
-            "tok/s": "{tokens_per_second:.1f}",
-            "of unlimited": "{of_unlimited:.0%}",
-            "spread": "{spread:.1%}",
-            "ITL ms p50 / p90 / p99": "{itl_ms:dist}",
-            "max": "{itl_ms[max]:.2f}",
-            "roofline": _ROOFLINE,
-            "= unlimited": "{tokens_equal:.0%}",
-            "left": "{blocks_left}",
-        },
-        _scarcity_rows,
-        "Cost of too few blocks",
-    ),
-)
 _SERVE = (
     Table(
         {
@@ -371,11 +234,8 @@ _SERVE = (
 TABLES: dict[str, tuple[Table, ...]] = {
     "interference": (_INTERFERENCE,),
     "churn": (_CHURN,),
-    "start": (_START,),
-    "kernels": (_KERNELS,),
     "prefix": (_PREFIX,),
     "neighbours": (_NEIGHBOURS,),
-    "memory": _MEMORY,
     "serve": _SERVE,
     "cases": (_STEADY,),
 }

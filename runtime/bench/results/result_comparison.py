@@ -253,7 +253,7 @@ def _check_document(text: str, scenario: str | None) -> tuple[str, dict[str, Any
     names = [name for name, value in document.items() if isinstance(value, list) and value]
     if not names:
         raise ValueError("it has no cases")
-    found = "steady" if "cases" in names else names[0].removesuffix("_operations")
+    found = "steady" if "cases" in names else names[0]
     if scenario is not None and found != scenario:
         raise ValueError(f"it is of scenario {found}, and this run is of {scenario}")
     if found not in COMPARED:

@@ -10,7 +10,7 @@ from .columns import CHECK_COLUMN, TABLES, baseline_columns
 from .comparison_table import comparison_text
 from .table_cells import Cell, Entry, Table, table_rows
 
-__all__ = ["cache_table", "describe_start", "host_table", "markdown_table", "tables"]
+__all__ = ["describe_start", "host_table", "markdown_table", "tables"]
 
 
 def tables(document: Entry) -> Iterator[tuple[Table, list[dict[str, str]]]]:
@@ -80,21 +80,6 @@ def describe_start(stats: Entry) -> str:
         f"started in {start['seconds']:.1f} s ({phases}), {steps} steps ready{built};"
         f" compiled code: {code['hits']} graphs found, {code['misses']} compiled"
     )
-
-
-def cache_table(costs: Sequence[Entry]) -> str:
-    """Return the cost of block bookkeeping for each pool size, as Markdown."""
-    sizes = sorted({cost["num_blocks"] for cost in costs})
-    by_operation: dict[str, dict[int, float]] = {}
-    for cost in costs:
-        by_operation.setdefault(cost["operation"], {})[cost["num_blocks"]] = cost["nanoseconds"]
-    head = ["operation", *(f"ns, {size:,} blocks" for size in sizes), "ratio"]
-    cells = [
-        [operation, *(f"{ns[size]:.0f}" for size in sizes), f"{ns[sizes[-1]] / ns[sizes[0]]:.2f}"]
-        for operation, ns in by_operation.items()
-    ]
-    unit = f"nanoseconds a block (a row for `step`), n = {costs[0]['n']}"
-    return "\n".join([*aligned(head, cells, 1), "", unit])
 
 
 def host_table(costs: Sequence[Entry]) -> str:

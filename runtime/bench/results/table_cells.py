@@ -6,8 +6,6 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ....cache.memory.memory_plan import format_bytes
-
 __all__ = ["Cell", "Entry", "Table", "format_cell", "table_rows"]
 
 Entry = Mapping[str, Any]
@@ -18,7 +16,7 @@ Cell = str | Callable[[Entry], str]
 class CellFormatter(string.Formatter):
     """Formats fields such as `{step_ms[p50]:.2f}`; a field that is null or absent is a dash.
 
-    Additional formats: `dist` is p50 / p90 / p99, `MB` bytes in 10^6, `size` bytes with a unit.
+    Additional formats: `dist` is p50 / p90 / p99, `MB` bytes in 10^6.
     """
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -35,8 +33,6 @@ class CellFormatter(string.Formatter):
             return " / ".join(self.format_field(value[p], ".2f") for p in ("p50", "p90", "p99"))
         if format_spec == "MB":
             return f"{value / 1e6:.1f}"
-        if format_spec == "size":
-            return format_bytes(value)
         return format(value, format_spec)
 
 

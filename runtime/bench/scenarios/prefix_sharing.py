@@ -24,7 +24,7 @@ from ...errors import ConfigError
 from ...loading.loader import resolve_source
 from ...models.decoder_model import DecoderConfig
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
-from ..engine_memory import RequestBlocks
+from ..engine_memory import pool_for
 from ..results.result_document import describe_engine
 from ..step_watch import MeasuredStep, StepWatch, decode_whole_batch, mean_roofline
 from ..workload import abort_all, equal_share, greedy, interleave, random_prompts, spread
@@ -215,7 +215,7 @@ def run_prefix(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[d
                 f" one block ({config.block_size} tokens) and {TAIL_TOKENS} tokens of its own,"
                 f" {least} at least"
             )
-        blocks = RequestBlocks.of(source, config, longest).pool(rows)
+        blocks = pool_for(rows, source, config, longest)
         sized.append((case, dataclasses.replace(config, num_blocks=blocks)))
     for case, config in sized:
         what = f"{case.batch_size} rows, prompts of {case.input_len}"

@@ -9,10 +9,7 @@ from typing import Any
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..results.result_document import write_json
 from .churn import run_churn
-from .engine_start import run_start
 from .interference import run_interference
-from .kernel_times import run_kernels
-from .memory_pressure import run_memory
 from .neighbours import run_neighbours
 from .prefix_sharing import run_prefix
 from .serve import run_serve
@@ -25,10 +22,7 @@ SCENARIOS: dict[str, Measure] = {
     "interference": run_interference,
     "churn": run_churn,
     "prefix": run_prefix,
-    "memory": run_memory,
     "neighbours": run_neighbours,
-    "start": run_start,
-    "kernels": run_kernels,
     "serve": run_serve,
 }
 """Each yields the entries of one model, dtypes and mode as they are measured."""
