@@ -144,8 +144,7 @@ RUNS = {
     "interference": "--batch-size 1 --input-len 24 --num-steps 30",
     "churn": "--batch-size 1 --input-len 8 --output-len 4 --num-steps 30 --max-itl-ms 50 500",
     "prefix": "--batch-size 2 --input-len 64 --output-len 4 --num-warmup 0 --num-iters 2",
-    "serve": "--batch-size 2 --input-len 8 --output-len 4 --rates 0.5 --duration 1 --no-http"
-    " --streams 1 2 --num-steps 30 --num-iters 1",
+    "serve": "--batch-size 2 --input-len 8 --output-len 4 --rates 0.5 --duration 1 --no-http",
 }
 
 

@@ -20,12 +20,7 @@ from stepgraph.runtime.bench.load import servers
 from stepgraph.runtime.bench.load.arrivals import BURST, arrival_times
 from stepgraph.runtime.bench.load.clients import EngineClient, HttpClient
 from stepgraph.runtime.bench.load.generator import Outcome, closed_loop, open_loop, summarize
-from stepgraph.runtime.bench.results.columns import TABLES
-from stepgraph.runtime.bench.results.table_cells import table_rows
 from stepgraph.runtime.bench.runtimes.peers import PeerError
-from stepgraph.runtime.bench.scenarios import sse_path
-from stepgraph.runtime.bench.scenarios.async_cost import gaps_of_all
-from stepgraph.runtime.bench.scenarios.sse_path import measure_sse
 from stepgraph.runtime.service.async_engine import AsyncEngine
 from stepgraph.runtime.service.service_config import ServiceConfig
 
@@ -163,13 +158,6 @@ def test_a_closed_loop_measures_capacity(clock):
     assert tokens == pytest.approx(300, rel=0.01)
 
 
-def test_gaps_are_of_the_time_in_which_all_decode():
-    times = [[10, 20, 30, 45, 60], [15, 30, 50]]
-    first, last, gaps = gaps_of_all([[at * MS for at in one] for one in times])
-    assert (first, last) == (15 * MS, 50 * MS)
-    assert gaps == [10, 15]  # of the first: 20, 30, 45
-
-
 def test_an_engine_is_loaded_and_sheds():
     """Refused, completed and refused for its deadline; all blocks are free at the end."""
 
@@ -284,16 +272,3 @@ def test_a_server_ends_with_its_owner(monkeypatch):
     server.close()
     with pytest.raises(PeerError, match="fake: it ended: last words"):
         servers.Server("fake", lambda _: ["sh", "-c", "echo last words; exit 3"], {})
-
-
-def test_the_path_of_a_token_is_measured(monkeypatch):
-    """Of a real server: each token is counted once; the table shows every point."""
-    monkeypatch.setattr(sse_path, "IDLE_SECONDS", 0.1)
-    entries = list(measure_sse([1, 2], [0, 30], num_tokens=160, num_iters=2, say=lambda text: None))
-    for entry in entries:
-        assert entry["tokens_per_second"]["n"] == 2
-        assert 1 / 160 < entry["events_per_token"] <= 161 / 160
-        assert 0 <= entry["cpu_us_per_token"] < 1e5  # ticks of 10 ms
-        assert entry["idle_cpu"] < 0.5
-    rows = table_rows(TABLES["serve"][2], entries)
-    assert [row["idle connections"] for row in rows] == ["0", "30"] * 4

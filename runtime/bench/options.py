@@ -143,13 +143,12 @@ _FLAGS = {
     "num-warmup": _flag("warm-up runs per case, not counted (default: 1)", type=integer(0)),
     "num-iters": _flag(
         "repetitions per case, interleaved with other modes; 5 or more for --compare"
-        " (default: 3, with steady fewer if they take over 10 s; neighbours, serve: 6)",
+        " (default: 3, with steady fewer if they take over 10 s; neighbours: 6)",
         type=integer(1),
     ),
     "num-steps": _flag(
-        "steps of interference (default: 200), churn and host (default: 400), of neighbours in each"
-        " round (default: 32), and of serve in each round of the cost of the AsyncEngine (default:"
-        " 100)",
+        "steps of interference (default: 200), churn and host (default: 400), and of"
+        " neighbours in each round (default: 32)",
         type=integer(30),  # enough to see a distribution
     ),
     "max-itl-ms": _flag(
@@ -211,12 +210,6 @@ _FLAGS = {
         "threads of our engines in serve, as `EngineConfig.threads` (default: -1, all cores but"
         " one, which the event loop gets)",
         type=integer(-1024, 1024),
-    ),
-    "streams": _flag(
-        "numbers of streams for which serve compares the AsyncEngine with the bare loop, and"
-        " measures the path of a token to a socket (default: 1 8 64)",
-        nargs="+",
-        type=integer(1, 4096),
     ),
     "check": _flag(
         "after timing a case, score its tokens with the plain PyTorch reference on the same device;"
@@ -330,10 +323,7 @@ _GROUPS = {
         *("scenario", "batch-size", "input-len", "output-len", "num-warmup", "num-iters"),
         *("num-steps", "max-itl-ms", "neighbours", "peer", "check", "baseline", "seed"),
     ),
-    "serve": (
-        *("arrivals", "rates", "duration", "slo-ttft", "slo-itl", "http", "threads"),
-        "streams",
-    ),
+    "serve": (*("arrivals", "rates", "duration", "slo-ttft", "slo-itl", "http", "threads"),),
     "results": ("output-json", "output-md", "plot", "compare", "fail-above"),
     "profile": ("profile", "profile-steps", "profile-output", "graph-trace"),
     "explain": (

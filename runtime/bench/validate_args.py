@@ -73,7 +73,6 @@ SCENARIO_FLAGS = {
         **{"batch_size": [8], "input_len": [128], "output_len": [32]},
         **{"arrivals": ["poisson"], "rates": [0.2, 0.5, 0.7, 1.0, 1.5, 2.0], "duration": 20.0},
         **{"http": True, "threads": -1},
-        **{"streams": [1, 8, 64], "num_steps": 100, "num_iters": 6},
     ),
     "host": _accepts(*_FILES, num_steps=400),
 }

@@ -12,8 +12,6 @@ from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
-import psutil
-
 from ...config import EngineConfig
 from ..results.result_document import num_threads
 from ..runtimes.child_process import ChildProcess
@@ -65,14 +63,6 @@ class Server(ChildProcess):
             self.close()
             raise
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU time of its processes so far."""
-        seconds = 0.0
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            times = child.cpu_times()
-            seconds += times.user + times.system
-        return seconds
-
     def _is_ready(self) -> bool:
         connection = HTTPConnection(self.host, self.port, timeout=START_SECONDS)
         with closing(connection), suppress(OSError, HTTPException):
@@ -81,10 +71,8 @@ class Server(ChildProcess):
         return False
 
 
-def engine_command(
-    model: str, config: EngineConfig, port: int, program: Sequence[str] = ("stepgraph", "serve")
-) -> list[str]:
-    """Return the command of `stepgraph serve`, or a `program` like it, with a configuration."""
+def engine_command(model: str, config: EngineConfig, port: int) -> list[str]:
+    """Return the command of `stepgraph serve` with a configuration."""
     flags: list[str] = []
     defaults = EngineConfig()
     for field in dataclasses.fields(config):
@@ -98,7 +86,7 @@ def engine_command(
             flags += [f"--{name}", *map(str, value)]
         else:
             flags.append(f"--{name}={value}")
-    command = [sys.executable, "-m", *program, model]
+    command = [sys.executable, "-m", "stepgraph", "serve", model]
     return [*command, "--host", HOST, "--port", str(port), "--no-access-log", *flags]
 
 

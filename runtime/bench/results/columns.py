@@ -199,37 +199,6 @@ _SERVE = (
         "Load: rates are fractions of the capacity of each service",
         text_columns=7,
     ),
-    Table(
-        {
-            **_ENGINE,
-            "streams": "{streams}",
-            "threads": "{threads}",
-            "bare step ms p50 / p90 / p99": "{bare_step_ms:dist}",
-            "async step ms p50 / p90 / p99": "{async_step_ms:dist}",
-            "n": "{async_step_ms[n]}",
-            "p50 ratio": "{ratio_p50:.3f}",
-            "p99 ratio": "{ratio_p99:.3f}",
-            "delivery ms p50 / p90 / p99": "{delivery_ms:dist}",
-        },
-        lambda entry: [entry] if "streams" in entry else [],
-        "Cost of the AsyncEngine",
-    ),
-    Table(
-        {
-            "endpoint": "{endpoint}",
-            "streams": "{sse_streams}",
-            "idle connections": "{idle_connections}",
-            "tok/s p50 (n)": "{tokens_per_second[p50]:,.0f} ({tokens_per_second[n]})",
-            "CPU µs/token": "{cpu_us_per_token:.1f}",
-            "events/token": "{events_per_token:.2f}",
-            "ITL ms p50 / p90 / p99": "{itl_ms:dist}",
-            "n": "{itl_ms[n]}",
-            "CPU without requests": "{idle_cpu:.1%}",
-        },
-        lambda entry: [entry] if "endpoint" in entry else [],
-        "stepgraph serve on one core, with a model that computes nothing",
-        text_columns=1,
-    ),
 )
 TABLES: dict[str, tuple[Table, ...]] = {
     "interference": (_INTERFERENCE,),

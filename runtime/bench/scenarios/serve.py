@@ -2,9 +2,7 @@
 
 Sides are the engine in this process, `stepgraph serve`, and servers of other runtimes. First the
 capacity of each is measured, by a closed loop that keeps every row busy. Then requests arrive at
-multiples of it, at each rate in all sides in turn, in reversed order at every second rate. Then
-the cost of the `AsyncEngine` is measured against the bare loop, and that of `stepgraph serve` for a
-token with a model that computes nothing.
+multiples of it, at each rate in all sides in turn, in reversed order at every second rate.
 """
 
 from __future__ import annotations
@@ -49,18 +47,11 @@ from ..runtimes.peers import (
     save_preset,
 )
 from ..workload import random_prompts
-from .async_cost import measure_async_cost
-from .sse_path import measure_sse
 
 __all__ = ["run_serve"]
 
 NUM_PROMPTS = 256
 """Different prompts; they repeat after so many requests."""
-COST_INPUT = 16
-"""Prompt tokens of the requests that measure the cost of an `AsyncEngine`."""
-IDLE_CONNECTIONS = (0, 1000)
-STREAM_TOKENS = 1024
-"""Tokens of the requests that measure the path to a socket."""
 SWITCH_INTERVAL = 1e-4
 """Of the interpreter lock, in seconds: what `stepgraph serve` sets."""
 SLO_FACTOR = 4.0
@@ -119,47 +110,24 @@ def choose_slo(
 
 
 def run_serve(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
-    """Yield an entry for each rate and side of each case, then for each number of streams, then
-    for each point of `measure_sse`.
-    """
+    """Yield an entry for each rate and side of each case."""
     options = run.options
     specs = choose_peers(options.peer, run.device, SERVER_MODULES)
-    configure = partial(run.config, kind, mode, threads=options.threads, freeze_gc=True)
     for sizes in itertools.product(
         options.batch_size, options.input_len, options.output_len, options.max_itl_ms or (None,)
     ):
         case = ServeCase(*sizes)
-        config = configure(
+        config = run.config(
+            kind,
+            mode,
+            threads=options.threads,
+            freeze_gc=True,
             max_num_seqs=case.batch_size,
             max_model_len=case.tokens,
             max_itl_ms=case.max_itl_ms,
         )
         resolve_engine(kind.model, config)  # refuses before weights are read
         yield from _measure_load(run, kind, config, case, specs)
-    buckets = tuple(sorted(options.streams))
-    config = configure(
-        max_num_seqs=buckets[-1], buckets=buckets, max_model_len=COST_INPUT + options.num_steps
-    )
-    with ExitStack() as stack:
-        runner = stack.enter_context(_new_runner())
-        service, engine = _start_engine(stack, run, kind, config, "cost of the AsyncEngine")
-        prompts = random_prompts(engine.model_config, buckets[-1], COST_INPUT, options.seed)
-        loops = {"num_steps": options.num_steps, "num_iters": options.num_iters}
-        for streams in options.streams:
-            yield {
-                **describe_engine(engine, kind.model),
-                **_cores(engine),
-                "event_loop": type(runner.get_loop()).__module__.partition(".")[0],
-                **measure_async_cost(runner, service, engine, prompts[:streams], **loops),
-            }
-    if options.http and (kind, mode) == (run.kinds[0], run.modes[0]):  # depends on neither
-        yield from measure_sse(
-            options.streams,
-            IDLE_CONNECTIONS,
-            num_tokens=STREAM_TOKENS,
-            num_iters=options.num_iters,
-            say=run.say,
-        )
 
 
 def _measure_load(
