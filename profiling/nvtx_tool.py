@@ -109,8 +109,8 @@ class NvtxTool:
         self._domain.mark(event)
 
 
-def attached_domain(name: str = DOMAIN) -> Any:
-    """Return the `nvtx.Domain` of that name if a tool receives it, else None.
+def attached_domain() -> Any:
+    """Return the `nvtx.Domain` of stepgraph if a tool receives it, else None.
 
     nvtx returns a stand-in that is no `nvtx.Domain` where no tool is attached or the tool leaves
     the domain out. `NVTX_DISABLE` in the environment switches ranges off under a tool too. Under a
@@ -125,7 +125,7 @@ def attached_domain(name: str = DOMAIN) -> Any:
                 stacklevel=2,
             )
         return None
-    domain = nvtx.get_domain(name)
+    domain = nvtx.get_domain(DOMAIN)
     return domain if nvtx.enabled() and isinstance(domain, nvtx.Domain) else None
 
 

@@ -77,7 +77,6 @@ __all__ = [
     "Payload",
     "StepNumbers",
     "attached",
-    "in_domain",
     "listening",
     "mark",
     "span",
@@ -169,22 +168,6 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _replace((guarded,), ())
-
-
-@contextlib.contextmanager
-def in_domain(name: str) -> Iterator[None]:
-    """Send the ranges of the process to another NVTX domain of the tool, if one is attached."""
-    domain = attached_domain(name) if attached else None
-    if domain is None:
-        yield
-        return
-    usual = tuple(listener for listener in _listeners if isinstance(listener, NvtxTool))
-    other = (NvtxTool(domain),)
-    _replace(usual, other)
-    try:
-        yield
-    finally:
-        _replace(other, usual)
 
 
 def _replace(old: tuple[Listener, ...], new: tuple[Listener, ...]) -> None:

@@ -1,11 +1,9 @@
 """bench.py as its command line runs it, in this process, with a bandwidth that stays the same."""
 
-import functools
 from pathlib import Path
 
 import pytest
 from stepgraph.__main__ import main
-from stepgraph.profiling.overhead import measure_overhead
 from stepgraph.runtime.kernels import have_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,7 +13,6 @@ BANDWIDTH_GB_S = 30.0
 def run_bench(patch: pytest.MonkeyPatch, arguments: str) -> int:
     """Run a command line; return the exit status.
 
-    The overhead of instrumentation is measured briefly: a second a case is longer than its steps.
     Eager steps have the native kernels where there is a compiler: they are the shortest.
     """
     if "--mode eager" in arguments and "--kernels" not in arguments and have_compiler():
@@ -23,7 +20,5 @@ def run_bench(patch: pytest.MonkeyPatch, arguments: str) -> int:
     patch.setattr(
         "stepgraph.profiling.bandwidth.measure_read_bandwidth", lambda device: 1e9 * BANDWIDTH_GB_S
     )
-    briefly = functools.partial(measure_overhead, rounds=2)
-    patch.setattr("stepgraph.runtime.bench.instrumentation.measure_overhead", briefly)
     patch.setattr("sys.argv", ["bench.py", *arguments.split()])
     return main(["bench", *arguments.split()])

@@ -51,20 +51,11 @@ def markdown_table(document: Entry) -> str:
 
 
 def caption(document: Entry) -> str:
-    """Return the hardware, software and command line, and the overhead of instrumentation."""
-    environment = document["environment"]
-    lines = [
+    """Return the hardware, software and command line."""
+    return (
         "{device}, {threads} threads, reads {bandwidth_gb_s:.1f} GB/s (measured); torch {torch},"
-        " Python {python}; {command}".format_map(environment)
-    ]
-    overheads = [case["instrumentation"] for case in document["cases"] if "instrumentation" in case]
-    if overheads:
-        worst = max(overheads, key=lambda overhead: float(overhead["fraction"]))
-        lines.append(
-            f"ranges, scopes and timeline take at most {worst['fraction']:.2%} of the fastest step"
-            f" of a case ({worst['ns_per_step']:,.0f} ns)"
-        )
-    return "\n".join(lines)
+        " Python {python}; {command}".format_map(document["environment"])
+    )
 
 
 def describe_start(stats: Entry) -> str:

@@ -27,7 +27,6 @@ from ...config import EngineConfig
 from ...engine.intake import Intake
 from ...engine.loop import StepLoop
 from ...engine.memory_planning import layer_groups
-from ...execution.rank_commands import CommandSender
 from ...execution.runner import Runner
 from ...execution.step_key import StepKey, StepOutput
 from ...kernels import select_kernels
@@ -93,7 +92,6 @@ class HostRig:
         in_flight: int = 0,
         block_size: int = BLOCK_SIZE,
         seed: int = 0,
-        commands: CommandSender | None = None,
     ) -> None:
         """Prefill `rows` requests, and queue others.
 
@@ -106,7 +104,6 @@ class HostRig:
             in_flight: steps that may be in flight when `step` returns.
             block_size: slots of a block.
             seed: of prompts and tokens.
-            commands: to the other ranks, see `Runner`.
 
         Raises:
             ValueError: the cache cannot hold the rows for so many steps, or a row cannot.
@@ -134,7 +131,7 @@ class HostRig:
         kernels = select_kernels(config.device, config.mode, config.dtype)
         model = Decoder(MODEL, kernels, config.dtype, config.device, groups)
         arena = Arena(groups, 2, block_size, config.dtype, config.device)
-        self.runner = Runner(model, config, arena, groups, commands=commands)
+        self.runner = Runner(model, config, arena, groups)
         self.runner.library = idle_library(self.runner.sizes.keys(), MODEL.vocab_size, self.rng)
         self.cache = KVCache(groups, num_blocks, block_size, chunk=user.prefill_chunk)
         scheduler = Scheduler(

@@ -24,7 +24,6 @@ from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
 from ...errors import StepgraphError
 from ...sampling_params import SamplingParams
-from ..instrumentation import instrumentation_to_json
 from ..results.result_document import describe_engine
 from ..step_watch import decode_roofline
 from ..token_check import TokenCheck
@@ -167,7 +166,6 @@ class CaseRun:
             "start": stats["start"],
             "correct": self._correctness(eager),
             "check": None if check is None else check.check(self.prompts, self.outputs),
-            "instrumentation": instrumentation_to_json(engine, self.step_ms),
             "samples": {"step_ms": self.step_ms},
         }
 
