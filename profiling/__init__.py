@@ -4,11 +4,11 @@
 times, `roofline` computes the bytes that a step must move, `bandwidth` measures how fast this
 device reads; `attribution` names kernels inside replayed graphs. `nsys` has the command line of an
 nsys session, the window of a program in it and the report of its export; `trace` records a trace
-without nsys, `plot` draws a timeline.
+without nsys.
 
 Importing the package imports none of them: `stats`, `roofline`, `timeline`, `attribution` and
 `nsys` need the standard library only, `ranges` loads nvtx where it is installed, `bandwidth` and
-`trace` load torch when they measure, `plot` matplotlib.
+`trace` load torch when they measure.
 """
 
 from typing import TYPE_CHECKING, Any

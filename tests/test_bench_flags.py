@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -67,7 +66,6 @@ WRONG_FILES = [
     ("--output-md a.json --output-json ./a.json", "--output-json and --output-md are one file"),
     ("--output-md hard.json --output-json a.json", "--output-json and --output-md are one file"),
     ("--compare a.json --output-md link.json", "link.json is what --compare reads"),
-    ("--plot a.jpg", "its suffix must be one of .png, .svg, .pdf"),
     ("--profile torch --profile-output no/x", "no is not a directory"),
     ("--profile nsys --profile-output folder/", "'folder/' names no file"),
     ("--profile torch --profile-output=", "'' names no file"),
@@ -93,18 +91,6 @@ def test_a_wrong_command_line_is_one_clear_line(capsys, monkeypatch, tmp_path, a
     assert message in line
     assert len(line) < 500
     assert sorted(os.listdir()) == before
-
-
-def test_a_plot_needs_matplotlib(monkeypatch, tmp_path, capsys):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, package=None: None if name == "matplotlib" else real(name, package),
-    )
-    with pytest.raises(SystemExit):
-        parse_arguments(["--plot", f"{tmp_path}/a.png"])
-    assert 'pip install "stepgraph[plot]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from rich.console import Console
 
 from ...profiling import bandwidth
 from ...profiling.device_state import DeviceMonitor, watch
-from ...profiling.timeline import StepRecord
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.rank_start import check_can_split
@@ -23,7 +22,6 @@ from ..loading.loader import resolve_source
 from ..resolved_config import ResolvedConfig, resolve_device
 from .options import MODES
 from .results.result_document import describe_engine, new_document
-from .results.step_plot import MeasuredSteps
 
 __all__ = ["BenchmarkRun", "ModelKind", "StepMode", "modes_of", "resolve_engine"]
 
@@ -108,7 +106,6 @@ class BenchmarkRun(ABC):
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
         self.document = new_document(self.device, self.bandwidth)
         """The content of `--output-json`; has an entry as soon as it is measured."""
-        self.steps = MeasuredSteps(options)
 
     @abstractmethod
     def run(self) -> None:
@@ -145,7 +142,7 @@ class BenchmarkRun(ABC):
         kind: ModelKind,
         config: EngineConfig,
         sizes: Mapping[str, int],
-        measure: Callable[[Engine], tuple[dict[str, Any], Sequence[StepRecord]]],
+        measure: Callable[[Engine], dict[str, Any]],
     ) -> dict[str, Any]:
         """Measure an engine with or without a latency budget; return the entry of the document.
 
@@ -153,16 +150,15 @@ class BenchmarkRun(ABC):
             kind: the model.
             config: of the engine.
             sizes: `batch_size`, `input_len` and further fields of the entry.
-            measure: returns the other fields, and the steps for a plot.
+            measure: returns the other fields.
         """
         max_itl_ms = config.max_itl_ms
         budget = "no budget" if max_itl_ms is None else f"{max_itl_ms:g} ms"
         what = f"{sizes['batch_size']} rows, prompts of {sizes['input_len']}, {budget}"
         with self.start(kind, config, what) as engine:
             read_again = watch(self.monitor)
-            with self.steps.timed(engine):
-                measured, records = measure(engine)
-            entry = {
+            measured = measure(engine)
+            return {
                 **describe_engine(engine, kind.model),
                 "max_itl_ms": max_itl_ms,
                 "step_budget": engine.stats()["step_budget"],
@@ -170,8 +166,6 @@ class BenchmarkRun(ABC):
                 **measured,
                 "device_state": read_again(),
             }
-        self.steps.add(entry, records)
-        return entry
 
     def _step_modes(self, modes: Iterable[str]) -> list[StepMode]:
         """Return every combination of modes, `--kernels`, `--model-impl` and ranks once.

@@ -148,11 +148,10 @@ def _add_comparison(
 
 
 def _report(run: BenchmarkRun) -> None:
-    """Print and write the table and the plot; print warnings to stderr."""
+    """Print and write the table; print warnings to stderr."""
     _print_table(run.options, markdown_table(run.document))
     for warning in warnings(run.document):
         print(f"{program_name()}: {warning}", file=sys.stderr)
-    run.steps.write(run.document)
 
 
 def _print_table(options: argparse.Namespace, text: str) -> None:

@@ -11,7 +11,6 @@ from rich.console import Console
 from ...profiling.atomic_write import WriteError
 from ...profiling.kernel_names import NamesFileError
 from ...profiling.nvtx_tool import NvtxMissingError
-from ...profiling.plot import PlotError
 from ...profiling.trace import TraceError
 from ..errors import ConfigError, MemoryBudgetError, StepgraphError, StepPreparationError
 from .results.terminal_tables import for_terminal
@@ -28,7 +27,7 @@ __all__ = [
 
 REPORTED_ERRORS = (
     *(StepgraphError, MemoryBudgetError, StepPreparationError),
-    *(NamesFileError, NvtxMissingError, PlotError, TraceError, WriteError),
+    *(NamesFileError, NvtxMissingError, TraceError, WriteError),
 )
 """Errors that a command prints as one line; any other is a defect and keeps its traceback."""
 SCRIPT = "bench.py"

@@ -8,7 +8,6 @@ from typing import Any
 
 from ...profiling.atomic_write import WriteError
 from ...profiling.command_line import CommandParser
-from ...profiling.plot import PlotError
 from ..config import MAX_RANKS, MAX_SEED, EngineConfig
 from ..tools.link_costs import NVLINK_4
 from .console import program_name
@@ -38,7 +37,6 @@ Measure how fast a model decodes on this machine, and how far that is from its m
 %(prog)s --compare old.json new.json           compare two files without a measurement
 %(prog)s --profile torch                       a trace of some steps, for Perfetto
 %(prog)s --profile nsys                        print the nsys command; run it if nsys is installed
-%(prog)s --scenario churn --plot steps.png     plot inter-token latency over time
 %(prog)s --speculate suffix:7                  speculative decoding against plain decoding, in
                                                turns; its own flags: --speculate suffix --help
 """
@@ -265,12 +263,6 @@ _FLAGS = {
         metavar="FILE",
     ),
     "output-md": _flag("write the table to this file", type=file_path, metavar="FILE"),
-    "plot": _flag(
-        "plot inter-token latency over time, its histogram, and the roofline or the parts of a"
-        " step, as .png, .svg or .pdf (needs the extra `plot`)",
-        type=file_path,
-        metavar="FILE",
-    ),
     "seed": _flag("seed of prompts and of preset weights", type=integer(0, MAX_SEED), default=0),
     "explain-memory": _flag(
         "print the memory plan of each model and what fits, for each --mode (default: auto) and"
@@ -324,7 +316,7 @@ _GROUPS = {
         *("num-steps", "max-itl-ms", "neighbours", "peer", "check", "baseline", "seed"),
     ),
     "serve": (*("arrivals", "rates", "duration", "slo-ttft", "slo-itl", "http", "threads"),),
-    "results": ("output-json", "output-md", "plot", "compare", "fail-above"),
+    "results": ("output-json", "output-md", "compare", "fail-above"),
     "profile": ("profile", "profile-steps", "profile-output", "graph-trace"),
     "explain": (
         *("device-memory", "bandwidth-gb-s", "tensor-parallel", "link-gb-s", "link-latency-us"),
@@ -361,6 +353,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     given = [name for name, value in parsed.items() if value is not None]
     try:
         validate_args(options, given)
-    except (ValueError, PlotError, WriteError) as error:
+    except (ValueError, WriteError) as error:
         parser.error(str(error))
     return options

@@ -16,7 +16,6 @@ from typing import Any
 
 from ...profiling.atomic_write import check_writable
 from ...profiling.kernel_names import SUFFIX as KERNELS_SUFFIX
-from ...profiling.plot import check_plot
 from ...profiling.trace import SUFFIX as TRACE_SUFFIX
 
 __all__ = ["SCENARIO_FLAGS", "StepRange", "kernels_path", "trace_path", "validate_args"]
@@ -47,16 +46,16 @@ _REPEATED = {"num_warmup": 1, "num_iters": 3}
 SCENARIO_FLAGS = {
     "steady": _accepts(
         *(*_FILES, *_ENGINE, *_COMPARE, "tensor_parallel", *_PROFILE),
-        *("baseline", "steps_per_launch", "check", "plot"),
+        *("baseline", "steps_per_launch", "check"),
         **{"batch_size": [1, 8], "input_len": [128, 1024], "output_len": [64]},
         **_REPEATED,
     ),
     "interference": _accepts(
-        *(*_FILES, *_ENGINE, *_COMPARE, "tensor_parallel", "max_itl_ms", "plot"),
+        *(*_FILES, *_ENGINE, *_COMPARE, "tensor_parallel", "max_itl_ms"),
         **{"batch_size": [8], "input_len": [1024], "num_steps": 200},
     ),
     "churn": _accepts(
-        *(*_FILES, *_ENGINE, *_COMPARE, "tensor_parallel", "max_itl_ms", "plot"),
+        *(*_FILES, *_ENGINE, *_COMPARE, "tensor_parallel", "max_itl_ms"),
         **{"batch_size": [8], "input_len": [256], "output_len": [32], "num_steps": 400},
     ),
     "prefix": _accepts(
@@ -127,7 +126,6 @@ def validate_args(options: argparse.Namespace, given: Sequence[str]) -> None:
 
     Raises:
         ValueError: flags do not combine.
-        PlotError: the file of the plot cannot be drawn.
         WriteError: a file cannot be written.
     """
     _check_combination(options, given)
@@ -184,7 +182,7 @@ def _fill_in_defaults(options: argparse.Namespace) -> None:
 def _check_files(options: argparse.Namespace) -> None:
     outputs = [
         (_flag(name), getattr(options, name))
-        for name in ("output_json", "output_md", "plot")
+        for name in ("output_json", "output_md")
         if getattr(options, name) is not None
     ]
     for flag, path in outputs:
@@ -194,8 +192,6 @@ def _check_files(options: argparse.Namespace) -> None:
     for (flag, path), (other, its_path) in itertools.combinations(outputs, 2):
         if _same_file(path, its_path):
             raise ValueError(f"{flag} and {other} are one file: {path}")
-    if options.plot is not None:
-        check_plot(options.plot)
 
 
 def _same_file(one: Path, other: Path) -> bool:
@@ -209,7 +205,7 @@ def _validate_profile(options: argparse.Namespace, given: Sequence[str]) -> None
     """Check that the command line has one case, and fill in the steps and files of the profile."""
     if options.graph_trace is not None and options.profile != "nsys":
         raise ValueError("--graph-trace has no effect without --profile nsys")
-    for name in ("baseline", "compare", "plot"):
+    for name in ("baseline", "compare"):
         if name in given:
             raise ValueError(f"--{name} cannot go with --profile: a profiled run is slower")
     sizes = ("batch_size", "input_len", "output_len")

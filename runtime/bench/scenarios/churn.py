@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from ....profiling.stats import Summary
-from ....profiling.timeline import StepRecord
 from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
 from ...models.decoder_model import DecoderConfig
@@ -53,10 +52,10 @@ class ChurnCase:
 
 def measure_churn(
     engine: Engine, case: ChurnCase, *, seed: int, bandwidth: float
-) -> tuple[dict[str, Any], list[StepRecord]]:
+) -> dict[str, Any]:
     """Run a case on an idle engine with `batch_size` rows.
 
-    Returns the fields of an entry of `churn` in the JSON that depend on the run, and all steps.
+    Returns the fields of an entry of `churn` in the JSON that depend on the run.
 
     Raises:
         RequestError: the sequences do not fit the engine.
@@ -110,7 +109,7 @@ def measure_churn(
         "ttft_ms": Summary.of(ttft_ms).to_json() if ttft_ms else None,
         "step_ms": Summary.of(step_ms).to_json(),
         "roofline": mean_roofline(engine, decode_steps, bandwidth),
-    }, records
+    }
 
 
 @dataclass(frozen=True, slots=True)

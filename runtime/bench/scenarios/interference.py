@@ -101,11 +101,10 @@ def chunk_ms(chunks: Sequence[Chunks]) -> float:
 
 def measure_interference(
     engine: Engine, case: InterferenceCase, *, seed: int, bandwidth: float
-) -> tuple[dict[str, Any], list[StepRecord]]:
+) -> dict[str, Any]:
     """Run a case on an idle engine with `case.max_num_seqs` rows.
 
-    Returns the fields of an entry of `interference` in the JSON that depend on the run, and the
-    steps, from the first of the steady rows alone.
+    Returns the fields of an entry of `interference` in the JSON that depend on the run.
 
     Raises:
         RequestError: the sequences do not fit the engine.
@@ -163,7 +162,7 @@ def measure_interference(
         "bound_ms": bound_ms,
         "p99_within_bound": None if itl.p99 is None else itl.p99 <= bound_ms,
         "ttft_ms": Summary.of(ttft_ms).to_json() if ttft_ms else None,
-    }, records
+    }
 
 
 def _chunks(

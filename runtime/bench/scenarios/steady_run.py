@@ -249,8 +249,7 @@ class SteadyRun(BenchmarkRun):
         if theirs is not None:
             sides.append(self.reporting(theirs.run, f"{about}: a repetition of transformers"))
         read_again = watch(self.monitor)
-        with self.steps.timed(*(run.engine for run in runs)):
-            interleave(sides, options.num_iters, options.turn_seconds)
+        interleave(sides, options.num_iters, options.turn_seconds)
         state = read_again()
         for run in runs:
             done = len(run.repetitions)
@@ -259,15 +258,12 @@ class SteadyRun(BenchmarkRun):
                 self.say(f"{_name(run)}: {few}")
             if is_reference(run.engine):
                 eager[case] = run.reference()
-            entry = run.to_json(model, self.bandwidth, eager.get(case), check) | {
+            yield run.to_json(model, self.bandwidth, eager.get(case), check) | {
                 "interleaved": len(runs) > 1,
                 "baselines": theirs.to_json(run.step_ms, run.token_ids) if theirs else [],
                 "device_state": state,
                 "profiled": self.profiled,
             }
-            if theirs is None:  # the steps of the entry that this one replaces are plotted
-                self.steps.add(entry, run.records)
-            yield entry
 
     def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:
         """Return a case to be run on an engine."""
