@@ -1,10 +1,10 @@
 """The dictionary of ranges, marks and counters: their names, meanings and payloads.
 
-Pure data, standard library only: reading a trace needs no NVTX. `markdown` returns the tables of
-docs/profiling.md.
+Pure data, standard library only: reading a trace needs no NVTX. docs/profiling.md has the same
+tables.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -17,7 +17,6 @@ __all__ = [
     "STEP_NUMBERS",
     "EventInfo",
     "FieldInfo",
-    "markdown",
 ]
 
 DOMAIN: Final = "stepgraph"
@@ -171,38 +170,3 @@ RANGES: Final[Mapping[str, EventInfo]] = MappingProxyType({info.name: info for i
 
 MARKS: Final[Mapping[str, EventInfo]] = MappingProxyType({info.name: info for info in _MARKS})
 """Every mark by name. A payload of one field is a plain integer, of several a struct."""
-
-
-def markdown() -> str:
-    """Return the dictionary as the tables of the documentation."""
-    ranges = [
-        (f"`{i.name}`", f"`{i.parent}`" if i.parent else "-", i.category, i.payload, i.description)
-        for i in RANGES.values()
-    ]
-    marks = [(f"`{i.name}`", i.category, _names(i.fields), i.description) for i in MARKS.values()]
-    counters = [
-        (f"`{COUNTERS}`", _names(STEP_NUMBERS), f"at each `{REPLAY}`, `{VERIFY}` and `{PREFILL}`")
-    ]
-    fields = [(_NUMBERS, f"`{field.name}`", field.description) for field in STEP_NUMBERS]
-    fields += [
-        (f"`{mark.name}`", f"`{field.name}`", field.description)
-        for mark in MARKS.values()
-        for field in mark.fields
-    ]
-    return "\n\n".join(
-        (
-            _table(("range", "parent", "category", "payload", "meaning"), ranges),
-            _table(("mark", "category", "payload", "meaning"), marks),
-            _table(("counters", "fields", "sampled"), counters),
-            _table(("payload of", "field", "meaning"), fields),
-        )
-    )
-
-
-def _names(fields: Iterable[FieldInfo]) -> str:
-    return ", ".join(f"`{field.name}`" for field in fields)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join((lines[0], "|---" * len(head) + "|", *lines[1:]))

@@ -4,18 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
-from stepgraph.profiling.dictionary import markdown
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.bench.results.columns import TABLES, baseline_columns
 from stepgraph.runtime.tools.group_report import explain_groups
 from stepgraph.runtime.tools.step_report import explain_step
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def test_the_dictionary_is_the_code_s_own():
-    page = (ROOT / "docs" / "profiling.md").read_text()
-    assert markdown() in page, "paste what stepgraph.profiling.dictionary.markdown() returns"
 
 
 def test_every_column_of_the_benchmark_is_explained():
