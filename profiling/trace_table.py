@@ -1,4 +1,4 @@
-"""Time of the steps of a trace, by operation, layer, operator and range.
+"""Time of the steps of a trace, by operation, kernel, layer and range.
 
 Reads the files of `trace.torch_trace`. Times are µs. Standard library only.
 """
@@ -24,15 +24,12 @@ SCHEMA_VERSION: Final = 1
 
 UNNAMED: Final = "(no operation)"
 IDLE: Final = "(idle)"
-OUTSIDE: Final = "(outside of operators)"
-OUTSIDE_SCOPES: Final = "(outside of operations)"
-MOST_ROWS: Final = 24
-"""Maximum rows of a printed table of operators: a step in eager mode has sixty kinds of them."""
+OUTSIDE: Final = "(outside of operations)"
 
 
 @dataclass(frozen=True, slots=True)
 class OperationTime:
-    """Mean time of an operation, layer, operator or range per step.
+    """Mean time of an operation, kernel, layer or range per step.
 
     Attributes:
         name: of the operation; of a layer its number.
@@ -67,7 +64,6 @@ class TraceOperations:
         kernels: of the device by the name of the function, copies and fills by their kind, the
             longest first; empty without a device.
         layers: in order; empty where no layer is known.
-        operators: of torch, by self time; empty with a device.
         ranges: of the host, in the order of their first appearance.
     """
 
@@ -78,7 +74,6 @@ class TraceOperations:
     operations: Rows
     kernels: Rows
     layers: Rows
-    operators: Rows
     ranges: Rows
 
     def markdown(self) -> str:
@@ -89,7 +84,6 @@ class TraceOperations:
         for what, rows in (
             ("operation", self.operations),
             ("layer", self.layers),
-            ("operator", _shortened(self.operators)),
             ("range of the host", self.ranges),
         ):
             if rows:
@@ -156,18 +150,15 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
         if event.get("cat") in DEVICE_CATEGORIES:
             by_step[event.get("args", {}).get("step")].append(event)
     if not by_step:
-        own, layers, operators = (
-            _self_times(events, name) for name in (_scope_operation, _scope_layer, _operator)
-        )
+        own, layers = (_self_times(events, name) for name in (_scope_operation, _scope_layer))
         return TraceOperations(
             model=about.get("model"),
             device=False,
             steps=of_host.count,
             step_us=of_host.us / of_host.count,
-            operations=of_host.with_rest(own, OUTSIDE_SCOPES) if own else (),
+            operations=of_host.with_rest(own, OUTSIDE) if own else (),
             kernels=(),
             layers=_by_number(of_host.rows(layers)),
-            operators=of_host.with_rest(operators, OUTSIDE),
             ranges=of_ranges,
         )
     by_step.pop(None, None)  # copies between steps
@@ -193,7 +184,6 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
         ),
         kernels=tuple(sorted(kernels, key=lambda row: -row.us)),
         layers=_by_number(of_device.rows(_total(of_layers, lambda e: str(e["args"]["layer"])))),
-        operators=(),
         ranges=of_ranges,
     )
 
@@ -285,10 +275,6 @@ def _by_number(layers: Rows) -> Rows:
     return tuple(sorted(layers, key=lambda row: int(row.name)))
 
 
-def _operator(event: Event) -> str | None:
-    return str(event["name"]) if event.get("cat") == "cpu_op" else None
-
-
 def _scope_operation(event: Event) -> str | None:
     args = event.get("args", {})
     return args.get("operation") if event.get("cat") == "user_annotation" else None
@@ -308,15 +294,6 @@ def _operation(event: Event) -> str:
 def _kernel(event: Event) -> str:
     kind = DEVICE_CATEGORIES[event["cat"]]
     return str(event["args"].get("kernel", event["name"])) if kind == "kernel" else kind
-
-
-def _shortened(rows: Rows) -> Rows:
-    """Return the first rows, and the others but the last in one."""
-    others = rows[MOST_ROWS:-1]
-    if len(others) < 2:
-        return rows
-    sums = (sum(getattr(row, name) for row in others) for name in ("us", "share", "launches"))
-    return (*rows[:MOST_ROWS], OperationTime(f"({len(others)} others)", *sums), rows[-1])
 
 
 def _table(what: str, rows: Rows, *, roofline: bool) -> str:

@@ -189,7 +189,7 @@ def test_a_trace_has_the_steps_of_the_window(capsys, monkeypatch, tmp_path):
     assert sum(entry["us"] for entry in told["operations"]) == pytest.approx(told["step_us"])
     text = capsys.readouterr().out
     assert "trace of steps 3:7: demo.trace.json.gz" in text
-    for line in ("| operator ", "| range of the host ", "| aten::mm "):
+    for line in ("| operation ", "| layer ", "| range of the host "):
         assert line in text
 
 

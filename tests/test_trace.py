@@ -139,5 +139,3 @@ def test_operators_of_a_compiled_step_are_there(compiled, tmp_path):
     for operator in ("stepgraph::decoder_stack", "stepgraph::accept_drafts"):
         assert len(named(path, operator)) >= len(replays), operator
     assert len(named(path, "prefill")) == 1
-    found = trace_operations(path)
-    assert "stepgraph::decoder_stack" in {row.name for row in found.operators}

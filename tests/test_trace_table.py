@@ -77,37 +77,23 @@ def test_gaps_between_kernels_are_idle_and_overlaps_are_not_counted_twice():
     assert told["operations"] == [{"name": "(no operation)", "launches": 3, "us": 25}]
 
 
-def test_operators_are_told_without_those_that_they_call():
+def test_scopes_are_told_without_those_inside_them():
     trace = KinetoTrace()
     for step, ts in enumerate((0, 200)):
         trace.range("step", ts, 100, payload=step)
-        trace.operator("aten::linear", ts + 10, 50)
-        trace.operator("aten::mm", ts + 20, 30)
-        trace.operator("aten::mm", ts + 70, 10)
-    trace.operator("aten::randn", 120, 20)  # between two steps
+        trace.range("0/attention", ts + 10, 50, operation="attention", layer=0)
+        trace.range("0/down", ts + 20, 30, operation="down", layer=0)
+        trace.range("1/down", ts + 70, 10, operation="down", layer=1)
+    trace.range("head", 120, 20, operation="head")  # between two steps
     annotate(trace.document, trace.log)
     found = trace_operations(trace.document)
     assert (found.device, found.steps, found.step_us) == (False, 2, 100)
-    assert [(row.name, row.us, row.launches) for row in found.operators] == [
-        ("aten::mm", 40, 2),
-        ("aten::linear", 20, 1),
-        ("(outside of operators)", 40, 0),
+    assert [(row.name, row.us, row.launches) for row in found.operations] == [
+        ("down", 40, 2),
+        ("attention", 20, 1),
+        ("(outside of operations)", 40, 0),
     ]
-
-
-def test_many_operators_are_cut_short():
-    trace = KinetoTrace()
-    trace.range("step", 0, 1000, payload=0)
-    for index in range(40):
-        trace.operator(f"aten::op{index}", 10 + 10 * index, 9 - index / 10)
-    annotate(trace.document, trace.log)
-    found = trace_operations(trace.document)
-    assert len(found.operators) == 41
-    text = found.markdown()
-    assert "aten::op23" in text
-    assert "aten::op24" not in text
-    assert "| (16 others) " in text
-    assert "| (outside of operators) |" in text
+    assert [(row.name, row.us) for row in found.layers] == [("0", 50), ("1", 10)]
 
 
 def test_a_trace_without_steps_or_their_work_is_an_error():
