@@ -191,7 +191,7 @@ def test_ranks_are_measured_in_turn(monkeypatch, tmp_path):
 
 def test_a_closed_pipe_is_no_error(tmp_path):
     """`bench.py ... | true`, which reads nothing: the files are whole, and so is the status."""
-    old = ROOT / "docs" / "results" / "cpu-2x-zen5" / "demo.json"
+    old = ROOT / "docs" / "results" / "cpu-2x-zen4" / "ranks.json"
     files = ["--compare", old, old, "--fail-above", "1", "--output-md", tmp_path / "a.md"]
     process = subprocess.Popen(
         [sys.executable, "bench.py", *files],

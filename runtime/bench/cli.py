@@ -23,8 +23,7 @@ from .console import (
 from .explain import run_explain_memory, run_explain_step
 from .options import parse_arguments
 from .results.caveats import failed_checks, warnings
-from .results.comparison_table import comparison_text, failure
-from .results.result_comparison import compare, read_results
+from .results.result_comparison import compare, comparison_text, failure, read_results
 from .results.result_tables import host_table, markdown_table
 
 if TYPE_CHECKING:  # it needs torch
@@ -96,9 +95,8 @@ def _measure_host(options: argparse.Namespace) -> int:
 def _compare_files(options: argparse.Namespace) -> int:
     """Compare two files; print and write the comparison."""
     old, new = options.compare
-    scenario, before = read_results(old, None)
-    _, document = read_results(new, scenario)
-    _add_comparison(options, document, before, scenario, str(new))
+    before, document = read_results(old), read_results(new)
+    _add_comparison(options, document, before, str(new))
     _print_table(options, comparison_text(document["comparison"]))
     return _judge(document)
 
@@ -109,7 +107,7 @@ def _measure(options: argparse.Namespace, kind: type[BenchmarkRun]) -> int:
 
     before = None
     if options.compare is not None:
-        _, before = read_results(options.compare[0], options.scenario)
+        before = read_results(options.compare[0])
     run = kind(options)
     document = run.document
     try:
@@ -119,7 +117,7 @@ def _measure(options: argparse.Namespace, kind: type[BenchmarkRun]) -> int:
             _report(run)
         raise
     if before is not None:
-        _add_comparison(options, document, before, options.scenario, None)
+        _add_comparison(options, document, before, None)
     _report(run)
     if isinstance(run, ProfileRun):
         print_text(run.report())
@@ -130,7 +128,6 @@ def _add_comparison(
     options: argparse.Namespace,
     document: dict[str, Any],
     before: dict[str, Any],
-    scenario: str,
     new_name: str | None,
 ) -> None:
     """Compare a document with an earlier one, and write it with the comparison."""
@@ -139,7 +136,6 @@ def _add_comparison(
     document["comparison"] = compare(
         before,
         document,
-        scenario=scenario,
         old_name=str(options.compare[0]),
         new_name=new_name,
         fail_above=options.fail_above,

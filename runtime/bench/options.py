@@ -13,7 +13,6 @@ from ..tools.link_costs import NVLINK_4
 from .console import program_name
 from .flag_types import file_path, integer, memory_size, number, step_range
 from .load.arrivals import ARRIVALS
-from .results.result_comparison import COMPARED
 from .runtimes.peer_runner import MODULES
 from .runtimes.peers import SERVER_MODULES, peer_spec
 from .validate_args import SCENARIO_FLAGS, validate_args
@@ -222,8 +221,8 @@ _FLAGS = {
         choices=("transformers", "compiled"),
     ),
     "compare": _flag(
-        "OLD.json: compare this run with the --output-json of an earlier run of the same scenario"
-        f" ({', '.join(COMPARED)}). OLD.json NEW.json: compare two files without a measurement",
+        "OLD.json: compare this run of steady with the --output-json of an earlier one. OLD.json"
+        " NEW.json: compare two files without a measurement",
         nargs="+",
         type=file_path,
         metavar="FILE",

@@ -1,4 +1,4 @@
-"""Two runs of the benchmark, case by case: ratios of their times, and bounds from their noise.
+"""Two runs of steady, case by case: ratios of their times, and bounds from their noise.
 
 The repetitions of a case differ by more than the steps within one: what disturbs a machine lasts
 longer than a step. So a repetition counts as one observation, its median, and the bounds of a ratio
@@ -12,105 +12,84 @@ true median between them with probability 1 - 2^(1 - k), whatever its distributi
 side of it with probability 2 * 2^-k (David and Nagaraja, "Order Statistics", 3rd edition, section
 7.1). If that holds for both runs, the bounds have the true ratio between them, so they do with
 at least (1 - 2^(1 - k_old)) * (1 - 2^(1 - k_new)), the `confidence`.
-
-Standard library only, but for the errors.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeGuard
+from typing import Any
 
+from ....profiling.markdown import aligned
 from ...errors import StepgraphError
 
 __all__ = [
-    "COMPARED",
+    "KEYS",
     "SCHEMA_VERSION",
-    "Compared",
     "ResultsError",
-    "case_of",
     "compare",
+    "comparison_text",
     "confidence",
+    "failure",
     "read_results",
-    "slower_than",
 ]
 
 SCHEMA_VERSION = 1
 """Of the document."""
 ENVIRONMENT = ("device", "driver", "cpu", "threads", "torch", "python", "system", "commit")
 """Fields of the environment whose differences are reported."""
+MIN_REPETITIONS = 5
+"""Of both runs: bounds from fewer hold with less than 88 %."""
+_TEXT = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "model_impl", "device")
+_SIZES = ("batch_size", "input_len", "output_len")
+_HIDDEN_IF_EQUAL = ("tensor_parallel", "prefill_chunk", "steps_per_launch")
+KEYS = (*_TEXT, *_SIZES, *_HIDDEN_IF_EQUAL)
+"""Fields that two cases must share to be compared."""
+_HEADS = {"weight_dtype": "weights", "kv_dtype": "KV", "tensor_parallel": "ranks"}
+_HEADS |= {name: name.partition("_")[0] for name in _SIZES}
+_COLUMNS = ("old ms", "new ms", "ratio", "bounds", "repetitions old, new", "n old, new", "")
+_MIN_MS, _MAX_MS = 1e-9, 1e12
+"""No step takes less than a picosecond, or more than thirty years."""
+
+Comparison = Mapping[str, Any]
 
 
 class ResultsError(StepgraphError, ValueError):
     """A file has no results that can be compared: the message names it and the reason."""
 
 
-class Compared(NamedTuple):
-    """What is compared of a scenario."""
-
-    entries: str
-    """The list in the document."""
-    keys: tuple[str, ...]
-    """Fields that two entries must share to be compared."""
-    metrics: tuple[tuple[str, str], ...]
-    """Distributions in milliseconds, and which of their values."""
-
-
-_ENGINE = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "model_impl", "device")
-_SIZES = (*_ENGINE, "batch_size", "input_len", "tensor_parallel", "prefill_chunk")
-_ITL = (("itl_ms", "p50"), ("itl_ms", "p99"))
-
-COMPARED = {
-    "steady": Compared("cases", (*_SIZES, "output_len", "steps_per_launch"), (("step_ms", "p50"),)),
-    "interference": Compared("interference", (*_SIZES, "steps", "max_itl_ms"), _ITL),
-    "churn": Compared("churn", (*_SIZES, "output_len", "steps", "max_itl_ms"), _ITL),
-    "prefix": Compared("prefix", (*_SIZES, "output_len"), (("ttft_ms", "p50"), ("step_ms", "p50"))),
-    "neighbours": Compared(
-        "neighbours", (*_SIZES, "steps", "neighbours"), (("step_ms", "p50"), ("step_ms", "p99"))
-    ),
-}
-"""By scenario."""
-
-_OPTIONAL = (
-    *("weight_dtype", "kernels", "model_impl", "tensor_parallel", "prefill_chunk"),
-    "steps_per_launch",
-)
-"""Keys that earlier versions did not write. An absent `weight_dtype` is `dtype`, an absent
-`tensor_parallel` is 1."""
-_MIN_MS, _MAX_MS = 1e-9, 1e12
-"""No step takes less than a picosecond, or more than thirty years."""
-
-
 def confidence(old: int, new: int) -> float:
-    """Return the least probability that bounds from so many repetitions hold."""
+    """Return the least probability that bounds from these numbers of repetitions hold."""
     return (1 - 2.0 ** (1 - old)) * (1 - 2.0 ** (1 - new))
 
 
-def case_of(entry: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return what an entry is matched by; a device is its type, without a number.
+def read_results(path: Path) -> dict[str, Any]:
+    """Read a document that `--output-json` wrote. Checks only what a comparison uses.
 
-    An optional key that the entry lacks is absent here as well. A budget that the scenario chose
-    follows from the machine's speed, so it is `auto`.
+    Raises:
+        ResultsError: it cannot be read, is not JSON, has another schema version, no results of
+            steady, two of one case, or numbers that cannot be times.
     """
-    case = {key: entry[key] for key in keys if key in entry}
-    if "weight_dtype" in keys:
-        case.setdefault("weight_dtype", entry["dtype"])
-    if "tensor_parallel" in keys:
-        case.setdefault("tensor_parallel", 1)
-    case["device"] = entry["device"].partition(":")[0]
-    if "max_itl_ms" in keys and entry.get("automatic_budget"):
-        case["max_itl_ms"] = "auto"
-    return case
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        _check_document(document)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except (RecursionError, UnicodeDecodeError, json.JSONDecodeError):
+        reason = "it is not JSON"
+    except ValueError as error:
+        reason = str(error)
+    else:
+        result: dict[str, Any] = document
+        return result
+    raise ResultsError(f"cannot compare with {path}: {reason}")
 
 
 def compare(
     old: Mapping[str, Any],
     new: Mapping[str, Any],
     *,
-    scenario: str,
     old_name: str,
     new_name: str | None,
     fail_above: float | None,
@@ -120,33 +99,24 @@ def compare(
     Args:
         old: a document as `read_results` returns it.
         new: another, or that of this run.
-        scenario: of both.
         old_name: the file that `old` was read from.
         new_name: the file that `new` was read from; None: this run.
         fail_above: the largest ratio that is no failure.
     """
-    name, every_key, metrics = COMPARED[scenario]
-    cases = [case_of(entry, every_key) for side in (old, new) for entry in side[name]]
-    keys = [key for key in every_key if all(key in case for case in cases)]
-    old_entries, new_entries = (
-        [(case_of(entry, keys), entry) for entry in side[name]] for side in (old, new)
-    )
-    old_cases, new_cases = ([case for case, _ in side] for side in (old_entries, new_entries))
+    before, after = ([(_key(case), case) for case in side["cases"]] for side in (old, new))
+    old_keys, new_keys = ([key for key, _ in side] for side in (before, after))
     return {
         "old": old_name,
         "new": new_name,
         "fail_above": fail_above,
         "entries": [
-            entry
-            for case, ours in new_entries
-            for other, theirs in old_entries
-            if case == other
-            for metric in metrics
-            if (entry := _entry(case, *metric, theirs, ours, fail_above)) is not None
+            _entry(key, theirs, ours, fail_above)
+            for key, ours in after
+            for other, theirs in before
+            if key == other
         ],
-        "only_old": [case for case in old_cases if case not in new_cases],
-        "only_new": [case for case in new_cases if case not in old_cases],
-        "not_matched_by": [key for key in every_key if key not in keys],
+        "only_old": [key for key in old_keys if key not in new_keys],
+        "only_new": [key for key in new_keys if key not in old_keys],
         "environment": [
             {"name": name, "old": theirs, "new": ours}
             for name in ENVIRONMENT
@@ -156,31 +126,65 @@ def compare(
     }
 
 
-def slower_than(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries of a comparison that are above its limit."""
-    return [entry for entry in comparison["entries"] if entry["above"]]
+def comparison_text(comparison: Comparison) -> str:
+    """Return the comparison as Markdown that reads as plain text too."""
+    entries, old, limit = comparison["entries"], comparison["old"], comparison["fail_above"]
+    new = comparison["new"] or "this run"
+    lines = [f"{new} against {old}: ratios of times, below 1 is faster", ""]
+    notes: list[str] = []
+    if entries:
+        hidden = {k for k in _HIDDEN_IF_EQUAL if len({e["case"][k] for e in entries}) == 1}
+        keys = [key for key in KEYS if key not in hidden]
+        cells = [[*(str(e["case"][key]) for key in keys), *_cells(e)] for e in entries]
+        head = [*(_HEADS.get(key, key) for key in keys), *_COLUMNS]
+        lines += [*aligned(head, cells, len(_TEXT)), ""]
+        notes += _bounds(entries)
+    else:
+        notes.append("No case is in both.")
+    notes += [f"Only in {old}: {_describe(case)}" for case in comparison["only_old"]]
+    notes += [f"Only in {new}: {_describe(case)}" for case in comparison["only_new"]]
+    notes += [
+        f"Different {row['name']}: {row['old'] or '-'} before, {row['new'] or '-'} now"
+        for row in comparison["environment"]
+    ]
+    if limit is not None:
+        notes.append(f"Above {limit:g}: {sum(e['above'] for e in entries)} of {len(entries)}.")
+    return "\n".join([*lines, *(f"- {note}" for note in notes)])
+
+
+def failure(comparison: Comparison) -> str | None:
+    """Return why a comparison fails its limit; None if it does not."""
+    limit, entries = comparison["fail_above"], comparison["entries"]
+    if limit is None:
+        return None
+    if not entries:
+        return f"no case is in {comparison['old']} too: nothing was compared"
+    slower = [entry for entry in entries if entry["above"]]
+    if not slower:
+        return None
+    worst = max(slower, key=lambda entry: float(entry["ratio"]))
+    return (
+        f"{len(slower)} of {len(entries)} ratios are above {limit:g}, the largest is"
+        f" {worst['ratio']:.3f}: {_describe(worst['case'])}"
+    )
+
+
+def _key(case: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a case is matched by; a device is its type, without a number."""
+    return {**{key: case[key] for key in KEYS}, "device": case["device"].partition(":")[0]}
 
 
 def _entry(
-    case: dict[str, Any],
-    metric: str,
-    percentile: str,
+    key: dict[str, Any],
     old: Mapping[str, Any],
     new: Mapping[str, Any],
     fail_above: float | None,
-) -> dict[str, Any] | None:
-    """Return the comparison of a case; None if one of the runs did not observe the metric."""
-    if any(side[metric] is None or side[metric][percentile] is None for side in (old, new)):
-        return None
-    before, after = old[metric][percentile], new[metric][percentile]
-    olds: Sequence[float] = ()
-    news: Sequence[float] = ()
-    if (metric, percentile) == ("step_ms", "p50"):  # of others, repetitions have no value
-        olds, news = _repetitions(old), _repetitions(new)
+) -> dict[str, Any]:
+    before, after = old["step_ms"]["p50"], new["step_ms"]["p50"]
+    olds, news = old["repetition_ms"], new["repetition_ms"]
     bounded = min(len(olds), len(news)) > 1
     return {
-        "case": case,
-        "metric": f"{metric}.{percentile}",
+        "case": key,
         "old": before,
         "new": after,
         "ratio": after / before,
@@ -189,135 +193,87 @@ def _entry(
         "confidence": confidence(len(olds), len(news)) if bounded else None,
         "repetitions_old": len(olds),
         "repetitions_new": len(news),
-        "n_old": old[metric]["n"],
-        "n_new": new[metric]["n"],
+        "n_old": old["step_ms"]["n"],
+        "n_new": new["step_ms"]["n"],
         "above": None if fail_above is None else after / before > fail_above,
     }
 
 
-def _repetitions(case: Mapping[str, Any]) -> Sequence[float]:
-    """Return the median step of each repetition.
-
-    A file without them may have them in its samples, if every repetition has as many.
-    """
-    medians: Sequence[float] | None = case.get("repetition_ms")
-    if medians is not None:
-        return medians
-    samples: Sequence[float] = (case.get("samples") or {}).get("step_ms") or ()
-    each = case["output_len"] - 1
-    if case.get("steps_per_launch", 1) != 1 or each < 1 or len(samples) % each:
-        return ()
-    return [
-        statistics.median(samples[start : start + each]) for start in range(0, len(samples), each)
-    ]
+def _cells(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    bounds, verdict = "-", "too few to compare"
+    if _enough(entry):
+        low, high = entry["low"], entry["high"]
+        bounds = f"{low:.3f} - {high:.3f}"
+        verdict = "slower" if low > 1 else "faster" if high < 1 else "within noise"
+    return (
+        *(f"{entry[name]:.3f}" for name in ("old", "new", "ratio")),
+        bounds,
+        f"{entry['repetitions_old']}, {entry['repetitions_new']}",
+        f"{entry['n_old']}, {entry['n_new']}",
+        verdict + ("; above the limit" if entry["above"] else ""),
+    )
 
 
-def read_results(path: Path, scenario: str | None) -> tuple[str, dict[str, Any]]:
-    """Read a document that `--output-json` wrote; return its scenario and itself.
-
-    Checks only what a comparison uses.
-
-    Args:
-        path: the file.
-        scenario: what it must be of; None: any that can be compared.
-
-    Raises:
-        ResultsError: it cannot be read, is not JSON, has another schema version or scenario, no
-            results, two of one case, or numbers that cannot be times.
-    """
-    try:
-        return _check_document(path.read_text(encoding="utf-8"), scenario)
-    except OSError as error:
-        reason = error.strerror or str(error)
-    except (RecursionError, UnicodeDecodeError):
-        reason = "it is no JSON"
-    except json.JSONDecodeError as error:
-        reason = f"it is no JSON, or ends too early: {error}"
-    except ValueError as error:
-        reason = str(error)
-    raise ResultsError(f"cannot compare with {path}: {reason}")
+def _enough(entry: Mapping[str, Any]) -> bool:
+    return bool(min(entry["repetitions_old"], entry["repetitions_new"]) >= MIN_REPETITIONS)
 
 
-def _check_document(text: str, scenario: str | None) -> tuple[str, dict[str, Any]]:
-    document = json.loads(text, parse_constant=_refuse_constant)
-    if not isinstance(document, dict) or "schema_version" not in document:
-        raise ValueError("it is no result of bench.py: it has no schema_version")
-    version = document["schema_version"]
-    if version is True or version != SCHEMA_VERSION:
-        raise ValueError(
-            f"its schema_version is {version!r:.40}, and this bench.py reads {SCHEMA_VERSION}:"
-            " measure it again"
+def _bounds(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield how far the bounds can be trusted, and why some entries have none."""
+    known = [entry["confidence"] for entry in entries if _enough(entry)]
+    if known:
+        yield (
+            f"Bounds: the extreme medians of the repetitions; they hold with {min(known):.0%} or"
+            " more for noise that varies between the repetitions of one run."
         )
-    if not isinstance(document.get("environment"), dict):
-        raise ValueError("it has no environment, so the machine is unknown")
-    names = [name for name, value in document.items() if isinstance(value, list) and value]
-    if not names:
-        raise ValueError("it has no cases")
-    found = "steady" if "cases" in names else names[0]
-    if scenario is not None and found != scenario:
-        raise ValueError(f"it is of scenario {found}, and this run is of {scenario}")
-    if found not in COMPARED:
-        raise ValueError(f"it is of scenario {found}; {', '.join(COMPARED)} can be compared")
-    compared = COMPARED[found]
-    cases: list[dict[str, Any]] = []
-    for number, entry in enumerate(document[compared.entries], start=1):
-        name = f"entry {number} of {compared.entries}"
-        _check_entry(entry, compared, name)
-        case = case_of(entry, compared.keys)
-        if case in cases:
-            raise ValueError(f"{name} is of the same case as entry {1 + cases.index(case)}")
-        cases.append(case)
-    return found, document
+    if len(known) < len(entries):
+        yield (
+            f"Too few to compare: fewer than {MIN_REPETITIONS} repetitions on one side"
+            f" (--num-iters {MIN_REPETITIONS} or more)."
+        )
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"it has {name} in the place of a number")
+def _describe(case: Mapping[str, Any]) -> str:
+    dtypes = dict.fromkeys(case[key] for key in ("dtype", "weight_dtype", "kv_dtype"))
+    sizes = [f"{_HEADS.get(k, k)} {case[k]}" for k in KEYS if k not in _TEXT]
+    return f"{case['model']} {' '.join(dtypes)} {case['mode']} {case['device']}, {', '.join(sizes)}"
 
 
-def _check_entry(entry: object, compared: Compared, name: str) -> None:
-    """Raise `ValueError` unless an entry has the keys and times that are compared."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"{name} is no object")
-    for key in compared.keys:
-        if key in entry:
-            _check_key(key, entry[key], name)
-        elif key not in _OPTIONAL:
-            raise ValueError(f"{name} has no {key}")
-    times: dict[str, object] = {}
-    for metric in dict.fromkeys(metric for metric, _ in compared.metrics):
-        summary = entry.get(metric)
-        if summary is None and metric in entry and metric != "step_ms":
-            continue  # nothing was observed
-        if not isinstance(summary, dict) or not _is_number(summary.get("n"), int, least=1):
-            raise ValueError(f"{name}: {metric} is no distribution")
-        p99 = summary.setdefault("p99", None)
-        times[metric] = [summary.get("p50"), *([] if p99 is None else [p99])]
-    samples = entry.get("samples") or {}
-    if not isinstance(samples, dict):
-        raise ValueError(f"{name}: samples is no object")
-    times["repetition_ms"] = entry.get("repetition_ms")
-    times["samples.step_ms"] = samples.get("step_ms")
-    for what, listed in times.items():
-        if not isinstance(listed, list | None):
-            raise ValueError(f"{name}: {what} is no list")
-        for value in listed or ():
-            if not (_is_number(value, float) and _MIN_MS <= value <= _MAX_MS):
-                raise ValueError(f"{name}: {what} has {value!r:.40}, which is no time in ms")
+def _check_document(document: Any) -> None:
+    """Raise `ValueError` unless a document has results of steady that can be compared."""
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise ValueError(f"it has no schema_version {SCHEMA_VERSION}: measure it again")
+    cases = document.get("cases")
+    if not isinstance(document.get("environment"), dict) or not isinstance(cases, list):
+        raise ValueError("it has no environment, or no cases")
+    if not cases:
+        raise ValueError("it has no cases: only results of --scenario steady can be compared")
+    keys: list[dict[str, Any]] = []
+    for number, case in enumerate(cases, 1):
+        if (wrong := _wrong_field(case)) is not None:
+            raise ValueError(f"case {number} has no valid {wrong}")
+        if (key := _key(case)) in keys:
+            raise ValueError(f"case {number} is the same as case {1 + keys.index(key)}")
+        keys.append(key)
 
 
-def _check_key(key: str, value: object, name: str) -> None:
-    """Raise `ValueError` unless a key is text, a count, or for a budget a time or null."""
-    if key in _ENGINE:
-        valid, what = isinstance(value, str), "text"
-    elif key == "max_itl_ms":
-        valid, what = value is None or _is_number(value, float), "time in ms"
-    else:
-        valid, what = _is_number(value, int, least=int(key != "neighbours")), "count"
-    if not valid:
-        raise ValueError(f"{name}: {key} is {value!r:.40}, which is no {what}")
+def _wrong_field(case: Any) -> str | None:
+    """Return the name of the first field that a case lacks or that has an invalid value."""
+    if not isinstance(case, dict):
+        return "field"
+    for key in KEYS:
+        if type(case.get(key)) is not (str if key in _TEXT else int):
+            return key
+    steps, repetitions = case.get("step_ms"), case.get("repetition_ms")
+    if not isinstance(steps, dict) or type(steps.get("n")) is not int:
+        return "step_ms"
+    if not _is_ms(steps.get("p50")):
+        return "step_ms.p50"
+    if not isinstance(repetitions, list) or not repetitions or not all(map(_is_ms, repetitions)):
+        return "repetition_ms"
+    return None
 
 
-def _is_number(value: object, kind: type[int] | type[float], least: int = 0) -> TypeGuard[float]:
-    """Whether a value of a JSON document is a number; an integer is a float too."""
-    kinds = (int,) if kind is int else (int, float)
-    return isinstance(value, kinds) and not isinstance(value, bool) and value >= least
+def _is_ms(value: Any) -> bool:
+    return type(value) in (int, float) and _MIN_MS <= value <= _MAX_MS

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ....profiling.markdown import aligned
 from .caveats import warnings
 from .columns import CHECK_COLUMN, TABLES, baseline_columns
-from .comparison_table import comparison_text
+from .result_comparison import comparison_text
 from .table_cells import Cell, Entry, Table, table_rows
 
 __all__ = ["describe_start", "host_table", "markdown_table", "tables"]
