@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from stepgraph.runtime.bench.results.result_tables import tables
+from stepgraph.runtime.bench.results.result_tables import table_of
 from stepgraph.runtime.bench.runtimes import continuous_batching as continuous
 from stepgraph.runtime.bench.runtimes import static_generate
 from stepgraph.runtime.bench.runtimes.continuous_batching import (
@@ -212,7 +212,7 @@ def test_the_benchmark_takes_turns(
     for entry in case["baselines"]:
         assert case["step_ms"]["n"] == entry["step_ms"]["n"] == 14
         assert (entry["name"], entry["dtype"]) == ("transformers", "float32")
-    ((_, (row,)),) = tables(document)
+    _, (row,) = table_of(document)
     assert row["times faster than static"] == f"{case['baselines'][1]['speedup']:.2f}"
     assert row["= static"] == row["= continuous"] == "100%"
     assert row["transformers static step ms p50 (n)"].endswith("(14)")
@@ -233,7 +233,7 @@ def test_a_failing_method_is_a_dash(
     document = json.loads(file.read_text())
     failed, static = document["cases"][0]["baselines"]
     assert (failed["error"], static["error"]) == ("of no such kind", None)
-    ((_, (row,)),) = tables(document)
+    _, (row,) = table_of(document)
     assert row["times faster than continuous"] == row["= continuous"] == "-"
     assert row["times faster than static"] != "-"
 

@@ -8,7 +8,7 @@ import pytest
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import Engine, EngineConfig, StepgraphError
 from stepgraph.runtime.bench.benchmark_run import BenchmarkRun
-from stepgraph.runtime.bench.results.result_tables import markdown_table, tables
+from stepgraph.runtime.bench.results.result_tables import markdown_table, table_of
 from stepgraph.runtime.bench.scenarios import steady
 from stepgraph.runtime.bench.scenarios.host_overhead import HostCost
 
@@ -46,7 +46,7 @@ def test_a_case_is_what_was_measured(document):
         assert case["padding"] == 0.0
         # 11 samples support p90.
         assert (case["step_ms"]["p90"] is None, case["step_ms"]["p99"]) == (False, None)
-    ((_, rows),) = tables(document)
+    _, rows = table_of(document)
     assert rows[0]["step ms p50 / p90 / p99"].endswith(" / -")
     kv_bytes_per_token = 2 * 6 * 2 * 32 * 2  # k and v, layers, kv heads, head_dim, bf16
     assert one["kv_bytes"] == (24 + 12 // 2) * kv_bytes_per_token

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.bench.engine_memory import pool_for
-from stepgraph.runtime.bench.results.result_tables import tables
+from stepgraph.runtime.bench.results.result_tables import table_of
 from stepgraph.runtime.bench.scenarios import prefix_sharing as prefix
 from stepgraph.runtime.bench.scenarios.prefix_sharing import NUM_PREFIXES, TAIL_TOKENS, PrefixRun
 from stepgraph.runtime.bench.scenarios.steady import BenchmarkCase
@@ -64,7 +64,7 @@ def test_the_waves_find_the_prefix_and_nothing_else(
     saved = (CASE.batch_size - 1) * (shared // 16)
     assert saved <= in_use[0] - in_use[1] <= len(on._open_parts().groups) * (saved + 2)
     assert document["roofline"]["fraction"] > 0
-    ((_, (row,)),) = tables({"prefix": [document]})
+    _, (row,) = table_of({"prefix": [document]})
     assert (row["prompt"], row["shared"], row["n"]) == ("72", "40", "30")
     assert row["hit rate"] == f"{document['hit_rate']:.0%}"
     computed = f"2,880 / {document['computed_tokens']:,}"

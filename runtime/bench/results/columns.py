@@ -173,39 +173,35 @@ _PREFIX = Table(
 )
 
 
-_SERVE = (
-    Table(
-        {
-            **_ENGINE,
-            "max ITL ms": "{max_itl_ms:g}",
-            "runtime": lambda e: e["runtime"] + (" engine" if e["transport"] == "engine" else ""),
-            "arrivals": "{arrivals}",
-            "of capacity": "{fraction:g}",
-            "req/s": "{rate:.2f}",
-            "TTFT ms p50 / p90 / p99": "{ttft_ms:dist}",
-            "n": "{ttft_ms[n]}",
-            "ITL ms p50 / p90 / p99": "{itl_ms:dist}",
-            "ITL n": "{itl_ms[n]}",
-            "goodput/s": "{goodput:.2f}",
-            "good": "{good} of {requests}",
-            "shed": "{shed}",
-            "missed": "{missed}",
-            "failed": "{failed}",
-            "unfinished": "{unfinished}",
-            "SLO ms TTFT, ITL": "{slo_ttft_ms:.0f}, {slo_itl_ms:.0f}",
-            "lag ms p99": "{lag_ms[p99]:.2f}",
-        },
-        lambda entry: [entry] if "rate" in entry else [],
-        "Load: rates are fractions of the capacity of each service",
-        text_columns=7,
-    ),
+_SERVE = Table(
+    {
+        **_ENGINE,
+        "max ITL ms": "{max_itl_ms:g}",
+        "runtime": lambda e: e["runtime"] + (" engine" if e["transport"] == "engine" else ""),
+        "arrivals": "{arrivals}",
+        "of capacity": "{fraction:g}",
+        "req/s": "{rate:.2f}",
+        "TTFT ms p50 / p90 / p99": "{ttft_ms:dist}",
+        "n": "{ttft_ms[n]}",
+        "ITL ms p50 / p90 / p99": "{itl_ms:dist}",
+        "ITL n": "{itl_ms[n]}",
+        "goodput/s": "{goodput:.2f}",
+        "good": "{good} of {requests}",
+        "shed": "{shed}",
+        "missed": "{missed}",
+        "failed": "{failed}",
+        "unfinished": "{unfinished}",
+        "SLO ms TTFT, ITL": "{slo_ttft_ms:.0f}, {slo_itl_ms:.0f}",
+        "lag ms p99": "{lag_ms[p99]:.2f}",
+    },
+    text_columns=7,
 )
-TABLES: dict[str, tuple[Table, ...]] = {
-    "interference": (_INTERFERENCE,),
-    "churn": (_CHURN,),
-    "prefix": (_PREFIX,),
-    "neighbours": (_NEIGHBOURS,),
+TABLES = {
+    "interference": _INTERFERENCE,
+    "churn": _CHURN,
+    "prefix": _PREFIX,
+    "neighbours": _NEIGHBOURS,
     "serve": _SERVE,
-    "cases": (_STEADY,),
+    "cases": _STEADY,
 }
 """By the name of the list in the document; `cases` is that of steady."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ....profiling.markdown import aligned
 from .caveats import warnings
@@ -10,18 +10,16 @@ from .columns import CHECK_COLUMN, TABLES, baseline_columns
 from .result_comparison import comparison_text
 from .table_cells import Cell, Entry, Table, table_rows
 
-__all__ = ["describe_start", "host_table", "markdown_table", "tables"]
+__all__ = ["describe_start", "host_table", "markdown_table", "table_of"]
 
 
-def tables(document: Entry) -> Iterator[tuple[Table, list[dict[str, str]]]]:
-    """Yield the tables of a document's scenario with their rows; empty ones only if all are."""
+def table_of(document: Entry) -> tuple[Table, list[dict[str, str]]]:
+    """Return the table of a document's scenario, and its rows."""
     name = next(name for name in TABLES if name in document)
-    shown = []
-    for table in TABLES[name]:
-        if name == "cases":
-            table = table._replace(columns={**table.columns, **_optional(document["cases"])})
-        shown.append((table, table_rows(table, document[name])))
-    yield from [(table, rows) for table, rows in shown if rows] or shown[:1]
+    table = TABLES[name]
+    if name == "cases":
+        table = table._replace(columns={**table.columns, **_optional(document["cases"])})
+    return table, table_rows(table, document[name])
 
 
 def _optional(cases: Sequence[Entry]) -> dict[str, Cell]:
@@ -33,16 +31,10 @@ def _optional(cases: Sequence[Entry]) -> dict[str, Cell]:
 
 
 def markdown_table(document: Entry) -> str:
-    """Return the tables, and below them warnings and the comparison.
-
-    The columns are aligned, so that the tables read as plain text too.
-    """
-    lines: list[str] = []
-    for table, rows in tables(document):
-        if table.title is not None:
-            lines += [table.title, ""]
-        cells = [list(row.values()) for row in rows]
-        lines += [*aligned(list(table.columns), cells, table.text_columns), ""]
+    """Return the table, and below it warnings and the comparison."""
+    table, rows = table_of(document)
+    cells = [list(row.values()) for row in rows]
+    lines = [*aligned(list(table.columns), cells, table.text_columns), ""]
     lines.append(caption(document))
     lines += [line for warning in warnings(document) for line in ("", warning)]
     if "comparison" in document:

@@ -50,7 +50,6 @@ class Table(NamedTuple):
     columns: Mapping[str, Cell]
     rows: Callable[[Entry], Sequence[Entry]] = lambda entry: [entry]
     """Splits an entry of the document into the rows of this table."""
-    title: str | None = None
     text_columns: int = 5
     """The first columns, which are aligned to the left."""
 
