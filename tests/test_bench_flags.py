@@ -20,7 +20,7 @@ WRONG_VALUES = [
     (f"--{'x' * 1000}", "unrecognized arguments: --xxx"),
     ("--batch-siz 1", "unrecognized arguments: --batch-siz 1"),
     ("--output-json=", "'' names no file"),
-    ("--output-md new.md/", "'new.md/' names no file"),
+    ("--output-json new.json/", "'new.json/' names no file"),
     ("--num-iters 1000000000000000", "'1000000000000000' is more than 1,000,000,000"),
     ("--seed 9223372036854775808", "is more than 9,223,372,036,854,775,807"),
     ("--scenario churn --num-steps 3", "'3' is not an integer of at least 30"),
@@ -62,10 +62,9 @@ WRONG_COMBINATIONS = [
 ]
 WRONG_FILES = [
     ("--output-json no/x.json", "no is not a directory"),
-    ("--output-md folder", "it is a directory"),
-    ("--output-md a.json --output-json ./a.json", "--output-json and --output-md are one file"),
-    ("--output-md hard.json --output-json a.json", "--output-json and --output-md are one file"),
-    ("--compare a.json --output-md link.json", "link.json is what --compare reads"),
+    ("--output-json folder", "it is a directory"),
+    ("--compare a.json --output-json link.json", "link.json is what --compare reads"),
+    ("--compare a.json --output-json hard.json", "hard.json is what --compare reads"),
     ("--profile torch --profile-output no/x", "no is not a directory"),
     ("--profile nsys --profile-output folder/", "'folder/' names no file"),
     ("--profile torch --profile-output=", "'' names no file"),

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ...profiling import bandwidth
-from ...profiling.atomic_write import write_file
 from ...profiling.command_line import INTERRUPTED
 from ...profiling.nsys import inside_nsys
 from .console import (
@@ -88,7 +87,7 @@ def _measure_host(options: argparse.Namespace) -> int:
         device = torch.device("cpu")
         document = new_document(device, bandwidth.measure_read_bandwidth(device))
         write_json(options, document | {"host": costs})
-    _print_table(options, host_table(costs))
+    print_text(host_table(costs))
     return 0
 
 
@@ -97,7 +96,7 @@ def _compare_files(options: argparse.Namespace) -> int:
     old, new = options.compare
     before, document = read_results(old), read_results(new)
     _add_comparison(options, document, before, str(new))
-    _print_table(options, comparison_text(document["comparison"]))
+    print_text(comparison_text(document["comparison"]))
     return _judge(document)
 
 
@@ -144,16 +143,10 @@ def _add_comparison(
 
 
 def _report(run: BenchmarkRun) -> None:
-    """Print and write the table; print warnings to stderr."""
-    _print_table(run.options, markdown_table(run.document))
+    """Print the table; print warnings to stderr."""
+    print_text(markdown_table(run.document))
     for warning in warnings(run.document):
         print(f"{program_name()}: {warning}", file=sys.stderr)
-
-
-def _print_table(options: argparse.Namespace, text: str) -> None:
-    if options.output_md is not None:
-        write_file(options.output_md, text + "\n")
-    print_text(text)
 
 
 def _judge(document: dict[str, Any]) -> int:

@@ -261,7 +261,6 @@ _FLAGS = {
         type=file_path,
         metavar="FILE",
     ),
-    "output-md": _flag("write the table to this file", type=file_path, metavar="FILE"),
     "seed": _flag("seed of prompts and of preset weights", type=integer(0, MAX_SEED), default=0),
     "explain-memory": _flag(
         "print the memory plan of each model and what fits, for each --mode (default: auto) and"
@@ -315,7 +314,7 @@ _GROUPS = {
         *("num-steps", "max-itl-ms", "neighbours", "peer", "check", "baseline", "seed"),
     ),
     "serve": (*("arrivals", "rates", "duration", "slo-ttft", "slo-itl", "http", "threads"),),
-    "results": ("output-json", "output-md", "compare", "fail-above"),
+    "results": ("output-json", "compare", "fail-above"),
     "profile": ("profile", "profile-steps", "profile-output", "graph-trace"),
     "explain": (
         *("device-memory", "bandwidth-gb-s", "tensor-parallel", "link-gb-s", "link-latency-us"),

@@ -6,7 +6,6 @@ Every error is one line: what was given, what is allowed, what to do.
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ __all__ = ["SCENARIO_FLAGS", "StepRange", "kernels_path", "trace_path", "validat
 
 _MODEL = ("model", "device", "dtype", "weight_dtype", "kv_dtype")
 _ENGINE = (*_MODEL, "mode", "kernels", "model_impl", "prefill_chunk")
-_FILES = ("scenario", "output_json", "output_md", "seed")
+_FILES = ("scenario", "output_json", "seed")
 _COMPARE = ("compare", "fail_above")
 _PROFILE = ("profile", "profile_steps", "profile_output", "graph_trace")
 _GROUP = ("tensor_parallel", "link_gb_s", "link_latency_us")
@@ -156,7 +155,7 @@ def _check_combination(options: argparse.Namespace, given: Sequence[str]) -> Non
         accepted = ("explain_step", "bandwidth_gb_s", *_MODEL, "batch_size", "input_len", *_GROUP)
         what = "--explain-step"
     elif compared == 2:
-        accepted = (*_COMPARE, "output_json", "output_md")
+        accepted = (*_COMPARE, "output_json")
         what = "--compare OLD.json NEW.json"
     else:
         accepted, what = SCENARIO_FLAGS[options.scenario], f"--scenario {options.scenario}"
@@ -180,18 +179,11 @@ def _fill_in_defaults(options: argparse.Namespace) -> None:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    outputs = [
-        (_flag(name), getattr(options, name))
-        for name in ("output_json", "output_md")
-        if getattr(options, name) is not None
-    ]
-    for flag, path in outputs:
+    path = options.output_json
+    if path is not None:
         if any(_same_file(path, other) for other in options.compare or ()):
-            raise ValueError(f"{flag} {path} is what --compare reads: write to another file")
+            raise ValueError(f"--output-json {path} is what --compare reads: write to another file")
         check_writable(path)
-    for (flag, path), (other, its_path) in itertools.combinations(outputs, 2):
-        if _same_file(path, its_path):
-            raise ValueError(f"{flag} and {other} are one file: {path}")
 
 
 def _same_file(one: Path, other: Path) -> bool:
