@@ -15,7 +15,7 @@ from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.operation_scopes import operation
 from stepgraph.runtime.tools import recorded_steps
-from stepgraph.runtime.tools.step_report import decode_operation_costs
+from stepgraph.runtime.tools.step_costs import decode_operation_costs
 
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.tools.group_report import explain_groups
-from stepgraph.runtime.tools.step_report import explain_step
+from stepgraph.runtime.tools.step_costs import explain_step
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -84,17 +83,14 @@ def test_predictions_are_those_of_the_command(row, name, weight_dtype, rows, con
 )
 def test_predictions_of_groups_are_those_of_the_command(row, name, rows, context):
     page = (ROOT / "docs" / "gpu-predictions.md").read_text()
-    text = explain_groups(
+    text = explain_step(
         *(f"preset:{name}", EngineConfig()),
         **{"ranks": [2, 4, 8], "rows": rows, "context": context, "bandwidth": 4.3e12},
     )
     lines = [line.strip("| ").split("|") for line in text.splitlines() if re.match(r"\| +\d", line)]
-    cells = [[cell.strip() for cell in line] for line in lines]
-    floors = [line[5] for line in cells[:4]]
-    times = [
-        f"{time[3]} ({floor} + {time[2]})" for floor, time in zip(floors, cells[4:], strict=True)
-    ]
-    expected = [row, cells[4][3], *times[1:], " / ".join(line[4] for line in cells[5:])]
+    one, *groups = ([cell.strip() for cell in line] for line in lines)
+    times = [f"{line[6]} ({line[3]} + {line[5]})" for line in groups]
+    expected = [row, one[6], *times, " / ".join(line[7] for line in groups)]
     assert f"| {' | '.join(expected)} |" in page
 
 

@@ -22,7 +22,7 @@ from stepgraph.runtime.kernels.ops.layer_operations import Linear
 from stepgraph.runtime.loading.loader import read_config
 from stepgraph.runtime.models.plan import plan_of
 from stepgraph.runtime.tools.memory_report import explain_memory
-from stepgraph.runtime.tools.step_report import explain_step
+from stepgraph.runtime.tools.step_costs import explain_step
 
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from ...profiling import bandwidth
 from ...profiling.command_line import CommandParser
 from ..config import EngineConfig
-from ..tools.link_costs import NVLINK_4, Link
 from .console import REPORTED_ERRORS, exit_status, print_error, print_text
 from .options import MODEL_FLAGS, add_flags
 
@@ -85,8 +84,7 @@ def run_explain_memory(options: argparse.Namespace, program: str) -> int:
 def run_explain_step(options: argparse.Namespace, program: str) -> int:
     """Print the kernels of a decode step, or groups of GPUs, for every point; return the status."""
     from ..resolved_config import resolve_device  # these need torch
-    from ..tools.group_report import explain_groups
-    from ..tools.step_report import explain_step
+    from ..tools.step_costs import NVLINK_4, Link, explain_step
 
     if options.bandwidth_gb_s is not None:
         reads = 1e9 * options.bandwidth_gb_s
@@ -102,15 +100,17 @@ def run_explain_step(options: argparse.Namespace, program: str) -> int:
             return 1
         reads = bandwidth.measure_read_bandwidth(device)
 
-    link = _link(options)
+    link_bandwidth, latency = options.link_gb_s, options.link_latency_us
+    link = Link(
+        NVLINK_4.bytes_per_s if link_bandwidth is None else 1e9 * link_bandwidth,
+        NVLINK_4.latency_s if latency is None else 1e-6 * latency,
+    )
 
     def explain(model: str, config: EngineConfig, context: int, rows: int) -> str:
-        if not options.tensor_parallel:
-            return explain_step(model, config, rows=rows, context=context, bandwidth=reads)
-        return explain_groups(
+        return explain_step(
             model,
             config,
-            ranks=options.tensor_parallel,
+            ranks=options.tensor_parallel or (),
             rows=rows,
             context=context,
             bandwidth=reads,
@@ -118,15 +118,6 @@ def run_explain_step(options: argparse.Namespace, program: str) -> int:
         )
 
     return _explain_all(options, program, explain, options.input_len, options.batch_size)
-
-
-def _link(options: argparse.Namespace) -> Link:
-    """Return the links between devices, by default NVLink 4."""
-    bandwidth, latency = options.link_gb_s, options.link_latency_us
-    return Link(
-        NVLINK_4.bytes_per_s if bandwidth is None else 1e9 * bandwidth,
-        NVLINK_4.latency_s if latency is None else 1e-6 * latency,
-    )
 
 
 def _explain_all(

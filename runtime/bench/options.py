@@ -9,7 +9,7 @@ from typing import Any
 from ...profiling.atomic_write import WriteError
 from ...profiling.command_line import CommandParser
 from ..config import MAX_RANKS, MAX_SEED, EngineConfig
-from ..tools.link_costs import NVLINK_4
+from ..tools.step_costs import NVLINK_4
 from .console import program_name
 from .flag_types import file_path, integer, memory_size, number, step_range
 from .load.arrivals import ARRIVALS

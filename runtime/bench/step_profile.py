@@ -25,7 +25,7 @@ from ...profiling.trace_table import TraceOperations, trace_operations
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..models.config import ModelConfig
-from ..tools.step_report import decode_operation_costs
+from ..tools.step_costs import decode_operation_costs
 from .benchmark_run import ModelKind
 from .console import print_error, program_name
 from .results.result_document import write_json

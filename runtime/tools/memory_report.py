@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -18,15 +19,16 @@ from ..config import MAX_ROWS, EngineConfig
 from ..engine.kernel_start import planned_kernels
 from ..engine.memory_planning import RESERVE_BYTES, layer_groups, plan_engine
 from ..kernels import Kernels, Mode, native_obstacle
+from ..kernels.ops.expert_operations import Experts
+from ..kernels.ops.layer_plan import ModelPlan
 from ..loading.loader import resolve_source
 from ..memory.footprint import model_footprint
 from ..models.decoder_model import DecoderConfig
+from ..models.layout import parameter_bytes
 from ..models.plan import plan_of, shard_config
 from ..resolved_config import ResolvedConfig, resolve_kernels
-from .expert_report import describe_experts
-from .shard_report import describe_shard
 
-__all__ = ["explain_memory", "resolve_absent"]
+__all__ = ["describe_experts", "explain_memory", "resolve_absent"]
 
 _CONTEXTS = (1024, 8192)
 """Context length for which the number of rows is reported, in addition to the model's own."""
@@ -82,7 +84,7 @@ def explain_memory(
             f"{source} in {dtype}{weights}, cache in {stored}, on {place}, {resolved.mode}, "
             f"{config.max_num_seqs} {_rows(config.max_num_seqs)}",
             f"layer groups: {len(groups)}; cache of a token: {format_bytes(kv)}",
-            *describe_shard(plan_of(whole), plan_of(model), kernels, resolved.dtype),
+            *_describe_shard(plan_of(whole), plan_of(model), kernels, resolved.dtype),
             *describe_experts(plan_of(model), config.max_num_seqs),
             "",
             plan.format(),
@@ -90,6 +92,45 @@ def explain_memory(
             *question.answers(),
         ]
     )
+
+
+def describe_experts(plan: ModelPlan, rows: int) -> list[str]:
+    """Return a line for each kind of mixture: how many experts a step of `rows` rows reads."""
+    counts = Counter(
+        (op.routed, op.routing.top_k, op.shared, op.expected_experts(rows))
+        for layer in plan.layers
+        for op in layer.operations
+        if isinstance(op, Experts)
+    )
+    return [
+        f"{layers} layers with {routed} experts, {top_k} of them a token"
+        + (f", and {shared} shared" if shared else "")
+        + f": a step of {rows} {'row' if rows == 1 else 'rows'} reads {expected:.1f} of"
+        f" {routed + shared} on average, if all are equally likely"
+        for (routed, top_k, shared, expected), layers in counts.items()
+    ]
+
+
+def _describe_shard(
+    whole: ModelPlan, plan: ModelPlan, kernels: Kernels, dtype: torch.dtype
+) -> list[str]:
+    """Return lines about a rank's plan: what it holds of the model, and what all ranks hold."""
+    if plan.shard is None:
+        return []
+    total = sum(parameter_bytes(p, kernels, dtype) for p in whole.parameters())
+    sizes = [(p.cut is None, parameter_bytes(p, kernels, dtype)) for p in plan.parameters()]
+    own, replicated = (sum(n for copied, n in sizes if copied is kind) for kind in (False, True))
+    attend, all_heads = plan.layers[0].attend, whole.layers[0].attend
+    holders = plan.shard.ranks * attend.kv_heads // all_heads.kv_heads
+    cache = "a latent of all heads" if attend.shared_values else "key/value heads"
+    held = f"{attend.kv_heads} of {all_heads.kv_heads} {cache}"
+    return [
+        f"rank {plan.shard.rank} of {plan.shard.ranks}: {attend.heads} of {all_heads.heads} query"
+        f" heads, {len(plan.shard.vocab):,} of {plan.vocab_size:,} tokens of the vocabulary",
+        f"weights: {format_bytes(own)} of its own, {format_bytes(replicated)} replicated on every"
+        f" rank, of {format_bytes(total)} of the model",
+        f"cache: {held}" + (f", replicated on {holders} ranks" if holders > 1 else ""),
+    ]
 
 
 def resolve_absent(config: EngineConfig, model: DecoderConfig) -> ResolvedConfig:

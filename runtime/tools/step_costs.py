@@ -1,4 +1,4 @@
-"""Bytes that each kernel of a decode step on a GPU moves, and the least time this takes.
+"""Predicts decode steps on GPUs from bytes, kernel by kernel, without loading the model.
 
 A decode step is `begin`, the operations of each layer that `kernels/triton/fusion.py` finds in the
 plan of the model, `head` and `greedy`. For up to four rows each operation is one kernel. For more
@@ -8,19 +8,30 @@ share of the cache. In addition it reads and writes what the floor leaves out: a
 results, and the keys and values of the new tokens. All of it is counted as memory traffic, although
 most of what one kernel writes for the next stays in the L2 cache. The predicted time is bytes over
 bandwidth, plus an edge for each kernel: the time between its end and the first loads of the next.
+
+The ranks of a tensor-parallel group run the kernels of their part of the plan, and add the
+collective operations. A message of n bytes takes latency + n / bandwidth (Hockney, The
+communication challenge for MPP, Parallel Computing 20, 1994). Nothing overlaps.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from ...profiling.kernel_names import OperationCost
+from ...profiling.markdown import aligned
 from ...profiling.roofline import floor_seconds
-from ..kernels.ops.layer_operations import Linear, Norm
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..kernels import stored_bytes
+from ..kernels.ops.layer_operations import AllReduce, Linear, Norm, QKNorm
 from ..kernels.ops.layer_plan import ModelPlan
+from ..kernels.ops.weight_storage import quantised_dtype
 from ..kernels.triton.fusion import (
     Activation,
     Attention,
@@ -30,20 +41,40 @@ from ..kernels.triton.fusion import (
     NormLinear,
     ResidualLinear,
     fuse,
+    fusion_obstacle,
+    runs_by_pair,
 )
-from .expert_costs import mixture_costs
+from ..kernels.triton.linear import ROW_CLASSES
+from ..kernels.triton.linear_configs import default_config
+from ..kernels.triton.splits import choose_splits
+from ..loading.loader import resolve_source
+from ..models.config import ModelConfig
+from ..models.plan import model_plan
+from ..models.sharding import shard_plan
+from ..resolved_config import ResolvedConfig
+from .memory_report import describe_experts
 
 __all__ = [
     "DEPENDENT_EDGE_SECONDS",
     "EDGE_SECONDS",
+    "NVLINK_4",
     "KernelCost",
+    "Link",
     "Parts",
     "StoredSizes",
+    "collective_seconds",
+    "decode_operation_costs",
+    "explain_step",
     "floor_bytes",
     "kernel_costs",
     "operation_costs",
     "predicted_seconds",
+    "stored_sizes",
+    "untuned_parts",
 ]
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200 (SXM)."""
 
 EDGE_SECONDS = 1.3e-6
 """Seconds between two kernels of a CUDA graph on an H100 or H200: assumed, not measured."""
@@ -155,20 +186,14 @@ def kernel_costs(
     not they are tied. Attention has an entry for each window size.
 
     Args:
-        plan: the model, or the part of it that a rank of a tensor-parallel group has; its
-            collective operations are left out: `link_costs.py` counts them.
+        plan: the model, or the part of it that a rank of a tensor-parallel group has, without its
+            collective operations.
         sizes: bytes of its stored tensors.
         rows: rows that decode, without padding.
         context: tokens of each row, including the newest.
         splits: splits of attention along the positions of a row.
         parts: implementation of the products for more than four rows; default: cuBLAS.
-
-    Raises:
-        ValueError: one of these numbers is less than 1, or an operation of the plan has no kernel.
     """
-    for name, value in (("rows", rows), ("context", context), ("splits", splits)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
     step = _Step(plan, sizes, rows, context, splits, parts)
     counted: Counter[KernelCost] = Counter()
     for layer, times in Counter(plan.layers).items():
@@ -212,14 +237,43 @@ class _Step:
 
     def costs(self, fused: Fused) -> Iterator[KernelCost]:
         """Yield the costs of the operations that compute a part of a layer."""
-        if not isinstance(fused, Mixture):
+        if isinstance(fused, Mixture):
+            yield from self._mixture(fused)
+        else:
             yield self._cost(fused)
-            return
-        sizes = self.sizes
-        for name, weights, other, kernels in mixture_costs(
-            fused, sizes.matrix_bytes, sizes.element_bytes, rows=self.rows
-        ):
-            yield _cost(name, weights, other, _Product(parts=1, kernels=kernels))
+
+    def _mixture(self, fused: Mixture) -> Iterator[KernelCost]:
+        """Yield the operations of a mixture, which reads the experts that the rows choose.
+
+        Unless each pair of a row and an expert is computed by itself, pairs are sorted by expert,
+        and their products written as float32.
+        """
+        op, element_bytes = fused.experts, self.sizes.element_bytes
+        hidden, features = op.router.shape[1], op.activate.features
+        matrix_bytes = self.sizes.matrix_bytes
+        expert = matrix_bytes(2 * features, hidden) + matrix_bytes(hidden, features)
+        by_pair = runs_by_pair(op, self.rows, expert)
+        biases = sum(p.elements for p in (op.gate_up_bias, op.down_bias) if p is not None)
+        used = op.expected_experts(self.rows) * (expert + biases // op.total * element_bytes)
+        router = op.router.elements * element_bytes
+        if op.router_bias is not None:
+            router += op.router_bias.elements * element_bytes
+        if op.correction is not None:
+            router += op.correction.elements * _FLOAT32
+        state, scores = self._activations(hidden), self.rows * op.routed * _FLOAT32
+        pairs = self.rows * op.per_token
+        choice = scores + pairs * (_FLOAT32 + _INT32)
+        moved = choice + 2 * pairs * features * element_bytes + 3 * state
+        if not by_pair:
+            moved += 2 * pairs * hidden * _FLOAT32 + 2 * pairs * _INT32
+        costs = {
+            "norm_rows": (self._norm(fused.norm), 2 * state, 1),
+            "route": (router, state + choice + scores, 2),
+            "experts": (round(used) + self._norm(fused.output_norm), moved, 2 if by_pair else 4),
+        }
+        for name in fused.operations:
+            weights, other, kernels = costs[name]
+            yield _cost(name, weights, other, _Product(kernels=kernels))
 
     def _cost(
         self, fused: NormLinear | GateUp | Attention | ResidualLinear | Activation
@@ -359,14 +413,282 @@ def predicted_seconds(
     bandwidth_bytes_per_s: float,
     edge_seconds: float = DEPENDENT_EDGE_SECONDS,
 ) -> float:
-    """Return the seconds of the step: all bytes at this bandwidth, and an edge for each kernel.
-
-    Raises:
-        ValueError: the bandwidth is not positive, or `edge_seconds` is negative.
-    """
-    if not edge_seconds >= 0:  # NaN fails too
-        raise ValueError(f"edge_seconds is {edge_seconds}; it must not be negative")
+    """Return the seconds of the step: all bytes at this bandwidth, and an edge for each kernel."""
     return sum(
         cost.launches * (cost.seconds(bandwidth_bytes_per_s) + cost.edge_seconds(edge_seconds))
         for cost in costs
     )
+
+
+class Link(NamedTuple):
+    """The full-duplex connection of a device with the other devices of its group."""
+
+    bytes_per_s: float
+    """In one direction."""
+    latency_s: float
+    """Seconds of a collective operation of one phase and no bytes, its kernel included."""
+
+    def all_reduce_seconds(self, size: int, ranks: int) -> float:
+        """Return the seconds of the sum of a value of `size` bytes, by the faster algorithm.
+
+        One-shot reads the values of all other ranks; two-shot is a reduce-scatter and an all-gather
+        (Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH,
+        2005, with the steps of each phase at the same time).
+        """
+        one_shot = self.latency_s + (ranks - 1) * size / self.bytes_per_s
+        two_shot = 2 * self.latency_s + 2 * (ranks - 1) / ranks * size / self.bytes_per_s
+        return min(one_shot, two_shot)
+
+
+NVLINK_4 = Link(320e9, 5e-6)
+"""Of an H100 or H200 (SXM): fitted to times of a one-shot kernel that vLLM's pull request 24111
+reports for six H100, 13 to 70 µs for 0.5 to 4 MiB, within 3 %. NVIDIA specifies 450 GB/s a
+direction."""
+
+
+def collective_seconds(plan: ModelPlan, link: Link, *, rows: int, element_bytes: int) -> float:
+    """Return the seconds of the collective operations of a greedy decode step; 0 for a whole model.
+
+    They are the `AllReduce` operations of the layers, one for the embeddings, the sums of squares
+    of norms over the heads of all ranks (two float32 values a row), and the choice among the
+    largest logits of all ranks (a float32 value and an int64 id a row).
+
+    Args:
+        plan: of one rank.
+        link: between the devices.
+        rows: that decode.
+        element_bytes: of an activation.
+    """
+    if plan.shard is None:
+        return 0.0
+    sizes = Counter([plan.hidden_size * element_bytes, _FLOAT32 + _INT64])
+    for op in (op for layer in plan.layers for op in layer.operations):
+        if isinstance(op, AllReduce):
+            sizes[op.features * element_bytes] += 1
+        elif isinstance(op, QKNorm) and op.ranks > 1:
+            sizes[2 * _FLOAT32] += 1
+    ranks = plan.shard.ranks
+    return sum(n * link.all_reduce_seconds(rows * size, ranks) for size, n in sizes.items())
+
+
+def stored_sizes(config: ResolvedConfig, head_dim: int) -> StoredSizes:
+    """Return the bytes of what a step reads, as an engine stores it."""
+    return StoredSizes(
+        matrix_bytes=lambda n, k: stored_bytes(config.weights, n, k, config.dtype),
+        element_bytes=config.dtype.itemsize,
+        kv_vector_bytes=head_dim * config.kv_element_bytes + config.kv_scale_bytes,
+    )
+
+
+def untuned_parts(config: ResolvedConfig, rows: int, multiprocessors: int) -> Parts:
+    """Return how the products of decode steps of `rows` rows are computed without tuning.
+
+    Args:
+        config: dtypes of the model and its weights; other fields are not used.
+        rows: that decode.
+        multiprocessors: of the device.
+    """
+    dtype = quantised_dtype(config.weights) or config.dtype
+
+    def parts(operation: str, n: int, k: int) -> int:
+        if rows > ROW_CLASSES[-1]:
+            return 0
+        kernel = {"combine_output": "residual_linear", "down": "residual_linear"}
+        sizes = (rows, n, k, dtype.itemsize, multiprocessors)
+        chosen = default_config(kernel.get(operation, operation), *sizes)
+        return 0 if chosen.kind == "library" else chosen.splits
+
+    return parts
+
+
+def decode_operation_costs(
+    model: ModelConfig, config: ResolvedConfig, *, rows: int, context: int
+) -> list[OperationCost]:
+    """Return what each operation of a decode step on a GPU must read, for `KernelNames.costs`.
+
+    Empty for models whose layers are made of other kernels.
+
+    Args:
+        model: shapes.
+        config: dtypes of the model, its weights and its cache; nothing else of it counts.
+        rows: that decode.
+        context: tokens of each, the newest included.
+    """
+    plan = model_plan(model)
+    if fusion_obstacle(plan) is not None:
+        return []
+    # What splits of attention move on top is written by one kernel for the next: not counted here.
+    sizes = stored_sizes(config, model.head_dim)
+    return operation_costs(kernel_costs(plan, sizes, rows=rows, context=context, splits=1))
+
+
+def explain_step(
+    source: str | Path,
+    config: EngineConfig,
+    *,
+    rows: int,
+    context: int,
+    bandwidth: float,
+    ranks: Sequence[int] = (),
+    link: Link = NVLINK_4,
+) -> str:
+    """Return a greedy decode step as text: its kernels, or with `ranks` the steps of groups.
+
+    Args:
+        source: as `Engine.from_pretrained`; only the configuration is read.
+        config: dtypes of the model, its weights and its cache; nothing else of it counts.
+        rows: that decode.
+        context: tokens of each.
+        bandwidth: bytes that each device reads in a second.
+        ranks: sizes of tensor-parallel groups, to compare with one device.
+        link: between the devices of a group.
+
+    Raises:
+        CheckpointError: as `Engine.from_pretrained`.
+        ConfigError: the configuration cannot work with this model, a number of ranks does not
+            divide it, or its layers are made of other kernels, as those of latent attention are.
+    """
+    model = resolve_source(source, config_only=True, model_impl=config.model_impl).native
+    # The device can be hypothetical and does not determine dtypes.
+    on_cpu = dataclasses.replace(config, device="cpu", mode="eager")
+    resolved = ResolvedConfig.resolve(on_cpu, model)
+    if context > resolved.max_model_len:
+        raise ConfigError(
+            f"a context of {context} exceeds the {resolved.max_model_len} positions of the model"
+        )
+    plan = model_plan(model)
+    step = _GreedyStep(resolved, stored_sizes(resolved, model.head_dim), rows, context)
+    point = (
+        f"{source} in {_dtypes(resolved)}, {rows} {'row' if rows == 1 else 'rows'} of"
+        f" {context:,} tokens at {bandwidth / 1e9:,.0f} GB/s"
+    )
+    if ranks:
+        links = f"links of {link.bytes_per_s / 1e9:,.0f} GB/s and {link.latency_s * 1e6:g} µs"
+        return "\n".join(
+            [f"{point} a device, {links}", "", *step.group_table(plan, ranks, bandwidth, link)]
+        )
+    costs = step.costs(plan)
+    return "\n".join(
+        [
+            point,
+            "",
+            *_step_table(costs, bandwidth),
+            "",
+            *describe_experts(plan, rows),
+            *_summary(costs, bandwidth),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class _GreedyStep:
+    """A greedy decode step of a model, or of the ranks that share it, without tuned products."""
+
+    config: ResolvedConfig
+    sizes: StoredSizes
+    rows: int
+    context: int
+
+    def costs(self, plan: ModelPlan) -> tuple[KernelCost, ...]:
+        """Return the kernels of a model or of a rank.
+
+        Raises:
+            ConfigError: names what its layers have that these kernels do not compute.
+        """
+        if (obstacle := fusion_obstacle(plan)) is not None:
+            raise ConfigError(
+                f"the layers of a model with {obstacle} are not made of the kernels that are"
+                " counted here"
+            )
+        kv_heads = plan.layers[0].attend.kv_heads
+        return kernel_costs(
+            plan,
+            self.sizes,
+            rows=self.rows,
+            context=self.context,
+            splits=choose_splits(self.rows, kv_heads, self.context, MULTIPROCESSORS),
+            parts=untuned_parts(self.config, self.rows, MULTIPROCESSORS),
+        )
+
+    def group_table(
+        self, plan: ModelPlan, ranks: Sequence[int], bandwidth: float, link: Link
+    ) -> list[str]:
+        """Return what groups of GPUs take: the slowest rank, its collectives, the speed-up.
+
+        The kernel of a collective operation adds no edge: its latency is the time of a kernel.
+        """
+        head = ["ranks", "weights MB", "cache MB", "floor µs", "kernels µs", "collectives µs"]
+        head += ["predicted µs", "speed-up", "efficiency", "without dependent launch µs"]
+        cells, single = [], 0.0
+        for count in sorted({1, *ranks}):
+            plans = [shard_plan(plan, rank, count) for rank in range(count)]
+            costs = max(
+                map(self.costs, plans), key=lambda c: sum(each.launches * each.bytes for each in c)
+            )
+            weights, cache = (
+                sum(cost.launches * getattr(cost, name) for cost in costs)
+                for name in ("weight_bytes", "cache_bytes")
+            )
+            exchange = collective_seconds(
+                plans[0], link, rows=self.rows, element_bytes=self.sizes.element_bytes
+            )
+            kernels, slower = (
+                predicted_seconds(costs, bandwidth, edge)
+                for edge in (DEPENDENT_EDGE_SECONDS, EDGE_SECONDS)
+            )
+            seconds = kernels + exchange
+            single = single or seconds
+            floor = floor_seconds(floor_bytes(costs), bandwidth)
+            cells.append(
+                [
+                    str(count),
+                    *(f"{n / 1e6:,.1f}" for n in (weights, cache)),
+                    *(f"{s * 1e6:,.0f}" for s in (floor, kernels, exchange, seconds)),
+                    f"{single / seconds:.2f}",
+                    f"{single / seconds / count:.0%}",
+                    f"{(slower + exchange) * 1e6:,.0f}",
+                ]
+            )
+        return aligned(head, cells, 0)
+
+
+def _dtypes(config: ResolvedConfig) -> str:
+    dtype = str(config.dtype).removeprefix("torch.")
+    weights = "" if config.weights == "model" else f", weights in {config.weights}"
+    cache = "" if config.storage == "model" else f", cache in {config.storage}"
+    return dtype + weights + cache
+
+
+def _summary(costs: tuple[KernelCost, ...], bandwidth: float) -> list[str]:
+    """The floor, and what is predicted, with and without dependent launch."""
+    floor = floor_seconds(floor_bytes(costs), bandwidth)
+    lines = [f"floor {floor * 1e6:,.0f} µs: {floor_bytes(costs) / 1e6:,.1f} MB"]
+    for edge, how in ((DEPENDENT_EDGE_SECONDS, "with"), (EDGE_SECONDS, "without")):
+        seconds = predicted_seconds(costs, bandwidth, edge)
+        lines.append(
+            f"predicted {seconds * 1e6:,.0f} µs {how} dependent launch ({edge * 1e6:g} µs for each"
+            f" of {sum(cost.launches * cost.kernels for cost in costs)} edges, assumed):"
+            f" the floor is {floor / seconds:.0%} of it"
+        )
+    return lines
+
+
+def _step_table(costs: Sequence[KernelCost], bandwidth: float) -> list[str]:
+    """Return the kernels of a step, as Markdown: what one launch of each moves, and how long.
+
+    Microseconds are those of the bytes at `bandwidth`, in bytes per second.
+    """
+    head = ["kernel", "launches", "weights MB", "cache MB", "other MB", "µs", "µs a step", "share"]
+    step_bytes = sum(cost.launches * cost.bytes for cost in costs)
+    cells = [
+        [
+            cost.name if cost.window is None else f"{cost.name}, window {cost.window:,}",
+            str(cost.launches),
+            *(f"{n / 1e6:.2f}" for n in (cost.weight_bytes, cost.cache_bytes, cost.other_bytes)),
+            f"{cost.seconds(bandwidth) * 1e6:.2f}",
+            f"{cost.launches * cost.seconds(bandwidth) * 1e6:.1f}",
+            f"{cost.launches * cost.bytes / step_bytes:.1%}",
+        ]
+        for cost in costs
+    ]
+    return aligned(head, cells, 1)

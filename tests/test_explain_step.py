@@ -1,4 +1,4 @@
-"""`bench.py --explain-step`: the kernels of any model's decode step, on any card."""
+"""`stepgraph explain step`: the kernels of any model's decode step, on any card and on several."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ import pytest
 import torch
 from stepgraph.profiling.roofline import floor_seconds
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
+from stepgraph.runtime.bench.explain import main
 from stepgraph.runtime.kernels.triton.linear import FEW_ROWS, ROW_CLASSES
 from stepgraph.runtime.kernels.triton.linear_configs import default_config
+from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import preset
+from stepgraph.runtime.models.sharding import shard_plan
 from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.tools import step_costs
 from stepgraph.runtime.tools.step_costs import (
     LIBRARY_CHUNK,
+    MULTIPROCESSORS,
+    NVLINK_4,
     ROWS_CHUNK,
     VOCABULARY_CHUNK,
+    Link,
+    collective_seconds,
+    explain_step,
     floor_bytes,
     kernel_costs,
     predicted_seconds,
+    stored_sizes,
 )
-from stepgraph.runtime.tools.step_report import MULTIPROCESSORS, explain_step, stored_sizes
-
-from .bench_rig import run_bench
 
 BANDWIDTH = 4.3e12
 # Microseconds of a bf16 step at 4.3 TB/s: model, rows, context, floor.
@@ -150,9 +156,92 @@ def test_what_cannot_be_told() -> None:
         explain("preset:llama-3.2-1b", context=131073)
 
 
-def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_reach_published_times() -> None:
+    """vLLM's pull request 24111: µs of the faster of its two kernels on six H100, by MiB."""
+    for mebibytes, microseconds in {0.5: 13, 1: 17, 1.5: 20, 2: 26, 3: 29, 4: 37}.items():
+        seconds = NVLINK_4.all_reduce_seconds(int(mebibytes * (1 << 20)), 6)
+        assert seconds * 1e6 == pytest.approx(microseconds, rel=0.2)
+
+
+def test_collectives_of_a_step_by_hand() -> None:
+    """Two in each layer and one for the embeddings, of the hidden states; then greedy tokens."""
+    model = ModelConfig(
+        hidden_size=8, intermediate_size=12, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4,
+        vocab_size=20, tie_word_embeddings=True, rms_norm_eps=1e-5, rope_theta=1e4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    plan, link = model_plan(model), Link(1e6, 1e-3)
+    assert collective_seconds(plan, link, rows=5, element_bytes=2) == 0
+    found = collective_seconds(shard_plan(plan, 1, 2), link, rows=5, element_bytes=2)
+    assert found == pytest.approx(7 * (1e-3 + 5 * 8 * 2 / 1e6) + 1e-3 + 5 * (4 + 8) / 1e6)
+
+
+def test_norms_over_the_heads_of_all_ranks_are_summed() -> None:
+    plan, link = shard_plan(model_plan(preset("olmo2-1b")), 0, 4), Link(1e6, 1e-3)
+    found = collective_seconds(plan, link, rows=3, element_bytes=2)
+    sums = 33 * (2e-3 + 1.5 * 3 * 2048 * 2 / 1e6)  # of hidden states, in two phases
+    small = 16 * (1e-3 + 3 * 3 * 2 * 4 / 1e6) + 1e-3 + 3 * 3 * (4 + 8) / 1e6
+    assert found == pytest.approx(sums + small)
+
+
+def group(source: str, ranks: list[int], rows: int = 1, **config: str) -> list[list[float]]:
+    """The numbers of the table of groups."""
+    text = explain_step(
+        source, EngineConfig(**config), ranks=ranks, rows=rows, context=1024, bandwidth=BANDWIDTH
+    )
+    return [
+        [float(cell.strip(" %").replace(",", "")) for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if re.match(r"\| +\d", line)
+    ]
+
+
+@pytest.mark.parametrize("source", ["preset:llama-3.1-8b", "preset:qwen3-30b-a3b", "demo"])
+@pytest.mark.parametrize("rows", [1, 32])
+def test_one_rank_is_one_device(source: str, rows: int) -> None:
+    ((ranks, _, _, floor, kernels, exchange, predicted, *speed_up, slower),) = group(
+        source, [1], rows
+    )
+    text = explain(source, rows)
+    found = re.findall(r"(?:floor|predicted) ([\d,]+) µs", text)
+    assert [int(number.replace(",", "")) for number in found] == [floor, predicted, slower]
+    assert (ranks, exchange, kernels) == (1, 0, predicted)
+    assert speed_up == [1, 100]
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-70b", "qwen3-30b-a3b", "gpt-oss-20b"])
+def test_more_ranks_read_less_and_exchange_more(name: str) -> None:
+    table = group(f"preset:{name}", [8, 2, 4, 2], 32, weight_dtype="fp8")
+    assert [row[0] for row in table] == [1, 2, 4, 8]
+    floors, exchanged, speed_ups = ([row[column] for row in table] for column in (3, 5, 7))
+    assert floors == sorted(floors, reverse=True)
+    assert exchanged == sorted(exchanged)
+    assert speed_ups == sorted(speed_ups)
+    for ranks, weights, _, _, kernels, exchange, predicted, speed_up, *_ in table:
+        assert weights == pytest.approx(table[0][1] / ranks, rel=0.02)
+        assert abs(kernels + exchange - predicted) <= 1
+        assert speed_up <= ranks
+
+
+def test_a_model_that_ranks_cannot_share() -> None:
+    with pytest.raises(ConfigError, match="2 does not divide 9 query heads"):
+        group("preset:smollm2-135m", [2])
+
+
+def test_command_line_of_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--bandwidth-gb-s 4300 --tensor-parallel 2 4 --link-gb-s 25 --link-latency-us 12.5"
+    models = "preset:llama-3.1-8b preset:smollm2-135m"
+    assert main(["step", "--model", *models.split(), *flags.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].endswith(
+        "1 row of 1,024 tokens at 4,300 GB/s a device, links of 25 GB/s and 12.5 µs"
+    )
+    assert err.startswith("stepgraph explain step: error: preset:smollm2-135m: ")
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     points = "--batch-size 1 8 --input-len 128 1024 --bandwidth-gb-s 4300"
-    assert run_bench(monkeypatch, f"--explain-step --model demo preset:mla-small {points}") == 2
+    assert main(["step", "--model", "demo", "preset:mla-small", *points.split()]) == 2
     out, err = capsys.readouterr()
     titles = re.findall(r"^demo in bfloat16, (.*) at 4,300 GB/s$", out, re.MULTILINE)
     assert titles == [
@@ -161,18 +250,13 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         for rows in ("1 row", "8 rows")
     ]
     (line, *others) = err.splitlines()
-    assert line.startswith("bench.py: error: preset:mla-small: the layers of a model with latent")
+    assert line.startswith("stepgraph explain step: error: preset:mla-small: ")
     assert others == [line] * 3
 
 
-def test_command_line_without_a_card(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_bench(monkeypatch, "--explain-step --device cpu") == 1
+def test_command_line_without_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["step", "--device", "cpu"]) == 1
     out, err = capsys.readouterr()
-    (line,) = err.splitlines()
     assert out == ""
-    assert line == (
-        "bench.py: error: decode steps are predicted for a GPU, and the device is 'cpu':"
-        " give the GPU's --bandwidth-gb-s"
-    )
+    (line,) = err.splitlines()
+    assert line.endswith("give the GPU's --bandwidth-gb-s")
