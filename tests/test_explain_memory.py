@@ -1,4 +1,4 @@
-"""`bench.py --explain-memory`: any model, any card, nothing loaded."""
+"""`stepgraph explain memory`: any model, any card, nothing loaded."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Callable
 import pytest
 from stepgraph.cache.memory.handler import MemoryBudgetError
 from stepgraph.runtime import EngineConfig
+from stepgraph.runtime.bench.explain import main
 from stepgraph.runtime.tools.arguments import parse_bytes
 from stepgraph.runtime.tools.memory_report import explain_memory
-
-from .bench_rig import run_bench
 
 
 @pytest.mark.parametrize(
@@ -157,55 +156,50 @@ def test_the_plan_is_that_of_an_engine() -> None:
 
 
 @pytest.fixture
-def bench(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[str], tuple[int, str, str]]:
-    """Run `bench.py --explain-memory`; return the exit status, stdout and stderr."""
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[[str], tuple[int, str, str]]:
+    """Run `stepgraph explain memory`; return the exit status, stdout and stderr."""
 
     def run(arguments: str) -> tuple[int, str, str]:
-        status = run_bench(monkeypatch, f"--explain-memory {arguments}")
+        status = main(["memory", *arguments.split()])
         return status, *capsys.readouterr()
 
     return run
 
 
-def test_command_line(bench: Callable[[str], tuple[int, str, str]]) -> None:
-    status, out, err = bench("--model preset:llama-3.2-1b --device-memory 24GB --batch-size 3")
+def test_command_line(command: Callable[[str], tuple[int, str, str]]) -> None:
+    status, out, err = command("--model preset:llama-3.2-1b --device-memory 24GB --batch-size 3")
     assert (status, err) == (0, "")
     assert "\x1b" not in out
     assert "most rows of 131,072 tokens" in out
     assert "longest context of 3 rows" in out
 
 
-def test_command_line_of_a_card_too_small(bench: Callable[[str], tuple[int, str, str]]) -> None:
-    status, out, err = bench("--model preset:llama-3.1-8b --device-memory 8GB")
+def test_command_line_of_a_card_too_small(command: Callable[[str], tuple[int, str, str]]) -> None:
+    status, out, err = command("--model preset:llama-3.1-8b --device-memory 8GB")
     assert (status, out) == (1, "")
-    message = "bench.py: error: preset:llama-3.1-8b: the memory budget of 7200000000 bytes"
-    assert err.startswith(message)
+    assert err.startswith("stepgraph explain memory: error: preset:llama-3.1-8b: ")
+    assert "the memory budget of 7200000000 bytes" in err
     assert len(err.splitlines()) == 1
 
 
 def test_command_line_of_several_of_which_one_does_not_fit(
-    bench: Callable[[str], tuple[int, str, str]],
+    command: Callable[[str], tuple[int, str, str]],
 ) -> None:
     models = ["preset:llama-3.2-1b", "preset:llama-3.1-8b", "preset:qwen3-0.6b"]
-    status, out, err = bench(f"--model {' '.join(models)} --device-memory 8GB --mode eager graph")
+    status, out, err = command(f"--model {' '.join(models)} --device-memory 8GB --mode eager graph")
     assert status == 1
     plans = re.findall(r"^(preset:\S+) in .*, (eager|graph), 8 rows$", out, re.MULTILINE)
     assert plans == [(name, mode) for name in models[::2] for mode in ("eager", "graph")]
     assert out.count("\n\npreset:") == 3
     lines = err.splitlines()
     assert len(lines) == 2
-    assert all(line.startswith("bench.py: error: preset:llama-3.1-8b: ") for line in lines)
+    assert all(": error: preset:llama-3.1-8b: " in line for line in lines)
 
 
-def test_command_line_without_a_size(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_line_without_a_size(command: Callable[[str], tuple[int, str, str]]) -> None:
     with pytest.raises(SystemExit) as ended:
-        run_bench(monkeypatch, "--explain-memory --device-memory much")
+        command("--device-memory much")
     assert ended.value.code == 2
-    assert "'much' is not an amount of memory" in capsys.readouterr().err
 
 
 def test_the_plan_of_a_rank() -> None:
@@ -241,10 +235,11 @@ def test_ranks_on_a_cpu_share_its_memory() -> None:
 
 
 def test_numbers_of_ranks_that_a_model_cannot_be_split_over(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    command: Callable[[str], tuple[int, str, str]],
 ) -> None:
-    arguments = "--model preset:llama-3.1-8b --device-memory 80GB --tensor-parallel 2 3"
-    assert run_bench(monkeypatch, f"--explain-memory {arguments}") != 0
-    printed = capfd.readouterr()
-    assert "rank 0 of 2" in printed.out
-    assert "3 does not divide 32 query heads" in printed.err
+    status, out, err = command(
+        "--model preset:llama-3.1-8b --device-memory 80GB --tensor-parallel 2 3"
+    )
+    assert status == 2
+    assert "rank 0 of 2" in out
+    assert "3 does not divide 32 query heads" in err

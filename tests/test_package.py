@@ -83,24 +83,6 @@ def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[s
     assert all(repr(name) in line for name in ("benhc", *command.COMMANDS))
 
 
-@pytest.mark.parametrize(
-    ("topic", "flags"),
-    [
-        ("memory", "--model preset:llama-3.2-1b --device-memory 24GB --batch-size 3"),
-        ("step", "--model preset:llama-3.2-1b --batch-size 1 8 --bandwidth-gb-s 4300"),
-    ],
-)
-def test_explain_is_the_benchmark_s_explanation(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], topic: str, flags: str
-) -> None:
-    monkeypatch.setattr("sys.argv", ["stepgraph"])
-    assert main(["explain", topic, *flags.split()]) == 0
-    text = capsys.readouterr().out
-    context = [] if topic == "memory" else ["--input-len", "1024"]
-    assert main(["bench", f"--explain-{topic}", *flags.split(), *context]) == 0
-    assert capsys.readouterr() == (text, "")
-
-
 def fake_torch(folder: Path) -> dict[str, str]:
     """An environment whose torch reports its import on stdout and then takes a minute."""
     (folder / "torch.py").write_text("import time; print('torch', flush=True); time.sleep(60)")

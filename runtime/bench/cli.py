@@ -19,7 +19,6 @@ from .console import (
     program_name,
     rerun_arguments,
 )
-from .explain import run_explain_memory, run_explain_step
 from .options import parse_arguments
 from .results.caveats import failed_checks, warnings
 from .results.result_comparison import compare, comparison_text, failure, read_results
@@ -50,10 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.explain_memory:
-        return run_explain_memory(options, program_name())
-    if options.explain_step:
-        return run_explain_step(options, program_name())
     if options.compare is not None and len(options.compare) == 2:
         return _compare_files(options)
     if options.scenario == "host":

@@ -14,9 +14,10 @@ from ...profiling import bandwidth
 from ...profiling.command_line import CommandParser
 from ..config import EngineConfig
 from .console import REPORTED_ERRORS, exit_status, print_error, print_text
+from .flag_types import memory_size, number
 from .options import MODEL_FLAGS, add_flags
 
-__all__ = ["main", "run_explain_memory", "run_explain_step"]
+__all__ = ["main"]
 
 _PROGRAM = "stepgraph explain"
 
@@ -33,8 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     memory.description = "Print the memory plan of an engine, term by term, and what fits."
     add_flags(memory, *MODEL_FLAGS, "model-impl", "kernels", "prefill-chunk")
     add_flags(memory, "mode", help="execution mode of steps (default: the fastest for the device)")
-    memory_size = "memory of a hypothetical device, e.g. 80GB or 40GiB (default: this machine)"
-    add_flags(memory, "device-memory", help=memory_size)
+    memory.add_argument(
+        "--device-memory",
+        type=memory_size,
+        metavar="SIZE",
+        help="memory of a hypothetical device, e.g. 80GB or 40GiB (default: this machine)",
+    )
     rows = "decoding rows (default: {})"
     add_flags(memory, "batch-size", nargs=1, default=[8], metavar="ROWS", help=rows.format(8))
     ranks = "numbers of devices that share the model: print the plan of one of them (default: 1)"
@@ -45,20 +50,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         " predicted time."
     )
     add_flags(step, *MODEL_FLAGS)
-    reads = "memory bandwidth of the target GPU (default: measured on the CUDA device)"
-    add_flags(step, "bandwidth-gb-s", help=reads)
+    step.add_argument(
+        "--bandwidth-gb-s",
+        type=number("a positive number of gigabytes per second"),
+        metavar="GB/S",
+        help="memory bandwidth of the target GPU (default: measured on the CUDA device)",
+    )
     add_flags(step, "batch-size", default=[1], metavar="ROWS", help=rows.format(1))
     context = "context of each row (default: 1024)"
     add_flags(step, "input-len", default=[1024], metavar="TOKENS", help=context)
-    groups = "numbers of GPUs that share the model: print their bytes, collectives and speed-up"
+    groups = "numbers of GPUs that share the model: print their times and speed-up"
     add_flags(step, "tensor-parallel", help=groups)
-    add_flags(step, "link-gb-s", "link-latency-us")
+    step.add_argument(
+        "--link-gb-s",
+        type=number("a positive number of gigabytes per second"),
+        default=320.0,
+        metavar="GB/S",
+        help="for --tensor-parallel: bandwidth of the link of a GPU in one direction (default:"
+        " %(default)g, reached by NVLink 4)",
+    )
+    step.add_argument(
+        "--link-latency-us",
+        type=number("a positive number of microseconds"),
+        default=5.0,
+        metavar="US",
+        help="for --tensor-parallel: time of a collective operation without bytes (default:"
+        " %(default)g)",
+    )
     options = parser.parse_args(arguments)
-    run = run_explain_memory if options.topic == "memory" else run_explain_step
-    return run(options, f"{_PROGRAM} {options.topic}")
+    return _explain_memory(options) if options.topic == "memory" else _explain_step(options)
 
 
-def run_explain_memory(options: argparse.Namespace, program: str) -> int:
+def _explain_memory(options: argparse.Namespace) -> int:
     """Print the memory plan of every model, dtype, mode, kernels, model_impl and group."""
     from ..tools.memory_report import explain_memory  # needs torch
 
@@ -78,13 +101,13 @@ def run_explain_memory(options: argparse.Namespace, program: str) -> int:
         return explain_memory(model, config, options.device_memory)
 
     lists = options.mode or ["auto"], options.kernels, options.model_impl
-    return _explain_all(options, program, explain, *lists, options.tensor_parallel or [1])
+    return _explain_all(options, explain, *lists, options.tensor_parallel or [1])
 
 
-def run_explain_step(options: argparse.Namespace, program: str) -> int:
+def _explain_step(options: argparse.Namespace) -> int:
     """Print the kernels of a decode step, or groups of GPUs, for every point; return the status."""
     from ..resolved_config import resolve_device  # these need torch
-    from ..tools.step_costs import NVLINK_4, Link, explain_step
+    from ..tools.step_costs import Link, explain_step
 
     if options.bandwidth_gb_s is not None:
         reads = 1e9 * options.bandwidth_gb_s
@@ -92,19 +115,15 @@ def run_explain_step(options: argparse.Namespace, program: str) -> int:
         try:
             device = resolve_device(options.device)
         except REPORTED_ERRORS as error:
-            print_error(error, program=program)
+            print_error(error, program=_program(options))
             return exit_status(error)
         if device.type != "cuda":
             message = f"decode steps are predicted for a GPU, and the device is {str(device)!r}:"
-            print_error(f"{message} give the GPU's --bandwidth-gb-s", program=program)
+            print_error(f"{message} give the GPU's --bandwidth-gb-s", program=_program(options))
             return 1
         reads = bandwidth.measure_read_bandwidth(device)
 
-    link_bandwidth, latency = options.link_gb_s, options.link_latency_us
-    link = Link(
-        NVLINK_4.bytes_per_s if link_bandwidth is None else 1e9 * link_bandwidth,
-        NVLINK_4.latency_s if latency is None else 1e-6 * latency,
-    )
+    link = Link(1e9 * options.link_gb_s, 1e-6 * options.link_latency_us)
 
     def explain(model: str, config: EngineConfig, context: int, rows: int) -> str:
         return explain_step(
@@ -117,11 +136,15 @@ def run_explain_step(options: argparse.Namespace, program: str) -> int:
             link=link,
         )
 
-    return _explain_all(options, program, explain, options.input_len, options.batch_size)
+    return _explain_all(options, explain, options.input_len, options.batch_size)
+
+
+def _program(options: argparse.Namespace) -> str:
+    return f"{_PROGRAM} {options.topic}"
 
 
 def _explain_all(
-    options: argparse.Namespace, program: str, explain: Callable[..., str], *lists: Sequence[object]
+    options: argparse.Namespace, explain: Callable[..., str], *lists: Sequence[object]
 ) -> int:
     """Print the explanation of each combination of models, dtypes and `lists`.
 
@@ -136,7 +159,7 @@ def _explain_all(
         try:
             text = explain(model, config, *point)
         except REPORTED_ERRORS as error:
-            print_error(error, model, program=program)
+            print_error(error, model, program=_program(options))
             status = max(status, exit_status(error))
         else:
             print_text(separator + text)

@@ -9,9 +9,8 @@ from typing import Any
 from ...profiling.atomic_write import WriteError
 from ...profiling.command_line import CommandParser
 from ..config import MAX_RANKS, MAX_SEED, EngineConfig
-from ..tools.step_costs import NVLINK_4
 from .console import program_name
-from .flag_types import file_path, integer, memory_size, number, step_range
+from .flag_types import file_path, integer, number, step_range
 from .load.arrivals import ARRIVALS
 from .runtimes.peer_runner import MODULES
 from .runtimes.peers import SERVER_MODULES, peer_spec
@@ -29,9 +28,6 @@ Measure how fast a model decodes on this machine, and how far that is from its m
 %(prog)s                                       the demo model, every mode of the device
 %(prog)s --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
 %(prog)s --baseline transformers               compare with transformers, same weights
-%(prog)s --explain-memory --model preset:llama-3.1-8b --device-memory 24GB
-%(prog)s --explain-step --model preset:llama-3.2-1b --bandwidth-gb-s 4300
-%(prog)s --explain-step --model preset:llama-3.1-70b --bandwidth-gb-s 4300 --tensor-parallel 2 4 8
 %(prog)s --output-json new.json --compare old.json --fail-above 1.05
 %(prog)s --compare old.json new.json           compare two files without a measurement
 %(prog)s --profile torch                       a trace of some steps, for Perfetto
@@ -262,53 +258,16 @@ _FLAGS = {
         metavar="FILE",
     ),
     "seed": _flag("seed of prompts and of preset weights", type=integer(0, MAX_SEED), default=0),
-    "explain-memory": _flag(
-        "print the memory plan of each model and what fits, for each --mode (default: auto) and"
-        " the largest --batch-size; measure nothing",
-        action="store_true",
-    ),
-    "device-memory": _flag(
-        "for --explain-memory: memory of a hypothetical device, e.g. 80GB, 512MB or 40GiB (default:"
-        " this machine)",
-        type=memory_size,
-        metavar="SIZE",
-    ),
-    "explain-step": _flag(
-        "print the bytes that each kernel of a decode step on a GPU reads and writes, and its"
-        " predicted time, for each --batch-size and --input-len; measure nothing",
-        action="store_true",
-    ),
-    "bandwidth-gb-s": _flag(
-        "for --explain-step: memory bandwidth of the target GPU (default: measured on the CUDA"
-        " device)",
-        type=number("a positive number of gigabytes per second"),
-        metavar="GB/S",
-    ),
     "tensor-parallel": _flag(
-        "for --explain-step: numbers of GPUs that share the model; prints their bytes, collective"
-        " operations and speed-up instead of the kernels. For --explain-memory: numbers of devices"
-        " that share it; prints the memory plan of one of them. For a scenario: processes of the"
-        " engine (docs/tensor-parallel.md), which share the cores of a CPU; several numbers are"
-        " measured in turn",
+        "ranks of the engine (docs/tensor-parallel.md), which share the cores of a CPU; several"
+        " numbers are measured in turn",
         nargs="+",
         type=integer(1, MAX_RANKS),
         metavar="RANKS",
     ),
-    "link-gb-s": _flag(
-        "for --tensor-parallel: bandwidth of the link of a GPU in one direction (default:"
-        f" {NVLINK_4.bytes_per_s / 1e9:g}, reached by NVLink 4)",
-        type=number("a positive number of gigabytes per second"),
-        metavar="GB/S",
-    ),
-    "link-latency-us": _flag(
-        "for --tensor-parallel: time of a collective operation without bytes (default:"
-        f" {NVLINK_4.latency_s * 1e6:g})",
-        type=number("a positive number of microseconds"),
-        metavar="US",
-    ),
 }
 _GROUPS = {
-    "model and engine": (*MODEL_FLAGS, *ENGINE_FLAGS, "steps-per-launch"),
+    "model and engine": (*MODEL_FLAGS, *ENGINE_FLAGS, "steps-per-launch", "tensor-parallel"),
     "measurement": (
         *("scenario", "batch-size", "input-len", "output-len", "num-warmup", "num-iters"),
         *("num-steps", "max-itl-ms", "neighbours", "peer", "check", "baseline", "seed"),
@@ -316,9 +275,6 @@ _GROUPS = {
     "serve": (*("arrivals", "rates", "duration", "slo-ttft", "slo-itl", "http", "threads"),),
     "results": ("output-json", "compare", "fail-above"),
     "profile": ("profile", "profile-steps", "profile-output", "graph-trace"),
-    "explain": (
-        *("device-memory", "bandwidth-gb-s", "tensor-parallel", "link-gb-s", "link-latency-us"),
-    ),
 }
 
 
@@ -341,10 +297,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         epilog=_EPILOG,
     )
     for title, names in _GROUPS.items():
-        group = parser.add_argument_group(title)
-        add_flags(group, *names)
-        if title == "explain":
-            add_flags(group.add_mutually_exclusive_group(), "explain-memory", "explain-step")
+        add_flags(parser.add_argument_group(title), *names)
     options = parser.parse_args(arguments)
     blank = argparse.Namespace(**dict.fromkeys(vars(options)))  # suppresses the defaults
     parsed = vars(parser.parse_args(arguments, blank))

@@ -24,15 +24,6 @@ _ENGINE = (*_MODEL, "mode", "kernels", "model_impl", "prefill_chunk")
 _FILES = ("scenario", "output_json", "seed")
 _COMPARE = ("compare", "fail_above")
 _PROFILE = ("profile", "profile_steps", "profile_output", "graph_trace")
-_GROUP = ("tensor_parallel", "link_gb_s", "link_latency_us")
-_NEEDED = {
-    "device_memory": "explain_memory",
-    "bandwidth_gb_s": "explain_step",
-    "link_gb_s": "tensor_parallel",
-    "link_latency_us": "tensor_parallel",
-    "fail_above": "compare",
-}
-"""Flags that have no effect without another one."""
 
 
 def _accepts(*names: str, **defaults: Any) -> dict[str, Any]:
@@ -139,22 +130,15 @@ def _flag(name: str) -> str:
 
 
 def _check_combination(options: argparse.Namespace, given: Sequence[str]) -> None:
-    for name, other in _NEEDED.items():
-        if name in given and not getattr(options, other):
-            raise ValueError(f"{_flag(name)} has no effect without {_flag(other)}")
+    if "fail_above" in given and not options.compare:
+        raise ValueError("--fail-above has no effect without --compare")
     compared = len(options.compare or ())
     if compared > 2:
         raise ValueError(
             f"--compare takes one file, or two to compare with each other: {compared} given"
         )
     accepted: Sequence[str] | dict[str, Any]
-    if options.explain_memory:
-        accepted = ("explain_memory", "device_memory", *_ENGINE, "batch_size", "tensor_parallel")
-        what = "--explain-memory"
-    elif options.explain_step:
-        accepted = ("explain_step", "bandwidth_gb_s", *_MODEL, "batch_size", "input_len", *_GROUP)
-        what = "--explain-step"
-    elif compared == 2:
+    if compared == 2:
         accepted = (*_COMPARE, "output_json")
         what = "--compare OLD.json NEW.json"
     else:
