@@ -19,7 +19,7 @@ import torch
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which others below do
-    from .triton_interpreter import install
+    from .rigs.triton_interpreter import install
 
     install()
 
@@ -31,7 +31,7 @@ from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.memory import measurement
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from .tiny_models import (
+from .rigs.tiny_models import (
     BASE,
     EOS_TOKEN_IDS,
     VARIANTS,

@@ -1,0 +1,216 @@
+"""bench.py from its command line to its JSON and its table."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from stepgraph.profiling.stats import Summary
+from stepgraph.runtime import Engine, EngineConfig, StepgraphError
+from stepgraph.runtime.bench.benchmark_run import BenchmarkRun
+from stepgraph.runtime.bench.results.result_tables import table_of
+from stepgraph.runtime.bench.scenarios import steady
+from stepgraph.runtime.bench.scenarios.host_overhead import HostCost
+
+from ..rigs.bench_rig import ROOT, run_bench
+
+SMALL = "--batch-size 1 2 --input-len 24 --output-len 12 --num-warmup 0 --num-iters 1"
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory):
+    """A real run of the demo model, eager, as `--output-json` leaves it."""
+    folder = tmp_path_factory.mktemp("bench")
+    patch = pytest.MonkeyPatch()
+    arguments = f"{SMALL} --mode eager --kernels torch --output-json {folder}/a.json"
+    assert run_bench(patch, arguments) == 0
+    patch.undo()
+    return json.loads((folder / "a.json").read_text())
+
+
+def test_a_case_is_what_was_measured(document):
+    assert document["environment"]["command"].startswith("python bench.py --batch-size 1 2")
+    one, two = document["cases"]
+    assert (one["batch_size"], two["batch_size"]) == (1, 2)
+    for case in document["cases"]:
+        assert [case[name] for name in ("dtype", "weight_dtype", "kv_dtype")] == ["bfloat16"] * 3
+        assert case["correct"] == {"tokens_equal_eager": 1.0, "max_abs_logit_error": 0.0}
+        assert case["fallbacks"] == 0
+        # Only steps that decode the whole batch count; the prefill step makes token 0.
+        assert len(case["samples"]["step_ms"]) == case["step_ms"]["n"] == case["output_len"] - 1
+        assert case["ttft_ms"]["n"] == case["batch_size"]
+        assert case["itl_ms"]["n"] == case["batch_size"] * (case["output_len"] - 1)
+        assert case["padding"] == 0.0
+        # 11 samples support p90.
+        assert (case["step_ms"]["p90"] is None, case["step_ms"]["p99"]) == (False, None)
+    _, rows = table_of(document)
+    assert rows[0]["step ms p50 / p90 / p99"].endswith(" / -")
+    kv_bytes_per_token = 2 * 6 * 2 * 32 * 2  # k and v, layers, kv heads, head_dim, bf16
+    assert one["kv_bytes"] == (24 + 12 // 2) * kv_bytes_per_token
+    assert two["kv_bytes"] == 2 * one["kv_bytes"]
+    assert two["roofline"]["bytes_per_step"] - one["roofline"]["bytes_per_step"] == one["kv_bytes"]
+
+
+def test_a_step_lasts_until_the_next_tokens(monkeypatch):
+    """What the caller does between two steps is in the time of the second one."""
+    clock = [0.0]
+
+    class Completion:
+        def __init__(self, num_tokens):
+            self.tokens = num_tokens
+
+        @property
+        def num_tokens(self):
+            clock[0] += 1e-3  # a caller that takes its time
+            return self.tokens
+
+        @property
+        def token_ids(self):
+            raise AssertionError("a list of all tokens is made in the loop")
+
+    class Output:
+        request_id = "a"
+
+        def __init__(self, num_tokens):
+            self.completions = (Completion(num_tokens),)
+
+    class Engine:
+        num_steps = 0
+
+        def add_request(self, prompt, params):
+            return "a"
+
+        def abort(self, request_id):
+            pass
+
+        def has_unfinished(self):
+            return False
+
+        def step(self):
+            clock[0] += 4e-3
+            self.num_steps += 1
+            return [Output(self.num_steps)]
+
+    monkeypatch.setattr(steady.time, "perf_counter", lambda: clock[0])
+    _, durations, counted = steady._run(Engine(), [[1]], None, 3)
+    assert counted == 3
+    assert durations == pytest.approx([4.0, 6.0, 6.0])
+
+
+def test_launches_of_several_steps_are_divided_by_them(monkeypatch, tmp_path, document):
+    arguments = f"{SMALL} --mode eager --steps-per-launch 4 --output-json {tmp_path}/a.json"
+    assert run_bench(monkeypatch, arguments) == 0
+    cases = json.loads((tmp_path / "a.json").read_text())["cases"]
+    for case, single in zip(cases, document["cases"], strict=True):
+        assert (case["steps_per_launch"], single["steps_per_launch"]) == (4, 1)
+        assert case["step_ms"]["n"] == 3  # launches of four steps, for the eleven asked for
+        assert case["itl_ms"]["n"] == case["batch_size"] * 12
+        assert case["itl_ms"]["p50"] < 0.1 * case["step_ms"]["p50"] < case["itl_ms"]["max"]
+        assert case["fallbacks"] == 0
+
+
+def test_what_was_measured_before_a_failure_is_kept(monkeypatch, tmp_path, capsys):
+    def repeat(run):
+        if run.case.batch_size == 2:
+            raise StepgraphError("enough")
+        real(run)
+
+    real = steady.CaseRun.repeat
+    monkeypatch.setattr(steady.CaseRun, "repeat", repeat)
+    arguments = f"{SMALL} --mode eager --output-json {tmp_path}/a.json"
+    assert run_bench(monkeypatch, arguments) == 1
+    (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
+    assert case["batch_size"] == 1
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == "bench.py: error: enough"
+    assert captured.out.startswith("| model ")
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_the_table_of_host(capsys, monkeypatch):
+    def measure_host(num_steps, seed):
+        times = [10.0 + seed + i % 10 for i in range(num_steps)]
+        return [
+            HostCost(rows, queued, 20_000, Summary.of(slower * time for time in times))
+            for rows in (1, 32)
+            for queued, slower in ((10, 1.0), (100_000, 1.25))
+        ]
+
+    monkeypatch.setattr(
+        "stepgraph.runtime.bench.scenarios.host_overhead.measure_host", measure_host
+    )
+    assert run_bench(monkeypatch, "--scenario host --seed 4 --num-steps 100") == 0
+    slower = ["1", "100,000", "20,000", "23.12 / 27.62 / 28.75", "17.5", "1.25"]
+    assert cells(capsys.readouterr().out.splitlines()[3]) == slower
+
+
+def test_more_steps_than_the_cache_holds_are_refused(capsys, monkeypatch):
+    assert run_bench(monkeypatch, "--scenario host --num-steps 100000") == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("bench.py: error: 100060 steps make")
+
+
+def test_ranks_are_checked_before_the_first_engine_starts(capsys, monkeypatch):
+    flags = "--model preset:smollm2-135m --tensor-parallel 1 2"
+    with monkeypatch.context() as patched:
+        patched.setattr(BenchmarkRun, "start", lambda *_: pytest.fail("an engine started"))
+        assert run_bench(monkeypatch, flags) == 2
+    assert "2 does not divide 9 query heads" in capsys.readouterr().err
+
+
+ONE = "--mode eager --batch-size 1 --input-len 8 --output-len 3 --num-warmup 0 --num-iters 1"
+
+
+def test_a_repeated_case_is_measured_once(monkeypatch, tmp_path):
+    path = tmp_path / "a.json"
+    twice = f"{ONE} --model demo demo --dtype auto bfloat16".replace(" 8", " 8 8")
+    assert run_bench(monkeypatch, f"{twice} --output-json {path}") == 0
+    assert len(json.loads(path.read_text())["cases"]) == 1
+    assert run_bench(monkeypatch, f"--compare {path} {path}") == 0
+
+
+@pytest.mark.slow
+def test_ranks_are_measured_in_turn(monkeypatch, tmp_path):
+    """All ranks of a CPU read from one memory, so their bytes are added."""
+    path = tmp_path / "a.json"
+    ranks = f"{ONE} --tensor-parallel 1 2 --output-json {path}"
+    assert run_bench(monkeypatch, ranks) == 0
+    one, two = json.loads(path.read_text())["cases"]
+    assert (one["tensor_parallel"], two["tensor_parallel"]) == (1, 2)
+    assert one["interleaved"]
+    assert two["interleaved"]
+    read = [case["roofline"]["bytes_per_step"] for case in (one, two)]
+    assert read[0] < read[1] < 1.2 * read[0]
+
+
+def test_a_closed_pipe_is_no_error(tmp_path):
+    """`bench.py ... | true`, which reads nothing: the files are whole, and so is the status."""
+    old = ROOT / "docs" / "results" / "cpu-2x-zen4" / "ranks.json"
+    files = ["--compare", old, old, "--fail-above", "1", "--output-json", tmp_path / "a.json"]
+    process = subprocess.Popen(
+        [sys.executable, "bench.py", *files],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 0
+    assert json.loads((tmp_path / "a.json").read_text())["comparison"]["entries"]
+
+
+def test_requests_that_never_decode_together_are_an_error():
+    """If one request waits until another ends, no step decodes the whole batch."""
+    config = EngineConfig(
+        mode="eager", device="cpu", prefix_cache=False, max_num_seqs=1, max_model_len=64
+    )
+    with Engine.from_pretrained("demo", config, progress=False) as engine:
+        run = steady.CaseRun(engine, steady.BenchmarkCase(2, 8, 3), seed=0)
+        with pytest.raises(StepgraphError, match="2 requests ended before 2 steps decoded all of"):
+            run.warm_up()

@@ -1,0 +1,146 @@
+"""The benchmark's command line: defaults by scenario, and one clear line for what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stepgraph.runtime.bench.options import parse_arguments
+from stepgraph.runtime.bench.validate_args import StepRange
+
+from ..rigs.bench_rig import run_bench
+
+WRONG_VALUES = [
+    ("--batch-size 0", "'0' is not an integer of at least 1"),
+    ("--output-len 1", "'1' is not an integer of at least 2"),
+    ("--mode fast", "invalid choice: 'fast'"),
+    (f"--{'x' * 1000}", "unrecognized arguments: --xxx"),
+    ("--batch-siz 1", "unrecognized arguments: --batch-siz 1"),
+    ("--output-json=", "'' names no file"),
+    ("--output-json new.json/", "'new.json/' names no file"),
+    ("--num-iters 1000000000000000", "'1000000000000000' is more than 1,000,000,000"),
+    ("--seed 9223372036854775808", "is more than 9,223,372,036,854,775,807"),
+    ("--scenario churn --num-steps 3", "'3' is not an integer of at least 30"),
+    ("--scenario churn --max-itl-ms nan", "'nan' is not a positive number of milliseconds"),
+    ("--scenario neighbours --neighbours 1000", "'1000' is more than 256"),
+    ("--scenario neighbours --peer cake", "with NAME one of openvino, vllm, llama.cpp"),
+    ("--scenario serve --rates 0", "'0' is not a positive number"),
+    ("--scenario serve --arrivals steady", "invalid choice: 'steady'"),
+    ("--scenario neighbours --peer vllm=", "'vllm=' is not NAME or NAME=PYTHON"),
+    ("--compare a --fail-above 0.5", "'0.5' is not a ratio of at least 1"),
+    ("--profile torch --profile-steps 9:3", "'9:3' has no steps: B must be larger than A"),
+    ("--profile torch --profile-steps 1:2:3", "'1:2:3' is not of the form A:B"),
+    ("--profile torch --profile-steps ²:5", "'²:5' is not of the form A:B"),
+]
+WRONG_COMBINATIONS = [
+    ("--scenario host --mode eager --device cpu", "--device, --mode: no effect together"),
+    ("--max-itl-ms 20", "--max-itl-ms: no effect together with --scenario steady"),
+    ("--scenario interference --output-len 5", "--output-len: no effect together with --scenario"),
+    ("--fail-above 1.05", "--fail-above has no effect without --compare"),
+    ("--compare a b c", "--compare takes one file, or two to compare with each other: 3"),
+    ("--compare a b --model demo", "--model: no effect together with --compare OLD.json NEW.json"),
+    ("--scenario host --compare a", "--compare: no effect together with --scenario host"),
+    ("--graph-trace node", "--graph-trace has no effect without --profile"),
+    ("--profile none --profile-output x", "--profile-output has no effect without --profile"),
+    ("--profile torch --graph-trace node", "--graph-trace has no effect without --profile nsys"),
+    ("--profile torch --batch-size 1 8", "one case: --batch-size has 2 values (1 8)"),
+    ("--profile torch --num-iters 2", "a profile is of one repetition: --num-iters is 2"),
+    ("--profile torch --steps-per-launch 4", "--steps-per-launch is 4, it must be 1"),
+    ("--profile torch --compare old.json", "--compare cannot go with --profile"),
+    ("--profile torch --profile-steps 60:80", "64 it has 63 steps of the whole batch (0:63)"),
+]
+WRONG_FILES = [
+    ("--output-json no/x.json", "no is not a directory"),
+    ("--output-json folder", "it is a directory"),
+    ("--compare a.json --output-json link.json", "link.json is what --compare reads"),
+    ("--compare a.json --output-json hard.json", "hard.json is what --compare reads"),
+    ("--profile torch --profile-output no/x", "no is not a directory"),
+    ("--profile nsys --profile-output folder/", "'folder/' names no file"),
+    ("--profile torch --profile-output=", "'' names no file"),
+    ("--profile nsys --profile-output taken", "taken.kernels.json: it is a directory"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_VALUES + WRONG_COMBINATIONS + WRONG_FILES)
+def test_a_wrong_command_line_is_one_clear_line(capsys, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["bench.py"])
+    for name in ("folder", "taken.kernels.json"):
+        Path(name).mkdir()
+    Path("a.json").write_text("{}")
+    Path("link.json").symlink_to("a.json")
+    os.link("a.json", "hard.json")
+    before = sorted(os.listdir())
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(arguments.split())
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bench.py: error: ")
+    assert message in line
+    assert len(line) < 500
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {"batch_size": [1, 8], "input_len": [128, 1024], "output_len": [64], "num_iters": 3}),
+        ("--scenario interference", {"batch_size": [8], "input_len": [1024], "num_steps": 200}),
+        ("--scenario churn --num-steps 60", {"output_len": [32], "num_steps": 60}),
+        ("--scenario prefix --num-iters 5", {"input_len": [512], "num_warmup": 1, "num_iters": 5}),
+        ("--batch-size 2 1 2", {"batch_size": [2, 1]}),
+        ("--scenario churn --max-itl-ms 20 40.5 --seed 0", {"max_itl_ms": [20.0, 40.5]}),
+        (
+            "--profile torch",
+            {"batch_size": [1], "input_len": [1024], "num_iters": 1}
+            | {"profile_steps": StepRange(15, 31), "profile_output": Path("stepgraph-profile")},
+        ),
+    ],
+)
+def test_defaults_follow_the_scenario(arguments, expected):
+    options = parse_arguments(arguments.split())
+    assert {name: getattr(options, name) for name in expected} == expected
+
+
+@given(st.integers(1, 10_000))
+def test_default_profile_steps_lie_within_the_run(steps):
+    window = StepRange.of_run(steps)
+    assert 0 <= window.first < window.end <= steps
+    assert window.end - window.first <= 16
+
+
+@pytest.mark.parametrize(
+    ("status", "arguments", "message"),
+    [
+        (1, "--model demo /no/such --mode eager", "no checkpoint at /no/such"),
+        (2, "--dtype auto float32 --input-len 4000 --mode eager", "demo: max_model_len"),
+        (2, "--mode eager graph --device cpu", "mode='graph' needs a CUDA device"),
+        (2, "--batch-size 1 5000 --mode eager", "max_num_seqs must be an integer from 1 to 4096"),
+        (2, "--scenario churn --prefill-chunk 99999999", "prefill_chunk must be an integer from"),
+        (2, "--scenario neighbours --input-len 4000", "max_model_len"),
+        (2, "--scenario prefix --input-len 512 40", "input_len=40 leaves no block to share"),
+        (2, "--scenario prefix --input-len 512 3000", "max_model_len=30"),
+        (2, "--model preset:nothing", "preset"),
+        (2, "--device cuda:x", "cuda:x"),
+        (1, "--scenario serve --peer vllm", "--peer vllm is not measured here: choose among"),
+        (1, "--scenario neighbours --peer vllm=/no/such", "--peer vllm: cannot run /no/such"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_measured(
+    capsys, monkeypatch, tmp_path, status, arguments, message
+):
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("stepgraph.runtime.Engine.from_pretrained", start)
+    arguments += f" --output-json {tmp_path / 'a.json'}"
+    assert run_bench(monkeypatch, arguments) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("bench.py: error: ")
+    assert message in last
+    assert list(tmp_path.iterdir()) == []

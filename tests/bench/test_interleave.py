@@ -1,0 +1,198 @@
+"""Modes that are measured together: order of repetitions, memory shares, warnings of noise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stepgraph.cache.memory.device_memory import DeviceMemory
+from stepgraph.cache.memory.handler import MemoryBudgetError
+from stepgraph.profiling.stats import Summary
+from stepgraph.runtime import ConfigError, Engine, EngineConfig
+from stepgraph.runtime.bench import engine_memory
+from stepgraph.runtime.bench.engine_memory import share_memory
+from stepgraph.runtime.bench.results.caveats import warnings
+from stepgraph.runtime.bench.scenarios import steady, steady_run
+from stepgraph.runtime.bench.scenarios.steady import CaseRun
+from stepgraph.runtime.bench.workload import interleave, spread
+from stepgraph.runtime.kernels import have_compiler
+
+from ..rigs.bench_rig import run_bench
+
+CPU = torch.device("cpu")
+NATIVE = "native" if have_compiler() else "torch"
+
+
+@given(st.integers(1, 5), st.integers(0, 9))
+def test_every_round_runs_every_side_once_and_none_is_always_first(sides, repetitions):
+    log: list[int] = []
+    interleave([lambda side=side: log.append(side) for side in range(sides)], repetitions)
+    rounds = [log[i : i + sides] for i in range(0, len(log), sides)]
+    assert len(rounds) == repetitions
+    for number, order in enumerate(rounds):
+        assert order == sorted(range(sides), reverse=number % 2 == 1)
+    # A machine that gets slower and slower is as slow for each, over an even number of rounds.
+    if repetitions % 2 == 0:
+        times = [sum(i for i, s in enumerate(log) if s == side) for side in range(sides)]
+        assert len(set(times)) <= 1
+
+
+def test_a_side_that_takes_long_is_run_less_often(monkeypatch):
+    clock, log = [0.0], []
+
+    def side(name: str, seconds: float) -> Any:
+        def run() -> None:
+            clock[0] += seconds
+            log.append(name)
+
+        return run
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    interleave([side("long", 11.0), side("half", 4.5), side("short", 0.5)], 3, 10.0)
+    assert [log.count(name) for name in ("long", "half", "short")] == [1, 2, 3]
+    log.clear()
+    interleave([side("long", 11.0)], 3)
+    assert log == ["long"] * 3
+
+
+TWO_MODES = "--mode compile eager --batch-size 1 --input-len 24 --output-len 6 --num-warmup 0"
+
+
+def measured(
+    patch: pytest.MonkeyPatch, folder: Path, arguments: str, kernels: str = NATIVE
+) -> tuple[list[dict[str, Any]], list[tuple[str, int]], list[int | None]]:
+    """Run the benchmark; return its cases, (mode, rows) of each repetition, and memory budgets."""
+    log: list[tuple[str, int]] = []
+    budgets: list[int | None] = []
+    repeat, start = CaseRun.repeat, Engine.from_pretrained
+    modes: dict[int, str] = {}
+
+    def logged(run: CaseRun) -> None:
+        log.append((modes[id(run.engine)], run.case.batch_size))
+        repeat(run)
+
+    def start_eager(model: str, config: EngineConfig, progress: bool) -> Engine:
+        """Nothing is compiled: the engines of all modes run eagerly."""
+        budgets.append(config.memory_bytes)
+        fields = {name: getattr(config, name) for name in config.__slots__}
+        engine = start(
+            model, EngineConfig(**fields | {"mode": "eager", "kernels": kernels}), progress=progress
+        )
+        modes[id(engine)] = config.mode
+        return engine
+
+    patch.setattr(CaseRun, "repeat", logged)
+    patch.setattr(Engine, "from_pretrained", start_eager)
+    assert run_bench(patch, f"{arguments} --output-json {folder}/a.json") == 0
+    cases: list[dict[str, Any]] = json.loads((folder / "a.json").read_text())["cases"]
+    return cases, log, budgets
+
+
+def test_repetitions_of_modes_are_interleaved(monkeypatch, tmp_path):
+    cases, log, budgets = measured(monkeypatch, tmp_path, f"{TWO_MODES} --num-iters 3", "torch")
+    assert [mode for mode, _ in log] == ["eager", "compile", "compile", "eager", "eager", "compile"]
+    assert len(cases) == len(budgets) == 2
+    assert len(set(budgets)) == 1
+    assert None not in budgets
+    for case in cases:
+        assert case["interleaved"]
+        assert case["correct"]["tokens_equal_eager"] == 1.0
+        samples = [case["samples"]["step_ms"][i : i + 5] for i in (0, 5, 10)]
+        assert case["repetition_ms"] == [Summary.of(part).p50 for part in samples]
+        assert case["spread"] == spread(case["repetition_ms"])
+
+
+@pytest.mark.parametrize("at", ["plan", "start"])
+def test_modes_that_do_not_fit_together_run_one_after_the_other(monkeypatch, tmp_path, capsys, at):
+    def refuse(*_: object) -> list[EngineConfig]:
+        raise MemoryBudgetError("the total of 9 bytes is over the budget\nterm by term")
+
+    if at == "plan":
+        monkeypatch.setattr(steady_run, "share_memory", refuse)
+    else:
+        real = Engine.from_pretrained
+
+        def start(model: str, config: EngineConfig, progress: bool) -> Engine:
+            if config.memory_bytes is not None:
+                refuse()
+            return real(model, config, progress=progress)
+
+        monkeypatch.setattr(Engine, "from_pretrained", start)
+    arguments = TWO_MODES.replace("--batch-size 1", "--batch-size 1 2")
+    cases, log, budgets = measured(monkeypatch, tmp_path, f"{arguments} --num-iters 2")
+    assert log == [(mode, rows) for mode in ("eager", "compile") for rows in (1, 1, 2, 2)]
+    assert not any(case["interleaved"] for case in cases)
+    assert budgets[-2:] == [None, None]
+    error = " ".join(capsys.readouterr().err.split())
+    assert "demo: eager, compile run one after the other, not interleaved: the total of 9" in error
+    assert "term by term" not in error
+
+
+def test_the_memory_is_shared_equally(monkeypatch):
+    memory = DeviceMemory(64 << 20, True, 64 << 20)
+    monkeypatch.setattr(engine_memory.DeviceMemory, "of", lambda device: memory)
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=1, max_model_len=64)
+    with pytest.raises(MemoryBudgetError):
+        share_memory("preset:llama-3.1-8b", [config] * 2, CPU, 0.5)
+    large = DeviceMemory(1 << 40, True, 1 << 40)
+    monkeypatch.setattr(engine_memory.DeviceMemory, "of", lambda device: large)
+    shared = share_memory("preset:llama-3.1-8b", [config] * 2, CPU, 0.5)
+    assert [c.memory_bytes for c in shared] == [1 << 38] * 2
+    assert [c.memory_fraction for c in shared] == [None] * 2
+    with pytest.raises(ConfigError, match="mode='graph' needs a CUDA device"):
+        share_memory("demo", [config, EngineConfig(device="cpu", mode="graph")], CPU, None)
+
+
+def case_with(
+    spread: float | None, mode: str = "eager", interleaved: bool = True
+) -> dict[str, Any]:
+    dtypes = dict.fromkeys(("dtype", "weight_dtype", "kv_dtype"), "bfloat16")
+    sizes = {"batch_size": 1, "input_len": 8, "output_len": 4}
+    return {"model": "m", **dtypes, "mode": mode, "spread": spread, **sizes} | {
+        "interleaved": interleaved,
+        "device_state": None,
+    }
+
+
+def test_noisy_cases_are_named():
+    assert spread([2.0]) is None
+    assert spread([9.0, 10.0, 12.0]) == pytest.approx(0.3)
+    assert warnings({"cases": [case_with(0.05), case_with(None)]}) == []
+    (line,) = warnings({"cases": [case_with(0.0501), case_with(0.01, "compile")]})
+    assert "1 of 2 cases" in line
+    assert "m bfloat16 eager 1 x 8 x 4 (5.0%)" in line
+    assert "compile" not in line
+    entry = case_with(0.2, "compile")
+    (line,) = warnings({"cases": [], "prefix": [entry | {"unshared": {"spread": 0.01}}]})
+    assert line.endswith(": m bfloat16 compile 1 x 8 x 4 on (20.0%)")
+
+
+def test_modes_without_turns_are_named():
+    apart = [case_with(0.0, mode, interleaved=False) for mode in ("eager", "compile")]
+    (line,) = warnings({"cases": apart})
+    assert "one after the other" in line
+    assert line.endswith(": m bfloat16")
+    assert warnings({"cases": apart[:1]}) == []
+
+
+def test_warnings_are_on_both_sides(monkeypatch, tmp_path, capsys):
+    durations = iter((1.0, 2.0) * 3)
+
+    def run(*arguments: Any, **how: Any) -> Any:
+        outputs, _, counted = real(*arguments, **how)
+        return outputs, [next(durations)], counted
+
+    real = steady._run
+    monkeypatch.setattr(steady, "_run", run)
+    arguments = "--mode eager --batch-size 1 --input-len 8 --output-len 4 --num-warmup 0"
+    assert run_bench(monkeypatch, f"{arguments} --num-iters 2") == 0
+    captured = capsys.readouterr()
+    warning = "Warning: the repetitions of 1 of 1 cases lie more than 5% apart"
+    assert captured.err.splitlines()[-1].startswith(f"bench.py: {warning}")
+    assert captured.out.splitlines()[-1].startswith(warning)
+    assert "66.7%" in captured.out

@@ -1,0 +1,278 @@
+"""Decode steps beside busy processes and other runtimes: the order, and that no process is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from stepgraph.runtime.bench.runtimes import peers
+from stepgraph.runtime.bench.runtimes.peers import Peer, PeerError, PeerSpec
+from stepgraph.runtime.bench.scenarios import neighbours
+from stepgraph.runtime.bench.scenarios.neighbours import (
+    NeighboursCase,
+    SideRun,
+    busy_processes,
+    measure_neighbours,
+    points,
+)
+from stepgraph.runtime.errors import StepgraphError
+
+from ..rigs.bench_rig import ROOT, run_bench
+
+SMALL = "--scenario neighbours --mode eager --input-len 8 --num-steps 30 --num-warmup 0"
+
+
+def spinning(parent: int | None = None, word: str = "getppid") -> list[psutil.Process]:
+    """Return the live children whose command line has a word."""
+    found = []
+    for child in psutil.Process(parent).children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if word in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 90.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_busy_processes_spin_as_this_process_may() -> None:
+    with busy_processes(2):
+        found = spinning()
+        assert len(found) == 2
+        wait_until(lambda: all(sum(p.cpu_times()[:2]) > 0.2 for p in found))
+        for process in found:
+            assert process.nice() == psutil.Process().nice()
+            assert os.sched_getaffinity(process.pid) == os.sched_getaffinity(0)
+            process.send_signal(signal.SIGINT)  # a terminal sends it to the whole group
+        time.sleep(0.05)
+        assert len(spinning()) == 2
+    assert spinning() == []
+
+
+def test_an_error_ends_them() -> None:
+    with pytest.raises(KeyboardInterrupt), busy_processes(2):
+        raise KeyboardInterrupt
+    assert spinning() == []
+
+    def end_one() -> None:
+        with busy_processes(2):
+            victim = spinning()[0]
+            victim.kill()
+            wait_until(lambda: victim.status() == psutil.STATUS_ZOMBIE)
+
+    with pytest.raises(StepgraphError, match="ended with status -9 while"):
+        end_one()
+    assert spinning() == []
+
+
+def test_a_killed_process_leaves_none() -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with busy_processes(2):
+                time.sleep(60)
+        finally:
+            os._exit(1)  # whatever happens: a child that returned would go on with the tests
+    wait_until(lambda: len(spinning(pid)) == 2)
+    left = spinning(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    wait_until(lambda: not any(p.is_running() for p in left))
+
+
+class FakeSide:
+    """Steps take as many milliseconds as there are busy processes, and one."""
+
+    def __init__(self, name: str, log: list[str], fails_at: int = -1) -> None:
+        self.name, self.log, self.fails_at = name, log, fails_at
+
+    def prefill(self, prompts: Any, max_tokens: int) -> None:
+        self.log.append(f"{self.name} prefill")
+        self.fails_at -= 1
+        if self.fails_at == 0:
+            raise PeerError(f"{self.name}: out of memory")
+
+    def steps(self, count: int) -> list[float]:
+        if count != neighbours.SETTLING_STEPS:
+            self.log.append(f"{self.name} {len(spinning())}")
+        return [1.0 + len(spinning())] * count
+
+    def end(self) -> None:
+        self.log.append(f"{self.name} end")
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "SETTLING_SECONDS", 0.0)
+
+
+def measure(runs: list[SideRun], **how: int) -> list[str]:
+    said: list[str] = []
+    case = NeighboursCase(1, 8, 30, (0, 2))
+    measure_neighbours(runs, case, [[1]], 99, say=said.append, **how)
+    return said
+
+
+def test_every_round_meets_every_runtime_and_number(at_once: None) -> None:
+    log: list[str] = []
+    runs = [SideRun(FakeSide(name, log)) for name in "ab"]
+    measure(runs, num_warmup=1, num_iters=2)
+    prefills, ends = ["a prefill", "b prefill"], ["a end", "b end"]
+    assert log == [
+        *(*prefills, "b 0", "a 0", *ends),
+        *(*prefills, "a 0", "b 0", "a 2", "b 2", *ends),
+        *(*prefills, "b 2", "a 2", "b 0", "a 0", *ends),
+    ]
+    for run in runs:
+        assert run.step_ms == {0: [[1.0] * 30] * 2, 2: [[3.0] * 30] * 2}
+
+
+def test_a_peer_that_fails_is_left_out(at_once: None) -> None:
+    log: list[str] = []
+    ours, theirs = SideRun(FakeSide("a", log)), SideRun(FakeSide("b", log, fails_at=2))
+    said = measure([ours, theirs], num_warmup=0, num_iters=3)
+    assert theirs.error == "b: out of memory"
+    assert said.count("left out: b: out of memory") == 1
+    assert log.count("b prefill") == 2
+    assert ours.step_ms == {0: [[1.0] * 30] * 3, 2: [[3.0] * 30] * 3}
+
+
+def test_points() -> None:
+    assert points(None, None) == ((1, 128), (8, 1024))
+    assert points([2], None) == [(2, 128), (2, 1024)]
+    assert points([2, 3], [16]) == [(2, 16), (3, 16)]
+
+
+FAKE_VLLM = """
+import os
+from dataclasses import dataclass, field
+__version__ = "1.2.3"
+class EngineArgs(dict): pass
+class SamplingParams(dict): pass
+@dataclass
+class Output:
+    request_id: str
+class LLMEngine:
+    @classmethod
+    def from_engine_args(cls, args):
+        assert os.path.isfile(os.path.join(args["model"], "config.json"))
+        if args["max_num_seqs"] == 7:
+            raise MemoryError("seven rows\\nare too many")
+        print("noise on stdout", flush=True)
+        return cls()
+    def __init__(self):
+        self.requests, self.prefilled, self.steps = {}, [], 0
+    def add_request(self, name, prompt, params):
+        assert params["ignore_eos"] and prompt["prompt_token_ids"]
+        self.requests[name] = params["max_tokens"]
+    def step(self):
+        self.steps += 1
+        if self.steps == FAIL_AT:
+            os._exit(3)
+        self.prefilled = list(self.requests)[: len(self.prefilled) + 1]  # one prompt a step
+        return [Output(name) for name in self.prefilled]
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+    def abort_request(self, names):
+        self.requests, self.prefilled = {}, []
+"""
+
+
+@pytest.fixture
+def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package `vllm` that this interpreter can import; no process is left at the end."""
+    path = tmp_path / "vllm.py"
+    path.write_text(FAKE_VLLM.replace("FAIL_AT", "0"))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    # A file that is replaced within a second by one of the same size looks unchanged to a cache.
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    yield path
+    assert spinning(word="peer_runner") == []
+
+
+def open_peer(rows: int = 2) -> Peer:
+    limits = {"threads": 1, "rows": rows, "tokens": 64, "batch_tokens": 16}
+    spec = PeerSpec("vllm", sys.executable)
+    return Peer(spec, ROOT / "runtime" / "demo", dtype="bfloat16", **limits)
+
+
+def test_a_peer_decodes_on_request(fake_vllm: Path) -> None:
+    with closing(open_peer()) as peer:
+        assert (peer.name, peer.version, peer.dtype) == ("vllm", "1.2.3", "bfloat16")
+        for _ in range(2):
+            peer.prefill([[1, 2], [3, 4]], 32)
+            step_ms = peer.steps(5)
+            assert len(step_ms) == 5
+            assert all(ms > 0 for ms in step_ms)
+            peer.end()
+    peer.close()
+
+
+def test_a_peer_that_fails_dies_or_hangs(fake_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PeerError, match=r"^vllm: MemoryError: seven rows are too many$"):
+        open_peer(rows=7)
+    fake_vllm.write_text(FAKE_VLLM.replace("FAIL_AT", "4"))
+    with closing(open_peer()) as peer:
+        peer.prefill([[1], [2]], 32)
+        with pytest.raises(PeerError, match="vllm: it ended: "):
+            peer.steps(5)
+        with pytest.raises(PeerError, match="vllm: it ended: "):
+            peer.end()
+    hangs = FAKE_VLLM.replace("self.steps += 1", "import time; time.sleep(60)")
+    fake_vllm.write_text(hangs.replace("FAIL_AT", "0"))
+    with closing(open_peer()) as peer:
+        monkeypatch.setattr(peers, "REPLY_SECONDS", 0.0)
+        with pytest.raises(PeerError, match=r"vllm: no reply within 0\.0 s"):
+            peer.prefill([[1]], 32)
+
+
+def test_a_run_beside_a_peer(
+    fake_vllm: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_once: None
+) -> None:
+    """Which is found in this interpreter, without a flag."""
+    path = tmp_path / "a.json"
+    sizes = "--batch-size 1 --num-iters 4 --neighbours 0 1"
+    assert run_bench(monkeypatch, f"{SMALL} {sizes} --output-json {path}") == 0
+    document = json.loads(path.read_text())
+    assert [entry["neighbours"] for entry in document["neighbours"]] == [0, 1]
+    for entry in document["neighbours"]:
+        (peer,) = entry["peers"]
+        assert entry["step_ms"]["n"] == peer["step_ms"]["n"] == 120
+        assert len(entry["repetition_ms"]) == 4
+        assert entry["p99_to_p50"] == entry["step_ms"]["p99"] / entry["step_ms"]["p50"]
+        for p in ("p50", "p90"):
+            assert peer[f"ratio_{p}"] == entry["step_ms"][p] / peer["step_ms"][p]
+
+
+@pytest.mark.parametrize(
+    ("status", "arguments", "message"),
+    [
+        (1, f"--peer openvino={sys.executable}", "has no openvino_genai, optimum.intel: install"),
+        (2, "--peer vllm --device meta", "meta"),
+    ],
+)
+def test_a_peer_that_is_not_there_is_told_first(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    arguments: str,
+    message: str,
+) -> None:
+    assert run_bench(monkeypatch, f"{SMALL} {arguments}") == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err.splitlines()[-1]

@@ -1,0 +1,186 @@
+"""Files that the benchmark writes: refused before anything is measured, and never half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from stepgraph.profiling import atomic_write
+from stepgraph.profiling.atomic_write import WriteError, check_writable, write_file
+from stepgraph.runtime.bench.options import parse_arguments
+from stepgraph.runtime.bench.scenarios import steady
+
+from ..rigs.bench_rig import ROOT, run_bench
+
+SMALL = "--mode eager --batch-size 1 2 --input-len 24 --output-len 6 --num-warmup 0 --num-iters 1"
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_written_whole_and_nothing_else_is_left(tmp_path):
+    path = tmp_path / "a.json"
+    check_writable(path)
+    assert files(tmp_path) == []
+    write_file(path, "one µ\n")
+    assert path.read_text(encoding="utf-8") == "one µ\n"
+    path.chmod(0o640)
+    check_writable(path)
+    assert path.read_text(encoding="utf-8") == "one µ\n"
+    write_file(path, "two\n")
+    assert path.read_text() == "two\n"
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert files(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("stage", ["write", "replace"])
+def test_what_was_there_before_survives_a_failure(tmp_path, monkeypatch, stage):
+    path = tmp_path / "a.json"
+    path.write_text("before")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if stage == "replace":
+        monkeypatch.setattr(atomic_write.os, "replace", fail)
+    else:
+        monkeypatch.setattr(atomic_write.shutil, "copymode", fail)
+    with pytest.raises(WriteError, match=r"cannot write .*a\.json: No space left on device"):
+        write_file(path, "after")
+    assert path.read_text() == "before"
+    assert files(tmp_path) == ["a.json"]
+
+
+def test_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(atomic_write.os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_file(tmp_path / "a.json", "after")
+    assert files(tmp_path) == []
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "results").mkdir()
+    link = tmp_path / "latest.json"
+    link.symlink_to("results/a.json")
+    write_file(link, "one")
+    assert link.is_symlink()
+    assert (tmp_path / "results" / "a.json").read_text() == "one"
+    assert files(tmp_path / "results") == ["a.json"]
+
+
+def bad_path(tmp_path: Path, kind: str) -> tuple[Path, str]:
+    """A path that cannot be written, and why."""
+    path = tmp_path / "a.json"
+    if kind == "directory":
+        path.mkdir()
+        return path, "it is a directory"
+    if kind == "file as a parent":
+        path.write_text("")
+        return path / "b.json", f"{path} is not a directory"
+    if kind == "no parent":
+        return tmp_path / "no" / "b.json", f"{tmp_path}/no is not a directory"
+    if kind == "link to nowhere":
+        path.symlink_to("no/b.json")
+        return path, f"it leads to {tmp_path}/no/b.json, and {tmp_path}/no is not a directory"
+    if kind == "circle":
+        path.symlink_to("b.json")
+        (tmp_path / "b.json").symlink_to("a.json")
+        return path, "its symbolic links lead in a circle"
+    if kind == "pipe":
+        os.mkfifo(path)
+        return path, "it is no regular file"
+    if kind == "device":
+        return Path("/dev/null"), "it is no regular file"
+    if kind == "long name":
+        return tmp_path / ("a" * 250), "File name too long"
+    if kind == "procfs":
+        return Path("/proc/a.json"), ""
+    path.write_text("")
+    path.chmod(0o400)
+    return path, "it is read-only"
+
+
+KINDS = [
+    *("directory", "file as a parent", "no parent", "link to nowhere", "circle", "pipe"),
+    *("device", "long name", "procfs", "read-only"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_written_is_one_line_before_anything_is_measured(tmp_path, capsys, kind):
+    if kind == "read-only" and os.geteuid() == 0:
+        pytest.skip("root may write anything")
+    path, reason = bad_path(tmp_path, kind)
+    before = files(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(["--output-json", str(path)])
+    assert caught.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"stepgraph bench: error: cannot write {path}: {reason}")
+    assert files(tmp_path) == before
+
+
+def test_a_disk_that_fills_up_is_one_line(monkeypatch, tmp_path, capsys):
+    def write(path: Path, text: str) -> None:
+        raise WriteError(path, "No space left on device")
+
+    monkeypatch.setattr("stepgraph.runtime.bench.results.result_document.write_file", write)
+    assert run_bench(monkeypatch, f"{SMALL} --output-json {tmp_path}/a.json") == 1
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].endswith("a.json: No space left on device")
+    assert captured.out.count("\n| demo ") == 1
+    assert files(tmp_path) == []
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
+    def repeat(run: steady.CaseRun) -> None:
+        if run.case.batch_size == 2:
+            raise KeyboardInterrupt
+        real(run)
+
+    real = steady.CaseRun.repeat
+    monkeypatch.setattr(steady.CaseRun, "repeat", repeat)
+    arguments = f"{SMALL} --output-json {tmp_path}/a.json"
+    assert run_bench(monkeypatch, arguments) == 130
+    (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
+    assert case["batch_size"] == 1
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].startswith("bench.py: interrupted")
+    assert "Traceback" not in captured.err
+    assert captured.out.startswith("| model ")
+    assert files(tmp_path) == ["a.json"]
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_run_in_one_line(tmp_path):
+    """bench.py as a shell runs it, interrupted once it has measured something."""
+    path = tmp_path / "a.json"
+    arguments = [*SMALL.split(), "--input-len", *map(str, range(8, 200))]
+    process = subprocess.Popen(
+        [sys.executable, "bench.py", *arguments, "--output-json", path],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not path.exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1].startswith("bench.py: interrupted")
+    assert "Traceback" not in err
+    cases = json.loads(path.read_text())["cases"]
+    assert out.startswith("| model")
+    assert len(out.splitlines()) >= len(cases) + 4
+    assert files(tmp_path) == ["a.json"]

@@ -1,0 +1,261 @@
+"""bench.py --profile from its command line to what it writes, on the demo model."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shlex
+import shutil
+import sys
+from importlib.util import find_spec
+from typing import ClassVar
+
+import pytest
+from stepgraph.__main__ import main
+from stepgraph.profiling import attribution, ranges
+from stepgraph.profiling.trace import read_trace
+from stepgraph.runtime import EngineConfig
+from stepgraph.runtime.bench import benchmark_run
+from stepgraph.runtime.bench import step_profile as profile
+from stepgraph.runtime.bench.options import parse_arguments
+from stepgraph.runtime.engine.engine import Engine
+
+from ..rigs.bench_rig import ROOT, run_bench
+from ..rigs.fake_graphs import make_fake_graphs  # noqa: F401
+
+needs_nvtx = pytest.mark.skipif(find_spec("nvtx") is None, reason="needs the package nvtx")
+
+CASE = "--mode eager --device cpu --input-len 16 --output-len 10 --num-warmup 0"
+
+FAKE_NSYS = """#!/bin/sh
+[ -s "$NSYS_LOG" ] && [ "$1" = profile ] && exit 9
+printf '%s\\n' "$*" >> "$NSYS_LOG"
+case "$1" in
+profile)
+    shift
+    while [ "$1" != -o ]; do shift; done
+    name="$2"
+    shift 2
+    : > "$name.nsys-rep"
+    exec "$@"
+    ;;
+export)
+    while [ "$1" != -o ]; do shift; done
+    : > "$2"
+    ;;
+esac
+"""
+
+
+@pytest.fixture
+def fake_nsys(tmp_path, monkeypatch):
+    """A program that does to ours what nsys does, as far as ours can see; returns its log."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = folder / "nsys"
+    program.write_text(FAKE_NSYS)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("NSYS_LOG", str(folder / "log"))
+    return folder / "log"
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ("--device cuda", "-t cuda,nvtx -c cudaProfilerApi --cuda-graph-trace=graph"),
+        (
+            "--device cuda:1 --graph-trace node",
+            "-t cuda,nvtx -c cudaProfilerApi --cuda-graph-trace=node",
+        ),
+        ("--model demo", "-t cuda,nvtx -c cudaProfilerApi --cuda-graph-trace=graph"),
+        ("--device cpu", "-t nvtx -c nvtx -p window@stepgraph"),
+    ],
+)
+def test_the_command_of_nsys_is_printed(flags, what, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    arguments = f"--profile nsys --profile-steps 2:9 {flags}"
+    assert run_bench(monkeypatch, arguments) == 0
+    printed = capsys.readouterr()
+    (line,) = printed.out.splitlines()
+    assert line.startswith("nsys profile -t ")
+    assert set(what.split()) <= set(line.split())
+    assert line.endswith(
+        f" -o stepgraph-profile {shlex.quote(sys.executable)} bench.py {arguments}"
+    )
+    assert printed.err == "bench.py: nsys was not found on the PATH: nothing was run\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_nvtx
+def test_nsys_runs_the_same_command_line_once(fake_nsys, tmp_path, monkeypatch, capfd):
+    """The printed command is run, and takes the profile, without an nsys inside nsys."""
+    monkeypatch.chdir(tmp_path)
+    arguments = f"--profile nsys --profile-steps 2:5 --profile-output steps {CASE}"
+    arguments += " --output-json out.json"
+    monkeypatch.setattr("sys.argv", [str(ROOT / "bench.py"), *arguments.split()])
+    status = main(["bench", *arguments.split()])
+    printed = capfd.readouterr()
+    assert status == 0, printed.err
+    command, *lines = printed.out.splitlines()
+    assert shlex.split(command)[:2] == ["nsys", "profile"]
+    assert command.endswith(arguments)
+    assert any(line.startswith("nsys profiled steps 2:5") for line in lines)
+    profiled, exported = fake_nsys.read_text().splitlines()
+    assert profiled == " ".join(shlex.split(command)[1:])
+    assert exported == (
+        "export --type=sqlite --include-blobs=true --force-overwrite=true -o steps.sqlite"
+        " steps.nsys-rep"
+    )
+    assert "stepgraph report steps.sqlite" in printed.err
+    names = attribution.load(tmp_path / "steps.kernels.json")
+    assert (names.model, names.steps, names.costs) == ("demo", [], [])
+    (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert case["profiled"] is True
+    assert case["step_ms"]["n"] == 9
+
+
+@needs_nvtx
+def test_the_exit_status_of_nsys_is_passed_on(fake_nsys, monkeypatch, capsys):
+    fake_nsys.with_name("nsys").write_text('#!/bin/sh\necho "$1" >> "$NSYS_LOG"\nexit 3\n')
+    assert run_bench(monkeypatch, "--profile nsys --device cpu") == 3
+    assert fake_nsys.read_text() == "profile\n"  # nothing was exported
+    assert "to read it" not in capsys.readouterr().err
+
+
+@needs_nvtx
+def test_inside_nsys_the_window_is_around_the_steps(monkeypatch, tmp_path):
+    """What the child does: its steps are counted while the window is open."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")
+    log = []
+
+    class Listener:
+        def push(self, name, payload):
+            if name in ("window", "step"):
+                log.append(name)
+            self.names.append(name)
+
+        def pop(self):
+            if self.names.pop() == "window":
+                log.append("closed")
+
+        def mark(self, name, payload):
+            pass
+
+        names: ClassVar[list[str]] = []
+
+    with ranges.listening(Listener()):
+        assert run_bench(monkeypatch, f"--profile nsys --profile-steps 2:5 {CASE}") == 0
+    opened = log.index("window")
+    assert log[opened:][:5] == ["window", "step", "step", "step", "closed"]
+    # The prefill, which makes the first token, and steps 0 and 1 were before it.
+    assert log[:opened] == ["step"] * 3
+    assert log.count("window") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["stepgraph-profile.kernels.json"]
+
+
+@needs_nvtx
+def test_an_nsys_that_cannot_be_run_is_one_line(fake_nsys, monkeypatch, capsys):
+    nothing = fake_nsys.with_name("nsys")
+    nothing.write_text("#!/no/such/shell\n")
+    assert run_bench(monkeypatch, "--profile nsys --device cpu") == profile.CANNOT_RUN
+    assert capsys.readouterr().err.startswith(f"bench.py: error: cannot run {nothing}: ")
+
+
+def test_a_trace_has_the_steps_of_the_window(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    arguments = f"--profile torch --profile-steps 3:7 --profile-output demo {CASE} --kernels torch"
+    assert run_bench(monkeypatch, f"{arguments} --output-json out.json") == 0
+    assert sorted(os.listdir()) == ["demo.trace.json.gz", "out.json"]
+    events = read_trace(tmp_path / "demo.trace.json.gz")["traceEvents"]
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    numbers = [event["args"]["payload"] for event in ranges if event["name"] == "step"]
+    # Step 0 prefills; the device is the host, so each turn returns what it launched.
+    assert numbers == [4, 5, 6, 7]
+    replays = [event["args"] for event in ranges if event["name"] == "replay"]
+    assert [args["step"] for args in replays] == numbers
+    assert {(args["rows"], args["bucket"], args["padding"]) for args in replays} == {(1, 1, 0)}
+    assert {"plan", "launch", "commit"} <= {event["name"] for event in ranges}
+    assert not {"prefill", "warmup", "capture", "load"} & {event["name"] for event in ranges}
+    document = json.loads((tmp_path / "out.json").read_text())
+    (case,) = document["cases"]
+    assert case["profiled"] is True
+    assert case["step_ms"]["n"] == 9
+    told = case["profile"]
+    assert (told["steps"], told["gap_us"], told["kernels"]) == (4, None, [])
+    assert sum(entry["us"] for entry in told["operations"]) == pytest.approx(told["step_us"])
+    text = capsys.readouterr().out
+    assert "trace of steps 3:7: demo.trace.json.gz" in text
+    for line in ("| operation ", "| layer ", "| range of the host "):
+        assert line in text
+
+
+def test_a_run_that_fails_in_the_window_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    step, calls = Engine.step, []
+
+    def failing(self):
+        calls.append(1)
+        if len(calls) == 6:
+            raise AssertionError("in the window")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", failing)
+    with pytest.raises(AssertionError, match="in the window"):
+        run_bench(monkeypatch, f"--profile torch --profile-steps 1:8 {CASE}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_graphs(fake_graphs, monkeypatch):
+    """The fastest mode is graph, whose captures hold the operations of eager mode."""
+    monkeypatch.setattr(benchmark_run, "modes_of", lambda device: ("graph",))
+    plain = functools.partial(EngineConfig, compile=False)
+    monkeypatch.setattr(benchmark_run, "EngineConfig", plain)
+    return fake_graphs
+
+
+GRAPHS = "--device cpu --input-len 4 --output-len 4 --num-warmup 0"
+
+
+@pytest.mark.usefixtures("small_graphs")
+def test_names_are_recorded_while_an_engine_captures(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    given = []
+    trace = profile.torch_trace
+
+    def noted(path, names):
+        given.append(names)
+        return trace(path, names)
+
+    monkeypatch.setattr(profile, "torch_trace", noted)
+    assert run_bench(monkeypatch, f"--profile torch {GRAPHS}") == 0
+    (names,) = given
+    assert (names.model, names.bandwidth_gb_s, names.unattributed) == ("demo", 30.0, 0)
+    (decode,) = [s for s in names.steps if s.phase == "decode" and not s.full_sampler]
+    assert {node.layer for node in decode.nodes} == {None, 0, 1, 2, 3, 4, 5}
+    beside = attribution.load(tmp_path / "stepgraph-profile.kernels.json")
+    assert [step.nodes for step in beside.steps] == [step.nodes for step in names.steps]
+    said = read_trace(tmp_path / "stepgraph-profile.trace.json.gz")["stepgraph"]
+    assert (said["model"], said["bandwidth_gb_s"]) == ("demo", 30.0)
+
+
+@needs_nvtx
+@pytest.mark.usefixtures("small_graphs")
+def test_names_are_written_beside_what_nsys_writes(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")
+    assert run_bench(monkeypatch, f"--profile nsys --profile-output a {GRAPHS}") == 0
+    names = attribution.load(tmp_path / "a.kernels.json")
+    assert {step.phase for step in names.steps} == {"decode", "prefill"}
+
+
+def test_modes_default_to_the_fastest(monkeypatch):
+    monkeypatch.setattr("stepgraph.profiling.bandwidth.measure_read_bandwidth", lambda device: 30e9)
+    monkeypatch.setattr(benchmark_run, "modes_of", lambda device: ("eager", "compile"))
+    run = profile.ProfileRun(parse_arguments(["--profile", "torch", "--device", "cpu"]))
+    assert [mode.mode for mode in run.modes] == ["compile"]

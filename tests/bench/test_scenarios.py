@@ -1,0 +1,164 @@
+"""The scenarios interference and churn on small engines: arrivals, counted steps and results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from stepgraph.graphs.buckets import default_token_buckets
+from stepgraph.profiling.timeline import StepRecord
+from stepgraph.runtime import Engine
+from stepgraph.runtime.bench.results.result_tables import markdown_table
+from stepgraph.runtime.bench.scenarios import churn, interference
+from stepgraph.runtime.bench.scenarios.churn import ChurnCase, measure_churn
+from stepgraph.runtime.bench.scenarios.interference import (
+    Chunks,
+    InterferenceCase,
+    chunk_ms,
+    measure_interference,
+)
+
+from ..rigs.bench_rig import run_bench
+
+CASE = InterferenceCase(batch_size=2, input_len=30, steps=40)
+CHURN = ChurnCase(batch_size=3, input_len=20, output_len=6, steps=120)
+
+
+def open_for(open_engine: Callable[..., Engine], rows: int, case: Any, **config: Any) -> Engine:
+    sizes = {"max_num_seqs": rows, "max_model_len": case.longest_sequence}
+    return open_engine("micro", prefix_cache=False, prefill_chunk=16, **sizes, **config)
+
+
+@pytest.mark.parametrize("max_itl_ms", [None, 1e-3])
+def test_interference_counts_a_gap_for_each_step(
+    open_engine: Callable[..., Engine], max_itl_ms: float | None
+) -> None:
+    engine = open_for(open_engine, CASE.max_num_seqs, CASE, max_itl_ms=max_itl_ms)
+    entry = measure_interference(engine, CASE, seed=3, bandwidth=1e10)
+    assert entry["itl_ms"]["n"] == CASE.steps
+    assert entry["itl_ms"]["min"] > 0
+    assert not engine.has_unfinished()
+    engine.check_integrity()
+    if max_itl_ms is not None:
+        budget = engine.stats()["step_budget"]
+        assert budget["forced"] == budget["n"] > 0
+        return
+    assert entry["arrivals"] == entry["first_tokens"] == entry["ttft_ms"]["n"] == 4
+    # Each prompt takes two chunks and decodes alone in another row for three steps more.
+    assert sum(chunks["n"] for chunks in entry["chunks"]) == 8
+    assert {chunks["bucket"] for chunks in entry["chunks"]} == {16}
+    assert entry["decode_step_ms"]["n"] == interference.SETTLING_STEPS + CASE.steps - 4 * 5
+    p50 = entry["decode_step_ms"]["p50"]
+    assert entry["bound_ms"] == pytest.approx(1.1 * (p50 + entry["chunk_ms"]))
+    assert entry["p99_within_bound"] is None  # too few gaps
+    # Rows have from 33 tokens, which the first step reads, to 31 + 30 + 40 and more.
+    kv_bytes = entry["roofline"]["bytes_per_step"] - engine.weight_bytes_per_step
+    assert 2 * engine.kv_bytes_read(33) < kv_bytes < 2 * engine.kv_bytes_read(110)
+    assert entry["roofline"]["fraction"] == pytest.approx(entry["roofline"]["floor_ms"] / p50)
+
+
+def test_interference_on_an_asynchronous_device(
+    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a step in flight when `step` returns there is a gap for each step all the same."""
+    engine = open_for(open_engine, CASE.max_num_seqs, CASE)
+    engine._loop._in_flight = 1
+    monkeypatch.setattr(interference, "steps_in_flight", lambda engine: 1)
+    entry = measure_interference(engine, CASE, seed=3, bandwidth=1e10)
+    assert entry["itl_ms"]["n"] == CASE.steps
+    assert sum(chunks["n"] * chunks["tokens"] for chunks in entry["chunks"]) == 4 * CASE.input_len
+
+
+def test_chunks_are_grouped_by_bucket_and_position() -> None:
+    def record(rows: int, prefill_tokens: int) -> StepRecord:
+        return StepRecord(0, rows, 8, prefill_tokens, 0, 0, 0, 0, 0, None)
+
+    case = InterferenceCase(batch_size=8, input_len=600, steps=40)
+    steps = [
+        (10.0, record(8, 0)),
+        (12.0, record(8, 0)),
+        (11.0, record(8, 0)),
+        (30.0, record(8, 250)),  # from 0
+        (31.0, record(8, 240)),  # from 250: the same kind
+        (60.0, record(8, 110)),  # from 490
+        (15.0, record(9, 0)),  # more rows than the steady ones
+        (33.0, record(9, 256)),  # from 0 again
+    ]
+    decode_ms, chunks = interference._chunks(
+        [ms for ms, _ in steps], [r for _, r in steps], case, default_token_buckets(512)
+    )
+    assert decode_ms == [10.0, 12.0, 11.0]
+    assert chunks == [Chunks(0, 256, 250, 3, 20.0), Chunks(256, 128, 110, 1, 49.0)]
+
+
+def test_a_chunk_is_the_costliest_of_those_seen_often() -> None:
+    seldom = Chunks(512, 512, 512, 2, 500.0)
+    assert chunk_ms([Chunks(0, 64, 64, 5, 20.0), Chunks(0, 128, 99, 3, 35.0), seldom]) == 35.0
+    assert chunk_ms([seldom]) == 500.0
+    assert chunk_ms([]) == 0.0
+
+
+def test_churn(open_engine: Callable[..., Engine]) -> None:
+    engine = open_for(open_engine, CHURN.batch_size, CHURN)
+    entry = measure_churn(engine, CHURN, seed=1, bandwidth=1e10)
+    assert entry["step_ms"]["n"] == CHURN.steps
+    assert entry["requests"] > 20
+    assert 0 < entry["aborted"] < entry["requests"] / 2
+    assert 0.3 < entry["occupancy"] <= 1.0
+    assert 0.0 <= entry["padding"] < 0.5
+    assert entry["preemptions"] == 0
+    assert entry["itl_ms"]["n"] > 100
+    assert entry["roofline"]["bytes_per_step"] > engine.weight_bytes_per_step
+    assert not engine.has_unfinished()
+    engine.check_integrity()
+    again = measure_churn(engine, CHURN, seed=1, bandwidth=1e10)
+    names = ("requests", "aborted", "occupancy", "padding", "prefill_tokens")
+    assert [again[name] for name in names] == [entry[name] for name in names]
+
+
+def test_the_arrivals_of_churn(open_engine: Callable[..., Engine]) -> None:
+    config = open_engine("micro").model_config
+    schedule = churn._schedule(config, CHURN, 1)
+    assert schedule == churn._schedule(config, CHURN, 1)
+    assert schedule != churn._schedule(config, CHURN, 2)
+    assert all(5 <= len(arrival.prompt) <= 20 for arrival in schedule)
+    assert all(1 <= arrival.output_len <= 24 for arrival in schedule)
+    leaving = [a for a in schedule if a.leaves_after is not None]
+    assert all(1 <= a.leaves_after < a.output_len for a in leaving if a.leaves_after is not None)
+
+
+def test_churn_continues_after_the_last_request_ended(open_engine: Callable[..., Engine]) -> None:
+    case = ChurnCase(batch_size=1, input_len=4, output_len=2, steps=40)
+    engine = open_for(open_engine, 1, case)
+    entry = measure_churn(engine, case, seed=0, bandwidth=1e10)
+    assert entry["step_ms"]["n"] <= 40
+    assert entry["requests"] >= 5
+
+
+RUNS = {
+    "interference": "--batch-size 1 --input-len 24 --num-steps 30",
+    "churn": "--batch-size 1 --input-len 8 --output-len 4 --num-steps 30 --max-itl-ms 50 500",
+    "prefix": "--batch-size 2 --input-len 64 --output-len 4 --num-warmup 0 --num-iters 2",
+    "serve": "--batch-size 2 --input-len 8 --output-len 4 --rates 0.5 --duration 1 --no-http",
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_scenario_writes_what_it_prints(monkeypatch, tmp_path, capsys, name):
+    flags = f"--scenario {name} --mode eager {RUNS[name]}"
+    assert run_bench(monkeypatch, f"{flags} --output-json {tmp_path}/a.json") == 0
+    printed = capsys.readouterr()
+    assert printed.err
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert printed.out == markdown_table(document) + "\n"
+    entries = document[name]
+    if name == "interference":
+        plain, budgeted = entries
+        assert plain["max_itl_ms"] is plain["step_budget"] is None
+        eight = round(8 * plain["decode_step_ms"]["p50"], 2)
+        assert budgeted["max_itl_ms"] == budgeted["step_budget"]["max_itl_ms"] == eight
+        assert (plain["automatic_budget"], budgeted["automatic_budget"]) == (False, True)
+    if name == "churn":
+        assert [entry["step_budget"]["max_itl_ms"] for entry in entries] == [50, 500]

@@ -1,0 +1,227 @@
+"""Collectives of processes over shared memory, against sums in plain torch."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.runtime.distributed.shared_memory_collectives import SharedMemoryCollectives
+from stepgraph.runtime.errors import RankError
+from torch import Tensor
+
+from ..rigs.rank_rig import RankGroup, run_ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def reference_sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def reference_largest(values: list[Tensor], ids: list[Tensor]) -> tuple[Tensor, Tensor]:
+    best, best_ids = values[0].clone(), ids[0].clone()
+    for value, number in zip(values[1:], ids[1:], strict=True):
+        better = (value > best) | (value.isnan() & ~best.isnan())
+        best, best_ids = torch.where(better, value, best), torch.where(better, number, best_ids)
+    return best, best_ids
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(nan=7.5), b.nan_to_num(nan=7.5))
+
+
+def random_operation(
+    draw: random.Random, group: SharedMemoryCollectives
+) -> tuple[Callable[[], Any], Any]:
+    """An operation of this rank, and its expected result; draws the parts of all ranks."""
+    generator = torch.Generator().manual_seed(draw.getrandbits(60))
+    dtype, kind = draw.choice(DTYPES), draw.choice(("sum", "sum", "gather", "largest"))
+    rows = draw.choice((1, 2, 7, 33, 150))
+    if kind == "sum":
+        shape = (rows, draw.choice((1, 15, 64, 577, 1024)))
+        parts = [torch.randn(shape, generator=generator).to(dtype) for _ in range(group.ranks)]
+        if draw.random() < 0.2:
+            parts[draw.randrange(group.ranks)][0, 0] = draw.choice((torch.nan, torch.inf))
+        own = parts[group.rank]
+        if draw.random() < 0.3:
+            own = own.t().contiguous().t()
+        return lambda: group.all_reduce(own), reference_sum(parts)
+    if kind == "gather":
+        sizes = [draw.choice((0, 1, 5, 300, 2001)) for _ in range(group.ranks)]
+        parts = [torch.randn(rows, n, generator=generator).to(dtype) for n in sizes]
+        return lambda: group.gather(parts[group.rank], sizes), torch.cat(parts, dim=1)
+    shape = (group.ranks, rows)
+    values = torch.randint(-3, 3, shape, generator=generator).float()
+    values[torch.rand(shape, generator=generator) < 0.1] = torch.nan
+    ids = torch.randint(0, 1 << 40, shape, generator=generator)
+    expected = reference_largest(list(values), list(ids))
+    return lambda: group.largest(values[group.rank], ids[group.rank]), expected
+
+
+def run_random_operations(seed: int, count: int, group: SharedMemoryCollectives) -> list[int]:
+    """Check random operations with random delays; return hashes of the bits of their results."""
+    draw, delays = random.Random(seed), random.Random(f"{seed} {group.rank}")
+    hashes = []
+    for index in range(count):
+        run, expected = random_operation(draw, group)
+        if delays.random() < 0.05:
+            time.sleep(delays.choice((0.0001, 0.001, 0.005)))
+        result = run()
+        got, due = (x if isinstance(x, tuple) else (x,) for x in (result, expected))
+        for x, y in zip(got, due, strict=True):
+            assert same(x, y), (index, x, y)
+            hashes.append(hash(bytes(x.contiguous().view(torch.uint8).numpy())))
+    return hashes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "part_bytes"),
+    [(2, 1, 1 << 16), (3, 1, 4096), (4, 1, 1 << 16), (2, 3, 1 << 20)],
+)
+def test_random_operations_equal_the_reference_on_all_ranks(
+    ranks: int, threads: int, part_bytes: int
+) -> None:
+    results = run_ranks(
+        ranks,
+        lambda group: run_random_operations(ranks + threads, 300, group),
+        part_bytes=part_bytes,
+        threads=threads,
+    )
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_many_random_operations(seed: int) -> None:
+    results = run_ranks(
+        2 + seed % 3,
+        lambda group: run_random_operations(seed, 1000, group),
+        part_bytes=(128, 4096, 1 << 18)[seed // 2],
+        threads=1 + seed % 2,
+    )
+    assert all(result == results[0] for result in results)
+
+
+def attempts(group: SharedMemoryCollectives) -> tuple[str, float, float]:
+    """Sum until it fails; return the error, and the seconds of that and of one more attempt."""
+    x = torch.ones(4, 64)
+    while True:
+        began = time.monotonic()
+        try:
+            group.all_reduce(x)
+        except RankError as error:
+            failed = time.monotonic()
+            with pytest.raises(RankError):
+                group.all_reduce(x)
+            return str(error), failed - began, time.monotonic() - failed
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_ends_or_stops_ends_the_others_in_time(end: signal.Signals) -> None:
+    group = RankGroup(3)
+    group.start(attempts, timeout=1.0)
+    time.sleep(0.3)
+    os.kill(group.processes[1].pid, end)
+    for number in (0, 2):
+        assert group._results[number].poll(30)
+    if end == signal.SIGSTOP:
+        os.kill(group.processes[1].pid, signal.SIGCONT)
+    first, stopped, last = group.results()
+    for text, seconds, again in (first, last):
+        assert "rank 1 did not take part" in text or "aborted the group" in text
+        assert seconds < 5.0
+        assert again < 0.5
+    assert any("rank 1 did not take part" in text for text, *_ in (first, last))
+    assert group.abort_word() in (1, 3)
+    if end == signal.SIGSTOP:  # it finds the group aborted when it goes on
+        assert "aborted the group" in stopped[0]
+
+
+@pytest.mark.slow
+def test_a_group_that_is_stopped_and_continued_goes_on() -> None:
+    """The rank that waits goes on first."""
+
+    def body(group: SharedMemoryCollectives) -> int:
+        for index in range(3):
+            if index == 1 and group.rank == 0:
+                time.sleep(0.5)
+            group.all_reduce(torch.ones(4, 64))
+        return index
+
+    group = RankGroup(2)
+    group.start(body, timeout=4.0)
+    time.sleep(0.3)
+    for process in group.processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(5.0)
+    for process in reversed(group.processes):
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.5)
+    assert group.results() == [2, 2]
+
+
+def test_a_rank_with_another_operation_ends_the_group() -> None:
+    def body(group: SharedMemoryCollectives) -> str:
+        group.all_reduce(torch.ones(5))
+        try:
+            while True:
+                group.all_reduce(torch.ones(8 if group.rank == 2 else 9))
+        except RankError as error:
+            return str(error)
+
+    errors = run_ranks(3, body)
+    assert any("runs another operation" in error for error in errors)
+
+
+def test_an_abort_from_outside_wakes_a_waiting_rank() -> None:
+    group = RankGroup(2)
+    group.start(lambda own: own.rank == 1 or attempts(own), timeout=60.0)
+    time.sleep(0.5)
+    began = time.monotonic()
+    group.memory[:4] = (2).to_bytes(4, "little")
+    (text, *_), _ = group.results()
+    assert "rank 1 aborted the group" in text
+    assert time.monotonic() - began < 5.0
+
+
+def test_an_interrupt_while_a_rank_waits() -> None:
+    def body(group: SharedMemoryCollectives) -> Any:
+        if group.rank == 1:
+            return time.sleep(0.5)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        began = time.monotonic()
+        try:
+            group.all_reduce(torch.ones(3))
+        except (KeyboardInterrupt, RankError):
+            return time.monotonic() - began
+        return None
+
+    group = RankGroup(2)
+    group.start(body, timeout=1.5)
+    time.sleep(0.5)
+    os.kill(group.processes[0].pid, signal.SIGINT)
+    seconds, _ = group.results()
+    assert seconds < 5.0
+
+
+def test_the_timeout_can_be_set() -> None:
+    def body(group: SharedMemoryCollectives) -> Any:
+        if group.rank == 0:
+            time.sleep(1.0)
+            return group.all_reduce(torch.ones(2)).tolist()
+        group.timeout_seconds = 30.0
+        return group.all_reduce(torch.ones(2)).tolist()
+
+    group = RankGroup(2)
+    group.start(body, timeout=0.2)
+    late, patient = group.results()
+    assert (late, patient) == ([2.0, 2.0], [2.0, 2.0])

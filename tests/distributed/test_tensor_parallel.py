@@ -1,0 +1,258 @@
+"""Engines of several processes give the tokens of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.runtime import EmbeddedSpan, Engine, PromptEmbeds, RequestOutput, SamplingParams
+
+from ..rigs.engine_rig import greedy
+from ..rigs.parallel_rig import PROMPTS, children, opened
+from ..rigs.reload_rig import Write, make_write
+from ..rigs.tiny_models import BASE, VARIANTS, TinyModel
+
+__all__ = ["make_write"]
+
+TinyModels = Callable[[str], TinyModel]
+SAMPLED = SamplingParams(
+    max_tokens=10, temperature=0.9, top_p=0.95, seed=7, ignore_eos=True, logprobs=3
+)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[list(c.token_ids) for c in output.completions] for output in outputs]
+
+
+def allowed(tiny: TinyModels, variant: str) -> list[int]:
+    """2 and 4, as far as the model can be split."""
+    from stepgraph.runtime.loading.opened_source import find_source
+    from stepgraph.runtime.models.plan import plan_of
+    from stepgraph.runtime.models.sharding import allowed_ranks
+
+    found = find_source(tiny(variant).directory, tied=None)
+    return [n for n in allowed_ranks(plan_of(found.config)) if n in (2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [v if v == "base" else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS],
+)
+def test_greedy_tokens_of_every_family(tiny: TinyModels, variant: str) -> None:
+    directory = tiny(variant).directory
+    every = allowed(tiny, variant)
+    if not every:
+        pytest.skip("its heads cannot be split over 2, 3 or 4 ranks")
+    with opened(directory) as engine:
+        expected = tokens(engine.generate(PROMPTS, greedy()))
+        logits = engine.score(PROMPTS[0], 20)
+    for ranks in every:
+        with opened(directory, ranks) as engine:
+            assert engine.stats()["tensor_parallel"] == ranks
+            assert tokens(engine.generate(PROMPTS, greedy())) == expected, ranks
+            torch.testing.assert_close(engine.score(PROMPTS[0], 20), logits, rtol=1e-4, atol=1e-4)
+            engine.check_integrity()
+    assert not children()
+
+
+def divisible(variant: str, ranks: int) -> dict[str, Any]:
+    """The settings of a variant with as many more heads and features as ranks need."""
+
+    def rounded(size: int, multiple: int) -> int:
+        return -(-size // multiple) * multiple
+
+    settings = BASE | VARIANTS[variant]
+    for name, size in settings.items():
+        if "intermediate_size" in name:
+            settings[name] = rounded(size, ranks)
+    kv_heads = settings["num_key_value_heads"]
+    if kv_heads % ranks and ranks % kv_heads:
+        kv_heads = rounded(kv_heads, ranks)
+    settings["num_key_value_heads"] = kv_heads
+    heads = settings["num_attention_heads"]
+    settings["num_attention_heads"] = rounded(heads, math.lcm(kv_heads, ranks))
+    return settings
+
+
+FIRST_OF_FAMILIES = {
+    settings.get("model_type", "llama"): variant for variant, settings in reversed(VARIANTS.items())
+}
+MOST_DIFFERENT = (  # that the test above leaves out
+    *("deepseek_v2_moe", "phi3_quarter", "mixtral", "qwen3_moe", "gpt_oss", "gpt_oss_odd"),
+    "llama4_maverick",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", sorted({*FIRST_OF_FAMILIES.values(), *MOST_DIFFERENT}))
+def test_four_ranks_of_every_family(
+    tiny: TinyModels, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(VARIANTS, f"{variant}_of_4", divisible(variant, 4))
+    directory = tiny(f"{variant}_of_4").directory
+    with opened(directory) as engine:
+        expected = tokens(engine.generate(PROMPTS, greedy()))
+    with opened(directory, 4) as engine:
+        assert tokens(engine.generate(PROMPTS, greedy())) == expected
+        engine.check_integrity()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_cache(tiny: TinyModels, kv_dtype: str) -> None:
+    """Keys and values are rounded by head, so that ranks round them as one process does."""
+    found = []
+    for ranks in (1, 2):
+        with opened(tiny("base").directory, ranks, kv_dtype=kv_dtype) as engine:
+            found.append(tokens(engine.generate(PROMPTS, greedy())))
+            again = engine.generate([[*PROMPTS[0], 4]], greedy())
+            assert again[0].cached_tokens
+            found[-1] += tokens(again)
+    assert found[0] == found[1]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: TinyModels) -> Iterator[tuple[Engine, Engine]]:
+    """An engine of one process and one of two, with all features on."""
+    fields: dict[str, Any] = {
+        "prompt_embeds": True,
+        "host_cache_bytes": 1 << 20,
+        "preemption": "swap",
+        "steps_per_launch": 3,
+    }
+    directory = tiny("base").directory
+    with opened(directory, **fields) as one, opened(directory, 2, **fields) as two:
+        yield one, two
+
+
+def both(pair: tuple[Engine, Engine], *arguments: Any) -> list[RequestOutput]:
+    """Generate by both engines and compare; return what two processes gave."""
+    one, two = (engine.generate(*arguments) for engine in pair)
+    assert tokens(one) == tokens(two)
+    for expected, found in zip(one, two, strict=True):
+        assert found.cached_tokens == expected.cached_tokens
+        for theirs, ours in zip(expected.completions, found.completions, strict=True):
+            assert (theirs.logprobs is None) == (ours.logprobs is None)
+            for a, b in zip(theirs.logprobs or (), ours.logprobs or (), strict=True):
+                assert (a.token_id, list(a.top)) == (b.token_id, list(b.top))
+                assert b.logprob == pytest.approx(a.logprob, abs=1e-3)
+    for engine in pair:
+        engine.check_integrity()
+    return two
+
+
+def test_sampled_tokens_and_logprobs(pair: tuple[Engine, Engine]) -> None:
+    both(pair, PROMPTS, SAMPLED)
+    penalties = dataclasses.replace(
+        SAMPLED, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={3: 2.0}, min_tokens=4
+    )
+    both(pair, PROMPTS, [penalties, SAMPLED, greedy(), penalties])
+
+
+def test_forks_and_shared_prefixes(pair: tuple[Engine, Engine]) -> None:
+    both(pair, [PROMPTS[0]], dataclasses.replace(SAMPLED, n=3))
+    assert both(pair, [[*PROMPTS[0], 4]], greedy())[0].cached_tokens
+
+
+def test_prompt_logprobs(pair: tuple[Engine, Engine]) -> None:
+    prompts = [[*PROMPTS[2], 6], PROMPTS[1]]
+    one, two = (engine.generate(prompts, greedy(prompt_logprobs=4)) for engine in pair)
+    for expected, found in zip(one, two, strict=True):
+        assert expected.prompt_logprobs is not None
+        assert found.prompt_logprobs is not None
+        for a, b in zip(expected.prompt_logprobs[1:], found.prompt_logprobs[1:], strict=True):
+            assert a is not None
+            assert b is not None
+            assert list(a.top) == list(b.top)
+            assert b.logprob == pytest.approx(a.logprob, abs=1e-3)
+
+
+def test_prompt_embeds(pair: tuple[Engine, Engine]) -> None:
+    def seen(content: bytes) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(content[0])
+        return torch.randn(5, 48, generator=generator)
+
+    outputs = []
+    for engine in pair:
+        content = engine.encode(b"a", seen)
+        prompt = PromptEmbeds([7, *[0] * 5, 3, 1], [EmbeddedSpan(1, content)])
+        outputs.append(tokens(engine.generate([prompt, PROMPTS[1]], greedy())))
+    assert outputs[0] == outputs[1]
+    both(pair, PROMPTS, greedy())  # no embedding remains
+
+
+def test_teacher_forcing(pair: tuple[Engine, Engine]) -> None:
+    one, two = (engine.score(PROMPTS[0], 10) for engine in pair)
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
+
+
+def test_several_steps_of_a_launch(pair: tuple[Engine, Engine]) -> None:
+    both(pair, PROMPTS[:2], greedy(30))
+    assert pair[1].stats()["multi_step_launches"]
+
+
+def test_swapped_requests(tiny: TinyModels) -> None:
+    fields: dict[str, Any] = {
+        "num_blocks": 14,
+        "host_cache_bytes": 1 << 20,
+        "preemption": "swap",
+        "prefix_cache": False,
+    }
+    found = []
+    for ranks in (1, 2):
+        with opened(tiny("base").directory, ranks, **fields) as engine:
+            found.append(tokens(engine.generate([[k] * 12 for k in range(4)], greedy(30))))
+            assert engine.stats()["cache"]["swapped_in"]
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_reloaded_weights(tiny: TinyModels, write: Write) -> None:
+    other = write(seed=3)
+    with opened(other) as engine:
+        expected = tokens(engine.generate(PROMPTS, greedy()))
+    with opened(tiny("base").directory, 2) as engine:
+        assert tokens(engine.generate(PROMPTS, greedy())) != expected
+        engine.reload_weights(other)
+        assert tokens(engine.generate(PROMPTS, greedy())) == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "kernels"),
+    [
+        ("compile", "native"),
+        pytest.param("compile", "torch", marks=pytest.mark.slow),
+    ],
+)
+def test_modes(tiny: TinyModels, mode: str, kernels: str) -> None:
+    with opened(tiny("base").directory) as engine:
+        expected = tokens(engine.generate(PROMPTS, greedy()))
+    fields: dict[str, Any] = {"mode": mode, "kernels": kernels, "max_itl_ms": 50.0, "buckets": (4,)}
+    with opened(tiny("base").directory, 2, **fields) as engine:
+        assert tokens(engine.generate(PROMPTS, greedy())) == expected
+        assert engine.stats()["fallbacks"] == 0
+
+
+def test_operations_of_torch_leave_the_cores_of_other_ranks(base: TinyModel) -> None:
+    """In a step rank 0 has as many threads as the others; the application keeps its own number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with opened(base.directory, 2, threads=1) as engine:
+            seen: list[int] = []
+            run = engine._loop.runner.library.run
+
+            def watched(*args: Any) -> Any:
+                seen.append(torch.get_num_threads())
+                return run(*args)
+
+            engine._loop.runner.library.run = watched  # type: ignore[method-assign]
+            engine.generate(PROMPTS, greedy())
+            assert set(seen) == {1}
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,220 @@
+"""Engines of several processes draft with a drafter: the tokens are those of plain decoding, and
+the drafts those of one process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.runtime import Engine, RankError
+from stepgraph.runtime.engine.rank_start import agree_on_drafter
+from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime.loading.checkpoint import read_config
+from stepgraph.runtime.loading.drafter_source import find_drafter
+from stepgraph.runtime.scheduling.plan import Proposed
+
+from ..rigs.engine_rig import MIXED_PARAMS, greedy
+from ..rigs.mtp_models import write_predictable
+from ..rigs.parallel_rig import children, opened
+from ..rigs.tiny_models import TinyModel
+from ..speculation import test_block_drafter, test_eagle3
+from ..speculation.test_speculation import run_mixed
+from .test_tensor_parallel_structured import mixed
+
+pytestmark = [
+    pytest.mark.native_kernels,
+    pytest.mark.filterwarnings("ignore:no native decoder layers"),
+]
+
+TARGETS = ("mtp deepseek_v3", "mtp mimo")
+"""Drafters that are in the checkpoint of their target."""
+DRAFTERS = ("draft_model", "eagle3", "eagle3 shared", "dflash", *TARGETS)
+SHARED = {"mapped": False, "without": ("embed_tokens.weight", "lm_head.weight")}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "torch": {"kernels": "torch"},
+    "native": {"kernels": "native"},
+    "swapped": {
+        "kernels": "native",
+        "max_model_len": 64,
+        "num_blocks": 11,
+        "host_cache_bytes": 1 << 20,
+        "preemption": "swap",
+    },
+    "compiled": {"kernels": "torch", "mode": "compile", "buckets": (4,)},
+    "cache in 8 bits": {"kernels": "native", "kv_dtype": "int8"},
+}
+
+
+def speculation(kind: str, base: TinyModel, directory: Path) -> tuple[Path, dict[str, Any]]:
+    """Write a drafter; return its target and the field of the configuration."""
+    method, _, variant = kind.partition(" ")
+    target, fields = base.directory, {"method": method}
+    if method == "mtp":
+        target = directory
+        write_predictable(directory, variant, "embedding", layers=0.25)
+    elif method == "draft_model":
+        fields["model"] = str(base.directory)
+    elif method == "eagle3":
+        fields["model"] = str(test_eagle3.write(directory, **(SHARED if variant else {}))[0])
+    else:
+        fields["model"] = str(test_block_drafter.write(directory)[0])
+    return target, fields | {"num_speculative_tokens": 3, "adaptive": False}
+
+
+def proposals(engine: Engine) -> list[Proposed]:
+    """The drafts of each step, and their probabilities, from now on."""
+    found: list[Proposed] = []
+    runner = engine._loop.runner
+    read = runner.read_drafts
+
+    def watched(step: Any) -> Any:
+        proposed = list(read(step))
+        found.extend(proposed)
+        return proposed
+
+    runner.read_drafts = watched  # type: ignore[method-assign]
+    return found
+
+
+def prompts(directory: Path) -> list[list[int]]:
+    vocab = json.loads((directory / "config.json").read_text())["vocab_size"]
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocab, (n,), generator=generator).tolist() for n in (30, 4, 12, 7)]
+
+
+def check_memory(engine: Engine) -> None:
+    """A rank plans for the whole drafter, besides its part of the model."""
+    parts = engine._parts
+    drafter, terms = parts.runner.drafter, parts.plan.terms()
+    assert drafter is not None
+    assert terms["weights"] == parts.model.weight_bytes + drafter.weight_bytes
+    assert terms["cache"] == parts.arena.nbytes + drafter.nbytes
+
+
+def check_equal(
+    base: TinyModel,
+    directory: Path,
+    kind: str,
+    config: dict[str, Any],
+    *,
+    plain_ranks: int = 2,
+    times: int = 2,
+) -> None:
+    """The tokens of plain decoding, and the drafts of one process; the second time prompts are
+    cached."""
+    target, fields = speculation(kind, base, directory)
+    if config.get("mode") == "compile":  # code of its own for each number of drafts
+        fields["num_speculative_tokens"] = 1
+    drafts: list[list[Proposed]] = []
+    accepted = []
+    with opened(target, plain_ranks, **config) as plain:
+        expected = run_mixed(plain, prompts(target), MIXED_PARAMS)
+    for ranks in (1, 2):
+        with opened(target, ranks, **config, speculation=fields) as engine:
+            check_memory(engine)
+            drafts.append(proposals(engine))
+            for _ in range(times):
+                assert run_mixed(engine, prompts(target), MIXED_PARAMS) == expected, ranks
+            stats = engine.stats()
+            accepted.append(stats["speculation"]["accepted"])
+            assert stats["fallbacks"] == 0
+            assert stats["speculation"]["drafted"] > 50
+            assert times == 1 or stats["cache"]["hit_tokens"] > 0
+            assert bool(stats["cache"]["swapped_in"]) == ("host_cache_bytes" in config)
+    assert not children()
+    assert accepted[0] == accepted[1]
+    assert len(drafts[0]) == len(drafts[1])
+    # The rounding of sums can change how a key or value is stored in 8 bits.
+    error = 2e-2 if "kv_dtype" in config else 1e-3
+    for ours, theirs in zip(*drafts, strict=True):
+        assert (ours.request.id, ours.drafts) == (theirs.request.id, theirs.drafts)
+        assert ours.probabilities == pytest.approx(theirs.probabilities, abs=error)
+    assert kind.startswith(("eagle3", "dflash")) or accepted[0] > 20
+
+
+def test_head_that_shares_embedding_and_output_projection(base: TinyModel, tmp_path: Path) -> None:
+    check_equal(base, tmp_path, "eagle3 shared", CONFIGS["native"], plain_ranks=1, times=1)
+
+
+class Agreeing:
+    """The group of a rank: keeps what the rank compares with others."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, Any] = {}
+
+    def agree_on(self, items: dict[str, Any]) -> None:
+        self.items |= items
+
+
+def test_ranks_compare_their_drafters(base: TinyModel, tmp_path: Path) -> None:
+    """By configs and shapes, wherever they are."""
+    target = read_config(base.directory)
+    found = []
+    for name, changes in (("a", {}), ("b", {}), ("c", {"rope_theta": 5e5}), ("d", SHARED)):
+        directory, *_ = test_eagle3.write(tmp_path / name, **changes)
+        group = Agreeing()
+        agree_on_drafter(group, find_drafter(directory, target))  # type: ignore[arg-type]
+        found += group.items.values()
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        *itertools.product(DRAFTERS, ("torch", "native", "swapped")),
+        ("eagle3 shared", "compiled"),
+        ("dflash", "cache in 8 bits"),
+    ],
+)
+def test_every_drafter(base: TinyModel, kind: str, config: str, tmp_path: Path) -> None:
+    fields = CONFIGS[config]
+    if not have_compiler():
+        pytest.skip("needs a C++ compiler")
+    if kind == "mtp deepseek_v3" and fields["kernels"] == "native":
+        fields = fields | {"kernels": "auto"}  # latent attention has no layers in C++
+    if kind == "mtp mimo" and "num_blocks" in fields:
+        fields = fields | {"num_blocks": 25}  # of three layer groups
+    check_equal(base, tmp_path, kind, fields)
+
+
+@pytest.mark.slow
+def test_outputs_with_a_grammar(tiny: Callable[[str], TinyModel]) -> None:
+    """Rows with a grammar verify forced text, and others what the drafter proposes."""
+    directory = tiny("text").directory
+    config: dict[str, Any] = {"structured_output": True, "max_model_len": 128}
+    drafter = {"method": "draft_model", "model": str(directory), "adaptive": False}
+    requests, params = mixed()
+    with opened(directory, 2, **config) as plain:
+        expected = run_mixed(plain, requests, params)
+    with opened(directory, 2, **config, speculation=drafter) as engine:
+        assert run_mixed(engine, requests, params) == expected
+        stats = engine.stats()["speculation"]
+        assert stats["proposing_steps"] > 5
+        assert stats["accepted"] > 20
+
+
+def step_for_ever(engine: Engine) -> None:
+    while True:
+        engine.step()
+
+
+@pytest.mark.slow
+def test_a_killed_rank(base: TinyModel, tmp_path: Path) -> None:
+    target, fields = speculation("dflash", base, tmp_path)
+    with opened(target, 2, speculation=fields) as engine:
+        for prompt in prompts(target):
+            engine.add_request(prompt, greedy(40))
+        for _ in range(4):
+            engine.step()
+        (rank,) = children()
+        rank.kill()
+        with pytest.raises(RankError, match=r"rank 1: process .* was ended by SIGKILL"):
+            step_for_ever(engine)
+    assert not children()

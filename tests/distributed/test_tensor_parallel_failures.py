@@ -1,0 +1,356 @@
+"""Ranks that die, hang, raise or disagree: a typed error in time, and nothing that remains."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from stepgraph.runtime import (
+    AsyncEngine,
+    CheckpointError,
+    ConfigError,
+    Engine,
+    EngineConfig,
+    EngineFailedError,
+    RankError,
+    SamplingParams,
+    ServiceConfig,
+)
+
+from ..rigs.engine_rig import greedy
+from ..rigs.parallel_rig import PROMPTS, SIZES, children, opened, wait_until_gone
+from ..rigs.tiny_models import TinyModel
+
+TinyModels = Callable[[str], TinyModel]
+TIMEOUT = 3.0
+BOUND = 20.0
+"""Seconds from a failure to the error: the timeout, and a machine that runs much else."""
+LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+
+
+def kill(engine: Engine, rank: psutil.Process) -> None:
+    rank.kill()
+
+
+def terminate(engine: Engine, rank: psutil.Process) -> None:
+    rank.terminate()
+
+
+def stop(engine: Engine, rank: psutil.Process) -> None:
+    rank.suspend()
+
+
+def disagree(engine: Engine, rank: psutil.Process) -> None:
+    """Let rank 0 believe that it has had other tokens."""
+    group = engine._loop.group
+    assert group is not None
+    group._checksum ^= 1
+    group.watch.checksums[:] = [checksum ^ 1 for checksum in group.watch.checksums]
+
+
+def misread(engine: Engine, rank: psutil.Process) -> None:
+    """Let the rank fail in its own code: an unknown command."""
+    group = engine._loop.group
+    assert group is not None
+    group.writer.send(99)
+
+
+QUICK = (kill,)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        pytest.param(fault, reason, marks=() if fault in QUICK else pytest.mark.slow)
+        for fault, reason in (
+            (kill, "rank 1: process .* was ended by SIGKILL"),
+            (terminate, "rank 1: process .* was ended by SIGTERM"),
+            (stop, "rank 1: (process .* has not responded|did not take part in .*) .* 3 s"),
+            (disagree, "rank 1: its tokens differ from those of rank 0 at step"),
+            (misread, "rank 1: KeyError"),
+        )
+    ],
+)
+@pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_lost_rank_ends_the_engine(
+    base: TinyModel, fault: Callable[[Engine, psutil.Process], None], reason: str, busy: bool
+) -> None:
+    with opened(base.directory, 2, rank_timeout=TIMEOUT) as engine:
+        engine.generate(PROMPTS, greedy())
+        (rank,) = children()
+        happened: list[float] = []
+
+        def happen() -> None:
+            time.sleep(0.2 if busy else 0.0)
+            happened.append(time.monotonic())
+            fault(engine, rank)
+
+        thread = threading.Thread(target=happen)
+        thread.start()
+        if not busy:
+            thread.join()
+        if not busy:
+            wait_for(lambda: not engine.stats()["healthy"], BOUND)
+        with pytest.raises(RankError, match=reason) as failed:
+            generate_for_ever(engine)
+        assert time.monotonic() - happened[0] < BOUND
+        thread.join()
+        assert not engine.stats()["healthy"]
+        wait_until_gone([rank], BOUND)
+        with pytest.raises(EngineFailedError) as again:
+            engine.generate(PROMPTS, LONG)
+        assert repr(str(failed.value)) in str(again.value)
+    assert not children()
+    assert not [t for t in threading.enumerate() if t.name == "stepgraph-ranks"]
+
+
+def generate_for_ever(engine: Engine) -> None:
+    while True:
+        engine.generate(PROMPTS, LONG)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_an_engine_that_serves(base: TinyModel) -> None:
+    with opened(base.directory, 2) as engine:
+        expected = engine.generate(PROMPTS, greedy())
+        (rank,) = children()
+
+        def interrupt() -> None:
+            time.sleep(0.2)
+            rank.send_signal(signal.SIGINT)  # a terminal sends it to the whole group
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            generate_for_ever(engine)
+        thread.join()
+        engine.step()
+        again = engine.generate(PROMPTS, greedy())
+        assert [o.token_ids for o in again] == [o.token_ids for o in expected]
+
+
+PARENT = """
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+engine = Engine.from_pretrained({source!r}, EngineConfig(**{fields!r}))
+print("ready", flush=True)
+while {busy}:
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=60, ignore_eos=True))
+import time
+time.sleep({idle})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, None])
+@pytest.mark.parametrize("busy", [True, False])
+def test_ranks_end_with_their_parent(
+    base: TinyModel, how: signal.Signals | None, busy: bool
+) -> None:
+    """With `None` the parent ends by itself and has not closed its engine."""
+    fields = SIZES | {"tensor_parallel": 2, "rank_timeout": TIMEOUT}
+    busy = busy and how is not None
+    idle = 60 if how is not None else 0
+    program = PARENT.format(source=str(base.directory), fields=fields, busy=busy, idle=idle)
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        ranks = psutil.Process(parent.pid).children(recursive=True)
+        assert ranks
+        if how is not None:
+            parent.send_signal(how)
+        parent.wait(60)
+        wait_until_gone(ranks, BOUND)
+
+
+@pytest.mark.slow
+def test_a_parent_killed_while_it_starts(base: TinyModel) -> None:
+    fields = SIZES | {"tensor_parallel": 2}
+    program = PARENT.format(source=str(base.directory), fields=fields, busy=False, idle=0)
+    for _ in range(3):
+        with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as parent:
+            process = psutil.Process(parent.pid)
+            until = time.monotonic() + 60
+            while not (ranks := process.children()) and time.monotonic() < until:
+                time.sleep(0.01)
+            parent.kill()
+            parent.wait()
+            wait_until_gone(ranks, 60)  # it may be importing
+
+
+@pytest.mark.slow
+def test_an_engine_that_was_not_closed(base: TinyModel) -> None:
+    fields = SIZES | {"tensor_parallel": 2}
+    engine = Engine.from_pretrained(base.directory, EngineConfig(**fields))
+    ranks = children()
+    engine.generate(PROMPTS, greedy())
+    del engine
+    import gc
+
+    gc.collect()
+    wait_until_gone(ranks, BOUND)
+
+
+@pytest.mark.slow
+def test_two_engines_and_a_fork(base: TinyModel) -> None:
+    with opened(base.directory, 2) as one, opened(base.directory, 2, seed=3) as two:
+        expected = [o.token_ids for o in one.generate(PROMPTS, greedy())]
+        child = os.fork()
+        if not child:
+            one.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert [o.token_ids for o in two.generate(PROMPTS, greedy())] == expected
+        one.close()
+        assert len(children()) == 1
+        assert [o.token_ids for o in two.generate(PROMPTS, greedy())] == expected
+    assert not children()
+
+
+@pytest.mark.slow
+def test_an_async_engine_restarts_its_ranks(base: TinyModel) -> None:
+    async def serve() -> None:
+        config = EngineConfig(**SIZES | {"tensor_parallel": 2, "rank_timeout": TIMEOUT})
+        service = ServiceConfig(max_restarts=2)
+        async with AsyncEngine.from_pretrained(base.directory, config, service) as engine:
+            expected = await engine.generate(PROMPTS[0], greedy())
+            for idle in (False, True):
+                (rank,) = children()
+                rank.kill()
+                if not idle:
+                    with pytest.raises(EngineFailedError):
+                        await engine.generate(PROMPTS[0], LONG)
+                until = time.monotonic() + 60
+                while children() in ([], [rank]) or not engine.health().ready:
+                    assert time.monotonic() < until
+                    await asyncio.sleep(0.05)
+                again = await engine.generate(PROMPTS[0], greedy())
+                assert again.token_ids == expected.token_ids
+            await engine.sleep()
+            assert not children()
+            await engine.wake()
+            again = await engine.generate(PROMPTS[0], greedy())
+            assert again.token_ids == expected.token_ids
+
+    asyncio.run(serve())
+    assert not children()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error"),
+    [(4, "4 does not divide 6 query heads.*can be 1, 2"), (64, "does not divide")],
+)
+def test_numbers_that_do_not_divide_the_model(base: TinyModel, ranks: int, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        Engine.from_pretrained(base.directory, EngineConfig(**SIZES | {"tensor_parallel": ranks}))
+    assert not children()
+
+
+@pytest.mark.parametrize(
+    ("environment", "error"),
+    [
+        ({"WORLD_SIZE": "3"}, "WORLD_SIZE=3.*nproc-per-node 2"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT='' in the environment must be a number"),
+        ({"RANK": "2"}, "RANK=2 must be from 0"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "within one machine"),
+    ],
+)
+def test_environments_that_do_not_fit(
+    base: TinyModel, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], error: str
+) -> None:
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29511"}
+    for name, value in (launched | environment).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=error):
+        Engine.from_pretrained(base.directory, EngineConfig(**SIZES | {"tensor_parallel": 2}))
+
+
+def test_a_port_that_is_in_use(base: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        for name, value in launched.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RankError, match=f"MASTER_PORT={port} is in use"):
+            Engine.from_pretrained(base.directory, EngineConfig(**SIZES | {"tensor_parallel": 2}))
+
+
+@pytest.mark.slow
+def test_a_rank_that_finds_another_checkpoint(base: TinyModel, tmp_path: Path) -> None:
+    """The parent removes the directory when the ranks begin to read."""
+    fields: dict[str, Any] = SIZES | {"tensor_parallel": 2}
+    moved = tmp_path / "model"
+    moved.symlink_to(base.directory)
+
+    def remove() -> None:
+        wait_for(lambda: bool(children()), 60)
+        moved.unlink()
+
+    removed = threading.Thread(target=remove)
+    removed.start()
+    with pytest.raises((RankError, CheckpointError), match="rank 1"):
+        Engine.from_pretrained(moved, EngineConfig(**fields))
+    removed.join()
+    assert not children()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("differs", ["", "seed=rank"])
+def test_torchrun(base: TinyModel, tmp_path: Path, differs: str) -> None:
+    program = tmp_path / "serve.py"
+    program.write_text(
+        textwrap.dedent(
+            f"""
+            import os
+            from stepgraph.runtime import Engine, EngineConfig, RankError, SamplingParams
+            rank = int(os.environ["RANK"])
+            fields = {SIZES | {"tensor_parallel": 2}!r} | dict({differs})
+            greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+            for _ in range(1 if {bool(differs)} or rank else 2):
+                with Engine.from_pretrained({str(base.directory)!r}, EngineConfig(**fields)) as e:
+                    print([list(o.token_ids) for o in e.generate({PROMPTS!r}, greedy)], flush=True)
+                break
+            """
+        )
+    )
+    found = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--standalone", str(program)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if differs:
+        assert "rank 1 has another EngineConfig.seed than rank 0: 1 and 0" in found.stderr
+        return
+    with opened(base.directory) as engine:
+        expected = [o.token_ids for o in engine.generate(PROMPTS, greedy())]
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert found.stdout.strip() == str([list(ids) for ids in expected])

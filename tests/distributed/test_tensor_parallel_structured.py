@@ -1,0 +1,155 @@
+"""Engines of several processes follow grammars with the tokens of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stepgraph.runtime import Engine, SamplingParams, StructuredOutputError
+from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime.structured.matcher import TokenMatcher
+
+from ..rigs.parallel_rig import SIZES, children, opened
+from ..rigs.speculation_rig import guess
+from ..rigs.structured_rig import GRAMMARS
+from ..rigs.tiny_models import TinyModel
+from ..speculation.test_speculation import run_mixed
+
+pytestmark = pytest.mark.native_kernels
+
+PROMPTS = [[7, 30, 41], [5, 5, 90, 12] * 5, [60], [100, 3, 8, 8, 8], [44, 45], [70, 71, 72]]
+FORCED = {"regex": "[ab](?:The quick brown fox jumps over the lazy dog[.] )[ab]"}
+
+
+def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Requests with and without grammars, greedy and drawn."""
+    params = [
+        SamplingParams(max_tokens=20, seed=index, structured=grammar, **own)
+        for index, (grammar, own) in enumerate(
+            [
+                *((grammar, {"temperature": 0.0}) for grammar in [*GRAMMARS, FORCED]),
+                *((grammar, {"logprobs": 2}) for grammar in GRAMMARS[:3]),
+                (FORCED, {"top_p": 0.8}),
+                (GRAMMARS[1], {"n": 3}),
+                (GRAMMARS[2], {"ignore_eos": True, "temperature": 0.0}),
+                (None, {"temperature": 0.0}),
+                (None, {"top_p": 0.9, "presence_penalty": 0.5}),
+                (None, {"temperature": 0.0, "n": 2}),
+            ]
+        )
+    ]
+    return [PROMPTS[index % len(PROMPTS)] for index in range(len(params))], params
+
+
+Pair = tuple[Engine, Engine]
+
+
+@contextmanager
+def pair_of(directory: Path, **config: Any) -> Iterator[Pair]:
+    """A plain engine of one process, and one of two that verifies drafts."""
+    config = SIZES | {"structured_output": True, "max_model_len": 128} | config
+    drafts = {"num_speculative_tokens": 3, "adaptive": False}
+    with (
+        opened(directory, **config) as one,
+        opened(directory, 2, **config, speculation=drafts) as two,
+    ):
+        yield one, two
+    assert not children()
+
+
+def check_equal(pair: Pair) -> None:
+    """With the drafts of the engine, and with right and wrong ones."""
+    prompts, params = mixed()
+    one, two = pair
+    expected = run_mixed(one, prompts, params)
+    assert run_mixed(two, prompts, params) == expected
+    assert two.stats()["speculation"]["accepted"] > 20, "forced text at least"
+    speculator = two._loop.speculator
+    guesses = guess(two, {name: own[0] for name, own in expected.items()}, 0.7)
+    assert run_mixed(two, prompts, params) == expected
+    two._loop.speculator = speculator
+    assert guesses.accepted > 20
+    assert guesses.rejected > 0
+    assert two.stats()["fallbacks"] == 0
+
+
+@pytest.fixture(scope="module", name="pair")
+def make_pair(tiny: Callable[[str], TinyModel]) -> Iterator[Pair]:
+    kernels = "native" if have_compiler() else "torch"
+    with pair_of(tiny("text").directory, kernels=kernels) as pair:
+        yield pair
+
+
+def test_tokens_of_rows_with_and_without_grammars(pair: Pair) -> None:
+    check_equal(pair)
+
+
+def test_a_failing_grammar_ends_its_request_alone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = TokenMatcher.fill
+
+    def failing(self: TokenMatcher, request: Any, *arguments: Any) -> Any:
+        if request.id.startswith("bad") and request.num_output >= 2:
+            raise ValueError("a bug of the grammar")
+        return fill(self, request, *arguments)
+
+    monkeypatch.setattr(TokenMatcher, "fill", failing)
+    found = []
+    for engine in pair:
+        for index, name in enumerate(("good", "bad", "plain")):
+            structured = None if name == "plain" else GRAMMARS[index]
+            params = SamplingParams(max_tokens=20, temperature=0.0, structured=structured)
+            engine.add_request(PROMPTS[index], params, name)
+        final = {}
+        while engine.has_unfinished():
+            final |= {output.request_id: output for output in engine.step() if output.finished}
+            engine.check_integrity()
+        error = final["bad"].error
+        assert isinstance(error, StructuredOutputError)
+        assert "a bug of the grammar" in str(error)
+        found.append([(final[name].token_ids, final[name].finish_reason) for name in sorted(final)])
+    assert found[0] == found[1]
+
+
+def test_aborted_rows_leave_nothing_to_the_next(pair: Pair) -> None:
+    """Without a grammar, in the row that had one."""
+    free = SamplingParams(max_tokens=20, temperature=0.0)
+    found = []
+    for engine in pair:
+        for name in ("a", "b"):
+            params = dataclasses.replace(free, structured={"regex": "[a-z]*"}, ignore_eos=True)
+            engine.add_request(PROMPTS[0], params, name)
+        for _ in range(4):
+            engine.step()
+        engine.abort("a")
+        engine.add_request(PROMPTS[1], free, "c")
+        final = {}
+        while engine.has_unfinished():
+            final |= {output.request_id: output for output in engine.step() if output.finished}
+        assert final["a"].finish_reason == "abort"
+        found.append([final[name].token_ids for name in ("b", "c")])
+        engine.check_integrity()
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"kernels": "torch"},
+        {"mode": "compile", "kernels": "torch"},
+        {"mode": "compile", "kernels": "native"},
+        {"num_blocks": 24, "host_cache_bytes": 1 << 20, "preemption": "swap"},
+    ],
+    ids=str,
+)
+def test_modes(tiny: Callable[[str], TinyModel], config: dict[str, Any]) -> None:
+    if not have_compiler():
+        pytest.skip("needs a C++ compiler")
+    with pair_of(tiny("text").directory, **config) as pair:
+        check_equal(pair)

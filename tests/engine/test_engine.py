@@ -1,0 +1,256 @@
+"""Requests come and go, and their outputs arrive: order, priorities, aborts, ends, counts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from stepgraph.runtime import Engine, RequestOutput, SamplingParams
+
+from ..rigs.engine_rig import greedy, run
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+pytestmark = pytest.mark.native_kernels
+
+
+def test_outputs_grow_token_by_token(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+    engine = open_engine("base", prefill_chunk=16)
+    prompts = base.prompts(20, 4, seed=61)
+    expected = base.greedy(prompts, 12)
+    ids = [engine.add_request(prompt, greedy()) for prompt in prompts]
+    assert len(set(ids)) == 2
+    seen: dict[str, list[RequestOutput]] = {request_id: [] for request_id in ids}
+    while engine.has_unfinished():
+        for output in engine.step():
+            seen[output.request_id].append(output)
+    for request_id, prompt, tokens in zip(ids, prompts, expected, strict=True):
+        # Outputs are snapshots: later steps do not change those handed out before.
+        assert [o.token_ids for o in seen[request_id]] == [tokens[:n] for n in range(1, 13)]
+        assert [o.finished for o in seen[request_id]] == [False] * 11 + [True]
+        assert [o.finish_reason for o in seen[request_id]] == [None] * 11 + ["length"]
+        final = seen[request_id][-1]
+        assert final.prompt_token_ids == prompt
+        assert final.timing is not None
+        assert final.timing.ttft_ms > 0
+    assert engine.step() == []
+
+
+def test_generate_with_params_of_each_prompt(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine = open_engine("base")
+    prompts = base.prompts(5, 6, 7, seed=62)
+    outputs = engine.generate(prompts, [greedy(3), greedy(9, n=2), greedy(1, logprobs=2)])
+    expected = base.greedy(prompts, 9)
+    assert [o.token_ids for o in outputs] == [expected[0][:3], expected[1], expected[2][:1]]
+    assert [len(o.completions) for o in outputs] == [1, 2, 1]
+    assert outputs[1].completions[1].token_ids == expected[1], "greedy children are alike"
+    assert len(outputs[2].logprobs) == 1
+    assert engine.generate([], greedy()) == []
+
+
+def test_generate_loses_no_output_of_other_requests(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine = open_engine("base")
+    prompts = base.prompts(5, 6, 7, 8, seed=63)
+    expected = base.greedy(prompts, 30)
+    short = engine.add_request(prompts[0], greedy(3), "short")
+    long = engine.add_request(prompts[1], greedy(30), "long")
+    engine.step()
+    outputs = engine.generate(prompts[2:], greedy(10))
+    assert [o.token_ids for o in outputs] == [tokens[:10] for tokens in expected[2:]]
+    assert engine.has_unfinished(), "there is something to report, at least"
+    final = run(engine)
+    assert set(final) == {short, long}
+    assert final[short].token_ids == expected[0][:3]
+    assert final[long].token_ids == expected[1]
+
+
+def test_generate_does_not_take_the_output_of_another_request_for_its_own(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    """A name that the user chose and `generate` would choose, freed while its output waits."""
+    engine = open_engine("base")
+    prompts = base.prompts(5, 6, 7, seed=64)
+    expected = base.greedy(prompts, 10)
+    engine.add_request(prompts[0], greedy(2), "request-2")
+    (first,) = engine.generate([prompts[1]], greedy(10))
+    (second,) = engine.generate([prompts[2]], greedy(10))
+    assert first.token_ids == expected[1]
+    assert second.token_ids == expected[2]
+    assert run(engine)["request-2"].token_ids == expected[0][:2]
+
+
+def test_smaller_priority_is_served_first(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine = open_engine("base", max_num_seqs=1)
+    (prompt,) = base.prompts(5, seed=66)
+    for name, priority in (("late", 1), ("usual", 0), ("next", 0), ("first", -5)):
+        engine.add_request(prompt, greedy(3), name, priority=priority)
+    assert list(run(engine)) == ["first", "usual", "next", "late"]
+
+
+def test_smaller_priority_is_preempted_last(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine = open_engine("base", num_blocks=9, block_size=4)
+    prompts = base.prompts(8, 8, seed=67)
+    engine.add_request(prompts[0], greedy(20), "usual")
+    engine.step()
+    engine.add_request(prompts[1], greedy(20), "urgent", priority=-1)
+    final = run(engine)
+    assert [o.token_ids for o in (final["usual"], final["urgent"])] == base.greedy(prompts, 20)
+    assert final["usual"].num_preemptions > 0
+    assert final["urgent"].num_preemptions == 0
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_abort(open_engine: Callable[..., Engine], base: TinyModel, in_flight: int) -> None:
+    engine = open_engine("base", max_num_seqs=1)
+    engine._loop._in_flight = in_flight
+    prompts = base.prompts(5, 6, 7, seed=68)
+    expected = base.greedy(prompts, 12)
+    engine.add_request(prompts[0], greedy(), "running")
+    engine.add_request(prompts[1], greedy(), "waiting")
+    engine.add_request(prompts[2], greedy(), "other")
+    for _ in range(4):
+        engine.step()
+    assert engine.abort("running") is True
+    assert engine.abort("waiting") is True
+    assert engine.abort("unknown") is False
+    stats = engine.stats()
+    assert (stats["running"], stats["waiting"]) == (0, 1), "at once, not with the next step"
+    assert stats["blocks"]["free"] == stats["blocks"]["usable"]
+    reported = {output.request_id: output for output in engine.step()}
+    assert {"running", "waiting"} <= set(reported)
+    assert reported["running"].finish_reason == "abort"
+    assert reported["running"].token_ids == expected[0][: 4 - in_flight]
+    assert reported["waiting"].finish_reason == "abort"
+    assert reported["waiting"].token_ids == []
+    assert reported["waiting"].timing is None
+    assert engine.abort("running") is False, "it is finished"
+    final = run(engine)
+    assert final["other"].token_ids == expected[2]
+    assert engine.abort("other") is False
+    engine.check_integrity()
+
+
+def test_abort_of_the_only_request_and_of_children(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine = open_engine("base", max_num_seqs=2)
+    (prompt,) = base.prompts(5, seed=69)
+    request_id = engine.add_request(prompt, greedy(n=5))  # two run, three wait
+    engine.step()
+    assert engine.abort(request_id) is True
+    assert engine.abort(request_id) is False, "it has ended already"
+    assert engine.has_unfinished(), "its last output"
+    (output,) = engine.step()
+    assert output.finished
+    assert [c.finish_reason for c in output.completions] == ["abort"] * 5
+    assert not engine.has_unfinished()
+    assert engine.step() == []
+
+
+def test_end_of_sequence_tokens_of_the_generation_config(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    eos = base.reference.generation_config.eos_token_id
+    engine = open_engine("base")
+    assert list(engine.model_config.eos_token_ids)[-2:] == eos
+    stops = engine.model_config.eos_token_ids  # that of config.json too
+    prompts = base.prompts(*range(1, 13), seed=70)
+    ends = set()
+    heeded = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0.0))
+    ignored = engine.generate(prompts, greedy(64))
+    for output, whole in zip(heeded, ignored, strict=True):
+        tokens = whole.token_ids
+        assert (len(tokens), whole.finish_reason) == (64, "length")
+        end = next((i for i, token in enumerate(tokens) if token in stops), None)
+        if end is None:
+            assert (output.token_ids, output.finish_reason) == (tokens, "length")
+        else:
+            assert (output.token_ids, output.finish_reason) == (tokens[: end + 1], "stop")
+            ends.add(tokens[end])
+    assert ends >= set(eos), "the prompts do not show every token of the list"
+
+
+def test_stop_token_ids_and_max_tokens(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+    engine = open_engine("base")
+    (prompt,) = base.prompts(9, seed=71)
+    ((*tokens,),) = base.greedy([prompt], 20)
+    end = next(i for i in range(5, 20) if tokens.index(tokens[i]) == i)
+    cases = [
+        (greedy(20, stop_token_ids=[tokens[end]]), tokens[: end + 1], "stop"),
+        # The stop token as the last one allowed is a stop.
+        (greedy(end + 1, stop_token_ids=[tokens[end]]), tokens[: end + 1], "stop"),
+        (greedy(end, stop_token_ids=[tokens[end]]), tokens[:end], "length"),
+        (greedy(1), tokens[:1], "length"),
+    ]
+    for params, expected, reason in cases:
+        (output,) = engine.generate([prompt], params)
+        assert (output.token_ids, output.finish_reason) == (expected, reason)
+
+
+def test_stats_count(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+    engine = open_engine("base", prefill_chunk=16, max_num_seqs=4)
+    engine.generate(base.prompts(20, 3, seed=95), greedy(10, n=2))
+    stats = engine.stats()
+    json.dumps(stats)  # plain numbers and strings
+    assert stats["requests"] == stats["finished"] == 4
+    assert stats["output_tokens"] == 40
+    assert stats["fallbacks"] == stats["preemptions"] == 0
+    assert stats["healthy"] is True
+    assert stats["mode"] == "eager"
+    assert 0 <= stats["padding"] < 1
+    assert stats["prepared"]["steps"] > 0
+    for term, sizes in stats["memory"].items():
+        if sizes["measured"] is not None:
+            assert sizes["measured"] <= sizes["planned"], term
+    assert stats["memory"]["weights"]["measured"] == stats["memory"]["weights"]["planned"]
+    assert engine.kv_bytes_per_token == 3 * 2 * 2 * 16 * 4
+
+
+def test_addresses_and_books_hold_for_a_thousand_steps(
+    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]
+) -> None:
+    """Random traffic on a small cache. `check_integrity` compares every address with the first."""
+    rng = random.Random(41)
+    model = tiny("micro")
+    engine = open_engine("micro", num_blocks=24, block_size=4, prefill_chunk=16, max_model_len=64)
+    addresses = engine._open_parts().runner.addresses()
+    open_requests: set[str] = set()
+    started = finished = 0
+    while engine._loop.num_steps < 1000:
+        if len(open_requests) < 7 and rng.random() < 0.3:
+            (prompt,) = model.prompts(rng.randint(1, 50), seed=started)
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 40),
+                temperature=rng.choice([0.0, 1.0]),
+                repetition_penalty=rng.choice([1.0, 1.2]),
+                n=rng.choice([1, 1, 2]),
+            )
+            open_requests.add(engine.add_request(prompt, params, priority=rng.randint(0, 2)))
+            started += 1
+        if open_requests and rng.random() < 0.02:
+            engine.abort(rng.choice(sorted(open_requests)))
+        for output in engine.step():
+            if output.finished:
+                open_requests.remove(output.request_id)
+                finished += 1
+        engine.check_integrity()
+    finished += len(run(engine, checked=True))
+    stats = engine.stats()
+    assert finished == started
+    assert stats["requests"] == stats["finished"]
+    assert stats["blocks"]["free"] == stats["blocks"]["usable"]
+    assert stats["preemptions"] > 0
+    assert stats["fallbacks"] == 0
+    assert engine._open_parts().runner.addresses() == addresses

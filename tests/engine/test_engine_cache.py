@@ -1,0 +1,362 @@
+"""The engine over every part of the cache: whatever is shared, copied, swapped or computed again,
+the tokens are those of a request that runs alone and computes everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from stepgraph.runtime import Engine, RequestError, RequestOutput, SamplingParams
+
+from ..rigs.engine_rig import greedy, run
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+pytestmark = pytest.mark.native_kernels
+
+BLOCK_SIZES = [1, 4, 16, 32, 256]
+NEW_TOKENS = 24
+GREEDY = greedy(NEW_TOKENS)
+MODES = ["eager", pytest.param("compile", marks=pytest.mark.slow)]
+
+
+def sweep(values: Sequence[Any], *quick: Any) -> list[Any]:
+    """Parameters of which only the quick ones run without being asked for."""
+    return [v if v in quick else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+def texts(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
+    """The tokens of every completion."""
+    return [[completion.token_ids for completion in output.completions] for output in outputs]
+
+
+def poison(engine: Engine) -> None:
+    """Fill every block but the null block with bytes that are NaN in every storage."""
+    engine.reset_prefix_cache()
+    engine._parts.arena.tensor.view(torch.uint8)[:, :, 1:] = 0xFF
+
+
+def shared_prompts(model: TinyModel) -> list[list[int]]:
+    """Prompts that begin alike, of lengths that end within blocks and at their ends."""
+    stem, *tails = model.prompts(64, 1, 17, 40, 3, seed=31)
+    return [stem, *(stem + tail for tail in tails), stem[:33] + tails[2], tails[2] + stem]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_prefix_cache_changes_no_token(
+    open_engine: Callable[..., Engine], base: TinyModel, block_size: int, mode: str
+) -> None:
+    prompts = shared_prompts(base)
+    expected = base.greedy(prompts, NEW_TOKENS)
+    settings: dict[str, Any] = {"mode": mode, "block_size": block_size, "prefill_chunk": 48}
+    off = open_engine("base", prefix_cache=False, **settings)
+    poison(off)
+    outputs = off.generate(prompts, GREEDY)
+    assert [o.token_ids for o in outputs] == expected
+    assert {o.cached_tokens for o in outputs} == {0}
+    on = open_engine("base", **settings)
+    poison(on)
+    for warm in (False, True):
+        outputs = on.generate(prompts, GREEDY)
+        assert [o.token_ids for o in outputs] == expected
+        if warm:
+            full = [(len(prompt) - 1) // block_size * block_size for prompt in prompts]
+            assert [o.cached_tokens for o in outputs] == full
+    stats = on.stats()
+    assert stats["blocks"]["free"] == stats["blocks"]["usable"]
+    assert stats["fallbacks"] == 0
+    if block_size < 64:
+        assert stats["cache"]["hit_tokens"] > 0
+        assert stats["blocks"]["cached"] > 0
+
+
+def test_what_is_generated_can_be_shared(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    """A conversation goes on: the next prompt is the last one and its output."""
+    engine = open_engine("base", block_size=4)
+    (prompt,) = base.prompts(10, seed=32)
+    (output,) = engine.generate([prompt], GREEDY)
+    longer = prompt + output.token_ids
+    (again,) = engine.generate([longer], GREEDY)
+    # The newest token was sampled and never computed.
+    assert again.cached_tokens == (len(longer) - 1) // 4 * 4
+    assert [again.token_ids] == base.greedy([longer], NEW_TOKENS)
+
+
+def test_salts_keep_tenants_apart(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+    engine = open_engine("base", block_size=4)
+    (prompt,) = base.prompts(30, seed=34)
+    cached = []
+    for salt in ("tenant a", "tenant b", None, "tenant a", "tenant b", None):
+        engine.add_request(prompt, GREEDY, "it", cache_salt=salt)
+        output = run(engine)["it"]
+        cached.append(output.cached_tokens)
+        assert [output.token_ids] == base.greedy([prompt], NEW_TOKENS)
+    assert cached == [0, 0, 0, 28, 28, 28]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_malformed_salt_is_refused(
+    open_engine: Callable[..., Engine], prefix_cache: bool
+) -> None:
+    engine = open_engine("base", prefix_cache=prefix_cache)
+    wrong: list[tuple[Any, str]] = [
+        ("", "1 to 256 characters"),
+        ("x" * 257, "not a string of 257 characters"),
+        (b"bytes", "not a bytes"),
+        (7, "not an? int"),
+        ("\ud800", "UTF-8"),
+    ]
+    for salt, message in wrong:
+        with pytest.raises(RequestError, match=message):
+            engine.add_request([1, 2, 3], cache_salt=salt)
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("prefix_cache", sweep([True, False], False))
+def test_forks_equal_separate_requests(
+    open_engine: Callable[..., Engine],
+    base: TinyModel,
+    block_size: int,
+    prefix_cache: bool,
+    mode: str,
+) -> None:
+    """Completions of one request draw what they would draw had they computed the prompt."""
+    engine = open_engine(
+        "base",
+        mode=mode,
+        block_size=block_size,
+        prefix_cache=prefix_cache,
+        prefill_chunk=24,
+        max_num_seqs=15,
+    )
+    prompts = base.prompts(1, 2, 33, 64, 65, seed=35)
+    params = SamplingParams(max_tokens=12, temperature=0.9, n=3, seed=7, ignore_eos=True)
+    poison(engine)
+    forked = texts(engine.generate(prompts, params))
+    assert engine.stats()["cache"]["forks"] == 2 * 4  # a prompt of one token has nothing to share
+    assert len({tuple(tokens) for tokens in forked[3]}) > 1
+    alone = open_engine(
+        "base", mode=mode, block_size=block_size, prefix_cache=False, max_num_seqs=1
+    )
+    for prompt, expected in zip(prompts, forked, strict=True):
+        engine_seeds = [request.seed for request in _requests(alone, prompt, params)]
+        for seed, tokens in zip(engine_seeds, expected, strict=True):
+            assert _run_with_seed(alone, prompt, params, seed) == tokens
+
+
+def _requests(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Any]:
+    return engine._intake.accept("seeds", prompt, params, 0).requests
+
+
+def _run_with_seed(engine: Engine, prompt: list[int], params: SamplingParams, seed: int) -> Any:
+    """The tokens of a single request that draws with exactly this seed."""
+    single = SamplingParams(
+        max_tokens=params.max_tokens, temperature=params.temperature, ignore_eos=True, seed=0
+    )
+    engine.add_request(prompt, single, "one")
+    engine._loop.requests.groups["one"].requests[0].seed = seed
+    return run(engine)["one"].token_ids
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block_size", sweep([1, 4, 16, 32], 1, 16))
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("preemption", sweep(["swap", "recompute", "auto"], "swap", "recompute"))
+def test_preemption_changes_no_token(
+    open_engine: Callable[..., Engine],
+    base: TinyModel,
+    block_size: int,
+    prefix_cache: bool,
+    preemption: str,
+    mode: str,
+) -> None:
+    """Room for about two and a half of the four sequences that run at once."""
+    if mode == "compile" and (block_size not in (4, 16) or preemption == "auto"):
+        pytest.skip("the compiled code is the same")
+    lengths = (20, 31, 32, 7, 16, 25)
+    engine = open_engine(
+        "base",
+        mode=mode,
+        block_size=block_size,
+        num_blocks=1 + 160 // block_size,
+        prefix_cache=prefix_cache,
+        preemption=preemption,
+        host_cache_bytes=1 << 20,
+    )
+    prompts = base.prompts(*lengths, seed=36)
+    plain = base.greedy(prompts, NEW_TOKENS)
+    poison(engine)
+    for _ in range(2):
+        outputs = engine.generate(prompts, GREEDY)
+        assert [o.token_ids for o in outputs] == plain
+        engine.check_integrity()
+    stats = engine.stats()
+    assert stats["preemptions"] > 0
+    if preemption != "auto":
+        assert (stats["cache"]["swapped_out"] > 0) == (preemption == "swap")
+    assert stats["cache"]["swapped_in"] == stats["cache"]["swapped_out"]
+    assert stats["blocks"]["host_free"] == stats["blocks"]["host"]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("in_call", [0, 1, 2])
+@pytest.mark.parametrize("where", ["swap_out", "swap_in", "copy_blocks"])
+def test_copies_that_fail_cost_time_and_nothing_else(
+    open_engine: Callable[..., Engine],
+    base: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+    in_call: int,
+) -> None:
+    """The copy stops in the middle, having copied some blocks and not others."""
+    engine = open_engine(
+        "base", block_size=4, num_blocks=41, preemption="swap", host_cache_bytes=1 << 20
+    )
+    poison(engine)
+    runner = engine._parts.runner
+    owner = engine._parts.arena if where == "copy_blocks" else runner.host_arena
+    real, calls = getattr(owner, where), []
+
+    def failing(pairs: list[tuple[int, int]]) -> None:
+        calls.append(len(pairs))
+        if len(calls) - 1 == in_call:
+            real(pairs[: len(pairs) // 2])
+            raise RuntimeError("the bus is down")
+        real(pairs)
+
+    monkeypatch.setattr(owner, where, failing)
+    addresses = runner.addresses()
+    prompts = base.prompts(20, 31, 30, 7, seed=38)
+    params = greedy(40, n=2)
+    requests = {engine.add_request(p, params): p for p in prompts}
+    done = run(engine, checked=True)
+    for request_id, prompt in requests.items():
+        assert texts([done[request_id]]) == [base.greedy([prompt], 40) * 2]
+        assert done[request_id].finish_reason == "length"
+    assert len(calls) > in_call, "the copy that should have failed was never made"
+    assert engine.stats()["failed_copies"] == 1
+    assert "computed again" in caplog.text
+    assert runner.addresses() == addresses
+    assert engine.stats()["blocks"]["host_free"] == engine.stats()["blocks"]["host"]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_quantised_cache_is_shared_and_swapped_too(
+    open_engine: Callable[..., Engine], base: TinyModel, storage: str, block_size: int
+) -> None:
+    """The bytes of a block travel as they are: nothing is quantised twice."""
+    prompts = base.prompts(20, 31, 32, 7, seed=40)
+    settings = {"kv_dtype": storage, "block_size": block_size, "max_num_seqs": 4}
+    alone = open_engine("base", prefix_cache=False, **settings)
+    poison(alone)
+    expected = [o.token_ids for o in alone.generate(prompts, GREEDY)]
+    engine = open_engine(
+        "base",
+        **settings,
+        num_blocks=1 + 160 // block_size,
+        preemption="swap",
+        host_cache_bytes=1 << 20,
+    )
+    poison(engine)
+    for _ in range(2):
+        assert [o.token_ids for o in engine.generate(prompts, GREEDY)] == expected
+    stats = engine.stats()
+    assert stats["cache"]["swapped_in"] > 0
+    assert stats["cache"]["hit_tokens"] > 0
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("preemption", sweep(["swap", "recompute"], "swap"))
+@pytest.mark.parametrize("variant", ["qwen3", "mistral", "gemma2", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_family_shares_forks_and_swaps(
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    variant: str,
+    preemption: str,
+    mode: str,
+) -> None:
+    """Windows, hybrids and latents through the same cache, which is too small for all rows."""
+    model = tiny(variant)
+    prompts = shared_prompts(model)
+    params = greedy(NEW_TOKENS, n=2)
+    expected = [[tokens] * 2 for tokens in model.greedy(prompts, NEW_TOKENS)]
+    roomy = open_engine(variant, mode=mode, block_size=4, prefill_chunk=24, num_blocks=2000)
+    poison(roomy)
+    for warm in (False, True):
+        outputs = roomy.generate(prompts, params)
+        assert texts(outputs) == expected
+        if warm:
+            assert [o.cached_tokens for o in outputs] == [(len(p) - 1) // 4 * 4 for p in prompts]
+    assert roomy.stats()["cache"]["forks"] > 0
+    # Room for the longest sequence: windows leave some of it to others that are decoding.
+    cache = roomy._loop.scheduler.cache
+    blocks = sum(
+        a.spec.most_blocks(max(map(len, prompts)) + NEW_TOKENS, 4, 5) for a in cache._allocators
+    )
+    tight = open_engine(
+        variant,
+        mode=mode,
+        block_size=4,
+        prefill_chunk=5,
+        max_num_seqs=12,
+        num_blocks=1 + blocks,
+        preemption=preemption,
+        host_cache_bytes=1 << 22,
+    )
+    poison(tight)
+    assert texts(tight.generate(prompts, params)) == expected
+    tight.check_integrity()
+    stats = tight.stats()
+    if variant != "mistral":  # whose rows need no more blocks the longer they get
+        assert stats["preemptions"] > 0
+        assert (stats["cache"]["swapped_in"] > 0) == (preemption == "swap")
+
+
+def test_who_did_not_fit_is_tried_again_when_there_is_more_to_share(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    """Two prompts of 20 blocks, 18 of them the same, in a cache of 30."""
+    engine = open_engine("base", block_size=4, num_blocks=31, prefill_chunk=256)
+    stem, one, other = base.prompts(72, 8, 8, seed=42)
+    first = engine.add_request(stem + one, GREEDY)
+    second = engine.add_request(stem + other, GREEDY)
+    both_run = False
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            done[output.request_id] = output
+        both_run |= engine.stats()["running"] == 2
+    assert both_run
+    assert done[second].cached_tokens == 72
+    expected = base.greedy([stem + one, stem + other], NEW_TOKENS)
+    assert [done[first].token_ids, done[second].token_ids] == expected
+
+
+def test_what_ran_during_a_reset_is_not_shared_afterwards(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine = open_engine("base", block_size=4)
+    (prompt,) = base.prompts(30, seed=44)
+    engine.add_request(prompt, GREEDY)
+    for _ in range(5):
+        engine.step()
+    engine.reset_prefix_cache()
+    run(engine)
+    assert engine.stats()["blocks"]["cached"] == 0
+    assert engine.generate([prompt], GREEDY)[0].cached_tokens == 0

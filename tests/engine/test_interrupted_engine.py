@@ -1,0 +1,134 @@
+"""An exception at any line of any public method: the engine serves on, or says that it failed."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+from stepgraph.runtime import Engine, EngineFailedError, RequestError, RequestOutput
+
+from ..rigs.fake_engine import check_serves, expected, fake_engine, params
+from ..rigs.line_faults import LineFault
+
+BYSTANDER = [8, 1, 8, 2, 8]
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_handler() -> Iterator[None]:
+    """A fault at the end of a critical section leaves the engine's handler of SIGINT installed."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def close_and_open(engine: Engine) -> None:
+    with engine:
+        pass
+
+
+def timed_step(engine: Engine) -> None:
+    with engine.device_timing() as timeline:
+        assert timeline is engine.timeline()
+
+
+USES: dict[str, Callable[[Engine], object]] = {
+    "step": lambda engine: engine.step(),
+    "generate": lambda engine: engine.generate(PROMPTS, [params(1, 3), params(2, 2)]),
+    "add_request": lambda engine: engine.add_request(PROMPTS[0], params(3), "new"),
+    "abort": lambda engine: engine.abort("bystander"),
+    "has_unfinished": lambda engine: engine.has_unfinished(),
+    "stats": lambda engine: engine.stats(),
+    "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
+    "check_integrity": lambda engine: engine.check_integrity(),
+    "encode": lambda engine: engine.encode(b"image", lambda _: torch.zeros(2, 8)),
+    "device_timing": timed_step,
+    "score": lambda engine: engine.score([1, 2, 3, 4], 2),
+    "close": lambda engine: engine.close(),
+    "with": close_and_open,
+}
+IDLE = {"score"}
+
+
+def prepared(name: str) -> Engine:
+    """An engine with a request half done, one that waits, and blocks in the prefix cache."""
+    engine = fake_engine(max_num_seqs=3)
+    engine.generate([PROMPTS[0]], params(5))
+    if name not in IDLE:
+        engine.add_request(BYSTANDER, params(9, 7), "bystander")
+        engine.step()
+        engine.step()
+    return engine
+
+
+def lines_of(name: str) -> int:
+    engine = prepared(name)
+    with LineFault(-1, KeyboardInterrupt) as fault:
+        USES[name](engine)
+    assert fault.lines > 2
+    return fault.lines
+
+
+def check_after(engine: Engine, outputs: list[RequestOutput], aborted: bool) -> None:
+    """Assert that an engine serves, and has not lost the bystander; or that it has failed."""
+    try:
+        for _ in range(100):
+            if not engine.has_unfinished():
+                break
+            outputs += engine.step()
+        assert not engine.has_unfinished(), "steps make no progress"
+        check_serves(engine)
+    except EngineFailedError:
+        assert engine.stats()["healthy"] is False
+        with pytest.raises(EngineFailedError):
+            engine.add_request([1])
+        with pytest.raises(EngineFailedError):
+            engine.generate([[1]])
+        engine.close()
+        return
+    final = [o for o in outputs if o.finished and o.request_id == "bystander"]
+    assert len(final) <= 1, "one last output"
+    if final and not aborted:
+        assert final[0].token_ids == expected(engine, BYSTANDER, params(9, 7))
+    engine.add_request([1], params(1), "bystander")  # its id is free
+    engine.close()
+
+
+def interrupt(name: str, at: int, error: type[BaseException]) -> None:
+    engine = prepared(name)
+    outputs: list[RequestOutput] = []
+    fault = LineFault(at, error)
+    # What a prompt raises while it is read is the request's error.
+    with suppress(error, EngineFailedError, RequestError), fault:
+        made = USES[name](engine)
+        if name == "step":
+            outputs += made  # type: ignore[operator]
+    try:
+        if name in ("close", "with"):
+            engine.close()
+            engine.close()
+            return
+        check_after(engine, outputs, name == "abort")
+    except BaseException as caught:
+        caught.add_note(f"{error.__name__} at line event {at}: {fault.where}")
+        raise
+
+
+@pytest.mark.parametrize("name", USES)
+def test_an_exception_at_some_lines(name: str) -> None:
+    lines = lines_of(name)
+    errors = itertools.cycle((KeyboardInterrupt, MemoryError))
+    for at, error in zip(range(1, lines + 1, max(1, lines // 16)), errors, strict=False):
+        interrupt(name, at, error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("name", USES)
+def test_an_exception_at_any_line(name: str, error: type[BaseException]) -> None:
+    for at in range(1, lines_of(name) + 1):
+        interrupt(name, at, error)

@@ -1,0 +1,227 @@
+"""Prompts with embeddings in the place of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from stepgraph.cache.encoder_outputs import content_key
+from stepgraph.runtime import (
+    EmbeddedSpan,
+    EncodedContent,
+    Engine,
+    EngineConfig,
+    PromptEmbeds,
+    RequestError,
+)
+
+from ..rigs.engine_rig import greedy, run
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+pytestmark = pytest.mark.native_kernels
+
+GREEDY = greedy(20)
+HIDDEN = 48
+
+
+@pytest.fixture(scope="module")
+def engine(base: TinyModel) -> Iterator[Engine]:
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=4, prompt_embeds=True)
+    with Engine.from_pretrained(base.directory, config) as engine:
+        yield engine
+        engine.check_integrity()
+
+
+def reference(model: TinyModel, ids: list[int], spans: list[EmbeddedSpan]) -> list[int]:
+    """What transformers generates from `inputs_embeds`."""
+    embeds = model.reference.get_input_embeddings()(torch.tensor([ids])).detach().clone()
+    for span in spans:
+        embeds[0, span.position : span.stop] = span.content.embeds
+    output = model.reference.generate(
+        inputs_embeds=embeds,
+        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+        max_new_tokens=20,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0].tolist()
+
+
+def content(seed: int, tokens: int) -> EncodedContent:
+    generator = torch.Generator().manual_seed(seed)
+    return EncodedContent.of(torch.randn(tokens, HIDDEN, generator=generator))
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+def test_tokens_are_those_of_transformers(
+    open_engine: Callable[..., Engine], base: TinyModel, mode: str
+) -> None:
+    """Alone and in one batch with plain prompts, in chunks that cut through the spans."""
+    engine = open_engine("base", mode=mode, prompt_embeds=True, prefill_chunk=16, block_size=4)
+    prompts = base.prompts(30, 41, 9, 25)
+    spans = [
+        [EmbeddedSpan(20, content(1, 7)), EmbeddedSpan(0, content(2, 11))],
+        [EmbeddedSpan(10, content(3, 31))],
+        [],
+        [EmbeddedSpan(3, content(4, 1)), EmbeddedSpan(4, content(5, 2))],
+    ]
+    expected = [reference(base, *pair) for pair in zip(prompts, spans, strict=True)]
+    batch = [PromptEmbeds(*pair) for pair in zip(prompts, spans, strict=True)]
+    assert [o.token_ids for o in engine.generate(batch, GREEDY)] == expected
+    # What an earlier chunk showed must not show again in a prompt without embeddings.
+    plain = [base.greedy([prompt], 20)[0] for prompt in prompts]
+    assert [o.token_ids for o in engine.generate(prompts, GREEDY)] == plain
+    assert plain[0] != expected[0]
+    engine.check_integrity()
+
+
+def test_blocks_are_shared_by_content(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+    engine = open_engine("base", prompt_embeds=True, block_size=4)
+    (ids,) = base.prompts(30)
+    same, other = content(1, 8), content(2, 8)
+
+    def cached(spans: list[EmbeddedSpan]) -> int:
+        (output,) = engine.generate([PromptEmbeds(ids, spans)], GREEDY)
+        assert output.token_ids == reference(base, ids, spans)
+        return output.cached_tokens
+
+    assert cached([EmbeddedSpan(10, same)]) == 0
+    assert cached([EmbeddedSpan(10, same)]) == 28
+    assert cached([EmbeddedSpan(10, other)]) == 8  # what precedes the span
+    assert cached([EmbeddedSpan(11, same)]) == 8
+    assert cached([]) == 8
+
+
+def test_an_encoder_runs_once_for_a_content(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    calls: list[bytes] = []
+
+    def encoder(data: bytes) -> torch.Tensor:
+        calls.append(data)
+        return torch.full((data[0], HIDDEN), float(data[0]))
+
+    engine = open_engine("base", prompt_embeds=True, encoder_cache_bytes=5 * HIDDEN * 4)
+    for data in (b"\x02", b"\x03", b"\x02", b"\x03"):
+        assert engine.encode(data, encoder).embeds.shape == (data[0], HIDDEN)
+    assert calls == [b"\x02", b"\x03"]
+    engine.encode(b"\x01", encoder)  # pushes out what was used least recently
+    engine.encode(b"\x03", encoder)
+    engine.encode(b"\x02", encoder)
+    assert calls == [b"\x02", b"\x03", b"\x01", b"\x02"]
+    stats = engine.stats()["encoder_cache"]
+    assert stats["hits"] == 3
+    assert stats["misses"] == 4
+    assert stats["bytes"] <= 5 * HIDDEN * 4
+    ids = base.prompts(9)[0]
+    spans = [EmbeddedSpan(4, engine.encode(b"\x03", encoder))]
+    (output,) = engine.generate([PromptEmbeds(ids, spans)], GREEDY)
+    assert output.token_ids == reference(base, ids, spans)
+
+
+def test_preempted_prompts_show_their_embeddings_again(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine = open_engine("base", prompt_embeds=True, block_size=4, num_blocks=24, max_num_seqs=3)
+    prompts = base.prompts(20, 21, 22)
+    spans = [[EmbeddedSpan(5, content(i, 9))] for i in range(3)]
+    batch = [PromptEmbeds(*pair) for pair in zip(prompts, spans, strict=True)]
+    outputs = engine.generate(batch, GREEDY)
+    assert engine.stats()["preemptions"] > 0
+    expected = [reference(base, *pair) for pair in zip(prompts, spans, strict=True)]
+    assert [o.token_ids for o in outputs] == expected
+
+
+@pytest.mark.parametrize(
+    ("span", "message"),
+    [
+        (EmbeddedSpan(0, content(0, 11)), "covers positions 0 to 10, but the prompt has 10"),
+        (EmbeddedSpan(-1, content(0, 2)), "covers positions -1 to 0"),
+        (EmbeddedSpan(0, EncodedContent.of(torch.rand(2, 7))), r"\[2, 7\].*\[tokens, 48\]"),
+        (EmbeddedSpan(0, EncodedContent.of(torch.rand(0, HIDDEN))), r"\[0, 48\]"),
+        (EmbeddedSpan(0, EncodedContent.of(torch.ones(2, HIDDEN).long())), "int64"),
+        (EmbeddedSpan(0, EncodedContent.of(torch.full((2, HIDDEN), torch.nan))), "NaN"),
+        (
+            EmbeddedSpan(0, EncodedContent.of(torch.full((2, HIDDEN), 1e300, dtype=torch.float64))),
+            "too large",
+        ),
+        ((0, content(0, 2)), "must be an EmbeddedSpan"),
+        (EmbeddedSpan(True, content(0, 2)), "must be an EmbeddedSpan"),
+        (EmbeddedSpan(0, torch.rand(2, HIDDEN)), "content of type Tensor"),  # type: ignore[arg-type]
+        (EmbeddedSpan(0, EncodedContent([1.0], b"x" * 32)), "has list, but a tensor is needed"),  # type: ignore[arg-type]
+        (EmbeddedSpan(0, EncodedContent(torch.rand(2, HIDDEN), b"short")), "not 32 bytes"),
+        (EmbeddedSpan(0, EncodedContent(torch.rand(2, HIDDEN), None)), "not 32 bytes"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_spans(engine: Engine, span: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine.add_request(PromptEmbeds([1] * 10, [span]))
+    assert not engine.has_unfinished()
+
+
+def test_a_bad_span_ends_its_own_request(engine: Engine, base: TinyModel) -> None:
+    (ids,) = base.prompts(10)
+    with pytest.warns(UserWarning, match="1 of 2 prompts"):
+        good, bad = engine.generate(
+            [ids, PromptEmbeds(ids, [EmbeddedSpan(-1, content(0, 2))])], GREEDY
+        )
+    assert [good.token_ids] == base.greedy([ids], 20)
+    assert isinstance(bad.error, RequestError)
+
+
+@pytest.mark.parametrize("spans", [None, "text", EmbeddedSpan(0, content(0, 2))])
+def test_spans_that_are_no_sequence(engine: Engine, spans: Any) -> None:
+    with pytest.raises(RequestError, match="spans must be a sequence"):
+        engine.add_request(PromptEmbeds([1] * 10, spans))
+
+
+def test_what_a_request_shows_cannot_be_changed(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine = open_engine("base", prompt_embeds=True, prefill_chunk=4)
+    (ids,) = base.prompts(20)
+    embeds = content(1, 12).embeds
+    spans = [EmbeddedSpan(4, EncodedContent.of(embeds))]
+    expected = reference(base, ids, spans)
+    engine.add_request(PromptEmbeds(ids, spans), GREEDY)
+    engine.step()
+    embeds.zero_()
+    (output,) = run(engine).values()
+    assert output.token_ids == expected
+
+
+def test_keys_tell_origins_and_types_apart() -> None:
+    embeds = torch.rand(4, HIDDEN)
+    half = embeds.half()
+    keys = {
+        EncodedContent.of(tensor).key
+        for tensor in (embeds, half, half.view(torch.bfloat16), embeds.view(8, -1))
+    }
+    assert len(keys) == 4
+    raw = embeds.numpy().tobytes()
+    assert content_key(raw, "encoded") != content_key(raw, "embeds")
+
+
+def test_other_bad_requests(open_engine: Callable[..., Engine], engine: Engine) -> None:
+    ids = [1] * 10
+    overlapping = [EmbeddedSpan(4, content(0, 3)), EmbeddedSpan(2, content(0, 3))]
+    with pytest.raises(RequestError, match="overlap"):
+        engine.add_request(PromptEmbeds(ids, overlapping))
+    with pytest.raises(RequestError, match="prompt_embeds=True"):
+        open_engine("base").add_request(PromptEmbeds(ids, [EmbeddedSpan(0, content(0, 3))]))
+    with pytest.raises(RequestError, match="content must be bytes, not str"):
+        engine.encode("text", lambda data: torch.rand(1, HIDDEN))  # type: ignore[arg-type]
+    for wrong, message in [
+        (torch.rand(3), r"shape \[3\].*\[tokens, 48\]"),
+        (torch.rand(0, HIDDEN), r"shape \[0, 48\]"),
+        (torch.ones(2, HIDDEN).long(), "int64"),
+        (torch.full((2, HIDDEN), torch.inf), "infinity"),
+        ([1.0], "the encoder gave list"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            engine.encode(b"x", lambda data, wrong=wrong: wrong)

@@ -1,0 +1,129 @@
+"""`Engine.reload_weights` of what cannot be loaded: refused, or the engine has failed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stepgraph.runtime.errors import CheckpointError, ConfigError, EngineFailedError
+from stepgraph.runtime.loading.checkpoint import CheckpointReader
+
+from ..rigs.reload_rig import TOKENS, Write, make_write, opened, unchanged  # noqa: F401
+
+if TYPE_CHECKING:
+    from ..conftest import TinyModel
+
+
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+DIFFERENT: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "base": [
+        ({"rms_norm_eps": 1e-3}, r"rms_norm_eps is 0\.001, .* prepared for 1e-06"),
+        ({"rope_parameters": ROPE}, "rope_theta is 5000"),
+        ({"rope_parameters": LINEAR}, r"rope_scaling\.type is 'linear', .* for 'default'"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, .* prepared for 3"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False, .* for True"),
+        ({"max_position_embeddings": 300}, "max_position_embeddings is 300, .* for 256"),
+        ({"dtype": "bfloat16"}, "torch_dtype is 'bfloat16', .* for 'float32'"),
+        ({"hidden_size": 64, "vocab_size": 98}, "vocab_size is 98, .* prepared for 97"),
+    ],
+    "gemma2": [
+        ({"sliding_window": 10}, "sliding_window is 10, .* prepared for 9"),
+        ({"final_logit_softcapping": None}, "final_logit_softcapping is None, .* for 7"),
+    ],
+    "mistral_full": [
+        (
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+            "model_type is 'llama', .* for 'mistral'",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("variant", DIFFERENT)
+def test_another_model_is_refused(
+    tiny: Callable[[str], TinyModel], write: Write, variant: str
+) -> None:
+    with opened(tiny(variant).directory, block_size=4) as engine:
+        for changes, message in DIFFERENT[variant]:
+            second = write(variant, **changes)
+            with unchanged(engine), pytest.raises(ConfigError, match=message):
+                engine.reload_weights(second)
+
+
+def cut(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def drop(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path)
+
+
+def reshape(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = torch.ones(47)
+    save_file(tensors, path)
+
+
+def spoil_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").write_text("{}")
+
+
+def test_a_damaged_checkpoint_is_refused(base: TinyModel, write: Write) -> None:
+    with opened(base.directory, block_size=4) as engine:
+        for damage in (cut, drop, reshape, spoil_tokenizer, shutil.rmtree):
+            second = write()
+            damage(second)
+            with unchanged(engine), pytest.raises(CheckpointError):
+                engine.reload_weights(second)
+
+
+@pytest.mark.parametrize("error", [CheckpointError("no such sector"), KeyboardInterrupt()])
+def test_a_failure_halfway_ends_the_engine(
+    base: TinyModel, write: Write, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    second, read = write(), CheckpointReader.tensor
+    left = 10
+
+    def tensor(self: CheckpointReader, name: str) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise error
+        return read(self, name)
+
+    with opened(base.directory) as engine:
+        monkeypatch.setattr(CheckpointReader, "tensor", tensor)
+        is_error = isinstance(error, Exception)
+        with pytest.raises(EngineFailedError if is_error else KeyboardInterrupt):
+            engine.reload_weights(second)
+        monkeypatch.undo()
+        assert not engine.stats()["healthy"]
+        with pytest.raises(EngineFailedError):
+            engine.generate([TOKENS])
+        with pytest.raises(EngineFailedError):
+            engine.reload_weights(second)
+
+
+def test_weights_that_cannot_be_quantised_end_the_engine(base: TinyModel, write: Write) -> None:
+    second = write()
+    path = second / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.2.mlp.down_proj.weight"][3, 4] = torch.nan
+    save_file(tensors, path)
+    with opened(base.directory, weight_dtype="int8") as engine:
+        with pytest.raises(EngineFailedError, match=r"reload_weights failed.*down_proj"):
+            engine.reload_weights(second)
+        assert not engine.stats()["healthy"]

@@ -1,0 +1,318 @@
+"""`Engine.reload_weights`: afterwards an engine is one that was started on the new checkpoint."""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from stepgraph.runtime import Engine, EngineConfig, RequestOutput, SamplingParams
+from stepgraph.runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineBusyError,
+    RequestError,
+)
+from stepgraph.runtime.loading.opened_source import OpenedSource
+from stepgraph.runtime.models.layout import fused_layout
+
+from ..rigs.engine_rig import greedy, run
+from ..rigs.reload_rig import (  # noqa: F401
+    TOKENS,
+    Write,
+    make_write,
+    opened,
+    results,
+    storage,
+    unchanged,
+)
+from ..rigs.tiny_models import byte_level_tokenizer
+
+if TYPE_CHECKING:
+    from ..conftest import TinyModel
+
+STEPS = [
+    ("base", {}),
+    ("odd", {}),  # untied, biases, shards
+    ("gemma3", {}),
+    ("deepseek_v3", {}),
+    ("base", {"mode": "compile"}),
+    ("odd", {"mode": "compile", "dtype": "bfloat16"}),
+    ("gemma2", {"mode": "compile", "dtype": "bfloat16", "weight_dtype": "int8"}),
+    ("wide", {"weight_dtype": "fp8"}),
+    ("wide", {"mode": "compile", "weight_dtype": "int8", "kv_dtype": "int8"}),
+    pytest.param("base", {"mode": "compile", "kernels": "torch"}, marks=pytest.mark.slow),
+    pytest.param(
+        "wide", {"mode": "compile", "weight_dtype": "fp8"}, marks=pytest.mark.slow
+    ),  # which torch compiles
+]
+
+
+@pytest.mark.parametrize(("variant", "config"), STEPS)
+def test_equals_a_fresh_engine(
+    tiny: Callable[[str], TinyModel], write: Write, variant: str, config: dict[str, Any]
+) -> None:
+    """Bitwise, with the tensors where they were; and back to the first weights."""
+    first, second = tiny(variant).directory, write(variant)
+    with opened(second, **config) as fresh:
+        expected = results(fresh)
+    with opened(first, **config) as engine:
+        before, old = storage(engine), results(engine)
+        engine.reload_weights(second)
+        assert torch.equal(results(engine), expected)
+        assert not torch.equal(expected, old), "the checkpoints must differ"
+        after = storage(engine)
+        assert [place for place, _ in after.values()] == [place for place, _ in before.values()]
+        assert all(after[name][1] != before[name][1] for name in before)
+        engine.reload_weights(first)
+        assert torch.equal(results(engine), old)
+        assert storage(engine) == before
+        assert engine.stats()["fallbacks"] == 0
+        engine.check_integrity()  # compares the addresses of all other static tensors
+
+
+def test_shared_blocks_are_those_of_the_new_weights(
+    tiny: Callable[[str], TinyModel], write: Write
+) -> None:
+    prompt, second = (TOKENS * 8)[:70], write()
+    with opened(second, block_size=4) as fresh:
+        expected = fresh.generate([prompt], greedy())[0].token_ids
+    with opened(tiny("base").directory, block_size=4) as engine:
+        for _ in range(2):
+            engine.generate([prompt], greedy())
+        engine.reload_weights(second)
+        output = engine.generate([prompt], greedy())[0]
+        assert output.token_ids == expected
+        assert output.cached_tokens == 0
+        assert engine.generate([prompt], greedy())[0].token_ids == expected
+
+
+def test_text_and_ends_are_those_of_the_new_checkpoint(
+    tiny: Callable[[str], TinyModel], write: Write
+) -> None:
+    second = write("text")
+    tokenizer = byte_level_tokenizer(320, ["an other corpus, of other words entirely"] * 8)
+    tokenizer.save(str(second / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}!{% endfor %}"
+    (second / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with opened(second) as fresh:
+        tokens = fresh.generate("other words", greedy())[0].token_ids
+    (second / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens[3]}))
+
+    def texts(engine: Engine) -> list[RequestOutput]:
+        params = SamplingParams(max_tokens=12, temperature=0.0)
+        message = {"role": "user", "content": "other words"}
+        return engine.generate("other words", params) + engine.chat([message], params)
+
+    with opened(second) as fresh, opened(tiny("text").directory) as engine:
+        assert engine.tokenizer is not None
+        assert not engine.tokenizer.chat_templates
+        engine.reload_weights(second)
+        for found, expected in zip(texts(engine), texts(fresh), strict=True):
+            assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+        assert texts(engine)[0].finish_reason == "stop"
+        assert tokens[3] in engine.tokenizer.eos_token_ids
+        assert engine.model_config == fresh.model_config
+        (second / "tokenizer.json").unlink()
+        engine.reload_weights(second)
+        assert engine.tokenizer is None
+        with pytest.raises(RequestError, match=r"no tokenizer\.json"):
+            engine.generate("other words")
+
+
+def test_encoder_outputs_are_forgotten(base: TinyModel, write: Write) -> None:
+    runs: list[bytes] = []
+
+    def encoder(content: bytes) -> torch.Tensor:
+        runs.append(content)
+        return torch.ones(2, 48)
+
+    with opened(base.directory, prompt_embeds=True, encoder_cache_bytes=1 << 20) as engine:
+        for _ in range(2):
+            engine.encode(b"image", encoder)
+        engine.reload_weights(write())
+        engine.encode(b"image", encoder)
+    assert len(runs) == 2
+
+
+def test_what_the_configuration_overrides_may_differ(base: TinyModel, write: Write) -> None:
+    second = write(dtype="bfloat16", max_position_embeddings=300)
+    config = {"dtype": "float32", "max_model_len": 100, "tie_word_embeddings": True}
+    with opened(second, **config) as fresh, opened(base.directory, **config) as engine:
+        engine.reload_weights(second)
+        assert torch.equal(results(engine), results(fresh))
+        short = write(max_position_embeddings=99)
+        with pytest.raises(ConfigError, match="max_position_embeddings is 99"):
+            engine.reload_weights(short)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_weights_are_in_memory_one_at_a_time(
+    base: TinyModel, write: Write, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    weights, seen = OpenedSource.weights, 0
+
+    def watched(
+        self: OpenedSource, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal seen
+        last: weakref.ref[torch.Tensor] | None = None
+        for name, tensor in weights(self, *args, **kwargs):
+            assert last is None or last() is None, name
+            last = weakref.ref(tensor)
+            yield name, tensor
+            del tensor
+            seen += 1
+
+    with opened(base.directory, mode=mode) as engine:
+        monkeypatch.setattr(OpenedSource, "weights", watched)
+        engine.reload_weights(write())
+        assert seen == len(fused_layout(engine.model_config))
+
+
+def test_needs_an_engine_without_requests(base: TinyModel, write: Write) -> None:
+    second = write()
+    with opened(second) as fresh:
+        expected = fresh.generate([TOKENS], greedy(30))[0].token_ids
+    with opened(base.directory) as engine:
+        engine.add_request(TOKENS, greedy(30))
+        engine.step()
+        with pytest.raises(RequestError, match="reload_weights needs an idle engine"):
+            engine.reload_weights(second)
+        (output,) = run(engine).values()
+        assert output.token_ids == base.greedy([TOKENS], 30)[0]
+        engine.reload_weights(second)
+        assert engine.generate([TOKENS], greedy(30))[0].token_ids == expected
+
+
+def test_refuses_to_run_within_a_step(
+    base: TinyModel, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(base.directory) as engine, unchanged(engine):
+        launch = engine._loop.runner.launch
+
+        def reenter(*args: Any) -> Any:
+            with pytest.raises(EngineBusyError):
+                engine.reload_weights(base.directory)
+            return launch(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._loop.runner, "launch", reenter)
+            engine.generate([TOKENS], greedy(2))
+
+
+def test_requests_of_other_threads_see_one_model(base: TinyModel, write: Write) -> None:
+    """A request runs on the old weights or on the new ones."""
+    second = write()
+    known = [base.greedy([TOKENS], 6)[0]]
+    with opened(second) as fresh:
+        known.append(fresh.generate([TOKENS], greedy(6))[0].token_ids)
+    with opened(base.directory) as engine:
+        ended, found = threading.Event(), list[list[int]]()
+
+        def client() -> None:
+            while not ended.is_set():
+                found.append(engine.generate([TOKENS], greedy(6))[0].token_ids)
+                ended.wait(0.002)
+
+        client_thread = threading.Thread(target=client)
+        client_thread.start()
+        reloads = 0
+        while reloads < 10:
+            try:
+                engine.reload_weights((second, base.directory)[reloads % 2])
+                reloads += 1
+            except RequestError:
+                ended.wait(0.001)
+        ended.set()
+        client_thread.join()
+        assert found
+        assert all(tokens in known for tokens in found)
+        engine.check_integrity()
+
+
+class Reloads(RuleBasedStateMachine):
+    """Requests, steps and reloads in any order: each request runs on one model from end to end."""
+
+    sources: dict[str, Path]
+    fresh: dict[str, Engine]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = "first"
+        self.expected: dict[str, list[int]] = {}
+        config = EngineConfig(device="cpu", mode="eager", max_num_seqs=2, block_size=4)
+        self.engine = Engine.from_pretrained(self.sources["first"], config)
+
+    @rule(prompt=st.lists(st.integers(0, 30), min_size=1, max_size=20))
+    def add(self, prompt: list[int]) -> None:
+        request_id = self.engine.add_request(prompt, greedy(5))
+        (output,) = self.fresh[self.model].generate([prompt], greedy(5))
+        self.expected[request_id] = output.token_ids
+
+    @rule()
+    def step(self) -> None:
+        for output in self.engine.step():
+            if output.finished:
+                tokens = self.expected.pop(output.request_id)
+                assert output.token_ids == tokens[: len(output.token_ids)]
+                assert output.token_ids == tokens or output.finish_reason == "abort"
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.engine.abort(data.draw(st.sampled_from(sorted(self.expected))))
+
+    @rule(name=st.sampled_from(["first", "second", "deeper", "lost"]))
+    def reload(self, name: str) -> None:
+        busy = self.engine.has_unfinished()
+        try:
+            self.engine.reload_weights(self.sources[name])
+        except ConfigError:
+            assert name == "deeper"
+        except CheckpointError:
+            assert name == "lost"
+        except RequestError:
+            assert busy
+        else:
+            assert not busy
+            self.model = name
+
+    @invariant()
+    def consistent(self) -> None:
+        self.engine.check_integrity()
+        assert self.engine.stats()["healthy"]
+
+    def teardown(self) -> None:
+        with self.engine:
+            while self.engine.has_unfinished():
+                self.step()
+            assert not self.expected
+
+
+def test_any_order(tiny: Callable[[str], TinyModel], write: Write) -> None:
+    sources = {"first": tiny("micro").directory, "second": write("micro")}
+    sources |= {"deeper": write("micro", num_hidden_layers=2), "lost": write("micro")}
+    (sources["lost"] / "model.safetensors").unlink()
+    with opened(sources["first"]) as first, opened(sources["second"]) as second:
+
+        class Machine(Reloads):
+            pass
+
+        Machine.sources, Machine.fresh = sources, {"first": first, "second": second}
+        limits = settings(max_examples=8, stateful_step_count=25)
+        run_state_machine_as_test(Machine, settings=limits)  # type: ignore[no-untyped-call]

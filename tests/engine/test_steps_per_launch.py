@@ -1,0 +1,213 @@
+"""Several decode steps in one launch: when there are any, and that no token is another for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from stepgraph.runtime import Engine, RequestOutput, SamplingParams
+from stepgraph.runtime.kernels import have_compiler
+
+from ..rigs.fake_device import oracle
+from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+from ..rigs.scheduler_rig import Rig
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+pytestmark = pytest.mark.native_kernels
+
+
+def steps_of(rig: Rig) -> list[int]:
+    """Decode steps of each launch so far; 0: it prefilled only."""
+    return [plan.steps if plan.decode else 0 for plan in rig.runner.plans]
+
+
+# When ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"),
+    [(17, [0, 8, 8]), (20, [0, 8, 8, 1, 1, 1]), (8, [0, *[1] * 7]), (9, [0, 8]), (1, [0])],
+)
+def test_the_last_tokens_are_decoded_singly(
+    max_tokens: int, expected: list[int], in_flight: int
+) -> None:
+    """The prefill samples the first one."""
+    rig = Rig(steps_per_launch=8, in_flight=in_flight)
+    request = rig.add(3, max_tokens=max_tokens)
+    rig.drain()
+    assert steps_of(rig) == expected
+    assert request.output_ids == oracle(request)[0]
+
+
+def test_nobody_decodes_several_tokens_while_somebody_is_prefilled() -> None:
+    rig = Rig(steps_per_launch=4, prefill_chunk=4)
+    first = rig.add(3, max_tokens=30)
+    rig.step(3)
+    second = rig.add(14, max_tokens=12)
+    rig.drain()
+    #                         chunks of 4    three left of the second
+    assert steps_of(rig) == [0, 4, 4, 1, 1, 1, 1, 4, 4, 1, 1, 1, 4, 1, 1]
+    for request in (first, second):
+        assert request.output_ids == oracle(request)[0]
+
+
+def test_where_blocks_are_short_there_are_single_steps() -> None:
+    """A window of three tokens fits, eight more beside it do not; nobody loses blocks for them."""
+    rigs = [
+        Rig(windows=(3,), block_size=1, usable_blocks=blocks, prefill_chunk=1, steps_per_launch=8)
+        for blocks in (9, 30)
+    ]
+    for rig in rigs:
+        requests = [rig.add(2, max_tokens=25) for _ in range(2)]
+        rig.drain()
+        assert rig.loop.counts["preemptions"] == 0
+        for request in requests:
+            assert request.output_ids == oracle(request, (3,))[0]
+    tight, roomy = rigs
+    assert max(steps_of(tight)) == 1
+    assert max(steps_of(roomy)) == 8
+    assert tight.loop.counts["multi_step_launches"] == 0
+    assert roomy.loop.counts["multi_step_launches"] == steps_of(roomy).count(8) >= 2
+
+
+# Engines ------------------------------------------------------------------------------------------
+
+
+def shown(outputs: list[RequestOutput]) -> list[Any]:
+    return [
+        [
+            (c.token_ids, c.finish_reason, c.text, [(p.token_id, list(p.top)) for p in c.logprobs])
+            for c in output.completions
+        ]
+        for output in outputs
+    ]
+
+
+MIXED = [
+    SamplingParams(max_tokens=26, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=0.9, top_k=20, top_p=0.9, seed=5, n=3),
+    SamplingParams(max_tokens=19, temperature=0.0, min_tokens=7, logprobs=3),
+    SamplingParams(
+        max_tokens=23, temperature=1.1, seed=8, logprobs=2, repetition_penalty=1.3,
+        presence_penalty=0.4, frequency_penalty=0.3, min_p=0.01, logit_bias={4: 3.0},
+    ),
+    SamplingParams(max_tokens=200, temperature=0.7, seed=1, ignore_eos=True),
+]  # fmt: skip
+MODES = [
+    {"mode": "eager"},
+    pytest.param(
+        {"mode": "compile"},
+        marks=pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler"),
+    ),
+    {"mode": "graph", "compile": False, "buckets": (1, 4)},
+]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("config", MODES, ids=["eager", "compile", "graph"])
+@pytest.mark.parametrize("steps", [2, 5])
+def test_tokens_are_those_of_single_steps(
+    open_engine: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    base: TinyModel,
+    config: dict[str, Any],
+    steps: int,
+) -> None:
+    """Penalties, forks and log-probabilities; one request reaches `max_model_len`."""
+    if config["mode"] == "compile":
+        fake_graphs.kernels = "compile"
+    sizes = {"block_size": 4, "prefill_chunk": 16, "max_model_len": 64}
+    prompts = base.prompts(30, 4, 12, 7, 9)
+    single = open_engine("base", **config, **sizes)
+    several = open_engine("base", **config, **sizes, steps_per_launch=steps)
+    fake_graphs.stream.behind = config["mode"] == "graph"
+    expected = single.generate(prompts, MIXED)
+    assert shown(several.generate(prompts, MIXED)) == shown(expected)
+    assert [len(o.token_ids) for o in expected][4] == 64 - 9
+    stats = several.stats()
+    assert stats["multi_step_launches"] > 3
+    assert stats["steps"] < single.stats()["steps"]
+    assert stats["fallbacks"] == 0
+    assert single.stats()["multi_step_launches"] == 0
+    several.check_integrity()
+
+
+def test_a_launch_reads_as_wide_as_its_last_step(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    """Where kernels read as many columns as a step is prepared for."""
+    engine = open_engine("base", kernels="torch", block_size=4, steps_per_launch=7)
+    widths = list(engine._loop.runner.sizes.read_blocks)
+    assert widths[0] * 4 == 128
+    assert len(widths) > 1
+    prompts = base.prompts(3, 9, 31)  # tokens 123 to 129 of the last one are one launch
+    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    outputs = engine.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == base.greedy(prompts, 100)
+    assert engine.stats()["multi_step_launches"] > 10
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("choice", ["swap", "recompute"])
+def test_preemption_and_a_cached_prefix(
+    open_engine: Callable[..., Engine], base: TinyModel, choice: str
+) -> None:
+    sizes = {"block_size": 4, "num_blocks": 36, "prefill_chunk": 16, "host_cache_bytes": 1 << 20}
+    engines = [
+        open_engine("base", **sizes, preemption=choice, steps_per_launch=steps) for steps in (1, 3)
+    ]
+    prompts = base.prompts(20, 21, 22, 23, 5)
+    params = SamplingParams(max_tokens=24, temperature=0.6, seed=2, ignore_eos=True)
+    for _ in range(2):
+        single, several = (engine.generate(prompts, params) for engine in engines)
+        assert shown(several) == shown(single)
+    stats = engines[1].stats()
+    assert stats["preemptions"] > 0
+    assert stats["cache"]["hit_tokens"] > 0
+    assert stats["multi_step_launches"] > 3
+    engines[1].check_integrity()
+
+
+def test_a_steady_launch_is_one_replay(
+    open_engine: Callable[..., Engine], fake_graphs: FakeGraphs, base: TinyModel
+) -> None:
+    engine = open_engine(
+        "base",
+        mode="graph",
+        compile=False,
+        buckets=(4,),
+        block_size=64,
+        prefill_chunk=16,
+        steps_per_launch=4,
+    )
+    keys = engine._loop.runner.sizes.keys()
+    assert {key.steps for key in keys if key.phase == "decode"} == {1, 4}
+    assert {key.steps for key in keys if key.phase == "prefill"} == {1}
+    assert len(fake_graphs.graphs) == len(keys)
+    fake_graphs.stream.behind = True
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    prompts = base.prompts(5, 9, 3)
+    for prompt in prompts:
+        engine.add_request(prompt, params)
+    for _ in range(4):
+        engine.step()
+    for _ in range(8):
+        mark = len(fake_graphs.log)
+        engine.step()
+        assert [event for event, *_ in fake_graphs.log[mark:]] == ["replay", "copy out", "read"]
+        record = engine.timeline().records()[-1]
+        assert (record.steps, record.rows, record.bucket) == (4, 3, 4)
+    assert engine.generate(prompts[:1], params)[0].token_ids == base.greedy(prompts[:1], 60)[0]
+
+
+def test_forced_tokens_are_decoded_one_by_one(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine, several = (open_engine("base", steps_per_launch=k) for k in (1, 4))
+    (token_ids,) = base.prompts(30)
+    assert several.score(token_ids, 3).equal(engine.score(token_ids, 3))
+    assert several.stats()["multi_step_launches"] == 0

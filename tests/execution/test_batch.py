@@ -1,0 +1,213 @@
+"""Plans become arrays: against a plain list of what every token is, over poisoned arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.runtime.execution.inputs import (
+    EmbedInputs,
+    Int64Array,
+    StepInputs,
+    write_decode_rows,
+    write_embeds,
+    write_prefill,
+    write_table_updates,
+)
+from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent
+from stepgraph.runtime.scheduling.plan import RowSpan, TableUpdate
+
+from ..rigs.request_rig import make_request
+
+POISON = -(2**40) - 7
+
+
+def poisoned(*, rows: int = 9, tokens: int = 16, prompts: int = 4, updates: int = 5):
+    layout = StepInputs.layout(
+        max_num_seqs=rows, prefill_tokens=tokens, prefill_rows=prompts, table_updates=updates
+    )
+    arrays = {name: np.full(spec.shape, POISON, np.int64) for name, spec in layout.items()}
+    return StepInputs[Int64Array](**arrays)
+
+
+def untouched(host: StepInputs[Int64Array], *written: str) -> bool:
+    """Whether every field but those `written` is as it was."""
+    others = [field.name for field in fields(host) if field.name not in written]
+    return all((getattr(host, name) == POISON).all() for name in others)
+
+
+def test_the_example_of_the_module() -> None:
+    a, b, c, x, y = 101, 102, 103, 201, 202
+    more_to_come = make_request([a, b, c, 104])
+    last_known = make_request([*range(50, 56)], [56, x, y])
+    host = poisoned()
+    chunks = [RowSpan(more_to_come, 4, 0, 3, False), RowSpan(last_known, 1, 7, 2, True)]
+    write_prefill(chunks, null_row=9, bucket=8, host=host)
+    assert host.token_ids[:5].tolist() == [a, b, c, x, y]
+    assert host.positions[:8].tolist() == [0, 1, 2, 7, 8, 0, 0, 0]
+    assert host.token_rows[:8].tolist() == [4, 4, 4, 1, 1, 9, 9, 9]
+    assert host.prefill_rows.tolist() == [4, 1, 9, 9]
+    assert host.sample_rows.tolist() == [9, 1, 9, 9]
+    assert host.query_start_loc.tolist() == [0, 3, 5, 5, 5]
+    assert host.token_ids[5:8].min() >= 0
+
+
+@st.composite
+def prefills(draw: st.DrawFn) -> tuple[list[RowSpan], int]:
+    """Chunks of several rows in any order, and a bucket that they fit in."""
+    rows = draw(st.lists(st.integers(0, 8), min_size=1, max_size=4, unique=True))
+    chunks = []
+    for row in rows:
+        tokens = draw(st.lists(st.integers(0, 2**31), min_size=1, max_size=12))
+        prompt_len = draw(st.integers(1, len(tokens)))
+        start = draw(st.integers(0, len(tokens) - 1))
+        count = draw(st.integers(1, min(len(tokens) - start, 4)))
+        chunks.append(
+            RowSpan(
+                make_request(tokens[:prompt_len], tokens[prompt_len:]),
+                row,
+                start,
+                count,
+                samples=start + count == len(tokens),
+            )
+        )
+    bucket = draw(st.integers(sum(chunk.count for chunk in chunks), 16))
+    return chunks, bucket
+
+
+def tokens_of(chunks: list[RowSpan]) -> Iterator[tuple[int, int, int]]:
+    """(row, position, token) of every token."""
+    for chunk in chunks:
+        known = chunk.request.prompt_ids + chunk.request.output_ids
+        for position in range(chunk.start, chunk.start + chunk.count):
+            yield chunk.row, position, known[position]
+
+
+@given(prefills())
+def test_prefill(prefill: tuple[list[RowSpan], int]) -> None:
+    chunks, bucket = prefill
+    null_row = 9
+    host = poisoned()
+    chunks = [replace(chunk, draft_stop=1000 + chunk.row) for chunk in chunks]
+    write_prefill(chunks, null_row, bucket, host)
+
+    expected = list(tokens_of(chunks))
+    lanes = np.stack([host.token_rows, host.positions, host.token_ids], axis=1)
+    assert [tuple(lane) for lane in lanes[: len(expected)].tolist()] == expected
+    padding = lanes[len(expected) : bucket]
+    assert (padding == (null_row, 0, 0)).all()
+    assert (lanes[bucket:] == POISON).all()  # no step of this bucket reads there
+
+    assert host.prefill_rows[: len(chunks)].tolist() == [chunk.row for chunk in chunks]
+    assert (host.prefill_rows[len(chunks) :] == null_row).all()
+    assert host.query_start_loc[0] == 0
+    for lane in range(len(host.sample_rows)):
+        index = host.query_start_loc[lane + 1] - 1
+        assert 0 <= index < bucket  # padded lanes too: they are gathered all the same
+        if lane >= len(chunks):
+            assert host.sample_rows[lane] == null_row
+            continue
+        chunk = chunks[lane]
+        end = chunk.start + chunk.count
+        assert expected[index][:2] == (chunk.row, end - 1)
+        reaches_the_end = end == len(chunk.request.prompt_ids) + len(chunk.request.output_ids)
+        assert host.sample_rows[lane] == (chunk.row if reaches_the_end else null_row)
+        assert host.next_ids[lane] == (
+            0 if reaches_the_end else chunk.request.tokens(end, end + 1)[0]
+        )
+    assert untouched(
+        host,
+        *("token_ids", "positions", "token_rows"),
+        *("prefill_rows", "sample_rows", "query_start_loc", "next_ids", "draft_stops"),
+    )
+    assert host.draft_stops[: len(chunks)].tolist() == [1000 + chunk.row for chunk in chunks]
+    assert (host.draft_stops[len(chunks) :] == 1).all()
+
+
+def test_a_prefill_leaves_nothing_of_the_one_before() -> None:
+    host, fresh = poisoned(), poisoned()
+    long = [RowSpan(make_request([*range(70, 76)]), row, 0, 4, False) for row in (2, 5, 7)]
+    short = [RowSpan(make_request([5, 6]), 3, 0, 2, True)]
+    write_prefill([replace(chunk, draft_stop=20) for chunk in long], 9, 16, host)
+    write_prefill(short, 9, 4, host)
+    write_prefill(short, 9, 4, fresh)
+    for name in ("prefill_rows", "sample_rows", "query_start_loc", "next_ids", "draft_stops"):
+        assert (getattr(host, name) == getattr(fresh, name)).all()
+    for name in ("token_ids", "positions", "token_rows"):
+        assert (getattr(host, name)[:4] == getattr(fresh, name)[:4]).all()
+
+
+@given(prefills(), st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=3))
+def test_embeds(prefill: tuple[list[RowSpan], int], places: list[tuple[int, int]]) -> None:
+    """Each token of a chunk shows the vector of its position, if a span covers it."""
+    chunks, _ = prefill
+    layout = EmbedInputs.layout(prefill_tokens=16, hidden_size=2)
+    host = StaticBuffers.allocate(EmbedInputs[torch.Tensor], layout, "cpu").device
+    host.embeds.fill_(float("nan"))
+    host.mask.fill_(True)  # of the step before
+    spans, position = [], 0
+    for gap, length in places:
+        position += gap
+        spans.append(EmbeddedSpan(position, EncodedContent.of(torch.randn(length, 2))))
+        position += length
+    for chunk in chunks:
+        chunk.request.embeds = tuple(spans)
+    write_embeds(chunks, host)
+    shown = {s.position + i: row for s in spans for i, row in enumerate(s.content.embeds)}
+    expected = [shown.get(position) for _, position, _ in tokens_of(chunks)]
+    assert host.mask.tolist() == [row is not None for row in expected] + [False] * (
+        16 - len(expected)
+    )
+    for index, row in enumerate(expected):
+        assert row is None or torch.equal(host.embeds[index], row)
+
+
+def test_more_tokens_than_the_bucket_are_an_assertion() -> None:
+    chunk = RowSpan(make_request([1, 2, 3, 4, 5]), 0, 0, 5, True)
+    with pytest.raises(AssertionError):
+        write_prefill([chunk], 9, 4, poisoned())
+
+
+@given(st.permutations(range(9)), st.integers(0, 9))
+def test_decode_rows(order: list[int], count: int) -> None:
+    host = poisoned()
+    write_decode_rows(order[:count], 9, host)
+    assert host.decode_rows.tolist() == order[:count] + [9] * (9 - count)
+    assert untouched(host, "decode_rows")
+
+
+@given(st.lists(st.builds(TableUpdate, *[st.integers(0, 99)] * 4), min_size=1, max_size=5))
+def test_table_updates(updates: list[TableUpdate]) -> None:
+    host = poisoned()
+    rest = host.table_updates[len(updates) :].tolist()
+    write_table_updates(updates, host)
+    assert host.table_updates.tolist() == [list(update) for update in updates] + rest
+    assert untouched(host, "table_updates")
+
+
+def test_fresh_buffers_point_at_the_null_row() -> None:
+    layout = StepInputs.layout(max_num_seqs=3, prefill_tokens=4, prefill_rows=2, table_updates=5)
+    inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, "cpu").device
+    shapes = {field.name: tuple(getattr(inputs, field.name).shape) for field in fields(inputs)}
+    assert shapes == {
+        "decode_rows": (3,),
+        "token_ids": (4,),
+        "positions": (4,),
+        "token_rows": (4,),
+        "prefill_rows": (2,),
+        "sample_rows": (2,),
+        "query_start_loc": (3,),
+        "next_ids": (2,),
+        "draft_stops": (2,),
+        "table_updates": (5, 4),
+    }
+    for name in ("decode_rows", "token_rows", "prefill_rows", "sample_rows"):
+        assert (getattr(inputs, name) == 3).all(), name
+    for name in ("token_ids", "positions", "query_start_loc", "next_ids"):
+        assert not getattr(inputs, name).any(), name

@@ -1,0 +1,294 @@
+"""Whole engines whose steps are captured, over the recording fake of the graph API.
+
+Order of captures, launches and copies; and tokens equal to those of eager engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from stepgraph.runtime import (
+    EmbeddedSpan,
+    EncodedContent,
+    Engine,
+    PromptEmbeds,
+    RequestOutput,
+    SamplingParams,
+)
+
+from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+GRAPH = {
+    "mode": "graph",
+    "compile": False,
+    "max_model_len": 96,
+    "buckets": (1, 4),
+    "prefill_chunk": 32,
+}
+
+
+@pytest.fixture
+def open_captured(
+    open_engine: Callable[..., Engine], fake_graphs: FakeGraphs
+) -> Callable[..., Engine]:
+    """Open an engine with captured steps, whose device works behind the host from then on."""
+
+    def make(variant: str, **config: Any) -> Engine:
+        engine = open_engine(variant, **GRAPH | config)
+        fake_graphs.stream.behind = True
+        return engine
+
+    return make
+
+
+@pytest.fixture
+def open_both(
+    open_engine: Callable[..., Engine], open_captured: Callable[..., Engine]
+) -> Callable[..., tuple[Engine, Engine]]:
+    """Open the same engine with eager and with captured steps."""
+
+    def make(variant: str, **config: Any) -> tuple[Engine, Engine]:
+        eager = open_engine(variant, **config)
+        return open_captured(variant, **config), eager
+
+    return make
+
+
+def shown(outputs: list[RequestOutput]) -> list[Any]:
+    """All that a user can see of outputs, but times."""
+    return [
+        [(c.token_ids, c.finish_reason, c.text, c.logprobs) for c in output.completions]
+        for output in outputs
+    ]
+
+
+def drain(engine: Engine) -> dict[str, RequestOutput]:
+    final = {}
+    while engine.has_unfinished():
+        final |= {output.request_id: output for output in engine.step()}
+    engine.check_integrity()
+    return final
+
+
+def check_captured(engine: Engine) -> None:
+    stats = engine.stats()
+    assert stats["mode"] == "graph"
+    assert stats["fallbacks"] == 0
+    engine.check_integrity()
+
+
+# Captures -----------------------------------------------------------------------------------------
+
+
+def test_all_is_captured_before_the_first_request_largest_first(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    base: TinyModel,
+) -> None:
+    engine = open_captured("base", prefill_chunk=64)
+    library = engine._loop.runner.library
+    captures = fake_graphs.index_of(library)
+    assert set(captures) == set(engine._loop.runner.sizes.keys())
+    events = [event for event, *_ in fake_graphs.log]
+    assert events.count("capturer") == 1, "one pool and one stream for all"
+    assert events[0] == "capturer"
+    assert events[1:] == [
+        *["warm up"] * len(captures),
+        "begin captures",
+        *["capture"] * len(captures),
+        "end captures",
+    ]
+    in_order = sorted(captures, key=captures.__getitem__)
+    assert [key.size for key in in_order] == sorted((k.size for k in captures), reverse=True)
+    before = len(fake_graphs.graphs)
+    engine.generate(base.prompts(70, 3, 20), GREEDY)
+    assert len(fake_graphs.graphs) == before
+    check_captured(engine)
+
+
+def test_a_key_that_was_not_captured_is_counted_and_served(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    base: TinyModel,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = open_captured("base")
+    library = engine._loop.runner.library
+    lost = [key for key in library._steps if key.phase == "decode" and key.size == 4]
+    for key in lost:
+        del library._steps[key]
+    prompts = base.prompts(5, 9)
+    outputs = engine.generate(prompts, GREEDY)
+    assert [output.token_ids for output in outputs] == base.greedy(prompts, 20)
+    stats = engine.stats()
+    assert stats["fallbacks"] > 10
+    assert caplog.text.count("no step was prepared for") == len(library.stats().missed_keys) >= 1
+    assert set(library.stats().missed_keys) <= set(lost)
+
+
+# The order of a step ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_steady_step_is_one_replay(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    base: TinyModel,
+    temperature: float,
+) -> None:
+    """No copy to the device; the tokens of the step before are read while this one runs."""
+    engine = open_captured("base", block_size=64)
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    for prompt in base.prompts(5, 9, 3):
+        engine.add_request(prompt, params)
+    for _ in range(5):
+        engine.step()
+    (number,) = [launch.number for launch in engine._loop._launched]
+    replayed = set()
+    for step in range(20):
+        mark = len(fake_graphs.log)
+        engine.step()
+        replay, *rest = fake_graphs.log[mark:]
+        assert replay[0] == "replay"
+        replayed.add(replay)
+        assert rest == [("copy out", "decode"), ("read", number + step)]
+    assert len(replayed) == 1
+    key = {i: k for k, i in fake_graphs.index_of(engine._loop.runner.library).items()}[
+        replayed.pop()[1]
+    ]
+    assert (key.phase, key.size, key.full_sampler) == ("decode", 4, temperature > 0)
+    check_captured(engine)
+
+
+def test_addresses_never_change(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    base: TinyModel,
+) -> None:
+    """Of static tensors and of outputs (which every replay of the fake looks at)."""
+    engine = open_captured("base", max_model_len=64, block_size=4, num_blocks=24)
+    runner = engine._loop.runner
+    before = runner.addresses()
+    prompts = base.prompts(20, 21, 22, 23)
+    for _ in range(2):
+        outputs = engine.generate(prompts, GREEDY)
+        assert [output.token_ids for output in outputs] == base.greedy(prompts, 20)
+        assert runner.addresses() == before
+    assert engine.stats()["preemptions"] > 0
+    assert sum(graph.replays for graph in fake_graphs.graphs) > 40
+    check_captured(engine)
+
+
+# Tokens -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("variant", ["base", "qwen3", "gemma3", "deepseek_v2"])
+def test_greedy_tokens(
+    open_both: Callable[..., tuple[Engine, Engine]], tiny: Callable[[str], TinyModel], variant: str
+) -> None:
+    """Requests come while others decode; prompts are longer than a chunk, rows change hands."""
+    finals = []
+    prompts = tiny(variant).prompts(3, 50, 1, 17, 9, 33)
+    for engine in open_both(variant, prefill_chunk=16, block_size=8):
+        for index, prompt in enumerate(prompts):
+            engine.add_request(prompt, GREEDY, str(index))
+            for _ in range(4):
+                engine.step()
+        finals.append(drain(engine))
+    captured, eager = ([final[str(i)].token_ids for i in (3, 4, 5)] for final in finals)
+    assert captured == eager == tiny(variant).greedy(prompts[3:], 20)
+
+
+def test_sampled_tokens_and_their_log_probabilities(
+    open_both: Callable[..., tuple[Engine, Engine]], base: TinyModel
+) -> None:
+    """Penalties are state on the device; completions of one prompt fork."""
+    prompts = base.prompts(30, 4, 12)
+    params = [
+        SamplingParams(
+            max_tokens=18, temperature=0.9, top_k=20, top_p=0.95, min_p=0.02, seed=7, n=3,
+            logprobs=4, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2,
+        ),
+        SamplingParams(max_tokens=12, temperature=0.0, logprobs=2, min_tokens=6),
+        SamplingParams(max_tokens=25, temperature=1.3, seed=9, logit_bias={5: 4.0, 6: -9.0}, n=2),
+    ]  # fmt: skip
+    captured, eager = open_both("base", prefill_chunk=8, block_size=4)
+    ours, theirs = shown(captured.generate(prompts, params)), shown(eager.generate(prompts, params))
+    for own, other in zip(chain(*ours), chain(*theirs), strict=True):
+        assert own[:3] == other[:3]
+        for a, b in zip(own[3], other[3], strict=True):
+            assert (a.token_id, list(a.top)) == (b.token_id, list(b.top))
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            assert list(a.top.values()) == pytest.approx(list(b.top.values()), abs=1e-4)
+    assert captured.stats()["cache"]["forks"] > 0
+    check_captured(captured)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("choice", ["swap", "recompute"])
+def test_preempted_requests(
+    open_both: Callable[..., tuple[Engine, Engine]], base: TinyModel, choice: str
+) -> None:
+    small = {"block_size": 4, "num_blocks": 28, "prefill_chunk": 16, "host_cache_bytes": 1 << 20}
+    captured, eager = open_both("base", preemption=choice, **small)
+    prompts = base.prompts(20, 21, 22, 23, 5)
+    sampled = SamplingParams(max_tokens=20, temperature=0.8, seed=2, ignore_eos=True)
+    params = [GREEDY, sampled, GREEDY, sampled, GREEDY]
+    assert shown(captured.generate(prompts, params)) == shown(eager.generate(prompts, params))
+    assert captured.stats()["preemptions"] > 0
+    assert (captured.stats()["cache"]["swapped_in"] > 0) == (choice == "swap")
+    check_captured(captured)
+
+
+def test_prompt_embeddings(
+    open_both: Callable[..., tuple[Engine, Engine]], base: TinyModel
+) -> None:
+    prompts = base.prompts(30, 21, 14)
+    embeddings = torch.randn(3, 9, 48, generator=torch.Generator().manual_seed(4))
+    batch = [
+        PromptEmbeds(prompt, [EmbeddedSpan(at, EncodedContent.of(vectors))])
+        for at, (prompt, vectors) in enumerate(zip(prompts, embeddings, strict=True), start=3)
+    ]
+    captured, eager = open_both("base", prompt_embeds=True, block_size=4, prefill_chunk=8)
+    assert shown(captured.generate(batch, GREEDY)) == shown(eager.generate(batch, GREEDY))
+    plain = [output.token_ids for output in captured.generate(prompts, GREEDY)]
+    assert plain == base.greedy(prompts, 20)
+    check_captured(captured)
+
+
+def test_logits_of_forced_tokens(
+    open_both: Callable[..., tuple[Engine, Engine]], fake_graphs: FakeGraphs, base: TinyModel
+) -> None:
+    captured, eager = open_both("base", block_size=8, prefill_chunk=16)
+    (token_ids,) = base.prompts(60)
+    fake_graphs.stream.behind = False  # `score` takes the logits, which waits for the device
+    for prompt_len in (1, 40, 60):
+        expected = eager.score(token_ids, prompt_len)
+        torch.testing.assert_close(
+            captured.score(token_ids, prompt_len), expected, rtol=0, atol=1e-4
+        )
+    check_captured(captured)
+
+
+@pytest.mark.slow
+def test_compiled_steps_are_captured(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    tiny: Callable[[str], TinyModel],
+) -> None:
+    fake_graphs.records = False
+    micro = tiny("micro")
+    engine = open_captured("micro", compile=True, block_size=8, prefill_chunk=24)
+    prompts = micro.prompts(60, 3, 41, 7, 12)
+    outputs = engine.generate(prompts, GREEDY)
+    assert [output.token_ids for output in outputs] == micro.greedy(prompts, 20)
+    check_captured(engine)

@@ -1,0 +1,150 @@
+"""The operator that computes all drafts of an EAGLE-3 head, against the modules of the head."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.runtime import kernels
+from stepgraph.runtime.execution.batches import batch_of_slots
+from stepgraph.runtime.execution.draft_step import DraftStep
+from stepgraph.runtime.execution.row_state import RowState
+from stepgraph.runtime.execution.step_key import StepKey
+from stepgraph.runtime.kernels import WeightStorage
+from stepgraph.runtime.kernels.cpu.verify import verify_inputs
+from stepgraph.runtime.loading.drafter_source import find_drafter
+from stepgraph.runtime.models.drafters.drafter import FollowedTokens
+from stepgraph.runtime.models.drafters.eagle3 import Eagle3
+
+from ..rigs.drafter_rig import BLOCK_SIZE, CPU, GROUPS, LENGTH, DrafterRig, load_target
+from ..rigs.head_references import random_layer, write_head
+from ..rigs.thread_rig import kernel_threads
+from ..rigs.tiny_models import TinyModel
+from ..speculation.test_eagle3 import VARIANTS, write
+
+pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+
+ROWS = 5
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """Memory that is allocated holds NaN, or numbers that are no index."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def written(directory: Path, variant: str) -> Path:
+    """The checkpoint of a variant of `test_eagle3.py`, or of a head of two layers."""
+    if variant != "two layers":
+        return write(directory, **VARIANTS[variant])[0]
+    _, config, weights = write(directory, speculators=True, num_hidden_layers=2)
+    second = random_layer(config, config["hidden_size"])
+    stored: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return write_head(
+        directory, stored, weights | {f"layers.1.{name}": w for name, w in second.items()}
+    )
+
+
+def step_of(rig: DrafterRig, seed: int) -> tuple[RowState, FollowedTokens, torch.Tensor, int]:
+    """A verify step of random rows that has sampled: its tokens, their first ones, read blocks.
+
+    The last lane is padding. A token is not finite.
+    """
+    random = torch.Generator().manual_seed(seed)
+    state = RowState.allocate(ROWS, GROUPS, LENGTH // BLOCK_SIZE, rig.vocab, CPU)
+    state.block_tables.copy_(rig.tables)
+    state.positions[:ROWS] = torch.randint(0, LENGTH - 12, (ROWS,), generator=random)
+    rows = torch.cat((torch.randperm(ROWS, generator=random), torch.tensor([state.null_row])))
+    counts = torch.randint(1, 6, (len(rows),), generator=random)
+    counts[-1] = 1
+    drafts = torch.randint(0, rig.vocab, (len(rows), 5), generator=random)
+    inputs = verify_inputs(
+        *(rows, drafts, counts, state.token_ids, state.positions, state.block_tables, BLOCK_SIZE)
+    )
+    batch = batch_of_slots(
+        *(state, BLOCK_SIZE, inputs.positions, inputs.slots, inputs.token_rows, rows),
+        LENGTH // BLOCK_SIZE,
+        query_start_loc=inputs.query_start_loc,
+    )
+    count = len(inputs.token_ids)
+    next_ids = torch.randint(0, rig.vocab, (count,), generator=random)
+    next_ids[count // 2] = -1
+    features = torch.randn(count, rig.features, generator=random).to(rig.dtype)
+    accepted = 1 + (torch.rand(len(rows), generator=random) * counts).long()
+    state.positions[rows[:-1]] += accepted[:-1]
+    first = inputs.query_start_loc[:-1].contiguous()
+    return state, FollowedTokens(inputs.token_ids, next_ids, features, batch), first, len(rows)
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype", "weights"),
+    [
+        *((variant, torch.float32, "model") for variant in (*VARIANTS, "two layers")),
+        ("published", torch.bfloat16, "model"),
+        ("published", torch.bfloat16, "int8"),
+        ("shared modules", torch.bfloat16, "int8"),
+        ("other hidden size", torch.float32, "int8"),
+    ],
+)
+def test_drafts_are_those_of_the_modules(
+    base: TinyModel,
+    variant: str,
+    dtype: torch.dtype,
+    weights: WeightStorage,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    target, chosen = load_target(base.directory, dtype, weights=weights)
+    config = find_drafter(written(tmp_path / "head", variant), target.config, "eagle3")
+    rig = DrafterRig(config, target, chosen, rows=ROWS)
+    assert isinstance(rig.drafter, Eagle3)
+    rig.arena.normal_()
+    rig.arena[:, :, 0] = 0.0
+    for seed, drafts in enumerate((1, 3, 4)):
+        state, tokens, first, rows = step_of(rig, seed)
+        key = StepKey("decode", rows, LENGTH // BLOCK_SIZE, False, drafts=drafts)
+        # Some rows have no slot for the last drafts, one has none for any.
+        room = torch.arange(rows) % 4
+        stops = (state.positions[tokens.batch.rows] + 1 + room).clamp(max=LENGTH)
+        step = DraftStep(rig.drafter, rig.arena, state, BLOCK_SIZE, native=True)
+        before, found = rig.arena.clone(), []
+        for threads in (1, 2):
+            rig.arena.copy_(before)
+            with kernel_threads(threads), torch.no_grad():
+                found.append(
+                    (step.propose(key, tokens, tokens.batch.rows, first, stops), rig.arena.clone())
+                )
+        rig.arena.copy_(before)
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(Eagle3, "operator", None)
+            expected = step.propose(key, tokens, tokens.batch.rows, first, stops)
+        assert not torch.equal(before, rig.arena)
+        for ours, arena in found:
+            assert torch.equal(ours.token_ids, expected.token_ids)
+            torch.testing.assert_close(
+                ours.probabilities, expected.probabilities, rtol=1e-4, atol=1e-6
+            )
+            # The null block takes what several tokens write, in any order.
+            torch.testing.assert_close(arena[:, :, 1:], rig.arena[:, :, 1:], rtol=1e-4, atol=1e-4)
+
+
+def test_refuses_steps_that_do_not_fit(base: TinyModel, tmp_path: Path) -> None:
+    target, chosen = load_target(base.directory, torch.float32)
+    config = find_drafter(write(tmp_path / "head")[0], target.config)
+    rig = DrafterRig(config, target, chosen, rows=ROWS)
+    state, tokens, first, rows = step_of(rig, 0)
+    step = DraftStep(rig.drafter, rig.arena, state, BLOCK_SIZE, native=True)
+    key = StepKey("decode", rows, LENGTH // BLOCK_SIZE, False, drafts=2)
+    with pytest.raises(IndexError, match="newest_tokens: first"):
+        step.propose(key, tokens, tokens.batch.rows, first + 100, first)
+    with pytest.raises(RuntimeError, match="drafted_inputs: stops"):
+        step.propose(key, tokens, tokens.batch.rows, first, first[:2])
+    rig.drafter.close()
+    with pytest.raises(RuntimeError, match="the model it belongs to is closed"):
+        step.propose(key, tokens, tokens.batch.rows, first, first)

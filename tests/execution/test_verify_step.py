@@ -1,0 +1,258 @@
+"""Verify steps: what 1 + k tokens a row compute at once is what decode steps compute one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import pytest
+import torch
+from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
+from stepgraph.cache.spec import group_layers
+from stepgraph.runtime import SamplingParams
+from stepgraph.runtime.execution.inputs import (
+    DraftInputs,
+    Int64Array,
+    StepInputs,
+    write_decode_rows,
+    write_drafts,
+)
+from stepgraph.runtime.execution.row_state import RowState
+from stepgraph.runtime.execution.step_functions import StepFunctions
+from stepgraph.runtime.execution.step_key import StepKey, StepOutput
+from stepgraph.runtime.kernels import have_compiler, select_kernels
+from stepgraph.runtime.loading.checkpoint import read_config
+from stepgraph.runtime.loading.loader import random_weights
+from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.request import OWN_DRAFT
+
+from ..conftest import TinyModel
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, COLUMNS, ROWS, BUCKET = 4, 12, 3, 4
+MOST_DRAFTS = 4
+STARTS = (1, 14, 27)
+"""Tokens that each row has in the cache at first, beside its newest: windows are of 10."""
+TOKENS = 12
+"""That each row gets."""
+PARAMS = (
+    SamplingParams(temperature=0.9, seed=1, logit_bias={4: 2.0}, min_p=0.01),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7, top_k=9, seed=5),
+)
+Case = tuple[str, torch.dtype, Storage, str]
+"""Variant of the tiny model, dtype, storage of the cache, and kernels."""
+Run = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tokens `[ROWS]` and logits `[ROWS, V]` of each position."""
+
+
+class Rig:
+    """Steps of a tiny model over poisoned memory, bound once as captured ones are."""
+
+    def __init__(
+        self, model: TinyModel, dtype: torch.dtype, storage: Storage, mode: str, full: bool
+    ) -> None:
+        torch.manual_seed(0)
+        config = read_config(model.directory)
+        kernels = select_kernels(CPU, "compile" if mode == "native" else "eager", dtype)
+        element_bytes = dtype.itemsize if storage == "model" else 1
+        groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
+        self.decoder = Decoder(config, kernels, dtype, CPU, groups, storage)
+        self.decoder.store(random_weights(config, dtype))
+        blocks = 2 + ROWS * COLUMNS * len(groups)
+        self.arena = Arena(groups, blocks, BLOCK_SIZE, dtype, CPU, storage).tensor
+        poison = torch.nan if storage == "model" else 255
+        self.arena[:, :, 1:] = cast(float, poison)
+        vocab = config.vocab_size
+        self.state = RowState.allocate(ROWS, len(groups), COLUMNS, vocab, CPU, drafts=MOST_DRAFTS)
+        order = 1 + torch.randperm(blocks - 2, dtype=torch.int32)
+        self.state.block_tables[:, :ROWS] = order.view(len(groups), ROWS, COLUMNS)
+        for row, params in enumerate(PARAMS if full else ()):
+            self.state.sampling.write_row(
+                row, params, seed=row, prompt_ids=[1, 2], output_ids=[], stop_token_ids=()
+            )
+        layout = StepInputs.layout(
+            max_num_seqs=BUCKET, prefill_tokens=1, prefill_rows=1, table_updates=1
+        )
+        self.inputs = StepInputs(
+            **{name: torch.full(s.shape, s.fill, dtype=s.dtype) for name, s in layout.items()}
+        )
+        drafts = DraftInputs.layout(max_num_seqs=BUCKET, drafts=MOST_DRAFTS)
+        self.drafts = DraftInputs(
+            **{name: torch.full(s.shape, s.fill, dtype=s.dtype) for name, s in drafts.items()}
+        )
+        functions = StepFunctions(
+            self.decoder, self.arena, BLOCK_SIZE, self.state, self.inputs, None, False, self.drafts
+        )
+        self.steps = {
+            n: functions.bind(StepKey("decode", BUCKET, COLUMNS, full, tokens_per_row=n))
+            for n in range(1, 2 + MOST_DRAFTS)
+        }
+        self._set_rows(list(range(ROWS)))
+        generator = torch.Generator().manual_seed(1)
+        prompt = torch.randint(vocab, (max(STARTS) + 1, ROWS), generator=generator)
+        for position, token_ids in enumerate(prompt):
+            rows = [row for row in range(ROWS) if position < STARTS[row]]
+            if rows:
+                self._set_rows(rows)
+                self.state.token_ids[:ROWS] = token_ids
+                self.steps[1]()
+                unread = [row for row in range(ROWS) if row not in rows]
+                assert all(int(self.state.positions[row]) == STARTS[row] for row in unread)
+        self._set_rows(list(range(ROWS)))
+        self.state.token_ids[:ROWS] = prompt[-1]
+
+    def _set_rows(self, rows: list[int]) -> None:
+        host = StepInputs(**{k: t.numpy() for k, t in vars(self.inputs).items()})
+        write_decode_rows(rows, ROWS, cast("StepInputs[Int64Array]", host))
+
+    def snapshot(self) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in (self.arena, *self.state.tensors().values())]
+
+    def restore(self, saved: Sequence[torch.Tensor]) -> None:
+        for tensor, before in zip((self.arena, *self.state.tensors().values()), saved, strict=True):
+            tensor.copy_(before)
+
+    def decode(self, count: int) -> Run:
+        outputs = [self.steps[1]() for _ in range(count)]
+        return [(o.tokens[:ROWS].clone(), o.logits[:ROWS].clone()) for o in outputs]
+
+    def verify(self, n: int, drafts: list[list[int]], own: Sequence[int] = ()) -> StepOutput:
+        """Run a verify step; its logits by position. The rows `own` have their drafts."""
+        drafts = list(drafts)
+        for row in own:
+            assert self.state.drafts is not None
+            self.state.drafts[row, : len(drafts[row])] = torch.tensor(drafts[row])
+            drafts[row] = [OWN_DRAFT] * len(drafts[row])
+        arrays = DraftInputs(**{name: t.numpy() for name, t in vars(self.drafts).items()})
+        write_drafts(drafts, (), arrays)
+        output = self.steps[n]()
+        if output.logits.dim() == 2:  # row by row, without padding
+            rows = output.logits.split(self.drafts.counts.tolist())
+            padded = torch.nn.utils.rnn.pad_sequence(rows)
+            output = StepOutput(output.tokens, padded, output.details)
+        return output
+
+
+CASES = {
+    "native": ("base", torch.bfloat16, "model", "native"),
+    "native windows": ("gemma2", torch.float32, "model", "native"),
+    "native int8": ("gemma3", torch.bfloat16, "int8", "native"),
+    "native fp8": ("qwen3", torch.float32, "fp8", "native"),
+    "reference": ("mistral", torch.float32, "model", "reference"),
+    "reference int8": ("gemma3", torch.float32, "int8", "reference"),
+    "reference latent": ("deepseek_v3", torch.float32, "model", "reference"),
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES.keys(), scope="module")
+def case(request: pytest.FixtureRequest) -> Case:
+    if request.param[3] == "native" and not have_compiler():
+        pytest.skip("needs a C++ compiler")
+    return cast("Case", request.param)
+
+
+def check_close(found: torch.Tensor, expected: torch.Tensor, mode: str) -> None:
+    """Bitwise where kernels promise that a token's result does not depend on its batch."""
+    if mode == "native":
+        assert torch.equal(found, expected)
+    else:
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+
+
+def check_cache(rig: Rig, found: torch.Tensor, expected: torch.Tensor, mode: str) -> None:
+    """Every block but the null block, whatever was never written included."""
+    if mode == "native" or rig.decoder.storage != "model":
+        assert torch.equal(found[:, :, 1:].view(torch.uint8), expected[:, :, 1:].view(torch.uint8))
+    else:
+        torch.testing.assert_close(
+            found[:, :, 1:], expected[:, :, 1:], atol=2e-4, rtol=1e-3, equal_nan=True
+        )
+
+
+def check_rows(rig: Rig, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """The state of all rows but the null row, which counts what its lanes draw, and drafts."""
+    names = ["arena", *rig.state.tensors()]
+    for name, tensor, other in zip(names, found, expected, strict=True):
+        if name not in ("arena", "block_tables", "drafts"):
+            assert torch.equal(tensor[:ROWS], other[:ROWS]), name
+
+
+def decoded_rig(
+    case: Case, full: bool, tiny: Callable[[str], TinyModel]
+) -> tuple[Rig, Run, list[torch.Tensor], list[torch.Tensor]]:
+    """A rig, what it decodes one by one, and its state before and after."""
+    variant, dtype, storage, mode = case
+    rig = Rig(tiny(variant), dtype, storage, mode, full)
+    begin = rig.snapshot()
+    decoded = rig.decode(TOKENS)
+    return rig, decoded, begin, rig.snapshot()
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["greedy", "sampled"])
+def test_right_drafts_are_decoding_at_once(
+    case: Case, full: bool, tiny: Callable[[str], TinyModel]
+) -> None:
+    """Rows of other lengths, over blocks and windows, the last drafts fewer than there is room."""
+    mode = case[3]
+    rig, decoded, begin, end = decoded_rig(case, full, tiny)
+    known = torch.stack([tokens for tokens, _ in decoded])
+    for k in range(1, MOST_DRAFTS + 1):
+        rig.restore(begin)
+        done = [0] * ROWS
+        while min(done) < TOKENS:
+            # Row r brings at most k - r % 2 drafts; one that has all its tokens stays as it is.
+            counts = [min(1 + k - row % 2, TOKENS - done[row]) for row in range(ROWS)]
+            if min(counts) == 0:
+                break
+            drafts = [
+                known[at : at + c - 1, r].tolist()
+                for r, (at, c) in enumerate(zip(done, counts, strict=True))
+            ]
+            output = rig.verify(1 + k, drafts)
+            for row, (at, count) in enumerate(zip(done, counts, strict=True)):
+                assert output.tokens[:count, row].tolist() == known[at : at + count, row].tolist()
+                for j in range(count):
+                    check_close(output.logits[j, row], decoded[at + j][1][row], mode)
+            done = [at + count for at, count in zip(done, counts, strict=True)]
+        for row in range(ROWS):  # what is left, one by one
+            rig._set_rows([row])
+            for at in range(done[row], TOKENS):
+                assert int(rig.steps[1]().tokens[0]) == int(known[at, row])
+        rig._set_rows(list(range(ROWS)))
+        found = rig.snapshot()
+        check_cache(rig, found[0], end[0], mode)
+        check_rows(rig, found, end)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["greedy", "sampled"])
+def test_what_wrong_drafts_wrote_is_overwritten(
+    case: Case, full: bool, tiny: Callable[[str], TinyModel]
+) -> None:
+    mode = case[3]
+    rig, decoded, begin, end = decoded_rig(case, full, tiny)
+    known = torch.stack([tokens for tokens, _ in decoded])
+    rig.restore(begin)
+    vocab = rig.decoder.config.vocab_size
+    for wrong, own in (((0, 1, 2), ()), ((3, 0, 1), (0, 2))):
+        # Row r's draft number wrong[r] is another token, and so may be all that follow it.
+        positions = [int(p) - start for p, start in zip(rig.state.positions, STARTS, strict=False)]
+        drafts = [known[p : p + MOST_DRAFTS, r].tolist() for r, p in enumerate(positions)]
+        for row, index in enumerate(wrong):
+            drafts[row][index] = (drafts[row][index] + 1) % vocab
+        output = rig.verify(1 + MOST_DRAFTS, drafts, own)
+        for row, (p, index) in enumerate(zip(positions, wrong, strict=True)):
+            for j in range(index + 1):
+                assert int(output.tokens[j, row]) == int(known[p + j, row])
+                check_close(output.logits[j, row], decoded[p + j][1][row], mode)
+        for row, (p, index) in enumerate(zip(positions, wrong, strict=True)):
+            assert int(rig.state.positions[row]) == STARTS[row] + p + index + 1
+    for row in range(ROWS):
+        rig._set_rows([row])
+        for p in range(int(rig.state.positions[row]) - STARTS[row], TOKENS):
+            output = rig.steps[1]()
+            assert int(output.tokens[0]) == int(known[p, row])
+            check_close(output.logits[0], decoded[p][1][row], mode)
+    found = rig.snapshot()
+    check_cache(rig, found[0], end[0], mode)
+    check_rows(rig, found, end)

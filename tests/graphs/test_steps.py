@@ -1,0 +1,318 @@
+"""A step eagerly, compiled, captured: one face, and preparation that fails instead of hiding."""
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from stepgraph.graphs.step_errors import StepCompilationError
+from stepgraph.graphs.steps import (
+    Capture,
+    CapturedStep,
+    CompiledStep,
+    CudaGraphCapturer,
+    EagerStep,
+    StepPreparationError,
+)
+
+from ..rigs.fake_cuda_memory import FakeCudaGraph, FakeDevice, make_fake_device  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """torch keeps compiled code with the code object, which all cases of a test share."""
+    torch._dynamo.reset()
+
+
+class RecordingCapturer:
+    """Stands in for a device: a replay computes anew, into the tensor of the capture."""
+
+    def __init__(self):
+        self.log = []
+
+    def warm_up(self, fn):
+        self.log.append("warm up")
+        fn()
+
+    def capture(self, fn):
+        self.log.append("capture")
+        output = fn()
+
+        def replay():
+            self.log.append("replay")
+            output.copy_(fn())
+
+        return Capture(replay, output, bytes=4096)
+
+
+class Counter:
+    """A step's callable that mutates state, as writing keys and values does."""
+
+    def __init__(self, device="cpu"):
+        self.runs = 0
+        self.x = torch.randn(6, 5, device=device)
+        self.state = torch.zeros(5, device=device)
+
+    def __call__(self):
+        self.runs += 1
+        self.state += 1
+        return (self.x * 3).sum(0) + self.state
+
+    def reference(self):
+        return (self.x * 3).sum(0) + self.state
+
+
+def compiled(fn, **options):
+    return torch.compile(fn, dynamic=False, backend="eager", **options)
+
+
+def make(kind, fn):
+    if kind == "eager":
+        return EagerStep(fn, "demo")
+    if kind == "compile":
+        return CompiledStep(fn, "demo")
+    return CapturedStep(fn, "demo", RecordingCapturer())
+
+
+@pytest.mark.parametrize("kind", ["eager", "compile", "graph"])
+def test_one_face(kind):
+    fn = Counter()
+    step = make(kind, fn)
+    assert (step.kind, step.seconds, step.bytes) == (kind, 0.0, 0)
+    step.prepare()
+    assert step.seconds > 0
+    assert step.bytes == (4096 if kind == "graph" else 0)
+    for _ in range(3):
+        fn.x.copy_(torch.randn(6, 5))
+        before = fn.state.clone()
+        output = step.run()
+        assert torch.equal(fn.state, before + 1)  # a step runs it once
+        assert torch.equal(output, fn.reference())
+
+
+@pytest.mark.parametrize(("kind", "captures"), [("compile", 0), ("graph", 1)])
+def test_what_is_compiled_is_run_until_nothing_is(kind, captures):
+    """Twice where something was compiled; once where an earlier step had it compiled."""
+    fn = Counter()
+    part = compiled(lambda x: x * 2)
+    for warm_ups in (2, 1):
+        before = fn.runs
+        make(kind, lambda: part(fn())).prepare()
+        assert fn.runs - before == warm_ups + captures
+
+
+@pytest.mark.parametrize("kind", ["compile", "graph"])
+def test_failure_names_step_kind_and_cause(kind):
+    def fn():
+        raise MemoryError("no room for 7 bytes")
+
+    with pytest.raises(StepPreparationError) as caught:
+        make(kind, fn).prepare()
+    assert str(caught.value) == (
+        f"step demo could not be prepared (kind {kind!r}): MemoryError: no room for 7 bytes"
+    )
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert (caught.value.name, caught.value.kind) == ("demo", kind)
+
+
+def test_failure_that_masks_another_shows_the_first():
+    class Masking(RecordingCapturer):
+        def capture(self, fn):
+            try:
+                raise ValueError("a wait inside the capture")
+            finally:
+                raise RuntimeError("capture was invalidated")
+
+    with pytest.raises(StepPreparationError, match=r"invalidated \(first came ValueError: a wait"):
+        CapturedStep(Counter(), "demo", Masking()).prepare()
+
+
+def test_interrupts_pass_unwrapped():
+    def fn():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        CompiledStep(fn, "demo").prepare()
+
+
+@pytest.mark.parametrize("kind", ["compile", "graph"])
+def test_steps_that_share_a_compiled_part(kind):
+    """More sizes than torch's default recompile limit of 8, where it would go on eagerly."""
+    part = compiled(lambda x: (x * 3).relu().sum(-1))
+    with torch._dynamo.config.patch(recompile_limit=12):
+        for n in range(1, 13):
+            x = torch.randn(n, 4)
+            step = make(kind, lambda x=x: part(x))
+            step.prepare()
+            assert torch.equal(step.run(), (x * 3).relu().sum(-1))
+
+
+@pytest.mark.parametrize("kind", ["compile", "graph"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_recompile_limit_that_is_reached_is_no_secret(kind, fullgraph):
+    part = compiled(lambda x: x * 5, fullgraph=fullgraph)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for n in (1, 2):
+            make(kind, lambda n=n: part(torch.ones(n))).prepare()
+        with pytest.raises(StepPreparationError, match=r"(?i)recompile.limit") as caught:
+            make(kind, lambda: part(torch.ones(3))).prepare()
+    assert isinstance(caught.value.__cause__, StepCompilationError) != fullgraph
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_a_part_that_torch_cannot_compile_is_no_secret():
+    def eager_inside(x):
+        with threading.Lock():
+            torch._dynamo.graph_break()
+            return x * 2
+
+    part = compiled(eager_inside)
+    with pytest.raises(StepPreparationError, match="parts and runs the others in eager mode"):
+        make("compile", lambda: part(torch.ones(3))).prepare()
+
+
+@pytest.mark.parametrize("kind", ["compile", "graph"])
+def test_a_part_that_compiles_on_every_run_is_refused(kind):
+    """A host scalar that changes from run to run would compile in the middle of traffic."""
+
+    def scaled(x, position):
+        return x * position
+
+    scale = compiled(scaled)
+    positions = iter(range(2, 1000))
+    with pytest.raises(StepPreparationError, match=r"compiled again: scaled \(.*test_steps.py"):
+        make(kind, lambda: scale(torch.ones(3), next(positions))).prepare()
+
+
+def in_another_thread(fn):
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(fn).result()
+
+
+def test_other_threads_may_compile_while_a_step_is_prepared():
+    """Two runs, and in the midst of each another thread compiles a new shape."""
+    own, foreign = compiled(lambda x: x * 7), compiled(lambda x: x * 5)
+    foreign(torch.ones(1))
+    answers = []
+
+    def fn():
+        size = len(answers) + 2
+        answers.append(in_another_thread(lambda: foreign(torch.ones(size))))
+        return own(torch.ones(2))
+
+    CompiledStep(fn, "demo").prepare()
+    assert [answer.tolist() for answer in answers] == [[5] * 2, [5] * 3]
+
+
+def test_two_threads_may_prepare_at_once():
+    """Each is refused for its own code only."""
+    barrier = threading.Barrier(2)
+    steady, unsteady = compiled(lambda x: x * 7), compiled(lambda x, position: x * position)
+    positions = iter(range(2, 1000))
+
+    def meeting(fn):
+        def run():
+            barrier.wait(timeout=120)
+            return fn()
+
+        return CompiledStep(run, "demo")
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(meeting(lambda: steady(torch.ones(2))).prepare)
+        second = threads.submit(meeting(lambda: unsteady(torch.ones(3), next(positions))).prepare)
+        first.result()
+        with pytest.raises(StepPreparationError, match="compiled again"):
+            second.result()
+
+
+def test_graphs_are_refused_where_there_are_none():
+    with pytest.raises(ValueError, match="CUDA devices only, got device cpu; run them"):
+        CudaGraphCapturer("cpu")
+
+
+class TestCudaGraphs:
+    """The real capturer."""
+
+    pytestmark = pytest.mark.gpu
+
+    def test_replays_follow_the_inputs(self):
+        fn = Counter("cuda")
+        step = CapturedStep(fn, "demo", CudaGraphCapturer("cuda"))
+        step.prepare()
+        assert step.bytes >= 0
+        address = step.run().data_ptr()
+        for _ in range(50):
+            fn.x.copy_(torch.randn(6, 5))
+            before = fn.state.clone()
+            output = step.run()
+            assert output.data_ptr() == address
+            assert torch.equal(fn.state, before + 1)
+            torch.testing.assert_close(output, fn.reference())
+        assert fn.runs == 2  # one to warm up, one recorded; Python sees no replay
+
+    def test_many_sizes_share_one_pool(self):
+        """Scratch memory of many sizes takes about what the largest takes, not the sum."""
+        capturer = CudaGraphCapturer("cuda")
+        steps = {}
+        for n in (64, 56, 48, 40, 32, 24, 16, 8):
+            x = torch.randn(n, 1 << 18, device="cuda")
+            steps[n] = (x, CapturedStep(lambda x=x: (x.sin() * 2).sum(-1), f"{n}", capturer))
+            steps[n][1].prepare()
+        sizes = [step.bytes for _, step in steps.values()]
+        assert sum(sizes) <= 1.5 * sizes[0]
+        for x, step in steps.values():
+            torch.testing.assert_close(step.run(), (x.sin() * 2).sum(-1))
+
+    def test_a_compiled_part_is_captured(self):
+        part = torch.compile(lambda x: (x * 3).relu().sum(-1), dynamic=False)
+        x = torch.randn(4, 300, device="cuda")
+        step = CapturedStep(lambda: part(x), "demo", CudaGraphCapturer("cuda"))
+        step.prepare()
+        x.copy_(torch.randn(4, 300))
+        torch.testing.assert_close(step.run(), (x * 3).relu().sum(-1))
+
+    def test_a_failed_capture_says_why_and_leaves_the_thread_as_it_was(self):
+        capturer = CudaGraphCapturer("cuda")
+        x = torch.randn(5, device="cuda")
+        stream = torch.cuda.current_stream()
+        with pytest.raises(StepPreparationError, match="'graph'"):
+            CapturedStep(lambda: x.sum().item(), "waits", capturer).prepare()
+        assert torch.cuda.current_stream() == stream
+        assert gc.isenabled()
+        step = CapturedStep(lambda: x * 2, "demo", CudaGraphCapturer("cuda"))
+        step.prepare()
+        torch.testing.assert_close(step.run(), x * 2)
+
+    def test_another_thread_may_use_the_device_meanwhile(self):
+        stop = threading.Event()
+
+        def work():
+            while not stop.is_set():
+                torch.ones(1 << 16, device="cuda").sum().item()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            x = torch.randn(9, device="cuda")
+            for _ in range(10):
+                step = CapturedStep(lambda: x * 2, "demo", CudaGraphCapturer("cuda"))
+                step.prepare()
+                torch.testing.assert_close(step.run(), x * 2)
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_capture_that_fails_says_what_failed(
+    fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(graph: FakeCudaGraph) -> None:
+        raise RuntimeError("the capture was invalidated")
+
+    def step() -> None:
+        raise ValueError("no such shape")
+
+    monkeypatch.setattr(FakeCudaGraph, "capture_end", end)
+    with pytest.raises(ValueError, match="no such shape"):
+        CudaGraphCapturer("cuda").capture(step)

@@ -1,0 +1,339 @@
+"""`EngineConfig.batch_invariant` on the kernels for GPUs: the same bits in any step.
+
+Without a CUDA device the kernels run in Triton's interpreter, which multiplies tiles as they are:
+sums in another order have other bits there too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.cache.arena import Storage
+from stepgraph.runtime import ConfigError, EngineConfig
+from stepgraph.runtime.batch_invariance import check_batch_invariant
+from stepgraph.runtime.engine.gpu_self_test import check_gpu
+from stepgraph.runtime.engine.self_test import _refusal
+from stepgraph.runtime.kernels import (
+    Kernels,
+    LayerPlace,
+    Routing,
+    WeightStorage,
+    quantise_weight,
+)
+from stepgraph.runtime.loading.checkpoint import read_config
+from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.tools.memory_report import resolve_absent
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels.triton import kernel_calls, step_attention
+from stepgraph.runtime.kernels.triton import prefill_attention as prefill_module
+from stepgraph.runtime.kernels.triton.any_rows import linear_of_any_rows
+from stepgraph.runtime.kernels.triton.backend import gpu_kernels
+from stepgraph.runtime.kernels.triton.expert_routing import route
+from stepgraph.runtime.kernels.triton.experts import experts_of_any_tokens
+from stepgraph.runtime.kernels.triton.kernel_calls import (
+    INTERPRETED,
+    KernelCall,
+    record_kernel_calls,
+)
+from stepgraph.runtime.kernels.triton.linear import GpuLinear, reference_linear
+from stepgraph.runtime.kernels.triton.operations import Operations
+from stepgraph.runtime.kernels.triton.prefill_attention import prefill_attention
+from stepgraph.runtime.kernels.triton.prefill_tiles import any_tiling, prefill_tiles
+from stepgraph.runtime.kernels.triton.store import reference_store
+
+from ..conftest import TinyModel
+from ..engine.test_self_test import TINY
+from ..rigs.attention_cases import Case, make_case
+from ..rigs.expert_cases import make_mixture
+from ..rigs.invariance_rig import Forced, Step, decode_steps, random_steps, same_bits
+from ..rigs.tiny_models import VARIANTS
+
+Tiny = Callable[[str], TinyModel]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
+pytestmark = pytest.mark.skipif(
+    not (INTERPRETED or DEVICE.type == "cuda"), reason="needs a CUDA device or the interpreter"
+)
+TOLERANCE = {F32: 1e-5, F16: 4e-3, BF16: 3e-2}
+
+
+# Operations --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processors", [1, 132])
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [(BF16, "model"), (F32, "model"), (BF16, "int8"), (F16, "fp8")]
+)
+def test_rows_of_a_product_do_not_depend_on_the_others(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weights: WeightStorage, processors: int
+) -> None:
+    monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", processors)
+    weight, scales = (torch.randn(150, 200) / 14).to(dtype), None
+    if weights != "model":
+        weight, scales = quantise_weight(weight, weights)
+        scales = scales.to(DEVICE)
+    bias = torch.randn(150, device=DEVICE).to(dtype)
+    linear = GpuLinear(weight.to(DEVICE), scales, bias)
+    x = torch.randn(70, 200, device=DEVICE).to(dtype)
+
+    def product(rows: Tensor) -> Tensor:
+        out = rows.new_empty(len(rows), 150)
+        linear_of_any_rows(rows, linear, out)
+        return out
+
+    together = product(x)
+    expected = reference_linear(x, linear)
+    torch.testing.assert_close(together, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for count in (1, 7, 33):
+        some = torch.randperm(70, device=DEVICE)[:count]
+        assert same_bits(product(x[some]), together[some])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        (BF16, {}),
+        (F32, {"window": 9, "sinks": True}),
+        (BF16, {"chunk": 16, "softcap": 2.0}),
+        (F16, {"storage": "int8"}),
+    ],
+    ids=str,
+)
+def test_attention_of_a_token_does_not_depend_on_the_others(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, form: dict[str, Any]
+) -> None:
+    """Alone as in a decode step, with the tokens before it, and with those that follow; parts of
+    the context by a program each, or all by one."""
+    case = make_case([(0, 37), (75, 3)], (4, 2, 34), 8, dtype, 2, **form).to(str(DEVICE))
+    arena, place = case.arena.clone(), LayerPlace(0, case.layer)
+    slots, storage = case.batch.slots[0], case.form.storage
+    reference_store(case.k, case.v, arena, case.layer, slots, case.batch.block_size, storage)
+    tiling = any_tiling(34, dtype, storage, DEVICE)._replace(split=64)
+
+    def attend(one: Case) -> Tensor:
+        tiles = prefill_tiles(one.batch.token_rows, len(one.batch.rows), tiling.tokens(2))
+        return prefill_attention(one.q, arena, place, one.batch, one.form, tiles, tiling)
+
+    valid, apart = case.valid_tokens, attend(case)
+    monkeypatch.setattr(prefill_module, "_MOST_PART_BYTES", 10_000)
+    with record_kernel_calls() as calls:
+        attend(case)
+    assert calls[-1].name == "_attention_kernel"  # which summed all parts
+    together = attend(case)
+    assert same_bits(apart[:valid], together[:valid])
+    limit = TOLERANCE[dtype]
+    torch.testing.assert_close(
+        together[:valid].double(), case.expected[:valid].double(), rtol=limit, atol=limit
+    )
+    for tokens in ([36], [5, 6, 7, 38], [*range(20, 37), 39]):
+        assert same_bits(attend(case.select(tokens)), together[tokens])
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F32, marks=pytest.mark.slow)])
+def test_experts_of_a_token_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    mixture = make_mixture(Routing(top_k=3, normalised=True), biases=True, dtype=dtype)
+    op, tensors = (
+        mixture.op,
+        type(mixture.tensors)(*(None if t is None else t.to(DEVICE) for t in mixture.tensors)),
+    )
+    x = torch.randn(37, 12, device=DEVICE).to(dtype)
+
+    def mix(rows: Tensor) -> Tensor:
+        out = torch.empty_like(rows)
+        routed = route(op, rows, tensors, any_tokens=True)
+        experts_of_any_tokens(op, rows, tensors, routed, rows, out)
+        return out
+
+    together = mix(x)
+    for count in (1, 9):
+        some = torch.randperm(37, device=DEVICE)[:count]
+        assert same_bits(mix(x[some]), together[some])
+
+
+# Steps -------------------------------------------------------------------------------------------
+
+LENGTHS = (5, 3)
+STEPS = [
+    Step("prefill", {1: 2, 0: 2}, 5),
+    Step("decode", {0: 3, 1: 1}, 3),
+]
+
+
+def open_model(
+    tiny: Tiny,
+    variant: str,
+    dtype: torch.dtype,
+    storage: Storage = "model",
+    weights: WeightStorage = "model",
+    lengths: Sequence[int] = LENGTHS,
+) -> Forced:
+    kernels = gpu_kernels(weights, batch_invariant=True)
+    directory = tiny(variant).directory
+    return Forced(directory, dtype, kernels, lengths, storage=storage, device=DEVICE)
+
+
+def assert_independent(model: Forced, lengths: Sequence[int], *batches: Sequence[Step]) -> None:
+    """Each batch of steps gives the bits of decoding each row alone."""
+    alone = [model.run(decode_steps(row, n))[row] for row, n in enumerate(lengths)]
+    for steps in batches:
+        for found, expected in zip(model.run(steps), alone, strict=True):
+            assert found.shape == expected.shape
+            assert same_bits(found, expected)
+
+
+def test_a_token_has_the_same_logits_in_any_step(tiny: Tiny) -> None:
+    model = open_model(tiny, "micro", BF16)
+    assert_independent(model, LENGTHS, STEPS)
+    model.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_families_have_the_same_logits_in_any_step(tiny: Tiny, variant: str) -> None:
+    config = EngineConfig(device="cuda", batch_invariant=True)
+    try:
+        resolve_absent(config, read_config(tiny(variant).directory))
+    except ConfigError as refused:
+        pytest.skip(str(refused))
+    rng = random.Random(variant)
+    dtype = rng.choice((BF16, F32))
+    storage: Storage = rng.choice(("model", "int8", "fp8"))
+    model = open_model(tiny, variant, dtype, storage, rng.choice(("model", "int8")), (14, 5, 9))
+    batches = (random_steps((14, 5, 9), seed) for seed in range(2))
+    assert_independent(model, (14, 5, 9), *batches)
+    model.close()
+
+
+INDIVIDUAL = {"_tiles_kernel", "pairs_of_experts", "_best_of_chunks", "_pick_greedy"}
+"""Kernels of numbers that no sum is made of, and of greedy sampling."""
+
+
+def compiled_as(call: KernelCall) -> tuple[Any, ...]:
+    """Return what Triton chooses the compiled code of a call by."""
+    runtime = call.kernel.kwargs if INTERPRETED else {}
+    unspecialised = runtime.get("do_not_specialize") or getattr(
+        call.kernel, "do_not_specialize", ()
+    )
+    arguments: list[Any] = []
+    for name, value in zip(call.kernel.arg_names, call.args, strict=False):
+        if isinstance(value, Tensor):
+            arguments.append((value.dtype, value.data_ptr() % 16 == 0))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            arguments.append(None if name in unspecialised else (value == 1, value % 16 == 0))
+        else:
+            arguments.append(type(value))
+    constants = tuple(sorted((k, str(v)) for k, v in call.constants.items()))
+    return (call.name, call.num_warps, call.num_stages, constants, *arguments)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="addresses of recorded calls are those of a CPU")
+@pytest.mark.parametrize("variant", ["odd", "gemma3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("processors", "split"), [(1, 1024), (132, 64)])
+def test_every_step_runs_the_same_compiled_kernels(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, variant: str, processors: int, split: int
+) -> None:
+    """Decode, verify and prefill of any number of tokens: nothing but grids depends on it, and
+    whether one program adds all parts of the context."""
+    monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", processors)
+    monkeypatch.setattr(step_attention, "SPLIT", split)
+    monkeypatch.setattr(prefill_module, "_MOST_PART_BYTES", 8_000)
+    model = open_model(tiny, variant, BF16, lengths=(130,) * 5)
+    steps = [
+        *(Step("decode", dict.fromkeys(range(rows), 1), size)
+          for rows, size in ((1, 1), (1, 2), (2, 3), (4, 5), (5, 6))),
+        *(Step("decode", {0: width, 1: 1}, 3) for width in (2, 5, 16)),
+        *(Step("prefill", {0: count, 2: 1}, count + 1 + extra)
+          for count, extra in ((1, 0), (6, 1), (15, 0), (30, 2))),
+    ]  # fmt: skip
+    expected: set[tuple[Any, ...]] = set()
+    combining: list[set[tuple[Any, ...]]] = []
+    for step in steps:
+        with record_kernel_calls() as calls:
+            model.run([step])
+        found = {compiled_as(call) for call in calls if call.name not in INDIVIDUAL}
+        combining.append({kernel for kernel in found if kernel[0] == "_combine_parts"})
+        found -= combining[-1]
+        expected = expected or found
+        assert found == expected, step
+    assert len({name for name, *_ in expected}) >= 5
+    apart = [kernels for kernels in combining if kernels]
+    assert all(kernels == apart[0] for kernels in apart)
+    assert 0 < len(apart) < len(steps) if split == 64 else not apart
+    model.close()
+
+
+# Self-test ---------------------------------------------------------------------------------------
+
+
+def self_tested() -> tuple[Kernels, ResolvedConfig]:
+    settings: dict[str, Any] = {
+        **{"mode": "eager", "max_num_seqs": 2, "block_size": 4, "max_model_len": 40},
+        **{"device": DEVICE.type, "prefill_chunk": 8},
+    }
+    model = ModelConfig(**TINY)
+    config = ResolvedConfig.resolve(EngineConfig(**settings), model)
+    kernels = gpu_kernels("model", batch_invariant=True)
+    assert kernels.make_decode_step is None
+    with torch.no_grad():
+        return check_gpu(kernels, model, config, 3), config
+
+
+@pytest.mark.slow
+def test_its_operations_pass_the_self_test() -> None:
+    checked, _ = self_tested()
+    assert not checked.fallbacks
+
+
+def test_a_wrong_operation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: Tensor, linear: GpuLinear, out: Tensor) -> None:
+        out.copy_(reference_linear(x, linear)).view(-1)[0] += 1
+
+    mixed = dataclasses.replace(Operations.reference(), linear=wrong)
+    monkeypatch.setattr(Operations, "batch_invariant", classmethod(lambda cls: mixed))
+    checked, config = self_tested()
+    assert [fallback.name for fallback in checked.fallbacks] == ["linear"]
+    config = dataclasses.replace(config, batch_invariant=True)
+    assert "batch_invariant=True needs" in _refusal(checked.fallbacks, config)
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "message"),
+    [
+        ("base", {"kernels": "torch"}, "kernels='torch'.*use kernels='auto'"),
+        ("deepseek_v3", {}, "model type 'deepseek_v3' on CUDA.*use device='cpu'"),
+        ("glm4_dynamic", {}, "'glm4' on CUDA.*length of a sequence.*use device='cpu'"),
+        ("base", {"tensor_parallel": 2}, "tensor_parallel=2 on CUDA.*use tensor_parallel=1"),
+    ],
+)
+def test_what_cannot_be_invariant_on_cuda_is_refused(
+    tiny: Tiny, variant: str, settings: dict[str, Any], message: str
+) -> None:
+    config = EngineConfig(device="cuda", batch_invariant=True, **settings)
+    model = read_config(tiny(variant).directory)
+    with pytest.raises(ConfigError, match=message):
+        check_batch_invariant(config, torch.device("cuda", 0), BF16, "model", model)
+
+
+@pytest.mark.parametrize("mode", ["auto", "eager", "compile", "graph"])
+@pytest.mark.parametrize("variant", ["base", "gemma3", "gpt_oss", "qwen3_yarn"])
+def test_models_of_the_kernels_are_accepted(tiny: Tiny, variant: str, mode: str) -> None:
+    model = read_config(tiny(variant).directory)
+    config = EngineConfig(device="cuda", mode=mode, batch_invariant=True)
+    for dtype in (F32, BF16, F16):
+        for weights in ("model", "int8", "fp8"):
+            check_batch_invariant(config, torch.device("cuda", 0), dtype, weights, model)
+    resolved = resolve_absent(config, model)
+    assert resolved.batch_invariant
+    assert resolved.kernels == "native"

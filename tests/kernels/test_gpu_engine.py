@@ -1,0 +1,387 @@
+"""Whole engines on the kernels for GPUs: the tokens and logits of transformers.
+
+On the CPU they run in Triton's interpreter, so models and prompts are as small as they can be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.engine import kernel_start
+from stepgraph.runtime.kernels import Kernels
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels.triton import kernel_calls, layer_kernels, operations, tuning
+from stepgraph.runtime.kernels.triton.backend import gpu_kernels
+from stepgraph.runtime.kernels.triton.experts import triton_experts
+from stepgraph.runtime.kernels.triton.fused_pair import fused_pair
+from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
+from stepgraph.runtime.kernels.triton.linear import SEPARATE, LinearConfig
+from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
+from stepgraph.runtime.loading.loader import resolve_source
+from stepgraph.runtime.tools.pair_problems import pair_problems
+from stepgraph.runtime.tools.recorded_steps import record_steps
+
+from ..rigs.expert_models import EXPERT_VARIANTS
+from ..rigs.speculation_rig import guess
+from ..speculation import test_eagle3
+from ..speculation.test_speculation import run_mixed
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.usefixtures("steps_are_not_measured"),
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()),
+        reason="needs a CUDA device or the interpreter",
+    ),
+]
+VARIANTS = [  # each takes seconds of interpretation
+    *("odd", "deepseek_v2"),
+    pytest.param("mixtral_one", marks=pytest.mark.slow),
+    *(pytest.param(v, marks=pytest.mark.slow) for v in ("base", "gemma2", "gemma3", "mistral")),
+    *(pytest.param(v, marks=pytest.mark.slow) for v in ("qwen3", "qwen3_yarn", "deepseek_v3")),
+    pytest.param("phi3_longrope", marks=pytest.mark.slow),
+]
+EXPERTS = [
+    "gpt_oss_odd",
+    *(pytest.param(v, marks=pytest.mark.slow) for v in EXPERT_VARIANTS if v != "gpt_oss_odd"),
+]
+
+
+@pytest.fixture
+def gpu_engine(
+    tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Engine]:
+    """Open an engine whose steps are eager calls of the kernels."""
+
+    def select(
+        _device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any, **_: Any
+    ) -> Kernels:
+        kernels = gpu_kernels(weights)
+        # The operator around it is for CUDA's tensors.
+        return dataclasses.replace(
+            kernels, attention=triton_paged_attention, experts=triton_experts
+        )
+
+    monkeypatch.setattr(kernel_start, "select_kernels", select)
+    # Tested elsewhere; interpreted, it takes longer than the engine.
+    monkeypatch.setattr(kernel_start, "check_kernels", lambda kernels, *_, **__: kernels)
+
+    def make(variant: str, **config: Any) -> Engine:
+        settings = {
+            "device": DEVICE,
+            "mode": "eager",
+            "max_num_seqs": 3,
+            "block_size": 4,
+            "max_model_len": 64,
+            "num_blocks": 512,
+            "prefill_chunk": 8,
+        } | config
+        return Engine.from_pretrained(tiny(variant).directory, EngineConfig(**settings))
+
+    return make
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_are_those_of_transformers(
+    gpu_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
+) -> None:
+    model = tiny(variant)
+    prompts = model.prompts(13, 1, 3, 2)  # chunks in the middle of a prompt, rows handed on
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    with gpu_engine(variant) as engine:
+        outputs = engine.generate(prompts, params)
+        assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
+        assert engine.stats()["fallbacks"] == 0
+        engine.check_integrity()
+
+
+@pytest.mark.slow
+def test_drafts_and_masks_change_no_token(
+    gpu_engine: Callable[..., Engine], open_engine: Callable[..., Engine]
+) -> None:
+    """Rows with and without a grammar, greedy and drawn; right and wrong drafts."""
+    params = [
+        SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=0.0, structured={"regex": "[ab]xyz[0-9]{5}"}),
+        SamplingParams(max_tokens=6, temperature=0.8, seed=3, presence_penalty=0.5),
+        SamplingParams(max_tokens=6, seed=4, structured={"regex": "[a-c]{2,9}"}, logprobs=1),
+    ]
+    prompts = [[5, 9, 31], [7, 7, 8], [40, 2], [11, 12, 13]]
+    config = {"structured_output": True, "dtype": "float32"}
+    expected = run_mixed(open_engine("text", kernels="torch", **config), prompts, params)
+    with gpu_engine("text", **config, speculation={"num_speculative_tokens": 2}) as engine:
+        guesses = guess(engine, {name: own[0] for name, own in expected.items()}, 0.7)
+        assert run_mixed(engine, prompts, params) == expected
+        assert guesses.accepted > 2
+        assert engine.stats()["fallbacks"] == 0
+
+
+@pytest.mark.slow
+def test_a_head_drafts_on_the_kernels(
+    gpu_engine: Callable[..., Engine],
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    tmp_path: Path,
+) -> None:
+    directory, *_ = test_eagle3.write(tmp_path / "drafter")
+    speculation = {
+        "method": "eagle3",
+        "model": str(directory),
+        "num_speculative_tokens": 2,
+        "adaptive": False,
+    }
+    prompts = tiny("base").prompts(11, 3)
+    params = [SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)] * 2
+    expected = run_mixed(open_engine("base", kernels="torch", dtype="float32"), prompts, params)
+    with gpu_engine("base", dtype="float32", speculation=speculation) as engine:
+        assert run_mixed(engine, prompts, params) == expected
+        stats = engine.stats()
+        assert stats["fallbacks"] == 0
+        assert stats["speculation"]["drafted"] > 4
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+def test_experts_give_the_tokens_of_the_plain_engine(
+    gpu_engine: Callable[..., Engine],
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    variant: str,
+) -> None:
+    prompts = tiny(variant).prompts(5, 2)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    expected = open_engine(variant).generate(prompts, params)
+    with gpu_engine(variant) as engine:
+        outputs = engine.generate(prompts, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+        assert engine.stats()["fallbacks"] == 0
+
+
+@pytest.mark.parametrize("variant", ["gemma2", pytest.param("odd", marks=pytest.mark.slow)])
+def test_logits_are_those_of_transformers(
+    gpu_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
+) -> None:
+    model = tiny(variant)
+    (token_ids,) = model.prompts(14, seed=5)  # beyond the windows
+    expected = model.logits(token_ids)
+    with gpu_engine(variant) as engine:
+        logits = engine.score(token_ids, 12).cpu()  # chunks of prefill, then decode steps
+        torch.testing.assert_close(logits, expected[11:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_sampled_tokens_are_those_of_the_plain_engine(
+    gpu_engine: Callable[..., Engine],
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+) -> None:
+    prompts = tiny("base").prompts(5, 9, 2)
+    every: dict[str, Any] = {"max_tokens": 2, "ignore_eos": True, "logprobs": 2}
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=3, **every),
+        SamplingParams(
+            temperature=1.2,
+            top_k=9,
+            repetition_penalty=1.3,
+            frequency_penalty=0.4,
+            logit_bias={5: 2.0},
+            min_tokens=2,
+            seed=4,
+            **every,
+        ),
+        SamplingParams(temperature=0.0, presence_penalty=0.5, **every),
+    ]
+    expected = open_engine("base").generate(prompts, params)
+    with gpu_engine("base") as engine:
+        outputs = engine.generate(prompts, params)
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.token_ids == other.token_ids
+        for found, wanted in zip(output.logprobs, other.logprobs, strict=True):
+            assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+            assert list(found.top) == list(wanted.top)
+            assert found.top == pytest.approx(wanted.top, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_two_steps_a_launch(
+    gpu_engine: Callable[..., Engine],
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    temperature: float,
+) -> None:
+    """Two rows whose contexts are in several blocks, one of them done in the middle of a launch."""
+    prompts = tiny("micro").prompts(5, 9)
+    params = [
+        SamplingParams(max_tokens=count, temperature=temperature, seed=3, ignore_eos=True)
+        for count in (6, 9)
+    ]
+    expected = open_engine("micro").generate(prompts, params)
+    with gpu_engine("micro", steps_per_launch=2) as engine:
+        outputs = engine.generate(prompts, params)
+        assert engine.stats()["multi_step_launches"] > 1
+        engine.check_integrity()
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({"weight_dtype": "int8"}, marks=pytest.mark.slow), {"kv_dtype": "int8"}],
+)
+def test_quantised_engines_follow_the_plain_ones(
+    gpu_engine: Callable[..., Engine],
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    settings: dict[str, str],
+) -> None:
+    (token_ids,) = tiny("base").prompts(11, seed=7)
+    expected = open_engine("base", **settings).score(token_ids, 9)
+    with gpu_engine("base", **settings) as engine:
+        logits = engine.score(token_ids, 9).cpu()
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-3)
+
+
+def test_a_chunk_of_as_many_tokens_as_rows_is_prefilled() -> None:
+    """Its tokens see each other: the kernel of decode steps would read keys as they are written."""
+    config = EngineConfig(max_num_seqs=4, prefill_chunk=4)
+    steps = record_steps("demo", config, rows=[1], tokens=[4])
+    step = next(step for step in steps if step.name.startswith("prefill"))
+    names = {call.name for call in step.kernel_calls}
+    assert "_attention_kernel" in names
+    assert "_decode_attention" not in names
+
+
+@pytest.mark.slow
+def test_more_rows_than_the_kernels_for_few_take(
+    gpu_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]
+) -> None:
+    model = tiny("micro")
+    prompts = model.prompts(*[2] * 34)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    with gpu_engine("micro", max_num_seqs=34, buckets=(34,), max_model_len=8) as engine:
+        outputs = engine.generate(prompts, params)
+    assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
+
+
+@pytest.mark.slow  # the positions of a tile are many for the interpreter
+@pytest.mark.parametrize("product", [False, True])
+def test_splits_of_attention(
+    gpu_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+    product: bool,
+) -> None:
+    """Behind 64 positions, a tile, there are two runs, which attention or the product combines."""
+    monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", 8)
+    asked = []
+
+    def product_combines(acc_THSE: torch.Tensor, *_: object) -> bool:
+        asked.append(acc_THSE.shape[2])
+        return product
+
+    monkeypatch.setattr(layer_kernels, "product_combines", product_combines)
+    model = tiny("base")
+    (token_ids,) = model.prompts(67, seed=5)
+    expected = model.logits(token_ids)
+    sizes = {"max_num_seqs": 1, "max_model_len": 128, "block_size": 16, "prefill_chunk": 64}
+    with gpu_engine("base", **sizes) as engine:
+        logits = engine.score(token_ids, 64).cpu()
+        torch.testing.assert_close(logits, expected[63:], rtol=0, atol=1e-4)
+        assert asked[-1] > 1
+        assert not engine._parts.model.stack._counters.any()
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        {"output_gate_up", "down_qkv"},
+        *(pytest.param({one}, marks=pytest.mark.slow) for one in ("output_gate_up", "down_qkv")),
+    ],
+)
+def test_layers_run_in_pairs_that_were_tuned_faster(
+    gpu_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: set[str],
+) -> None:
+    called = set()
+
+    def spy(*arguments: Any, gated: bool, **keywords: Any) -> None:
+        called.add("output_gate_up" if gated else "down_qkv")
+        fused_pair(*arguments, gated=gated, **keywords)
+
+    monkeypatch.setattr(operations, "fused_pair", spy)
+    model = tiny("odd")
+    shapes = resolve_source(model.directory, config_only=True).config
+    for problem in pair_problems(shapes, torch.float32, "model", [1, 2]):
+        pair = problem.shape.name in kernels
+        config = LinearConfig(16, 64, 4, "pair") if pair else SEPARATE
+        tuning.store({problem.key(torch.device(DEVICE)): tuning.Tuned(config, 1.0, 2.0)})
+    prompts = model.prompts(3, 1)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    with gpu_engine("odd", max_num_seqs=2, max_model_len=16) as engine:
+        outputs = engine.generate(prompts, params)
+    assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
+    assert called == kernels
+
+
+def test_attention_brings_the_weights_of_later_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of output, and of gate and up, in a budget of 16 MiB together."""
+    config = EngineConfig(max_num_seqs=1)
+
+    def lines() -> list[int | None]:
+        steps = record_steps("preset:llama-3.2-1b", config, rows=[1], tokens=[])
+        calls = [call for call in steps[0].kernel_calls if call.name == "_decode_attention"]
+        assert len(calls) == 16
+        names = calls[0].kernel.arg_names
+        return [calls[0].args[names.index(name)] for name in ("lines", "second_lines")]
+
+    assert lines() == [(8 << 20) // 128, None]
+    monkeypatch.setattr(layer_kernels, "WEIGHTS_AHEAD", 2)
+    assert lines() == [(8 << 20) // 128, (8 << 20) // 128]
+
+
+def test_more_prefetching_changes_no_token(
+    gpu_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In steps of 1 and 4 rows, with a bounded prefetch of every product and two weights ahead."""
+    monkeypatch.setattr(layer_kernels, "WEIGHTS_AHEAD", 2)
+    default = tuning.default_config
+    monkeypatch.setattr(
+        tuning,
+        "default_config",
+        lambda *shape, **options: dataclasses.replace(default(*shape, **options), prefetch=1024),
+    )
+    model = tiny("base")
+    prompts = model.prompts(3, 1, 2, 2)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    with gpu_engine("base", max_num_seqs=4, max_model_len=16) as engine:
+        alone = engine.generate(prompts[:1], params)
+        together = engine.generate(prompts, params)
+    assert [o.token_ids for o in (*alone, *together)] == model.greedy([prompts[0], *prompts], 2)
+
+
+@pytest.mark.parametrize(("pairs", "most"), [(False, 5), (True, 3)])
+def test_few_rows_take_few_kernels_a_layer(
+    monkeypatch: pytest.MonkeyPatch, pairs: bool, most: int
+) -> None:
+    """Launch edges are most of a small step: sixteen layers, and five kernels around them."""
+    monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", 132)
+    config = EngineConfig(max_num_seqs=4)
+    steps = record_steps("preset:llama-3.2-1b", config, rows=[1, 4], tokens=[], pairs=pairs)
+    greedy = [step for step in steps if "greedy" in step.name]
+    assert len(greedy) >= 2
+    for step in greedy:
+        assert len(step.kernel_calls) <= most * 16 + 5, step.name

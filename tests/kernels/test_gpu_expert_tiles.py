@@ -1,0 +1,146 @@
+"""Sizes of the products of experts: by default, as tuned, and what is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels import Experts
+from stepgraph.runtime.kernels.triton import expert_tiles as et
+from stepgraph.runtime.kernels.triton import tuning
+from stepgraph.runtime.kernels.triton.expert_tiles import (
+    ExpertSizes,
+    candidate_tiles,
+    default_tiles,
+    expert_tiles,
+)
+from stepgraph.runtime.kernels.triton.linear import EXPERT_PRODUCTS, LinearConfig
+from stepgraph.runtime.kernels.triton.linear_configs import config_error
+from stepgraph.runtime.kernels.triton.tuning import Tuned
+from stepgraph.runtime.models.plan import model_plan
+from stepgraph.runtime.models.presets import PRESETS
+from stepgraph.runtime.tools import linear_timing, tune
+from stepgraph.runtime.tools.expert_problems import ExpertProblem, expert_problems
+
+from ..rigs.expert_cases import make_mixture
+from .test_gpu_experts import TOP_2
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+META = torch.device("meta")
+GATE_UP, DOWN = EXPERT_PRODUCTS
+MIXTURES = {
+    name: op
+    for name, config in PRESETS.items()
+    for op in model_plan(config).operations
+    if isinstance(op, Experts)
+}
+
+
+def sizes_of(op: Experts, tokens: int, weight: torch.dtype, device: torch.device) -> ExpertSizes:
+    scales = torch.empty(0, 0) if weight == torch.float8_e4m3fn else None
+    stored = torch.empty(0, dtype=weight, device=device)
+    return ExpertSizes.of(op, tokens, torch.bfloat16, stored, scales)
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("op", MIXTURES.values(), ids=MIXTURES)
+def test_sizes_can_run(op: Experts, weight: torch.dtype) -> None:
+    for tokens, kernel in itertools.product((1, 2, 4, 8, 32, 256), EXPERT_PRODUCTS):
+        sizes = sizes_of(op, tokens, weight, META)
+        assert tokens <= 4 or not sizes.by_pair
+        configs = candidate_tiles(kernel, sizes)
+        assert configs[0] == default_tiles(kernel, sizes)
+        assert len(set(configs)) == len(configs) > 4
+        kinds = {config.kind for config in configs}
+        assert kinds == ({"pairs", "blocks"} if tokens <= 4 else {"blocks"})
+        for config in configs:
+            assert config_error(config, kernel, tokens) is None
+            assert not sizes.scale_blocks or config.block_k <= 128
+
+
+@pytest.mark.parametrize("op", MIXTURES.values(), ids=MIXTURES)
+def test_one_token_keeps_enough_bytes_on_their_way(
+    op: Experts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each of 132 multiprocessors as many as its share of 4.8 TB/s in 1 us."""
+    monkeypatch.setattr(et, "num_multiprocessors", lambda device: 132)
+    for kernel in EXPERT_PRODUCTS:
+        sizes = sizes_of(op, 1, torch.bfloat16, META)
+        config, (rows, _) = default_tiles(kernel, sizes), sizes.product(kernel)
+        programs = -(-rows // config.block_n) * (sizes.pairs if kernel == GATE_UP else 1)
+        resident = min(5, programs / 132)
+        ahead = (config.stages - 1) * config.block_n * config.block_k * 2
+        assert resident * ahead >= 36e3
+        assert 5 * config.stages * config.block_n * config.block_k * 2 < 227 << 10
+
+
+def test_tuned_sizes_are_of_one_kind() -> None:
+    op = make_mixture(TOP_2).op
+    sizes = sizes_of(op, 3, torch.bfloat16, DEVICE)
+    assert [config.kind for config in expert_tiles(sizes)] == ["pairs", "pairs"]
+    tall, blocks = LinearConfig(32, 64, 8, "pairs", 3), LinearConfig(64, 32, 4, "blocks", 2)
+
+    def store(**configs: LinearConfig) -> None:
+        found = {sizes.key(kernel): Tuned(config, 1.0, 2.0) for kernel, config in configs.items()}
+        tuning.store(found)
+        tuning.reload()
+
+    store(expert_down=tall)
+    assert expert_tiles(sizes) == (default_tiles(GATE_UP, sizes, "pairs"), tall)
+    store(expert_gate_up=blocks)
+    assert expert_tiles(sizes) == (blocks, default_tiles(DOWN, sizes, "blocks"))
+    assert expert_tiles(dataclasses.replace(sizes, tokens=4)) == expert_tiles(sizes)
+    assert expert_tiles(dataclasses.replace(sizes, tokens=2))[0].kind == "pairs"
+
+
+@pytest.mark.parametrize(
+    ("config", "kernel", "error"),
+    [
+        (LinearConfig(8, 64, kind="few_rows"), GATE_UP, "does not apply"),
+        (LinearConfig(8, 64, kind="pairs"), "gate_up", "does not apply"),
+        (LinearConfig(1, 64, kind="pairs"), DOWN, "at least 2"),
+        (LinearConfig(64, 16, kind="blocks"), DOWN, "at least 32 x 32"),
+    ],
+)
+def test_what_cannot_run(config: LinearConfig, kernel: str, error: str) -> None:
+    assert error in (config_error(config, kernel, 1) or "")
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("weights", ["model", "fp8"])
+@pytest.mark.parametrize("tokens", [2, 6])
+@pytest.mark.parametrize("kernel", EXPERT_PRODUCTS)
+def test_what_is_timed_is_right(kernel: str, tokens: int, weights: str) -> None:
+    op = make_mixture(TOP_2, hidden=40, features=24, biases=True, shared=1).op
+    problem = ExpertProblem(kernel, tokens, op, torch.bfloat16, weights)
+    operands = problem.operands(DEVICE, copies=2)
+    assert not operands.error() <= 1, "there is no result yet"
+    for number, config in enumerate((*problem.configs(1)[:6:2], None)):
+        operands.poison()
+        operands.run(2 * number, config)
+        operands.run(1, config)
+        operands.run(2 * number, config)
+        assert operands.error() <= linear_timing.TOLERANCE[torch.bfloat16]
+    inner = operands.inner[0]
+    assert inner is not None
+    (inner[1] if kernel == GATE_UP else operands.out_TD).mul_(1.1)
+    assert not operands.error() <= linear_timing.TOLERANCE[torch.bfloat16]
+
+
+def test_the_command_tunes_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    def timer(problem: object, configs: linear_timing.Configs) -> list[float]:
+        return [2e-5 - i * 1e-7 for i in range(len(configs))]
+
+    arguments = ["--model", "preset:qwen3-moe-7b-a1b", "--rows", "1", "64"]
+    assert tune.main(arguments, timer=timer, device=DEVICE) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "expert_" in line]
+    assert len(lines) == 4
+    assert "expert_gate_up   1 rows, 8 of 64" in lines[0]
+    problems = list(expert_problems(PRESETS["qwen3-moe-7b-a1b"], torch.bfloat16, "model", [1, 64]))
+    for problem in problems:
+        assert tuning.lookup(problem.key(DEVICE)) == problem.configs(1)[-1]

@@ -1,0 +1,273 @@
+"""Mixtures of experts as kernels: choice, products of few and of many tokens, padding, ties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels import Experts, Routing
+from stepgraph.runtime.kernels.ops.experts import ExpertTensors
+from stepgraph.runtime.kernels.triton.expert_blocks import (
+    num_blocks,
+    product_of_rows_by_expert,
+    sort_pairs,
+)
+from stepgraph.runtime.kernels.triton.expert_routing import (
+    Routed,
+    choose_experts,
+    reference_routed,
+    router_logits,
+)
+from stepgraph.runtime.kernels.triton.expert_tiles import ExpertSizes, block_rows, default_tiles
+from stepgraph.runtime.kernels.triton.experts import experts, experts_on_gpu, triton_experts
+from stepgraph.runtime.kernels.triton.linear import EXPERT_PRODUCTS
+
+from ..rigs.expert_cases import Mixture, make_mixture, simple_experts
+from ..rigs.gpu_linear_rig import DEVICE, error, poisoned, tolerance
+
+TOP_2 = Routing(top_k=2)
+ROUTINGS = {
+    "softmax": Routing(top_k=3, normalised=True),
+    "all": Routing(top_k=6, scale=2.5),
+    "one": Routing(top_k=1, scores="sigmoid"),
+    "chosen": Routing(top_k=4, scores="softmax_chosen"),
+    "groups": Routing(top_k=2, groups=3, top_groups=2),
+    "sums": Routing(
+        top_k=3, scores="sigmoid", normalised=True, scale=1.7, groups=2, top_groups=1,
+        group_score="top_2_sum",
+    ),
+}  # fmt: skip
+
+
+def on_device(mixture: Mixture) -> Mixture:
+    tensors = ExpertTensors(*(None if t is None else t.to(DEVICE) for t in mixture.tensors))
+    return mixture._replace(tensors=tensors)
+
+
+def same_choice(
+    op: Experts, logits: Tensor, correction: Tensor | None, live: Tensor | None
+) -> None:
+    found = choose_experts(op, logits, correction, live)
+    expected = reference_routed(op, logits, correction, live)
+    assert torch.equal(found.experts, expected.experts)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("correction", [False, True])
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+def test_choices(routing: Routing, shared: int, correction: bool) -> None:
+    op = make_mixture(routing, shared=shared, correction=correction).op
+    logits = 3 * torch.randn(9, 6, device=DEVICE)
+    bias = torch.randn(6, device=DEVICE) if correction else None
+    same_choice(op, logits, bias, None)
+    same_choice(op, logits, bias, torch.rand(9, device=DEVICE) < 0.5)
+    same_choice(op, 100 + 100 * logits, bias, None)  # scores that are 0 and 1
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    logits=st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=12, max_size=12),
+    scores=st.sampled_from(["softmax", "sigmoid", "softmax_chosen"]),
+    groups=st.sampled_from([(1, 1), (3, 2), (4, 1), (6, 3)]),
+    sums=st.booleans(),
+    top_k=st.integers(1, 2),
+)
+def test_ties_go_to_the_first(
+    logits: list[float], scores: Any, groups: tuple[int, int], sums: bool, top_k: int
+) -> None:
+    routing = Routing(
+        top_k=top_k, scores=scores, groups=groups[0], top_groups=groups[1],
+        group_score="top_2_sum" if sums else "max",
+    )  # fmt: skip
+    op = make_mixture(routing, routed=12).op
+    same_choice(op, torch.tensor([logits], device=DEVICE), None, None)
+
+
+def test_experts_exist_whatever_the_logits_are() -> None:
+    for routing in ROUTINGS.values():
+        op = make_mixture(routing).op
+        logits = torch.randn(4, 6, device=DEVICE)
+        logits[0] = float("nan")
+        logits[1, 2] = float("nan")
+        logits[2] = float("inf")
+        logits[3] = -float("inf")
+        experts = choose_experts(op, logits, None).experts
+        assert ((experts >= 0) & (experts < 6)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "hidden", "routed"), [(1, 37, 5), (4, 1100, 3), (19, 150, 18)])
+def test_logits_are_float32(tokens: int, hidden: int, routed: int, dtype: torch.dtype) -> None:
+    x, router = torch.randn(tokens, hidden).to(dtype), torch.randn(routed, hidden).to(dtype)
+    bias = torch.randn(routed).to(dtype)
+    for b in (None, bias.to(DEVICE)):
+        found = router_logits(x.to(DEVICE), router.to(DEVICE), b)
+        expected = x.double() @ router.double().T + (0 if b is None else bias.double())
+        assert error(found.cpu(), expected) < 1e-6
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    experts=st.lists(st.integers(0, 7), min_size=1, max_size=300),
+    rows=st.sampled_from([2, 4, 16]),
+    scan=st.sampled_from([128, 1024]),
+)
+def test_pairs_are_sorted_by_expert(experts: list[int], rows: int, scan: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stepgraph.runtime.kernels.triton.expert_blocks._SCAN", scan)
+        found = sort_pairs(torch.tensor([experts], dtype=torch.int32, device=DEVICE), 7, rows)
+    blocks = [
+        (expert, pairs[pairs < len(experts)].tolist())
+        for expert, pairs in zip(found.experts.tolist(), found.pairs.view(-1, rows), strict=True)
+        if expert < 7
+    ]
+    expected = []
+    for expert in range(7):
+        mine = [pair for pair, chosen in enumerate(experts) if chosen == expert]
+        expected += [(expert, mine[i : i + rows]) for i in range(0, len(mine), rows)]
+    assert blocks == expected
+
+
+@settings(max_examples=200)
+@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=12))
+def test_there_are_blocks_for_any_choice(counts: list[int]) -> None:
+    pairs = max(1, sum(counts))
+    rows = block_rows(pairs, len(counts))
+    assert sum(-(-count // rows) for count in counts) <= num_blocks(pairs, len(counts), rows)
+
+
+def run(mixture: Mixture, x: Tensor, live: Tensor | None, way: str, **ends: Any) -> Tensor:
+    """The result of one way of computing the products, in poisoned memory."""
+    op, tensors = mixture.op, mixture.tensors
+    logits = x.float() @ tensors.router.float().T
+    if tensors.router_bias is not None:
+        logits = logits + tensors.router_bias.float()
+    routed = reference_routed(op, logits, tensors.correction, live)
+    out = poisoned(*x.shape, dtype=x.dtype)
+    sizes = ExpertSizes.of(op, len(x), x.dtype, tensors.gate_up, tensors.gate_up_scales)
+    configs = [default_tiles(kernel, sizes, way) for kernel in EXPERT_PRODUCTS]
+    ends = {"residual": None, "scale": 1.0} | ends
+    experts(op, x, tensors, routed, ends["residual"], out, (*configs,), scale=ends["scale"])
+    return out
+
+
+WAYS = {"pairs": 3, "blocks": 11}
+"""Kinds of products, and tokens for each."""
+TRAITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shared": {"shared": 2, "correction": True},
+    "biases": {"biases": True, "limit": 0.5},
+    "inputs": {"scaled_inputs": True, "shared": 1},
+    "odd": {"hidden": 37, "features": 21, "biases": True},
+    "steps": {"hidden": 520, "features": 300, "routed": 3},
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS)
+@pytest.mark.parametrize("way", WAYS)
+def test_products_against_float64(way: str, traits: dict[str, Any], dtype: torch.dtype) -> None:
+    tokens = WAYS[way]
+    mixture = on_device(make_mixture(TOP_2, dtype=dtype, **traits))
+    x = torch.randn(tokens, mixture.op.router.shape[1], device=DEVICE).to(dtype)
+    out = run(mixture, x, None, way)
+    expected = simple_experts(mixture, x.cpu())
+    assert error(out.cpu(), expected) < 3 * tolerance(dtype)
+    # The whole operation, with its own logits.
+    assert error(triton_experts(mixture.op, x, mixture.tensors).cpu(), expected) < 3 * tolerance(
+        dtype
+    )
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("hidden", "features"), [(144, 40), (30, 130)])
+def test_weights_of_8_bits(way: str, storage: str, hidden: int, features: int) -> None:
+    tokens = WAYS[way]
+    sizes = {"hidden": hidden, "features": features, "biases": True}
+    mixture = on_device(make_mixture(TOP_2, dtype=torch.bfloat16, storage=storage, **sizes))
+    x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+    expected = simple_experts(mixture, x.cpu())
+    assert error(run(mixture, x, None, way).cpu(), expected) < 0.03
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_padding_uses_no_expert(way: str, residual: bool) -> None:
+    """Whatever its hidden states are: its sum is zero."""
+    tokens = WAYS[way]
+    mixture = on_device(make_mixture(TOP_2, shared=1, biases=True))
+    x = torch.randn(tokens, 12, device=DEVICE)
+    live = torch.arange(tokens, device=DEVICE) % 3 != 1
+    ends = {"residual": torch.randn(tokens, 12, device=DEVICE) if residual else None, "scale": 0.3}
+    out = run(mixture, x, live, way, **ends)
+    added = ends["residual"] if residual else torch.zeros_like(x)
+    assert torch.equal(out[~live], added[~live])
+    expected = 0.3 * simple_experts(mixture, x.cpu()).to(DEVICE) + added
+    torch.testing.assert_close(out[live], expected[live].float(), rtol=1e-4, atol=1e-4)
+    x[~live] = float("nan")
+    assert torch.equal(run(mixture, x, live, way, **ends), out)
+    padding = run(mixture, x, torch.zeros_like(live), way, **ends)
+    assert torch.equal(padding, added)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_tokens_choose_one_expert(way: str) -> None:
+    tokens = WAYS[way]
+    tokens *= 4 if way == "blocks" else 1  # more than a block has
+    mixture = on_device(make_mixture(Routing(top_k=1, scores="sigmoid"), routed=3, biases=True))
+    mixture.tensors.router_bias[:] = torch.tensor([-50.0, 50.0, -50.0])
+    mixture.exact.router_bias[:] = mixture.tensors.router_bias.double()
+    x = torch.randn(tokens, 12, device=DEVICE)
+    expected = simple_experts(mixture, x.cpu())
+    assert error(run(mixture, x, None, way).cpu(), expected) < 1e-5
+
+
+def test_the_result_of_a_row_does_not_depend_on_others() -> None:
+    mixture = on_device(make_mixture(TOP_2, hidden=40, features=24))
+    x = torch.randn(24, 40, device=DEVICE)
+    out = run(mixture, x, None, "blocks")
+    x[3] = float("inf")
+    with_other = run(mixture, x, None, "blocks")
+    rest = torch.arange(24, device=DEVICE) != 3
+    assert torch.equal(out[rest], with_other[rest])
+    assert not with_other[3].isfinite().any()
+
+
+def test_the_operator_is_registered_for_cuda() -> None:
+    mixture = make_mixture(TOP_2)
+    tensors = ExpertTensors(*(None if t is None else t.to("meta") for t in mixture.tensors))
+    out = experts_on_gpu(mixture.op, torch.empty(5, 12, device="meta"), tensors)
+    assert out.shape == (5, 12)
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("stepgraph::triton_experts", "CUDA")
+
+
+def test_routed_is_what_the_reference_routes() -> None:
+    mixture = on_device(make_mixture(TOP_2, shared=1))
+    logits = torch.randn(3, 6, device=DEVICE)
+    found = choose_experts(mixture.op, logits, None)
+    assert isinstance(found, Routed)
+    assert found.experts[:, 2].tolist() == [6, 6, 6]
+    assert found.weights[:, 2].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_by_expert(dtype: torch.dtype, transposed: bool) -> None:
+    experts_N = torch.tensor([2, 0, 2, 4, 2, 0, 5], dtype=torch.int32, device=DEVICE)
+    x = torch.randn(7, 37, device=DEVICE).to(dtype)
+    weight = torch.randn(5, 21, 37, device=DEVICE).to(dtype)
+    stored = weight.transpose(1, 2).contiguous() if transposed else weight
+    found = product_of_rows_by_expert(x, stored, experts_N, transposed=transposed)[:6]
+    expected = torch.einsum("nk,nrk->nr", x[:6].double(), weight[experts_N[:6].long()].double())
+    assert error(found.cpu(), expected.cpu()) < tolerance(dtype)

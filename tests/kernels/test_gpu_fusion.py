@@ -1,0 +1,196 @@
+"""Which kernels a layer is: without norms of inputs, with scaled sums, of several kinds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from stepgraph.runtime.kernels import Routing, native_gaps
+from stepgraph.runtime.kernels.ops.layer_operations import (
+    Activate,
+    Attend,
+    Linear,
+    Norm,
+    Operation,
+    QKNorm,
+    Residual,
+    Rotate,
+)
+from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan, ModelPlan
+from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
+from stepgraph.runtime.kernels.triton.fusion import (
+    Activation,
+    Attention,
+    Fused,
+    GateUp,
+    Mixture,
+    NormLinear,
+    ResidualLinear,
+    fuse,
+    fusion_obstacle,
+    product_pairs,
+    runs_by_pair,
+)
+from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.families import FAMILIES
+from stepgraph.runtime.models.plan import model_plan
+from stepgraph.runtime.models.presets import PRESETS
+from transformers import AutoConfig
+
+from ..rigs.expert_cases import make_mixture
+from ..rigs.tiny_models import BASE, VARIANTS
+
+HIDDEN, FEATURES = 8, 12
+
+
+def parameter(name: str, *shape: int) -> Parameter:
+    return Parameter(name, (Source(name, shape),))
+
+
+def linear(name: str, rows: int, columns: int) -> Linear:
+    return Linear(name=name, weight=parameter(name, rows, columns))
+
+
+def norm(name: str) -> Norm:
+    return Norm(name=name, weight=parameter(name, HIDDEN), eps=1e-6)
+
+
+ATTEND = Attend(name="attention", heads=2, kv_heads=1, head_dim=4, value_dim=4, scale=0.5)
+ACTIVATE = Activate(name="activate", function="silu", features=FEATURES)
+
+
+def layer(
+    *,
+    inputs: bool = True,
+    outputs: bool = False,
+    scale: float = 1.0,
+    attend: Attend = ATTEND,
+    activate: Activate = ACTIVATE,
+) -> LayerPlan:
+    """A layer that norms the inputs of attention and the MLP, their outputs, or both."""
+    qk = QKNorm(name="n", q=parameter("q", 8), k=parameter("k", 4), eps=1e-6, all_heads=True)
+    residual = Residual(name="residual", scale=scale)
+    before: list[Operation] = [norm("before")] if inputs else []
+    after: list[Operation] = [norm("after"), residual] if outputs else [residual]
+    operations: list[Operation] = [
+        *(*before, linear("qkv", 16, HIDDEN), qk, Rotate(name="rotate", kind=0), attend),
+        *(linear("output", HIDDEN, 8), *after, *before, linear("gate_up", 24, HIDDEN)),
+        *(activate, linear("down", HIDDEN, activate.features), *after),
+    ]
+    return LayerPlan(tuple(operations))
+
+
+def model(*layers: LayerPlan) -> ModelPlan:
+    head = linear("head", 20, HIDDEN)
+    return ModelPlan(head.weight, 1.0, layers, norm("final"), head, 0.0, 1.0, 1)
+
+
+def shown(kernels: tuple[Fused, ...]) -> list[tuple[type, bool]]:
+    """The kind of each kernel, and whether it has a norm."""
+    return [(type(kernel), getattr(kernel, "norm", None) is not None) for kernel in kernels]
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+@pytest.mark.parametrize("outputs", [False, True])
+def test_norms_of_inputs_and_outputs(inputs: bool, outputs: bool) -> None:
+    plan = layer(inputs=inputs, outputs=outputs)
+    assert shown(fuse(plan)) == [
+        (NormLinear, inputs),
+        (Attention, False),
+        (ResidualLinear, outputs),
+        (GateUp, inputs),
+        (ResidualLinear, outputs),
+    ]
+    assert [kernel.name for kernel in fuse(plan)] == [
+        "norm_linear", "decode_attention", "combine_output", "gate_up", "down",
+    ]  # fmt: skip
+    assert fusion_obstacle(model(plan)) is None
+    pairs = list(product_pairs([fuse(plan)] * 2))
+    assert len(pairs) == (2 if inputs and not outputs else 0)
+
+
+def test_scaled_sums_are_not_computed_in_pairs() -> None:
+    plan = layer(scale=0.22)
+    assert [k.scale for k in fuse(plan) if isinstance(k, ResidualLinear)] == [0.22, 0.22]
+    assert not list(product_pairs([fuse(plan)] * 2))
+    assert fusion_obstacle(model(layer(outputs=True, scale=0.22))) == (
+        "residual with scale after a norm"
+    )
+
+
+def test_a_clamped_activation_is_a_kernel() -> None:
+    clamped = dataclasses.replace(ACTIVATE, limit=7.0, alpha=1.702, up_offset=1.0)
+    for inputs in (False, True):
+        plan = layer(inputs=inputs, activate=clamped)
+        assert shown(fuse(plan))[3:5] == [(NormLinear, inputs), (Activation, False)]
+        assert fusion_obstacle(model(plan)) is None
+
+
+def test_layers_may_differ_in_all_but_their_heads() -> None:
+    wide = dataclasses.replace(ACTIVATE, features=2 * FEATURES)
+    plan = model(layer(), layer(outputs=True), layer(activate=wide), layer(inputs=False))
+    assert fusion_obstacle(plan) is None
+    other = dataclasses.replace(ATTEND, heads=4)
+    assert fusion_obstacle(model(layer(), layer(attend=other))) == "layers with different heads"
+
+
+def test_what_has_no_kernel_is_named() -> None:
+    plan = layer()
+    swapped = LayerPlan((plan.operations[3], *plan.operations))
+    assert fusion_obstacle(model(swapped)) == "rotate"
+    shared = dataclasses.replace(ATTEND, shared_values=True)
+    assert fusion_obstacle(model(layer(attend=shared))) == "attention with shared_values"
+
+
+def configs_of_all_families() -> dict[str, ModelConfig]:
+    """The presets, and odd small models of all families."""
+    found = dict(PRESETS)
+    for name, changes in VARIANTS.items():
+        fields = {"model_type": "llama"} | BASE | changes
+        found[f"tiny {name}"] = ModelConfig.from_hf(AutoConfig.for_model(**fields).to_dict())
+    return found
+
+
+def test_only_latent_attention_has_no_layers_of_kernels() -> None:
+    """What falls back on CUDA, model by model: all else is native."""
+    configs = configs_of_all_families()
+    unknown_to_transformers = {"mimo"}  # of the layers of qwen2
+    assert {config.model_type for config in configs.values()} == set(
+        FAMILIES
+    ) - unknown_to_transformers
+    for name, config in configs.items():
+        plan = model_plan(config)
+        expected = set()
+        if "deepseek" in config.model_type:
+            expected.add(("decoder layers", "native layers do not support latent attention"))
+        if plan.rope_by_length:
+            why = "its rotations do not depend on the length of a sequence"
+            expected.add(("fused decode step", f"{why}; the layers run one by one"))
+        for storage in ("model", "int8", "fp8"):
+            assert set(native_gaps("cuda", torch.bfloat16, storage, plan)) == expected, name
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+@pytest.mark.parametrize("outputs", [False, True])
+def test_layers_of_experts(inputs: bool, outputs: bool) -> None:
+    """After dense ones, with norms of their inputs, outputs or both."""
+    experts = make_mixture(Routing(top_k=2), shared=1, biases=True, correction=True).op
+    dense = layer(inputs=inputs, outputs=outputs)
+    mlp = next(i for i, op in enumerate(dense.operations) if op.name == "gate_up")
+    rest = dense.operations[mlp + 3 :]
+    sparse = LayerPlan((*dense.operations[:mlp], experts, *rest))
+    *attention, mixture = fuse(sparse)
+    assert attention == list(fuse(dense)[:3])
+    assert isinstance(mixture, Mixture)
+    assert (mixture.norm is not None, mixture.output_norm is not None) == (inputs, outputs)
+    assert mixture.experts is experts
+    assert fusion_obstacle(model(dense, sparse, sparse)) is None
+
+
+def test_experts_of_many_pairs_are_read_once() -> None:
+    experts = make_mixture(Routing(top_k=2), routed=8).op
+    assert runs_by_pair(experts, 1, 1e12), "one token uses no expert twice"
+    assert runs_by_pair(experts, 4, 1e6)
+    assert not runs_by_pair(experts, 4, 352e6)
+    assert not runs_by_pair(experts, 5, 1.0)

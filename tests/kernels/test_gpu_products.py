@@ -1,0 +1,264 @@
+"""The products of a decode step, whatever carries them out, against plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from stepgraph.runtime.kernels.triton.activation import (
+    Clamp,
+    activate_rows,
+    reference_activate_rows,
+)
+from stepgraph.runtime.kernels.triton.gate_up import gate_up, reference_gate_up
+from stepgraph.runtime.kernels.triton.linear import LIBRARY, GpuLinear, LinearConfig, Pending
+from stepgraph.runtime.kernels.triton.norm_linear import norm_linear, reference_norm_linear
+from stepgraph.runtime.kernels.triton.residual_linear import (
+    reference_residual_linear,
+    residual_linear,
+)
+from torch import Tensor
+
+from ..rigs.gpu_linear_rig import (
+    DEVICE,
+    DTYPES,
+    STORAGES,
+    cases,
+    error,
+    poisoned,
+    random_linear,
+    random_norm,
+    rows,
+    tolerance,
+)
+
+N = 37
+HALF = torch.bfloat16
+
+
+def of_rows(block_n: int, block_k: int, stages: int = 2, splits: int = 1) -> LinearConfig:
+    return LinearConfig(block_n, block_k, kind="rows", stages=stages, splits=splits)
+
+
+# Input features, and configurations: of few rows, of more, and of more in parts.
+SIZES = {
+    # The last part of the input features is empty, the one before cut off.
+    "norm_linear": (21, LinearConfig(8, 64), of_rows(16, 16), of_rows(16, 16, splits=4)),
+    "gate_up": (21, LinearConfig(8, 64), of_rows(8, 16), of_rows(16, 16, splits=2)),
+    "residual_linear": (53, LinearConfig(8, 16), of_rows(16, 16, 3), of_rows(16, 16, 3, 2)),
+}
+EVERY = [
+    (operation, *case) for operation, (_, *configs) in SIZES.items()
+    for case in cases(*configs, LIBRARY)
+]  # fmt: skip
+
+
+class Product:
+    """Random tensors of an operation, which runs over them, and so does its reference."""
+
+    def __init__(
+        self,
+        operation: str,
+        count: int,
+        dtype: torch.dtype = HALF,
+        k: int = 0,
+        storage: str = "model",
+        *,
+        bias: bool = False,
+        offset: bool = False,
+        normed: bool = True,
+        pending: bool = False,
+        residual: bool = True,
+        gelu: bool = False,
+    ) -> None:
+        self.operation, self.gelu = operation, gelu
+        k = k or SIZES[operation][0]
+        self.x_TK = rows(count, k, dtype)
+        self.norm = random_norm(k, dtype, offset=offset) if normed else None
+        stored = 2 * N if operation == "gate_up" else N
+        self.linear = random_linear(stored, k, dtype, storage, bias=bias)
+        self.residual_TN = rows(count, N, dtype) if residual else None
+        self.pending: Pending | None = None
+        if pending:
+            post = random_norm(k, dtype, offset=offset)
+            self.pending = Pending(rows(count, k, dtype), post, poisoned(count, k, dtype=dtype))
+
+    def run(self, config: LinearConfig | None = None, out_TN: Tensor | None = None) -> Tensor:
+        """The result, in poisoned memory unless some is given."""
+        if out_TN is None:
+            out_TN = poisoned(len(self.x_TK), N, dtype=self.x_TK.dtype)
+        normed = (self.x_TK, self.norm, self.linear, out_TN)
+        if self.operation == "norm_linear":
+            norm_linear(*normed, self.pending, config)
+        elif self.operation == "gate_up":
+            gate_up(*normed, gelu=self.gelu, pending=self.pending, config=config)
+        else:
+            residual_linear(self.x_TK, self.linear, self.residual_TN, out_TN, config)
+        return out_TN
+
+    def reference(self, pending: Pending | None = None) -> Tensor:
+        normed = (self.x_TK, self.norm, self.linear)
+        if self.operation == "norm_linear":
+            return reference_norm_linear(*normed, pending)
+        if self.operation == "gate_up":
+            return reference_gate_up(*normed, gelu=self.gelu, pending=pending)
+        return reference_residual_linear(self.x_TK, self.linear, self.residual_TN)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize(("operation", "count", "config", "dtype"), EVERY)
+def test_odd_shapes(
+    operation: str, count: int, config: LinearConfig, dtype: torch.dtype, gelu: bool
+) -> None:
+    product = Product(operation, count, dtype, bias=True, gelu=gelu, residual=not gelu)
+    assert error(product.run(config), product.reference()) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_a_bounded_prefetch_changes_no_result(count: int) -> None:
+    """Of two rows of gate and two of up, or of the first features of each row."""
+    product = Product("gate_up", count, k=64)
+    config = LinearConfig(8, 32) if count <= 4 else of_rows(16, 16)
+    out_TN = product.run(replace(config, prefetch=5 * 64 * HALF.itemsize))
+    assert torch.equal(out_TN, product.run(config))
+    assert error(out_TN, product.reference()) < tolerance(HALF)
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("k", [37, 256, 300])
+@pytest.mark.parametrize("operation", SIZES)
+@pytest.mark.parametrize(
+    ("count", "config"),
+    [
+        (1, LinearConfig(32, 64)),
+        (2, LinearConfig(8, 128)),
+        (8, of_rows(16, 128)),
+        (17, of_rows(16, 64, splits=2)),
+        (32, of_rows(32, 256, splits=2)),
+        (5, LIBRARY),
+    ],
+)
+def test_weights_of_8_bits(
+    count: int, config: LinearConfig, operation: str, k: int, storage: str
+) -> None:
+    dtype = torch.float16 if operation == "residual_linear" else HALF
+    product = Product(operation, count, dtype, k, storage, bias=True)
+    assert error(product.run(config), product.reference()) < tolerance(dtype)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("operation", ["norm_linear", "gate_up"])
+@pytest.mark.parametrize(("count", "way"), [(1, 1), (2, 1), (5, 2), (5, 3), (5, 4)])
+def test_what_is_pending_is_added_and_kept(
+    count: int, way: int, operation: str, normed: bool, offset: bool
+) -> None:
+    traits = {"normed": normed, "offset": offset, "gelu": True}
+    product = Product(operation, count, k=150, pending=True, **traits)
+    out_TN = product.run((*SIZES[operation], LIBRARY)[way])
+    assert product.pending is not None
+    expected = product.pending._replace(out=torch.empty_like(product.pending.out))
+    assert error(out_TN, product.reference(expected)) < tolerance(HALF)
+    torch.testing.assert_close(product.pending.out, expected.out)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("count", [1, 3, 5, 17])
+@pytest.mark.parametrize("offset", [False, True])
+def test_against_float64(count: int, offset: bool) -> None:
+    product = Product("norm_linear", count, k=300, offset=offset)
+    x, norm = product.x_TK.double(), product.norm
+    assert norm is not None
+    x = x * (x.pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt() * (norm.weight.double() + offset)
+    out_TN = product.run(SIZES["norm_linear"][1 if count <= 4 else 3])
+    assert error(out_TN, x @ product.linear.weight.double().T) < tolerance(HALF)
+
+
+@pytest.mark.parametrize(("count", "way"), [(3, 1), (8, 2), (8, 3), (8, 4)])
+def test_without_a_residual(count: int, way: int) -> None:
+    product = Product("residual_linear", count, torch.float32, residual=False)
+    out_TN = product.run((*SIZES["residual_linear"], LIBRARY)[way])
+    assert error(out_TN, product.x_TK.double() @ product.linear.weight.double().T) < 1e-5
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("count", "way"), [(3, 1), (8, 2), (8, 3), (8, 4)])
+def test_results_that_are_scaled(count: int, way: int, residual: bool) -> None:
+    product = Product("residual_linear", count, residual=residual)
+    out_TN, config = poisoned(count, N, dtype=HALF), (*SIZES["residual_linear"], LIBRARY)[way]
+    arguments = (product.x_TK, product.linear, product.residual_TN)
+    residual_linear(*arguments, out_TN, config, scale=0.22)
+    expected = reference_residual_linear(*arguments, scale=0.22)
+    assert error(out_TN, expected) < tolerance(HALF)
+    assert error(out_TN, product.reference()) > 0.1
+
+
+@pytest.mark.parametrize(("count", "way"), [(1, 1), (5, 2), (5, 3), (5, 4), (1, 4)])
+def test_the_residual_may_be_what_is_written(count: int, way: int) -> None:
+    product = Product("residual_linear", count)
+    expected = product.reference()
+    out_TN = product.run((*SIZES["residual_linear"], LIBRARY)[way], product.residual_TN)
+    assert error(out_TN, expected) < tolerance(HALF)
+
+
+@pytest.mark.parametrize("operation", SIZES)
+@pytest.mark.parametrize(("count", "way"), [(3, 1), (6, 3)])
+def test_a_row_is_its_own(operation: str, count: int, way: int) -> None:
+    """The result of a row depends on no other row: not on NaN, nor on memory past the last row."""
+    product, config = Product(operation, count), SIZES[operation][way]
+    memory = torch.cat([product.x_TK, poisoned(64, product.x_TK.shape[1], dtype=HALF)])
+    product.x_TK = memory[:count]
+    alone_TN = product.run(config)
+    assert not alone_TN.isnan().any()
+    memory[1] = float("nan")
+    memory[0] = 1e30
+    out_TN = product.run(config)
+    assert out_TN[1].isnan().all()
+    assert torch.equal(out_TN[2:], alone_TN[2:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gelu", [False, True])
+def test_the_activation_by_itself(gelu: bool, dtype: torch.dtype) -> None:
+    x_TF = rows(3, 2 * 1029, dtype) * 10
+    out_TF = poisoned(3, 1029, dtype=dtype)
+    activate_rows(x_TF, out_TF, gelu=gelu)
+    assert error(out_TF, reference_activate_rows(x_TF, gelu=gelu)) < tolerance(dtype)
+    clamp = Clamp(limit=7.0, alpha=1.702, up_offset=1.0)
+    activate_rows(x_TF, out_TF, gelu=gelu, clamp=clamp)
+    expected = reference_activate_rows(x_TF, gelu=gelu, clamp=clamp)
+    assert error(out_TF, expected) < tolerance(dtype)
+    x_TF[1, 5] = float("nan")
+    activate_rows(x_TF, out_TF, gelu=gelu, clamp=clamp)
+    assert out_TF.isnan().sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "change", "config", "raised", "message"),
+    [
+        (33, {}, None, ValueError, "at most 32 rows"),
+        (1, {"linear": GpuLinear(torch.zeros(N + 1, 21))}, None, ValueError, "linear: a weight of"),
+        (5, {}, LinearConfig(8, 64), ValueError, "5 rows need a configuration of kind 'rows'"),
+        (1, {"linear": GpuLinear(torch.zeros(N, 21).int())}, None, TypeError, "int32"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_an_error(
+    count: int,
+    change: dict[str, Any],
+    config: LinearConfig | None,
+    raised: type[Exception],
+    message: str,
+) -> None:
+    product = Product("norm_linear", count)
+    for name, linear in change.items():
+        setattr(product, name, GpuLinear(linear.weight.to(DEVICE)))
+    with pytest.raises(raised, match=message):
+        product.run(config)

@@ -1,0 +1,49 @@
+"""Outputs of layers from the Triton kernels are those of the plain layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels import kernels_for
+from stepgraph.runtime.kernels.triton.backend import gpu_kernels
+from stepgraph.runtime.loading.checkpoint import CheckpointReader
+from stepgraph.runtime.loading.loader import iter_weights
+from stepgraph.runtime.models.decoder import Decoder
+
+from ..rigs.stack_rig import CPU, Rig
+from ..rigs.tiny_models import TinyModel
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interprets kernels")
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("rows", ["decode", "prefill"])
+@pytest.mark.parametrize("variant", ["base", "qwen3", "gemma2"])
+def test_taps(tiny: Callable[[str], TinyModel], variant: str, rows: str) -> None:
+    rig = Rig.of(tiny(variant), torch.float32)
+    plain = rig.decoder
+    plain.stack = None
+    kernels = kernels_for(gpu_kernels("model"), plain.plan)
+    decoder = Decoder(rig.config, kernels, torch.float32, CPU, rig.groups)
+    with CheckpointReader(tiny(variant).directory) as reader:
+        decoder.store(iter_weights(reader, rig.config, torch.float32))
+    assert decoder.stack is not None
+    chunks = [(0, 9, 1), (2, 30, 1)] if rows == "decode" else [(0, 0, 3), (1, 7, 2)]
+    inputs = rig.inputs(chunks)
+    if rows == "decode":
+        inputs = dataclasses.replace(inputs, tokens_per_row=1, query_start_loc=None)
+    x_TD = rig.hidden(inputs)
+    taps = (0, 1, len(plain.layers) - 1, len(plain.layers))
+    outputs = []
+    for each in (decoder, plain):
+        with torch.no_grad():
+            outputs.append(each.decode_tapped(x_TD, rig.arena.clone(), inputs, taps))
+    (hidden, ours), (expected, theirs) = outputs
+    assert (hidden - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()

@@ -1,0 +1,354 @@
+"""The decoder's layers as one operation against the modules that they are written down as."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from stepgraph.cache.arena import Storage
+from stepgraph.cache.spec import group_layers
+from stepgraph.runtime import kernels
+from stepgraph.runtime.kernels import RaggedBatch, WeightStorage, select_kernels
+from stepgraph.runtime.kernels.ops import stack
+from stepgraph.runtime.kernels.ops.bound_model import BoundModel
+from stepgraph.runtime.loading.checkpoint import read_config
+from stepgraph.runtime.loading.loader import random_weights
+from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..rigs.stack_rig import BLOCK_SIZE, CHUNKS, CPU, LENGTH, ROWS, Rig, assert_agrees
+from ..rigs.thread_rig import kernel_threads
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+
+VARIANTS = [
+    "base",
+    "odd",
+    "one_kv_head",
+    "biases",
+    "llama3_rope",
+    "qwen3",
+    "qwen3_yarn",
+    "mistral",
+    "gemma2",
+    "gemma3",
+]
+BOTH = (torch.float32, torch.bfloat16)
+KINDS: list[tuple[list[str], tuple[torch.dtype, ...], WeightStorage, Storage]] = [
+    (VARIANTS, BOTH, "model", "model"),
+    (["base", "odd", "biases", "qwen3", "gemma3"], BOTH, "int8", "model"),
+    (["base", "gemma3"], (torch.float32,), "model", "int8"),
+    (["base", "gemma3"], (torch.float32,), "model", "fp8"),
+]
+"""Variants, dtypes, and how weights and cache are stored."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype", "weights", "storage"),
+    [
+        (variant, dtype, weights, storage)
+        for variants, dtypes, weights, storage in KINDS
+        for variant, dtype in itertools.product(variants, dtypes)
+    ],
+)
+def test_equals_the_modules(
+    tiny: Callable[[str], TinyModel],
+    variant: str,
+    dtype: torch.dtype,
+    weights: WeightStorage,
+    storage: Storage,
+) -> None:
+    for chunks in CHUNKS.values():
+        rig = Rig.of(tiny(variant), dtype, storage, weights)
+        inputs = rig.inputs(chunks)
+        rig.poison(inputs)
+        assert_agrees(rig, inputs, rig.hidden(inputs))
+
+
+@pytest.mark.parametrize(
+    ("weights", "change", "message"),
+    [
+        ("int8", {"scales": lambda s: None}, "the weight of down is not a packed .* of BFloat16"),
+        ("int8", {"scales": lambda s: s[1:]}, "the scales of down are a contiguous"),
+        ("int8", {"scales": lambda s: s.bfloat16()}, "the scales of down are a contiguous"),
+        ("model", {"weight": lambda w: w.new_zeros(3, 4, 32, 2)}, "the weight of down is not a"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    tiny: Callable[[str], TinyModel],
+    weights: WeightStorage,
+    change: dict[str, Callable[[torch.Tensor], torch.Tensor | None]],
+    message: str,
+) -> None:
+    rig = Rig.of(tiny("base"), torch.bfloat16, weights=weights)
+    down = rig.decoder.layers[1].get_submodule("down")
+    for name, changed in change.items():
+        wrong = changed(down.get_parameter(name).data)
+        setattr(down, name, None if wrong is None else torch.nn.Parameter(wrong, False))
+    with pytest.raises(RuntimeError, match=message):
+        rig.decoder.store([])
+
+
+def wide(
+    dtype: torch.dtype,
+    weights: WeightStorage = "model",
+    storage: Storage = "model",
+    **fields: Any,
+) -> Rig:
+    """A model of which two threads get something to do in every phase."""
+    config = ModelConfig(
+        **{
+            "vocab_size": 64, "hidden_size": 264, "intermediate_size": 640, "num_layers": 2,
+            "num_heads": 6, "num_kv_heads": 3, "head_dim": 48, "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+            **fields,
+        }
+    )  # fmt: skip
+    rig = Rig(config, dtype, storage, weights=weights)
+    rig.decoder.store(random_weights(config, dtype))
+    return rig
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"intermediate_size": 601, "hidden_size": 261},
+        {"model_type": "gemma2"},
+        {"weights": "int8"},
+        {"weights": "int8", "intermediate_size": 601, "hidden_size": 261},
+    ],
+)
+def test_a_row_sees_neither_batch_nor_threads(dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    rig = wide(dtype, **fields)
+    inputs = rig.inputs(CHUNKS["T=130"])
+    x_TD = rig.hidden(inputs)
+    expected, expected_arena = rig.step(inputs, x_TD)
+    assert_agrees(rig, inputs, x_TD)
+    for count in (1, 2, 3):
+        with kernel_threads(count):
+            out, arena = rig.step(inputs, x_TD)
+            assert torch.equal(out, expected)
+            assert torch.equal(arena, expected_arena)
+    # The last row's only token alone, and then as one of two.
+    with kernel_threads(2):
+        alone = rig.inputs([CHUNKS["T=130"][2]])
+        assert torch.equal(rig.step(alone, x_TD[129:])[0], expected[129:])
+        pair = rig.inputs([(0, 20, 20), CHUNKS["T=130"][2]])
+        out, _ = rig.step(pair, torch.cat((x_TD[:20], x_TD[129:])))
+        assert torch.equal(out, torch.cat((expected[:20], expected[129:])))
+
+
+def test_what_an_earlier_step_left_behind_is_not_read() -> None:
+    for fields in ({}, {"intermediate_size": 601, "hidden_size": 261}):
+        rig = wide(torch.bfloat16, **fields)
+        for chunks in CHUNKS.values():
+            inputs = rig.inputs(chunks)
+            expected, _ = rig.step(inputs, rig.hidden(inputs))
+            nan = rig.inputs(CHUNKS["T=130"])
+            rig.step(nan, torch.full_like(rig.hidden(nan), torch.nan))
+            assert torch.equal(rig.step(inputs, rig.hidden(inputs))[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("storage", ["model", "int8", "fp8"])
+def test_nan_stays_in_its_row(dtype: torch.dtype, storage: Storage) -> None:
+    rig = wide(dtype, storage=storage)
+    inputs = rig.inputs(CHUNKS["T=2"])
+    x_TD = rig.hidden(inputs)
+    expected, _ = rig.step(inputs, x_TD)
+    x_TD[0, 3] = torch.nan
+    out, _ = rig.step(inputs, x_TD)
+    assert out[0].isnan().all()
+    assert torch.equal(out[1], expected[1])
+
+
+@pytest.mark.parametrize("broken", ["tensors", "integers", "numbers"])
+@pytest.mark.parametrize("change", ["few", "many"])
+def test_other_arguments_are_refused(
+    tiny: Callable[[str], TinyModel], broken: str, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig.of(tiny("gemma2"), torch.float32)
+    plain = stack.stack_arguments
+
+    def arguments(model: BoundModel) -> tuple[Any, ...]:
+        *lists, dtype, storage = plain(model)
+        changed = lists[["tensors", "integers", "numbers"].index(broken)]
+        if change == "many":
+            changed.append(changed[-1])
+        else:
+            changed.pop()
+        return *lists, dtype, storage
+
+    monkeypatch.setattr(stack, "stack_arguments", arguments)
+    message = f"{broken} are too few" if change == "few" else "are too many"
+    with pytest.raises(RuntimeError, match=message):
+        rig.decoder.store([])
+
+
+def test_work_space_grows_with_tokens_and_threads() -> None:
+    stack = wide(torch.bfloat16).decoder.stack
+    assert stack is not None
+    with kernel_threads(1):
+        few, many = stack.workspace_bytes(1), stack.workspace_bytes(130)
+    with kernel_threads(2):
+        assert stack.workspace_bytes(130) > many
+    assert 0 < few < many
+
+
+def test_stacks_do_not_know_each_other() -> None:
+    one, two = wide(torch.bfloat16), wide(torch.float32, num_layers=3, head_dim=32)
+    inputs_one, inputs_two = one.inputs(CHUNKS["T=7"]), two.inputs(CHUNKS["T=33"])
+    first, _ = one.step(inputs_one, one.hidden(inputs_one))
+    second, _ = two.step(inputs_two, two.hidden(inputs_two))
+    assert torch.equal(one.step(inputs_one, one.hidden(inputs_one))[0], first)
+    assert one.decoder.stack is not None
+    one.decoder.stack.close()
+    assert torch.equal(two.step(inputs_two, two.hidden(inputs_two))[0], second)
+    with pytest.raises(RuntimeError, match="has been destroyed"):
+        one.step(inputs_one, one.hidden(inputs_one))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_drops_a_stack_without_waiting_for_threads() -> None:
+    rig = wide(torch.bfloat16)
+    inputs = rig.inputs(CHUNKS["T=33"])
+    assert rig.decoder.stack is not None
+    with kernel_threads(3):
+        rig.step(inputs, rig.hidden(inputs))
+        if (child := os.fork()) == 0:
+            rig.decoder.stack.close()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        rig.step(inputs, rig.hidden(inputs))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_weights_are_freed_with_the_decoder_and_its_stack(held: bool) -> None:
+    rig = wide(torch.float32)
+    weight = rig.decoder.layers[0].get_submodule("down").get_parameter("weight")
+    alive = StorageWeakRef(weight.untyped_storage())
+    stack = rig.decoder.stack if held else None
+    del rig, weight
+    gc.collect()
+    assert alive.expired() == (not held)
+    if stack is not None:
+        stack.close()
+        stack.close()
+    assert alive.expired()
+
+
+def _set(tensor: torch.Tensor, value: int) -> torch.Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[-1] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "error"),
+    [
+        ("slots", lambda x: _set(x, 10**6), IndexError),
+        ("slots", lambda x: _set(x, -1), IndexError),
+        ("slots", lambda x: x[:, :-1], RuntimeError),
+        ("slots", lambda x: x[0], RuntimeError),
+        ("positions", lambda x: _set(x, LENGTH), IndexError),
+        ("positions", lambda x: x.int(), RuntimeError),
+        ("token_rows", lambda x: _set(x, ROWS + 1), IndexError),
+        ("block_tables", lambda x: torch.full_like(x, 10**6), IndexError),
+        ("block_tables", lambda x: torch.full_like(x, -1), IndexError),
+        ("block_tables", lambda x: x[0], RuntimeError),
+        ("block_tables", lambda x: x[..., ::2], RuntimeError),
+        ("read_blocks", lambda x: x + 1, RuntimeError),
+        ("read_blocks", lambda x: 0, RuntimeError),
+    ],
+)
+def test_bad_indices_are_refused_before_anything_is_written(
+    field: str, change: Callable[[Any], Any], error: type[Exception]
+) -> None:
+    rig = wide(torch.bfloat16)
+    good = rig.inputs(CHUNKS["T=33"])
+    bad = dataclasses.replace(good, **{field: change(getattr(good, field))})
+    before = rig.arena.clone()
+    assert rig.decoder.stack is not None
+    with pytest.raises(error, match=r"decoder_stack|block_tables|rotations"), torch.no_grad():
+        rig.decoder.decode(rig.hidden(good), rig.arena, bad)
+    assert torch.equal(rig.arena, before)
+
+
+def test_other_tensors_are_refused() -> None:
+    rig = wide(torch.bfloat16)
+    inputs = rig.inputs(CHUNKS["T=7"])
+    x_TD = rig.hidden(inputs)
+    for bad in (x_TD.float(), x_TD[:, :-1], x_TD[0]):
+        with pytest.raises(RuntimeError, match="decoder_stack"), torch.no_grad():
+            rig.decoder.decode(bad, rig.arena, inputs)
+    for arena in (rig.arena.float(), rig.arena[:1], rig.arena[:, :1], rig.arena[..., 2:]):
+        with pytest.raises(RuntimeError, match="decoder_stack"), torch.no_grad():
+            rig.decoder.decode(x_TD, arena, inputs)
+
+
+def test_compiles_without_breaks_for_any_number_of_tokens() -> None:
+    rig = wide(torch.bfloat16)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(module: torch.fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+        graphs.append(module)
+        return module.forward
+
+    def forward(
+        x_TD: torch.Tensor,
+        arena: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        read_blocks: int,
+    ) -> torch.Tensor:
+        inputs = RaggedBatch(
+            positions=positions,
+            slots=slots,
+            token_rows=rows,
+            rows=rows,
+            block_tables=rig.tables,
+            read_blocks=read_blocks,
+            block_size=BLOCK_SIZE,
+            tokens_per_row=1,
+        )
+        return rig.decoder.decode(x_TD, arena, inputs)
+
+    compiled = torch.compile(forward, backend=count, fullgraph=True, dynamic=True)
+    for name in ("T=7", "T=2", "T=33", "T=130"):
+        inputs = rig.inputs(CHUNKS[name])
+        x_TD = rig.hidden(inputs)
+        expected, expected_arena = rig.step(inputs, x_TD)
+        arena = rig.arena.clone()
+        with torch.no_grad():
+            out = compiled(
+                x_TD, arena, inputs.positions, inputs.slots, inputs.token_rows, inputs.read_blocks
+            )
+        assert torch.equal(out, expected)
+        assert torch.equal(arena, expected_arena)
+    (graph,) = graphs
+    calls = [str(n.target) for n in graph.graph.nodes if "stepgraph" in str(n.target)]
+    assert calls == ["stepgraph.rotations.default", "stepgraph.decoder_stack.default"]
+
+
+def test_latent_attention_and_other_dtypes_stay_with_the_modules(
+    tiny: Callable[[str], TinyModel],
+) -> None:
+    for variant, dtype in (("deepseek_v3", torch.float32), ("base", torch.float16)):
+        config = read_config(tiny(variant).directory)
+        groups = group_layers(attention_specs(config, 4))
+        decoder = Decoder(config, select_kernels(CPU, "compile", dtype), dtype, CPU, groups)
+        decoder.store(random_weights(config, dtype))
+        assert decoder.stack is None

@@ -1,0 +1,53 @@
+"""The model that ships with the package: trained, small, and read by transformers unchanged."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+DEMO = Path(__file__).resolve().parents[2] / "runtime" / "demo"
+PROMPTS = ["def ", "import ", "class Node:\n    def __init__(self", "for i in range(", "x"]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine.from_pretrained("demo", EngineConfig(mode="eager", dtype="float32")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+
+def test_greedy_tokens_are_those_of_transformers(engine, reference):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, params), strict=True):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        expected = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),  # the first token is no padding
+            max_new_tokens=64,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, ids.shape[1] :]
+        assert output.prompt_token_ids == ids[0].tolist()
+        assert output.token_ids == expected.tolist()
+        assert output.text == tokenizer.decode(expected)
+
+
+def test_drafts_of_its_drafter_are_mostly_right(engine):
+    speculation = {"method": "eagle3", "num_speculative_tokens": 3, "adaptive": False}
+    config = EngineConfig(mode="eager", dtype="float32", speculation=speculation)
+    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    (expected,) = engine.generate(["def main0("], params)
+    with Engine.from_pretrained("demo", config) as drafting:
+        (output,) = drafting.generate(["def main0("], params)
+        stats = drafting.stats()["speculation"]
+    assert output.token_ids == expected.token_ids
+    assert stats["drafted"] > 50
+    assert stats["accepted"] > stats["drafted"] / 3

@@ -1,0 +1,162 @@
+"""Models in formats that are not read: the error has what it is in `code`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from stepgraph.runtime import CheckpointError
+from stepgraph.runtime.loading.checkpoint import CheckpointReader
+from stepgraph.runtime.loading.drafter_source import find_drafter
+from stepgraph.runtime.loading.loader import read_config, resolve_source
+
+from ..rigs.tiny_models import TinyModel
+
+PEFT = {"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.2-1B"}
+MODEL_OPT = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+GGUF, TENSORS = b"GGUF" + b"\0" * 64, b"safetensors"
+Files = dict[str, Any]
+FILES: dict[str, tuple[str, Files]] = {
+    "gguf": ("gguf", {"Model-Q4_K_M.gguf": GGUF, "README.md": b""}),
+    "peft": ("peft", {"adapter_config.json": PEFT, "adapter_model.safetensors": TENSORS}),
+    "peft with a damaged config": ("peft", {"adapter_config.json": b"{"}),
+    "mistral": ("mistral", {"params.json": {}, "consolidated.safetensors": TENSORS}),
+    "mistral in shards": (
+        "mistral",
+        {"params.json": {}, "consolidated-00001-of-00002.safetensors": TENSORS},
+    ),
+    "meta": ("meta", {"params.json": {}, "consolidated.00.pth": b""}),
+    "pickle": ("pickle", {"pytorch_model-00001-of-00002.bin": b""}),
+    "pt": ("pickle", {"model.pt": b""}),
+    "diffusers": ("diffusers", {"model_index.json": {}, "unet/config.json": {}}),
+    "onnx": ("onnx", {"onnx/model.onnx": b""}),
+    "tensorrt": ("tensorrt", {"rank0.engine": b""}),
+    "sentence-transformers": (
+        "sentence-transformers",
+        {"modules.json": b"[]", "config_sentence_transformers.json": {}},
+    ),
+    "empty": ("empty", {}),
+    "tokenizer": ("no_config", {"tokenizer.json": {}}),
+    "training run": ("parent", {"checkpoint-500/config.json": {}}),
+    "hub cache": ("parent", {"blobs/1": b"", "snapshots/abc/config.json": {}}),
+}
+"""Directories without `config.json`."""
+BESIDE: dict[str, tuple[str, Files, Files]] = {
+    "gguf": ("gguf", {}, {"model.gguf": GGUF}),
+    "peft": ("peft", {}, {"adapter_config.json": PEFT, "model.safetensors": TENSORS}),
+    "mistral": ("mistral", {}, {"params.json": {}, "consolidated.safetensors": TENSORS}),
+    "pickle": ("pickle", {}, {"pytorch_model.bin": b""}),
+    "onnx": ("onnx", {}, {"model.onnx": b""}),
+    "tensorflow": ("tensorflow", {}, {"tf_model.h5": b""}),
+    "flax": ("flax", {}, {"flax_model.msgpack": b""}),
+    "no weights": ("no_weights", {}, {}),
+    "other names": ("other_names", {}, {"pytorch_model.safetensors": TENSORS}),
+    "shards without index": ("other_names", {}, {"model-00001-of-00002.safetensors": TENSORS}),
+    "mlx": ("mlx", {"quantization": {"group_size": 64, "bits": 4}}, {}),
+    "mlx, newer": ("mlx", {"quantization_config": {"group_size": 64, "bits": 4}}, {}),
+    "modelopt": ("modelopt", {}, {"hf_quant_config.json": MODEL_OPT}),
+    "compressed-tensors, older": ("compressed-tensors", {"compression_config": {}}, {}),
+    "gptq": ("quantized", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}),
+    "bitsandbytes": ("quantized", {"quantization_config": {"quant_method": "bitsandbytes"}}, {}),
+    "sentence-transformers": (
+        "sentence-transformers",
+        {"architectures": ["BertModel"], "model_type": "bert"},
+        {"config_sentence_transformers.json": {}},
+    ),
+}
+"""Directories with the `config.json` of a model, and changes of it."""
+
+
+def write(directory: Path, files: Files) -> Path:
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is TENSORS:
+            save_file({"a": torch.zeros(2)}, path)
+        else:
+            raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+            path.write_bytes(raw)
+    return directory
+
+
+def code(call: Callable[[], object]) -> str | None:
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    return caught.value.code
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_formats_of_directories(tmp_path: Path, base: TinyModel, name: str) -> None:
+    expected, files = FILES[name]
+    write(tmp_path, files)
+    assert code(lambda: resolve_source(str(tmp_path))) == expected
+    target = read_config(base.directory)
+    assert code(lambda: find_drafter(str(tmp_path), target)) == expected
+
+
+def opened(directory: Path, model_impl: str) -> None:
+    found = resolve_source(directory, model_impl=model_impl)
+    assert found.directory is not None
+    CheckpointReader(found.directory).close()
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "native", "transformers"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_formats_with_a_config(base: TinyModel, tmp_path: Path, name: str, model_impl: str) -> None:
+    expected, changes, files = BESIDE[name]
+    config = json.loads((base.directory / "config.json").read_text())
+    write(tmp_path, files | {"config.json": config | changes})
+    assert code(lambda: opened(tmp_path, model_impl)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("model.gguf", GGUF, "gguf"),
+        ("model.bin", GGUF, "gguf"),
+        ("pytorch_model.bin", b"PK", "pickle"),
+        ("model.onnx", b"", "onnx"),
+        ("model.safetensors", TENSORS, "file"),
+        ("config.json", {}, "file"),
+        ("notes.txt", b"hello", "file"),
+        ("empty", b"", "file"),
+    ],
+)
+def test_formats_of_files(tmp_path: Path, name: str, content: Any, expected: str) -> None:
+    path = write(tmp_path, {name: content}) / name
+    for source in (path, str(path)):
+        assert code(lambda source=source: resolve_source(source)) == expected  # type: ignore[misc]
+
+
+def test_formats_of_devices_do_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert code(lambda: resolve_source(tmp_path / "pipe")) is None
+
+
+def test_formats_in_a_header(base: TinyModel, tmp_path: Path) -> None:
+    """MLX names itself in the metadata of its files."""
+    write(tmp_path, {"config.json": json.loads((base.directory / "config.json").read_text())})
+    packed = {"model.layers.0.mlp.up_proj.weight": torch.zeros(8, 4, dtype=torch.uint32)}
+    save_file(packed, tmp_path / "model.safetensors", metadata={"format": "mlx"})
+    assert code(lambda: opened(tmp_path, "auto")) == "mlx"
+
+
+def test_formats_of_a_gguf_repository(tmp_path: Path) -> None:
+    """Of a hub repository only files in the layout are downloaded, of GGUF none."""
+    snapshot = tmp_path / "models--org--Model-GGUF" / "snapshots" / "1"
+    assert code(lambda: resolve_source(write(snapshot, {"README.md": b""}))) == "gguf"
+
+
+def test_formats_of_the_cache_alone_are_accepted(base: TinyModel, tmp_path: Path) -> None:
+    """ModelOpt also writes its file for a quantised cache of keys and values."""
+    directory = shutil.copytree(base.directory, tmp_path / "model")
+    settings = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    write(directory, {"hf_quant_config.json": settings})
+    opened(directory, "auto")

@@ -1,0 +1,180 @@
+"""Configs of mixtures of experts: what is read, and what is refused before weights are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stepgraph.runtime.errors import CheckpointError
+from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
+from stepgraph.runtime.loading.tensor_check import check_tensors
+from stepgraph.runtime.models.config import ModelConfig
+from transformers import AutoConfig
+
+from ..rigs.expert_models import EXPERT_VARIANTS
+from ..rigs.tiny_models import BASE
+
+SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 100}
+MINIMAL: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "intermediate_size": 32},
+    "qwen3_moe": {"num_experts": 8, "intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 8, "intermediate_size": 32},
+    "deepseek_v2": {"num_experts_per_tok": 6, "intermediate_size": 32},
+    "deepseek_v3": {"intermediate_size": 32},
+    "llama4_text": {"num_local_experts": 8, "intermediate_size": 32},
+}
+
+
+def read(model_type: str, **changes: Any) -> ModelConfig:
+    config = {"model_type": model_type, "max_position_embeddings": 64} | SIZES
+    return ModelConfig.from_hf(config | MINIMAL[model_type] | changes)
+
+
+@pytest.mark.parametrize("model_type", MINIMAL)
+def test_absent_keys_have_the_defaults_of_transformers(model_type: str) -> None:
+    """A config with the keys that must be there, and the same with all that transformers adds."""
+    keys = SIZES | MINIMAL[model_type] | {"max_position_embeddings": 64}
+    if model_type.startswith("deepseek"):
+        keys["num_key_value_heads"] = 8
+    complete = AutoConfig.for_model(model_type, **keys).to_dict()
+    short = {"model_type": model_type} | keys
+    assert ModelConfig.from_hf(short) == ModelConfig.from_hf(complete)
+
+
+@pytest.mark.parametrize("variant", EXPERT_VARIANTS)
+def test_the_layers_with_experts(variant: str) -> None:
+    settings = BASE | EXPERT_VARIANTS[variant]
+    settings = {k: v for k, v in settings.items() if k not in ("max_shard_size", "model_type")}
+    settings.pop("save_original_format", None)
+    hf = AutoConfig.for_model(EXPERT_VARIANTS[variant]["model_type"], **settings)
+    config = ModelConfig.from_hf(hf.to_dict())
+    layers = range(hf.num_hidden_layers)
+    match hf.model_type:
+        case "qwen3_moe":
+            expected = [
+                i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0
+                for i in layers
+            ]
+        case "llama4_text":
+            expected = [i in hf.moe_layers for i in layers]
+        case "deepseek_v2" | "deepseek_v3":
+            expected = [i >= hf.first_k_dense_replace for i in layers]
+        case _:
+            expected = [True for _ in layers]
+    assert [config.is_mixture(i) for i in layers] == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9.* num_local_experts = 8"),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok = 0 must be at least 1"),
+        ("mixtral", {"num_local_experts": -4}, "num_local_experts = -4 must be at least 1"),
+        ("mixtral", {"num_local_experts": 2**31}, "num_local_experts = .* must be at most"),
+        ("mixtral", {"num_local_experts": 4096}, "num_local_experts = 4096 must be at most 2048"),
+        ("mixtral", {"num_local_experts": "8"}, "num_local_experts must be of type int"),
+        ("mixtral", {"num_experts": 4}, "different numbers of experts"),
+        ("mixtral", {"num_local_experts": None}, "no num_local_experts"),
+        ("gpt_oss", {"num_local_experts": 0}, "num_local_experts = 0 must be at least 1"),
+        ("qwen3_moe", {"num_hidden_layers": 10**12}, "num_hidden_layers = .* at most 4096"),
+        ("deepseek_v2", {"num_hidden_layers": 10**12}, "num_hidden_layers = .* at most 4096"),
+        ("mixtral", {"intermediate_size": 0}, "intermediate_size = 0 must be at least 1"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts = 8"),
+        ("qwen3_moe", {"moe_intermediate_size": -1}, "moe_intermediate_size = -1 must be"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0 must be at least 1"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, not 3"),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers must be a list of layers"),
+        ("deepseek_v3", {"n_group": 7}, "n_routed_experts = 256 must be a multiple of n_group = 7"),
+        ("deepseek_v3", {"topk_group": 9}, "topk_group = 9 must be at most n_group = 8"),
+        ("deepseek_v3", {"topk_group": 0}, "topk_group = 0 must be at least 1"),
+        ("deepseek_v3", {"num_experts_per_tok": 129}, "129 must be at most 128, the experts of"),
+        ("deepseek_v3", {"n_group": 256, "topk_group": 8}, "n_group = 256 must leave at least 2"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported"),
+        ("deepseek_v3", {"n_shared_experts": -1}, "n_shared_experts = -1 must not be negative"),
+        ("deepseek_v3", {"routed_scaling_factor": 0}, r"routed_scaling_factor = 0\.0"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported"),
+        ("deepseek_v2", {"num_experts_per_tok": None}, "no num_experts_per_tok"),
+        ("llama4_text", {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step = 0"),
+        ("llama4_text", {"no_rope_layers": [1, 2, 0, 1]}, "no_rope_layers must list 0 or 1"),
+        ("llama4_text", {"no_rope_layers": [1]}, "no_rope_layers must list 0 or 1"),
+        ("llama4_text", {"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0"),
+        ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size = None must"),
+        ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size = 0 must be at least 1"),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "layer_types must be a list"),
+        ("llama4_text", {"floor_scale": 0}, "floor_scale = 0 must be at least 1"),
+        ("gpt_oss", {"swiglu_limit": 0}, r"swiglu_limit = 0\.0"),
+        ("gpt_oss", {"swiglu_limit": None}, "no swiglu_limit"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq'"),
+        ("gpt_oss", {"quantization_config": "mxfp4"}, "quant_method = None"),
+        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4.*weight_dtype"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quant_method = 'fp8'"),
+    ],
+)
+def test_refusals_name_the_key(model_type: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as raised:
+        read(model_type, **changes)
+    assert len(str(raised.value)) < 600
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> Path:
+    """A checkpoint of zeros with 20 experts in each of two layers."""
+    config = AutoConfig.for_model(
+        "mixtral",
+        num_local_experts=20,
+        intermediate_size=8,
+        num_key_value_heads=8,
+        **SIZES | {"num_hidden_layers": 2},
+    )
+    config.architectures = ["MixtralForCausalLM"]
+    config.save_pretrained(tmp_path)
+    d, f = 64, 8
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(100, d),
+        "lm_head.weight": torch.zeros(100, d),
+        "model.norm.weight": torch.zeros(d),
+    }
+    for layer in ("model.layers.0.", "model.layers.1."):
+        for name in "qkvo":
+            tensors[f"{layer}self_attn.{name}_proj.weight"] = torch.zeros(d, d)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{layer}{name}.weight"] = torch.zeros(d)
+        tensors[f"{layer}block_sparse_moe.gate.weight"] = torch.zeros(20, d)
+        for expert in range(20):
+            for name, shape in (("w1", (f, d)), ("w2", (d, f)), ("w3", (f, d))):
+                key = f"{layer}block_sparse_moe.experts.{expert}.{name}.weight"
+                tensors[key] = torch.zeros(*shape)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def check(directory: Path) -> None:
+    with CheckpointReader(directory) as reader:
+        check_tensors(reader, read_config(directory))
+
+
+def test_missing_experts_are_listed(mixtral: Path) -> None:
+    check(mixtral)
+    tensors = load_file(mixtral / "model.safetensors")
+    for expert in range(5, 20):
+        del tensors[f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight"]
+    del tensors["model.layers.0.block_sparse_moe.experts.7.w1.weight"]
+    save_file(tensors, mixtral / "model.safetensors")
+    with pytest.raises(CheckpointError) as raised:
+        check(mixtral)
+    message = str(raised.value)
+    assert "experts 7 in model.layers.0.block_sparse_moe.experts" in message
+    assert "experts 5, 6, 7, 8, 9, 10, 11, 12 and 7 more in model.layers.1" in message
+    assert len(message) < 600
+
+
+def test_a_config_with_more_experts_than_the_files(mixtral: Path) -> None:
+    config = json.loads((mixtral / "config.json").read_text())
+    (mixtral / "config.json").write_text(json.dumps(config | {"num_local_experts": 2048}))
+    with pytest.raises(CheckpointError, match="experts 20, 21, 22") as raised:
+        check(mixtral)
+    assert len(str(raised.value)) < 1500

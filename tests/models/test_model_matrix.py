@@ -1,0 +1,125 @@
+"""Every causal-LM class of transformers runs with the tokens and logits of transformers, or not.
+
+docs/models.md lists which; this compares small random models in float32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from stepgraph.runtime import Engine, SamplingParams, StepgraphError
+from stepgraph.runtime.errors import StepPreparationError
+from stepgraph.runtime.kernels import have_compiler
+
+from ..rigs.causal_models import (
+    MODEL_TYPES,
+    CausalModel,
+    UnbuildableError,
+    save_small_model,
+)
+from ..rigs.causal_variants import VARIANTS
+from ..rigs.model_matrix import IMPLEMENTATIONS, Row, replaced, row_of, start, table
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+QUICK = ("bart", "zaya", "phi")
+"""Two that are refused, and partial rotation with biases."""
+CASES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in (*MODEL_TYPES, *VARIANTS)
+]
+NEW_TOKENS = 12
+BY_LENGTH = ("dynamic", "longrope")
+"""Rotations of which one forward pass has those of the whole sequence."""
+LOGIT_ERROR = 1e-3
+"""Most difference of two logits, in standard deviations of all of them."""
+
+
+@pytest.fixture(autouse=True)
+def without_bars() -> None:
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model_type, changes = VARIANTS.get(name, (name, {}))
+    try:
+        model = save_small_model(model_type, tmp_path, changes)
+    except UnbuildableError:
+        return  # the page says why
+    for implementation in IMPLEMENTATIONS:
+        try:
+            engine = start(tmp_path, implementation)
+        except StepgraphError:
+            continue
+        else:
+            with engine:
+                compare(name, model, engine)
+
+
+def compare(name: str, model: CausalModel, engine: Engine) -> None:
+    """Decode prompts longer than windows, with more of them than rows, in several chunks."""
+    prompts = model.prompts(3, 9, 21, 30)
+    expected = [model.greedy(prompt, NEW_TOKENS) for prompt in prompts]
+    scored = prompts[-1] + expected[-1]
+    logits = model.logits(scored)
+    greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    assert [output.token_ids for output in engine.generate(prompts, greedy)] == expected
+    lengths = [len(scored)]  # prefilled
+    if not name.endswith(BY_LENGTH):
+        lengths += [1, 20]  # decoded, both
+    for prompt_len in lengths:
+        ours = engine.score(scored, prompt_len)
+        theirs = logits[prompt_len - 1 :, : ours.shape[-1]]
+        bound = LOGIT_ERROR * logits.std().item()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
+    engine.check_integrity()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_compiled_steps_have_the_tokens_of_eager_ones(model_type: str, tmp_path: Path) -> None:
+    try:
+        prompts = save_small_model(model_type, tmp_path).prompts(3, 21)
+        eager = start(tmp_path, "transformers")
+    except (UnbuildableError, StepgraphError):
+        return  # the page says why
+    greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    with eager:
+        expected = [output.token_ids for output in eager.generate(prompts, greedy)]
+    try:
+        compiled = start(tmp_path, "transformers", mode="compile")
+    except StepPreparationError as error:
+        if re.search(r"\.py:\d+", str(error)):
+            return
+        raise
+    with compiled:
+        assert [output.token_ids for output in compiled.generate(prompts, greedy)] == expected
+        assert compiled.stats()["fallbacks"] == 0
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    transformers.utils.logging.disable_progress_bar()
+    scratch = tmp_path_factory.mktemp("models")
+    return [row_of(model_type, scratch / model_type) for model_type in MODEL_TYPES]
+
+
+@pytest.mark.slow
+def test_the_page_is_current(rows: list[Row]) -> None:
+    page = PAGE.read_text()
+    assert page == replaced(page, table(rows)), (
+        "run python -m tests.rigs.model_matrix docs/models.md"
+    )
+
+
+@pytest.mark.slow
+def test_most_architectures_run(rows: list[Row]) -> None:
+    counts = Counter(name for row in rows for name in row.runs_as)
+    assert counts["transformers"] >= 60
+    assert counts["native"] >= 7

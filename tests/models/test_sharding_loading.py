@@ -1,0 +1,198 @@
+"""What a rank reads of a checkpoint, random weights of shards, and other weights in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from stepgraph.cache.spec import group_layers
+from stepgraph.runtime.errors import CheckpointError
+from stepgraph.runtime.kernels.ops.parameter import HeadRows
+from stepgraph.runtime.loading.checkpoint import CheckpointReader
+from stepgraph.runtime.loading.loader import iter_weights, random_weights
+from stepgraph.runtime.loading.tensor_check import check_tensors
+from stepgraph.runtime.memory.footprint import weight_bytes
+from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.models.layout import Source, fused_layout
+from stepgraph.runtime.models.plan import model_plan
+
+from ..rigs.sharding_rig import Meeting, ThreadCollectives, on_ranks, tiny_config, write_checkpoint
+from ..rigs.sharding_steps import CPU, RankSteps, plain_kernels, rank_steps, stored_weights
+
+WIDE = ModelConfig(
+    vocab_size=4096,
+    hidden_size=1024,
+    intermediate_size=8192,
+    num_layers=1,
+    num_heads=32,
+    num_kv_heads=16,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+)
+
+
+def shards(config: ModelConfig, ranks: int) -> list[ModelConfig]:
+    return [dataclasses.replace(config, shard=(rank, ranks)) for rank in range(ranks)]
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file that this process has mapped and touched."""
+    parts = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    sizes = (re.search(r"^Rss: +(\d+) kB", part, re.M) for part in parts if str(path) in part)
+    return sum(1024 * int(size[1]) for size in sizes if size is not None)
+
+
+def touched(config: ModelConfig, directory: Path) -> int:
+    """Bytes of a checkpoint that are mapped once a model, or the part of a rank, is loaded."""
+    with CheckpointReader(directory) as reader:
+        for _ in iter_weights(reader, config, torch.float32):
+            pass
+        return resident(directory / "model.safetensors")
+
+
+def test_a_rank_touches_its_own_rows_only(tmp_path: Path) -> None:
+    """To within the pages that Linux maps with a page that is read."""
+    config = dataclasses.replace(WIDE, vocab_size=1 << 17, hidden_size=128, intermediate_size=64)
+    write_checkpoint(config, tmp_path)
+    whole = touched(config, tmp_path)
+    assert whole > 0.95 * (tmp_path / "model.safetensors").stat().st_size
+    for shard in shards(config, 4):
+        assert touched(shard, tmp_path) < 0.35 * whole
+
+
+@pytest.mark.parametrize("variant", ["base", "phi3", "glm4", "deepseek_v3", "mixtral", "gpt_oss"])
+def test_parts_of_tensors_are_views_of_mapped_memory(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but reordered rows, which are copies of these rows alone."""
+    config = tiny_config(variant, 4)
+    write_checkpoint(config, tmp_path)
+    read: list[tuple[Source, torch.Tensor]] = []
+    reader_read = CheckpointReader.read
+
+    def counted(reader: CheckpointReader, source: Source) -> torch.Tensor:
+        part = reader_read(reader, source)
+        read.append((source, part))
+        return part
+
+    monkeypatch.setattr(CheckpointReader, "read", counted)
+    for shard in shards(config, 4):
+        read.clear()
+        plan = model_plan(shard)
+        expected = sum(p.elements for p in plan.parameters() if any(s.name for s in p.sources))
+        for _ in stored_weights(shard, tmp_path):
+            pass
+        assert sum(part.numel() for _, part in read) == expected
+        for source, part in read:
+            if not isinstance(source.selection, HeadRows):
+                stored = math.prod(source.shape) * part.itemsize
+                assert part.untyped_storage().nbytes() == stored
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("variant", ["biases", "phi3", "glm4", "olmo2", "mixtral", "gpt_oss"])
+def test_random_weights_of_ranks_are_parts_of_those_of_the_model(variant: str, ranks: int) -> None:
+    config = tiny_config(variant, ranks)
+    whole = dict(random_weights(config, torch.float32, seed=7))
+    for shard in shards(config, ranks):
+        layout = fused_layout(shard)
+        for name, part in random_weights(shard, torch.float32, seed=7):
+            cut, expected = layout[name].cut, whole[name]
+            if cut is not None:
+                stacked = expected.view(cut.whole)
+                expected = torch.cat([stacked[r.start : r.stop] for r in cut.rows])
+                if cut.columns is not None:
+                    expected = expected[:, cut.columns.start : cut.columns.stop]
+            elif not any(source.name for source in layout[name].sources):
+                expected = torch.zeros_like(expected)
+            assert torch.equal(part.flatten(), expected.flatten()), name
+
+
+def test_random_weights_longer_than_the_pool() -> None:
+    """Rows and columns of tensors that repeat their values."""
+    whole = dict(random_weights(WIDE, torch.float32))
+    shard = shards(WIDE, 4)[2]
+    part = dict(random_weights(shard, torch.float32))
+    down, gate_up = "layers.0.down.weight", "layers.0.gate_up.weight"
+    assert torch.equal(part[down], whole[down][:, 4096:6144])
+    gate, up = whole[gate_up].chunk(2)
+    assert torch.equal(part[gate_up], torch.cat((gate[4096:6144], up[4096:6144])))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_columns_of_mxfp4_blocks(ranks: int, tmp_path: Path) -> None:
+    """Ranks with parts of blocks of 32 elements decode what the whole model decodes."""
+    config = tiny_config("gpt_oss_mxfp4", 4).with_layers([0])
+    assert config.experts is not None
+    experts = dataclasses.replace(config.experts, moe_intermediate_size=96)
+    config = dataclasses.replace(config, experts=experts)
+    generator = torch.Generator().manual_seed(0)
+    stored: dict[str, torch.Tensor] = {}
+    blocks = {f"model.layers.0.mlp.experts.{name}_proj_blocks" for name in ("gate_up", "down")}
+    for fused in fused_layout(config).values():
+        for source in fused.stored_in(blocks).sources:
+            assert source.name is not None
+            if not source.name.endswith("_blocks"):
+                stored[source.name] = torch.randn(source.shape, generator=generator)
+                continue
+            *leading, columns = source.shape
+            scales = source.name.replace("_blocks", "_scales")
+            for name, shape in ((source.name, (columns // 32, 16)), (scales, (columns // 32,))):
+                numbers = torch.randint(120, 130, (*leading, *shape), generator=generator)
+                stored[name] = numbers.to(torch.uint8)
+    save_file(stored, tmp_path / "model.safetensors")
+    name = "layers.0.experts.down.weight"
+    whole = dict(stored_weights(config, tmp_path))[name]
+    parts = [dict(stored_weights(shard, tmp_path))[name] for shard in shards(config, ranks)]
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+def test_a_rank_refuses_what_the_whole_model_refuses(tmp_path: Path) -> None:
+    config = tiny_config("biases", 2)
+    write_checkpoint(config, tmp_path)
+    stray = dataclasses.replace(config, mlp_bias=False)
+    for shard in shards(stray, 2):
+        with (
+            CheckpointReader(tmp_path) as reader,
+            pytest.raises(CheckpointError, match=r"unexpected: model.layers.0.mlp.down_proj.bias"),
+        ):
+            check_tensors(reader, shard)
+
+
+def test_other_weights_in_the_place_of_those_of_a_rank(tmp_path: Path) -> None:
+    config = tiny_config("gpt_oss", 2)
+    directories = [tmp_path / "first", tmp_path / "second"]
+    for seed, directory in enumerate(directories):
+        directory.mkdir()
+        write_checkpoint(config, directory, seed)
+
+    def run(group: ThreadCollectives) -> torch.Tensor:
+        steps = rank_steps(config, directories[0], group)
+        own = dataclasses.replace(config, shard=(group.rank, 2))
+        steps.decoder.overwrite(stored_weights(own, directories[1]))
+        return steps.run().tokens
+
+    with torch.no_grad():
+        weights = stored_weights(config, directories[1])
+        expected = RankSteps(config, weights, plain_kernels()).run().tokens
+    assert all(torch.equal(tokens, expected) for tokens in on_ranks(2, run))
+
+
+@pytest.mark.parametrize("variant", ["base", "deepseek_v3_moe", "olmo2", "gpt_oss"])
+def test_weights_take_the_bytes_that_were_planned(variant: str) -> None:
+    config = tiny_config(variant, 4)
+    for shard in shards(config, 4):
+        kernels = dataclasses.replace(plain_kernels(), collectives=ThreadCollectives(0, Meeting(4)))
+        groups = group_layers(attention_specs(shard, 4))
+        decoder = Decoder(shard, kernels, torch.float32, CPU, groups)
+        decoder.store(random_weights(shard, torch.float32))
+        assert decoder.weight_bytes == weight_bytes(decoder.plan, kernels, torch.float32)

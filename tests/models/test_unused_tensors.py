@@ -1,0 +1,122 @@
+"""Checkpoints with tensors that are not parameters of the model: these may have any dtype."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from stepgraph.runtime import CheckpointError, Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.models.transformers.library import (
+    convertible_parameters,
+    quiet,
+    reason_of,
+)
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..rigs.tiny_models import TinyModel
+
+FP8 = torch.float8_e4m3fn
+UNUSED: dict[str, Tensor] = {
+    "model.layers.0.self_attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
+    "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4, dtype=torch.float64),
+    "model.embeddings.position_ids": torch.arange(9),
+    "model.layers.3.mlp.up_proj.weight": torch.ones(8, 8).to(FP8),
+    "mtp.layers.0.mlp.up_proj.weight": torch.ones(8, 8).to(FP8),
+    "mtp.packed": torch.ones(8, dtype=torch.uint8),
+    "mtp.freqs_cis": torch.ones(8, dtype=torch.complex64),
+    "model.visual.blocks.0.attn.qkv.weight": torch.ones(8, 8).to(FP8),
+    "vision_tower.blocks.0.attn.qkv.weight": torch.ones(8, 8).bfloat16(),
+}
+
+
+def saved(directory: Path, base: TinyModel, changes: dict[str, Tensor]) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    tensors = load_file(base.directory / "model.safetensors") | changes
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_bytes((base.directory / "config.json").read_bytes())
+    return directory
+
+
+def opened(directory: Path, model_impl: str) -> Engine:
+    config = EngineConfig(
+        mode="eager", kernels="torch", dtype="float32", model_impl=model_impl,  # type: ignore[arg-type]
+        max_num_seqs=2, num_blocks=16, max_model_len=64,
+    )  # fmt: skip
+    return Engine.from_pretrained(directory, config)
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_unused_tensors_change_nothing(
+    base: TinyModel, model_impl: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (prompt,) = base.prompts(9)
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    with (
+        caplog.at_level(logging.WARNING, "stepgraph.runtime.loading"),
+        opened(saved(tmp_path, base, UNUSED), model_impl) as engine,
+    ):
+        (output,) = engine.generate([prompt], params)
+    assert [list(output.token_ids)] == base.greedy([prompt], 5)
+    if model_impl == "native":  # once, although headers are compared twice
+        (record,) = [r for r in caplog.records if r.name.endswith("tensor_check")]
+        assert "vision_tower.blocks.0.attn.qkv.weight" in record.getMessage()
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize("dtype", [FP8, torch.float64, torch.int8])
+def test_unused_tensors_do_not_hide_the_dtype_of_a_parameter(
+    base: TinyModel, model_impl: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    weight = load_file(base.directory / "model.safetensors")[name]
+    directory = saved(tmp_path, base, {**UNUSED, name: weight.to(dtype)})
+    with pytest.raises(CheckpointError) as caught:
+        opened(directory, model_impl)
+    assert name in str(caught.value)
+    assert "mtp" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unused_tensors_are_not_weights_of_the_decoder(
+    base: TinyModel, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    name = "model.layers.1.self_attn.q_norm.weight"
+    directory = saved(tmp_path, base, {name: torch.ones(16, dtype=dtype)})
+    with pytest.raises(CheckpointError, match=name):
+        opened(directory, "native")
+
+
+def test_unused_tensors_of_published_gpt_neox(tmp_path: Path) -> None:
+    config = transformers.GPTNeoXConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=101, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(2):
+        prefix = f"gpt_neox.layers.{layer}.attention."
+        tensors[prefix + "bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()
+        tensors[prefix + "masked_bias"] = torch.tensor(-1e9)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    opened(tmp_path, "auto").close()
+
+
+def test_parameters_without_data_convert_while_a_model_is_built() -> None:
+    """As the classes of DeepSeek-V4 do in transformers; torch refuses to swap such tensors."""
+    before = nn.Module._apply
+    with FakeTensorMode(), quiet(), convertible_parameters():
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(dtype=torch.float16)
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert model[1].running_mean.dtype == torch.float16
+    assert nn.Module._apply is before
+
+
+def test_reasons_of_errors_are_the_innermost() -> None:
+    error = RuntimeError("could not swap")
+    error.__cause__ = ZeroDivisionError("division")
+    assert "ZeroDivisionError: division" in reason_of(error)

@@ -1,0 +1,247 @@
+"""Every node of the captured steps of whole engines has a layer and an operation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.profiling import attribution
+from stepgraph.profiling.attribution import CapturedNode, KernelNames, StepNodes
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.execution.step_key import StepKey
+from stepgraph.runtime.operation_scopes import operation
+from stepgraph.runtime.tools import recorded_steps
+from stepgraph.runtime.tools.step_costs import decode_operation_costs
+
+from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+
+GRAPH = {"mode": "graph", "compile": False, "max_model_len": 32, "buckets": (2,), "max_num_seqs": 2}
+
+MLP = ["mlp_norm", "gate_up_linear", "activate", "down_linear"]
+LAYERS = {
+    "base": [
+        *("input_norm", "qkv_linear", "rotate", "attention", "output_linear", "residual"),
+        *(*MLP, "residual"),
+    ],
+    "gemma2": [
+        *("input_norm", "qkv_linear", "rotate", "attention", "output_linear"),
+        *("attention_output_norm", "residual", *MLP, "mlp_output_norm", "residual"),
+    ],
+    "qwen3": [
+        *("input_norm", "qkv_linear", "qk_norm", "rotate", "attention", "output_linear"),
+        *("residual", *MLP, "residual"),
+    ],
+    "deepseek_v2": [
+        *("input_norm", "q_kv_linear", "rotate", "queries_to_latent", "latent_norm", "attention"),
+        *("latent_to_values", "output_linear", "residual", *MLP, "residual"),
+    ],
+    "deepseek_v3": [
+        *("input_norm", "q_kv_linear", "q_norm", "q_up_linear", "rotate", "queries_to_latent"),
+        *("latent_norm", "attention", "latent_to_values", "output_linear", "residual"),
+        *(*MLP, "residual"),
+    ],
+}
+BEGIN = ["begin", "rotations"]
+FUSED_LAYER = ["norm_linear", "decode_attention", "combine_output", "gate_up", "down"]
+
+
+def scopes(step: StepNodes) -> list[str]:
+    """What the nodes belong to, in order, neighbours of the same scope once."""
+    return [label for label, _ in groupby(node.label for node in step.nodes)]
+
+
+def expected(step: StepNodes, layers: int, of_layer: list[str]) -> list[str]:
+    return [
+        *(["inputs"] if step.phase == "decode" else []),
+        *BEGIN,
+        *(f"{layer}/{operation}" for layer in range(layers) for operation in of_layer),
+        "final_norm",
+        *(["last_tokens"] if step.phase == "prefill" else []),
+        "head",
+        "sample" if step.full_sampler else "greedy",
+    ]
+
+
+@pytest.mark.parametrize("variant", LAYERS)
+def test_every_node_of_every_step_is_attributed(
+    variant: str, open_engine: Callable[..., Engine], fake_graphs: FakeGraphs
+) -> None:
+    with attribution.recording() as names:
+        engine = open_engine(variant, **GRAPH)
+    assert names.reason is None
+    assert names.unattributed == 0
+    keys = [report.key for report in engine._parts.runner.library.reports()]
+    assert [
+        StepKey(step.phase, step.size, step.read_blocks, step.full_sampler, step.steps)
+        for step in names.steps
+    ] == keys
+    assert {(key.phase, key.full_sampler) for key in keys} == {
+        (phase, full) for phase in ("decode", "prefill") for full in (False, True)
+    }
+    layers = engine._parts.model.config.num_layers
+    for step in names.steps:
+        assert scopes(step) == expected(step, layers, LAYERS[variant])
+
+
+def test_several_steps_a_launch_are_the_same_scopes_again(
+    open_engine: Callable[..., Engine], fake_graphs: FakeGraphs
+) -> None:
+    with attribution.recording() as names:
+        open_engine("base", **GRAPH, steps_per_launch=2)
+    (double,) = (step for step in names.steps if step.steps == 2 and not step.full_sampler)
+    one = expected(double, 3, LAYERS["base"])
+    assert scopes(double) == [*one, *one, "outputs"]
+
+
+def test_recording_changes_no_token(
+    open_engine: Callable[..., Engine], fake_graphs: FakeGraphs
+) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    prompts = [[3, 4, 5], [9, 8]]
+    plain = open_engine("base", **GRAPH).generate(prompts, params)
+    captured = [len(graph.operations) for graph in fake_graphs.graphs]
+    with attribution.recording():
+        recorded = open_engine("base", **GRAPH).generate(prompts, params)
+    assert [o.token_ids for o in recorded] == [o.token_ids for o in plain]
+    assert [len(graph.operations) for graph in fake_graphs.graphs[len(captured) :]] == captured
+
+
+def test_eager_engines_record_nothing(open_engine: Callable[..., Engine]) -> None:
+    with attribution.recording() as names:
+        engine = open_engine("micro", mode="eager")
+        engine.generate([[1, 2]], SamplingParams(max_tokens=2, temperature=0.0))
+    assert names == KernelNames()
+
+
+class KernelCallNodes:
+    """A `NodeSource`: every call of a Triton kernel is a node."""
+
+    reason = None
+
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
+        self._seen = 0
+
+    def take(self) -> list[CapturedNode]:
+        new = self._calls[self._seen :]
+        self._seen = len(self._calls)
+        return [CapturedNode("kernel", call.name) for call in new]
+
+    def tools_ids(self, graph: object) -> None:
+        """They are not known."""
+
+
+@pytest.fixture
+def record_names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelNames]:
+    """Record the names of the steps that a GPU would run, on tensors without memory."""
+    pytest.importorskip("triton")
+    record_kernel_calls = recorded_steps.record_kernel_calls
+
+    @contextlib.contextmanager
+    def attributed(capability: int) -> Iterator[list[Any]]:
+        identity = StepKey("decode", 1, 1, full_sampler=False)
+        with (
+            record_kernel_calls(capability) as calls,
+            attribution.step(identity),
+            attribution.capturing(lambda: KernelCallNodes(calls)) as tape,
+        ):
+            yield calls
+        if tape is not None:
+            tape.finish(None)
+
+    def make(*args: Any, **kwargs: Any) -> KernelNames:
+        with attribution.recording() as names:
+            recorded_steps.record_steps(*args, **kwargs)
+        return names
+
+    monkeypatch.setattr(recorded_steps, "record_kernel_calls", attributed)
+    return make
+
+
+@pytest.mark.parametrize("model", ["preset:llama-3.2-1b", "preset:gemma-2-2b"])
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_a_decode_step_on_a_gpu_has_five_operations_a_layer(
+    record_names: Callable[..., KernelNames], model: str, rows: int
+) -> None:
+    names = record_names(model, EngineConfig(max_num_seqs=32), rows=[rows], tokens=[])
+    greedy, sampled = (scopes(step) for step in names.steps)
+    layers = max(node.layer for node in names.steps[0].nodes if node.layer is not None) + 1
+    # The library's products are no launches of Triton, and some scopes have nothing else.
+    few = FUSED_LAYER if rows <= 4 else ["norm_linear", "decode_attention", "gate_up"]
+    for layer in range(layers):
+        inside = [label for label in greedy if label.startswith(f"{layer}/")]
+        in_order = [f"{layer}/{name}" for name in FUSED_LAYER]
+        assert inside == [label for label in in_order if label in inside]
+        assert {f"{layer}/{name}" for name in few} <= set(inside)
+    assert (greedy[0], greedy[-2:]) == ("begin", ["head", "greedy"])
+    assert sampled == [*greedy[:-1], "sample"]
+
+
+def test_a_chunk_on_a_gpu_runs_its_kernels_in_the_scopes_of_its_layers(
+    record_names: Callable[..., KernelNames],
+) -> None:
+    names = record_names("demo", EngineConfig(max_num_seqs=2), rows=[1], tokens=[16])
+    attends = "prefill_attention"
+    (prefill,) = (s.nodes for s in names.steps if any(n.operation == attends for n in s.nodes))
+    inside = [node for node in prefill if node.layer is not None]
+    operations = {"input_norm", "rotate_and_store", attends, "mlp_norm", "activate"}
+    for layer in range(max(node.layer or 0 for node in inside) + 1):
+        assert {node.operation for node in inside if node.layer == layer} >= operations
+    assert {node.operation for node in prefill if node.layer is None} <= {
+        "prefill_tiles",
+        "final_norm",
+        "head",
+        "greedy",
+    }
+
+
+def test_costs_and_scopes_have_the_same_names(
+    record_names: Callable[..., KernelNames], open_engine: Callable[..., Engine]
+) -> None:
+    names = record_names("demo", EngineConfig(max_num_seqs=1), rows=[1], tokens=[])
+    parts = open_engine("gemma2")._parts
+    costs = decode_operation_costs(parts.model.config, parts.config, rows=2, context=20)
+    assert [cost.operation for cost in costs] == [
+        *("begin", *FUSED_LAYER, "head", "greedy"),
+    ]
+    assert {cost.operation for cost in costs} == {n.operation for n in names.steps[0].nodes}
+    assert {cost.operation: cost.launches for cost in costs} == {
+        "begin": 1,
+        "head": 1,
+        "greedy": 1,
+        **dict.fromkeys(FUSED_LAYER, 4),
+    }
+    latent = open_engine("deepseek_v2")._parts
+    assert decode_operation_costs(latent.model.config, latent.config, rows=1, context=1) == []
+
+
+def test_scopes_are_nothing_to_compiled_code() -> None:
+    """One graph, and the same code whether or not somebody records when it is made or called."""
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        for layer in range(2):
+            with operation("layer", layer):
+                with operation("down"):
+                    x = x * 2
+                x = x + 1
+        return x
+
+    class Untouchable(KernelCallNodes):
+        def take(self) -> list[CapturedNode]:
+            assert not torch.compiler.is_compiling()
+            return []
+
+    code = torch.compile(part, fullgraph=True, backend="eager")
+    x = torch.arange(5.0)
+    with attribution.recording() as names, attribution.step(StepKey("decode", 1, 1, False)):
+        with attribution.capturing(lambda: Untouchable([])):
+            assert torch.equal(code(x), part(x))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert torch.equal(code(x), part(x))
+    assert names.reason is None
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(code(x), part(x))

@@ -1,0 +1,250 @@
+"""Clocks and throttling through NVML: the right card, and None for unavailable values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.profiling.device_state import DeviceMonitor, describe_throttling
+from stepgraph.runtime.bench.results import result_document as environment
+from stepgraph.runtime.bench.results.result_document import describe_environment
+
+from ..rigs.bench_rig import run_bench
+
+CUDA = torch.device("cuda", 0)
+
+
+class NVMLError(Exception):
+    """As in pynvml."""
+
+
+@dataclasses.dataclass
+class Card:
+    """A card; queries named in `fails` raise."""
+
+    bus_id: str
+    sm_mhz: int = 1980
+    reasons: int = 0
+    fails: frozenset[str] = frozenset()
+
+
+ANSWERS: dict[str, Callable[..., object]] = {
+    "ClockInfo": lambda card, kind: {1: card.sm_mhz, 2: 3201}[kind],
+    "MaxClockInfo": lambda card, kind: {1: 1980, 2: 3201}[kind],
+    "PowerUsage": lambda card: 412_345,
+    "EnforcedPowerLimit": lambda card: 700_000,
+    "TemperatureV": lambda card, sensor, version=0x100000C: 47 + sensor,
+    "Temperature": lambda card, sensor: 46 + sensor,
+    "CurrentClocksEventReasons": lambda card: card.reasons,
+    "CurrentClocksThrottleReasons": lambda card: card.reasons,
+    "PersistenceMode": lambda card: 1,
+}
+
+
+class FakeNvml(ModuleType):
+    """The functions of pynvml that are called, by their documented signatures."""
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+    NVMLError = NVMLError
+
+    def __init__(self, *cards: Card) -> None:
+        super().__init__("pynvml")
+        self.cards = {card.bus_id.lower(): card for card in cards}
+        for name, answer in ANSWERS.items():
+            setattr(self, f"nvmlDeviceGet{name}", self._query(name, answer))
+
+    @staticmethod
+    def _query(name: str, answer: Callable[..., object]) -> Callable[..., object]:
+        def query(card: Card, *arguments: int) -> object:
+            if name in card.fails:
+                raise NVMLError
+            return answer(card, *arguments)
+
+        return query
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        """There is a driver."""
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "580.65.06"
+
+    def nvmlDeviceGetHandleByPciBusId(self, pciBusId: str) -> Card:  # noqa: N802
+        if pciBusId.lower() not in self.cards:
+            raise NVMLError
+        return self.cards[pciBusId.lower()]
+
+
+ONE = Card("00000000:18:00.0", sm_mhz=345)
+TWO = Card("00000001:9A:00.0")
+
+
+def of_two(patch: pytest.MonkeyPatch, card: Card, bus: int = 0x9A) -> FakeNvml:
+    """Two cards; torch sees the one on a bus of domain 1 as its first."""
+    nvml = FakeNvml(ONE, card)
+    patch.setitem(sys.modules, "pynvml", nvml)
+    seen = SimpleNamespace(pci_domain_id=1, pci_bus_id=bus, pci_device_id=0)
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
+    return nvml
+
+
+def monitor_of(patch: pytest.MonkeyPatch, **changes: Any) -> DeviceMonitor:
+    of_two(patch, dataclasses.replace(TWO, **changes))
+    monitor = DeviceMonitor.of(CUDA)
+    assert monitor is not None
+    return monitor
+
+
+def test_the_state_is_that_of_the_card_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With CUDA_VISIBLE_DEVICES=1 the second card is `cuda:0`."""
+    monitor = monitor_of(monkeypatch, reasons=0x4 | 0x40 | 0x8000)
+    assert monitor.read().to_json() == {
+        "sm_mhz": 1980,
+        "memory_mhz": 3201,
+        "power_w": 412.345,
+        "power_limit_w": 700.0,
+        "temperature_c": 47,
+        "reasons": ["sw_power_cap", "hw_thermal_slowdown", "reason_0x8000"],
+        "persistence": True,
+    }
+    expected = {"driver": "580.65.06", "max_sm_mhz": 1980, "max_memory_mhz": 3201}
+    assert monitor.describe() == expected
+
+
+def test_without_device_driver_or_package_there_is_no_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_two(monkeypatch, TWO, bus=0x7)
+    assert DeviceMonitor.of(CUDA) is None
+    assert DeviceMonitor.of(torch.device("cpu")) is None
+
+    def fail() -> None:
+        raise NVMLError
+
+    nvml = of_two(monkeypatch, TWO)
+    monkeypatch.setattr(nvml, "nvmlInit", fail, raising=False)
+    assert DeviceMonitor.of(CUDA) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert DeviceMonitor.of(CUDA) is None
+
+
+def test_unavailable_values_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = monitor_of(monkeypatch, fails=frozenset(ANSWERS))
+    state = monitor.read().to_json()
+    assert set(state.values()) == {None}
+    assert describe_throttling(state, state) is None
+    assert monitor.describe()["max_sm_mhz"] is None
+
+
+def test_queries_of_older_drivers_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries = frozenset({"TemperatureV", "CurrentClocksEventReasons"})
+    monitor = monitor_of(monkeypatch, reasons=0x20, fails=queries)
+    expected = monitor.read()
+    assert (expected.temperature_c, expected.reasons) == (46, ("sw_thermal_slowdown",))
+    for name in queries:  # a package without them
+        delattr(sys.modules["pynvml"], f"nvmlDeviceGet{name}")
+    assert monitor.read() == expected
+
+
+def reading(sm_mhz: int | None, *reasons: str) -> dict[str, Any]:
+    return {"sm_mhz": sm_mhz, "reasons": list(reasons)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (reading(1980), reading(1980), None),
+        (reading(1980, "applications_clocks_setting"), reading(1900), None),
+        (reading(345, "gpu_idle"), reading(1980), None),
+        (reading(None), reading(1980), None),
+        (reading(2000), reading(1900), None),
+        (reading(2000), reading(1899), "the SM clock went from 2000 to 1899 MHz"),
+        (
+            reading(1980, "sw_power_cap"),
+            reading(1755, "hw_thermal_slowdown", "sw_power_cap"),
+            "clocks were held down (sw_power_cap, hw_thermal_slowdown);"
+            " the SM clock went from 1980 to 1755 MHz",
+        ),
+        (reading(345, "gpu_idle"), reading(1980, "board_limit"), "held down (board_limit)"),
+    ],
+)
+def test_what_is_worth_a_warning(
+    before: dict[str, Any], after: dict[str, Any], said: str | None
+) -> None:
+    found = describe_throttling(before, after)
+    assert found is None if said is None else found is not None and found.endswith(said), found
+
+
+def test_the_environment_names_driver_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    of_two(monkeypatch, TWO)
+    found = describe_environment(CUDA, 4.3e12)
+    assert found["device"] == "NVIDIA H200"
+    assert (found["driver"], found["max_sm_mhz"], found["max_memory_mhz"]) == (
+        *("580.65.06", 1980, 3201),
+    )
+    # Without the package the driver's own program knows it.
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(environment, "_output", lambda *command: "570.1\n570.1")
+    found = describe_environment(CUDA, 4.3e12)
+    assert (found["driver"], found["max_sm_mhz"]) == ("570.1", None)
+    monkeypatch.setattr(environment, "_output", lambda *command: None)
+    assert describe_environment(CUDA, 4.3e12)["driver"] is None
+
+
+STEADY = "steady --batch-size 1 --input-len 8 --output-len 4 --num-iters 1"
+CHURN = "churn --batch-size 2 --output-len 4 --num-steps 30"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "with_device"), [(STEADY, True), (STEADY, False), (CHURN, True)]
+)
+def test_the_benchmark_reports_the_states_and_warns_of_throttling(
+    scenario: str,
+    with_device: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if with_device:
+        card = dataclasses.replace(TWO, reasons=0x8)
+        monitor = DeviceMonitor(FakeNvml(card), card)
+        monkeypatch.setattr(DeviceMonitor, "of", lambda device: monitor)
+    file = tmp_path / "a.json"
+    arguments = f"--scenario {scenario} --mode eager --output-json {file}"
+    assert run_bench(monkeypatch, arguments) == 0
+    document = json.loads(file.read_text())
+    (entry,) = document["cases" if scenario is STEADY else "churn"]
+    printed = " ".join("".join(capsys.readouterr()).split())
+    assert ("clocks were held down (hw_slowdown)" in printed) == with_device
+    state = entry["device_state"]
+    if with_device:
+        assert [state[when]["sm_mhz"] for when in ("before", "after")] == [1980, 1980]
+        assert state["before"]["reasons"] == ["hw_slowdown"]
+    else:
+        assert state is None
+    assert document["environment"]["max_sm_mhz"] == (1980 if with_device else None)
+
+
+def test_the_names_of_reasons_are_those_of_the_driver() -> None:
+    """Bits 0 to 8 as in nvml.h, 9 and 10 as older ones had them."""
+    pynvml = pytest.importorskip("pynvml")
+    monitor = DeviceMonitor(FakeNvml(), dataclasses.replace(TWO, reasons=(1 << 11) - 1))
+    for position, name in enumerate(monitor.read().reasons or ()):
+        camel = "".join(part.capitalize() for part in name.split("_"))
+        kinds = ("Event", "Throttle")
+        found = [getattr(pynvml, f"nvmlClocks{kind}Reason{camel}", None) for kind in kinds]
+        assert 1 << position in found, name
+
+
+def test_the_commit_of_a_tree_without_a_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPGRAPH_COMMIT", "0123456789ab-dirty")
+    assert describe_environment(torch.device("cpu"), 1e9)["commit"] == "0123456789ab-dirty"
+    monkeypatch.setenv("STEPGRAPH_COMMIT", "")
+    assert describe_environment(torch.device("cpu"), 1e9)["commit"] != ""

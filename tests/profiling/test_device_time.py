@@ -1,0 +1,225 @@
+"""What the timeline says of the device's time, by events of a device that works behind the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import count, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.profiling.timeline import StepRecord, Timeline
+from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents
+
+from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+
+CAPTURED = {
+    "mode": "graph",
+    "compile": False,
+    "max_model_len": 96,
+    "buckets": (1, 4),
+    "prefill_chunk": 16,
+}
+
+
+class Rig:
+    """An engine, and for each of its steps what the device will have worked on it."""
+
+    def __init__(self, engine: Engine, graphs: FakeGraphs) -> None:
+        graphs.stream.behind = True
+        self.engine = engine
+        self.graphs = graphs
+        self.expected: dict[int, int] = {}
+        self._names = count()
+
+    def add(self, *prompts: list[int], max_tokens: int = 12) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        for prompt in prompts:
+            self.engine.add_request(prompt, params, f"request {next(self._names)}")
+
+    def step(self) -> None:
+        number, logged = self.engine.stats()["steps"], len(self.graphs.log)
+        self.engine.step()
+        replays = [e[1] for e in self.graphs.log[logged:] if e[0] == "replay"]
+        if replays:
+            self.expected[number] = sum(self.graphs.graphs[i].duration_ns for i in replays)
+
+    def drain(self) -> None:
+        while self.engine.has_unfinished():
+            self.step()
+
+    def shown(self) -> dict[int, int | None]:
+        return {record.step: record.device_ns for record in self.engine.timeline().records()}
+
+
+@pytest.fixture
+def untimed(open_engine: Callable[..., Engine], fake_graphs: FakeGraphs) -> Rig:
+    return Rig(open_engine("micro", **CAPTURED), fake_graphs)
+
+
+@pytest.fixture
+def rig(untimed: Rig) -> Iterator[Rig]:
+    with untimed.engine.device_timing() as timeline:
+        assert timeline is untimed.engine.timeline()
+        yield untimed
+
+
+def replace_timeline(engine: Engine, capacity: int) -> Timeline:
+    engine._loop.timeline = Timeline(capacity, is_async_device=True)
+    return engine._loop.timeline
+
+
+def test_every_step_has_the_time_of_its_own_replays(rig: Rig) -> None:
+    rig.add([1, 2, 3], [4, 5])
+    for _ in range(4):
+        rig.step()
+    rig.add([6, 7, 8, 9], [3])
+    rig.drain()
+    assert rig.shown() == rig.expected
+    assert len(set(rig.expected.values())) > 2, "chunks, decode steps, and both in one"
+    rig.add([5, 6, 7])  # and after a pause
+    rig.drain()
+    assert rig.shown() == rig.expected
+
+
+def test_a_step_under_way_is_not_timed_yet(rig: Rig) -> None:
+    rig.add([1, 2, 3])
+    for _ in range(5):
+        rig.step()
+        *earlier, latest = rig.engine.timeline().records()
+        assert latest.device_ns is None
+        assert [r.device_ns for r in earlier] == [rig.expected[r.step] for r in earlier]
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 5])
+def test_it_goes_to_the_right_record_of_a_ring_that_wraps(rig: Rig, capacity: int) -> None:
+    replace_timeline(rig.engine, capacity)
+    rig.add([1, 2, 3], [4, 5])
+    for _ in range(9):
+        rig.step()
+        *earlier, latest = rig.engine.timeline().records()
+        assert latest.device_ns is None
+        assert [r.device_ns for r in earlier] == [rig.expected[r.step] for r in earlier]
+    rig.drain()
+    assert rig.shown() == dict(list(rig.expected.items())[-capacity:])
+
+
+def test_a_step_whose_record_was_cleared_is_left_alone(rig: Rig) -> None:
+    rig.add([1, 2, 3], [4, 5])
+    for _ in range(4):
+        rig.step()
+    rig.engine.timeline().clear()
+    rig.step()
+    (record,) = rig.engine.timeline().records()
+    assert record.device_ns is None
+    rig.drain()
+    assert rig.shown() == {n: ns for n, ns in rig.expected.items() if n >= record.step}
+
+
+def test_steps_that_score_are_in_nobody_s_record(rig: Rig) -> None:
+    rig.add([1, 2, 3])
+    rig.drain()
+    rig.engine.score([1, 2, 3, 4], 2)
+    rig.add([1, 2, 3])
+    rig.drain()
+    assert rig.shown() == rig.expected
+
+
+def test_records_of_an_asynchronous_device_do_not_overlap(rig: Rig) -> None:
+    rig.add([1, 2, 3], max_tokens=30)
+    rig.drain()
+    assert_records_follow_each_other(rig.engine, is_async_device=True)
+
+
+def test_records_of_the_host_as_device_do_not_overlap(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine("base")
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    assert_records_follow_each_other(engine, is_async_device=False)
+
+
+def assert_records_follow_each_other(engine: Engine, *, is_async_device: bool) -> None:
+    for before, after in pairwise(engine.timeline().records()):
+        assert before.device_ns
+        assert before.is_async_device == is_async_device
+        assert before.started_ns < before.ended_ns < after.started_ns
+
+
+def test_no_event_is_timed_unless_asked_for(untimed: Rig) -> None:
+    rig, runner = untimed, untimed.engine._loop.runner
+    assert runner.outputs is not None
+    assert runner.outputs._events is not None
+    events: Any = runner.outputs._events
+    rig.add([1, 2, 3], [4, 5], max_tokens=16)
+    timed = set()
+    for turn in range(12):
+        timing = contextlib.nullcontext()
+        if turn in (3, 4, 8):
+            timing = rig.engine.device_timing()
+            timed.add(rig.engine.stats()["steps"])
+        with timing, rig.engine.device_timing() if turn == 8 else contextlib.nullcontext():
+            rig.step()
+    rig.drain()
+    assert rig.shown() == {n: ns if n in timed else None for n, ns in rig.expected.items()}
+    assert sum(each.began.records for each in events) == len(timed)
+    assert sum(each.timed_arrived.records for each in events) == len(timed)
+    assert sum(each.arrived.records for each in events) == len(rig.expected) - len(timed)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_events_are_recorded_where_the_outputs_come_from(
+    monkeypatch: pytest.MonkeyPatch, timed: bool
+) -> None:
+    """The device of an engine need not be the current one of the thread that runs it."""
+    recorded: list[Any] = []
+    outputs = HostOutputs(2, 1, 8, device=torch.device("cpu"))
+    outputs._device, outputs.timed = torch.device("cuda:1"), timed
+    events: Any = [SimpleNamespace(record=recorded.append) for _ in OutputEvents._fields]
+    outputs._events = [OutputEvents(*events)] * OUTPUT_SETS
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))
+    began = outputs.begin(0)
+    assert began is (events[0] if timed else None)
+    assert outputs.record_event(0, began) is events[1 if timed else 2]
+    assert recorded == [("stream of", torch.device("cuda:1"))] * (2 if timed else 1)
+
+
+def test_joins_and_blocks_are_those_of_the_step(rig: Rig) -> None:
+    rig.add([1, 2, 3], [4, 5])
+    shown: list[tuple[StepRecord, int]] = []
+    for turn in range(30):
+        if turn == 4:
+            rig.add([6] * 20)
+        if not rig.engine.has_unfinished():
+            break
+        before: Any = rig.engine.timeline().recorded
+        rig.step()
+        blocks = rig.engine.stats()["blocks"]
+        if rig.engine.timeline().recorded > before:
+            held = blocks["usable"] - blocks["free"]
+            shown.append((rig.engine.timeline().records()[-1], held))
+    assert [record.joined for record, _ in shown[:6]] == [2, 0, 0, 0, 1, 0]
+    assert sum(record.joined for record, _ in shown) == 3
+    # What finishes is given back behind the launch.
+    assert all(record.blocks_in_use >= held for record, held in shown)
+    assert [r.blocks_in_use for r, _ in shown[:3]] == [held for _, held in shown[:3]]
+    assert shown[5][0].blocks_in_use > shown[3][0].blocks_in_use > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_on_cuda_every_finished_step_is_timed(
+    open_engine: Callable[..., Engine], mode: str
+) -> None:
+    engine = open_engine("base", device="cuda", mode=mode, compile=False)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    with engine.device_timing() as timeline:
+        engine.generate([[1, 2, 3]], params)
+    records = timeline.records()
+    assert len(records) >= 20
+    first, last = records[0], records[-1]
+    worked = [record.device_ns for record in records]
+    assert all(ns is not None and ns > 0 for ns in worked)
+    assert sum(ns or 0 for ns in worked) < last.ended_ns - first.started_ns

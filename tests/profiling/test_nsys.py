@@ -1,0 +1,133 @@
+"""The window of a program in an nsys session, and its command line (see test_nsys_docs.py too)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import stepgraph.profiling
+import torch
+from stepgraph.profiling import nsys, ranges
+from stepgraph.profiling.nsys import CaptureWindowError, capture_window, nsys_command
+
+from ..rigs.listeners import Heard
+
+PROGRAM = ["python", "bench.py", "--mode", "graph"]
+
+
+class Recorder(Heard):
+    """A listener that also notes what is done to a device."""
+
+    def said(self) -> list[str]:
+        return [" ".join(map(str, event[:2])) for event in self.events]
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    recorder = Recorder()
+    with ranges.listening(recorder):
+        yield recorder
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> Recorder:
+    """A process that works with CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for owner, name in (
+        (torch.cuda, "synchronize"),
+        (torch.cuda.profiler, "start"),
+        (torch.cuda.profiler, "stop"),
+    ):
+        monkeypatch.setattr(owner, name, lambda name=name: recorder.events.append((name,)))
+    return recorder
+
+
+def test_a_percent_sign_of_a_path_is_no_variable_of_nsys() -> None:
+    command = nsys_command(PROGRAM, output="95%p", device="cpu")
+    assert command[command.index("-o") + 1] == "95%%p"
+
+
+def test_arguments_that_no_command_has() -> None:
+    with pytest.raises(ValueError, match="program is empty"):
+        nsys_command([], output="x")
+    with pytest.raises(ValueError, match="graph_trace is 'none'"):
+        nsys_command(PROGRAM, output="x", graph_trace="none")
+    with pytest.raises(ValueError, match="device is 'mps'"):
+        nsys_command(PROGRAM, output="x", device="mps")
+
+
+def test_a_process_knows_whether_it_is_profiled(monkeypatch) -> None:
+    monkeypatch.delenv("NSYS_PROFILING_SESSION_ID", raising=False)
+    assert nsys.inside_nsys() is ranges.attached is False
+    monkeypatch.setattr(ranges, "attached", True)
+    assert nsys.inside_nsys()
+    monkeypatch.setattr(ranges, "attached", False)
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "4711")
+    assert nsys.inside_nsys()
+
+
+def test_a_window_without_cuda_is_a_range(recorder: Recorder) -> None:
+    assert not torch.cuda.is_initialized()
+    with capture_window():
+        recorder.events.append(("inside",))
+    assert recorder.said() == ["push window", "inside", "pop"]
+
+
+def test_a_window_holds_the_work_that_was_started_in_it(cuda: Recorder) -> None:
+    with capture_window():
+        cuda.events.append(("inside",))
+    assert cuda.said() == [
+        "synchronize", "start", "push window", "inside", "synchronize", "pop", "stop",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_window_ends_with_an_exception(cuda: Recorder, error) -> None:
+    for _ in range(2):  # the second: the first left nothing open
+        cuda.events.clear()
+        with pytest.raises(error), capture_window():
+            raise error
+        assert cuda.said()[-2:] == ["pop", "stop"]
+
+
+def test_a_window_that_cannot_begin_leaves_none_open(cuda: Recorder, monkeypatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no profiler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.profiler, "start", fail)
+        with pytest.raises(RuntimeError, match="no profiler"), capture_window():
+            pytest.fail("it is not open")
+    with capture_window():
+        pass
+    assert cuda.said()[-2:] == ["pop", "stop"]
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_second_window_is_an_error_and_the_first_stays_open(
+    cuda: Recorder, in_thread: bool
+) -> None:
+    def second() -> None:
+        with pytest.raises(CaptureWindowError, match="already open"), capture_window():
+            pytest.fail("it is not open")
+
+    with ThreadPoolExecutor() as pool, capture_window():
+        before = cuda.said()
+        pool.submit(second).result() if in_thread else second()
+        assert cuda.said() == before
+    assert cuda.said()[-2:] == ["pop", "stop"]
+
+
+def test_the_package_offers_the_window_and_loads_it_when_it_is_asked_for() -> None:
+    assert stepgraph.profiling.capture_window is capture_window
+    program = """
+import sys
+import stepgraph.profiling
+assert "nvtx" not in sys.modules and "numpy" not in sys.modules
+with stepgraph.profiling.capture_window():
+    assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,303 @@
+"""Ranges and marks: what listeners and an NVTX tool receive, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from stepgraph.profiling import ranges
+from stepgraph.profiling.dictionary import STEP_NUMBERS
+from stepgraph.profiling.nvtx_tool import NvtxTool
+from stepgraph.runtime import Engine, SamplingParams
+
+from ..rigs.listeners import Heard
+
+PLAIN = sorted(name for name, info in ranges.RANGES.items() if not info.fields)
+OF_STEPS = sorted(set(ranges.RANGES) - set(PLAIN))
+int64 = st.integers(-(2**63), 2**63 - 1)
+
+
+class ListenersComeAndGo(RuleBasedStateMachine):
+    """Each receives the ranges that begin while it listens, and their ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listeners: list[tuple[Any, Heard]] = []
+        self.expected: dict[int, list[tuple[Any, ...]]] = {}
+        self.open: list[tuple[Any, list[Heard]]] = []
+        self.gone: list[Heard] = []
+
+    def active(self) -> list[Heard]:
+        return [heard for _, heard in self.listeners]
+
+    def expect(self, *event: Any, of: list[Heard]) -> None:
+        for heard in of:
+            self.expected[id(heard)].append(event)
+
+    @rule()
+    def come(self) -> None:
+        heard = Heard()
+        listening = ranges.listening(heard)
+        listening.__enter__()
+        self.listeners.append((listening, heard))
+        self.expected[id(heard)] = []
+
+    @precondition(lambda self: self.listeners)
+    @rule(data=st.data())
+    def go(self, data: st.DataObject) -> None:
+        which = data.draw(st.integers(0, len(self.listeners) - 1))
+        listening, heard = self.listeners.pop(which)
+        listening.__exit__(None, None, None)
+        self.gone.append(heard)
+
+    @rule(name=st.sampled_from(PLAIN), payload=int64)
+    def enter_span(self, name: str, payload: int) -> None:
+        self.enter(ranges.span(name, payload), name, payload)
+
+    @rule(name=st.sampled_from(OF_STEPS), numbers=st.tuples(*[int64] * len(STEP_NUMBERS)))
+    def enter_step_span(self, name: str, numbers: tuple[int, ...]) -> None:
+        self.enter(ranges.step_span(name, *numbers), name, numbers)
+
+    def enter(self, span: Any, name: str, payload: Any) -> None:
+        span.__enter__()
+        self.expect("push", name, payload, of=self.active())
+        self.open.append((span, self.active()))
+
+    @precondition(lambda self: self.open)
+    @rule(error=st.sampled_from([None, KeyboardInterrupt]))
+    def leave(self, error: type[BaseException] | None) -> None:
+        span, own = self.open.pop()
+        span.__exit__(error, None, None)
+        self.expect("pop", of=own)
+
+    @rule(bucket=int64)
+    def fallback(self, bucket: int) -> None:
+        ranges.mark(ranges.FALLBACK, bucket)
+        self.expect("mark", ranges.FALLBACK, (bucket,), of=self.active())
+
+    @invariant()
+    def all_received_what_happened(self) -> None:
+        for heard in (*self.active(), *self.gone):
+            assert heard.events == self.expected[id(heard)]
+
+    def teardown(self) -> None:
+        while self.open:
+            self.leave(None)
+        while self.listeners:
+            self.listeners.pop()[0].__exit__(None, None, None)
+
+
+TestListenersComeAndGo = ListenersComeAndGo.TestCase
+
+
+class Domain:
+    """An NVTX domain that notes what a tool would receive (test_nvtx_tool.py has a real tool)."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.attributes: list[Any] = []
+
+    def get_event_attributes(self, message: str, color: int, category: str) -> SimpleNamespace:
+        return SimpleNamespace(message=message, payload=None)
+
+    def get_counter(self, name: str, dtype: np.dtype[Any], *, description: str) -> Any:
+        return SimpleNamespace()
+
+    def push_range(self, attributes: SimpleNamespace) -> None:
+        self.attributes.append(attributes)
+        self.events.append(("push", attributes.message, attributes.payload))
+
+
+def push_in_thread(tool: NvtxTool) -> None:
+    thread = threading.Thread(target=tool.push, args=("step", 4), name="other")
+    thread.start()
+    thread.join()
+
+
+def test_threads_do_not_share_event_attributes() -> None:
+    """Setting a payload and pushing are two calls: a shared object would mix two engines up."""
+    domain = Domain()
+    tool = NvtxTool(domain)
+    push_in_thread(tool)
+    tool.push("step", 2)
+    first, second = domain.attributes
+    assert first is not second
+
+
+def test_a_mark_while_a_thread_s_events_are_being_built_is_left_out() -> None:
+    """Building them makes objects, so it may run the collector, which emits a mark."""
+
+    class Collecting(Domain):
+        def get_event_attributes(self, *args: Any) -> SimpleNamespace:
+            if threading.current_thread().name == "other":
+                tool.mark("collection", (0, 1, 2))
+            return super().get_event_attributes(*args)
+
+    domain = Collecting()
+    tool = NvtxTool(domain)
+    push_in_thread(tool)
+    assert domain.events == [("push", "step", 4)]
+
+
+def test_the_dictionary_is_sound() -> None:
+    assert set(ranges.RANGES).isdisjoint(ranges.MARKS)
+    assert tuple(field.name for field in STEP_NUMBERS) == ranges.StepNumbers._fields
+    for name, info in ranges.RANGES.items():
+        assert name.isalpha(), "a name holds no id"
+        assert 0xFF000000 <= info.color <= 0xFFFFFFFF, "opaque ARGB"
+        assert info.parent is None or info.parent in ranges.RANGES
+        assert not info.fields or info.fields == STEP_NUMBERS
+    assert all(mark.fields for mark in ranges.MARKS.values())
+
+
+@pytest.mark.parametrize("listening", [False, True])
+@pytest.mark.parametrize(
+    ("emit", "arguments", "message"),
+    [
+        (ranges.span, ("x",), r"unknown range 'x'; the ranges are: step, plan"),
+        (ranges.step_span, ("x", *range(6)), r"unknown range 'x'"),
+        (ranges.mark, ("x", 1), r"unknown mark 'x'; the marks are: collection, fall"),
+        (ranges.span, (ranges.REPLAY, 1), r"replay.* is the step's numbers: use step_span"),
+        (ranges.step_span, (ranges.PLAN, *range(6)), r"plan.* is one integer: use span"),
+        (ranges.mark, (ranges.COLLECTION, 1), r"carries generation, microseconds, .*; got 1 "),
+    ],
+)
+def test_wrong_names_and_payloads_fail_with_and_without_a_listener(
+    emit: Callable[..., object], arguments: tuple[Any, ...], message: str, listening: bool
+) -> None:
+    listener = ranges.listening(Heard()) if listening else contextlib.nullcontext()
+    with listener, pytest.raises(ValueError, match=message):
+        emit(*arguments)
+
+
+def test_integers_of_numpy_arrive_as_integers() -> None:
+    heard = Heard()
+    with ranges.listening(heard), ranges.span(ranges.COPY, np.int32(7)):  # type: ignore[arg-type]
+        pass
+    assert [type(event[2]) for event in heard.events if event[0] == "push"] == [int]
+
+
+def test_exceptions_pass_through_ranges() -> None:
+    assert not ranges.attached
+    with pytest.raises(RuntimeError, match="passes"), ranges.span(ranges.STEP):
+        raise RuntimeError("passes")
+    heard = Heard()
+    with pytest.raises(KeyError), ranges.listening(heard), ranges.span(ranges.STEP):
+        raise KeyError
+    assert heard.events == [("push", "step", 0), ("pop",)]
+
+
+def test_a_listener_receives_the_ranges_of_every_thread() -> None:
+    heard = Heard()
+
+    def work() -> None:
+        with ranges.span(ranges.STEP, 5):
+            pass
+
+    with ranges.listening(heard):
+        thread = threading.Thread(target=work, name="other")
+        thread.start()
+        thread.join()
+    assert heard.events == [("push", "step", 5), ("pop",)]
+    assert heard.threads == ["other", "other"]
+
+
+class Failing(Heard):
+    """Raises at one of the events, counted from 0."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def _note(self, *event: Any) -> None:
+        if len(self.events) == self.at:
+            raise RuntimeError("out of paper")
+        super()._note(*event)
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_a_listener_that_raises_is_unsubscribed_and_breaks_nothing(
+    at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing, heard = Failing(at), Heard()
+    with (
+        ranges.listening(failing),
+        ranges.listening(heard),
+        ranges.span(ranges.STEP, 1),
+        ranges.step_span(ranges.REPLAY, *range(6)),
+    ):
+        ranges.mark(ranges.FALLBACK, 2)
+    assert heard.names("push") == ["step", "replay"]
+    assert [event[0] for event in heard.events] == ["push", "push", "mark", "pop", "pop"]
+    assert failing.events == heard.events[:at]
+    (record,) = caplog.records
+    assert "raised and is unsubscribed" in record.message
+    assert "out of paper" in str(record.exc_info)
+
+
+def test_an_engine_goes_on_when_a_listener_fails(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine("micro")
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    alone = engine.generate([[1, 2]], params)
+    with ranges.listening(Failing(7)):
+        observed = engine.generate([[1, 2]], params)
+    assert observed[0].token_ids == alone[0].token_ids
+    engine.check_integrity()
+
+
+def test_a_listener_receives_the_ranges_of_an_engine(
+    open_engine: Callable[..., Engine],
+) -> None:
+    heard = Heard()
+    with ranges.listening(heard):
+        engine = open_engine("base", mode="compile", compile=False, max_num_seqs=2)
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))
+    names = set(heard.names("push"))
+    assert names == {
+        "step", "plan", "launch", "prepare", "copy", "replay", "prefill", "commit",
+        "load", "warmup", "capture",
+    }  # fmt: skip
+    assert heard.names("push").count("replay") == 3
+    assert len(heard.names("push")) == sum(event == ("pop",) for event in heard.events)
+
+
+@pytest.mark.parametrize("steps_per_launch", [1, 4])
+def test_launches_carry_the_numbers_of_their_step(
+    open_engine: Callable[..., Engine], steps_per_launch: int
+) -> None:
+    engine = open_engine("base", buckets=(2, 4), steps_per_launch=steps_per_launch)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    for prompt in ([1, 2, 3], [4] * 20, [5, 6]):
+        engine.add_request(prompt, params)
+    heard = Heard()
+    with ranges.listening(heard):
+        while engine.has_unfinished():
+            engine.step()
+    records = {record.step: record for record in engine.timeline().records()}
+    launches = [event[1:] for event in heard.events if event[0] == "push"]
+    replays, prefills = (
+        [payload for name, payload in launches if name == wanted]
+        for wanted in (ranges.REPLAY, ranges.PREFILL)
+    )
+    assert len(replays) == sum(record.rows > 0 for record in records.values())
+    assert len(prefills) == sum(record.prefill_tokens > 0 for record in records.values())
+    for shown in replays:
+        record = records[shown.step]
+        assert (shown.rows, shown.bucket) == (record.rows, record.bucket)
+        assert shown.tokens == record.rows * record.steps
+        assert (shown.tokens + shown.padding) == shown.bucket * record.steps
+    for shown in prefills:
+        assert shown.rows == 0
+        assert shown.tokens == records[shown.step].prefill_tokens
+        assert shown.tokens + shown.padding == shown.bucket
+    for shown in (*replays, *prefills):
+        assert shown.blocks_in_use == records[shown.step].blocks_in_use > 0
+    assert any(shown.padding for shown in replays)
+    assert any(record.steps == steps_per_launch for record in records.values())

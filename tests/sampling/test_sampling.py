@@ -1,0 +1,385 @@
+"""The sampler draws from the distribution that transformers' processors define, row by row."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from stepgraph.runtime.errors import RequestError
+from stepgraph.runtime.kernels.ops.draws import draw, largest, uniform
+from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
+from stepgraph.runtime.kernels.ops.thresholds import bisect_thresholds, reference_thresholds
+from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_greedy
+from stepgraph.runtime.sampling.sampling_state import SamplingState
+from stepgraph.runtime.sampling_params import SamplingParams
+from transformers.generation import logits_process as hf
+
+from ..rigs.sampling_cases import (
+    BAD_LANES,
+    CASES,
+    FIRST,
+    OUTPUT,
+    PROMPT,
+    STOPS,
+    check_bad_lanes_stay_alone,
+    poison,
+    state_of,
+    with_bad_lanes,
+    write,
+)
+
+CPU = torch.device("cpu")
+V = 300
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def sample_many(params: SamplingParams, logits_V: torch.Tensor, count: int) -> torch.Tensor:
+    """Draws of one request at `count` positions after its output."""
+    state = state_of([params])
+    positions = torch.arange(count) + FIRST
+    rows = torch.zeros(count, dtype=torch.int64)
+    return sample_full(logits_V.expand(count, -1), state, rows, positions).tokens
+
+
+def sample_one(params: SamplingParams, logits_V: torch.Tensor, position: int = 9) -> int:
+    state = state_of([params])
+    output = sample_full(logits_V[None], state, torch.tensor([0]), torch.tensor([position]))
+    return int(output.tokens)
+
+
+def expected_probabilities(params: SamplingParams, logits_V: torch.Tensor) -> torch.Tensor:
+    """The distribution after transformers' processors, and OpenAI's penalties in plain Python."""
+    params = params.resolved()
+    seen = torch.tensor([PROMPT + OUTPUT])
+    scores = logits_V[None].clone()
+    for token, bias in params.logit_bias.items():
+        scores[0, token] += bias
+    if params.min_tokens:
+        minimum = hf.MinNewTokensLengthLogitsProcessor(len(PROMPT), params.min_tokens, STOPS, "cpu")
+        scores = minimum(seen, scores)
+    if params.repetition_penalty != 1.0:
+        scores = hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(seen, scores)
+    for token in set(OUTPUT):
+        scores[0, token] -= params.presence_penalty
+        scores[0, token] -= params.frequency_penalty * OUTPUT.count(token)
+    warpers: list[hf.LogitsProcessor] = [hf.TemperatureLogitsWarper(params.temperature)]
+    if params.top_k:
+        warpers.append(hf.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        warpers.append(hf.TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(hf.MinPLogitsWarper(params.min_p))
+    for warper in warpers:
+        scores = warper(seen, scores)
+    return scores[0].softmax(-1)
+
+
+def assert_drawn_from(tokens: torch.Tensor, probabilities_V: torch.Tensor) -> None:
+    """Pearson's chi-square test at about five standard deviations; nothing impossible is drawn."""
+    counts = torch.bincount(tokens, minlength=probabilities_V.shape[0]).double()
+    assert counts[probabilities_V == 0].sum() == 0
+    expected = probabilities_V.double() * tokens.shape[0]
+    common = expected >= 5
+    observed = torch.cat((counts[common], counts[~common].sum()[None]))
+    expected = torch.cat((expected[common], expected[~common].sum()[None]))
+    used = expected > 0
+    statistic = ((observed - expected)[used] ** 2 / expected[used]).sum()
+    freedom = int(used.sum()) - 1
+    assert statistic <= freedom + 5 * math.sqrt(2 * max(freedom, 1)) + 5
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.get("temperature") != 0.0], ids=str
+)
+def test_draws_follow_the_distribution_of_transformers(case: dict[str, Any]) -> None:
+    params = SamplingParams(seed=11, **case)
+    logits = randn(V, seed=len(str(case)))
+    # min_tokens holds for the one output that follows OUTPUT, so its positions cannot be spread.
+    if params.min_tokens:
+        state = state_of([dataclasses.replace(params, seed=seed) for seed in range(3000)])
+        rows = torch.arange(3000)
+        position = torch.full_like(rows, FIRST)
+        tokens = sample_full(logits.expand(3000, -1), state, rows, position).tokens
+    else:
+        tokens = sample_many(params, logits, 6000)
+    assert_drawn_from(tokens, expected_probabilities(params, logits))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (50, 1.0), (5000, 0.9), (40, 0.5)])
+@pytest.mark.parametrize("thresholds", [reference_thresholds, bisect_thresholds])
+def test_thresholds_keep_what_transformers_keeps(
+    thresholds: Callable[..., torch.Tensor], top_k: int, top_p: float, seed: int
+) -> None:
+    logits = randn(4, 5000, seed=seed)
+    ids = torch.zeros(4, 1, dtype=torch.int64)
+    expected = hf.TopPLogitsWarper(top_p)(ids, hf.TopKLogitsWarper(top_k)(ids, logits))
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    lowest = thresholds(weights, torch.full((4,), top_k), torch.full((4,), top_p))
+    assert torch.equal(weights >= lowest[:, None], expected > -math.inf)
+
+
+@given(
+    lanes=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 64), min_size=8, max_size=8),
+            st.integers(1, 9),
+            st.integers(0, 16),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_bisection_is_exact(lanes: list[tuple[list[int], int, int]]) -> None:
+    # Sums of these weights and their products with these top_p have no rounding; most have ties.
+    weights = torch.tensor([[64, *values] for values, _, _ in lanes]) / 64
+    top_k = torch.tensor([top_k for _, top_k, _ in lanes])
+    top_p = torch.tensor([top_p for _, _, top_p in lanes]) / 16
+    lowest = bisect_thresholds(weights, top_k, top_p)
+    assert torch.equal(lowest, reference_thresholds(weights, top_k, top_p))
+
+
+def splitmix64(state: int, count: int) -> list[int]:
+    mask = (1 << 64) - 1
+    numbers = []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        z = state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        numbers.append(z ^ (z >> 31))
+    return numbers
+
+
+def test_splitmix64_reproduces_its_published_numbers() -> None:
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert splitmix64(1234567, 3) == published
+
+
+@given(seed=st.integers(0, (1 << 63) - 1), first=st.integers(1, 1 << 20))
+def test_uniform_is_a_splitmix64_stream(seed: int, first: int) -> None:
+    start = splitmix64(seed, 1)[0] + (first - 1) * 0x9E3779B97F4A7C15
+    expected = [number >> 11 for number in splitmix64(start, 5)]
+    numbers = uniform(torch.full((5,), seed), torch.arange(first, first + 5))
+    assert (numbers * 2**53).long().tolist() == expected
+
+
+def test_a_stream_depends_on_seed_and_position_only() -> None:
+    logits = randn(6, V)
+    params = [SamplingParams(seed=100 + i, top_p=0.95) for i in range(6)]
+    positions = torch.tensor([4, 5, 6, 7, 8, 9])
+    together = sample_full(logits, state_of(params), torch.arange(6), positions).tokens
+    backwards = sample_full(
+        logits.flip(0), state_of(params[::-1]), torch.arange(6), positions.flip(0)
+    ).tokens
+    assert torch.equal(backwards.flip(0), together)
+    for lane, request in enumerate(params):
+        assert sample_one(request, logits[lane], int(positions[lane])) == together[lane]
+    assert len({sample_one(SamplingParams(seed=7), logits[0], at) for at in range(30)}) > 3
+    assert len({sample_one(SamplingParams(seed=seed), logits[0]) for seed in range(30)}) > 3
+
+
+@pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
+@pytest.mark.parametrize("vocab_size", [1, 5, 128, 129, 1000])
+def test_a_drawn_token_has_weight(vocab_size: int, u: float) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    weights = torch.rand(200, vocab_size, generator=generator)
+    weights *= torch.rand(200, vocab_size, generator=generator) < 0.05
+    weights[weights.sum(-1) == 0, vocab_size // 2] = 1e-38
+    tokens = draw(weights, torch.full((200,), u, dtype=torch.float64))
+    assert (weights.gather(1, tokens[:, None]) > 0).all()
+    ids = torch.arange(vocab_size).expand(200, -1)
+    if u == 0.0:
+        assert torch.equal(tokens, torch.where(weights > 0, ids, vocab_size).amin(-1))
+    if u > 0.9:
+        assert torch.equal(tokens, torch.where(weights > 0, ids, -1).amax(-1))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 20, 128, 130, 5000])
+def test_largest_is_topk(vocab_size: int) -> None:
+    values = randn(5, vocab_size)
+    count = min(20, vocab_size)
+    top, ids = largest(values, count)
+    assert torch.equal(top, values.topk(count).values)
+    assert torch.equal(values.gather(1, ids), top)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_lowest_of_equal_tokens(dtype: torch.dtype) -> None:
+    logits = randn(8, V).to(dtype)
+    logits[:, [250, 40, 41]] = 50.0
+    assert sample_greedy(logits).tolist() == [40] * 8
+    state = state_of([SamplingParams(temperature=0.0)] * 8)
+    rows = torch.arange(8)
+    assert sample_full(logits, state, rows, rows).tokens.tolist() == [40] * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
+    logits = randn(3, V).to(dtype)
+    params = SamplingParams(temperature=2.0, top_k=3, logit_bias={1: 50.0}, presence_penalty=1.0)
+    output = sample_full(logits, state_of([params] * 3), torch.arange(3), torch.arange(3) + 9)
+    expected = logits.float().log_softmax(-1)
+    top = expected.topk(20)
+    torch.testing.assert_close(output.top_logprobs, top.values)
+    torch.testing.assert_close(expected.gather(1, output.top_ids), top.values)
+    torch.testing.assert_close(output.logprob, expected.gather(1, output.tokens[:, None])[:, 0])
+
+
+BEST = int(randn(V).argmax())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1e-300},
+        {"temperature": 1e-44},
+        {"temperature": 1e-7},
+        {"top_k": 1},
+        {"top_p": 1e-300},
+        {"top_p": 1e-9},
+        {"min_p": 1.0},
+        {"temperature": 100.0, "top_k": 1},
+    ],
+)
+def test_extreme_parameters_leave_the_best_token(fields: dict[str, float]) -> None:
+    params = SamplingParams(**fields)
+    assert sample_many(params, randn(V), 50).unique().tolist() == [BEST]
+
+
+def test_too_many_stop_ids_are_refused_and_the_row_stays() -> None:
+    state = state_of([SamplingParams()])
+    before = [state.reals.clone(), state.integers.clone(), state.token_counts.clone()]
+    params = SamplingParams(min_tokens=1, presence_penalty=1.0)
+    arguments = {"seed": 1, "prompt_ids": [1], "output_ids": [2]}
+    with pytest.raises(RequestError, match="at most 32 stop token ids"):
+        state.write_row(0, params, stop_token_ids=range(33), **arguments)
+    biased = dataclasses.replace(params, logit_bias={V: 1.0})
+    with pytest.raises(RequestError, match=f"logit_bias is {V}"):
+        state.write_row(0, biased, stop_token_ids=[1], **arguments)
+    for tensor, old in zip((state.reals, state.integers, state.token_counts), before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 5])
+@pytest.mark.parametrize("vocab_size", [1, V])
+def test_bytes_are_known_before_allocation(max_num_seqs: int, vocab_size: int) -> None:
+    state = SamplingState.allocate(max_num_seqs, vocab_size, CPU)
+    assert state.nbytes == SamplingState.bytes_for(max_num_seqs, vocab_size)
+
+
+KINDS = [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 9, "presence_penalty": 1.0}]
+
+
+def test_bad_logits_stay_in_their_lane() -> None:
+    for case in KINDS:
+        check_bad_lanes_stay_alone(sample_full, case)
+
+
+@pytest.mark.slow  # the steps of `test_step_functions.py` are compiled quickly
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_equals_eager_and_works_in_place(backend: str, dynamic: bool) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(sample_full, fullgraph=True, dynamic=dynamic, backend=backend)
+    params = [
+        SamplingParams(**case, seed=index * 0x7531_ECA8_6420) for index, case in enumerate(CASES)
+    ]
+    states = [state_of(params), state_of(params)]
+    address = states[1].token_counts.data_ptr()
+    null_row = len(params)
+    untouched = states[0].token_counts[null_row].clone()
+    for step in range(3):
+        # The last lanes are padding.
+        rows = torch.tensor([*range(null_row), null_row, null_row])
+        logits = randn(null_row + 2, V, seed=step).bfloat16()
+        positions = torch.full_like(rows, FIRST + step)
+        eager = sample_full(logits, states[0], rows, positions)
+        fast = compiled(logits, states[1], rows, positions)
+        assert torch.equal(fast.tokens, eager.tokens)
+        assert torch.equal(states[1].token_counts, states[0].token_counts)
+        torch.testing.assert_close(fast.logprob, eager.logprob)
+        torch.testing.assert_close(fast.top_logprobs, eager.top_logprobs)
+    assert states[1].token_counts.data_ptr() == address
+    assert torch.equal(states[0].token_counts[null_row], untouched)
+    check_bad_lanes_stay_alone(compiled, KINDS[2])
+    greedy = torch.compile(sample_greedy, fullgraph=True, dynamic=dynamic, backend=backend)
+    bad = with_bad_lanes(randn(9, V)).bfloat16()
+    assert torch.equal(greedy(bad), sample_greedy(bad))
+    assert greedy(bad).eq(NON_FINITE).nonzero().flatten().tolist() == BAD_LANES
+
+
+class Rows(RuleBasedStateMachine):
+    """Whatever happened to a row before, it samples as one written to a fresh state."""
+
+    NUM_ROWS = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = SamplingState.allocate(self.NUM_ROWS, V, CPU)
+        self.owners: dict[int, tuple[SamplingParams, list[int]]] = {}
+        self.steps = 0
+
+    @rule(
+        row=st.integers(0, NUM_ROWS - 1),
+        case=st.sampled_from(CASES),
+        seed=st.integers(0, (1 << 63) - 1),
+        outputs=st.lists(st.integers(0, V - 1), max_size=6),
+    )
+    def take(self, row: int, case: dict[str, Any], seed: int, outputs: list[int]) -> None:
+        params = SamplingParams(**case, seed=seed)
+        write(self.state, row, params, outputs)
+        self.owners[row] = (params, list(outputs))
+
+    @precondition(lambda self: self.owners)
+    @rule(row=st.integers(0, NUM_ROWS - 1))
+    def preempt_and_resume(self, row: int) -> None:
+        if row in self.owners:
+            params, outputs = self.owners.pop(row)
+            poison(self.state, row)
+            write(self.state, row, params, outputs)
+            self.owners[row] = (params, outputs)
+
+    @precondition(lambda self: self.owners)
+    @rule()
+    def step(self) -> None:
+        self.steps += 1
+        lanes = [*self.owners, self.NUM_ROWS]
+        fresh = SamplingState.allocate(self.NUM_ROWS, V, CPU)
+        for row, (params, outputs) in self.owners.items():
+            write(fresh, row, params, outputs)
+        logits = randn(len(lanes), V, seed=self.steps)
+        rows = torch.tensor(lanes)
+        lengths = [len(PROMPT) + len(outputs) for _, outputs in self.owners.values()]
+        positions = torch.tensor([*lengths, 0])
+        tokens = sample_full(logits, self.state, rows, positions).tokens
+        assert torch.equal(tokens, sample_full(logits, fresh, rows, positions).tokens)
+        for row, token in zip(self.owners, tokens.tolist(), strict=False):
+            self.owners[row][1].append(token)
+
+    @invariant()
+    def the_null_row_is_untouched(self) -> None:
+        pristine = SamplingState.allocate(1, V, CPU)
+        for name in ("reals", "integers", "token_counts"):
+            assert torch.equal(getattr(self.state, name)[-1], getattr(pristine, name)[-1])
+
+    @invariant()
+    def counts_of_penalised_rows_are_their_outputs(self) -> None:
+        for row, (params, outputs) in self.owners.items():
+            if params.uses_penalties:
+                counts = self.state.token_counts[row] & ((1 << 30) - 1)
+                expected = torch.bincount(torch.tensor(outputs, dtype=torch.int64), minlength=V)
+                assert torch.equal(counts.long(), expected)
+
+
+TestRows = Rows.TestCase
+TestRows.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)

@@ -1,0 +1,147 @@
+"""What planning costs does not grow: not with the queue, not with the cache, not with time."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from stepgraph.runtime.scheduling.plan import StepPlan
+from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
+
+from ..rigs.scheduler_rig import Rig
+
+
+def calls_of(plan: Callable[[], StepPlan]) -> int:
+    """Calls that a plan makes, of Python and of C: a cost that does not depend on the machine."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        plan()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def costs_of(rig: Rig, steps: int) -> list[int]:
+    """Calls of the plans of the next steps."""
+    costs: list[int] = []
+    plan = rig.scheduler.plan
+
+    def counted() -> StepPlan:
+        made: list[StepPlan] = []
+        costs.append(calls_of(lambda: made.append(plan()) or made[0]))
+        return made[0]
+
+    rig.scheduler.plan = counted  # type: ignore[method-assign]
+    for _ in range(steps):
+        rig.loop.step()
+    del rig.scheduler.plan
+    return costs
+
+
+def crowded(queued: int, usable_blocks: int, policy: PreemptionPolicy) -> list[int]:
+    """Admission, forks, decoding, blocks run out, preemption, admission again."""
+    rig = Rig(
+        windows=(None, 5),
+        max_num_seqs=4,
+        usable_blocks=usable_blocks,
+        host_blocks=20,
+        block_size=2,
+        prefix=True,
+        preemption=policy,
+    )
+    for _ in range(queued):
+        rig.loop.requests.add(rig.group(3, max_tokens=30, n=2))
+    costs = costs_of(rig, 20)
+    assert usable_blocks > 1000 or rig.loop.counts["preemptions"] > 0
+    return costs
+
+
+@pytest.mark.parametrize("choice", ["recompute", "swap"])
+def test_planning_costs_the_same_however_many_wait(choice: Any) -> None:
+    policy = PreemptionPolicy(choice)
+    assert sum(crowded(5_000, 24, policy)) <= 1.05 * sum(crowded(10, 24, policy))
+
+
+def test_planning_costs_the_same_however_large_the_cache_is() -> None:
+    policy = PreemptionPolicy("recompute")
+    assert sum(crowded(10, 50_000, policy)) <= 1.05 * sum(crowded(10, 2_000, policy))
+
+
+def test_a_decode_step_costs_the_same_however_long_the_sequences_are() -> None:
+    """Where no block is taken or given back: all else would be paid for by every token."""
+    rig = Rig(windows=(None, 7), max_num_seqs=2, block_size=16, prefix=True)
+    rig.add(2), rig.add(2)
+    rig.step(2)  # who joins those that decode is looked at once
+    costs = costs_of(rig, 12)
+    assert len(set(costs)) == 1
+    rig.step(4)
+    assert costs_of(rig, 3) == costs[:3]
+
+
+def test_aborted_requests_do_not_pile_up_in_the_queue() -> None:
+    rig = Rig(max_num_seqs=1)
+    rig.add(1)
+    rig.step()
+    for _ in range(20):
+        groups = [rig.group(1) for _ in range(200)]
+        for group in groups:
+            rig.loop.requests.add(group)
+        for group in groups[1:]:  # not the head: a dead one there is dropped when it is looked at
+            rig.loop.requests.abort(group)
+        rig.step()
+    assert rig.scheduler.num_waiting == 20
+    assert len(rig.scheduler._waiting) <= 2 * rig.scheduler.num_waiting + 64
+
+
+def sizes_of(rig: Rig) -> dict[str, int]:
+    """Elements of every container of the scheduler, the loop and the cache."""
+    owners = {
+        "scheduler": rig.scheduler,
+        "running": rig.scheduler._running,
+        "publishing": rig.scheduler._publishing,
+        "headroom": rig.scheduler._headroom,
+        "loop": rig.loop,
+        "requests": rig.loop.requests,
+        "cache": rig.cache,
+        "pool": rig.cache._pool,
+        "host": rig.cache.host,
+        **{f"group {a.index}": a for a in rig.cache._allocators},
+    }
+    return {
+        f"{owner}.{name}": len(value)
+        for owner, holder in owners.items()
+        for name, value in vars(holder).items()
+        if isinstance(value, list | dict | set | tuple | deque)
+    }
+
+
+@pytest.mark.parametrize("choice", ["recompute", "swap"])
+def test_nothing_grows_with_time(choice: Any) -> None:
+    rig = Rig(
+        windows=(None, 3),
+        usable_blocks=20,
+        host_blocks=16,
+        block_size=2,
+        prefix=True,
+        preemption=PreemptionPolicy(choice),
+    )
+    sizes = []
+    for _ in range(6):
+        for index in range(12):
+            rig.add_group(3 + index % 5, max_tokens=9, n=1 + index % 2, shared=index % 4)
+        rig.drain()
+        sizes.append(sizes_of(rig))
+    assert sizes[0] == sizes[-1]
+    assert rig.loop.counts["preemptions"] > 10
+    assert sum(map(len, rig.cache._pool._block_of)) <= rig.cache.usable_blocks

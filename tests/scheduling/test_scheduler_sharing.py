@@ -1,0 +1,198 @@
+"""What a request finds when it is admitted: a sibling's prompt, blocks of equal contents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from stepgraph.cache.blocks import NULL_BLOCK
+from stepgraph.runtime.request import Request, RequestStatus
+
+from ..rigs.fake_device import oracle
+from ..rigs.scheduler_rig import Rig, groups_of
+
+WINDOWS = [(None,), (6,), (None, 6), (6, None, 3)]
+
+
+def chunk_of(rig: Rig, request: Request) -> tuple[int, int]:
+    """(start, count) of the request's chunk in the last plan."""
+    (chunk,) = (c for c in rig.runner.plans[-1].prefill if c.request is request)
+    return chunk.start, chunk.count
+
+
+def check_all(rig: Rig, *requests: Request) -> None:
+    rig.drain()
+    for request in requests:
+        assert request.output_ids == oracle(request, rig.windows)[0]
+
+
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+@pytest.mark.parametrize(("prompt_len", "copies"), [(12, 1), (13, 0), (14, 1)])
+def test_completions_compute_their_prompt_once(windows: Any, prompt_len: int, copies: int) -> None:
+    rig = Rig(windows=windows, prefill_chunk=5)
+    first, *others = rig.add_group(prompt_len, n=4, max_tokens=9)
+    while not first.decoding:
+        rig.step()
+        assert all(other.status is RequestStatus.WAITING for other in others)
+    plan = rig.step()
+    assert [admission.request for admission in plan.admitted] == others
+    for admission in plan.admitted:
+        assert admission.found.source == "fork"
+        assert len(admission.found.copies) == copies * len(windows)
+        assert chunk_of(rig, admission.request) == (prompt_len - 1, 1)
+    check_all(rig, first, *others)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_what_a_sibling_has_given_back_is_computed_or_found_in_the_cache(prefix: bool) -> None:
+    """The second one waits for a row, so long that the window has left the prompt."""
+    rig = Rig(windows=(3,), prefix=prefix, max_num_seqs=2)
+    rig.add(3, max_tokens=5)
+    first, second = rig.add_group(14, n=2, max_tokens=9)
+    while second.row is None:
+        rig.step()
+    assert chunk_of(rig, second) == ((12, 2) if prefix else (0, 14))
+    check_all(rig, first, second)
+
+
+def test_a_prompt_of_one_token_is_not_shared() -> None:
+    rig = Rig()
+    requests = rig.add_group(1, n=3)
+    assert len(rig.step().admitted) == 3
+    check_all(rig, *requests)
+
+
+def test_completions_share_the_full_blocks_of_their_prompt() -> None:
+    rig = Rig(block_size=4)
+    rig.add_group(10, n=3)
+    rig.step(2)
+    tables = [rig.cache.block_table(f"request-1/{index}") for index in range(3)]
+    assert len({tuple(table[:2]) for table in tables}) == 1
+    assert len({table[2] for table in tables}) == 3
+    assert rig.cache.counts["copied_blocks"] == 2
+
+
+def test_a_completion_waits_for_nobody_who_waits_himself() -> None:
+    """The first one is gone before the second is admitted, so that one computes the prompt."""
+    rig = Rig(max_num_seqs=1, max_batch_tokens=40)
+    first, second = rig.add_group(9, n=2, max_tokens=2)
+    rig.drain()
+    assert first.output_ids == oracle(first)[0]
+    assert second.output_ids == oracle(second)[0]
+    assert rig.cache.counts["forks"] == 0
+
+
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+@pytest.mark.parametrize(
+    ("prompt_len", "shared", "cached"),
+    [(20, 16, 16), (20, 15, 12), (16, 16, 12), (17, 17, 16), (20, 3, 0)],
+)
+def test_a_prompt_begins_with_the_full_blocks_of_another(
+    windows: Any, prompt_len: int, shared: int, cached: int
+) -> None:
+    rig = Rig(windows=windows, prefix=True)
+    first = rig.add(20, shared=20, max_tokens=4)
+    rig.step(2)
+    second = rig.add(prompt_len, shared=shared, max_tokens=8)
+    rig.step()
+    assert chunk_of(rig, second) == (cached, prompt_len - cached)
+    outputs = {output.request_id: output for output in rig.drain()}
+    assert outputs["request-1"].cached_tokens == 0
+    assert outputs["request-2"].cached_tokens == cached
+    check_all(rig, first, second)
+
+
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+def test_what_is_left_of_ended_requests_is_found(windows: Any) -> None:
+    rig = Rig(windows=windows, prefix=True)
+    first = rig.add(10, max_tokens=9)
+    rig.drain()
+    conversation = rig.group(22, max_tokens=5)
+    (second,) = conversation.requests
+    known = first.prompt_ids + first.output_ids  # of the last one, nothing is computed
+    second.prompt_ids[: len(known)] = known
+    rig.loop.requests.add(conversation)
+    rig.step()
+    assert chunk_of(rig, second) == (16, 6)
+    check_all(rig, second)
+
+
+def test_a_prompt_is_shared_while_its_tail_is_computed() -> None:
+    rig = Rig(prefix=True, prefill_chunk=10)
+    first = rig.add(38, shared=38)
+    rig.step(2)
+    second = rig.add(18, shared=18)
+    rig.loop.requests.abort(rig.loop.requests.groups["request-1"])
+    rig.step()
+    assert first.num_computed == 20
+    assert chunk_of(rig, second) == (16, 2)
+    check_all(rig, second)
+
+
+def test_behind_a_window_no_block_is_held() -> None:
+    rig = Rig(windows=(None, 6), prefix=True)
+    rig.add(21, shared=21)
+    rig.step(2)
+    second = rig.add(21, shared=21)
+    rig.step()
+    full, sliding = (rig.cache.block_table(second.id, group) for group in range(2))
+    assert len(full) == len(sliding) == 6
+    assert NULL_BLOCK not in full
+    assert [block == NULL_BLOCK for block in sliding] == [True] * 3 + [False] * 3
+    check_all(rig, second)
+
+
+@pytest.mark.parametrize(("salt", "prefix"), [("tenant", True), ("", False)])
+def test_without_consent_nothing_is_shared(salt: str, prefix: bool) -> None:
+    rig = Rig(prefix=prefix)
+    rig.add(20, shared=20)
+    rig.step(2)
+    other = rig.add(20, shared=20, salt=salt)
+    rig.step()
+    assert chunk_of(rig, other) == (0, 20)
+    assert rig.cache.counts["hit_tokens"] == 0
+    if salt:
+        same = rig.add(20, shared=20, salt=salt)
+        rig.step()
+        assert chunk_of(rig, same) == (16, 4)
+    rig.drain()
+
+
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
+    """What it finds after a preemption is its own, and says nothing of the cache's use."""
+    rig = Rig(usable_blocks=8, block_size=2, prefix=True)
+    first, last = rig.add(5, shared=4), rig.add(5, shared=4, max_tokens=8)
+    outputs = {output.request_id: output for output in rig.drain()}
+    assert last.num_preemptions > 0
+    assert outputs["request-2"].cached_tokens == last.num_cached_tokens == 0
+    assert rig.runner.seen["prefix"] > 0
+    for request in (first, last):
+        assert request.output_ids == oracle(request)[0]
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+def test_all_that_fit_alone_end(windows: Any, in_flight: int) -> None:
+    """Waiting children, prompts that wait for blocks in their middle, preempted ones, priorities:
+    the cache holds one longest sequence, and there are as many rows as one likes.
+    """
+    block_size = prefill_chunk = 2
+    specs = [group.spec for group in groups_of(windows)]
+    rig = Rig(
+        windows=windows,
+        usable_blocks=sum(spec.most_blocks(30, block_size, prefill_chunk) for spec in specs),
+        block_size=block_size,
+        prefill_chunk=prefill_chunk,
+        in_flight=in_flight,
+    )
+    requests = [
+        request
+        for index in range(10)
+        for request in rig.add_group(
+            29 - 2 * index, n=1 + index % 3, priority=index % 2, max_tokens=1 + index
+        )
+    ]
+    rig.drain(limit=rig.work)
+    for request in requests:
+        assert request.output_ids == oracle(request, windows)[0]
+    assert rig.loop.counts["preemptions"] > 0 or None not in windows

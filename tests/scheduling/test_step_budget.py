@@ -1,0 +1,363 @@
+"""Chunks chosen by time: never more than fits, always something, and decoding goes on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepgraph.graphs.buckets import Buckets
+from stepgraph.runtime.request import Request
+from stepgraph.runtime.sampling_params import SamplingParams
+from stepgraph.runtime.scheduling.plan import RowSpan, StepPlan
+from stepgraph.runtime.scheduling.step_budget import SHARE_AFTER, SUM_EVERY, StepBudget
+from stepgraph.runtime.scheduling.step_costs import PhaseCosts, StepCosts
+
+from ..rigs.fake_device import oracle
+from ..rigs.request_rig import make_request
+from ..rigs.scheduler_rig import Rig
+
+SMALLEST = 4
+
+
+def costs_of(
+    *, base: float = 1e-3, token: float = 1e-4, position: float = 1e-6, largest: int = 32
+) -> StepCosts:
+    """A decode step takes `base` seconds, each prompt token `token` and each position more."""
+    tokens = Buckets([SMALLEST, *range(8, largest, 4), largest])
+    rows = Buckets([1, 4, 8])
+    decode = PhaseCosts(rows, [base] * len(rows), position, 10)
+    prefill = PhaseCosts(tokens, [token * size for size in tokens], position, 10)
+    return StepCosts((decode, decode.copy()), (prefill, prefill.copy()), lambda context: context)
+
+
+def budget_of(max_itl_ms: float, **costs: float) -> StepBudget:
+    return StepBudget(max_itl_ms, costs_of(**costs))  # type: ignore[arg-type]
+
+
+def flat_until(size: int) -> PhaseCosts:
+    """Prefill whose buckets up to `size` tokens take the same."""
+    tokens = costs_of().prefill[False].sizes
+    return PhaseCosts(tokens, [1e-4 * max(size, bucket) for bucket in tokens], 0.0, 10)
+
+
+def request_of(num_computed: int = 0, *, sampled: bool = False) -> Request:
+    request = make_request([1] * 500, params=SamplingParams(temperature=float(sampled)))
+    request.num_computed = num_computed
+    assert request.params.needs_full_sampler == sampled
+    return request
+
+
+def decoding(rows: int = 4, context: int = 20, *, sampled: bool = False) -> StepPlan:
+    return StepPlan(decode=[request_of(context, sampled=sampled) for _ in range(rows)])
+
+
+def mixed(tokens: int = 16, **requests: bool) -> StepPlan:
+    """A step that decodes and prefills."""
+    return with_chunk(decoding(), request_of(**requests), 0, tokens)
+
+
+def chunk_of(budget: StepBudget, asked: int = 32, start: int = 0, **requests: bool) -> int:
+    """The first chunk of a step that decodes."""
+    return budget.fit(decoding(), request_of(**requests), start, asked)
+
+
+def learn(budget: StepBudget, seconds: float, *plans: StepPlan, times: int = 1) -> None:
+    for _ in range(times):
+        for plan in plans:
+            budget.learn(plan, seconds)
+
+
+def with_chunk(plan: StepPlan, request: Request, start: int, count: int) -> StepPlan:
+    return replace(plan, prefill=[*plan.prefill, RowSpan(request, 5, start, count, False)])
+
+
+@given(st.floats(0.1, 20), st.integers(1, 8), st.integers(0, 300), st.integers(0, 400), st.data())
+def test_a_chunk_is_the_largest_that_fits(max_itl_ms, rows, context, start, data) -> None:
+    budget = budget_of(max_itl_ms)
+    plan = decoding(rows, context)
+    room = 32
+    for _ in range(data.draw(st.integers(1, 3))):
+        request = request_of(start)
+        asked = data.draw(st.integers(1, max(room, 1)))
+        if room < asked:
+            break
+        first = not plan.prefill
+        count = budget.fit(plan, request, start, asked)
+        assert first <= count <= asked
+        assert count >= min(asked, SMALLEST) or not first
+        if count and not (first and budget.stats()["forced"]):
+            fitting = with_chunk(plan, request, start, count)
+            assert budget.predict(fitting) <= max_itl_ms / 1e3 + 1e-12
+        if count < asked and not budget.stats()["forced"]:
+            larger = with_chunk(plan, request, start, count + 1)
+            assert budget.predict(larger) > max_itl_ms / 1e3 - 1e-12
+        if not count:
+            break
+        plan = with_chunk(plan, request, start, count)
+        room -= count
+
+
+def test_where_nobody_decodes_nobody_waits() -> None:
+    budget = budget_of(0.001)
+    assert budget.fit(StepPlan(), request_of(), 0, 32) == 32
+    assert budget.stats()["forced"] == 0
+
+
+def test_progress_beats_the_budget_and_is_said_once(caplog) -> None:
+    budget = budget_of(0.5)
+    with caplog.at_level(logging.WARNING):
+        assert chunk_of(budget) == SMALLEST
+        assert chunk_of(budget, 2) == 2
+    assert budget.stats()["forced"] == 2
+    assert len(caplog.records) == 1
+    assert "max_itl_ms=0.5 leaves 0.00 ms" in caplog.text
+
+
+def test_a_chunk_that_nothing_fits_fills_what_costs_as_much() -> None:
+    budget = budget_of(0.5)
+    budget.costs = replace(budget.costs, prefill=(flat_until(12), flat_until(8)))
+    assert chunk_of(budget) == 12
+    assert chunk_of(budget, 9) == 9
+    assert chunk_of(budget, sampled=True) == 8
+
+
+def test_a_smallest_bucket_is_filled_even_behind_a_long_context() -> None:
+    """A chunk of fewer tokens would cost nearly as much: only its attention is less."""
+    budget = budget_of(1.5, position=1e-9)
+    start = 8000
+    smallest = with_chunk(decoding(), request_of(), start, SMALLEST)
+    one = with_chunk(decoding(), request_of(), start, 1)
+    middle = (budget.predict(smallest) + budget.predict(one)) / 2
+    budget = budget_of(1e3 * middle, position=1e-9)
+    assert chunk_of(budget, start=start) == SMALLEST
+    assert budget.stats()["forced"] == 1
+
+
+def test_a_burst_does_not_make_chunks_small_for_ever() -> None:
+    budget = budget_of(4.0, position=0.0)
+    request = request_of()
+
+    def step(slower: float) -> int:
+        plan = decoding()
+        count = budget.fit(plan, request, 0, 32)
+        plan = with_chunk(plan, request, 0, count)
+        bucket = budget.costs.prefill[False].sizes.fit(count)
+        assert bucket is not None
+        budget.learn(plan, slower * (1e-3 + 1e-4 * bucket))
+        return count
+
+    calm = [step(1.0) for _ in range(20)]
+    assert set(calm) == {28}
+    assert min(step(2.5) for _ in range(15)) < 16
+    after = [step(1.0) for _ in range(400)]
+    assert set(after[300:]) == {28}
+
+
+def test_a_step_that_does_both_teaches_by_the_part_that_prefills() -> None:
+    """However long it decodes: else one stalled step would change a small part manifold."""
+    budget = budget_of(50.0, base=0.1, position=0.0)
+    plan = mixed(4)
+    before = budget.costs.prefill[False].seconds[0]
+    budget.learn(plan, 1.0)
+    assert before < budget.costs.prefill[False].seconds[0] <= 1.11 * before
+
+
+def test_the_full_sampler_has_costs_of_its_own() -> None:
+    budget = budget_of(2.7, position=0.0)
+    learn(budget, 4e-3, with_chunk(StepPlan(), request_of(sampled=True), 0, 16), times=50)
+    assert chunk_of(budget) == 16
+    assert chunk_of(budget, sampled=True) < 16
+    assert budget.fit(mixed(4, sampled=True), request_of(), 0, 12) < 12
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0, 0.0])
+def test_times_that_cannot_be_teach_nothing(seconds: float) -> None:
+    budget = budget_of(5.0)
+    before = budget.predict(mixed())
+    budget.learn(mixed(), seconds)
+    assert budget.predict(mixed()) == before
+    assert (budget.stats()["ignored"], budget.stats()["n"]) == (1, 0)
+
+
+@given(st.floats(1e-9, 1e9), st.booleans(), st.booleans())
+def test_one_outlier_moves_next_to_nothing(seconds, decodes, prefills) -> None:
+    budget = budget_of(5.0)
+    plan = decoding() if decodes else StepPlan()
+    if prefills:
+        plan = with_chunk(plan, request_of(), 40, 16)
+    before = budget.predict(plan)
+    budget.learn(plan, seconds)
+    assert 0.9 * before - 1e-9 <= budget.predict(plan) <= 1.11 * before
+
+
+def test_steps_that_only_decode_teach_the_decode_step() -> None:
+    budget = budget_of(5.0, position=0.0)
+    prefill = budget.costs.prefill[False].seconds
+    learn(budget, 2e-3, decoding(), times=100)
+    assert budget.predict(decoding()) == pytest.approx(2e-3, rel=0.01)
+    assert budget.costs.prefill[False].seconds == prefill
+    decode = budget.predict(decoding())
+    for _ in range(100):
+        learn(budget, 6e-3, mixed())
+        learn(budget, decode, decoding())
+    assert budget.predict(mixed()) == pytest.approx(6e-3, rel=0.01)
+    assert budget.predict(decoding()) == pytest.approx(decode)
+
+
+def test_where_no_step_only_decodes_each_part_learns_its_share() -> None:
+    """Else what decoding more costs than it did would be taken for the cost of prompts."""
+    budget = budget_of(50.0, base=3e-3, position=0.0)  # mixed: 3 ms and 1.6
+    learn(budget, 5e-3, mixed(), times=SHARE_AFTER)
+    assert budget.predict(decoding()) == 3e-3
+    before = budget.predict(mixed())
+    learn(budget, 9.2e-3, mixed(), times=300)
+    assert budget.predict(mixed()) == pytest.approx(9.2e-3, rel=0.01)
+    assert budget.predict(decoding()) == pytest.approx(3e-3 * 9.2e-3 / before, rel=0.02)
+    learn(budget, budget.predict(decoding()), decoding())
+    decode = budget.predict(decoding())
+    learn(budget, 20e-3, mixed())
+    assert budget.predict(decoding()) == decode
+
+
+def test_the_same_rows_are_not_asked_in_every_step() -> None:
+    """There may be hundreds of them, and the loop has less time than a call for each."""
+    asked: list[int] = []
+
+    def reach(context: int) -> int:
+        asked.append(context)
+        return context
+
+    budget = StepBudget(5.0, replace(costs_of(), reach=reach))
+    plan = decoding(rows=8, context=100)
+    for _ in range(10 * SUM_EVERY):
+        budget.learn(StepPlan(decode=plan.decode), 2e-3)
+        for request in plan.decode:
+            request.num_computed += 1
+    assert len(asked) == 10 * len(plan.decode)
+    exact = budget.costs.decode[False].predict(8, 8 * (100 + 10 * SUM_EVERY + 1))
+    assert budget.predict(plan) == pytest.approx(exact)
+    asked.clear()
+    budget.predict(StepPlan(decode=plan.decode[:5]))  # somebody has left
+    assert len(asked) == 5
+
+
+def test_the_sampler_of_other_rows_is_looked_at_anew() -> None:
+    budget = budget_of(5.0, position=0.0)
+    sampled, greedy = decoding(1, sampled=True), decoding(1)
+    for _ in range(50):
+        learn(budget, 3e-3, sampled)
+        learn(budget, 1e-3, greedy)
+    assert budget.predict(sampled) == pytest.approx(3e-3, rel=0.01)
+    assert budget.predict(greedy) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("steps", "spans", "took"),
+    [
+        # On an asynchronous device a step is launched before the last one is read.
+        (1, [(1000, 3000), (1500, 4200), (9000, 9900)], [2000, 1200, 900]),
+        (4, [(1000, 9000), (1500, 17000)], [2000, 2000]),  # launched together, each counts
+    ],
+)
+def test_a_step_begins_when_the_one_before_it_has_ended(
+    steps: int, spans: list[tuple[int, int]], took: list[int]
+) -> None:
+    budget = budget_of(5.0, position=0.0)
+    learned: list[int] = []
+    budget.learn = lambda plan, seconds: learned.append(round(seconds * 1e9))  # type: ignore[method-assign]
+    plan = decoding()
+    plan.steps = steps
+    assert budget.predict(plan) == pytest.approx(steps * budget.predict(decoding()))
+    for launched, arrived in spans:
+        budget.observe(plan, launched, arrived)
+    assert learned == took
+
+
+def test_stats_set_observed_against_predicted() -> None:
+    budget = budget_of(3.0, position=0.0)
+    budget.calibration_seconds = 1.5
+    plan = mixed()  # predicted: 2.6 ms
+    budget.learn(plan, 2.7e-3)
+    budget.learn(decoding(), 1e-3)
+    budget.learn(plan, 3.5e-3)
+    stats = budget.stats()
+    assert stats["max_itl_ms"] == 3.0
+    assert stats["calibration_seconds"] == 1.5
+    assert (stats["n"], stats["over_budget"]) == (2, 1)
+    assert stats["observed_ms"] == pytest.approx(3.1)
+    assert stats["predicted_ms"] == pytest.approx(2.6, rel=0.02)
+    assert stats["mean_error_ms"] == pytest.approx(0.5, rel=0.1)
+    prefill = stats["costs"]["prefill"]
+    assert sum(prefill["seen"]) == 2
+    assert len(prefill["sizes"]) == len(prefill["ms"]) == len(prefill["seen"])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 8)), min_size=1, max_size=12),
+    st.floats(0.2, 6),
+    st.sampled_from([0, 1]),
+    st.booleans(),
+    st.sampled_from([(None,), (None, 6)]),
+    st.sampled_from([30, 100]),
+    st.randoms(use_true_random=False),
+)
+def test_everybody_is_served_and_decoding_never_waits(
+    requests, max_itl_ms, in_flight, prefix, windows, usable_blocks, rng
+) -> None:
+    budget = budget_of(max_itl_ms)
+    fit = budget.fit
+
+    def watched(plan: StepPlan, request: Request, start: int, count: int) -> int:
+        forced = budget.stats()["forced"]
+        given_count = fit(plan, request, start, count)
+        if plan.decode and given_count and budget.stats()["forced"] == forced:
+            chosen = with_chunk(plan, request, start, given_count)
+            assert budget.predict(chosen) <= max_itl_ms / 1e3 + 1e-12
+        return given_count
+
+    budget.fit = watched  # type: ignore[method-assign]
+    rig = Rig(
+        windows=windows,
+        in_flight=in_flight,
+        prefix=prefix,
+        usable_blocks=usable_blocks,
+        step_budget=budget,
+    )
+    made = []
+    for prompt_len, max_tokens in requests:
+        made += rig.add_group(prompt_len, max_tokens=max_tokens, shared=prompt_len // 2)
+        for _ in range(rng.randrange(3)):
+            ready = [r for r in rig.scheduler._running if r.decoding and not r.reached_max_tokens]
+            rig.loop.step()
+            rig.loop.check_integrity()
+            plan = rig.runner.plans[-1] if rig.runner.plans else None
+            if ready and plan is not None and not plan.preempted:
+                assert set(ready) <= set(plan.decode)
+    rig.drain()
+    for request in made:
+        assert (request.output_ids, request.finish_reason) == oracle(request, windows)
+
+
+def test_a_prompt_found_in_the_cache_is_priced_where_it_goes_on() -> None:
+    """Admission finds it; a chunk that no longer fits waits in its row, and nothing is lost."""
+    budget = budget_of(1 + 0.8 + 0.3, position=2e-6)
+    rig = Rig(prefix=True, step_budget=budget, block_size=4)
+    first = rig.add(30, max_tokens=2, shared=29)
+    rig.drain()
+    runner = rig.add(3, max_tokens=30)
+    rig.step()
+    second = rig.add(31, max_tokens=2, shared=29)
+    starts = []
+    while second.finish_reason is None:
+        plan = rig.step()
+        starts += [(c.start, c.count) for c in plan.prefill if c.request is second]
+        assert runner in plan.decode or runner.finish_reason
+    rig.drain()
+    assert starts[0][0] == 28
+    assert first.output_ids == oracle(first)[0]
+    assert second.output_ids == oracle(second)[0]

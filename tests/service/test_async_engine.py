@@ -1,0 +1,248 @@
+"""Requests of an `AsyncEngine`: tokens, event loops, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+from stepgraph.runtime import ServiceConfig
+from stepgraph.runtime.errors import (
+    EngineBusyError,
+    OverloadedError,
+    RequestError,
+)
+from stepgraph.runtime.service.request_handle import Delta
+
+from ..rigs.fake_engine import params
+from ..rigs.service_rig import LONG, PROMPT, SECONDS, do, joined, rig, wait_until
+
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [1, 2, 3, 4, 9, 9], [8]]
+
+
+def new_loops() -> list[Any]:
+    factories: list[Any] = [asyncio.new_event_loop]
+    try:
+        import uvloop
+    except ImportError:
+        return factories
+    return [*factories, uvloop.new_event_loop]
+
+
+@pytest.mark.parametrize("factory", new_loops())
+def test_stream_and_generate_return_the_tokens_of_a_request_alone(factory: Any) -> None:
+    with rig() as r:
+
+        async def main() -> None:
+            own = [params(i, n=n) for i, n in enumerate((1, 1, 1, 3))]
+            streams = [r.engine.stream(p, o) for p, o in zip(PROMPTS, own, strict=True)]
+            whole = await asyncio.gather(
+                *[r.engine.generate(p, o) for p, o in zip(PROMPTS, own, strict=True)]
+            )
+            streamed = await asyncio.gather(*[joined(stream) for stream in streams])
+            for prompt, output, o in zip(PROMPTS[:3], whole, own, strict=False):
+                assert output.token_ids == r.expected(prompt, o)
+            for output, found, o in zip(whole, streamed, own, strict=True):
+                assert len(output.completions) == o.n
+                completions = [(c.token_ids, c.finish_reason) for c in output.completions]
+                assert found == dict(enumerate(completions))
+
+        do(main(), factory)
+        r.check_idle()
+
+
+def test_several_loops_of_several_threads_share_the_engine() -> None:
+    with rig() as r:
+        found: list[bool] = []
+
+        def serve(number: int, factory: Any) -> None:
+            async def main() -> None:
+                for turn in range(5):
+                    own = params(100 * number + turn)
+                    outputs = await asyncio.gather(
+                        *[r.engine.generate(prompt, own) for prompt in PROMPTS],
+                        joined(r.engine.stream(PROMPT, own)),
+                    )
+                    wanted = [r.expected(prompt, own) for prompt in PROMPTS]
+                    found.append([output.token_ids for output in outputs[:-1]] == wanted)
+                    found.append(outputs[-1][0][0] == r.expected(PROMPT, own))
+
+            do(main(), factory)
+
+        loops = new_loops()
+        threads = [
+            threading.Thread(target=serve, args=(n, loops[n % len(loops)])) for n in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert found == [True] * 40
+        r.check_idle()
+
+
+def test_submit_calls_back_and_completes_the_future() -> None:
+    with rig() as r:
+        deltas: list[Delta] = []
+        own = params(1)
+        output = r.engine.submit(PROMPT, own, callback=deltas.append).result(SECONDS)
+        tokens = [token for delta in deltas for token in delta.token_ids]
+        assert tokens == output.token_ids == r.expected(PROMPT, own)
+        assert [d.finish_reason for d in deltas if d.finish_reason] == ["length"]
+        times = [ns for delta in deltas for ns in delta.token_ns]
+        assert len(times) == len(tokens)
+        assert times == sorted(times)
+
+
+def test_a_second_task_in_a_stream_is_refused_and_the_first_gets_the_tokens() -> None:
+    with rig() as r:
+        r.steps.close()
+        own = params(1)
+
+        async def main() -> None:
+            stream = r.engine.stream(PROMPT, own)
+            first = asyncio.ensure_future(stream.finish())
+            await asyncio.sleep(0)
+            for second in (anext(stream), stream.finish()):
+                with pytest.raises(EngineBusyError, match="another task"):
+                    await second
+            r.steps.open()
+            assert (await first).token_ids == r.expected(PROMPT, own)
+
+        do(main())
+
+
+def test_a_slow_consumer_gets_the_whole_in_fewer_deltas() -> None:
+    with rig() as r:
+        own = params(1, max_tokens=30)
+
+        async def main() -> None:
+            stream = r.engine.stream(PROMPT, own)
+            first = await anext(stream)
+            await asyncio.to_thread(wait_until, lambda: stream.output and stream.output.finished)
+            rest = [delta async for delta in stream]
+            assert len(rest) <= 1
+            tokens = [t for delta in (first, *rest) for t in delta.token_ids]
+            assert tokens == r.expected(PROMPT, own)
+
+        do(main())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"priority": "high"},
+        {"request_id": ""},
+        {"request_id": 3},
+        {"deadline": 0},
+        {"deadline": float("nan")},
+        {"first_token_deadline": 1e10},
+        {"deadline": True},
+        {"tenant": 1},
+        {"cache_salt": 2.0},
+        {"tenant": "t" * 257},
+        {"dead_line": 1.0},
+    ],
+)
+def test_invalid_options_are_refused_at_once(options: Any) -> None:
+    with rig() as r:
+        with pytest.raises(RequestError) as error:
+            r.engine.submit(PROMPT, params(1), **options)
+        assert len(str(error.value)) < 500
+        r.check_idle()
+
+
+@pytest.mark.parametrize("prompt", [[], [99], "text", (1, 99), None, [1] * 60])
+def test_an_invalid_prompt_ends_its_request_alone(prompt: Any) -> None:
+    with rig() as r:
+        future = r.engine.submit(prompt, params(1))
+        with pytest.raises(RequestError):
+            future.result(SECONDS)
+
+        async def main() -> None:
+            stream = r.engine.stream(prompt, params(1))
+            with pytest.raises(RequestError):
+                await stream.accepted()
+            with pytest.raises(RequestError):
+                await anext(stream)
+
+        do(main())
+        r.check_serves()
+
+
+def test_requests_and_tokens_that_wait_are_bounded() -> None:
+    limits = ServiceConfig(max_queued_requests=3, max_queued_tokens=12)
+    with rig(limits, max_num_seqs=1) as r:
+        r.steps.close()
+        running = r.engine.submit(PROMPT, params(1))
+        assert r.steps.waiting.acquire(timeout=SECONDS)
+        queued = [r.engine.submit(PROMPT, params(i)) for i in range(2)]
+        too_long = r.engine.submit(PROMPT, params(4))  # of 12 tokens 10 wait
+        r.steps.permit()
+        with pytest.raises(OverloadedError, match="max_queued_tokens=12") as error:
+            too_long.result(SECONDS)
+        assert error.value.retry_after > 0
+        queued.append(r.engine.submit([1], params(5)))
+        with pytest.raises(OverloadedError, match="max_queued_requests") as error:
+            r.engine.submit([1], params(6))
+        assert error.value.retry_after > 0
+        r.steps.open()
+        assert all(f.result(SECONDS).finish_reason == "length" for f in (running, *queued))
+        assert r.engine.submit(LONG, params(1)).result(SECONDS)  # more than the limit, alone
+        r.check_serves()
+
+
+def test_tenants_share_the_engine_by_weight() -> None:
+    weights = ServiceConfig(tenant_weights={"heavy": 3.0})
+    with rig(weights, max_num_seqs=1) as r:
+        r.steps.close()
+        r.engine.submit(PROMPT, params(0))
+        assert r.steps.waiting.acquire(timeout=SECONDS)
+        futures = [
+            (name, r.engine.submit(PROMPT, params(seed), tenant=name))
+            for name in ("light", "heavy")
+            for seed in range(24)
+        ]
+        r.steps.open()
+        served = [(future.result(SECONDS).timing.token_ns[0], name) for name, future in futures]
+        order = [name for _, name in sorted(served)]
+        # While both wait, three of four requests are of the tenant of weight 3.
+        assert abs(order[:24].count("heavy") - 18) <= 1
+        r.check_idle()
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    """Counts wake-ups by other threads."""
+
+    wakes = 0
+
+    def call_soon_threadsafe(self, *args: Any, **options: Any) -> Any:
+        self.wakes += 1
+        return super().call_soon_threadsafe(*args, **options)
+
+
+def test_a_loop_is_woken_at_most_once_a_step() -> None:
+    with rig(max_num_seqs=16, num_blocks=200) as r:
+        loop = CountingLoop()
+
+        async def main() -> None:
+            own = params(1, max_tokens=30)
+            streams = [r.engine.stream([1, i % 10], own) for i in range(40)]
+            found = await asyncio.gather(*[joined(stream) for stream in streams])
+            assert all(len(tokens) == 30 for result in found for tokens, _ in result.values())
+            assert loop.wakes <= r.num_steps + 40  # a request that is admitted to an idle engine
+
+        try:
+            loop.run_until_complete(asyncio.wait_for(main(), SECONDS))
+        finally:
+            loop.close()
+
+
+def test_an_idle_engine_uses_no_cpu() -> None:
+    with rig() as r:
+        r.check_serves()
+        before = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - before < 0.01

@@ -1,0 +1,324 @@
+"""The HTTP service over sockets: the command, the openai client, connections that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+import httpx
+from stepgraph.runtime import EngineConfig, ServiceConfig
+from stepgraph.runtime.service.http import connection, server
+from stepgraph.runtime.service.http.config_flags import config_of
+from stepgraph.runtime.service.http.server_flags import make_parser
+
+from ..rigs.http_rig import COMPLETIONS, events_of
+from ..rigs.http_servers import KEY, SECONDS, Command, Threaded, read_all, request
+
+BODY = {"prompt": "def main(", "temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def command() -> Iterator[Command]:
+    command = Command("demo", "--port", "0", "--mode", "eager", "--served-model-name", "small")
+    assert command.health_at_start is not None
+    assert command.health_at_start.status_code == 200, "while it loads"
+    command.wait_ready()
+    yield command
+    if command.process.poll() is None:
+        command.stop()
+
+
+def openai_clients(command: Command) -> tuple[Any, Any]:
+    openai = pytest.importorskip("openai")
+    options = {"base_url": f"{command.address}/v1", "api_key": KEY, "max_retries": 0}
+    return openai.OpenAI(**options), openai.AsyncOpenAI(**options)
+
+
+def test_the_openai_client(command: Command) -> None:
+    client, _ = openai_clients(command)
+    assert [model.id for model in client.models.list()] == ["small"]
+    body = {"model": "small", **BODY}
+    extra = {"ignore_eos": body.pop("ignore_eos")}
+    whole = client.completions.create(**body, extra_body=extra)
+    chunks = list(
+        client.completions.create(
+            **body, extra_body=extra, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    text = whole.choices[0].text
+    assert text
+    assert "".join(c.text for chunk in chunks for c in chunk.choices) == text
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage.completion_tokens == 8
+
+    import openai
+
+    for model, error in (("other", openai.NotFoundError), ("small", openai.BadRequestError)):
+        with pytest.raises(error) as raised:
+            client.completions.create(model=model, prompt="x", temperature=-1, stream=True)
+        assert raised.value.param in ("model", "temperature")
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+    with pytest.raises(openai.BadRequestError, match="chat template"):
+        client.chat.completions.create(
+            model="small", messages=[{"role": "user", "content": "hi"}], stream=True
+        )
+
+
+def test_the_asynchronous_openai_client(command: Command) -> None:
+    _, client = openai_clients(command)
+
+    async def run() -> None:
+        async with client:
+            body = {"model": "small", "max_tokens": 8, "temperature": 0.0}
+            prompts = [f"def f{number}(" for number in range(8)]
+            answers = await asyncio.gather(
+                *(client.completions.create(prompt=p, **body) for p in prompts)
+            )
+            streams = await asyncio.gather(
+                *(client.completions.create(prompt=p, stream=True, **body) for p in prompts)
+            )
+            for answer, stream in zip(answers, streams, strict=True):
+                text = "".join([chunk.choices[0].text async for chunk in stream])
+                assert text == answer.choices[0].text
+
+    asyncio.run(run())
+
+
+def test_metrics_count_the_requests(command: Command) -> None:
+    headers = {"authorization": f"Bearer {KEY}"}
+
+    def succeeded() -> float:
+        text = httpx.get(f"{command.address}/metrics", headers=headers).text
+        lines = [line for line in text.splitlines() if line.startswith("stepgraph:request_success")]
+        return sum(float(line.split()[-1]) for line in lines if "_total" in line)
+
+    before = succeeded()
+    answer = httpx.post(f"{command.address}{COMPLETIONS}", json=BODY, headers=headers)
+    assert answer.status_code == 200
+    for _ in range(1000):  # a thread counts it after the answer
+        if succeeded() == before + 1:
+            return
+    pytest.fail("the request was not counted")
+
+
+def test_sigterm_completes_the_requests_in_progress(command: Command) -> None:
+    body = {**BODY, "max_tokens": 200, "stream": True}
+    headers = {"authorization": f"Bearer {KEY}"}
+    url = f"{command.address}{COMPLETIONS}"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=SECONDS) as response:
+        chunks = response.iter_text()
+        text = next(chunks)
+        command.process.send_signal(signal.SIGTERM)
+        while httpx.get(f"{command.address}/ready").status_code == 200:
+            time.sleep(0.001)
+        assert httpx.post(url, json=BODY, headers=headers).status_code == 503
+        text += "".join(chunks)
+    events = events_of(text)
+    assert events[-1] == "[DONE]"
+    assert '"finish_reason":"length"' in events[-2]
+    assert command.process.wait(SECONDS) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_loads(tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "socket"
+    command = Command("demo", "--uds", str(path), "--mode", "eager")
+    transport = httpx.HTTPTransport(uds=str(path))
+    with httpx.Client(transport=transport, base_url="http://local") as client:
+        for _ in range(SECONDS * 100):
+            if path.exists():
+                break
+            time.sleep(0.01)
+        assert client.get("/health").status_code == 200
+    status, errors = command.stop(number)
+    assert status == 128 + number
+    assert number.name in errors
+    assert not path.exists()
+
+
+def test_a_second_interrupt_ends_the_requests_at_once() -> None:
+    command = Command("demo", "--port", "0", "--mode", "eager", "--kernels", "torch")
+    command.wait_ready()
+    body = {**BODY, "max_tokens": 2000, "stream": True}
+    headers = {"authorization": f"Bearer {KEY}"}
+    url = f"{command.address}{COMPLETIONS}"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=SECONDS) as response:
+        chunks = response.iter_text()
+        text = next(chunks)
+        command.process.send_signal(signal.SIGINT)
+        command.wait_for_error("1 request")
+        began = time.monotonic()
+        status, _ = command.stop(signal.SIGINT)
+        assert time.monotonic() - began < 10, "of the 30 s that it may take"
+        text += "".join(chunks)
+    assert status == 0
+    assert '"finish_reason":"abort"' in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["no/such/checkpoint"], 1),
+        (["demo", "--host", "203.0.113.1"], 1),
+        (["demo", "--max-num-seqs", "0"], 2),
+        (["demo", "--max-queued-requests", "0"], 2),
+        (["demo", "--tool-parser", "unknown"], 2),
+        (["demo", "--ssl-certfile", "missing", "--ssl-keyfile", "missing"], 1),
+        (["demo", "--ssl-certfile", "missing"], 2),
+        (["demo", "--port", "99999"], 2),
+        (["demo", "--port", "x"], 2),
+        (["demo", "--drain-timeout", "-1"], 2),
+        (["demo", "--max-body-bytes", "lots"], 2),
+        (["demo", "--tenant-weights", "a"], 2),
+        (["demo", "--host", ""], 2),
+        (["demo", "--api-key", ""], 2),
+        ([""], 2),
+        (["demo", "--unknown"], 2),
+        ([], 2),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served(
+    arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = [] if "--port" in arguments else ["--port", "0"]
+    try:
+        returned = server.main([*arguments, *port])
+    except SystemExit as exit:
+        returned = exit.code
+    assert returned == status
+    assert "stepgraph serve: error: " in capsys.readouterr().err
+
+
+def test_flags_are_the_fields_of_the_configurations() -> None:
+    options = make_parser().parse_args(
+        [
+            *("demo", "--dtype", "bfloat16", "--threads", "-1", "--no-prefix-cache"),
+            *("--memory-bytes", "1GiB", "--buckets", "1", "4", "--max-itl-ms", "25"),
+            *("--tenant-weights", "a=2", "b=0.5", "--max-queued-requests", "7", "--seed", "3"),
+        ]
+    )
+    assert config_of(EngineConfig, options) == EngineConfig(
+        dtype="bfloat16",
+        threads=-1,
+        prefix_cache=False,
+        memory_bytes=1 << 30,
+        buckets=(1, 4),
+        max_itl_ms=25.0,
+        seed=3,
+    )
+    expected = ServiceConfig(tenant_weights={"a": 2.0, "b": 0.5}, max_queued_requests=7)
+    assert config_of(ServiceConfig, options) == expected
+    options = make_parser().parse_args(["demo", "--no-freeze-gc"])
+    assert config_of(EngineConfig, options, freeze_gc=True) == EngineConfig()
+
+
+@pytest.fixture
+def threaded() -> Iterator[Threaded]:
+    server = Threaded()
+    yield server
+    server.close()
+
+
+def flood(sock: socket.socket, piece: bytes, most: int = 64 << 20) -> None:
+    """Send until the server closes the connection."""
+    sent = 0
+    try:
+        while sent < most:
+            sent += sock.send(piece)
+    except ConnectionError:
+        return
+    pytest.fail(f"the server took {most} bytes")
+
+
+@pytest.mark.parametrize("pipelined", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_socket_frees_its_row(threaded: Threaded, stream: bool, pipelined: int) -> None:
+    body = b'{"prompt": [1], "max_tokens": 40, "ignore_eos": true, "stream": %s}'
+    body %= b"true" if stream else b"false"
+    with threaded.connect() as sock:
+        sock.sendall(request(body, b"content-length: %d" % len(body)) * pipelined)
+        while not threaded.running():
+            time.sleep(0.001)
+    while threaded.running():
+        time.sleep(0.001)
+    assert asyncio.run(threaded.engine.stats())["steps"] < 35, "of the 40 that it would take"
+
+
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", b"a: b\r\n" * 1000),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\na: ", b"b" * 10_000),
+        (b"GET /", b"a" * 10_000),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n",
+            b"a: b\r\n" * 1000,
+        ),
+    ],
+    ids=["headers", "value", "path", "trailers"],
+)
+def test_floods_end_the_connection(threaded: Threaded, head: bytes, piece: bytes) -> None:
+    with threaded.connect() as sock:
+        sock.sendall(head)
+        flood(sock, piece)
+    assert httpx.get(f"http://127.0.0.1:{threaded.port}/health").status_code == 200
+
+
+def test_slow_heads_end_the_connection(threaded: Threaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    for begin in (b"", b"POST /v1/comp", b"POST / HTTP/1.1\r\nhost: x\r\na:"):
+        with threaded.connect() as sock:
+            sock.sendall(begin)
+            assert read_all(sock) == b""
+    body = b'{"prompt": [1], "max_tokens": 30, "ignore_eos": true}'
+    with threaded.connect() as sock:  # the answer may take longer
+        sock.sendall(request(body, b"content-length: %d" % len(body), b"connection: close"))
+        assert read_all(sock).startswith(b"HTTP/1.1 200 ")
+
+
+def test_requests_in_one_packet_are_answered_in_order(threaded: Threaded) -> None:
+    bodies = [b'{"prompt": [1], "max_tokens": %d, "ignore_eos": true}' % n for n in (3, 1, 2)]
+    packet = b"".join(request(body, b"content-length: %d" % len(body)) for body in bodies)
+    with threaded.connect() as sock:
+        sock.sendall(packet + b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        text = read_all(sock).decode()
+    assert [text.count(f'"completion_tokens":{n}') for n in (1, 2, 3)] == [1, 1, 1]
+    places = [text.index(f'"completion_tokens":{n}') for n in (3, 1, 2)]
+    assert places == sorted(places)
+    assert text.count("HTTP/1.1 200 OK") == 4
+
+
+def test_a_stream_of_http_1_0_has_no_chunks(threaded: Threaded) -> None:
+    body = b'{"prompt": [1], "max_tokens": 3, "ignore_eos": true, "stream": true}'
+    packet = request(body, b"content-length: %d" % len(body))
+    with threaded.connect() as sock:
+        sock.sendall(packet.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, text = read_all(sock).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert len(events_of(text.decode())) == 4
+
+
+def test_a_connection_that_is_reset_is_no_error(
+    threaded: Threaded, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = b'{"prompt": [1], "max_tokens": 40, "ignore_eos": true, "stream": true}'
+    for _ in range(20):
+        with threaded.connect() as sock:
+            sock.sendall(request(body, b"content-length: %d" % len(body)) * 2)
+            sock.recv(1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    while threaded.running():
+        time.sleep(0.001)
+    assert not caplog.records

@@ -1,0 +1,302 @@
+"""Structured outputs over HTTP, through an `AsyncEngine`, with the demo model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+import jsonschema
+import stepgraph.runtime.demo
+from stepgraph.runtime import AsyncEngine, EngineConfig, SamplingParams
+from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime.structured import compiler
+
+from ..rigs.http_rig import Rig
+
+CHAT = "/v1/chat/completions"
+TEMPLATE = "{% for m in messages %}# {{ m.content }}\n{% endfor %}def "
+CONFIG = EngineConfig(
+    mode="eager",
+    kernels="native" if have_compiler() else "torch",
+    max_model_len=256,
+    structured_output=True,
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Paris"]}, "days": {"enum": [3, 7]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "trip", "parameters": SCHEMA, "strict": True}}
+OTHER = {"type": "function", "function": {"name": "other"}}
+
+Serve = Callable[[Callable[[Rig], Coroutine[Any, Any, None]]], None]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
+    """The demo model with a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    for path in Path(stepgraph.runtime.demo.__path__[0]).iterdir():
+        if path.suffix in (".json", ".safetensors"):
+            (folder / path.name).symlink_to(path)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with AsyncEngine.from_pretrained(folder, CONFIG) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
+        ({"structured_outputs": {"choice": ["yes", "no"], "json": None}}, "yes|no"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" | "b" root'}}, "b*a"),
+        ({"structured_outputs": {"json": SCHEMA}}, None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            None,
+        ),
+    ],
+    ids=str,
+)
+def test_outputs_follow_the_fields(
+    engine: AsyncEngine, fields: dict[str, Any], pattern: str | None
+) -> None:
+    def check(text: str) -> None:
+        if pattern is None:
+            jsonschema.validate(json.loads(text), SCHEMA)
+        else:
+            assert re.fullmatch(pattern, text)
+
+    async def use(rig: Rig) -> None:
+        common = {"max_tokens": 200, "seed": 4, **fields}
+        answer = (await rig.post({"prompt": "def main(", **common})).json()
+        check(answer["choices"][0]["text"])
+        answer = (await rig.post({"messages": HI, **common}, CHAT)).json()
+        check(answer["choices"][0]["message"]["content"])
+        events = await rig.events({"messages": HI, **common}, CHAT)
+        check("".join(event["choices"][0]["delta"].get("content", "") for event in events))
+
+    asyncio.run(use(Rig(engine)))
+
+
+def test_json_objects(engine: AsyncEngine) -> None:
+    async def use(rig: Rig) -> None:
+        body = {
+            "prompt": "x = ",
+            "max_tokens": 30,
+            "temperature": 0.0,
+            "response_format": {"type": "json_object"},
+        }
+        assert (await rig.post(body)).json()["choices"][0]["text"].startswith("{")
+
+    asyncio.run(use(Rig(engine)))
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "trip"}}], ids=str
+)
+def test_a_demanded_call_follows_the_parameters(
+    engine: AsyncEngine, parser: str, choice: Any
+) -> None:
+    async def use(rig: Rig) -> None:
+        tools = [TOOL, OTHER] if isinstance(choice, dict) else [TOOL]
+        body = {"messages": HI, "tools": tools, "tool_choice": choice, "max_tokens": 200, "seed": 1}
+        (found,) = (await rig.post(body, CHAT)).json()["choices"]
+        assert found["finish_reason"] == "tool_calls"
+        (call,) = found["message"]["tool_calls"]
+        assert call["function"]["name"] == "trip"
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+
+    asyncio.run(use(Rig(engine, tool_parser=parser)))
+
+
+@pytest.mark.parametrize(
+    "number",
+    ["-9223372036854775808", "9007199254740993", "18446744073709551615", "0.10000000000000000001"],
+)
+def test_numbers_keep_their_digits_on_the_way(engine: AsyncEngine, number: str) -> None:
+    schema = (
+        f'{{"type": "object", "properties": {{"n": {{"const": {number}}}}}, "required": ["n"]}}'
+    )
+    schema = schema[:-1] + ', "additionalProperties": false}'
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}'
+    form = f'{{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}'
+    bodies = [
+        f'"response_format": {form}',
+        f'"structured_outputs": {{"json": {schema}}}',
+        f'"tools": [{tool}], "tool_choice": "required"',
+    ]
+    grammar = {"structured_outputs": {"grammar": f"start: %json {schema}"}}
+    bodies.append(json.dumps(grammar)[1:-1])
+
+    async def use(rig: Rig) -> None:
+        for fields in bodies:
+            body = f'{{"messages": {json.dumps(HI)}, "max_tokens": 60, {fields}}}'
+            response = await rig.post(body.encode(), CHAT)
+            assert response.status_code == 200, response.text
+            message = response.json()["choices"][0]["message"]
+            calls = message.get("tool_calls")
+            text = calls[0]["function"]["arguments"] if calls else message["content"]
+            assert json.loads(text, parse_int=str, parse_float=str) == {"n": number}
+
+    asyncio.run(use(Rig(engine, tool_parser="hermes")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        (
+            '"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": %s}}}',
+            "response_format.json_schema.schema",
+        ),
+        ('"structured_outputs": {"json": {"const": %s}}', "structured_outputs"),
+        (
+            '"tool_choice": "required", "tools": [{"type": "function", "function":'
+            ' {"name": "f", "parameters": {"const": %s}}}]',
+            "tools[0].function.parameters",
+        ),
+    ],
+    ids=["format", "structured", "tool"],
+)
+@pytest.mark.parametrize("number", ["1" * 4000, "1e9999"], ids=["digits", "exponent"])
+def test_numbers_out_of_range_are_refused_by_field(
+    engine: AsyncEngine, fields: str, field: str, number: str
+) -> None:
+    async def use(rig: Rig) -> None:
+        body = f'{{"messages": {json.dumps(HI)}, "max_tokens": 5, {fields % number}}}'
+        response = await rig.post(body.encode(), CHAT)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == field
+
+    asyncio.run(use(Rig(engine, tool_parser="hermes")))
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("keyword", ["$defs", "definitions"])
+def test_the_parameters_of_a_demanded_call_may_refer_to_themselves(
+    engine: AsyncEngine, parser: str, keyword: str
+) -> None:
+    def tool(name: str, place: dict[str, Any]) -> dict[str, Any]:
+        again = {"$ref": "#/properties/to", "description": "as \x7f" * 10_000}
+        parameters = {
+            **{"type": "object", "properties": {"to": {"$ref": f"#/{keyword}/Place"}, "by": again}},
+            **{"required": ["to", "by"], "additionalProperties": False},
+            keyword: {"Place": place},
+        }
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    tools = [tool("go", {"enum": ["Rome"]}), tool("come", {"const": {"$ref": "#/\x7f"}})]
+
+    async def use(rig: Rig) -> None:
+        body = {"messages": HI, "tools": tools, "max_tokens": 200, "seed": 1}
+        for name, place in (("go", "Rome"), ("come", {"$ref": "#/\x7f"})):
+            body["tool_choice"] = {"type": "function", "function": {"name": name}}
+            (found,) = (await rig.post(body, CHAT)).json()["choices"]
+            (call,) = found["message"]["tool_calls"]
+            assert call["function"]["name"] == name
+            assert json.loads(call["function"]["arguments"]) == {"to": place, "by": place}
+
+    asyncio.run(use(Rig(engine, tool_parser=parser)))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field", "reason"),
+    [
+        (5, "tools[1].function.parameters", "is 5; allowed is a JSON schema"),
+        ([SCHEMA], "tools[1].function.parameters", "allowed is a JSON schema"),
+        ({"enum": ["x" * 150_000]}, "tools[1].function.parameters", "bytes"),
+        (
+            {"enum": [4000 * "x" + str(n) for n in range(20)]},
+            "tools",
+            "offer fewer or smaller tools",
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_invalid_parameters_of_a_tool_are_named(
+    engine: AsyncEngine, parameters: Any, field: str, reason: str
+) -> None:
+    async def use(rig: Rig) -> None:
+        tool = {"type": "function", "function": {"name": "bad", "parameters": parameters}}
+        body = {"messages": HI, "tools": [TOOL, tool], "tool_choice": "required", "max_tokens": 5}
+        response = await rig.post(body, CHAT)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == field
+        assert reason in error["message"]
+
+    asyncio.run(use(Rig(engine, tool_parser="hermes")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
+        ({"structured_outputs": {"json": {"type": "string", "not": {}}}}, "not"),
+        (
+            {
+                "structured_outputs": {"regex": "a"},
+                "response_format": {"type": "json_object"},
+            },
+            "contradict",
+        ),
+        ({"tools": [TOOL], "tool_choice": "required"}, "--tool-parser"),
+        (
+            {"tools": [TOOL], "tool_choice": {"function": {"name": "missing"}}},
+            "no such tool",
+        ),
+        ({"guided_regex": "a"}, "use structured_outputs.regex"),
+    ],
+    ids=str,
+)
+def test_refusals_name_the_reason(engine: AsyncEngine, fields: dict[str, Any], reason: str) -> None:
+    async def use(rig: Rig) -> None:
+        response = await rig.post({"messages": HI, "max_tokens": 5, **fields}, CHAT)
+        assert response.status_code == 400
+        assert reason in response.json()["error"]["message"]
+
+    asyncio.run(use(Rig(engine)))
+
+
+@pytest.mark.parametrize("prompt", ["def", [5, 6, 7]], ids=["text", "tokens"])
+def test_a_compilation_delays_no_other_request(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, prompt: Any
+) -> None:
+    """Neither the event loop nor the step thread nor other prompts wait for a grammar."""
+    made = compiler.GrammarCompiler._made
+
+    async def use() -> None:
+        loop, go_on = asyncio.get_running_loop(), asyncio.Event()
+
+        def slow(self: Any, kind: str, source: str) -> Any:
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+            return made(self, kind, source)
+
+        monkeypatch.setattr(compiler.GrammarCompiler, "_made", slow)
+        monkeypatch.setattr(compiler, "COMPILE_SECONDS", 60.0)
+        pattern = f"[xy]{{4}}{type(prompt).__name__}"  # the cache has no other test's
+        params = SamplingParams(max_tokens=20, structured={"regex": pattern})
+        held = [asyncio.ensure_future(engine.generate(prompt, params)) for _ in range(2)]
+        await asyncio.sleep(0)  # they begin first
+        plain = await engine.generate("def", SamplingParams(max_tokens=5))
+        assert len(plain.token_ids) <= 5
+        assert not any(task.done() for task in held)
+        go_on.set()
+        for output in await asyncio.gather(*held):
+            assert re.fullmatch(pattern, output.text)
+
+    assert engine.config.preparation_threads == 1
+    asyncio.run(use())

@@ -1,0 +1,230 @@
+"""Tool calls and reasoning of models whose tags are added tokens, special ones or not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("jinja2")
+pytest.importorskip("llguidance")
+
+from stepgraph.runtime import AsyncEngine, EngineConfig
+from stepgraph.runtime.loading.tokenizer import TextTokenizer
+
+from ..rigs.http_rig import COMPLETIONS, Rig
+from ..rigs.tag_rig import tag_checkpoint
+
+CHAT = "/v1/chat/completions"
+CONFIG = EngineConfig(mode="eager", max_model_len=256, structured_output=True)
+HI = [{"role": "user", "content": "hi <think> x"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "</tool_call>"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "trip", "parameters": SCHEMA}}
+CALL = '<tool_call>\n{"name": "trip", "arguments": {"city": "Rome"}}\n</tool_call>'
+THINKS = {"chat_template_kwargs": {"thinks": True}}
+
+Use = Callable[[Rig, TextTokenizer], Coroutine[Any, Any, None]]
+Serve = Callable[..., None]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["text tags", "special tags"])
+def serve(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serve]:
+    """Runs a coroutine with a service."""
+    folder = tag_checkpoint(tmp_path_factory.mktemp("tags"), special=request.param)
+    with AsyncEngine.from_pretrained(folder, CONFIG) as engine:
+        tokenizer = engine.tokenizer
+        assert tokenizer is not None
+        both = {"tool_parser": "hermes", "reasoning_parser": "think"}
+        yield lambda use, **options: asyncio.run(use(Rig(engine, **(options or both)), tokenizer))
+
+
+async def message(rig: Rig, **fields: Any) -> dict[str, Any]:
+    """The only answer to a request, whole, which a stream of it equals."""
+    body = {"messages": HI, "max_tokens": 150, "temperature": 0.0, **fields}
+    response = await rig.post(body, CHAT)
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    texts = {"content": "", "reasoning": "", "reasoning_content": ""}
+    calls: dict[int, list[str]] = {}
+    for event in await rig.events(body, CHAT):
+        (delta,) = (found["delta"] for found in event["choices"])
+        assert delta.get("reasoning") == delta.get("reasoning_content")
+        for name in texts:
+            texts[name] += delta.get(name) or ""
+        for call in delta.get("tool_calls", ()):
+            made = calls.setdefault(call["index"], [call["function"].get("name"), ""])
+            made[1] += call["function"]["arguments"]
+    whole: dict[str, Any] = choice["message"]
+    assert texts == {name: whole.get(name) or "" for name in texts}
+    found = [call["function"] for call in whole.get("tool_calls", ())]
+    assert list(calls.values()) == [[call["name"], call["arguments"]] for call in found]
+    return {
+        **whole,
+        "finish_reason": choice["finish_reason"],
+        "token_ids": choice.get("token_ids"),
+        "calls": [(call["name"], json.loads(call["arguments"])) for call in found],
+    }
+
+
+def closes(tokenizer: TextTokenizer) -> dict[str, Any]:
+    """A bias that ends the reasoning at once."""
+    return {"logit_bias": {str(tokenizer.added_tokens["</think>"]): 100}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"function": {"name": "trip"}}], ids=str)
+def test_tags_of_a_demanded_call_are_tokens(serve: Serve, choice: Any) -> None:
+    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
+        fields = {"tools": [TOOL], "tool_choice": choice, "return_token_ids": True}
+        answer = await message(rig, **fields)
+        assert answer["finish_reason"] == "tool_calls"
+        ((name, arguments),) = answer["calls"]
+        assert (name, set(arguments)) == ("trip", {"city"})
+        assert tokenizer.added_tokens["<tool_call>"] == answer["token_ids"][0]
+        assert tokenizer.added_tokens["</tool_call>"] in answer["token_ids"]
+
+    serve(use)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ({"choice": ["<think>a</think>\n<|im_start|>b"]}, "<think>a</think>\n<|im_start|>b"),
+        ({"choice": ["a<|im_end|>b"]}, "a<|im_end|>b"),  # text of the token that ends the output
+        ({"regex": r"<tool_call>a{3}<\/tool_call>"}, "<tool_call>aaa</tool_call>"),
+        ({"json": {"enum": ["<think>"]}}, '"<think>"'),
+        ({"json": {"const": "<|im_end|> <tool_call>"}}, '"<|im_end|> <tool_call>"'),
+        (
+            {"grammar": 'start: "<think>" obj "</think>"\nobj: %json {"const": "<tool_call>"}'},
+            '<think>"<tool_call>"</think>',
+        ),
+        (
+            {"grammar": 'start: <think> "<think>" /x/ </think>  # <think>\n'},
+            "<think><think>x</think>",
+        ),
+        ({"grammar": 'root ::= "<think>" "x"'}, "<think>x"),
+    ],
+    ids=str,
+)
+def test_tags_in_grammars_are_text(serve: Serve, grammar: dict[str, Any], text: str) -> None:
+    async def use(rig: Rig, _: TextTokenizer) -> None:
+        body = {"prompt": "x", "max_tokens": 80, "structured_outputs": grammar}
+        (choice,) = (await rig.post(body, COMPLETIONS)).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+
+    serve(use)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        (f"<think>\nWhich?\n</think>\n\nI look.{CALL}", "Which?\n", "I look.", 1),
+        (f"{CALL}\n{CALL}", None, None, 2),
+        (f"<think>{CALL}</think>No", CALL, "No", 0),
+        ("<think>never closed", "never closed", "", 0),
+    ],
+)
+def test_tags_reach_the_parsers(
+    serve: Serve, text: str, reasoning: str | None, content: str | None, calls: int
+) -> None:
+    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
+        fields = {"tools": [TOOL], "structured_outputs": {"choice": [text]}}
+        answer = await message(rig, **fields)
+        assert answer.get("reasoning") == reasoning
+        assert answer["content"] == content
+        assert answer["calls"] == [("trip", {"city": "Rome"})] * calls
+
+    serve(use)
+
+
+def test_tags_of_parsers_leave_other_special_tokens_out(serve: Serve) -> None:
+    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
+        bias = {"logit_bias": {str(tokenizer.added_tokens["<|im_start|>"]): 100}, "max_tokens": 3}
+        assert (await message(rig, **bias))["content"] == ""
+        shown = await message(rig, **bias, skip_special_tokens=False)
+        assert shown["content"] == "<|im_start|>" * 3
+        bias["logit_bias"] = {str(tokenizer.added_tokens["<tool_call>"]): 100}
+        answer = await message(rig, **bias, tools=[TOOL])  # which makes no call
+        is_special = tokenizer.added_tokens["<tool_call>"] in tokenizer.special_ids
+        assert answer["content"] == ("" if is_special else "<tool_call>" * 3)
+
+    serve(use)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {"structured_outputs": {"regex": r'\{"city": "Rome"\}'}},
+        {"structured_outputs": {"choice": ['{"city": "Rome"}']}},
+        {"structured_outputs": {"grammar": 'start: "{\\"city\\": \\"Rome\\"}"'}},
+    ],
+    ids=str,
+)
+def test_tags_end_the_reasoning_before_structured_content(
+    serve: Serve, fields: dict[str, Any]
+) -> None:
+    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
+        answer = await message(rig, **fields, **THINKS, **closes(tokenizer))
+        assert set(json.loads(answer["content"])) == {"city"}
+        assert "reasoning" not in answer
+        answer = await message(rig, **fields, **THINKS, max_tokens=9)
+        assert (answer["content"], answer["finish_reason"]) == ("", "length")
+        assert answer["reasoning"]
+        answer = await message(rig, **fields)  # the template has not begun a reasoning
+        assert set(json.loads(answer["content"])) == {"city"}
+
+    serve(use)
+
+
+def test_tags_end_the_reasoning_before_a_demanded_call(serve: Serve) -> None:
+    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
+        fields = {"tools": [TOOL], "tool_choice": "required", **THINKS, **closes(tokenizer)}
+        answer = await message(rig, **fields)
+        assert [name for name, _ in answer["calls"]] == ["trip"]
+
+    serve(use)
+
+
+@pytest.mark.parametrize(
+    ("last", "text", "reasoning", "content"),
+    [
+        ("<think>\nLet me", " see.\n</think>\n\nYes", "see.\n", "Yes"),
+        ("<think>\nLet me ", "s", "s", ""),
+        ("<think>a</think>The tag", " <think>", None, " <think>"),
+        ("The tag <think>", " <think>", None, " <think>"),
+    ],
+)
+def test_tags_of_a_continued_message(
+    serve: Serve, last: str, text: str, reasoning: str | None, content: str
+) -> None:
+    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
+        fields = {"structured_outputs": {"choice": [text]}}
+        if reasoning and "</think>" not in text:
+            fields = {
+                "logit_bias": {str(tokenizer.encode(text, special=False)[0]): 100},
+                "max_tokens": 1,
+            }
+        messages = [*HI, {"role": "assistant", "content": last}]
+        answer = await message(rig, messages=messages, continue_final_message=True, **fields)
+        assert (answer.get("reasoning"), answer["content"]) == (reasoning, content)
+
+    serve(use)
+
+
+def test_tags_stay_in_the_content_without_parsers(serve: Serve) -> None:
+    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
+        answer = await message(rig, structured_outputs={"choice": [CALL]}, tools=[TOOL])
+        assert answer["content"] == CALL
+
+    serve(use, tool_parser=None)

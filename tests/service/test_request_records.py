@@ -1,0 +1,193 @@
+"""Records of requests: one for each request that ends, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from stepgraph.runtime import AsyncEngine, Engine, ServiceConfig, StepgraphError
+from stepgraph.runtime.errors import EngineFailedError, OverloadedError
+from stepgraph.runtime.service.request_record import RequestRecord
+
+from ..rigs.fake_engine import fake_engine, params
+from ..rigs.service_rig import wait_until
+
+LONG = 40
+"""Output tokens of a request that runs for a while."""
+
+
+class SlowEngine:
+    """Makes engines whose steps take `seconds` longer, and fail on request."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.02
+        self.failure: Exception | None = None
+
+    def start(self) -> Engine:
+        engine = fake_engine(max_num_seqs=2)
+        step = engine.step
+
+        def slow_step() -> Any:
+            time.sleep(self.seconds)
+            failure, self.failure = self.failure, None
+            if failure is not None:
+                raise failure
+            return step()
+
+        engine.step = slow_step  # type: ignore[method-assign]
+        return engine
+
+
+def listening(engine: AsyncEngine) -> list[RequestRecord]:
+    records: list[RequestRecord] = []
+    engine.add_listener(records.append)
+    return records
+
+
+def test_a_finished_request() -> None:
+    with AsyncEngine(lambda: fake_engine()) as engine:
+        records = listening(engine)
+        prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        outputs = [
+            engine.submit(
+                prompt, params(1, n=2), tenant="t", priority=3, traceparent="00-x"
+            ).result()
+            for _ in range(2)
+        ]
+        wait_until(lambda: len(records) == 2)
+    for output, record in zip(outputs, records, strict=True):
+        assert record.request_id == output.request_id
+        assert (record.tenant, record.priority, record.traceparent) == ("t", 3, "00-x")
+        assert (record.outcome, record.phase, record.error) == ("length", "decode", None)
+        assert record.finish_reasons == ("length", "length")
+        assert (record.num_prompt_tokens, record.num_output_tokens) == (9, 12)
+        assert record.num_cached_tokens == output.cached_tokens
+        assert record.token_ns == tuple(c.token_ns_since(0) for c in output.completions)
+        assert record.params == params(1, n=2).resolved()
+        assert record.started_ns is not None
+        assert record.first_token_ns is not None
+        assert record.last_token_ns is not None
+        times = [record.submitted_ns, record.started_ns, record.first_token_ns]
+        times += [record.last_token_ns, record.ended_ns]
+        assert times == sorted(times)
+    assert records[1].num_cached_tokens > 0
+
+
+def test_listeners_run_in_the_thread_of_callbacks_and_harm_nothing() -> None:
+    def fail(record: RequestRecord) -> None:
+        raise SystemExit(record.request_id)
+
+    threads: list[str] = []
+    with AsyncEngine(lambda: fake_engine()) as engine:
+        engine.add_listener(fail)
+        engine.add_listener(lambda _: threads.append(threading.current_thread().name))
+        for seed in range(3):
+            engine.submit([1, 2], params(seed)).result()
+    assert threads == ["stepgraph-callbacks"] * 3
+
+
+def test_requests_of_an_event_loop_are_recorded() -> None:
+    async def use() -> list[RequestRecord]:
+        async with AsyncEngine(lambda: fake_engine()) as engine:
+            records = listening(engine)
+            await engine.generate([1, 2], params(1))
+            async for _ in engine.stream([1, 2], params(2)):
+                pass
+            with pytest.raises(StepgraphError):
+                await engine.generate([1] * 100, params(1))
+        return records
+
+    outcomes = [record.outcome for record in asyncio.run(use())]
+    assert outcomes == ["length", "length", "invalid"]
+
+
+def test_every_outcome() -> None:
+    slow = SlowEngine()
+    config = ServiceConfig(max_queued_requests=4, max_restarts=1)
+    with AsyncEngine(slow.start, config) as engine:
+        records = listening(engine)
+
+        def submit(name: str, **options: Any) -> Future[Any]:
+            return engine.submit([1, 2], params(1, LONG), request_id=name, **options)
+
+        submit("running")
+        submit("running-deadline", deadline=0.4)
+        wait_until(lambda: engine.snapshot().queued_requests == 0)
+        waiting = [submit("waits"), submit("waits-2"), submit("queued")]
+        submit("queued-deadline", deadline=0.05)
+        with pytest.raises(OverloadedError):
+            submit("overloaded")
+        engine.abort("queued")
+        wait_until(lambda: len(records) == 3)
+        engine.abort("running")
+        wait_until(lambda: len(records) == 5)
+        slow.seconds = 0.0
+        for future in waiting[:2]:
+            future.result()
+        late = submit("late", first_token_deadline=1e-9)
+        assert late.result().finish_reason == "deadline"
+        assert engine.submit([1] * 100, params(1), request_id="invalid").exception()
+        slow.failure = ValueError("a step failed")
+        assert isinstance(submit("lost").exception(), EngineFailedError)
+        wait_until(lambda: engine.health().ready)
+        submit("restarted").result()
+        assert asyncio.run(engine.drain())
+        with pytest.raises(StepgraphError):
+            submit("draining")
+        wait_until(lambda: len(records) == 12)
+        ends = {record.request_id: (record.outcome, record.phase) for record in records}
+        assert engine.snapshot().restarts == 1
+    assert len(records) == len(ends)
+    assert ends == {
+        "running": ("abort", "decode"),
+        "running-deadline": ("deadline", "decode"),
+        "queued": ("abort", "queue"),
+        "queued-deadline": ("deadline", "queue"),
+        "waits": ("length", "decode"),
+        "waits-2": ("length", "decode"),
+        "overloaded": ("overloaded", "queue"),
+        "late": ("deadline", "queue"),
+        "invalid": ("invalid", "queue"),
+        "lost": ("failed", "prefill"),
+        "restarted": ("length", "decode"),
+        "draining": ("unavailable", "queue"),
+    }
+    for record in records:
+        answered = record.outcome in ("length", "abort", "deadline")
+        assert (record.error is None) == answered, record
+
+
+def test_one_record_for_each_of_many_requests() -> None:
+    draw = random.Random(7)
+    submitted = 0
+    with AsyncEngine(lambda: fake_engine(), ServiceConfig(max_queued_requests=8)) as engine:
+        records = listening(engine)
+        futures: list[Future[Any]] = []
+        for seed in range(300):
+            deadline = draw.choice([None, None, 1e-4, 1.0])
+            own = params(seed, draw.randint(1, LONG), n=draw.choice([1, 1, 3]))
+            submitted += 1
+            try:
+                futures.append(engine.submit([1, 2, seed % 5], own, deadline=deadline))
+            except OverloadedError:
+                time.sleep(1e-3)
+            if draw.random() < 0.3 and futures:
+                draw.choice(futures).cancel()
+    outcomes = Counter(record.outcome for record in records)
+    assert outcomes.total() == submitted
+    assert len({record.request_id for record in records}) == submitted
+    assert outcomes["length"] > 0
+
+
+def test_a_traceparent_must_be_text() -> None:
+    with (
+        AsyncEngine(lambda: fake_engine()) as engine,
+        pytest.raises(StepgraphError, match="traceparent"),
+    ):
+        engine.submit([1], params(1), traceparent=3)  # type: ignore[arg-type]

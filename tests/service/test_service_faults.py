@@ -1,0 +1,401 @@
+"""Faults injected at every boundary: what the client sees, and what is left. See the table in
+docs/guarantees.md."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.runtime import service
+from stepgraph.runtime.errors import (
+    EngineFailedError,
+    EngineUnavailableError,
+    NonFiniteLogitsError,
+    RequestError,
+)
+from stepgraph.runtime.service.health import Phase
+
+from ..rigs import line_faults
+from ..rigs.fake_engine import params
+from ..rigs.service_rig import PROMPT, SECONDS, Rig, config, do, rig, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+pytestmark = pytest.mark.usefixtures("no_tracebacks")
+
+
+def once(error: BaseException, after: threading.Event | None = None) -> Callable[..., None]:
+    """Return a function that raises at its first call, as soon as `after` is set."""
+    calls = itertools.count()
+
+    def fail(*_: object) -> None:
+        if next(calls) == 0:
+            assert after is None or after.wait(SECONDS)
+            raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("where", ["launch", "read", "prefill"])
+def test_a_step_that_fails(where: str) -> None:
+    """The running request is lost, the queued ones are served after the restart."""
+    with rig(config(max_restarts=1), max_num_seqs=1) as r:
+        runner = r.made[0]._loop.runner
+        queued = threading.Event()
+        no_memory = once(torch.OutOfMemoryError("injected"), queued)
+        if where == "launch":
+            r.on_launch = once(RuntimeError("injected"), queued)
+        elif where == "read":
+            runner.read = once(RuntimeError("injected"), queued)  # type: ignore[method-assign]
+        else:
+            r.on_launch = lambda plan: no_memory() if plan.prefill else None
+        futures = [r.engine.submit(PROMPT, params(seed)) for seed in range(3)]
+        handles = r.engine._thread.dispatcher.handles
+        wait_until(lambda: sum(h.prepared is not None for h in list(handles.values())) == 3)
+        queued.set()
+        with pytest.raises(EngineFailedError):
+            futures[0].result(SECONDS)
+        for seed, future in enumerate(futures[1:], 1):
+            assert future.result(SECONDS).token_ids == r.expected(PROMPT, params(seed))
+        assert len(r.made) == 2
+        assert do(r.engine.stats())["restarts"] == 1
+        r.check_serves()
+
+
+@pytest.mark.parametrize("where", ["swap_out", "copy_in"])
+def test_a_swap_that_fails_is_recomputed(where: str) -> None:
+    with rig(num_blocks=14, host_blocks=20, preemption="swap", host_cache_bytes=1) as r:
+        runner: Any = r.made[0]._loop.runner
+        failed: list[str] = []
+
+        def fail_after(name: str, count: int) -> int | None:
+            if name != where or failed:
+                return None
+            failed.append(name)
+            return 0
+
+        runner.fail_after = fail_after
+        own = [params(seed, max_tokens=40) for seed in range(3)]
+        futures = [r.engine.submit(PROMPT, o) for o in own]
+        for future, o in zip(futures, own, strict=True):
+            assert future.result(SECONDS).token_ids == r.expected(PROMPT, o)
+        assert failed == [where]
+        r.check_serves()
+
+
+def test_a_tokenizer_that_raises_ends_its_request_alone() -> None:
+    with rig() as r:
+
+        def fail(*_: object, **__: object) -> None:
+            raise ValueError("injected")
+
+        intake: Any = r.made[0]._intake
+        intake._tokenizer = SimpleNamespace(least_tokens=fail, encode=fail)
+        with pytest.raises(RequestError):
+            r.engine.submit("text", params(1)).result(SECONDS)
+        intake._tokenizer = None
+        r.check_serves()
+
+
+def test_a_tokenizer_that_hangs_delays_texts_alone() -> None:
+    with rig() as r:
+        r.preparations.close()
+        texts = [r.engine.submit(tuple(PROMPT), params(1), deadline=0.05) for _ in range(3)]
+        r.preparations.permit()  # of the tokens below, which the caller prepares
+        assert r.preparations.waiting.acquire(timeout=SECONDS)
+        assert [text.result(SECONDS).finish_reason for text in texts[1:]] == ["deadline"] * 2
+        r.preparations.open()
+        r.check_serves()
+
+
+def test_a_detokenizer_that_raises_ends_its_request_alone() -> None:
+    class Broken:
+        num_chars, stopped, text = 0, None, ""
+
+        def push(self, tokens: object) -> None:
+            raise ValueError("injected")
+
+        def finish(self) -> None:
+            raise AssertionError("not after an error")
+
+        def text_between(self, start: int, stop: int) -> str:
+            return ""
+
+    with rig() as r:
+        engine = r.made[0]
+        prepare, broken = engine.prepare, itertools.count()
+
+        def prepare_broken(*args: Any, **options: Any) -> Any:
+            group = prepare(*args, **options)
+            if next(broken) == 0:
+                group.requests[0].detokenizer = Broken()  # type: ignore[assignment]
+            return group
+
+        engine.prepare = prepare_broken  # type: ignore[method-assign]
+        failed, other = (r.engine.submit(PROMPT, params(seed)) for seed in range(2))
+        output = failed.result(SECONDS)
+        assert output.finish_reason == "error"
+        assert isinstance(output.error, ValueError)
+        assert other.result(SECONDS).token_ids == r.expected(PROMPT, params(1))
+        r.check_serves()
+
+
+def test_logits_that_are_not_finite_end_their_request_alone() -> None:
+    with rig() as r:
+        device: Any = r.made[0]._loop.runner.device  # type: ignore[attr-defined]
+        device.nan_tokens = frozenset({9})
+
+        async def main() -> None:
+            stream, good = r.engine.stream([9, 1], params(1)), r.engine.generate([1], params(1))
+            assert (await anext(stream)).finish_reason == "error"
+            with pytest.raises(NonFiniteLogitsError):
+                await anext(stream)
+            assert (await good).finish_reason in ("length", "error")
+
+        asyncio.run(main())
+        device.nan_tokens = frozenset()
+        r.check_serves()
+
+
+@pytest.mark.parametrize("error", [ValueError("injected"), SystemExit(3)])
+def test_a_callback_that_raises_ends_its_request_alone(error: BaseException) -> None:
+    with rig() as r:
+        r.on_step = lambda: time.sleep(0.002)
+        own = params(1, max_tokens=40)
+        failed = r.engine.submit(PROMPT, own, callback=once(error))
+        other = r.engine.submit(PROMPT, own)
+        assert failed.exception(SECONDS) is error
+        assert other.result(SECONDS).token_ids == r.expected(PROMPT, own)
+        r.check_serves()
+
+
+def test_a_future_s_callback_that_raises_ends_nothing() -> None:
+    with rig() as r:
+        r.steps.close()
+        future = r.engine.submit(PROMPT, params(1))
+        future.add_done_callback(once(SystemExit(3)))
+        r.steps.open()
+        assert future.result(SECONDS).finish_reason == "length"
+        r.check_serves()
+
+
+def test_a_consumer_that_hangs_costs_one_output() -> None:
+    with rig() as r:
+        hang = threading.Event()
+        deltas: list[Any] = []
+
+        def slow(delta: Any) -> None:
+            deltas.append(delta)
+            assert hang.wait(SECONDS)
+
+        own = params(1, max_tokens=40)
+        future = r.engine.submit(PROMPT, own, callback=slow)
+
+        async def main() -> None:  # others do not wait for it
+            assert (await r.engine.generate(PROMPT, own)).finish_reason == "length"
+
+        asyncio.run(main())
+        hang.set()
+        output = future.result(SECONDS)
+        tokens = [token for delta in deltas for token in delta.token_ids]
+        assert output.token_ids == tokens == r.expected(PROMPT, own)
+        assert len(deltas) < 40
+        r.check_serves()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_an_event_loop_that_is_closed_ends_its_requests(streams: bool) -> None:
+    with rig() as r:
+        r.steps.close()
+        loop = asyncio.new_event_loop()
+        own = params(1, max_tokens=40)
+
+        async def begin() -> Any:
+            if streams:
+                return r.engine.stream(PROMPT, own)
+            return asyncio.ensure_future(r.engine.generate(PROMPT, own))
+
+        kept = loop.run_until_complete(begin())
+        loop.run_until_complete(asyncio.sleep(0))
+        assert r.steps.waiting.acquire(timeout=SECONDS)
+        loop.close()  # without a word to its tasks
+        r.steps.permit(2)
+        wait_until(lambda: not r.engine._thread.dispatcher.handles)
+        assert r.num_steps <= 2
+        r.steps.open()
+        r.check_serves()
+        if not streams:
+            kept._log_destroy_pending = False
+
+
+def test_jumps_of_the_clock_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time
+    with rig() as r:
+        future = r.engine.submit(PROMPT, params(1), deadline=5.0, first_token_deadline=5.0)
+        for days in (365, -365):
+            monkeypatch.setattr(time, "time", lambda days=days: now() + days * 86400)
+            timed = r.engine.submit(PROMPT, params(1), deadline=5.0)
+            assert timed.result(SECONDS).finish_reason == "length"
+        assert future.result(SECONDS).finish_reason == "length"
+        r.check_serves()
+
+
+def test_a_full_disk_changes_nothing() -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import resource, signal\n"
+        "from stepgraph.runtime import AsyncEngine\n"
+        "from tests.rigs.fake_engine import fake_engine, params\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "with AsyncEngine(fake_engine) as engine:\n"
+        "    print(engine.submit([1], params(1)).result(5).finish_reason)\n"
+    )
+    command = [sys.executable, "-B", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("length\n", "", 0)
+
+
+def raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
+    assert thread.ident is not None
+    changed = ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident), ctypes.py_object(error)
+    )
+    assert changed == 1
+
+
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_an_exception_that_kills_the_step_thread(busy: bool, restarts: int) -> None:
+    with rig(config(max_restarts=restarts)) as r:
+        if busy:
+            r.on_step = lambda: time.sleep(0.002)
+        futures = [r.engine.submit(PROMPT, params(1, max_tokens=40)) for _ in range(4 * busy)]
+        raise_in(r.engine._thread._thread, SystemExit)
+        after = []
+        try:
+            after.append(r.engine.submit(PROMPT, params(1)))
+        except (EngineFailedError, EngineUnavailableError):
+            assert busy
+        errors = [future.exception(SECONDS) for future in (*futures, *after)]
+        kinds = (EngineFailedError, EngineUnavailableError)
+        assert all(error is None or isinstance(error, kinds) for error in errors)
+        if restarts:
+            wait_until(lambda: r.engine.health().ready)
+            r.check_serves()
+        else:
+            assert r.engine.health().phase is Phase.FAILED
+            assert not r.engine.health().live
+
+
+def test_an_exception_while_a_failure_is_handled_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with rig(config(max_restarts=3), max_num_seqs=1) as r:
+        requests = r.engine._thread.dispatcher
+        recover, fail = requests.recover, once(MemoryError("injected"))
+
+        def interrupted(error: Exception) -> None:
+            fail()
+            recover(error)
+
+        monkeypatch.setattr(requests, "recover", interrupted)
+        submitted = threading.Event()
+        r.on_step = once(RuntimeError("injected"), after=submitted)
+        futures = [r.engine.submit(PROMPT, params(seed)) for seed in range(3)]
+        submitted.set()
+        for future in futures:
+            assert isinstance(future.exception(SECONDS), EngineFailedError)
+        r.engine._thread.join()
+        assert not r.engine.health().live
+        with pytest.raises(EngineFailedError):
+            r.engine.submit(PROMPT)
+        assert requests.is_empty
+
+
+def test_no_thread_for_preparations(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rig() as r:
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(r.engine._pool, "submit", fail)
+        with pytest.raises(EngineUnavailableError, match="can't start new thread"):
+            r.engine.submit(tuple(PROMPT), params(1)).result(SECONDS)
+        r.check_serves()
+
+
+SERVICE = str(Path(service.__file__).parent)
+
+
+def serve_with_fault(at: int) -> int:
+    """Serve requests with an exception at a line of the step thread; return the lines it ran."""
+    fault = line_faults.LineFault(at, KeyboardInterrupt)
+    with rig(config(max_restarts=1), max_num_seqs=2) as r:
+        r.on_thread(lambda: sys.settrace(fault._trace))
+        seen: list[object] = []
+
+        async def stream(prompt: Any, **options: Any) -> None:
+            try:
+                async for _ in r.engine.stream(prompt, params(1), **options):
+                    pass
+                seen.append("streamed")
+            except (EngineFailedError, EngineUnavailableError) as error:
+                seen.append(error)
+
+        async def main() -> None:
+            tasks = [asyncio.ensure_future(stream(PROMPT, deadline=60.0)) for _ in range(3)]
+            tasks.append(asyncio.ensure_future(stream([1], request_id="aborted")))
+            await asyncio.sleep(0)
+            r.engine.abort("aborted")
+            await asyncio.wait_for(asyncio.gather(*tasks), SECONDS)
+
+        try:
+            futures = [r.engine.submit(tuple(PROMPT), params(1), deadline=60.0) for _ in range(2)]
+            asyncio.run(main())
+            for future in futures:
+                error = future.exception(SECONDS)
+                kinds = (EngineFailedError, EngineUnavailableError)
+                assert error is None or isinstance(error, kinds)
+        except EngineUnavailableError:  # refused while it restarted
+            pass
+        lines, fault.at = fault.lines, 0
+        do(r.engine.drain(5.0))
+        do(wake(r))
+        r.check_serves()
+    return lines
+
+
+async def wake(r: Rig) -> None:
+    """Wake the engine, once it is restarted."""
+    while True:
+        try:
+            return await r.engine.wake()
+        except EngineUnavailableError:
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(12)]
+)
+def test_an_exception_at_any_line_of_the_step_thread(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_faults, "ROOMS", (SERVICE,))
+    stride = 12 if first else 101
+    for at in itertools.count(first + 1, stride):
+        if serve_with_fault(at) < at:
+            assert at > 300
+            break

@@ -1,0 +1,285 @@
+"""The dispatcher under any load: every request is answered once, with the right tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime.errors import (
+    DeadlineUnreachableError,
+    EngineFailedError,
+    EngineUnavailableError,
+    OverloadedError,
+    RequestError,
+    SendTimeoutError,
+)
+from stepgraph.runtime.service.dispatcher import Dispatcher
+from stepgraph.runtime.service.request_handle import DeltaReader, HandleState, RequestHandle
+
+from ..rigs.fake_device import oracle
+from ..rigs.fake_engine import fake_engine, params
+from ..rigs.service_rig import SECOND, WEIGHTS, config, make_handle
+
+pytestmark = pytest.mark.usefixtures("no_tracebacks")
+
+
+ERRORS = (
+    *(RequestError, EngineFailedError, DeadlineUnreachableError),
+    *(OverloadedError, SendTimeoutError),
+)
+
+
+class Inboxes:
+    """A mailbox that notes which handles have news, and how often each has ended."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.news: list[RequestHandle] = []
+
+    def post(self, handle: RequestHandle) -> None:
+        if not handle.posted:
+            handle.posted = True
+            self.news.append(handle)
+
+    def flush(self, *, again: bool = False) -> None:
+        for handle in self.news:
+            handle.posted = False
+        self.news.clear()
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    """Dispatcher and engine: every request is answered exactly once, with the right tokens."""
+
+    @initialize(rows=st.integers(1, 4), blocks=st.integers(13, 40))
+    def start(self, rows: int, blocks: int) -> None:
+        self.options = {"max_num_seqs": rows, "num_blocks": blocks}
+        self.requests = Dispatcher(
+            config(
+                max_queued_requests=8,
+                max_queued_tokens=60,
+                tenant_weights=WEIGHTS,
+                max_unread_tokens=3,
+                send_timeout=5.0,
+            )
+        )
+        self.mailboxes = [Inboxes(), Inboxes()]
+        self.now = 0
+        self.count = 0
+        self.reads = True
+        self.given: dict[RequestHandle, tuple[list[int], SamplingParams, DeltaReader]] = {}
+        self.read: dict[tuple[RequestHandle, int], list[int]] = {}
+        self.answers: dict[RequestHandle, object] = {}
+        self.fail_at: str | None = None
+        self.reported: set[RequestHandle] = set()
+        self.requests.on_ended = self.report
+        self.make_engine()
+
+    def make_engine(self) -> None:
+        self.engine: Engine = fake_engine(**self.options)
+        runner = self.engine._loop.runner
+        for name in ("launch", "read"):
+            setattr(runner, name, self.failing(name, getattr(runner, name)))
+
+    def report(self, handle: RequestHandle) -> None:
+        assert handle not in self.reported, "reported twice"
+        self.reported.add(handle)
+
+    def failing(self, name: str, call: Any) -> Any:
+        def guarded(*args: Any) -> Any:
+            if self.fail_at == name:
+                self.fail_at = None
+                raise RuntimeError(f"injected in {name}")
+            return call(*args)
+
+        return guarded
+
+    @rule(
+        prompt=st.lists(st.integers(0, 10), min_size=1, max_size=40),
+        max_tokens=st.integers(1, 20),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        tenant=st.sampled_from([*WEIGHTS, "d"]),
+        priority=st.integers(0, 1),
+        deadlines=st.tuples(*[st.sampled_from([None, None, 0.001, 0.5, 20.0])] * 2),
+        mailbox=st.integers(0, 1),
+    )
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        n: int,
+        tenant: str,
+        priority: int,
+        deadlines: tuple[float | None, float | None],
+        mailbox: int,
+    ) -> None:
+        own = params(self.count, max_tokens=max_tokens, n=n)
+        due = [None if s is None else self.now + int(s * SECOND) for s in deadlines]
+        handle = make_handle(
+            self.count,
+            self.mailboxes[mailbox],
+            num_completions=n,
+            tenant=tenant,
+            priority=priority,
+            deadline_ns=due[0],
+            first_token_deadline_ns=due[1],
+        )
+        handle.num_read = 0 if self.count % 3 else None
+        self.count += 1
+        try:
+            self.requests.register(handle)
+        except OverloadedError:
+            assert self.requests.limits.num_requests == 8
+            return
+        self.given[handle] = (prompt, own, DeltaReader(handle))
+        self.requests.watch(handle)
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data())
+    def reuse_of_an_id_is_refused(self, data: st.DataObject) -> None:
+        handle = data.draw(st.sampled_from(list(self.given)))
+        again = make_handle(int(handle.id[1:]), self.mailboxes[0])
+        if handle.id in self.requests.handles and self.requests.limits.num_requests < 8:
+            with pytest.raises(RequestError, match="in use"):
+                self.requests.register(again)
+            self.requests.abort(again, self.engine, "abort")
+            assert not again.ended
+
+    @precondition(lambda self: self.unprepared())
+    @rule(data=st.data(), fails=st.sampled_from([False] * 9 + [True]))
+    def prepare(self, data: st.DataObject, fails: bool) -> None:
+        self.prepare_one(data.draw(st.sampled_from(self.unprepared())), fails)
+
+    def unprepared(self) -> list[RequestHandle]:
+        return [handle for handle in self.given if handle.prepared is None]
+
+    def prepare_one(self, handle: RequestHandle, fails: bool = False) -> None:
+        prompt, own, _ = self.given[handle]
+        try:
+            if fails:
+                raise RequestError("injected in the tokenizer")
+            group = self.engine.prepare(prompt, own, handle.id, priority=handle.priority)
+            self.requests.limits.add_tokens(handle, len(prompt))
+            handle.prepared = group
+        except (RequestError, OverloadedError) as error:
+            handle.prepared = error
+        refusal = EngineUnavailableError("there is no engine")
+        self.requests.admit(handle, self.engine, lambda: refusal, self.now)
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data(), reason=st.sampled_from(["abort", "deadline"]))
+    def abort(self, data: st.DataObject, reason: Any) -> None:
+        self.requests.abort(data.draw(st.sampled_from(list(self.given))), self.engine, reason)
+
+    @rule(seconds=st.sampled_from([0.0001, 0.01, 0.3, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += int(seconds * SECOND)
+
+    @rule()
+    def stop_or_go_on_reading(self) -> None:
+        self.reads = not self.reads
+
+    @rule(where=st.sampled_from(["launch", "read"]))
+    def fail_next(self, where: str) -> None:
+        self.fail_at = where
+
+    @rule(number=st.integers(0, 1))
+    def close_loop(self, number: int) -> None:
+        self.mailboxes[number].closed = True
+        self.turn()
+        mailbox = self.mailboxes[number]
+        served = (HandleState.QUEUED, HandleState.RUNNING)
+        assert not any(
+            h.state in served and h.abort_reason is None
+            for h in self.requests.handles.values()
+            if h.mailbox is mailbox
+        )
+        mailbox.closed = False
+
+    @rule()
+    def turn(self) -> None:
+        requests = self.requests
+        requests.expire(self.engine, self.now)
+        requests.end_unread(self.engine, self.now)
+        try:
+            requests.fill_rows(self.engine, self.now)
+            if requests.has_rows:
+                requests.deliver(self.engine.step(), self.engine, self.now)
+        except EngineFailedError as error:
+            requests.recover(error)
+            self.engine.close()
+            self.make_engine()
+        requests.end_unreadable(self.engine)
+        requests.flush()
+
+    @rule()
+    def recover_without_a_failure(self) -> None:
+        """What is derived is the same, derived anew, but for the running requests."""
+        if not self.requests.num_running:
+            queued = self.requests.num_queued
+            self.requests.recover(EngineFailedError("none"))
+            assert self.requests.num_queued == queued
+
+    @invariant()
+    def answers_are_right_and_final(self) -> None:
+        if not hasattr(self, "requests"):
+            return
+        self.requests.check_integrity()
+        for handle, (prompt, own, reader) in self.given.items():
+            if self.reads or handle.ended:
+                for delta in reader.read():
+                    self.read.setdefault((handle, delta.index), []).extend(delta.token_ids)
+                if handle.paused:
+                    self.requests.resume(handle, self.engine)
+            assert handle.ended == (handle.id not in self.requests.handles)
+            if not handle.ended:
+                continue
+            answer = (handle.error, handle.output)
+            if handle in self.answers:
+                assert self.answers[handle] == answer, "answered twice"
+                continue
+            self.answers[handle] = answer
+            if handle.error is not None:
+                assert isinstance(handle.error, ERRORS)
+                continue
+            assert handle.output is not None
+            self.check_output(handle, prompt, own)
+
+    def check_output(self, handle: RequestHandle, prompt: list[int], own: SamplingParams) -> None:
+        assert handle.output is not None
+        assert len(handle.output.completions) == own.n
+        alone = self.engine._intake.accept("alone", prompt, own, 0).requests
+        for index, completion in enumerate(handle.output.completions):
+            assert completion.token_ids == self.read.get((handle, index), [])
+            assert completion.finish_reason in ("length", "abort", "deadline")
+            wanted, _ = oracle(alone[index])
+            assert completion.token_ids == wanted[: completion.num_tokens]
+            if completion.finish_reason == "length":
+                assert completion.num_tokens == min(own.max_tokens, 48 - len(prompt))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "requests"):
+            return
+        self.reads = True
+        self.answers_are_right_and_final()
+        for handle in self.unprepared():
+            self.prepare_one(handle)
+        for _ in range(3000):
+            if self.requests.is_empty:
+                break
+            self.turn()
+            self.answers_are_right_and_final()
+        self.answers_are_right_and_final()
+        assert self.answers.keys() == self.given.keys() == self.reported
+        assert self.requests.limits.num_requests == self.requests.limits.num_tokens == 0
+        self.engine.check_integrity()
+        blocks = self.engine.stats()["blocks"]
+        assert blocks["free"] == blocks["usable"]
+        self.engine.close()
+
+
+DispatcherMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40)
+TestDispatcher = DispatcherMachine.TestCase

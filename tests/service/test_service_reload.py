@@ -1,0 +1,162 @@
+"""`AsyncEngine.reload`, `sleep` and `wake`: which model serves, and which memory is held."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stepgraph.runtime import AsyncEngine, Engine, EngineConfig
+from stepgraph.runtime.errors import CheckpointError, StepgraphError
+
+from ..rigs.engine_rig import greedy
+
+if TYPE_CHECKING:
+    from ..conftest import TinyModel
+
+TOKENS = [5, 1, 19, 7, 30, 2, 11, 23]
+CONFIG = EngineConfig(device="cpu", mode="eager", max_num_seqs=4, weight_dtype="int8")
+
+
+@pytest.fixture
+def other(base: TinyModel, tmp_path: Path) -> Path:
+    """A checkpoint of the same shapes as `base` with other weights."""
+    directory = tmp_path / "other"
+    shutil.copytree(base.directory, directory)
+    path = directory / "model.safetensors"
+    save_file({name: tensor.flip(0) for name, tensor in load_file(path).items()}, path)
+    return directory
+
+
+def tokens_of(source: Path) -> list[int]:
+    with Engine.from_pretrained(source, CONFIG) as engine:
+        return engine.generate([TOKENS], greedy())[0].token_ids
+
+
+def run(source: str | Path, test: Callable[[AsyncEngine], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with AsyncEngine.from_pretrained(source, CONFIG) as engine:
+            await test(engine)
+
+    asyncio.run(main())
+
+
+async def generate(engine: AsyncEngine) -> list[int]:
+    return (await engine.generate(TOKENS, greedy())).token_ids
+
+
+def test_weights_of_the_same_shapes_are_taken_in_place(base: TinyModel, other: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        running = [asyncio.create_task(generate(engine)) for _ in range(3)]
+        await asyncio.sleep(0)
+        result = await engine.reload(other)
+        assert result.in_place
+        assert result.reason is None
+        assert result.seconds > 0
+        assert [await task for task in running] == [tokens_of(base.directory)] * 3
+        assert await generate(engine) == tokens_of(other)
+        await engine.sleep()
+        await engine.wake()
+        assert await generate(engine) == tokens_of(other)
+
+    run(base.directory, test)
+
+
+def test_another_model_gets_a_new_engine(
+    base: TinyModel, other: Path, tiny: Callable[[str], TinyModel]
+) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        larger = tiny("biases").directory
+        result = await engine.reload(larger)
+        assert not result.in_place
+        assert "attention_bias is True" in str(result.reason)
+        assert await generate(engine) == tokens_of(larger)
+        await engine.sleep()
+        result = await engine.reload(other)
+        assert not result.in_place
+        assert result.reason == "the engine was asleep"
+        assert await generate(engine) == tokens_of(other)
+
+    run(base.directory, test)
+
+
+def remove(directory: Path) -> None:
+    shutil.rmtree(directory)
+
+
+def make_unsupported(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"model_type": "unknown"}))
+
+
+def put_nan_into_a_later_weight(directory: Path) -> None:
+    """It is found when some weights are replaced already."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.2.mlp.down_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("damage", [remove, make_unsupported, put_nan_into_a_later_weight])
+def test_what_cannot_be_loaded_leaves_the_present_model(
+    base: TinyModel, other: Path, damage: Callable[[Path], None]
+) -> None:
+    damage(other)
+
+    async def test(engine: AsyncEngine) -> None:
+        with pytest.raises(CheckpointError):
+            await engine.reload(other)
+        assert engine.health().ready
+        assert await generate(engine) == tokens_of(base.directory)
+
+    run(base.directory, test)
+
+
+def test_unknown_preset_leaves_the_present_model(base: TinyModel) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        with pytest.raises(StepgraphError, match="preset"):
+            await engine.reload("preset:none-of-these")
+        assert await generate(engine) == tokens_of(base.directory)
+        await engine.sleep()
+        with pytest.raises(StepgraphError, match="preset"):
+            await engine.reload("preset:none-of-these")
+        assert engine.health().reason == "asleep"
+        await engine.wake()
+        assert await generate(engine) == tokens_of(base.directory)
+
+    run(base.directory, test)
+
+
+@pytest.mark.slow
+def test_sleep_gives_memory_back() -> None:
+    """A model of 257 MiB and its cache: at most a tenth of it stays resident."""
+
+    def resident() -> float:
+        gc.collect()
+        return psutil.Process().memory_info().rss / 2**20
+
+    config = EngineConfig(
+        device="cpu", max_num_seqs=2, max_model_len=512, prefill_chunk=64, memory_tokens=1024
+    )
+
+    async def main() -> None:
+        async with AsyncEngine.from_pretrained("preset:smollm2-135m", config) as engine:
+            tokens = await generate(engine)
+            await engine.sleep()
+            asleep = resident()  # code and libraries are loaded from here on
+            for _ in range(3):
+                await engine.wake()
+                assert await generate(engine) == tokens
+                assert resident() > asleep + 200
+                await engine.sleep()
+                assert resident() < asleep + 25
+
+    asyncio.run(main())

@@ -1,0 +1,117 @@
+"""Draft models: drafts of an engine's steps are the greedy tokens of the model itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.cache.arena import Storage
+from stepgraph.runtime.errors import CheckpointError, ConfigError
+from stepgraph.runtime.loading.checkpoint import read_config
+from stepgraph.runtime.loading.drafter_source import find_drafter
+
+from ..rigs.drafter_rig import DrafterRig, Reference, load_target
+from ..rigs.tiny_models import TinyModel
+
+
+def greedy(model: TinyModel, dtype: torch.dtype) -> Reference:
+    """Drafts of the model without cache."""
+    reference = model.reload(dtype)
+
+    @torch.no_grad()
+    def drafts(
+        known: list[int], features: torch.Tensor, count: int
+    ) -> tuple[list[int], list[float], list[float]]:
+        tokens, probabilities, margins = list(known), [], []
+        for _ in range(count):
+            logits = reference(torch.tensor([tokens])).logits[0, -1].double()
+            best, second = logits.topk(2).values.tolist()
+            margins.append(best - second)
+            probabilities.append(float(logits.softmax(-1).max()))
+            tokens.append(int(logits.argmax()))
+        return tokens[len(known) :], probabilities, margins
+
+    return drafts
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("mode", ["compile", "eager"])
+@pytest.mark.parametrize("variant", ["base", "qwen3", "gemma3", "deepseek_v3"])
+def test_draft_model(tiny: Callable[[str], TinyModel], variant: str, mode: str) -> None:
+    model = tiny(variant)
+    target, kernels = load_target(tiny("base").directory, torch.float32, mode)
+    config = find_drafter(model.directory, target.config)
+    rig = DrafterRig(config, target, kernels)
+    reference = greedy(model, torch.float32)
+    rig.prefill(model.prompts(1, 3, 17, 30), most=11)
+    compared = 0
+    for per_row, count in ((1, 3), (4, 4), (5, 1), (2, 5), (5, 4)):
+        compared += rig.check(rig.verify(per_row, count), reference, 1e-3)
+    assert compared > 60
+    assert rig.drafter.taps == ()
+    assert rig.drafter.weight_bytes == config.weight_bytes(kernels, torch.float32)
+
+
+@pytest.mark.parametrize("storage", ["model", "int8"])
+def test_draft_model_in_bfloat16(base: TinyModel, storage: Storage) -> None:
+    target, kernels = load_target(base.directory, torch.bfloat16)
+    rig = DrafterRig(find_drafter(base.directory, target.config), target, kernels, storage=storage)
+    reference = greedy(base, torch.bfloat16)
+    rig.prefill(base.prompts(2, 3, 17, 30))
+    tolerance = 0.1 if storage == "model" else 0.3
+    compared = sum(rig.check(rig.verify(4, 4), reference, tolerance) for _ in range(4))
+    assert compared > 20
+
+
+def test_windowed_target(base: TinyModel) -> None:
+    """The layers of a drafter attend to no more than the target's group keeps."""
+    target, kernels = load_target(base.directory, torch.float32)
+    config = find_drafter(base.directory, target.config)
+    rig, wide = (DrafterRig(config, target, kernels, window=window) for window in (12, None))
+    prompts = base.prompts(40, 41, 42, 43)
+    for each in (rig, wide):
+        each.prefill(prompts)
+    first = rig.tables[1, :4, 0].long()
+    rig.arena[:, :, first] = torch.nan  # positions 0 to 7 left the window
+    drafts, others = (each.verify(1, 3) for each in (rig, wide))
+    assert drafts.probabilities.isfinite().all()
+    assert not torch.equal(drafts.probabilities, others.probabilities)
+
+
+def test_refuses_other_vocabularies(
+    tiny: Callable[[str], TinyModel], base: TinyModel, tmp_path: Path
+) -> None:
+    target = read_config(base.directory)
+    with pytest.raises(ConfigError, match=r"vocab_size = 31.*97.*same tokenizer"):
+        find_drafter(tiny("micro").directory, target)
+    model, other = tiny("text").directory, tmp_path / "other"
+    shutil.copytree(model, other)
+    target = read_config(model)
+    if not (other / "tokenizer.json").exists():
+        pytest.skip("the model has no tokenizer")
+    assert find_drafter(other, target, "draft_model", model).kind == "draft_model"
+    tokenizer: dict[str, Any] = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    names = [name for name in vocab if len(name) == 1][:2]
+    vocab[names[0]], vocab[names[1]] = vocab[names[1]], vocab[names[0]]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"another tokenizer.*has not the same id"):
+        find_drafter(other, target, "draft_model", model)
+
+
+def test_refuses_what_is_no_drafter(base: TinyModel, tmp_path: Path) -> None:
+    target = read_config(base.directory)
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        find_drafter(tmp_path / "absent", target)
+    with pytest.raises(ConfigError, match=r"unknown kind of drafter 'medusa'.*draft_model"):
+        find_drafter(base.directory, target, "medusa")
+    shutil.copytree(base.directory, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        find_drafter(tmp_path / "cut", target)

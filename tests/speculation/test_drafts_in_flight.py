@@ -1,0 +1,247 @@
+"""Drafts that stay on the device: the next step verifies them before the host has read them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime.execution.outputs import LaunchedStep
+from stepgraph.runtime.request import OWN_DRAFT, Request
+from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.scheduling.plan import StepPlan
+
+from ..rigs.engine_rig import greedy
+from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+from .test_drafter_engine import drafting
+from .test_speculation import MIXED, REPETITIVE, SIZES, run_mixed
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+DRAFTS = 3
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "base": ("base", {}),
+    "windows": ("mistral", {}),
+    "no prefix cache": ("base", {"prefix_cache": False}),
+    "swap": ("base", {"num_blocks": 19, "host_cache_bytes": 1 << 20, "preemption": "swap"}),
+    "recompute": ("gemma2", {"num_blocks": 30}),
+    "latent": ("deepseek_v3", {}),
+}
+
+Open = Callable[..., Engine]
+
+
+@pytest.fixture(name="open_async")
+def make_open_async(
+    open_engine: Open, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> Open:
+    """Open eager engines on a device whose steps stay in flight, in float32."""
+    monkeypatch.setattr(ResolvedConfig, "is_async_device", property(lambda self: True))
+
+    def make(variant: str, **config: Any) -> Engine:
+        return open_engine(variant, **SIZES | {"dtype": "float32"} | config)
+
+    return make
+
+
+def watch(engine: Engine) -> Counter[str]:
+    """Count steps, verified drafts, and steps launched while the one before is in flight."""
+    seen: Counter[str] = Counter()
+    loop = engine._loop
+    launch = loop.runner.launch
+
+    def counted(number: int, plan: StepPlan) -> LaunchedStep:
+        seen["steps"] += 1
+        seen["in flight"] += len(loop._launched)
+        own = sum(OWN_DRAFT in drafts for drafts in plan.drafts)
+        assert not own or len(loop._launched) == 1
+        seen["own"] += own
+        seen["sent"] += sum(len(drafts) > 0 for drafts in plan.drafts) - own
+        return launch(number, plan)
+
+    loop.runner.launch = counted  # type: ignore[method-assign]
+    return seen
+
+
+def rest_sometimes(engine: Engine) -> None:
+    """Let decode steps, with and without proposals, follow steps that verify drafts."""
+    speculator: Any = engine._loop.speculator
+    rng, propose = random.Random(1), speculator.propose
+
+    def propose_sometimes(requests: list[Request]) -> Sequence[Sequence[int]]:
+        drafts, draw = propose(requests), rng.random()
+        if draw < 0.2:
+            speculator.begin_plan()
+        return () if draw < 0.3 else drafts
+
+    speculator.propose = propose_sometimes
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("other", [False, True])
+def test_tokens_are_those_of_plain_decoding(
+    open_async: Open, tiny: Callable[[str], TinyModel], case: str, other: bool
+) -> None:
+    """Of all parameters, with drafts that are mostly right, and mostly wrong."""
+    variant, config = CASES[case]
+    prompts = tiny(variant).prompts(30, 4, 12, 7, 9, 5)
+    expected = run_mixed(open_async(variant, **config), prompts, MIXED)
+    drafter = tiny("base" if other else variant).directory
+    engine = open_async(variant, **config, speculation=drafting(drafter, DRAFTS))
+    seen = watch(engine)
+    if other:
+        rest_sometimes(engine)
+    for _ in range(2):  # the second time prompts are cached
+        assert run_mixed(engine, prompts, MIXED) == expected
+    stats = engine.stats()
+    assert seen["own"] > 30
+    assert seen["in flight"] > 0.8 * seen["steps"]
+    assert stats["preemptions"] >= ("num_blocks" in config)
+    if variant == "base" and not other:
+        own = stats["speculation"]  # half of the rows sample, whose drafts are greedy all the same
+        assert own["accepted_by_position"][0] > 0.6 * own["drafted_by_position"][0]
+
+
+def test_steps_with_right_drafts_overlap(open_async: Open, base: TinyModel) -> None:
+    """Each step but the first ones is launched before the last is committed, and has 4 tokens."""
+    engine = open_async("base", speculation=drafting(base.directory, DRAFTS))
+    seen = watch(engine)
+    copies = engine._loop.runner.drafts
+    assert copies is not None
+    before = copies.copies
+    (output,) = engine.generate(base.prompts(9), greedy(50))
+    stats = engine.stats()["speculation"]
+    assert len(output.token_ids) == 50
+    assert seen["in flight"] >= seen["steps"] - 1
+    assert seen["sent"] == 0
+    assert stats["accepted"] == stats["drafted"] >= 30
+    assert seen["steps"] <= 2 + 50 // (1 + DRAFTS) + 4
+    assert copies.copies - before < seen["steps"], "inputs that do not change are not copied"
+
+
+def test_an_output_ends_at_each_token_of_a_step(
+    open_async: Open, tiny: Callable[[str], TinyModel]
+) -> None:
+    """By its number of tokens, a stop token or a stop string."""
+    (prompt,) = tiny("text").prompts(9)
+    plain = open_async("text")
+    (whole,) = plain.generate([prompt], greedy(16))
+    text = whole.completions[0].text
+    params = [greedy(count) for count in range(1, 10)]
+    params += [greedy(20, stop_token_ids=[token]) for token in whole.token_ids[4:9]]
+    params += [greedy(20, stop=[text[at : at + 2]]) for at in range(4, 9)]
+    params += [greedy(20, stop=[text[6:8]], min_tokens=9)]
+    expected = run_mixed(plain, [prompt] * len(params), params)
+    engine = open_async("text", speculation=drafting(tiny("text").directory, DRAFTS))
+    seen = watch(engine)
+    assert run_mixed(engine, [prompt] * len(params), params) == expected
+    assert seen["own"] > 10
+
+
+def test_rows_with_penalties(open_async: Open, base: TinyModel) -> None:
+    """Tokens of drafts that were accepted in the step in flight count, those of others do not."""
+    own: list[dict[str, Any]] = [
+        {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 2},
+        {"temperature": 1.0, "seed": 4, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "presence_penalty": 0.6},
+    ]
+    params = [SamplingParams(max_tokens=30, ignore_eos=True, **options) for options in own]
+    prompts = [REPETITIVE, *base.prompts(5, 9)]
+    expected = run_mixed(open_async("base"), prompts, params)
+    engine = open_async("base", speculation=drafting(base.directory, DRAFTS))
+    seen = watch(engine)
+    assert run_mixed(engine, prompts, params) == expected
+    assert seen["own"] > 20
+    assert engine.stats()["speculation"]["accepted"] > 5
+
+
+def test_a_row_keeps_no_drafts_of_its_last_request(open_async: Open, base: TinyModel) -> None:
+    """One that is aborted while a step with its drafts is in flight."""
+    first, second = base.prompts(9, 7)
+    engine = open_async("base", max_num_seqs=1, speculation=drafting(base.directory, DRAFTS))
+    (expected,) = open_async("base", max_num_seqs=1).generate([second], greedy(20))
+    seen = watch(engine)
+    drafts = engine._loop.runner.state.drafts
+    assert drafts is not None
+    engine.add_request(first, greedy(30), "first")
+    while seen["own"] < 3:
+        engine.step()
+    assert (drafts[0] != OWN_DRAFT).all()
+    engine.abort("first")
+    engine.add_request(second, greedy(20), "second")
+    own = seen["own"]
+    outputs = {}
+    while engine.has_unfinished():
+        outputs |= {output.request_id: output for output in engine.step()}
+        engine.check_integrity()
+        if seen["own"] == own and engine._loop.requests.groups:
+            (request,) = engine._loop.requests.groups["second"].requests
+            assert request.num_drafts or (drafts[0] == OWN_DRAFT).all()
+    assert outputs["second"].token_ids == expected.token_ids
+    assert seen["own"] > own
+
+
+def test_a_grammar_waits_for_the_tokens(open_async: Open, tiny: Callable[[str], TinyModel]) -> None:
+    """Rows without one draft in flight before and after it."""
+    params = [
+        greedy(40),
+        SamplingParams(max_tokens=12, temperature=0.0, structured={"regex": "[a-c]{2,9}-[0-9]x*"}),
+        greedy(20, logprobs=1),
+    ]
+    model = tiny("text")
+    prompts = [[5, 9, 31], [7, 7, 8], [40, 2]]
+    expected = run_mixed(open_async("text", structured_output=True), prompts, params)
+    engine = open_async(
+        "text", structured_output=True, speculation=drafting(model.directory, DRAFTS)
+    )
+    seen = watch(engine)
+    assert run_mixed(engine, prompts, params) == expected
+    assert seen["own"] > 5
+
+
+def test_a_drafter_that_does_not_pay_rests(open_async: Open, base: TinyModel) -> None:
+    """The steps without drafts stay in flight too."""
+    engine = open_async("base", speculation=drafting(base.directory, DRAFTS, adaptive=True))
+    speculator: Any = engine._loop.speculator
+    for costs in (speculator._costs.greedy, speculator._costs.full):  # as if drafts took long
+        for own in costs._times.values():
+            own.multiples[1:] = [50.0] * len(own.multiples[1:])
+    seen = watch(engine)
+    speculator._credit = -1e9
+    (output,) = engine.generate(base.prompts(9), greedy(40))
+    assert len(output.token_ids) == 40
+    assert seen["own"] == 0
+    assert seen["in flight"] == seen["steps"] - 1
+    assert engine.stats()["speculation"]["proposing_steps"] == 0
+
+
+@pytest.mark.slow
+def test_captured_steps(
+    open_engine: Open, tiny: Callable[[str], TinyModel], fake_graphs: FakeGraphs
+) -> None:
+    """On a device with queued work and captures that share memory."""
+    model = tiny("base")
+    prompts = model.prompts(14, 4, 9)
+    params = [greedy(18), SamplingParams(temperature=0.9, seed=5, max_tokens=20), greedy(13)]
+    config: dict[str, Any] = {
+        "mode": "graph",
+        "compile": False,
+        "max_num_seqs": 2,
+        "buckets": (2,),
+        "block_size": 8,
+        "prefill_chunk": 16,
+        "max_model_len": 40,
+        "dtype": "float32",
+    }
+    plain = open_engine("base", **config)
+    engine = open_engine("base", **config, speculation=drafting(model.directory, DRAFTS))
+    fake_graphs.stream.behind = True
+    seen = watch(engine)
+    assert run_mixed(engine, prompts, params) == run_mixed(plain, prompts, params)
+    assert seen["own"] > 10
+    assert engine.stats()["speculation"]["accepted"] > 15

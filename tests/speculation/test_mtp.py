@@ -1,0 +1,141 @@
+"""Modules for multi-token prediction against the layer of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stepgraph.cache.arena import Storage
+from stepgraph.runtime.errors import CheckpointError, ConfigError
+from stepgraph.runtime.loading.checkpoint import read_config
+from stepgraph.runtime.loading.drafter_source import find_drafter
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..rigs.drafter_rig import DrafterRig, load_target
+from ..rigs.mtp_models import KINDS, LAYERS, module, save, write
+from ..rigs.tiny_models import TinyModel
+
+Checkpoint = tuple[Path, str, PreTrainedModel]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    """A directory, the kind of its model, and the model with the layer of the module."""
+    directory = tmp_path_factory.mktemp("mtp")
+    return directory, request.param, write(directory, request.param)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "storage", "mode", "tolerance"),
+    [
+        (torch.float32, "model", "compile", 1e-3),
+        (torch.float32, "model", "eager", 1e-3),
+        # A rounding may choose other experts.
+        (torch.float32, "int8", "compile", 0.4),
+        (torch.bfloat16, "model", "compile", 0.4),
+    ],
+)
+def test_module(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    storage: Storage,
+    mode: str,
+    tolerance: float,
+) -> None:
+    directory, kind, model = checkpoint
+    target, kernels = load_target(directory, dtype, mode)
+    found = find_drafter(directory, target.config, target_directory=directory)
+    assert (found.kind, found.taps) == ("mtp", (LAYERS if kind == "deepseek_v3" else LAYERS - 1,))
+    rig = DrafterRig(found, target, kernels, storage=storage)
+    assert rig.drafter.weight_bytes == found.weight_bytes(kernels, dtype)
+    reference = module(directory, kind, model)
+    rig.prefill([[1], [2, 3], list(range(5, 22)), list(range(40, 70))], most=11)
+    drafts = [rig.verify(per_row, count) for per_row, count in ((1, 3), (4, 4))]
+    assert rig.check(drafts[-1], reference, tolerance) > (10 if tolerance < 0.1 else 0)
+    for per_row, count in ((5, 1), (2, 5)):
+        rig.check(rig.verify(per_row, count), reference, tolerance)
+
+
+def test_target_ignores_the_module(checkpoint: Checkpoint) -> None:
+    """The same checkpoint is a draft model for others, and a module for itself."""
+    directory, *_ = checkpoint
+    target = read_config(directory)
+    assert find_drafter(directory, target).kind == "draft_model"
+    assert find_drafter(directory, target, "mtp").kind == "mtp"
+
+
+def test_of_several_modules_the_first_one_drafts(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory, kind, _ = checkpoint
+    first = KINDS[kind].module
+    number = int(first.split(".")[2])
+    second = first.replace(str(number), str(number + 1))
+    tensors = load_file(directory / "model.safetensors")
+    more = {name.replace(first, second): t.clone() for name, t in tensors.items() if first in name}
+    target = read_config(changed(directory, tmp_path, {"num_nextn_predict_layers": 2}, more=more))
+    found = find_drafter(tmp_path, target, "mtp")
+    sources = [source.name for parameter in found.parameters for source in parameter.sources]
+    assert all(name is None or name.startswith(first) for name in sources)
+    load_target(tmp_path, torch.float32)
+
+
+def changed(
+    directory: Path,
+    to: Path,
+    config: dict[str, Any],
+    without: str = "none",
+    more: dict[str, Tensor] | None = None,
+) -> Path:
+    """Copy a checkpoint with other fields and tensors."""
+    stored = json.loads((directory / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(stored | config))
+    tensors = load_file(directory / "model.safetensors") | (more or {})
+    save(to, {name: tensor for name, tensor in tensors.items() if without not in name})
+    return to
+
+
+def test_refuses_models_without_module(
+    checkpoint: Checkpoint, tiny: Callable[[str], TinyModel], tmp_path: Path
+) -> None:
+    directory, kind, _ = checkpoint
+    base = tiny("base").directory
+    with pytest.raises(ConfigError, match=r"type 'llama' have no modules.* mimo, deepseek_v3 have"):
+        find_drafter(base, read_config(base), "mtp")
+    target, prefix = read_config(directory), KINDS[kind].module
+
+    def refused(
+        message: str, config: dict[str, Any], without: str = "none", **more: Tensor
+    ) -> None:
+        with pytest.raises((CheckpointError, ConfigError), match=message):
+            find_drafter(changed(directory, tmp_path, config, without, more), target, "mtp")
+
+    suffix = "another method of speculation, such as 'suffix'"
+    for count in (0, -1, None):
+        refused(
+            f"num_nextn_predict_layers = {count}: .*{suffix}", {"num_nextn_predict_layers": count}
+        )
+    refused("num_nextn_predict_layers must be of type int", {"num_nextn_predict_layers": "1"})
+    refused("has num_layers = 2, the model 3: a module", {"num_hidden_layers": 2})
+    refused(rf"= 1, but no tensor is named {prefix}\*: .*{suffix}", {}, prefix)
+    fuse, norm = f"{prefix}{KINDS[kind].fuse}.weight", f"{prefix}{KINDS[kind].norm}.weight"
+    refused(rf"(?s)missing: {fuse} \[48, 96\].*{suffix}", {}, fuse)
+    refused(rf"(?s)missing: {norm} \[48\].*{suffix}", {}, norm)
+    wrong = rf"(?s)shape: {fuse} expected \[48, 96\], found \[48, 48\].*{suffix}"
+    refused(wrong, {}, **{fuse: torch.zeros(48, 48)})
+    refused(rf"unexpected: {prefix}more", {}, **{f"{prefix}more": torch.zeros(1)})
+    hybrid = {"mtp.fc.weight": torch.zeros(1)}
+    refused(rf"mtp\.\* are a module .* hybrid model \(Qwen3-Next, .*{suffix}", {}, **hybrid)
+
+
+def test_module_of_another_family(tmp_path: Path) -> None:
+    write(tmp_path / "mimo", "mimo")
+    write(tmp_path / "deepseek", "deepseek_v3")
+    with pytest.raises(ConfigError, match="model_type = 'mimo', the model 'deepseek_v3'"):
+        find_drafter(tmp_path / "mimo", read_config(tmp_path / "deepseek"), "mtp")

@@ -1,0 +1,153 @@
+"""Engines whose model drafts with its own module for multi-token prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.runtime import CheckpointError, ConfigError, Engine, EngineConfig
+from stepgraph.runtime.kernels import have_compiler
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..rigs.engine_rig import MIXED_PARAMS, greedy
+from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+from ..rigs.mtp_models import KINDS, without_module, write, write_predictable
+from ..rigs.tiny_models import BASE
+from .test_head_engines import MODES
+from .test_speculation import SIZES, run_mixed
+
+pytestmark = [
+    pytest.mark.native_kernels,
+    pytest.mark.filterwarnings("ignore:no native decoder layers"),
+]
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Open an engine on a directory, whose module drafts if `drafts` is not 0."""
+    engines: list[Engine] = []
+
+    def make(directory: Path, drafts: int, **config: Any) -> Engine:
+        if drafts:
+            config["speculation"] = {
+                "method": "mtp",
+                "num_speculative_tokens": drafts,
+                "adaptive": False,
+            }
+        settings = {"device": "cpu", "mode": "eager", "max_num_seqs": 4, "dtype": "float32"}
+        engines.append(Engine.from_pretrained(directory, EngineConfig(**settings | config)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocab, (n,), generator=generator).tolist() for n in (30, 4, 12, 7)]
+
+
+def compare(start: Start, directory: Path, drafts: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Compare with plain decoding, twice, as the second time prompts are cached; statistics."""
+    vocab = json.loads((directory / "config.json").read_text())["vocab_size"]
+    expected = run_mixed(start(directory, 0, **config), prompts(vocab), MIXED_PARAMS)
+    engine = start(directory, drafts, **config)
+    for _ in range(2):
+        assert run_mixed(engine, prompts(vocab), MIXED_PARAMS) == expected
+    stats = engine.stats()
+    assert stats["fallbacks"] == 0
+    assert stats["preemptions"] >= ("num_blocks" in config)
+    assert stats["cache"]["hit_tokens"] > 0
+    speculation: dict[str, Any] = stats["speculation"]
+    assert speculation["drafted"] > 50
+    return speculation
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_plain_decoding(
+    start: Start, fake_graphs: FakeGraphs, kind: str, mode: str, tmp_path: Path
+) -> None:
+    """Some drafts are accepted, others not; greedy rows and rows with seeds."""
+    config = SIZES | MODES[mode]
+    if mode == "preempted" and kind == "mimo":
+        config["num_blocks"] = 45  # of three layer groups
+    if config.get("kernels") == "native":
+        if not have_compiler():
+            pytest.skip("needs a C++ compiler")
+        if kind == "deepseek_v3":  # latent attention has no layers in C++
+            config["kernels"] = "auto"
+    if mode == "captured" and kind == "deepseek_v3":
+        if not have_compiler():
+            pytest.skip("experts in PyTorch cannot be captured")
+        fake_graphs.kernels = "compile"
+    fake_graphs.stream.behind = mode == "captured"
+    write_predictable(tmp_path, kind, "embedding", layers=0.25)
+    stats = compare(start, tmp_path, 1 if mode == "captured" else 3, config)
+    assert 20 < stats["accepted"] < stats["drafted"] - 20
+
+
+@pytest.mark.parametrize("kind", ["mimo", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_random_weights(start: Start, kind: str, tmp_path: Path) -> None:
+    """Hardly any draft is accepted."""
+    write(tmp_path, kind)
+    stats = compare(start, tmp_path, 2, SIZES)
+    assert stats["accepted"] < 0.2 * stats["drafted"]
+
+
+@pytest.mark.parametrize("reads", ["embedding", "hidden"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_that_knows_the_next_token_is_right(
+    start: Start, kind: str, reads: str, tmp_path: Path
+) -> None:
+    """It is given the hidden states and the tokens that it was made for, in all of 4 drafts."""
+    write_predictable(tmp_path, kind, reads)
+    engine = start(tmp_path, 4, **SIZES)
+    outputs = engine.generate(prompts(40), [greedy(31)] * 4)
+    assert all(
+        after == (7 * token + 3) % 40
+        for output in outputs
+        for token, after in zip(output.token_ids, output.token_ids[1:], strict=False)
+    )
+    stats = engine.stats()["speculation"]
+    assert stats["drafted"] == stats["accepted"] > 80
+
+
+def test_mimo_has_the_tokens_of_qwen2(start: Start, tmp_path: Path) -> None:
+    """transformers has no class for it; its layers, and so its tokens, are those of Qwen2."""
+    model = without_module(write(tmp_path, "mimo"))
+    (prompt,) = prompts(97)[:1]
+    expected = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=24,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    output = start(tmp_path, 0).generate([prompt], greedy(24))[0]
+    assert output.token_ids == expected[0, len(prompt) :].tolist()
+
+
+def save_other(directory: Path, model_type: str, **settings: Any) -> None:
+    config = AutoConfig.for_model(model_type, **BASE | settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+
+
+def test_models_whose_modules_are_not_supported(start: Start, tmp_path: Path) -> None:
+    """Hybrid ones are no targets; layers of transformers return no hidden states."""
+    experts = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    save_other(tmp_path / "hybrid", "qwen3_next", num_hidden_layers=4, **experts)
+    with pytest.raises(CheckpointError, match=r"(?s)Qwen3NextForCausalLM.*transformers itself"):
+        start(tmp_path / "hybrid", 1)
+    experts |= {"n_routed_experts": 3, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+    save_other(tmp_path / "glm", "glm4_moe", n_group=1, topk_group=1, **experts)
+    with pytest.raises(ConfigError, match=r"'mtp' needs a model of a native family.*use 'suffix'"):
+        start(tmp_path / "glm", 1)

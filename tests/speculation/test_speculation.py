@@ -1,0 +1,354 @@
+"""Speculation changes the time of tokens, and no token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from stepgraph.runtime import ConfigError, Engine, EngineConfig, SamplingParams, Speculation
+from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime.scheduling.plan import StepPlan
+
+from ..rigs.engine_rig import greedy
+from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+from ..rigs.speculation_rig import guess
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+pytestmark = pytest.mark.native_kernels
+
+needs_compiler = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
+SIZES: dict[str, Any] = {"block_size": 4, "prefill_chunk": 32, "max_model_len": 64}
+MIXED = [
+    SamplingParams(max_tokens=26, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=0.9, top_k=20, top_p=0.9, seed=5, n=3),
+    SamplingParams(max_tokens=19, temperature=0.0, min_tokens=7, logprobs=3),
+    SamplingParams(
+        max_tokens=23, temperature=1.1, seed=8, logprobs=2, repetition_penalty=1.3,
+        presence_penalty=0.4, frequency_penalty=0.3, min_p=0.01, logit_bias={4: 3.0},
+    ),
+    SamplingParams(max_tokens=200, temperature=0.7, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=1, temperature=0.0),
+]  # fmt: skip
+CASES = {
+    "eager": ("base", {"kernels": "torch"}),
+    "native": ("base", {"mode": "compile"}),
+    "native windows": ("gemma3", {"mode": "compile"}),
+    "native fp8": ("qwen3", {"mode": "compile", "kv_dtype": "fp8"}),
+    "graph": ("base", {"mode": "graph", "compile": False, "buckets": (4,)}),
+    "windows": ("mistral", {}),
+    "graph windows": ("gemma2", {"mode": "graph", "compile": False, "buckets": (4,)}),
+    "int8": ("gemma3", {"kv_dtype": "int8"}),
+    "latent": ("deepseek_v3", {}),
+    "no prefix cache": ("base", {"prefix_cache": False}),
+    "swap": ("base", {"num_blocks": 24, "host_cache_bytes": 1 << 20, "preemption": "swap"}),
+    "recompute": ("base", {"num_blocks": 24}),
+}
+
+
+def run_mixed(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
+) -> dict[str, Any]:
+    """Requests that come one after the other, checked after every step; all that they return."""
+    todo = list(zip(prompts, params, strict=True))
+    found: dict[str, Any] = {}
+    while todo or engine.has_unfinished():
+        if todo:
+            prompt, own = todo.pop(0)
+            engine.add_request(prompt, own, f"r{len(todo)}")
+        for output in engine.step():
+            if output.finished:
+                for index, c in enumerate(output.completions):
+                    top = [(p.token_id, list(p.top)) for p in c.logprobs]
+                    own = c.token_ids, c.finish_reason, c.text, top
+                    found[f"{output.request_id}/{index}"] = own
+        engine.check_integrity()
+    return found
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("right", [0.9, 0.3])
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_plain_decoding(
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    fake_graphs: FakeGraphs,
+    case: str,
+    right: float,
+) -> None:
+    """Of all parameters, with drafts that are right and wrong; one request is as long as can be."""
+    variant, config = CASES[case]
+    if config.get("mode") == "compile":
+        if not have_compiler():
+            pytest.skip("needs a C++ compiler")
+        fake_graphs.kernels = "compile"
+    prompts = tiny(variant).prompts(30, 4, 12, 7, 9, 5)
+    plain = open_engine(variant, **SIZES | config, dtype="float32")
+    engine = open_engine(
+        variant,
+        **SIZES | config,
+        dtype="float32",
+        speculation={"num_speculative_tokens": 1 if config.get("mode") == "graph" else 4},
+    )
+    fake_graphs.stream.behind = config.get("mode") == "graph"
+    expected = run_mixed(plain, prompts, MIXED)
+    guesses = guess(engine, {name: own[0] for name, own in expected.items()}, right)
+    for _ in range(2):  # the second time prompts are cached
+        assert run_mixed(engine, prompts, MIXED) == expected
+    assert guesses.accepted > 10
+    assert guesses.rejected > 3
+    stats = engine.stats()
+    assert stats["fallbacks"] == 0
+    assert stats["preemptions"] >= ("num_blocks" in config)
+
+
+def test_a_stop_within_accepted_drafts_ends_the_request(
+    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]
+) -> None:
+    """Tokens and strings: nothing after them is returned, though the step computed it."""
+    plain = open_engine("text")
+    (prompt,) = tiny("text").prompts(9)
+    (output,) = plain.generate([prompt], greedy(24))
+    text = output.completions[0].text
+    params = [
+        greedy(24, stop_token_ids=[output.token_ids[9]]),
+        greedy(24, stop=[text[8:10]]),
+        greedy(24, stop=[text[8:10]], min_tokens=14),
+    ]
+    engine = open_engine("text", speculation={"num_speculative_tokens": 7})
+    expected = run_mixed(plain, [prompt] * 3, params)
+    whole = dict.fromkeys(expected, output.token_ids)
+    guesses = guess(engine, whole, right=1.0)
+    assert run_mixed(engine, [prompt] * 3, params) == expected
+    assert guesses.accepted > 6
+
+
+REPETITIVE = [7, 3, 9, 1, 5, 7, 3, 9, 1, 5, 7, 3, 9, 1]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_drafts_of_the_proposers(
+    open_engine: Callable[..., Engine],
+    base: TinyModel,
+    fake_graphs: FakeGraphs,
+    method: str,
+    adaptive: bool,
+    mode: str,
+) -> None:
+    speculation = Speculation(
+        method=method, num_speculative_tokens=2, prompt_lookup_min=2, adaptive=adaptive
+    )
+    config = SIZES | {"mode": mode, "compile": False, "buckets": (4,)}
+    prompts = [REPETITIVE, *base.prompts(5, 9)]
+    bias = {7: 9.0, 3: 9.0}  # so that the output repeats, of whatever it makes
+    params = [
+        greedy(40, logit_bias=bias),
+        SamplingParams(temperature=1.0, seed=3, logit_bias=bias, max_tokens=40, ignore_eos=True),
+        greedy(30, n=2),
+    ]
+    plain, engine = (open_engine("base", **config, speculation=s) for s in (None, speculation))
+    fake_graphs.stream.behind = mode == "graph"
+    assert run_mixed(engine, prompts, params) == run_mixed(plain, prompts, params)
+    stats = engine.stats()["speculation"]
+    assert stats["method"] == method
+    assert sum(stats["accepted_by_position"]) == stats["accepted"] <= stats["drafted"]
+    assert sum(stats["drafted_by_position"]) == stats["drafted"]
+    if not adaptive:
+        assert stats["accepted"] > 5
+        assert engine.stats()["steps"] < plain.stats()["steps"]
+    assert plain.stats()["speculation"] is None
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.6, "min_tokens": 6},
+    {"frequency_penalty": 0.5, "temperature": 1.0, "seed": 4, "top_k": 12},
+    {"repetition_penalty": 0.8, "frequency_penalty": -0.4, "temperature": 0.8, "seed": 9},
+]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_penalties_count_the_drafts_before(
+    open_engine: Callable[..., Engine], base: TinyModel, kernels: str
+) -> None:
+    """Right drafts, which repeat tokens, and wrong ones, which must not count."""
+    if kernels == "native" and not have_compiler():
+        pytest.skip("needs a C++ compiler")
+    config = SIZES | {"kernels": kernels, "dtype": "float32"}
+    params = [
+        SamplingParams(**{"max_tokens": 40, "temperature": 0.0, "logprobs": 2} | own)
+        for own in PENALTIES
+    ]
+    prompts = [REPETITIVE, *base.prompts(5, 9, 7)]
+    expected = run_mixed(open_engine("base", **config), prompts, params)
+    engine = open_engine("base", **config, speculation={"num_speculative_tokens": 4})
+    guesses = guess(engine, {name: own[0] for name, own in expected.items()}, 0.8)
+    assert run_mixed(engine, prompts, params) == expected
+    assert guesses.accepted > 20
+    assert guesses.rejected > 5
+
+
+def test_rows_with_penalties_draft(open_engine: Callable[..., Engine]) -> None:
+    params = greedy(30, repetition_penalty=1.01, logit_bias={7: 30.0})
+    engine = open_engine("base", speculation=Speculation(adaptive=False, prompt_lookup_min=2))
+    (output,) = engine.generate([REPETITIVE], params)
+    assert engine.stats()["speculation"]["drafted"] > 0
+    assert open_engine("base").generate([REPETITIVE], params)[0].token_ids == output.token_ids
+
+
+def test_requests_draft_from_outputs_of_their_salt(open_engine: Callable[..., Engine]) -> None:
+    """Outputs without repetition, of prompts that differ in the first token."""
+    speculation = Speculation(adaptive=False, share_outputs=True)
+    bias = {"logit_bias": {7: 5.0}}
+    engine = open_engine("base", speculation=speculation, **SIZES)
+    plain = open_engine("base", **SIZES)
+    params = SamplingParams(max_tokens=24, temperature=1.2, seed=3, ignore_eos=True, **bias)  # type: ignore[arg-type]
+    prompt = [5, 6, 9, 12]
+
+    def accepted(salt: str | None) -> int:
+        before = engine.stats()["speculation"]["accepted"]
+        engine.add_request(prompt, params, "r", cache_salt=salt)
+        tokens = []
+        while engine.has_unfinished():
+            for output in engine.step():
+                tokens = output.completions[0].token_ids
+        assert tokens == plain.generate([prompt], params)[0].token_ids
+        return int(engine.stats()["speculation"]["accepted"]) - before
+
+    alone = accepted("a")
+    assert accepted("b") == alone
+    assert accepted(None) == alone
+    assert accepted("a") > alone + 8
+    assert accepted("c") == alone
+    assert accepted(None) > alone + 8
+
+
+def test_requests_that_have_ended_are_not_kept(open_engine: Callable[..., Engine]) -> None:
+    """Of which none decodes: each has one token."""
+    engine = open_engine("base", speculation=Speculation(share_outputs=True), **SIZES)
+    for number in range(20):
+        engine.generate([[5, 6, 9, number]], greedy(1))
+    speculator: Any = engine._loop.speculator
+    assert len(speculator._open) <= 1
+
+
+def test_the_distribution_is_that_of_plain_sampling(open_engine: Callable[..., Engine]) -> None:
+    """Chi-square of the tokens of 400 draws; its drafts are right for half of them."""
+    prompt, count = [5, 6, 7], 400
+    params = SamplingParams(temperature=1.0, top_k=6, max_tokens=2, ignore_eos=True)
+    plain, engine = (
+        open_engine("base", max_num_seqs=16, seed=seed, speculation=speculation, **SIZES)
+        for seed, speculation in ((1, None), (2, {"num_speculative_tokens": 1}))
+    )
+
+    def counted(engine: Engine) -> Counter[tuple[int, ...]]:
+        outputs = engine.generate([prompt] * count, params)
+        return Counter(tuple(output.token_ids) for output in outputs)
+
+    expected = counted(plain)
+    likely = [pair[1] for pair, _ in expected.most_common(2)]
+    guesses = guess(engine, {}, right=1.0)
+    guesses._known = lambda request: [0, likely[request.seed % 2]]
+    found = counted(engine)
+    pairs = [pair for pair in expected | found if expected[pair] + found[pair] >= 10]
+    statistic = sum(
+        (expected[pair] - found[pair]) ** 2 / (expected[pair] + found[pair]) for pair in pairs
+    )
+    freedom = len(pairs) - 1
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5, "the seeds are fixed: no chance"
+
+
+def test_ranks_verify_the_same_drafts(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+    prompts = base.prompts(12, 5)
+    params = [greedy(20), SamplingParams(temperature=0.9, seed=1, max_tokens=20, ignore_eos=True)]
+    expected = run_mixed(open_engine("base"), prompts, params)
+    engine = open_engine(
+        "base", tensor_parallel=2, threads=1, rank_timeout=60,
+        speculation={"num_speculative_tokens": 3},
+    )  # fmt: skip
+    guesses = guess(engine, {name: own[0] for name, own in expected.items()}, right=0.8)
+    assert run_mixed(engine, prompts, params) == expected
+    assert guesses.accepted > 5
+
+
+@pytest.mark.parametrize(
+    ("speculation", "message"),
+    [
+        ("eagle", "method must be one of suffix, .*, eagle3, mtp, dflash, not 'eagle'"),
+        (7, "must be a method such as 'suffix'"),
+        ({"num_speculative_tokens": 16}, "an integer from 1 to 15, not 16"),
+        ({"num_speculative_tokens": True}, "an integer from 1 to 15, not True"),
+        ({"prompt_lookup_min": 1}, "an integer from 2 to 32, not 1"),
+        ({"adaptive": 1}, "adaptive must be True or False, not 1"),
+        ({"share_outputs": "a"}, "share_outputs must be True or False, not 'a'"),
+        ({"draft": "model"}, "has no field .draft.: use method, model, num_speculative_tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused(speculation: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(speculation=speculation)
+
+
+def test_it_excludes_several_steps_per_launch() -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        EngineConfig(speculation="suffix", steps_per_launch=2)
+    assert EngineConfig(speculation="ngram").speculation == Speculation(method="ngram")
+    assert Speculation(num_speculative_tokens=5).tokens_per_row == (2, 3, 4, 5, 6)
+    assert Speculation(num_speculative_tokens=15).tokens_per_row == (2, 3, 4, 5, 8, 16)
+
+
+@pytest.mark.parametrize(
+    "mode", ["eager", "graph", pytest.param("compile", marks=pytest.mark.slow)]
+)
+def test_steps_with_token_masks_verify_drafts(
+    open_engine: Callable[..., Engine], fake_graphs: FakeGraphs, mode: str
+) -> None:
+    """Rows with and without a grammar share the batch; drafts that it forbids are cut."""
+    config: dict[str, Any] = {"mode": mode, "structured_output": True, "dtype": "float32"}
+    if mode == "graph":
+        config |= {"compile": False, "buckets": (4,)}
+        fake_graphs.stream.behind = True
+    greedy, regex = {"temperature": 0.0, "ignore_eos": True}, {"regex": "[a-c]{2,9}-[0-9]{3}x*"}
+    params = [
+        SamplingParams(max_tokens=60, **greedy),
+        SamplingParams(max_tokens=20, temperature=0.0, structured=regex),
+        SamplingParams(max_tokens=40, **greedy, structured={"choice": ["many words", "a few"]}),
+        SamplingParams(max_tokens=20, seed=4, structured=regex, logprobs=2),
+    ]
+    prompts = [[5, 9, 31], [7, 7, 8], [40, 2], [11, 12, 13]]
+    expected = run_mixed(open_engine("text", **SIZES | config), prompts, params)
+    engine = open_engine("text", **SIZES | config, speculation={"num_speculative_tokens": 3})
+    guesses = guess(engine, {name: own[0] for name, own in expected.items()}, 0.8)
+    assert run_mixed(engine, prompts, params) == expected
+    assert guesses.accepted > 5
+    engine.check_integrity()
+
+
+def test_a_failed_copy_leaves_nothing_behind(
+    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan of a step that is not launched is not waited for."""
+    fields = {"num_blocks": 24, "host_cache_bytes": 1 << 20, "preemption": "swap"}
+    engine = open_engine("base", **SIZES | fields, speculation="suffix")
+    runner, failures = engine._loop.runner, []
+    copy_in = runner.blocks.copy_in
+
+    def fail(plan: StepPlan) -> None:
+        if not failures and any(admission.found.swap_in for admission in plan.admitted):
+            failures.append(plan)
+            raise RuntimeError("injected")
+        copy_in(plan)
+
+    monkeypatch.setattr(runner.blocks, "copy_in", fail)
+    prompts = [[n, n + 1, n + 2] * 3 for n in range(4, 10)]
+    engine.generate(prompts, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
+    assert failures
+    assert engine.stats()["failed_copies"] == 1
+    assert not engine._loop.speculator._counter._launched  # type: ignore[union-attr]
+    engine.check_integrity()

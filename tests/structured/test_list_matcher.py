@@ -1,0 +1,106 @@
+"""Masks of `allowed_token_ids` and `bad_words`, against a plain search."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stepgraph.runtime import SamplingParams
+from stepgraph.runtime.errors import RequestError, StructuredOutputError
+from stepgraph.runtime.kernels.ops.mask_words import MaskWords
+from stepgraph.runtime.structured.list_matcher import ListMatcher, TokenLists, word_tokens
+
+from ..loading.test_text_stream import make
+from ..rigs.request_rig import make_request
+
+TOKENS = st.integers(0, 5)
+
+
+def masks_of(count: int, vocab_size: int) -> list[MaskWords]:
+    return [MaskWords(np.zeros(-(-vocab_size // 32), dtype=np.int32)) for _ in range(count)]
+
+
+def bits(mask: MaskWords, vocab_size: int) -> set[int]:
+    found = np.unpackbits(mask.array.view(np.uint8), bitorder="little")[:vocab_size]
+    return set(np.nonzero(found)[0].tolist())
+
+
+@given(
+    allowed=st.none() | st.sets(TOKENS, min_size=1),
+    banned=st.sets(st.lists(TOKENS, min_size=1, max_size=3).map(tuple), max_size=4),
+    output=st.lists(TOKENS, max_size=4),
+    drafts=st.lists(TOKENS, max_size=3),
+    vocab_size=st.sampled_from((6, 32, 40)),
+)
+def test_list_matcher_forbids_only_the_last_token_of_a_word(
+    allowed: set[int] | None,
+    banned: set[tuple[int, ...]],
+    output: list[int],
+    drafts: list[int],
+    vocab_size: int,
+) -> None:
+    lists = TokenLists(vocab_size, None if allowed is None else sorted(allowed), banned)
+    masks = masks_of(1 + len(drafts), vocab_size)
+    request = make_request([1, 2], output)
+    outcome, kept = ListMatcher(lists, None).fill(request, masks, drafts)
+    for number, mask in enumerate(masks[: kept + 1]):
+        text = (*output, *drafts[:number])
+        expected = {
+            token
+            for token in range(vocab_size)
+            if (allowed is None or token in allowed)
+            and not any((*text, token)[-len(word) :] == word for word in banned)
+        }
+        if not number and not expected:
+            assert isinstance(outcome, StructuredOutputError)
+            return
+        assert bits(mask, vocab_size) == expected
+    assert outcome is None
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "gemma"])
+def test_list_matcher_knows_both_spellings_of_a_word(kind: str) -> None:
+    tokenizer = make(kind)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, special=False)
+
+    texts = {
+        tokenizer.decode([*encode("e"), *tokens]).removeprefix(tokenizer.decode(encode("e")))
+        for tokens in word_tokens("bc", encode)
+    }
+    assert {"bc", " bc"} <= texts
+
+
+def test_list_matcher_counts_min_tokens() -> None:
+    lists = TokenLists(8, [3], ())
+    request = make_request([1], params=SamplingParams(min_tokens=2), stop_token_ids=frozenset({3}))
+    outcome, _ = ListMatcher(lists, None).fill(request, masks_of(1, 8))
+    assert isinstance(outcome, StructuredOutputError)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", "12"),
+        ("allowed_token_ids", [1.0]),
+        ("bad_words", "word"),
+        ("bad_words", [""]),
+        ("bad_words", ["a"] * 257),
+        ("bad_words", ["a" * 257]),
+        ("bad_words", [1]),
+        ("logprob_token_ids", [1]),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
+        ("truncate_prompt_tokens", True),
+        ("add_special_tokens", 1),
+        ("include_stop_str_in_output", 1),
+    ],
+)
+def test_list_fields_are_checked(field: str, value: object) -> None:
+    with pytest.raises(RequestError) as raised:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert raised.value.field == field

@@ -1,0 +1,69 @@
+"""Grammars with captured steps on an asynchronous device: the fake of the graph API."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from stepgraph.runtime import Engine, RequestOutput, SamplingParams
+
+from ..execution.test_graph_mode import check_captured, open_both, open_captured  # noqa: F401
+from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+from ..rigs.structured_rig import GRAMMARS
+
+pytestmark = pytest.mark.native_kernels
+
+PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8], [44, 45], [70, 71, 72]]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[Any]:
+    return [[(c.token_ids, c.finish_reason) for c in output.completions] for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"block_size": 4, "num_blocks": 25, "prefill_chunk": 8},
+        {"block_size": 4, "num_blocks": 25, "host_cache_bytes": 1 << 18, "preemption": "swap"},
+        {"steps_per_launch": 3},
+    ],
+    ids=str,
+)
+def test_captured_steps_with_masks(
+    open_both: Callable[..., tuple[Engine, Engine]],  # noqa: F811
+    config: dict[str, Any],
+) -> None:
+    captured, eager = open_both("text", structured_output=True, **config)
+    params = [
+        *(SamplingParams(max_tokens=24, temperature=0.0, structured=g) for g in GRAMMARS),
+        *(SamplingParams(max_tokens=24, seed=i, structured=g) for i, g in enumerate(GRAMMARS)),
+        *(SamplingParams(max_tokens=24, seed=i, logprobs=i % 3) for i in range(6)),
+        SamplingParams(max_tokens=24, n=3, seed=9, structured=GRAMMARS[1], ignore_eos=True),
+        SamplingParams(max_tokens=24, min_tokens=9, seed=9, structured=GRAMMARS[2]),
+    ]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    assert tokens(captured.generate(prompts, params)) == tokens(eager.generate(prompts, params))
+    check_captured(captured)
+    captured.check_integrity()
+
+
+def test_one_step_stays_in_flight(
+    open_both: Callable[..., tuple[Engine, Engine]],  # noqa: F811
+    fake_graphs: FakeGraphs,
+) -> None:
+    captured, _ = open_both("text", structured_output=True)
+    captured.add_request(PROMPTS[0], SamplingParams(max_tokens=20, structured={"regex": "[a-z]*"}))
+    threads = set(threading.enumerate())
+    for _ in range(4):
+        captured.step()
+    started = {thread.name for thread in set(threading.enumerate()) - threads}
+    assert not any("masks" in name for name in started), "the host has nothing else to do"
+    del fake_graphs.log[:]
+    captured.step()
+    kinds = [entry[0] for entry in fake_graphs.log]
+    replays = [i for i, kind in enumerate(kinds) if kind == "replay"]
+    assert len(replays) == 2, fake_graphs.log
+    assert replays[0] < kinds.index("read") < replays[1], fake_graphs.log

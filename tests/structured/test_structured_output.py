@@ -1,0 +1,192 @@
+"""Outputs follow their grammar, in every mode, and rows without one are not affected."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from stepgraph.runtime import (
+    Engine,
+    GrammarError,
+    RequestError,
+    SamplingParams,
+    StructuredOutputError,
+)
+from stepgraph.runtime.structured.matcher import TokenMatcher
+
+from ..rigs.structured_rig import GRAMMARS, ll_tokenizer, reference
+from ..rigs.tiny_models import EOS_TOKEN_IDS, TinyModel
+
+pytestmark = pytest.mark.native_kernels
+
+EOS = (2, *EOS_TOKEN_IDS)  # that of config.json, and those of generation_config.json
+OF_LETTERS = "[a-z]{1,9}-[a-z]{3}"
+PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8], [44, 45], [70, 71, 72]]
+
+
+def greedy(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 40, "temperature": 0.0, **more})
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Callable[[str], TinyModel]) -> list[list[int]]:
+    """Reference outputs of the prompts: with a grammar each, and then without."""
+    model = tiny("text")
+    tokenizer = ll_tokenizer(model.directory, model.reference.config.vocab_size, EOS)
+    return [
+        reference(model.reference, tokenizer, prompt, grammar, 40, EOS)
+        for prompt, grammar in [
+            *zip(PROMPTS, GRAMMARS, strict=True),
+            *((prompt, None) for prompt in PROMPTS),
+        ]
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"kernels": "torch"},
+        {"mode": "compile"},
+        {"kernels": "native"},
+        pytest.param({"mode": "compile", "kernels": "torch"}, marks=pytest.mark.slow),
+        {"steps_per_launch": 4},
+        {"num_blocks": 14, "block_size": 4, "prefill_chunk": 4},
+        {"num_blocks": 14, "block_size": 4, "host_cache_bytes": 1 << 20, "preemption": "swap"},
+        {"max_num_seqs": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("full", [False, True])
+def test_greedy_tokens_are_those_of_masked_logits(
+    open_engine: Callable[..., Engine],
+    expected: list[list[int]],
+    config: dict[str, Any],
+    full: bool,
+) -> None:
+    more = {"logprobs": 2} if full else {}
+    engine = open_engine("text", structured_output=True, **({"max_num_seqs": 5} | config))
+    outputs = engine.generate(
+        PROMPTS * 2,
+        [
+            *(greedy(structured=grammar, **more) for grammar in GRAMMARS),
+            *(greedy(**more) for _ in PROMPTS),
+        ],
+    )
+    engine.check_integrity()
+    assert [list(output.completions[0].token_ids) for output in outputs] == expected
+    if "num_blocks" in config:
+        assert engine.stats()["preemptions"] > 0
+    assert engine.stats()["fallbacks"] == 0
+
+
+def test_drawn_tokens_follow_the_grammar_and_depend_on_the_seed_only(
+    open_engine: Callable[..., Engine],
+) -> None:
+    engine = open_engine("text", structured_output=True)
+
+    def drawn(others: int) -> str:
+        own = SamplingParams(max_tokens=200, seed=3, structured={"regex": OF_LETTERS}, top_p=0.9)
+        outputs = engine.generate(
+            [PROMPTS[0], *PROMPTS[1 : 1 + others]], [own, *[SamplingParams(seed=1)] * others]
+        )
+        return outputs[0].completions[0].text
+
+    text = drawn(0)
+    assert text == drawn(3)
+    assert re.fullmatch(OF_LETTERS, text)
+
+
+def test_log_probabilities_are_those_after_the_mask(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine("text", structured_output=True)
+    params = greedy(structured={"regex": "[ab]c"}, logprobs=5)
+    (output,) = engine.generate([PROMPTS[0]], params)
+    first = output.completions[0].logprobs[0]
+    assert math.isclose(sum(math.exp(value) for value in first.top.values()), 1.0, abs_tol=1e-3)
+    last = output.completions[0].logprobs[-1]
+    assert set(last.top) <= set(EOS)
+
+
+def test_completions_have_grammars_of_their_own(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine("text", structured_output=True)
+    params = SamplingParams(max_tokens=60, n=4, seed=1, structured={"regex": "[a-z]{1,9}#"})
+    (output,) = engine.generate([PROMPTS[0]], params)
+    texts = [completion.text for completion in output.completions]
+    assert len(set(texts)) > 1
+    assert all(text.endswith("#") for text in texts)
+
+
+@pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 30}])
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_a_complete_grammar_ends_a_request_that_forbids_the_end_token(
+    open_engine: Callable[..., Engine], fields: dict[str, Any], logprobs: int | None
+) -> None:
+    engine = open_engine("text", structured_output=True)
+    params = greedy(structured={"choice": ["abc"]}, logprobs=logprobs, **fields)
+    (output,) = engine.generate([PROMPTS[0]], params)
+    (completion,) = output.completions
+    assert (completion.text, completion.finish_reason) == ("abc", "stop")
+    assert not set(completion.token_ids) & set(EOS)
+
+
+def test_min_tokens_forbids_the_end_while_the_grammar_continues(
+    open_engine: Callable[..., Engine],
+) -> None:
+    engine = open_engine("text", structured_output=True)
+    params = SamplingParams(max_tokens=40, min_tokens=20, seed=2, structured={"regex": "[a-z]*"})
+    (output,) = engine.generate([PROMPTS[0]], params)
+    assert len(output.completions[0].token_ids) >= 20
+    assert output.completions[0].text.isalpha()
+
+
+def test_stop_strings_end_an_output_within_its_grammar(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine("text", structured_output=True)
+    params = greedy(structured={"choice": ["one two three"]}, stop=" two")
+    (output,) = engine.generate([PROMPTS[0]], params)
+    assert (output.completions[0].text, output.completions[0].finish_reason) == ("one", "stop")
+
+
+def test_a_failing_grammar_ends_its_request_alone(
+    open_engine: Callable[..., Engine], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine("text", structured_output=True)
+    fill = TokenMatcher.fill
+
+    def failing(self: TokenMatcher, request: Any, *arguments: Any) -> Any:
+        if request.id.startswith("bad") and request.num_output == 2:
+            raise ValueError("a bug of the grammar")
+        return fill(self, request, *arguments)
+
+    monkeypatch.setattr(TokenMatcher, "fill", failing)
+    engine.add_request(PROMPTS[0], greedy(structured=GRAMMARS[0]), "good")
+    engine.add_request(PROMPTS[1], greedy(structured=GRAMMARS[1]), "bad")
+    engine.add_request(PROMPTS[2], greedy(), "plain")
+    final = {}
+    while engine.has_unfinished():
+        final |= {output.request_id: output for output in engine.step()}
+        engine.check_integrity()
+    assert list(final["good"].completions[0].token_ids) == expected[0]
+    assert list(final["plain"].completions[0].token_ids) == expected[len(PROMPTS) + 2]
+    bad = final["bad"].completions[0]
+    assert bad.finish_reason == "error"
+    assert list(bad.token_ids) == expected[1][:2]
+    error = final["bad"].error
+    assert isinstance(error, StructuredOutputError)
+    assert "a bug of the grammar" in str(error)
+
+
+def test_refusals(open_engine: Callable[..., Engine]) -> None:
+    structured = greedy(structured={"regex": "a"})
+    with pytest.raises(RequestError, match="structured_output=True in its EngineConfig"):
+        open_engine("text").add_request([5], structured)
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        open_engine("base", structured_output=True).add_request([5], structured)
+    engine = open_engine("text", structured_output=True)
+    with pytest.raises(GrammarError, match="regular expression"):
+        engine.add_request([5], greedy(structured={"regex": "(a"}))
+    good, bad = engine.generate([[5], [5]], [structured, greedy(structured={"regex": "(a"})])
+    assert good.completions[0].text == "a"
+    assert isinstance(bad.error, GrammarError)
