@@ -31,8 +31,7 @@ if TYPE_CHECKING:  # the scheduler reads this file, and needs neither torch nor 
     from .errors import StructuredOutputError
     from .kernels.ops.mask_words import MaskWords
     from .prompt_embeds import EmbeddedSpan
-    from .speculation.request_drafter import RequestDrafter
-    from .speculation.row_drafts import RowDrafts
+    from .speculation.request_drafter import RequestDrafter, RowDrafts
 
 __all__ = [
     "OWN_DRAFT",

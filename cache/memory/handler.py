@@ -13,22 +13,420 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
-from .memory_plan import HOST_TERMS, MemoryPlan, ReconciledTerm, Reconciliation, format_bytes
-from .model_footprint import ModelFootprint
+from ..spec import LayerGroup
 
 __all__ = [
+    "BufferBytes",
+    "HOST_TERMS",
     "MemoryBudget",
     "MemoryBudgetError",
     "MemoryPlan",
     "ModelFootprint",
     "ReconciledTerm",
     "Reconciliation",
+    "TERMS",
+    "format_bytes",
     "plan_memory",
 ]
+
+
+# The memory plan, term by term, and its comparison with measurements. All bytes.
+
+TERMS = (
+    "weights",
+    "cache",
+    "static_buffers",
+    "activations",
+    "logits",
+    "attention_masks",
+    "captured_graphs",
+    "reserve",
+    "host_cache",
+    "host_buffers",
+)
+
+"""The terms of a plan, in the order they are shown."""
+
+HOST_TERMS = ("host_cache", "host_buffers")
+
+"""The terms in host memory, whatever the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The sizes that `plan_memory` chose, and the bytes of each term.
+
+    Attributes:
+        weights: parameters of the model, loaded already or not.
+        cache: the arena, null block included.
+        static_buffers: inputs, outputs and tables, allocated for the lifetime of the engine.
+        activations: peak of the intermediate results of a step.
+        logits: logits of `max_num_seqs` rows and the float32 copies that sampling makes.
+        attention_masks: masks, and scores if a kernel stores them; 0 for kernels that need none.
+        captured_graphs: memory of captured steps, without their buffers.
+        reserve: bytes left free, for fragmentation and other processes.
+        host_cache: blocks in host memory for swapped requests.
+        host_buffers: host mirrors of static buffers, and host copies of outputs.
+        host_shared: whether the host's memory is the device's, so that `total` counts it.
+        num_blocks: blocks of the cache, null block included.
+        host_blocks: blocks of the host cache.
+        max_batch_tokens: maximum tokens of one step.
+        block_size: slots of a block.
+        context_tokens: tokens of context that the cache holds in requests of `max_model_len`, see
+            `ModelFootprint.context_blocks`.
+        longest_request: tokens of the longest request that fits if no other runs.
+        budget_bytes: upper limit of `total`.
+        available_bytes: free bytes of the device when the plan was made.
+        weights_resident: whether the weights were loaded then, so that `available_bytes` did not
+            include them.
+        capped: whether more blocks would fit than `max_num_seqs` full requests can use.
+    """
+
+    weights: int
+    cache: int
+    static_buffers: int
+    activations: int
+    logits: int
+    attention_masks: int
+    captured_graphs: int
+    reserve: int
+    host_cache: int
+    host_buffers: int
+    host_shared: bool
+    num_blocks: int
+    host_blocks: int
+    max_batch_tokens: int
+    block_size: int
+    context_tokens: int
+    longest_request: int
+    budget_bytes: int
+    available_bytes: int
+    weights_resident: bool
+    capped: bool
+
+    @property
+    def total(self) -> int:
+        """Sum of all terms in bytes; without the host terms if host and device memory differ."""
+        return sum(self.terms().values()) - (0 if self.host_shared else self.host_total)
+
+    @property
+    def host_total(self) -> int:
+        """Sum of the terms in host memory."""
+        return sum(getattr(self, name) for name in HOST_TERMS)
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that requests can hold: all but the null block."""
+        return self.num_blocks - 1
+
+    def terms(self) -> dict[str, int]:
+        """Bytes of each of `TERMS`."""
+        return {name: getattr(self, name) for name in TERMS}
+
+    def reconcile(
+        self, measured: Mapping[str, int], notes: Mapping[str, str] | None = None
+    ) -> Reconciliation:
+        """Compare the plan with measured bytes by term; terms may be missing.
+
+        `notes` explain for some terms how they were measured, or why they were not.
+
+        Raises:
+            ValueError: `measured` or `notes` has a name that is not one of `TERMS`.
+        """
+        notes = notes or {}
+        unknown = sorted({*measured, *notes} - set(TERMS))
+        if unknown:
+            raise ValueError(
+                f"unknown memory terms {', '.join(unknown)}; the terms are {', '.join(TERMS)}"
+            )
+        return Reconciliation(
+            tuple(
+                ReconciledTerm(name, planned, measured.get(name), notes.get(name))
+                for name, planned in self.terms().items()
+            )
+        )
+
+    def summary(self) -> str:
+        """The plan on one line: its terms, and what the cache holds."""
+        terms = ", ".join(
+            f"{self._label(name)} {format_bytes(size)}"
+            for name, size in self.terms().items()
+            if size
+        )
+        return (
+            f"{terms}; {format_bytes(self.total)} of a budget of {format_bytes(self.budget_bytes)};"
+            f" {self.usable_blocks:,} blocks of {self.block_size} tokens"
+        )
+
+    def format(self) -> str:
+        """The plan as an aligned table in plain text, without a trailing newline."""
+        rows = [(self._label(name), format_bytes(size)) for name, size in self.terms().items()]
+        rows.append(("total", format_bytes(self.total)))
+        rows.append(("budget", format_bytes(self.budget_bytes)))
+        rows.append(("available", format_bytes(self.available_bytes)))
+        blocks = (
+            f"{self.num_blocks:,} blocks of {self.block_size} slots"
+            f"{', limited by max_num_seqs and max_model_len' if self.capped else ''}: "
+            f"{self.context_tokens:,} tokens of context, {self.longest_request:,} in one request; "
+            f"{self.max_batch_tokens:,} tokens per step"
+        )
+        return f"{_align(rows)}\n{blocks}"
+
+    def _label(self, name: str) -> str:
+        label = name.replace("_", " ")
+        if name == "weights" and self.weights_resident:
+            return f"{label} (loaded)"
+        if name in HOST_TERMS and not self.host_shared:
+            return f"{label} (not in the total)"
+        return label
+
+
+@dataclass(frozen=True)
+class ReconciledTerm:
+    """One term of a plan and its measurement, in bytes; None if it was not measured."""
+
+    name: str
+    planned: int
+    measured: int | None
+    note: str | None = None
+    """How it was measured, or why it was not."""
+
+    @property
+    def difference(self) -> int | None:
+        """Measured minus planned bytes: positive if the plan was too low."""
+        return None if self.measured is None else self.measured - self.planned
+
+
+@dataclass(frozen=True)
+class Reconciliation:
+    """A plan compared with measurements, one entry for each of `TERMS`."""
+
+    terms: tuple[ReconciledTerm, ...]
+
+    @property
+    def difference(self) -> int:
+        """Measured minus planned bytes, over the terms that were measured."""
+        return sum(term.difference or 0 for term in self.terms)
+
+    def format(self) -> str:
+        """The comparison as an aligned table in plain text, without a trailing newline."""
+        rows = [("", "planned", "measured", "difference")]
+        for term in self.terms:
+            measured = "-" if term.measured is None else format_bytes(term.measured)
+            rows.append(
+                (
+                    term.name.replace("_", " "),
+                    format_bytes(term.planned),
+                    measured,
+                    _signed(term.difference),
+                )
+            )
+        rows.append(("over the measured terms", "", "", _signed(self.difference)))
+        notes = [f"{t.name.replace('_', ' ')}: {t.note}" for t in self.terms if t.note is not None]
+        return "\n".join([_align(rows), *notes])
+
+
+def format_bytes(size: int) -> str:
+    """Format bytes in the largest binary unit not larger than `size`: `1536` is `1.50 KiB`."""
+    if abs(size) < 1024:
+        return f"{size} B"
+    value = float(size)
+    for unit in ("KiB", "MiB", "GiB"):
+        value /= 1024
+        if abs(value) < 1024:
+            return f"{value:.2f} {unit}"
+    return f"{value / 1024:.2f} TiB"
+
+
+def _signed(size: int | None) -> str:
+    if size is None:
+        return "-"
+    return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
+
+
+def _align(rows: Sequence[tuple[str, ...]]) -> str:
+    """Lines of columns, the first one left-aligned and the others right-aligned."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+# The memory that a model needs, as a function of blocks and batch tokens. All bytes.
+#
+# All numbers are known before weights are loaded. They are non-decreasing in blocks and batch
+# tokens, so that a plan can be found by bisection.
+
+BufferBytes = Callable[[int, int], int]
+
+"""(prompt tokens of the largest step, blocks of the longest row) -> bytes; non-decreasing."""
+
+
+def _no_bytes(prefill_tokens: int, row_blocks: int) -> int:
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFootprint:
+    """The memory terms of a model, and the blocks that its requests use.
+
+    Attributes:
+        weight_bytes: all parameters.
+        groups: the layer groups; each has its own block table.
+        block_size: slots of a block.
+        drafter_block_bytes: bytes of a block in the arena of a drafter; 0 without one.
+        max_num_seqs: rows of the decode batch.
+        max_model_len: tokens of the longest request, unless the cache holds fewer.
+        prefill_chunk: maximum prompt tokens of one step.
+        activation_bytes_fixed: peak activations that do not depend on the step.
+        activation_bytes_per_token: peak activations of a step, per token of the step.
+        read_bytes_per_position: copies of the cache that attention gathers, per position of a row;
+            0 for kernels that read the blocks in place.
+        mask_bytes_per_token_position: masks (and scores, if a kernel stores them), per token of
+            the step and position read; 0 for kernels that need none.
+        logits_bytes_fixed: memory of sampling that does not depend on the rows.
+        logits_bytes_per_row: logits of one row, with the copies that sampling makes.
+        static_bytes: static buffers.
+        host_buffer_bytes: their host mirrors, and host copies of outputs; 0 on a CPU.
+        graph_bytes: memory of captured steps, without their buffers.
+        host_blocks: blocks of the host cache.
+        host_shared: whether host and device share their memory, so that a budget covers both.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    weight_bytes: int
+    groups: tuple[LayerGroup, ...]
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    prefill_chunk: int
+    drafter_block_bytes: int = 0
+    activation_bytes_fixed: int = 0
+    activation_bytes_per_token: int = 0
+    read_bytes_per_position: int = 0
+    mask_bytes_per_token_position: int = 0
+    logits_bytes_fixed: int = 0
+    logits_bytes_per_row: int = 0
+    static_bytes: BufferBytes = _no_bytes
+    host_buffer_bytes: BufferBytes = _no_bytes
+    graph_bytes: int = 0
+    host_blocks: int = 0
+    host_shared: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ValueError("a footprint needs at least one layer group, got none")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int:
+                continue
+            least = int(
+                field.name in ("block_size", "max_num_seqs", "max_model_len", "prefill_chunk")
+            )
+            if value < least:
+                raise ValueError(f"{field.name} must be at least {least}, got {value}")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers of a layer group; they are the same in every group.
+
+        Those of a drafter are included.
+        """
+        group = self.groups[0]
+        own = group.spec.block_bytes(self.block_size) * len(group.layers)
+        return own + self.drafter_block_bytes
+
+    @property
+    def least_batch_tokens(self) -> int:
+        """Minimum of the batch tokens: every row decodes, and one prompt token is computed."""
+        return self.max_num_seqs + 1
+
+    @property
+    def most_batch_tokens(self) -> int:
+        """Maximum tokens of one step: every row decodes, and a whole chunk is computed."""
+        return self.max_num_seqs + self.prefill_chunk
+
+    @property
+    def least_blocks(self) -> int:
+        """Blocks of the smallest cache: one token in every group, and the null block."""
+        return self.request_blocks(1) + 1
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that the context of a full batch can use, and the null block."""
+        return self.max_num_seqs * self.request_blocks(self.max_model_len) + 1
+
+    def request_blocks(self, num_tokens: int) -> int:
+        """Maximum blocks that a request of `num_tokens` tokens holds at once, over all groups.
+
+        In a sliding group these are at most the blocks of its window and a chunk.
+        """
+        return sum(
+            group.spec.most_blocks(num_tokens, self.block_size, self.prefill_chunk)
+            for group in self.groups
+        )
+
+    def longest_request(self, num_blocks: int) -> int:
+        """Tokens of the longest request that fits a cache of `num_blocks` if no other runs.
+
+        At most `max_model_len`, the only limit if all layers have a sliding window.
+        """
+        if self.request_blocks(self.max_model_len) < num_blocks:
+            return self.max_model_len
+        return self._longest(num_blocks - 1)
+
+    def context_blocks(self, num_tokens: int) -> int:
+        """Blocks (with the null block) that hold `num_tokens` tokens of context.
+
+        Counts requests of `max_model_len` tokens, and a shorter one for the rest. With sliding
+        windows, the same number of tokens in many short requests takes more blocks.
+        """
+        whole, rest = divmod(num_tokens, self.max_model_len)
+        blocks = whole * self.request_blocks(self.max_model_len)
+        return blocks + (self.request_blocks(rest) if rest else 0) + 1
+
+    def context_tokens(self, num_blocks: int) -> int:
+        """Maximum tokens of context whose `context_blocks` are at most `num_blocks`."""
+        whole, rest = divmod(max(num_blocks - 1, 0), self.request_blocks(self.max_model_len))
+        return whole * self.max_model_len + self._longest(rest)
+
+    def terms(self, num_blocks: int, max_batch_tokens: int) -> dict[str, int]:
+        """Bytes of each term of a plan except the reserve."""
+        prefill_tokens = min(max_batch_tokens, self.prefill_chunk)
+        row_blocks = max(1, -(-self.longest_request(num_blocks) // self.block_size))
+        positions = row_blocks * self.block_size
+        # Decode and prefill are steps of their own, and prefill reads one row at a time.
+        prefill = self.activation_bytes_per_token * prefill_tokens
+        prefill += self.read_bytes_per_position * positions
+        decode = self.activation_bytes_per_token + self.read_bytes_per_position * positions
+        most_tokens = max(prefill_tokens, self.max_num_seqs)
+        return {
+            "weights": self.weight_bytes,
+            "cache": self.block_bytes * num_blocks,
+            "static_buffers": self.static_bytes(prefill_tokens, row_blocks),
+            "activations": self.activation_bytes_fixed + max(prefill, decode * self.max_num_seqs),
+            "logits": self.logits_bytes_fixed + self.logits_bytes_per_row * self.max_num_seqs,
+            "attention_masks": self.mask_bytes_per_token_position * most_tokens * positions,
+            "captured_graphs": self.graph_bytes,
+            "host_cache": self.block_bytes * self.host_blocks,
+            "host_buffers": self.host_buffer_bytes(prefill_tokens, row_blocks),
+        }
+
+    def _longest(self, blocks: int) -> int:
+        """Maximum tokens, up to `max_model_len`, of a request with at most `blocks` blocks."""
+        tokens = range(1, self.max_model_len + 1)
+        return bisect_right(tokens, blocks, key=self.request_blocks)
+
 
 _MIN_BLOCKS = 2  # the null block and one for tokens
 
@@ -269,6 +667,7 @@ _FIELDS = {
     "host_cache": ("host_cache_bytes",),
     "host_buffers": ("max_num_seqs", "max_batch_tokens"),
 }
+
 """Fields of a configuration that make a term smaller, the best first."""
 
 

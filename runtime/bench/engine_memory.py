@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from ...cache.memory.device_memory import DeviceMemory
-from ...cache.memory.handler import MemoryBudgetError
-from ...cache.memory.memory_plan import MemoryPlan
+from ...cache.memory.handler import MemoryBudgetError, MemoryPlan
 from ..config import DEFAULT_MEMORY_FRACTION, EngineConfig
-from ..engine.memory_planning import layer_groups, plan_engine
+from ..engine.startup import layer_groups, plan_engine
 from ..errors import ConfigError
 from ..kernels import select_kernels
 from ..loading.loader import resolve_source

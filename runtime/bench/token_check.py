@@ -17,7 +17,7 @@ import torch
 
 from ...cache.arena import Arena
 from ..engine.engine import Engine
-from ..engine.memory_planning import layer_groups
+from ..engine.startup import layer_groups
 from ..kernels import RaggedBatch, select_kernels
 from ..loading.checkpoint import CheckpointReader
 from ..loading.loader import iter_weights, random_weights, resolve_source

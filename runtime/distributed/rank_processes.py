@@ -17,7 +17,7 @@ logger = logging.getLogger("stepgraph.runtime")
 
 GROUP_ENDED = 1
 """Status of a rank that ends because of a failure of the group, its own included."""
-WORKER = "stepgraph.runtime.engine.rank_worker"
+WORKER = "stepgraph.runtime.engine.startup"
 _KEPT_OUTPUT = 2000
 """Characters of a child's output that an error shows."""
 

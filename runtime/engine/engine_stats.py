@@ -3,14 +3,116 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...cache.encoder_outputs import EncoderOutputCache
 from ..scheduling.step_budget import StepBudget
-from .engine_parts import EngineParts
 from .loop import StepLoop
+from .startup import EngineParts
 
-__all__ = ["engine_stats"]
+if TYPE_CHECKING:
+    from .loop import StepLoop
+    from .startup import EngineParts
+
+__all__ = ["EngineCounters", "EngineGauges", "engine_stats"]
+
+
+# Sizes and counters of an engine that any thread may read at any time. Does not import torch.
+
+
+class EngineGauges(NamedTuple):
+    """The present state of an engine."""
+
+    rows: int
+    """`EngineConfig.max_num_seqs`."""
+    running: int
+    """Completions that have a row."""
+    waiting: int
+    """Completions that wait for one."""
+    usable_blocks: int
+    """Blocks that requests can hold."""
+    held_blocks: int
+    """Blocks that requests hold."""
+    block_size: int
+    """Tokens of a block."""
+    kernel_fallbacks: int
+    """Operations that run on slower kernels than the configured ones."""
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that no completion has or waits for; negative if more wait than are free."""
+        return self.rows - self.running - self.waiting
+
+    @classmethod
+    def of(cls, parts: EngineParts, loop: StepLoop) -> EngineGauges:
+        """Read the state of a loop, which may run steps meanwhile."""
+        scheduler, cache = loop.scheduler, loop.scheduler.cache
+        return cls(
+            rows=scheduler.max_num_seqs,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting + loop.num_posted,
+            usable_blocks=cache.usable_blocks,
+            held_blocks=cache.num_held_blocks,
+            block_size=cache.block_size,
+            kernel_fallbacks=len(parts.model.kernels.fallbacks),
+        )
+
+
+class EngineCounters(NamedTuple):
+    """Counts since the start of an engine. None of them decreases."""
+
+    steps: int = 0
+    """Launched steps."""
+    fallbacks: int = 0
+    """Launches without a prepared step."""
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of the completions that were admitted."""
+    cached_tokens: int = 0
+    """Of them, those found in the cache."""
+    preemptions: int = 0
+    evicted_blocks: int = 0
+    """Cached blocks that were allocated again."""
+    drafted_tokens: int = 0
+    """Drafts that steps verified."""
+    accepted_tokens: int = 0
+    """Of them, those accepted."""
+    accepted_by_position: tuple[int, ...] = ()
+    """Of them, by their number in the draft of a row, the first one first."""
+    collections: int = 0
+    """Runs of Python's garbage collector."""
+    collected_ns: int = 0
+
+    @classmethod
+    def of(cls, loop: StepLoop) -> EngineCounters:
+        """Read the counters of a loop, which may run steps meanwhile."""
+        cache, speculator = loop.scheduler.cache, loop.speculator
+        drafts = {} if speculator is None else speculator.counts
+        return cls(
+            steps=loop.num_steps,
+            fallbacks=loop.runner.library.stats().misses,
+            output_tokens=loop.requests.counts["output_tokens"],
+            prompt_tokens=cache.counts["queried_tokens"],
+            cached_tokens=cache.counts["hit_tokens"],
+            preemptions=loop.counts["preemptions"],
+            evicted_blocks=cache.num_evictions,
+            drafted_tokens=drafts.get("drafted", 0),
+            accepted_tokens=drafts.get("accepted", 0),
+            accepted_by_position=() if speculator is None else speculator.accepted_by_position,
+            collections=loop.collector.collections,
+            collected_ns=loop.collector.total_ns,
+        )
+
+    def plus(self, other: EngineCounters) -> EngineCounters:
+        """Return the sums of the counters of two engines."""
+        sums = {
+            name: value + getattr(other, name)
+            for name, value in self._asdict().items()
+            if name != "accepted_by_position"
+        }
+        positions = zip_longest(self.accepted_by_position, other.accepted_by_position, fillvalue=0)
+        return EngineCounters(**sums, accepted_by_position=tuple(map(sum, positions)))
 
 
 def engine_stats(

@@ -14,7 +14,7 @@ With `steps_per_launch` a plan can contain several decode steps, which are launc
 together. The tokens that a request gets after its end are discarded.
 
 The launch of a step with outputs that follow a grammar is finished after the commit of the step
-before (see `execution/step_launch.py`).
+before (see `execution/runner.py`).
 
 Requests join and leave between steps. `post_add` and `post_abort` can be called by any thread; the
 next step applies them first. `intact` is False while an operation changes the state. It remains
@@ -27,9 +27,10 @@ are allocations of the step itself, and texts and log-probabilities that request
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -38,21 +39,254 @@ from ...profiling import ranges
 from ...profiling.collector import CollectorWatch
 from ...profiling.timeline import Timeline
 from ..distributed.rank_group import RankGroup
-from ..execution.outputs import LaunchedStep
-from ..execution.runner import Runner
-from ..request import AbortReason, Request, RequestGroup, RequestStatus
+from ..errors import NonFiniteLogitsError, RankError, StructuredOutputError
+from ..execution.outputs import LaunchedStep, Sampled
+from ..execution.prompt_scorer import Score
+from ..execution.runner import BlockCopies, Runner
+from ..kernels.ops.feedback import NON_FINITE
+from ..request import AbortReason, FinishReason, Request, RequestGroup, RequestStatus
 from ..scheduling.plan import StepPlan
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
-from ..speculation.drafter_speculator import DrafterSpeculator
-from ..speculation.speculator import Speculator
-from .open_requests import OpenRequests
-from .plan_copies import PlanCopies
+from ..speculation.speculator import DrafterSpeculator, Speculator
 from .request_output import RequestOutput
 
-__all__ = ["StepLoop"]
+__all__ = ["OpenRequests", "PlanCopies", "StepLoop"]
+
+
+# The unfinished requests of an engine: their tokens, end and outputs.
+
+logger = logging.getLogger("stepgraph.runtime")
+
+_FINISHED = RequestStatus.FINISHED
+
+
+class OpenRequests:
+    """Queues requests, appends their tokens, ends them and creates their outputs."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.groups: dict[str, RequestGroup] = {}
+        """The requests of each prompt by id, until their last output was made."""
+        self.counts = dict.fromkeys(
+            ("requests", "finished", "output_tokens", "scored_prompt_tokens", "non_finite"), 0
+        )
+        self.ready: list[RequestOutput] = []
+        """Outputs that have not been returned yet, in order."""
+        self.any_finished = False
+        """Whether `ready` may contain the last output of a request."""
+        self._scheduler = scheduler
+        self._group_of: dict[Request, RequestGroup] = {}
+        self._changed: dict[RequestGroup, None] = {}  # changed since their last output, in order
+
+    def add(self, group: RequestGroup) -> None:
+        """Queue the requests of a group."""
+        self.groups[group.id] = group
+        for request in group.requests:
+            self._group_of[request] = group
+            self._scheduler.add(request)
+            self.counts["requests"] += 1
+
+    def abort(self, group: RequestGroup, reason: AbortReason = "abort") -> None:
+        """End the unfinished requests of a group. The next step returns their output."""
+        if self.groups.get(group.id) is not group or group.finished:
+            return
+        for request in group.requests:
+            if request.status is not _FINISHED:
+                self._finish(request, reason)
+        self._changed[group] = None
+
+    def discard(self, group: RequestGroup) -> None:
+        """End the requests of a group, if it is known, without an output."""
+        self.abort(group)
+        if self.groups.get(group.id) is group:
+            self._changed.pop(group, None)
+            del self.groups[group.id]
+
+    def pause(self, group: RequestGroup) -> None:
+        """Take the rows of the unfinished requests of a group until `resume`."""
+        for request in self._unfinished(group):
+            if not request.paused:
+                request.paused = True
+                self._scheduler.pause(request)
+
+    def resume(self, group: RequestGroup) -> None:
+        """Let the paused requests of a group run again."""
+        for request in self._unfinished(group):
+            if request.paused:
+                request.paused = False
+                self._scheduler.resume(request)
+
+    def _unfinished(self, group: RequestGroup) -> list[Request]:
+        if self.groups.get(group.id) is not group:
+            return []
+        return [request for request in group.requests if request.status is not _FINISHED]
+
+    def append(self, sampled: Iterable[Sampled], now_ns: int) -> None:
+        """Append the tokens of a committed step to their requests, and end those that stop.
+
+        Tokens of requests that have ended since the launch are discarded.
+        """
+        taken = 0
+        for request, token_id, logprobs in sampled:
+            if request is None or request.status is _FINISHED:
+                continue
+            request.num_pending -= 1
+            if token_id == NON_FINITE:
+                self._end_non_finite(request)
+                continue
+            if request.params.max_tokens == 0:
+                self._changed[self._group_of[request]] = None
+                self._finish(request, "length")
+                continue
+            taken += 1
+            request.append_token(token_id, now_ns)
+            if logprobs is not None:
+                request.logprobs.append(logprobs)
+            self._changed[self._group_of[request]] = None
+            if token_id in request.stop_token_ids and (
+                request.num_output > request.params.min_tokens
+            ):
+                text = request.detokenizer
+                if text is not None and text.include_stop:
+                    reason = self._end_of_text(request, token_id)
+                    self._finish(request, "error" if reason == "error" else "stop")
+                    continue
+                self._finish(request, "stop")
+                continue
+            if request.detokenizer is not None:
+                reason = self._end_of_text(request, token_id)
+                if reason is not None:
+                    self._finish(request, reason)
+                    continue
+            if request.num_output >= request.max_tokens:
+                self._finish(request, "length")
+        self.counts["output_tokens"] += taken
+
+    def append_scores(self, scores: Iterable[Score]) -> None:
+        """Append the scores of prompt tokens of a committed step, before its tokens.
+
+        Scores of requests that have ended since the launch are discarded.
+        """
+        for request, positions, logprobs, top_ids, top_logprobs in scores:
+            if request.status is _FINISHED:
+                continue
+            assert request.prompt_logprobs is not None, "a request without prompt_logprobs"
+            self.counts["scored_prompt_tokens"] += len(positions)
+            if not request.prompt_logprobs.append(positions, logprobs, top_ids, top_logprobs):
+                self._end_non_finite(request, "prompt_logprobs cannot be computed")
+
+    def end_by_grammar(self, request: Request, error: StructuredOutputError | None) -> None:
+        """End a request whose grammar allows no further token: it is complete, or has failed."""
+        request.error = error
+        self._changed[self._group_of[request]] = None
+        if request.detokenizer is not None and error is not None:
+            request.detokenizer.finish()  # its text so far is valid, unlike that of other errors
+        self._finish(request, "stop" if error is None else "error")
+
+    def collect(self) -> None:
+        """Create outputs for changed groups, and remove finished groups."""
+        outputs = [RequestOutput.of(group) for group in self._changed]
+        self._changed.clear()
+        for output in outputs:
+            if output.finished:
+                del self.groups[output.request_id]
+                self.any_finished = True
+        self.ready += outputs
+
+    def clear(self) -> None:
+        """Release all requests."""
+        self.groups.clear()
+        self._group_of.clear()
+        self._changed.clear()
+        self.ready = []
+
+    def _end_of_text(self, request: Request, token_id: int) -> FinishReason | None:
+        """Add the newest token of a request to its text; return a finish reason, or None."""
+        assert request.detokenizer is not None
+        try:
+            request.detokenizer.push((token_id,))
+            return None if request.detokenizer.stopped is None else "stop"
+        except Exception as error:  # only this request fails
+            logger.exception("request %s failed", request.id)
+            request.error = error
+            return "error"
+
+    def _end_non_finite(
+        self, request: Request, consequence: str = "no token can be chosen"
+    ) -> None:
+        """End a request with non-finite logits, and withdraw its unverified blocks."""
+        request.error = NonFiniteLogitsError(
+            f"request {request.id}: {consequence} after {request.num_tokens} tokens,"
+            f" {request.num_output} of them output: its logits hold NaN or +inf, or its sampling"
+            " parameters leave nothing but -inf; look for NaN in the weights, or choose bfloat16"
+            " where float16 overflows"
+        )
+        self.counts["non_finite"] += 1
+        self._changed[self._group_of[request]] = None
+        self._scheduler.withdraw(request)
+        if request.detokenizer is not None:
+            request.detokenizer.finish()
+        self._finish(request, "error")
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.detokenizer is not None and reason != "error":
+            request.detokenizer.finish()
+        request.status = _FINISHED
+        request.finish_reason = reason
+        request.row = None
+        request.siblings = []
+        self._scheduler.remove(request)
+        request.shed()
+        del self._group_of[request]
+        self.counts["finished"] += 1
+
+
+# Issues the block copies of plans, and makes up for those that fail.
+
+
+class PlanCopies:
+    """Copies blocks before a plan is launched. If it fails, requests compute the tokens again."""
+
+    def __init__(self, scheduler: Scheduler, blocks: BlockCopies) -> None:
+        """Copy blocks for the plans of a scheduler."""
+        self._scheduler, self._blocks = scheduler, blocks
+        self.num_failed = 0
+
+    def issue(self, plan: StepPlan) -> None:
+        """Issue the copies of a plan. Admissions whose copies fail are taken out of it."""
+        cache = self._scheduler.cache
+        try:
+            self._blocks.swap_out(plan)
+        except Exception as error:
+            self._note_failure("to the host", error)
+            for preemption in plan.preempted:
+                cache.forget_swapped(preemption.request.id)
+        else:
+            for preemption in plan.preempted:
+                cache.count_swapped_out(len(preemption.swap_out or ()))
+        try:
+            self._blocks.copy_in(plan)
+        except Exception as error:
+            self._note_failure("to admitted requests", error)
+            for admission in tuple(plan.admitted):
+                if admission.found.copies:
+                    admission.request.may_fork = False
+                if admission.found.copies or admission.found.swap_in:
+                    self._scheduler.undo(plan, admission)
+
+    def _note_failure(self, where: str, error: Exception) -> None:
+        if isinstance(error, AssertionError | RankError):  # a bug, or the other ranks are lost
+            raise error
+        self.num_failed += 1
+        logger.error(
+            "copying blocks %s failed: their tokens will be computed again",
+            where,
+            exc_info=error,
+        )
+
 
 TIMELINE_STEPS = 65536
+
 """Capacity of the timeline, in steps (7 MiB)."""
 
 

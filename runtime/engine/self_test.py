@@ -17,7 +17,7 @@ import torch
 
 from ..errors import KernelSelfTestError
 from ..execution.sample_steps import SampleCase, SampleSteps, sample_cases, sample_config
-from ..execution.step_parts import on_device
+from ..execution.step_functions import on_device
 from ..kernels import Kernels, paged_attention, reference_paged_attention, select_kernels
 from ..kernels.result_check import (
     Fallback,

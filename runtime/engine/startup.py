@@ -7,65 +7,93 @@ step is prepared.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 import os
+import signal
+import statistics
+import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ...cache.arena import Arena, HostArena
 from ...cache.kv_cache import KVCache
 from ...cache.memory.device_memory import DeviceMemory
-from ...cache.memory.handler import MemoryBudgetError, MemoryPlan
-from ...cache.spec import LayerGroup
+from ...cache.memory.handler import (
+    MemoryBudget,
+    MemoryBudgetError,
+    MemoryPlan,
+    Reconciliation,
+    format_bytes,
+    plan_memory,
+)
+from ...cache.spec import LayerGroup, group_layers
 from ...profiling import ranges
+from ..bounded_repr import bounded_repr, bounded_text
 from ..config import EngineConfig
 from ..distributed.rank_group import RankGroup
+from ..distributed.rank_processes import GROUP_ENDED
+from ..distributed.segment import SharedSegment, open_shared
 from ..distributed.torchrun import TorchrunProcess
-from ..errors import StepgraphError, StepPreparationError
-from ..execution.compiled_parts import compile_settings
+from ..errors import ConfigError, RankError, StepgraphError, StepPreparationError
 from ..execution.follower import Follower
 from ..execution.rank_commands import CommandSender
-from ..execution.runner import Runner
+from ..execution.runner import DrafterCache, Runner
+from ..execution.step_functions import compile_settings
+from ..execution.step_key import StepKey
 from ..kernels import (
+    Gap,
     Kernels,
+    batch_invariant_kernels,
+    kernels_for,
+    limit_threads,
+    native_gaps,
+    select_kernels,
 )
-from ..kernels.result_check import brief, warn
+from ..kernels.result_check import Fallback, brief, warn
+from ..loading.drafter_loading import load_drafter
+from ..loading.drafter_source import find_drafter
 from ..loading.loader import Source
 from ..loading.opened_source import OpenedSource, find_source, open_source
+from ..loading.tokenizer import TextTokenizer
+from ..memory.footprint import DrafterBytes, model_footprint, weight_bytes
 from ..memory.measurement import (
     CapturePeaks,
+    Phase,
     PhaseLog,
     StepMemory,
     add_scoring,
     measure_steps,
 )
-from ..models.config import ModelConfig
-from ..models.decoder import Decoder
-from ..models.decoder_model import DecoderModel
+from ..models.config import ModelConfig, config_json_name
+from ..models.decoder import Decoder, attention_specs
+from ..models.decoder_model import DecoderConfig, DecoderModel
+from ..models.drafters.drafter import Drafter
+from ..models.drafters.drafter_config import DrafterConfig
+from ..models.plan import plan_of
 from ..models.rope_by_length import rope_lengths
 from ..models.transformers.config import TransformersConfig
-from ..models.transformers.loading import load_decoder
+from ..models.transformers.decoder import TransformersDecoder
+from ..models.transformers.loading import load_decoder, load_model, overwrite_decoder
 from ..models.transformers.scopes import add_scopes
 from ..progress import progress_bar
 from ..resolved_config import ResolvedConfig
+from ..sampling_params import SamplingDefaults
 from ..scheduling.scheduler import Scheduler
-from ..scheduling.step_budget import StepBudget
-from ..speculation.drafter_speculator import DrafterSpeculator
-from ..speculation.speculator import Speculator
+from ..scheduling.step_budget import PreemptionPolicy, StepBudget, calibrate
+from ..speculation.speculator import BatchCosts, DrafterSpeculator, Speculator, VerifyCosts
 from ..structured.compiler import check_installed
-from .calibration import preemption_policy
-from .drafter_start import FoundDrafter, find_engine_drafter
-from .engine_parts import CodeCache, EngineParts
-from .kernel_start import checked_kernels, planned_kernels
 from .loop import StepLoop
-from .memory_planning import layer_groups, plan_engine
-from .rank_collectives import serve_collectives
 from .rank_start import (
     agree_on_drafter,
     agree_on_plan,
@@ -73,24 +101,805 @@ from .rank_start import (
     agree_on_task,
     agree_on_weights,
     check_can_split,
+    decoded_config,
     encoded_task,
     ended_by_failures,
     of_rank,
+    serve_collectives,
     share_of_memory,
     spawn_group,
+    with_collectives,
 )
-from .weight_reload import reload_rank
+from .self_test import check_kernels
+
+if TYPE_CHECKING:
+    from ..kernels.triton.precompile import CompiledKernels
 
 __all__ = [
+    "CodeCache",
+    "EngineParts",
+    "FoundDrafter",
+    "RESERVE_BYTES",
+    "calibrated_speculator",
+    "calibrated_step_budget",
+    "check_replaceable",
+    "checked_kernels",
+    "find_engine_drafter",
     "follow",
+    "layer_groups",
+    "main",
     "make_loop",
+    "open_replacement",
+    "overwriting",
+    "plan_engine",
+    "planned_kernels",
+    "preemption_policy",
+    "reload_rank",
     "resolved_source",
     "start",
 ]
 
+
+# Measures costs on this device, with the prepared steps of an engine without requests.
+#
+# Preemption costs the copy of a block or the recomputation of a token. If chunks are sized by time,
+# every step is measured too.
+
+REPETITIONS = 5
+
+COPIED_BLOCKS = 8
+
+LONG_STEP = 0.01
+
+"""Seconds of a step that is measured twice only."""
+
+CONTEXT = 1024
+
+"""Positions before the tokens of steps that measure the time of attention, if the model has so
+many."""
+
+
+def preemption_policy(
+    runner: Runner, choice: Literal["auto", "swap", "recompute"]
+) -> PreemptionPolicy:
+    """Return the policy of a prepared runner; `recompute` if it has no host arena.
+
+    Only `auto` measures: it runs the largest prefill step on padding, and copies unused blocks to
+    the host and back.
+    """
+    host = runner.host_arena
+    if host is None:
+        return PreemptionPolicy("recompute")
+    if choice != "auto":
+        return PreemptionPolicy(choice)
+    # Block i and host block i - 1, so that the null block is not copied.
+    count = min(COPIED_BLOCKS, host.num_blocks, runner.num_blocks - 1)
+    outward = [(i + 1, i) for i in range(count)]
+    inward = [(i, i + 1) for i in range(count)]
+
+    def copy() -> None:
+        runner.blocks.copy("to_host", outward)
+        runner.blocks.copy("from_host", inward)
+
+    widest = runner.sizes.read_blocks.largest
+    key = runner.sizes.prefill_key(runner.sizes.tokens.largest, widest, False)
+
+    def prefill() -> None:
+        runner.run(key)
+
+    return PreemptionPolicy(
+        "auto",
+        block_seconds=_median_seconds(copy, runner.device) / (2 * count),
+        token_seconds=_median_seconds(prefill, runner.device) / key.size,
+    )
+
+
+def calibrated_step_budget(
+    runner: Runner, groups: Sequence[LayerGroup], config: ResolvedConfig
+) -> StepBudget | None:
+    """Return the time budget of a prepared runner without requests; None without `max_itl_ms`."""
+    if config.max_itl_ms is None:
+        return None
+    began = time.perf_counter()
+    read_blocks, block_size = runner.sizes.read_blocks, runner.block_size
+
+    def reach(context: int) -> int:
+        if len(read_blocks) > 1:  # kernels that read the whole width of the tables
+            blocks = read_blocks.fit(-(-context // block_size)) or read_blocks.largest
+            context = blocks * block_size
+        return sum(group.positions_read(context) for group in groups)
+
+    steps = _NullSteps(runner, config.max_model_len)
+    costs = calibrate(
+        steps.seconds,
+        rows=runner.sizes.rows,
+        tokens=runner.sizes.tokens,
+        reach=reach,
+        context=min(CONTEXT, config.max_model_len // 2),
+        useful_seconds=config.max_itl_ms / 1e3,
+    )
+    steps.clean()
+    return StepBudget(config.max_itl_ms, costs, calibration_seconds=time.perf_counter() - began)
+
+
+def calibrated_speculator(
+    runner: Runner, config: ResolvedConfig
+) -> Speculator | DrafterSpeculator | None:
+    """Return the speculator of a prepared runner without requests; None without speculation.
+
+    Decode and verify steps are run on padding, in interleaved rounds, of which the fastest counts.
+    Steps that take long run twice. The full sampler is measured in decode steps, and takes as long
+    for each token of a verify step. Where a drafter proposes, verify steps do so too.
+    """
+    if config.speculation is None:
+        return None
+    began = time.perf_counter()
+    sizes, blocks = runner.sizes, runner.sizes.read_blocks.sizes[0]
+    functions = runner.steps.functions
+    keys: dict[tuple[int, int, str], StepKey] = {}
+    """By rows, tokens per row, and what sets the step apart."""
+    for rows in sizes.rows:
+        keys[rows, 1, "greedy"] = sizes.decode_key(rows, blocks, False)
+        keys[rows, 1, "full"] = sizes.decode_key(rows, blocks, True)
+        for n in sizes.verifying(rows):
+            keys[rows, n, "greedy"] = sizes.decode_key(
+                rows, blocks, False, tokens_per_row=n, drafts=sizes.proposing(rows)
+            )
+        if drafts := sizes.proposing(rows):
+            keys[rows, 1, "proposes"] = sizes.decode_key(rows, blocks, False, drafts=drafts)
+    fastest = dict.fromkeys(keys, float("inf"))
+    for repetition in range(REPETITIONS):
+        for point, key in keys.items():
+            if repetition < 2 or fastest[point] < LONG_STEP:
+                rows, n, _ = point
+                runner.place_drafts(rows, n - 1)
+                seconds = _seconds(partial(runner.run, key), runner.device)
+                fastest[point] = min(fastest[point], seconds)
+    runner.place_drafts(0, 0)
+    greedy = {(rows, n): value for (rows, n, kind), value in fastest.items() if kind == "greedy"}
+    extra = {rows: fastest[rows, 1, "full"] - greedy[rows, 1] for rows in sizes.rows}
+    sampled = {(rows, n): value + n * max(extra[rows], 0.0) for (rows, n), value in greedy.items()}
+    padded = not functions.ragged
+    costs = BatchCosts(
+        VerifyCosts(sizes.rows, greedy, padded=padded),
+        VerifyCosts(sizes.rows, sampled, padded=padded),
+    )
+    if not config.speculation.uses_drafter:
+        return Speculator(
+            config.speculation,
+            sizes.verifying,
+            costs,
+            is_async_device=config.is_async_device,
+            calibration_seconds=time.perf_counter() - began,
+        )
+
+    def proposing(rows: int) -> float:
+        size = sizes.rows.fit(rows) or sizes.rows.largest
+        return fastest[size, 1, "proposes"] / greedy[size, 1]
+
+    return DrafterSpeculator(
+        config.speculation,
+        sizes.verifying,
+        costs,
+        proposing,
+        is_async_device=config.is_async_device,
+        calibration_seconds=time.perf_counter() - began,
+    )
+
+
+class _NullSteps:
+    """Runs steps of the null row at any position; all its positions are in the null block.
+
+    That block stays in a processor cache, so the measured cost of a context is a lower bound, which
+    the times of served steps correct.
+    """
+
+    def __init__(self, runner: Runner, max_model_len: int) -> None:
+        self._runner = runner
+        self._last = max_model_len - 1
+
+    def seconds(self, phase: Literal["decode", "prefill"], size: int, context: int) -> float:
+        """Return the time of a step of a bucket whose tokens follow `context` positions.
+
+        Positions stop at the last one of a sequence, for buckets that hold several prompts.
+        """
+        runner, sizes = self._runner, self._runner.sizes
+        last = min(context + (size - 1 if phase == "prefill" else 0), self._last)
+        blocks = last // runner.block_size + 1
+        if phase == "decode":
+            key = sizes.decode_key(size, blocks, False)
+            runner.place_padding(last, 0, 0, 0)  # the step itself puts it back
+        else:
+            key = sizes.prefill_key(size, blocks, False)
+            runner.place_padding(0, context, size, last)
+        return _seconds(partial(runner.run, key), runner.device)
+
+    def clean(self) -> None:
+        """Reset the inputs."""
+        self._runner.place_padding(0, 0, 0, 0)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the device time of one call."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _median_seconds(work: Callable[[], None], device: torch.device) -> float:
+    seconds = []
+    for _ in range(REPETITIONS):
+        _wait(device)
+        started = time.perf_counter()
+        work()
+        _wait(device)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# Starts the drafter of an engine: finds it, plans its memory, loads it.
+
+_OWN_DIRECTORY = "drafter"
+
+"""In the checkpoint of a model: its drafter."""
+
+
+@dataclass(frozen=True)
+class FoundDrafter:
+    """A drafter that fits the model of an engine, before its weights are read."""
+
+    config: DrafterConfig
+    layers: LayerGroup
+    """Its layers; the index is that of the layer group of the model whose block tables it uses."""
+
+    def memory(self, kernels: Kernels, engine: ResolvedConfig, hidden_size: int) -> DrafterBytes:
+        """Return the memory that it adds to that of a model of this hidden size."""
+        block = self.layers.spec.block_bytes(engine.block_size) * len(self.layers.layers)
+        # Hidden states of layers, and what joins them.
+        per_token = 2 * len(self.config.taps) * hidden_size * engine.dtype.itemsize
+        return DrafterBytes(self.config.weight_bytes(kernels, engine.dtype), block, per_token)
+
+    def load(self, model: DecoderModel, engine: ResolvedConfig, *, progress: bool) -> Drafter:
+        """Load its weights."""
+        assert isinstance(model, Decoder), "others were refused"
+        return load_drafter(
+            self.config,
+            model,
+            model.kernels,
+            engine.dtype,
+            engine.device,
+            self.layers,
+            engine.storage,
+            seed=engine.seed,
+            progress=progress,
+        )
+
+    def allocate(
+        self, drafter: Drafter, engine: ResolvedConfig, num_blocks: int, host_blocks: int
+    ) -> DrafterCache:
+        """Allocate arenas for as many blocks as those of the model have."""
+        own = LayerGroup(0, self.layers.spec, self.layers.layers)
+        arena = Arena(
+            [own], num_blocks, engine.block_size, engine.dtype, engine.device, engine.storage
+        )
+        arena.tensor.zero_()  # what the drafter has not computed reads as zeros
+        host = HostArena(arena, host_blocks) if host_blocks else None
+        return DrafterCache(drafter, arena, host, self.layers.index)
+
+
+def find_engine_drafter(
+    found: Source, engine: ResolvedConfig, groups: Sequence[LayerGroup]
+) -> FoundDrafter | None:
+    """Find the drafter of an engine; None if it has none. Each rank of a group has the whole one.
+
+    Raises:
+        CheckpointError: there is no such drafter, or its checkpoint is damaged.
+        ConfigError: it does not fit the model or the engine.
+    """
+    speculation = engine.speculation
+    if speculation is None or not speculation.uses_drafter:
+        return None
+    if engine.model_impl != "native":
+        raise ConfigError(
+            f"speculation method {speculation.method!r} needs a model of a native family, not one"
+            " whose layers transformers makes: use 'suffix'"
+        )
+    config = find_drafter(
+        _checkpoint(found, speculation.method, speculation.model),
+        found.config.whole if isinstance(found.config, ModelConfig) else found.config,
+        speculation.method,
+        found.directory,
+    )
+    if speculation.num_speculative_tokens > config.most_drafts:
+        raise ConfigError(
+            f"the drafter {config.name} proposes at most {config.most_drafts} tokens: lower"
+            f" num_speculative_tokens = {speculation.num_speculative_tokens} to that"
+        )
+    group = _widest(groups)
+    spec = config.layer_spec(
+        engine.kv_element_bytes, engine.kv_scale_bytes, group.spec.window_tokens
+    )
+    return FoundDrafter(config, LayerGroup(group.index, spec, tuple(range(len(config.layers)))))
+
+
+def _checkpoint(found: Source, method: str, model: str | None) -> str:
+    """Return the checkpoint of the drafter; see `Speculation.model`."""
+    if model is not None:
+        return model
+    if found.directory is None:
+        raise ConfigError(
+            f"speculation method {method!r} needs a model, as {found.name} has no directory: give"
+            f" {{'method': {method!r}, 'model': ...}}"
+        )
+    if method == "mtp":
+        return str(found.directory)
+    own = found.directory / _OWN_DIRECTORY
+    if not own.is_dir():
+        raise ConfigError(
+            f"speculation method {method!r} needs a model, as there is no {own}: give"
+            f" {{'method': {method!r}, 'model': ...}}"
+        )
+    return str(own)
+
+
+def _widest(groups: Sequence[LayerGroup]) -> LayerGroup:
+    """Return the first layer group with full attention, or the one with the widest window."""
+    return max(groups, key=lambda group: group.spec.window_tokens or float("inf"))
+
+
+# The parts of a started engine, and what is reported about its start.
+
+_TERM_OF_PHASE = {"load": "weights", "cache": "cache", "static_buffers": "static_buffers"}
+
+"""The phases of a start that allocate permanent memory of the device, and its term."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeCache:
+    """Hits and misses of the code cache of `torch.compile`."""
+
+    hits: int
+    misses: int
+
+    @classmethod
+    def now(cls) -> CodeCache:
+        """Read the counters of this process, which include other engines that start meanwhile."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        counts = {} if dynamo is None else dynamo.counters["inductor"]
+        return cls(counts.get("fxgraph_cache_hit", 0), counts.get("fxgraph_cache_miss", 0))
+
+    def since(self, before: CodeCache) -> CodeCache:
+        """Return the difference."""
+        return CodeCache(self.hits - before.hits, self.misses - before.misses)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of a started engine."""
+
+    config: ResolvedConfig
+    model: DecoderModel
+    tokenizer: TextTokenizer | None
+    sampling_defaults: SamplingDefaults
+    """Of the model, for the fields that requests leave out."""
+    groups: tuple[LayerGroup, ...]
+    plan: MemoryPlan
+    arena: Arena
+    runner: Runner
+    step_memory: StepMemory
+    """Memory of running steps."""
+    phases: tuple[Phase, ...]
+    """Memory and time of each phase of the start: "kernels", "load", "cache", "host_cache" if there
+    is one, "static_buffers", "compile_kernels" on CUDA, "prepare", "measure"."""
+    start_seconds: float
+    """Seconds of the start, without the calibration for `max_itl_ms`."""
+    code_cache: CodeCache
+    compiled_kernels: CompiledKernels | None = None
+    """Triton kernels that were compiled ahead of the steps; None where there are none."""
+    group: RankGroup | None = None
+    """The processes of a tensor-parallel engine, of which this is one."""
+
+    @property
+    def load_seconds(self) -> float:
+        """Seconds to read (and pack) the weights."""
+        return sum(phase.seconds for phase in self.phases if phase.name == "load")
+
+    def describe(self) -> str:
+        """Return the model, the choices of the configuration and the times, on one line."""
+        config, plan = self.config, self.plan
+        phases = ", ".join(f"{phase.name} {phase.seconds:.1f} s" for phase in self.phases)
+        dtype = str(config.dtype).removeprefix("torch.")
+        threads = f", {config.threads} threads" if config.device.type == "cpu" else ""
+        ranks = config.user.tensor_parallel
+        return (
+            f"{self.model.config.model_type} in {dtype} on {config.device}"
+            f"{f', {ranks} ranks' if ranks > 1 else ''}, mode {config.mode},"
+            f" kernels {self.model.kernels.name}{threads};"
+            f" {plan.usable_blocks * plan.block_size:,} tokens of KV cache,"
+            f" {config.max_model_len:,} of context, {config.max_num_seqs} concurrent requests;"
+            f" {self.start_seconds:.1f} s ({phases})"
+        )
+
+    def reconcile(self) -> Reconciliation:
+        """Compare the plan with the memory held now and measured for steps.
+
+        On CUDA, weights, cache and static buffers are what torch's allocator counted in their
+        phases of the start; on a CPU they are the sizes of the tensors.
+        """
+        runner, drafter = self.runner, self.runner.drafter
+        held = {
+            "weights": self.model.weight_bytes + (0 if drafter is None else drafter.weight_bytes),
+            "cache": self.arena.nbytes + (0 if drafter is None else drafter.nbytes),
+            "static_buffers": runner.nbytes,
+        }
+        grown = {
+            _TERM_OF_PHASE[phase.name]: phase.after - phase.before
+            for phase in self.phases
+            if phase.name in _TERM_OF_PHASE
+        }
+        host_buffers = 0
+        notes: dict[str, str] = {}
+        if self.config.device.type == "cuda":
+            host_buffers = runner.host_nbytes
+            held = grown
+        else:
+            # Growth is no measure of a term: pages and code are mapped at their first use.
+            notes = {
+                term: "size of the tensors; the resident set, code included, grew meanwhile by "
+                + format_bytes(size)
+                for term, size in grown.items()
+            }
+        measured = dict(self.step_memory.measured)
+        activations = measured.get("activations")
+        if self.model.stack is not None and activations is not None:
+            # Allocated when the steps were prepared, so it is in no measured step.
+            workspace = self.model.stack.workspace_bytes(runner.sizes.tokens.largest)
+            measured["activations"] = activations + workspace
+        return self.plan.reconcile(
+            {
+                **held,
+                "captured_graphs": 0,
+                "host_cache": runner.host_cache_nbytes,
+                "host_buffers": host_buffers,
+                **measured,
+            },
+            {
+                **notes,
+                "reserve": "left free for workspaces and fragmentation",
+                **self.step_memory.notes,
+            },
+        )
+
+
+# Selects the kernels of an engine, and replaces those that this machine cannot run.
+
+_LAYERS_GAP = "decoder layers"
+
+
+def planned_kernels(model: DecoderConfig, config: ResolvedConfig) -> Kernels:
+    """Return the kernels that an engine will have if their self-tests pass, for a memory plan.
+
+    Nothing is built, loaded or tested.
+    """
+    kernels = select_kernels(
+        config.device, config.mode, config.dtype, config.weights, config.kernels, load=False
+    )
+    return kernels_for(kernels, plan_of(model))
+
+
+def checked_kernels(
+    model: DecoderConfig, config: ResolvedConfig, group: RankGroup | None
+) -> Kernels:
+    """Return the kernels of an engine, with plain PyTorch for gaps and failed self-tests."""
+    kernels = select_kernels(
+        config.device, config.mode, config.dtype, config.weights, config.kernels
+    )
+    if kernels.library is not None:
+        limit_threads(config.threads)
+    if config.batch_invariant:
+        kernels = batch_invariant_kernels(kernels)
+    kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
+    plan = plan_of(model)
+    replaced: Fallback | None = None
+    fitting = kernels_for(kernels, plan)
+    gaps = native_gaps(config.device.type, config.dtype, config.weights, plan)
+    if config.kernels == "torch":  # has native attention at most
+        gaps = tuple(gap for gap in gaps if gap.name == "attention" and fitting is not kernels)
+    if isinstance(model, ModelConfig):
+        seed = None
+        if group is not None:
+            fitting, replaced = with_collectives(fitting, group, model, config)
+            group.watch.collectives = fitting.collectives
+            seed = group.exchange(time.time_ns() % 2**30)[0]
+        # A rank whose C++ operators fail would leave the sums that others wait for.
+        on_cpu_ranks = group is not None and config.device.type == "cpu"
+        required = config.user.kernels == "native" or config.batch_invariant or on_cpu_ranks
+        kernels = check_kernels(fitting, model, config, required=required, seed=seed)
+    else:
+        kernels, gaps = fitting, tuple(gap for gap in gaps if gap.name != _LAYERS_GAP)
+        if config.user.model_impl == "auto":
+            gaps = (Gap(_LAYERS_GAP, "no native family, transformers makes them"), *gaps)
+    if replaced is not None:
+        warn(f"NCCL replaces the collective kernels of {replaced.shape}: {replaced.error}")
+    dtype = str(config.dtype).removeprefix("torch.")
+    fallbacks = [Fallback(gap.name, f"{model.model_type} in {dtype}", gap.reason) for gap in gaps]
+    for fallback in fallbacks:
+        warn(
+            f"no native {fallback.name} for {fallback.shape}: {fallback.error}."
+            " Plain PyTorch runs instead, which is slower"
+        )
+    if replaced is not None:
+        fallbacks.insert(0, replaced)
+    return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, *fallbacks))
+
+
+# The memory plan of an engine, from its model and configuration: needs no weights.
+
+RESERVE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+
+"""Bytes to leave free, for workspaces of libraries and fragmentation."""
+
+
+def layer_groups(model: DecoderConfig, config: ResolvedConfig) -> tuple[LayerGroup, ...]:
+    """Return the layer groups of a model for the cache of a configuration."""
+    return group_layers(attention_specs(model, config.kv_element_bytes, config.kv_scale_bytes))
+
+
+def plan_engine(
+    model: DecoderConfig,
+    config: ResolvedConfig,
+    kernels: Kernels,
+    groups: tuple[LayerGroup, ...],
+    memory: DeviceMemory,
+    agreed: tuple[int, int] | None = None,
+    drafter: DrafterBytes | None = None,
+) -> MemoryPlan:
+    """Return the memory plan, which needs no weights and no device but `memory`.
+
+    `agreed` fixes blocks and batch tokens: those of the rank with the least memory. `drafter`: the
+    memory of a drafter, if there is one.
+
+    A cache sized by a share of the free memory has no more blocks than `max_num_seqs` requests of
+    `max_model_len` tokens use. `num_blocks` and `memory_tokens` may exceed that, and `memory_bytes`
+    on a device with memory of its own.
+
+    Raises:
+        MemoryBudgetError: the budget is too small for the weights or the smallest cache, or the
+            host has too little memory for the host cache and mirrors.
+        ConfigError: the cache cannot hold one sequence of the given `max_model_len`.
+    """
+    user = config.user
+    # A share of the free memory is a limit; memory_bytes on a device with own memory an amount.
+    capped = memory.shared_with_os or user.memory_bytes is None
+    footprint = model_footprint(
+        model, config, kernels, groups, host_shared=memory.shared_with_os, drafter=drafter
+    )
+    budget, fixed, tokens = (
+        (user.memory_budget(config.device), user.fixed_blocks, user.max_batch_tokens)
+        if agreed is None
+        else (MemoryBudget(num_blocks=agreed[0]), None, agreed[1])
+    )
+    try:
+        plan = plan_memory(
+            footprint,
+            budget,
+            available_bytes=memory.available,
+            num_blocks=fixed,
+            max_batch_tokens=tokens,
+            # As many batch tokens as slots; the plan caps them at what a step can use.
+            batch_tokens_per_block=config.block_size,
+            cap_blocks=footprint.most_blocks if capped else None,
+            reserve_bytes=RESERVE_BYTES[config.device.type],
+        )
+    except MemoryBudgetError as error:
+        if error.term != "weights":
+            raise
+        raise _weights_too_large(error, model, config, kernels, memory) from None
+    if not plan.host_shared and plan.host_total > memory.host_available:
+        raise MemoryBudgetError(
+            f"the host cache of {format_bytes(plan.host_cache)} and the mirrors of static buffers "
+            f"({format_bytes(plan.host_buffers)}) exceed the {memory.host_available} free bytes "
+            f"({format_bytes(memory.host_available)}) of the host: lower host_cache_bytes",
+            term="host_cache",
+            field="host_cache_bytes",
+            needed_bytes=plan.host_total,
+            term_bytes=plan.host_cache,
+            limit_bytes=memory.host_available,
+        )
+    if user.max_model_len is not None and plan.longest_request < user.max_model_len:
+        raise ConfigError(
+            f"max_model_len={user.max_model_len}, but the cache holds requests of at most "
+            f"{plan.longest_request} tokens: raise the memory budget, or lower max_model_len\n"
+            + plan.format(),
+            field="max_model_len",
+        )
+    return plan
+
+
+def _weights_too_large(
+    error: MemoryBudgetError,
+    model: DecoderConfig,
+    config: ResolvedConfig,
+    kernels: Kernels,
+    memory: DeviceMemory,
+) -> MemoryBudgetError:
+    """Return the error for weights that exceed the memory, with what can make them smaller."""
+    assert error.limit_bytes is not None
+    assert error.term_bytes is not None
+    remedies, field = [], None
+    if config.weights == "model":
+        smaller = weight_bytes(
+            plan_of(model), dataclasses.replace(kernels, weights="int8"), config.dtype
+        )
+        remedies.append(f"set weight_dtype='int8' ({smaller} bytes of weights)")
+        field = "weight_dtype"
+    user = config.user
+    # Ranks on a CPU share its memory; a budget in bytes is of each rank.
+    if config.device.type == "cuda" or user.memory_bytes is not None:
+        ranks = user.tensor_parallel * math.ceil(error.term_bytes / error.limit_bytes)
+        remedies.append(f"split the model over {ranks} ranks or more with tensor_parallel")
+        field = field or "tensor_parallel"
+    if error.term_bytes < memory.available and error.limit_bytes < memory.available:
+        name = "memory_fraction" if user.memory_bytes is None else "memory_bytes"
+        remedies.append(f"raise {name} ({memory.available} bytes are free)")
+        field = field or name
+    remedies.append("use a smaller model or a device with more memory")
+    return MemoryBudgetError(
+        f"{error}, in {str(config.dtype).removeprefix('torch.')}"
+        f"{'' if config.weights == 'model' else f' with {config.weights} weights'}:"
+        f" {'; '.join(remedies)}",
+        term=error.term,
+        field=field,
+        needed_bytes=error.needed_bytes,
+        term_bytes=error.term_bytes,
+        limit_bytes=error.limit_bytes,
+    )
+
+
+# Other weights for a started engine, copied into the tensors that its steps were prepared with.
+#
+# A prepared step contains the shapes of the model and numbers of its config (epsilons, rotations,
+# soft caps, windows). So a checkpoint can replace the weights only if its config says the same,
+# except for tokens that begin and end a text. Everything that can be checked without reading
+# weights is checked before the first tensor is overwritten.
+
+_REPLACEABLE = frozenset({"bos_token_id", "eos_token_ids"})
+
+"""Fields of a config that no prepared step contains."""
+
+
+@contextmanager
+def open_replacement(
+    source: str | Path, model: DecoderConfig, config: EngineConfig
+) -> Iterator[OpenedSource]:
+    """Open a model whose weights can replace those of a started engine.
+
+    Args:
+        source: see `Engine.from_pretrained`.
+        model: the config of the engine's model.
+        config: the configuration of the engine.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, unsupported or inconsistent.
+        ConfigError: it differs from the engine's model in a field other than its weights.
+    """
+    native = isinstance(model, ModelConfig)
+    found = find_source(
+        source,
+        tied=config.tie_word_embeddings,
+        model_impl="native" if native else "transformers",
+    )
+    if isinstance(model, ModelConfig) and isinstance(found.config, ModelConfig):
+        config_of_rank = dataclasses.replace(found.config, shard=model.shard)
+        found = dataclasses.replace(found, config=config_of_rank)
+    check_replaceable(found.name, model, found.config, config)
+    with ExitStack() as open_files:
+        opened = open_source(found, open_files)
+        if config.tie_word_embeddings is None:
+            opened.check_head()
+        yield opened
+
+
+def overwriting(
+    model: DecoderModel, new: OpenedSource, config: ResolvedConfig
+) -> Callable[[], None]:
+    """Return the function that overwrites the weights of a model by those of `new`.
+
+    transformers loads all of them before the first is overwritten.
+
+    Raises:
+        CheckpointError: transformers cannot load the weights.
+    """
+    if isinstance(model, TransformersDecoder):
+        assert isinstance(new.config, TransformersConfig)
+        assert new.reader is not None
+        loaded = load_model(new.reader.directory, new.config, config.dtype)
+        return partial(overwrite_decoder, model, loaded, new.config)
+    assert isinstance(model, Decoder)
+    assert isinstance(new.config, ModelConfig)
+    return partial(_overwrite_native, model, new, new.config, config)
+
+
+def reload_rank(parts: EngineParts, group: RankGroup, source: str) -> None:
+    """Replace the weights of a rank above 0, as rank 0 does at the same time."""
+    with open_replacement(source, parts.model.config, parts.config.user) as new:
+        overwriting(parts.model, new, parts.config)()
+    agree_on_weights(group, parts.model)
+
+
+def _overwrite_native(
+    model: Decoder, new: OpenedSource, replacing: ModelConfig, config: ResolvedConfig
+) -> None:
+    model.overwrite(new.weights(config.dtype, seed=config.seed, device=config.device))
+    model.config = replacing
+
+
+def check_replaceable(
+    name: str, old: DecoderConfig, new: DecoderConfig, config: EngineConfig
+) -> None:
+    """Raise `ConfigError` for the first field that forbids to replace only the weights.
+
+    Args:
+        name: of the new model, for the message.
+        old: the config of the engine's model.
+        new: that of the model to take the weights of.
+        config: the configuration of the engine.
+    """
+    ignored = set(_REPLACEABLE)
+    if config.dtype != "auto":
+        ignored.add("torch_dtype")
+    if isinstance(old, TransformersConfig):
+        assert isinstance(new, TransformersConfig)
+        differences = _items_that_differ(old.constants(), new.constants())
+    else:
+        differences = _differences(old, new)
+        if config.max_model_len is not None and config.max_model_len <= new.longest_context:
+            ignored.add("max_position_embeddings")
+    for field, before, after in differences:
+        if field not in ignored:
+            raise ConfigError(
+                f"the weights of {bounded_text(name)} cannot replace those of this engine:"
+                f" {config_json_name(field)} is {bounded_repr(after)}, and the steps were prepared"
+                f" for {bounded_repr(before)}. Start a new engine for it"
+            )
+
+
+def _items_that_differ(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, old and new value of each item in which two dictionaries differ."""
+    for name in {**old, **new}:
+        before, after = old.get(name), new.get(name)
+        if before != after:
+            yield name, before, after
+
+
+def _differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, old and new value of each field in which two dataclasses differ."""
+    for field in fields(old):
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        if before == after:
+            continue
+        if is_dataclass(before) and is_dataclass(after):
+            yield from _differences(before, after, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, before, after
+
+
 logger = logging.getLogger("stepgraph.runtime")
 
 _OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+
 """Messages of torch's CPU allocator, the operating system and the C++ library."""
 
 
@@ -392,3 +1201,50 @@ def _within_memory() -> Iterator[None]:
         "(memory_fraction, memory_bytes, memory_tokens or num_blocks), max_num_seqs or "
         "prefill_chunk, or raise the limit of the process (RLIMIT_AS, control group)"
     ) from failure
+
+
+# The process of a rank above 0: `python -m stepgraph.runtime.engine.startup`.
+#
+# Rank 0 starts it with the place of the shared segment; everything else comes through that. It ends
+# when rank 0 closes its engine, or with status 1 when the group fails or rank 0 has died.
+
+
+def main(arguments: list[str]) -> None:
+    """Join the group of a parent process and follow it.
+
+    Args:
+        arguments: process and descriptor of the segment, rank, number of ranks.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: rank 0 decides
+    process, descriptor, rank, ranks = map(int, arguments)
+    memory = open_shared(process, descriptor, SharedSegment.nbytes_for(ranks))
+    group = RankGroup(memory, rank, ranks)
+    group.watch.on_abort = partial(_exit, GROUP_ENDED)
+    try:
+        task = group.exchange(None)[0]
+        config = decoded_config(task)
+        found, resolved = resolved_source(task["source"], config)
+        agree_on_task(group, encoded_task(found, resolved))
+        follow(*of_rank(found, resolved, group), group)
+    except BaseException as error:
+        if not isinstance(error, RankError):
+            traceback.print_exc()
+        group.fail(error)
+        _exit(GROUP_ENDED)
+    group.close()
+    _exit(0)
+
+
+def _exit(status: int) -> None:
+    """End this process at once, whatever its threads and the device do."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # the pipe is closed: rank 0 has died
+        pass
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

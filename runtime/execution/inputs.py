@@ -18,7 +18,7 @@ point at the null row, whose block table contains only the null block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -26,11 +26,21 @@ import numpy.typing as npt
 import torch
 
 from ...graphs.buffers import TensorSpec
+from ..kernels.ops.token_masks import MASK_BITS
+from ..models.decoder_model import DecoderConfig
+from ..models.plan import plan_of
+from ..request import OWN_DRAFT
+from ..resolved_config import ResolvedConfig
+from ..sampling.sampling_state import SamplingState
 from ..scheduling.plan import RowSpan, TableUpdate
+from .step_key import MOST_VERIFIED_TOKENS
 
 __all__ = [
     "DraftInputs",
     "EmbedInputs",
+    "MaskSizes",
+    "MaskState",
+    "RowState",
     "StepInputs",
     "prefill_fields",
     "write_decode_rows",
@@ -40,7 +50,238 @@ __all__ = [
     "write_table_updates",
 ]
 
+
+# Device tensors of steps with token masks; `kernels/ops/token_masks.py` applies the masks.
+
+
+@dataclass(frozen=True, slots=True)
+class MaskSizes:
+    """The sizes of a `MaskState`."""
+
+    rows: int
+    """The null row included."""
+    tokens_per_row: int
+    """Masks of a row: one for each token that a verify step samples, 1 without speculation."""
+    lanes: int
+    """Most tokens that a step with two parts samples; 0 where steps have one part."""
+    vocab_size: int
+    own_vocab_size: int
+    """Logits of a token, before those of all ranks are gathered."""
+    dtype: torch.dtype
+    """Of logits."""
+
+    @classmethod
+    def of(cls, config: ResolvedConfig, model: DecoderConfig) -> MaskSizes | None:
+        """Return the sizes of an engine, or of one rank; None without structured output."""
+        if not config.structured_output:
+            return None
+        lanes = 0
+        if config.is_async_device:
+            verified = MOST_VERIFIED_TOKENS if config.tokens_per_row else 0
+            lanes = max(config.max_num_seqs, config.max_prefill_rows, verified)
+        shard = plan_of(model).shard
+        return cls(
+            config.max_num_seqs + 1,
+            max(config.tokens_per_row, default=1),
+            lanes,
+            model.vocab_size,
+            model.vocab_size if shard is None else len(shard.vocab),
+            config.dtype,
+        )
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of all masks."""
+        return 4 * self.rows * self.tokens_per_row * -(-self.vocab_size // MASK_BITS)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole state."""
+        return self.mask_bytes + self.lanes * (self.own_vocab_size * self.dtype.itemsize + 8)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskState:
+    """Masks of all rows, and what the forward part of a step leaves for its sampling part.
+
+    R rows, N masks of a row, V tokens of the vocabulary, W of these on the rank, L lanes: see
+    `MaskSizes`.
+    """
+
+    bits: torch.Tensor
+    """int32 `[N * R, ceil(V / 32)]`: bit i % 32 of word i // 32 is set if token i may be sampled.
+    Mask `n * R + row` is that of the token after the newest one of a row and `n` drafts. All bits
+    of rows without a grammar are set, those of the null row included."""
+    logits: torch.Tensor
+    """`[L, W]` in the model's dtype: logits of the lanes."""
+    positions: torch.Tensor
+    """int64 `[L]`: the positions after which the lanes sample."""
+
+    @classmethod
+    def allocate(cls, sizes: MaskSizes, device: torch.device) -> MaskState:
+        """Allocate the state of rows without a grammar."""
+        words = -(-sizes.vocab_size // MASK_BITS)
+        masks = sizes.rows * sizes.tokens_per_row
+        return cls(
+            torch.full((masks, words), -1, dtype=torch.int32, device=device),
+            torch.zeros(sizes.lanes, sizes.own_vocab_size, dtype=sizes.dtype, device=device),
+            torch.zeros(sizes.lanes, dtype=torch.int64, device=device),
+        )
+
+    def store(self, logits_BV: torch.Tensor, positions_B: torch.Tensor) -> None:
+        """Keep logits and positions for the sampling part."""
+        lanes = logits_BV.shape[0]
+        self.logits[:lanes].copy_(logits_BV)
+        self.positions[:lanes].copy_(positions_B)
+
+
+# State of each row of the decode batch on the device. The host never reads it back.
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """Device tensors that steps read and update; R = max_num_seqs + 1.
+
+    The last row is the null row, which padded lanes use. Its block table contains only the null
+    block, its position remains 0, and its sampled tokens are never read.
+    """
+
+    token_ids: torch.Tensor
+    """int64 `[R]`: the newest token, whose keys and values the next decode step computes."""
+    positions: torch.Tensor
+    """int64 `[R]`: its position in the sequence."""
+    block_tables: torch.Tensor
+    """int32 `[groups, R, max_blocks_per_row]`. Columns before a row's window and after its blocks
+    may contain blocks of other rows. They are never read, because reads begin with the window and
+    end at the row's position."""
+    sampling: SamplingState
+    rope_lengths: torch.Tensor | None = None
+    """int64 `[R]`: rope length of each row's request (see `rope_lengths.py`); None where rotations
+    do not depend on the length."""
+    masks: MaskState | None = None
+    """Token masks of rows whose output follows a grammar; None without structured output."""
+    drafts: torch.Tensor | None = None
+    """int64 `[R, K]`: what a drafter proposed last to follow the newest token; `OWN_DRAFT` where a
+    row has none. None without a drafter, or if the host always sends the drafts."""
+
+    @classmethod
+    def allocate(
+        cls,
+        max_num_seqs: int,
+        num_groups: int,
+        max_blocks_per_row: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        rope_by_length: bool = False,
+        masked: MaskSizes | None = None,
+        drafts: int = 0,
+    ) -> RowState:
+        """Allocate the state of `max_num_seqs` rows and the null row.
+
+        `masked`: the sizes of token masks, if steps may have any. `drafts`: those that a row keeps.
+        """
+        rows = max_num_seqs + 1
+        rope_lengths = None
+        if rope_by_length:
+            rope_lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        return cls(
+            token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
+            positions=torch.zeros(rows, dtype=torch.int64, device=device),
+            block_tables=torch.zeros(
+                num_groups, rows, max_blocks_per_row, dtype=torch.int32, device=device
+            ),
+            sampling=SamplingState.allocate(max_num_seqs, vocab_size, device),
+            rope_lengths=rope_lengths,
+            masks=None if masked is None else MaskState.allocate(masked, device),
+            drafts=torch.full((rows, drafts), OWN_DRAFT, device=device) if drafts else None,
+        )
+
+    @property
+    def null_row(self) -> int:
+        """Index of the null row."""
+        return self.token_ids.shape[0] - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    @staticmethod
+    def bytes_for(
+        max_num_seqs: int,
+        num_groups: int,
+        max_blocks_per_row: int,
+        vocab_size: int,
+        *,
+        rope_by_length: bool = False,
+        masked: MaskSizes | None = None,
+        drafts: int = 0,
+    ) -> int:
+        """Bytes that `allocate` will allocate."""
+        per_row = 8 + 8 + 4 * num_groups * max_blocks_per_row + 8 * (rope_by_length + drafts)
+        own = (max_num_seqs + 1) * per_row
+        if masked is not None:
+            own += masked.nbytes
+        return own + SamplingState.bytes_for(max_num_seqs, vocab_size)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every tensor by name."""
+        own = {name: getattr(self, name) for name in ("token_ids", "positions", "block_tables")}
+        if self.rope_lengths is not None:
+            own["rope_lengths"] = self.rope_lengths
+        if self.drafts is not None:
+            own["drafts"] = self.drafts
+        if self.masks is not None:
+            own |= {f"masks.{f.name}": getattr(self.masks, f.name) for f in fields(self.masks)}
+        sampling = {f.name: getattr(self.sampling, f.name) for f in fields(self.sampling)}
+        return own | {f"sampling.{name}": tensor for name, tensor in sampling.items()}
+
+    def addresses(self) -> dict[str, int]:
+        """Return the device address of each tensor, which must never change."""
+        return {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
+
+    def accept(
+        self, rows_B: torch.Tensor, tokens_BN: torch.Tensor, accepted_B: torch.Tensor
+    ) -> None:
+        """Advance each row by the first `accepted_B` tokens of a verify step.
+
+        Rows and counts are int64; counts are at least 1. The null row remains at position 0.
+        """
+        last_B = tokens_BN.gather(1, accepted_B[:, None] - 1)[:, 0]
+        positions_B = self.positions[rows_B] + accepted_B
+        self.token_ids.index_put_((rows_B,), last_B.clamp(min=0))
+        self.positions.index_put_((rows_B,), torch.where(rows_B == self.null_row, 0, positions_B))
+
+    def chosen_drafts(self, rows_B: torch.Tensor, given_BK: torch.Tensor) -> torch.Tensor:
+        """Return the drafts that a step verifies, int64 `[B, K]`.
+
+        The given ones, and where these are `OWN_DRAFT`, those of the rows. A row without any gets
+        token 0.
+        """
+        if self.drafts is None:
+            return given_BK
+        own_BK = self.drafts[rows_B, : given_BK.shape[1]]
+        return torch.where(given_BK == OWN_DRAFT, own_BK, given_BK).clamp(min=0)
+
+    def keep_drafts(self, rows_B: torch.Tensor, drafts_BK: torch.Tensor) -> None:
+        """Keep what a drafter has proposed for rows, if rows keep drafts."""
+        if self.drafts is not None:
+            self.drafts[:, : drafts_BK.shape[1]].index_put_((rows_B,), drafts_BK)
+
+    def forget_drafts(self, row: int) -> None:
+        """Remove the drafts of a row's last request."""
+        if self.drafts is not None:
+            self.drafts[row].fill_(OWN_DRAFT)
+
+    def update_tables(self, updates_U4: torch.Tensor) -> None:
+        """Write (group, row, column, block) entries into the block tables."""
+        group, row, column, block = updates_U4.unbind(1)
+        self.block_tables.index_put_((group, row, column), block.to(torch.int32))
+
+
 Int64Array = npt.NDArray[np.int64]
+
 A = TypeVar("A", torch.Tensor, Int64Array)
 
 

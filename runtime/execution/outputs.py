@@ -54,7 +54,7 @@ GrammarEnd: TypeAlias = tuple[Request, StructuredOutputError | None]
 
 
 class UnfinishedLaunch(Protocol):
-    """A launch up to its first token masks; see `step_launch.py`."""
+    """A launch up to its first token masks; see `runner.py`."""
 
     def finish(self, step: LaunchedStep) -> LaunchedStep:
         """Run the rest. Returns the whole step."""

@@ -29,7 +29,7 @@ from ..request import Request
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import RowSpan
 from .rank_commands import CommandSender
-from .step_parts import on_device
+from .step_functions import on_device
 
 __all__ = ["LaunchedScores", "PromptScorer", "Score", "ScoreArrays", "ScoreInputs", "slice_tokens"]
 

@@ -5,29 +5,54 @@ Only `read` waits for a step. Writing inputs waits until the previous copy of in
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy.typing as npt
 import torch
 
 from ...cache.arena import Arena, HostArena
+from ...cache.blocks import NULL_BLOCK
 from ...cache.spec import LayerGroup
+from ...graphs.buffers import StaticBuffers
+from ...graphs.library import StepLibrary
+from ...graphs.steps import (
+    CapturedStep,
+    CompiledStep,
+    CudaGraphCapturer,
+    EagerStep,
+    GraphCapturer,
+    Step,
+)
 from ...profiling import ranges
 from ..errors import RankError
 from ..kernels.cpu.threads import TorchThreads, limit_threads
 from ..models.decoder_model import DecoderModel
+from ..models.drafters.drafter import Drafter
 from ..models.plan import plan_of
 from ..request import Request
 from ..resolved_config import ResolvedConfig
 from ..sampling.sampling_state import RowParameters
-from ..scheduling.plan import Proposed, StepPlan
-from .block_copies import BlockCopies
-from .draft_step import DraftStep
-from .drafter_cache import DrafterCache, new_blocks
-from .host_masks import FollowedMasks, HostMasks
-from .input_writer import InputWriter
-from .mask_state import MaskSizes
+from ..scheduling.plan import Proposed, StepPlan, TableUpdate
+from .inputs import (
+    DraftInputs,
+    EmbedInputs,
+    Int64Array,
+    MaskSizes,
+    RowState,
+    StepInputs,
+    prefill_fields,
+    write_decode_rows,
+    write_drafts,
+    write_embeds,
+    write_prefill,
+    write_table_updates,
+)
 from .outputs import (
     OUTPUT_SETS,
     HostOutputs,
@@ -36,20 +61,521 @@ from .outputs import (
     accepted_counts,
     checked_tokens,
     proposed_drafts,
+    report_token_ids,
     sampled_tokens,
 )
-from .plan_parts import PlanParts
-from .prepared_steps import PreparedSteps
-from .prompt_scorer import PromptScorer, Score
-from .rank_commands import CommandSender
-from .row_state import RowState
-from .step_functions import StepFunctions
-from .step_key import StepKey, StepOutput
-from .step_launch import StepLaunch
-from .step_sizes import StepSizes
-from .token_masks import TokenMasks
+from .prompt_scorer import LaunchedScores, PromptScorer, Score
+from .rank_commands import BlockCopy, CommandSender, InputBuffer
+from .step_functions import DraftStep, StepFunctions
+from .step_key import PlannedPart, PlanParts, StepKey, StepOutput, StepSizes, most_table_updates
+from .token_masks import FollowedMasks, HostMasks, TokenMasks
 
-__all__ = ["Runner"]
+if TYPE_CHECKING:
+    from ..kernels.triton.precompile import CompiledKernels
+
+__all__ = [
+    "BlockCopies",
+    "DrafterCache",
+    "InputWriter",
+    "PreparedSteps",
+    "Runner",
+    "StepLaunch",
+    "new_blocks",
+]
+
+
+# The drafter of an engine, with the keys and values it stores.
+#
+# They lie in an arena of its own. A block id means the same block in both arenas: whatever happens
+# to a block of the target's cache (shared, copied, swapped, freed) happens to the drafter's too.
+
+
+@dataclass(frozen=True)
+class DrafterCache:
+    """A drafter, and its arenas."""
+
+    drafter: Drafter
+    arena: Arena
+    host: HostArena | None
+    """For swapped requests; None: no swapping."""
+    group: int
+    """The layer group of the target whose block tables it uses."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its own parameters."""
+        return self.drafter.weight_bytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of its arena for swapped requests."""
+        return 0 if self.host is None else self.host.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arena on the device."""
+        return self.arena.nbytes
+
+    def addresses(self) -> Mapping[str, int]:
+        """Return the addresses that captured steps contain."""
+        host = {} if self.host is None else {"drafter host arena": self.host.address}
+        return {"drafter arena": self.arena.address, **host}
+
+    def close(self) -> None:
+        """Release the drafter, and unpin the arena for swapped requests."""
+        self.drafter.close()
+        if self.host is not None:
+            self.host.close()
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero blocks, in all layers, so that nothing of their last request is left."""
+        pinned = self.arena.tensor.is_cuda  # see `Arena.copy_blocks`
+        ids = torch.tensor(blocks, pin_memory=pinned)
+        self.arena.tensor.index_fill_(2, ids.to(self.arena.tensor.device, non_blocking=True), 0)
+
+
+def new_blocks(plan: StepPlan, group: int, block_size: int) -> list[int]:
+    """Return the blocks of a layer group that a plan gives to rows and that hold nothing yet."""
+    kept = {admission.row: admission.found.num_tokens for admission in plan.admitted}
+    return [
+        update.block
+        for update in plan.table_updates
+        if update.group == group
+        and update.block != NULL_BLOCK
+        and update.column * block_size >= kept.get(update.row, 0)
+    ]
+
+
+# Copies blocks of the cache within the device, to the host and back, on all ranks.
+#
+# Blocks that rows get are zeroed in the cache of a drafter, before the drafter or a copy reads them
+# next: while the drafter rests, decode steps do not pay for it.
+
+
+class BlockCopies:
+    """The copies of preempted and admitted requests: in the cache, and in that of a drafter."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        host: HostArena | None,
+        drafter: DrafterCache | None,
+        commands: CommandSender | None,
+    ) -> None:
+        """Copy blocks of these arenas; see `Runner`."""
+        self._arenas = [(arena, host)]
+        if drafter is not None:
+            self._arenas.append((drafter.arena, drafter.host))
+        self._drafter, self._commands = drafter, commands
+        self._new: dict[int, None] = {}
+        """Blocks to be zeroed in the cache of the drafter."""
+
+    def add_new(self, blocks: Iterable[int]) -> None:
+        """Note blocks that hold nothing of the drafter yet."""
+        self._new.update(dict.fromkeys(blocks))
+
+    def zero_new(self) -> None:
+        """Issue the zeroing of all blocks noted, on all ranks."""
+        if not self._new:
+            return
+        blocks = list(self._new)
+        self._new.clear()
+        if self._commands is not None:
+            self._commands.clear_drafter(blocks)
+        self.clear_drafter(blocks)
+
+    def clear_drafter(self, blocks: Sequence[int]) -> None:
+        """Zero blocks of the drafter's cache on this rank."""
+        assert self._drafter is not None, "steps propose nothing"
+        self._drafter.clear(blocks)
+
+    def swap_out(self, plan: StepPlan) -> None:
+        """Issue the copies of preempted requests to the host, before any write to the blocks."""
+        if not plan.preempted:
+            return
+        pairs = [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
+        if pairs:
+            with ranges.span(ranges.SWAP, len(pairs)):
+                self.copy("to_host", pairs)
+
+    def copy_in(self, plan: StepPlan) -> None:
+        """Issue the copies for admitted requests: forked blocks, and blocks from the host."""
+        if not plan.admitted:
+            return
+        copies = [pair for admission in plan.admitted for pair in admission.found.copies]
+        if copies:
+            with ranges.span(ranges.FORK, len(copies)):
+                self.copy("within", copies)
+        pairs = [pair for admission in plan.admitted for pair in admission.found.swap_in]
+        if pairs:
+            with ranges.span(ranges.SWAP, len(pairs)):
+                self.copy("from_host", pairs)
+
+    def copy(self, kind: BlockCopy, pairs: Sequence[tuple[int, int]]) -> None:
+        """Issue the copies of (source, destination) blocks."""
+        self.zero_new()
+        if self._commands is not None:
+            self._commands.copy_blocks(kind, pairs)
+        for arena, host in self._arenas:
+            if kind == "within":
+                arena.copy_blocks(pairs)
+                continue
+            assert host is not None, "requests are swapped without a host arena"
+            if kind == "to_host":
+                host.swap_out(pairs)
+            else:
+                host.swap_in(pairs)
+
+
+# Writes the changed inputs of a plan, and copies them to the device and to the other ranks.
+
+
+class InputWriter:
+    """Owns the input buffers of steps and their mirrors on the host."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        num_groups: int,
+        hidden_size: int,
+        state: RowState,
+        scorer: PromptScorer,
+        commands: CommandSender | None,
+    ) -> None:
+        """Allocate the buffers.
+
+        Args:
+            config: of the engine.
+            num_groups: layer groups of the cache.
+            hidden_size: of the model.
+            state: whose block tables are updated.
+            scorer: of prompt tokens; its inputs are written along.
+            commands: see `Runner`.
+        """
+        self._state, self._scorer, self._commands = state, scorer, commands
+        self.max_prefill_rows = config.max_prefill_rows
+        self.inputs = StaticBuffers.allocate(
+            StepInputs[torch.Tensor],
+            StepInputs.layout(
+                max_num_seqs=config.max_num_seqs,
+                prefill_tokens=config.prefill_chunk,
+                prefill_rows=self.max_prefill_rows,
+                table_updates=most_table_updates(config, num_groups),
+            ),
+            config.device,
+        )
+        self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
+        self.embeds: StaticBuffers[EmbedInputs[torch.Tensor]] | None = None
+        if config.prompt_embeds:
+            self.embeds = StaticBuffers.allocate(
+                EmbedInputs[torch.Tensor],
+                EmbedInputs.layout(prefill_tokens=config.prefill_chunk, hidden_size=hidden_size),
+                config.device,
+            )
+        self.drafts: StaticBuffers[DraftInputs[torch.Tensor]] | None = None
+        if config.tokens_per_row:
+            self.drafts = StaticBuffers.allocate(
+                DraftInputs[torch.Tensor],
+                DraftInputs.layout(
+                    max_num_seqs=config.max_num_seqs, drafts=config.tokens_per_row[-1] - 1
+                ),
+                config.device,
+            )
+            self._host_drafts = self.drafts.arrays(DraftInputs[Int64Array])
+            # What other ranks read; `stops` are for a drafter.
+            read = ["token_ids", "counts", *["stops"] * bool(config.proposed_drafts)]
+            self._draft_fields = dict.fromkeys(read, config.max_num_seqs)
+        self.buffers: dict[InputBuffer, StaticBuffers[Any]] = {"steps": self.inputs}
+        """Of every step and, where there are any, of embeddings and drafts."""
+        if self.embeds is not None:
+            self.buffers["embeds"] = self.embeds
+        if self.drafts is not None:
+            self.buffers["drafts"] = self.drafts
+        self._written_drafts: tuple[list[list[int]], list[int]] = ([], [])
+        self._embeds_shown = False  # set by the last prefill step
+        self.decode_rows: list[int] = []
+        """As last written."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers on the device."""
+        return sum(buffers.nbytes for buffers in self.buffers.values())
+
+    def addresses(self) -> dict[str, int]:
+        """Return the device address of each field of the buffers, which must never change."""
+        return {
+            f"{name}.{field}": address
+            for name, buffers in self.buffers.items()
+            for field, address in buffers.addresses().items()
+        }
+
+    def write(self, plan: StepPlan, rows: list[int], prefill_key: StepKey | None) -> None:
+        """Write the decoding rows, the chunks of prompts and the updates of block tables."""
+        updates = plan.table_updates
+        most = self._host.table_updates.shape[0]
+        while len(updates) > most:
+            self._copy_updates(updates[:most], {})
+            updates = updates[most:]
+        with ranges.span(ranges.PREPARE, len(rows)):
+            self.inputs.begin_write()
+            changed: dict[str, int] = {}
+            if rows != self.decode_rows:
+                write_decode_rows(rows, self._state.null_row, self._host)
+                self.decode_rows = rows
+                changed["decode_rows"] = len(self._host.decode_rows)
+            if prefill_key is not None:
+                write_prefill(plan.prefill, self._state.null_row, prefill_key.size, self._host)
+                changed |= prefill_fields(prefill_key.size, self.max_prefill_rows)
+                self._write_embeds(plan)
+                self._scorer.write(plan.prefill)
+        if updates:
+            self._copy_updates(updates, changed)
+        else:
+            self._copy(changed)
+
+    def write_drafts(self, drafts: Sequence[Sequence[int]], stops: Sequence[int]) -> None:
+        """Write and copy the drafts of the decoding rows, in their order; see `DraftInputs`.
+
+        They seldom change where rows keep their drafts on the device.
+        """
+        assert self.drafts is not None, "a verify step without speculation"
+        written = [list(own) for own in drafts], list(stops)
+        if written == self._written_drafts:
+            return
+        self.drafts.begin_write()
+        write_drafts(drafts, stops, self._host_drafts)
+        if self._commands is not None:
+            self._commands.inputs("drafts", self._host_drafts, self._draft_fields)
+        self.drafts.copy_to_device()
+        self._written_drafts = written
+
+    def _write_embeds(self, plan: StepPlan) -> None:
+        """Copy the embeddings of the chunks, or clear the mask of the last prefill step."""
+        if self.embeds is None:
+            return
+        shown = any(chunk.request.embeds for chunk in plan.prefill)
+        if shown or self._embeds_shown:
+            self.embeds.begin_write()
+            write_embeds(plan.prefill, self.embeds.host)
+            if self._commands is not None:
+                arrays = self.embeds.arrays(EmbedInputs[npt.NDArray[Any]])
+                tokens = plan.prefill_tokens if shown else 0
+                counts = {"embeds": tokens, "mask": len(arrays.mask)}
+                self._commands.inputs("embeds", arrays, counts)
+            self.embeds.copy_to_device()
+        self._embeds_shown = shown
+
+    def _copy_updates(self, updates: Sequence[TableUpdate], changed: dict[str, int]) -> None:
+        self.inputs.begin_write()
+        write_table_updates(updates, self._host)
+        self._copy(changed | {"table_updates": len(updates)}, len(updates))
+
+    def _copy(self, changed: dict[str, int], updates: int = 0) -> None:
+        """Copy the inputs, of which these fields have changed, and update the block tables."""
+        if self._commands is not None:
+            self._commands.inputs("steps", self._host, changed, updates)
+        with ranges.span(ranges.COPY, self.inputs.nbytes):
+            self.inputs.copy_to_device()
+        if updates:
+            self._state.update_tables(self.inputs.device.table_updates[:updates])
+
+
+# Makes the steps of a runner, which its library compiles and captures at the start.
+
+
+class PreparedSteps:
+    """The steps of a mode. Keys without a prepared step run as plain PyTorch."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        keys: Sequence[StepKey],
+        make_functions: Callable[[bool], StepFunctions],
+    ) -> None:
+        """`make_functions`: returns the step functions of a runner, compiled or eager."""
+        self._keys = keys
+        self.functions, self._eager = make_functions(config.compiled), make_functions(False)
+        self._capturer = CudaGraphCapturer(config.device) if config.mode == "graph" else None
+        self.library = _library(config, self.functions, self._eager, self._capturer, keys)
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured, with memory of their own."""
+        return self._capturer is not None
+
+    def compile_kernels(self, *, progress: bool = False) -> CompiledKernels:
+        """Compile the Triton kernels of all steps in parallel, before they are prepared."""
+        from ..kernels.triton.precompile import (
+            compile_kernels,  # imports triton, which CUDA kernels need
+        )
+
+        # Several steps per launch use the kernels of one step. The plain PyTorch sampler has no
+        # Triton kernels, and run eagerly it exceeds the planned memory of its compiled form.
+        native = self._eager.model.kernels.sampler == "triton"
+        needed = dict.fromkeys(
+            dataclasses.replace(key, steps=1, full_sampler=native and key.full_sampler)
+            for key in self._keys
+        )
+        steps = [(str(key), self._eager.bind(key)) for key in needed]
+        if self._capturer is None:
+            return compile_kernels(steps, progress=progress)
+        # Libraries keep a workspace per stream, so use the stream that captures need anyway.
+        compiled: list[CompiledKernels] = []
+        self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps, progress=progress)))
+        return compiled[0]
+
+    def close(self) -> None:
+        """Release all steps and their compiled code."""
+        self.library.close()
+        self.functions.close()
+
+
+def _library(
+    config: ResolvedConfig,
+    functions: StepFunctions,
+    eager: StepFunctions,
+    capturer: GraphCapturer | None,
+    keys: Sequence[StepKey],
+) -> StepLibrary[StepKey, StepOutput]:
+    """Return the unprepared step library of the mode, which refers to no `PreparedSteps`."""
+
+    def make_step(key: StepKey) -> Step[StepOutput]:
+        if config.mode == "eager":
+            return EagerStep(eager.bind(key), str(key))
+        if capturer is None:
+            return CompiledStep(functions.bind(key), str(key))
+        return CapturedStep(functions.bind(key), str(key), capturer, identity=key)
+
+    def make_fallback(key: StepKey) -> Step[StepOutput]:
+        return EagerStep(eager.bind(key), str(key))
+
+    return StepLibrary(make_step, keys, lambda key: key.size, make_fallback)
+
+
+# The launch of a step: its decode part, so that prefill does not delay its tokens, then the rest.
+#
+# Masks of step N, of rows whose output follows a grammar, need the tokens of step N-1:
+#
+#     CPU      masks   | N ......... |                 in a thread of their own
+#              step    | forward N ........ | sample N |
+#
+#     CUDA     device  | sample N-1 | forward N ........ | sample N |
+#              host    | launch forward N | commit N-1 | masks N | launch sample N | ...
+#
+# On a CPU these tokens are known before the step, which waits for the masks before it samples. On
+# CUDA they arrive while the device runs the forward part of step N, so that one step stays in
+# flight: the launch stops before the first part that needs masks, and `finish` runs the rest.
+
+
+class Runs(Protocol):
+    """What a launch uses of a `Runner`."""
+
+    outputs: HostOutputs | None
+    sizes: StepSizes
+    scorer: PromptScorer
+    library: StepLibrary[StepKey, StepOutput]
+    masks: TokenMasks | None
+
+    def run(self, key: StepKey, lanes: int = 0) -> StepOutput:
+        """See `Runner.run`."""
+
+    def copy_outputs(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
+        """See `Runner.copy_outputs`."""
+
+
+class StepLaunch:
+    """Runs the parts of a plan, whose inputs have been written."""
+
+    def __init__(
+        self, runner: Runs, number: int, plan: StepPlan, parts: Sequence[PlannedPart]
+    ) -> None:
+        """Prepare the launch of step `number`."""
+        self._runner, self._number, self._plan = runner, number, plan
+        self._masked = any(part.key.masked for part in parts)
+        self._bucket = parts[0].key.size
+        self._runs = [(key, part) for part in parts for key in runner.sizes.parts(part.key)]
+        self._outputs: list[tuple[Sequence[Request | None], StepOutput]] = []
+        self._scores: LaunchedScores | None = None
+        self._launched_ns = self._worked_ns = 0
+
+    def begin(self) -> LaunchedStep:
+        """Run everything before the first masks that have to be waited for."""
+        runner, is_async_device = self._runner, self._runner.outputs is not None
+        began = None if runner.outputs is None else runner.outputs.begin(self._number)
+        if self._masked and not is_async_device:
+            self._masks.prepare(self._plan)
+        finished = self._run(with_masks=not is_async_device)
+        step = LaunchedStep(
+            self._number,
+            self._plan,
+            self._bucket,
+            self._launched_ns,
+            (),
+            None,
+            0,
+            [] if self._plan.drafts else None,
+            began=began,
+            unfinished=self,
+        )
+        return self._completed(step) if finished else step
+
+    def finish(self, step: LaunchedStep) -> LaunchedStep:
+        """Compute the masks and run the rest. All earlier steps have been committed."""
+        self._masks.prepare(self._plan)
+        self._masks.wait()
+        self._run(with_masks=True)
+        return self._completed(step)
+
+    def _run(self, with_masks: bool) -> bool:
+        """Run what remains, without masks up to the first part that needs them; whether all did."""
+        plan, runner, number, clock = self._plan, self._runner, self._number, time.perf_counter_ns
+        while self._runs:
+            key, part = self._runs[0]
+            if key.part == "sample" and not with_masks:
+                return False
+            del self._runs[0]
+            decodes = key.phase == "decode"
+            requests, tokens, padding = part.requests, part.tokens, part.room - part.tokens
+            if key.part == "sample":
+                span: AbstractContextManager[None] = nullcontext()
+            else:
+                rows, blocks = len(requests) if decodes else 0, plan.blocks_in_use
+                span = ranges.step_span(part.name, number, rows, key.size, tokens, blocks, padding)
+            with span:
+                started = clock()
+                self._launched_ns = self._launched_ns or started
+                output = runner.run(key, 0 if key.part == "forward" else len(requests))
+                if key.part != "forward":
+                    if output.details is not None and any(
+                        request is not None and request.params.logprob_token_ids
+                        for request in requests
+                    ):
+                        report_token_ids(requests, output)
+                    output = runner.copy_outputs(number, key, output)
+                    if not decodes:
+                        self._scores = runner.scorer.launch(number, plan.prefill)
+                    self._outputs.append((requests, output))
+                    runner.library.record_padding(tokens, part.room)
+                self._worked_ns += clock() - started
+        return True
+
+    def _completed(self, step: LaunchedStep) -> LaunchedStep:
+        """Return a step whose parts have all been launched."""
+        outputs = self._runner.outputs
+        return dataclasses.replace(
+            step,
+            parts=tuple(self._outputs),
+            arrived=None if outputs is None else outputs.record_event(self._number, step.began),
+            device_ns=self._worked_ns if outputs is None else 0,
+            scores=self._scores,
+            ends=self._masks.ends if self._masked else (),
+            unfinished=None,
+        )
+
+    @property
+    def _masks(self) -> TokenMasks:
+        assert self._runner.masks is not None, "this engine has no token masks"
+        return self._runner.masks
 
 
 class Runner:

@@ -23,11 +23,9 @@ from ..models.decoder import Decoder, attention_specs
 from ..models.layout import fused_layout
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
-from .inputs import StepInputs
-from .row_state import RowState
+from .inputs import RowState, StepInputs
 from .step_functions import StepFunctions
-from .step_key import StepKey
-from .step_sizes import StepSizes
+from .step_key import StepKey, StepSizes
 
 __all__ = ["SampleCase", "SampleSteps", "sample_cases", "sample_config", "sample_weights"]
 

@@ -19,30 +19,1000 @@ the masks:
 
 Steps with native layers are not compiled: there is nothing to fuse, and compiled code has to check
 its guards. Other greedy steps are compiled as a whole: forward pass, head, sampling and token
-feedback (see `compiled_parts.py`). Any other step is a greedy one, followed by the full sampler,
+feedback (see `step_functions.py`). Any other step is a greedy one, followed by the full sampler,
 whose tokens replace the greedy ones: so both share the compiled forward pass. A plain PyTorch
 sampler is compiled, on its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+import itertools
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from ..kernels import DecodeResult, DecodeStep
+from ...graphs.step_errors import StepCompilationError
+from ..bounded_repr import bounded_text
+from ..kernels import DecodeResult, DecodeStep, RaggedBatch
+from ..kernels.cpu.drafted import drafted_inputs, newest_tokens
+from ..kernels.cpu.verify import VerifyInputs, accept_drafts, verify_inputs
+from ..kernels.ops.feedback import Feedback
+from ..kernels.ops.token_masks import LaneMasks, mask_logits
 from ..kernels.triton.dependent import dependent_launch
-from ..models.drafters.drafter import Drafts
+from ..models.decoder_model import DecoderModel
+from ..models.drafters.drafter import (
+    Drafter,
+    Drafts,
+    FollowedTokens,
+    NewestTokens,
+    SampledTokens,
+)
+from ..models.sharded_vocabulary import ShardedVocabulary
 from ..operation_scopes import operation
+from ..sampling.reference_sampler import drafted_lanes, sample_lanes
 from ..sampling.sample_output import SampleOutput
-from ..sampling.samplers import torch_sampler
-from .ragged_steps import RaggedSteps
+from ..sampling.samplers import SAMPLERS, torch_sampler
+from .inputs import DraftInputs, EmbedInputs, MaskState, RowState, StepInputs
 from .step_key import StepKey, StepOutput
-from .step_parts import on_device
 
-__all__ = ["StepFunctions"]
+__all__ = [
+    "CompiledParts",
+    "DraftStep",
+    "Lanes",
+    "MasksThread",
+    "RaggedSteps",
+    "StepFunctions",
+    "StepParts",
+    "VerifySteps",
+    "batch_of_slots",
+    "compile_settings",
+    "on_device",
+    "ragged_batch",
+    "reference_newest_tokens",
+]
+
+
+# Where the tokens of a step read and write, from the state of their rows.
+
+
+def ragged_batch(
+    state: RowState,
+    block_size: int,
+    positions_T: torch.Tensor,
+    token_rows_T: torch.Tensor,
+    rows_R: torch.Tensor,
+    read_blocks: int,
+    *,
+    tokens_per_row: int | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    valid_T: torch.Tensor | None = None,
+) -> RaggedBatch:
+    """Return the batch of these tokens, with its write index; see `RaggedBatch` for the shapes.
+
+    Token at position 37 of row 2, blocks of 16: it is written to slot
+    `block_tables[group, 2, 37 // 16] * 16 + 37 % 16` in each layer group. Tokens that are not
+    `valid_T` write to the null block.
+    """
+    block_tables = state.block_tables
+    with operation("begin"):
+        blocks_GT = block_tables[:, token_rows_T, positions_T // block_size]
+        slots_GT = blocks_GT.to(torch.int64) * block_size + positions_T % block_size
+        if valid_T is not None:
+            slots_GT = torch.where(valid_T, slots_GT, 0)
+        return batch_of_slots(
+            *(state, block_size, positions_T, slots_GT, token_rows_T, rows_R, read_blocks),
+            tokens_per_row=tokens_per_row,
+            query_start_loc=query_start_loc,
+        )
+
+
+def batch_of_slots(
+    state: RowState,
+    block_size: int,
+    positions_T: torch.Tensor,
+    slots_GT: torch.Tensor,
+    token_rows_T: torch.Tensor,
+    rows_R: torch.Tensor,
+    read_blocks: int,
+    *,
+    tokens_per_row: int | None = None,
+    query_start_loc: torch.Tensor | None = None,
+) -> RaggedBatch:
+    """Return the batch of tokens whose write index is known; see `RaggedBatch` for the shapes."""
+    rope_lengths_T = None
+    if state.rope_lengths is not None:
+        rope_lengths_T = torch.maximum(positions_T + 1, state.rope_lengths[token_rows_T])
+    return RaggedBatch(
+        positions=positions_T,
+        slots=slots_GT,
+        token_rows=token_rows_T,
+        rows=rows_R,
+        block_tables=state.block_tables,
+        read_blocks=read_blocks,
+        block_size=block_size,
+        tokens_per_row=tokens_per_row,
+        query_start_loc=query_start_loc,
+        rope_lengths=rope_lengths_T,
+    )
+
+
+# Compiles the parts of a step with `torch.compile`, at their first call.
+#
+# All buckets share the compiled code of a part: one version for any number of tokens or rows, and
+# one for a single one, which torch specialises. So do verify steps with any number of tokens per
+# row. Inputs are small copies, so that they differ only in length: torch recompiles for views at
+# other offsets, and for two arguments that are the same tensor.
+#
+# torch limits the versions of a code object. So no other size that differs between steps may be 1
+# in one of them, or reach an operator as an `int`.
+
+_serial = itertools.count()
+
+_FEW_THREADS = 4
+
+_one_at_a_time = threading.RLock()
+
+_OF_SELF = re.compile(r"\bself\b")
+
+
+class CompiledParts:
+    """Compiled code of methods by name; other methods run as they are."""
+
+    def __init__(self, static: Iterable[torch.Tensor]) -> None:
+        """`static`: tensors that the parts use and whose addresses and sizes never change."""
+        self._static = tuple(static)
+        self._options: dict[str, dict[str, Any]] = {}
+        """Of the methods that are compiled, by name."""
+        self._compiled: dict[str, Callable[..., Any]] = {}
+
+    def add(self, part: Callable[..., Any], *, few_tokens: bool = False) -> None:
+        """Compile a bound method at its first call.
+
+        With `few_tokens`, and on a CPU with few threads, its elementwise code runs in the calling
+        thread: OpenMP's threads wait for each other after each loop, which takes longer than the
+        work of few tokens, and many times as long where another process has their core.
+        """
+        for tensor in self._static:
+            torch._dynamo.mark_static_address(tensor)
+            # torch lets the sizes of other inputs vary.
+            torch._dynamo.mark_static(tensor)
+        few_threads = torch.get_num_threads() <= _FEW_THREADS
+        self._options[part.__name__] = {
+            "guard_filter_fn": _guards_of_arguments,
+            **({"cpp.threads": 1} if few_tokens or few_threads else {}),
+        }
+
+    def compiles(self, part: Callable[..., Any]) -> bool:
+        """Whether a part is compiled."""
+        return part.__name__ in self._options
+
+    def inputs(self, part: Callable[..., Any], *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the inputs of a part, as copies if it is compiled."""
+        if not self.compiles(part):
+            return tensors
+        with operation("inputs"):
+            return [tensor.clone() for tensor in tensors]
+
+    def call(self, part: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a part, or its compiled code within one profiler scope.
+
+        Raises:
+            StepCompilationError: the code cannot be compiled as one graph; names the line.
+        """
+        if not self.compiles(part):
+            return part(*arguments)
+        compiled = self._code(part)
+        with operation("compiled"):
+            try:
+                return compiled(*arguments)
+            except RuntimeError as error:
+                if not isinstance(error, torch._dynamo.exc.Unsupported):
+                    raise
+                refusal = _refusal(error)
+        raise refusal
+
+    def _code(self, part: Callable[..., Any]) -> Callable[..., Any]:
+        name = part.__name__
+        code = self._compiled.get(name)
+        if code is None:
+            code = self._compiled[name] = torch.compile(
+                _own_code(part),
+                fullgraph=True,
+                dynamic=True,
+                options=self._options[name],
+            )
+        return code
+
+    def close(self) -> None:
+        """Release compiled code, which references the object of the methods."""
+        self._compiled, self._options = {}, {}
+        self._static = ()
+
+
+@contextmanager
+def compile_settings() -> Iterator[None]:
+    """Set how torch compiles parts: numbers are constants, and equal sizes may become different.
+
+    Numbers of modules, such as the epsilon of a norm, as inputs of the graph would make torch trace
+    the step twice: it finds late that the operators need constants. And by default code for 4 rows
+    of 4 tokens is specific to as many rows as tokens.
+
+    One thread at a time, as older versions of torch have one setting per process.
+    """
+    from torch.fx.experimental import _config  # torch.compile imports it, which takes a second
+
+    floats: Any = torch._dynamo.config
+    sizes: Any = _config
+    with _one_at_a_time:
+        before = floats.specialize_float, sizes.use_duck_shape
+        floats.specialize_float, sizes.use_duck_shape = True, False
+        try:
+            yield
+        finally:
+            floats.specialize_float, sizes.use_duck_shape = before
+
+
+def _guards_of_arguments(guards: Sequence[Any]) -> list[bool]:
+    """Keep the guards on arguments and on torch's global state.
+
+    The object of a method and the modules below it never change once its steps run. Their guards,
+    several per module, would be checked at each call.
+    """
+    return [not (guard.is_global or _OF_SELF.search(guard.name)) for guard in guards]
+
+
+def _refusal(error: RuntimeError) -> StepCompilationError:
+    """Return the error for code that torch.compile cannot put in one graph."""
+    stack = getattr(error, "real_stack", None)
+    place = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "an unknown line"
+    reason = bounded_text(str(error).partition("\n")[0], 200)
+    return StepCompilationError(
+        f"torch.compile cannot compile the step as one graph, because of {place}: {reason}. Use"
+        " mode='eager'"
+    )
+
+
+def _own_code(bound: Callable[..., Any]) -> MethodType:
+    """Return the method with a code object of its own.
+
+    torch stores compiled code with the code object, and limits recompilations per code object.
+    Without copies, engines of a process would share this limit and keep each other's code alive.
+    """
+    method = cast(MethodType, bound)
+    function = method.__func__
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
+    own = FunctionType(
+        code, function.__globals__, argdefs=function.__defaults__, closure=function.__closure__
+    )
+    return MethodType(own, method.__self__)
+
+
+# The part of a step that a drafter runs, after the target model has sampled.
+#
+# Every prefill step lets the drafter follow its chunks. Decode and verify steps run it only if they
+# propose drafts. What it misses in the others stays as it was when the block was allocated: zeros.
+# Prefill steps may propose too, for the prompts that end in them.
+
+
+class DraftStep:
+    """Runs a drafter over the tokens of steps."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        arena: torch.Tensor,
+        state: RowState,
+        block_size: int,
+        *,
+        native: bool = False,
+    ) -> None:
+        """Bind the tensors.
+
+        Args:
+            drafter: proposes tokens.
+            arena: of the drafter.
+            state: of the rows, which a step has advanced when it proposes.
+            block_size: slots of a block.
+            native: whether the C++ operators of the CPU are loaded.
+        """
+        self.taps = drafter.taps
+        self._drafter, self._arena = drafter, arena
+        self._state, self._block_size, self._native = state, block_size, native
+
+    def propose(
+        self,
+        key: StepKey,
+        tokens: FollowedTokens,
+        rows_B: torch.Tensor,
+        first_B: torch.Tensor,
+        stops_B: torch.Tensor,
+    ) -> Drafts:
+        """Return `key.drafts` tokens that may follow the newest one of each row. Rows keep them.
+
+        Args:
+            key: of the step.
+            tokens: its tokens, row by row, and those sampled after them.
+            rows_B: int64, the rows that get drafts; the null row for padding.
+            first_B: int64, index of each row's first token. The state has the position of the row's
+                newest token, which follows its accepted ones.
+            stops_B: int64, the first position of each row that has no slot.
+        """
+        positions_R = self._state.positions
+        with operation("draft"):
+            operator = self._drafter.operator if self._native else None
+            if operator is not None:
+                sampled = SampledTokens(tokens, rows_B, positions_R, first_B, stops_B)
+                drafts = operator(sampled, self._arena, key.drafts)
+            else:
+                inputs = rows_B, positions_R, first_B, tokens.batch.positions, tokens.token_ids
+                find = newest_tokens if self._native else reference_newest_tokens
+                sampled_T, newest_B, previous_B, index_B = find(*inputs, tokens.next_ids)
+                later = partial(self._batch, rows_B, stops_B, key)
+                newest = NewestTokens(newest_B, previous_B, index_B, later)
+                tokens = dataclasses.replace(tokens, next_ids=sampled_T)
+                drafts = self._drafter.propose(tokens, newest, self._arena, key.drafts)
+            self._state.keep_drafts(rows_B, drafts.token_ids)
+        return drafts
+
+    def _batch(
+        self,
+        rows_B: torch.Tensor,
+        stops_B: torch.Tensor,
+        key: StepKey,
+        first: int,
+        count: int,
+    ) -> RaggedBatch:
+        """See `NewestTokens.batch`. Positions without a slot read as the last one that has one."""
+        if self._native:
+            state, size = self._state, self._block_size
+            inputs = drafted_inputs(
+                *(rows_B, state.positions, stops_B, state.block_tables, size, first, count)
+            )
+            return batch_of_slots(
+                *(state, size, inputs.positions, inputs.slots, inputs.token_rows, rows_B),
+                key.read_blocks,
+                tokens_per_row=count,
+            )
+        newest_B = self._state.positions[rows_B]
+        offsets_N = torch.arange(first, first + count, device=rows_B.device)
+        positions_BN = newest_B[:, None] + offsets_N
+        valid_BN = (positions_BN >= 0) & (positions_BN < stops_B[:, None])
+        positions_BN = torch.minimum(positions_BN, stops_B[:, None] - 1).clamp(min=0)
+        return ragged_batch(
+            self._state,
+            self._block_size,
+            positions_BN.flatten(),
+            rows_B[:, None].expand(-1, count).contiguous().flatten(),
+            rows_B,
+            key.read_blocks,
+            tokens_per_row=count,
+            valid_T=valid_BN.flatten(),
+        )
+
+    def after_prefill(
+        self,
+        inputs: StepInputs[torch.Tensor],
+        key: StepKey,
+        sampled_P: torch.Tensor,
+        features_TF: torch.Tensor | None,
+        *,
+        ragged: bool,
+    ) -> Drafts | None:
+        """Let the drafter follow the chunks of a prefill step, which has sampled these tokens.
+
+        With `key.drafts`, return drafts of the rows that sample; those of others are 0.
+        Where steps are `ragged`, there are none of padding.
+        """
+        tokens = self._chunks(inputs, key, sampled_P, features_TF)
+        if not key.drafts:
+            with operation("draft"):
+                self._drafter.follow(tokens, self._arena)
+            return None
+        count = len(inputs.prefill_rows)
+        if ragged:
+            count = int((inputs.prefill_rows != self._state.null_row).sum())
+        first_P = inputs.query_start_loc[:count].clamp(max=key.size - 1)
+        rows_P = inputs.sample_rows[:count]
+        drafts = self.propose(key, tokens, rows_P, first_P, inputs.draft_stops[:count])
+        # Those of the null row depend on which of its tokens was written last.
+        unused_P1 = (rows_P == self._state.null_row)[:, None]
+        return Drafts(drafts.token_ids.masked_fill(unused_P1, 0), drafts.probabilities)
+
+    def _chunks(
+        self,
+        inputs: StepInputs[torch.Tensor],
+        key: StepKey,
+        sampled_P: torch.Tensor,
+        features_TF: torch.Tensor | None,
+    ) -> FollowedTokens:
+        """Return the tokens of a prefill step."""
+        with operation("draft"):
+            size, ends_P = key.size, inputs.query_start_loc[1:].contiguous()
+            samples_P = inputs.sample_rows != self._state.null_row
+            after_P = torch.where(samples_P, sampled_P.clamp(min=0), inputs.next_ids)
+            index_T = torch.arange(size, device=ends_P.device)
+            chunk_T = torch.searchsorted(ends_P, index_T, right=True).clamp(max=len(ends_P) - 1)
+            token_ids_T = inputs.token_ids[:size]
+            next_ids_T = torch.where(
+                index_T + 1 == ends_P[chunk_T], after_P[chunk_T], token_ids_T.roll(-1)
+            )
+            batch = ragged_batch(
+                self._state,
+                self._block_size,
+                inputs.positions[:size],
+                inputs.token_rows[:size],
+                inputs.prefill_rows,
+                key.read_blocks,
+                query_start_loc=inputs.query_start_loc,
+            )
+            return FollowedTokens(token_ids_T, next_ids_T, features_TF, batch, of_prompts=True)
+
+
+def reference_newest_tokens(
+    rows_B: torch.Tensor,
+    positions_R: torch.Tensor,
+    first_B: torch.Tensor,
+    token_positions_T: torch.Tensor,
+    token_ids_T: torch.Tensor,
+    next_ids_T: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `newest_tokens`, on any device."""
+    sampled_T = next_ids_T.clamp(min=0)
+    # The null row stays at its position.
+    last_B = (positions_R[rows_B] - token_positions_T[first_B] - 1).clamp(min=0)
+    index_B = first_B + last_B
+    return sampled_T, sampled_T[index_B], token_ids_T[index_B], index_B
+
+
+# What the steps of a model have in common: the forward pass, and sampling.
+
+
+class Lanes(NamedTuple):
+    """The tokens of a verify step row by row. T: rows times tokens per row."""
+
+    logits: torch.Tensor
+    """`[T, vocab_size]`, or those of the rank's own tokens."""
+    rows: torch.Tensor
+    """int64 `[T]`: the row that samples after each token; the null row for padding."""
+    positions: torch.Tensor
+    """int64 `[T]`: the positions after which tokens are sampled."""
+    token_ids: torch.Tensor
+    """int64 `[T]`: these tokens."""
+    tokens: torch.Tensor | None
+    """int64 `[T]`: greedy tokens; None: not sampled yet."""
+    slots: torch.Tensor
+    """int64 `[G, T]`: the write index."""
+    features: torch.Tensor | None
+    """`[T, F]`: those that the drafter reads."""
+
+
+class MasksThread(Protocol):
+    """Computes the token masks of a step while it runs, on a CPU."""
+
+    def start(self) -> None:
+        """Start to compute the masks, if the step has any and they have not been started."""
+
+    def wait(self) -> None:
+        """Wait for the masks."""
+
+
+class StepParts(ABC):
+    """The tensors of steps, and the parts that several kinds of steps have."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        arena: torch.Tensor,
+        block_size: int,
+        state: RowState,
+        inputs: StepInputs[torch.Tensor],
+        embeds: EmbedInputs[torch.Tensor] | None,
+        compiled: bool,
+        drafts: DraftInputs[torch.Tensor] | None = None,
+        hidden: torch.Tensor | None = None,
+        drafting: DraftStep | None = None,
+        masks_thread: MasksThread | None = None,
+    ) -> None:
+        """Bind the tensors. With `compiled`, steps are compiled at their first call.
+
+        Prefill steps read `embeds` if prompts may have embeddings, and write their final hidden
+        states to `hidden`, at least `[M, hidden_size]`, if it is given. Verify steps read `drafts`.
+        `drafting` proposes them on the device. Whole steps with token masks let `masks_thread`
+        compute these.
+        """
+        self.model = model
+        self.arena = arena
+        self.block_size = block_size
+        self.state = state
+        self.inputs = inputs
+        self.embeds = embeds
+        self.drafts = drafts
+        self.hidden = hidden
+        self._drafting = drafting
+        self._taps = () if drafting is None else drafting.taps
+        self._masks_thread = masks_thread
+        self._sampler = SAMPLERS[model.kernels.sampler]
+        lanes = len(inputs.decode_rows)
+        self._no_drafts = inputs.decode_rows.new_zeros((lanes, 0))
+        self._ones = inputs.decode_rows.new_ones(lanes)
+        static = (arena, *state.tensors().values(), *(() if hidden is None else (hidden,)))
+        self._parts = CompiledParts(static)
+        if compiled and model.stack is None and model.kernels.sampler == "triton":
+            self._sampler = SAMPLERS["torch"]  # torch.compile cannot trace launches of Triton
+        self._compile_parts(compiled)
+
+    @abstractmethod
+    def _compile_parts(self, compiled: bool) -> None:
+        """Add the methods that are to be compiled to `_parts`; `compiled`: see `__init__`."""
+
+    def _greedy(self, part: Callable[..., object], key: StepKey) -> bool:
+        """Whether a part samples greedy tokens; compiled ones always do, to be one version."""
+        later = key.full_sampler or key.masked or key.part == "forward"
+        return self._parts.compiles(part) or not later
+
+    @property
+    def _batch(self) -> Callable[..., RaggedBatch]:
+        return partial(ragged_batch, self.state, self.block_size)
+
+    def _forward_pass(
+        self,
+        token_ids_T: torch.Tensor,
+        batch: RaggedBatch,
+        embeds_TD: torch.Tensor | None = None,
+        embed_mask_T: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the final hidden states `[T, hidden_size]`, and what a drafter reads of them."""
+        x_TD = self._embedded(token_ids_T, embeds_TD, embed_mask_T)
+        if not self._taps:
+            return self.model.decode(x_TD, self.arena, batch), None
+        return self.model.decode_tapped(x_TD, self.arena, batch, self._taps)
+
+    def _embedded(
+        self,
+        token_ids_T: torch.Tensor,
+        embeds_TD: torch.Tensor | None = None,
+        embed_mask_T: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return what the first layer takes, `[T, hidden_size]`."""
+        with operation("begin"):
+            x_TD = self.model.embed(token_ids_T)
+            if embeds_TD is not None and embed_mask_T is not None:
+                x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
+        if self._masks_thread is not None and self.model.stack is not None:
+            self._masks_thread.start()  # not earlier: the thread needs Python's lock to start
+        return x_TD
+
+    def _call(self, part: Callable[..., StepOutput], *arguments: Any) -> StepOutput:
+        output: StepOutput = self._parts.call(part, *arguments)
+        if output.details is None or not output.logits.is_cuda:
+            return output
+        details = output.details.pack()  # so that one copy transfers them to the host
+        return StepOutput(details.tokens, output.logits, details)
+
+    def _masked_logits(self, logits_BV: torch.Tensor, mask_rows_B: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole vocabulary with the masks of their lanes."""
+        with operation("mask"):
+            return mask_logits(logits_BV, LaneMasks(self._masks.bits, mask_rows_B))
+
+    def _apply(
+        self, logits_BV: torch.Tensor, mask_rows_B: torch.Tensor | None
+    ) -> tuple[torch.Tensor, LaneMasks | None]:
+        """Return the logits of the whole vocabulary, and the masks that the sampler is to apply.
+
+        Samplers without masks get masked logits. So they have the same compiled code in steps with
+        masks and in others.
+        """
+        logits_BV = self._gathered(logits_BV)
+        if mask_rows_B is None:
+            return logits_BV, None
+        if self._sampler.takes_masks:
+            return logits_BV, LaneMasks(self._masks.bits, mask_rows_B)
+        (mask_rows_B,) = self._parts.inputs(self._masked_logits, mask_rows_B)
+        masked_BV: torch.Tensor = self._parts.call(self._masked_logits, logits_BV, mask_rows_B)
+        return masked_BV, None
+
+    @property
+    def _masks(self) -> MaskState:
+        assert self.state.masks is not None, "these steps were made without token masks"
+        return self.state.masks
+
+    def _wait_for_masks(self) -> None:
+        if self._masks_thread is not None:
+            self._masks_thread.wait()
+
+    def _sampled(
+        self,
+        logits_BV: torch.Tensor,
+        rows_B: torch.Tensor,
+        positions_B: torch.Tensor,
+        masks: LaneMasks | None = None,
+    ) -> StepOutput:
+        """Draw the token after each position, and store it as the row's newest."""
+        sampler, state, own = self._sampler, self.state, () if masks is None else (masks,)
+        feedback = Feedback(rows_B, positions_B, state.token_ids, state.positions)
+        with operation("sample"):
+            if sampler.full_step is not None:
+                details = sampler.full_step(logits_BV, state.sampling, feedback, *own)
+            elif self._parts.compiles(self._drawn_lanes):
+                lanes = drafted_lanes(rows_B.new_zeros(len(rows_B), 1))
+                details = self._parts.call(
+                    self._drawn_lanes, logits_BV, rows_B, positions_B, *lanes
+                )
+                feedback.store(details.tokens)
+            else:
+                details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1, *own)
+                feedback.store(details.tokens)
+            return StepOutput(details.tokens, logits_BV, details)
+
+    def _greedy_step(
+        self,
+        logits_BV: torch.Tensor,
+        rows_B: torch.Tensor,
+        positions_B: torch.Tensor,
+        vocabulary: ShardedVocabulary | None,
+        masks: LaneMasks | None = None,
+    ) -> torch.Tensor:
+        """Take the most probable token after each position, and store it as the row's newest.
+
+        The logits are those of the whole vocabulary, or with `vocabulary` the rank's own.
+        """
+        fused, own = self._sampler.greedy_step, () if masks is None else (masks,)
+        feedback = Feedback(rows_B, positions_B, self.state.token_ids, self.state.positions)
+        with operation("greedy"):
+            if fused is not None and vocabulary is None:
+                return fused(logits_BV, feedback, *own)
+            tokens_B = self._greedy_tokens(logits_BV, vocabulary, *own)
+            feedback.store(tokens_B)
+            return tokens_B
+
+    def _gathered(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole vocabulary, as masks and the full sampler need them."""
+        vocabulary = self.model.vocabulary
+        if vocabulary is None:
+            return logits_BV
+        with operation("sample"):
+            return vocabulary.gather(logits_BV)
+
+    def _greedy_tokens(
+        self,
+        logits_BV: torch.Tensor,
+        vocabulary: ShardedVocabulary | None,
+        *masks: LaneMasks,
+    ) -> torch.Tensor:
+        """Return the most probable tokens, int64 `[B]`, of logits or of a rank's part of them."""
+        sample = self._sampler.greedy
+        if vocabulary is None:
+            return sample(logits_BV, *masks)
+        return vocabulary.greedy(logits_BV, sample)
+
+    def _drawn(
+        self,
+        logits_TV: torch.Tensor,
+        rows_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        token_ids_BN: torch.Tensor,
+        masks: LaneMasks | None = None,
+    ) -> StepOutput:
+        """Draw the token after each of the tokens of a verify step."""
+        state, own = self.state.sampling, () if masks is None else (masks,)
+        with operation("sample"):
+            if self._parts.compiles(self._drawn_lanes):
+                lanes = logits_TV, rows_T, positions_T, *drafted_lanes(token_ids_BN)
+                details = self._parts.call(self._drawn_lanes, *lanes)
+            else:
+                details = self._sampler.drafted(
+                    logits_TV, state, rows_T, positions_T + 1, token_ids_BN, *own
+                )
+            return StepOutput(details.tokens, logits_TV, details)
+
+    def _drawn_lanes(
+        self,
+        logits_TV: torch.Tensor,
+        rows_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        tokens_TN: torch.Tensor,
+        place_T: torch.Tensor,
+    ) -> SampleOutput:
+        """Compiled code of the full sampler that steps with and without drafts share."""
+        lanes = rows_T, positions_T + 1, tokens_TN, place_T
+        return sample_lanes(logits_TV, self.state.sampling, *lanes)
+
+    def _largest(
+        self,
+        logits_TV: torch.Tensor,
+        masks: LaneMasks | None = None,
+        vocabulary: ShardedVocabulary | None = None,
+    ) -> StepOutput:
+        """Take the most probable token of each lane, of logits or of a rank's part of them."""
+        own = () if masks is None else (masks,)
+        with operation("greedy"):
+            return StepOutput(self._greedy_tokens(logits_TV, vocabulary, *own), logits_TV, None)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether decode and verify steps run on the C++ operators, without padding between rows:
+        their sizes are not captured."""
+        kernels = self.model.kernels
+        return self.model.stack is not None and kernels.library is not None
+
+    def _proposed(
+        self, key: StepKey, tokens: FollowedTokens, first_B: torch.Tensor
+    ) -> Drafts | None:
+        """Let the drafter continue the rows of a step, if it is to; `first_B`: their first tokens.
+
+        The rows have advanced already. They keep the drafts.
+        """
+        if not key.drafts:
+            return None
+        assert self._drafting is not None, "these steps were made without a drafter"
+        assert self.drafts is not None, "a drafter needs room for its drafts"
+        rows_B, stops_B = tokens.batch.rows, self.drafts.stops[: key.size]
+        return self._drafting.propose(key, tokens, rows_B, first_B, stops_B)
+
+    def close(self) -> None:
+        """Release compiled code, which references this object."""
+        self._parts.close()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a CUDA device current, because Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+# Verify steps with as many tokens for each row.
+
+
+class VerifySteps(StepParts):
+    """Steps that verify drafts, and accept those that were sampled too."""
+
+    def verify(self, key: StepKey) -> StepOutput:
+        """Sample after the newest token of each of `decode_rows`, and after each of its drafts.
+
+        A draft is accepted if all drafts before it are, and if it is the token that is sampled in
+        its place. So the accepted tokens, and the one sampled after them, are those that decode
+        steps would sample one by one. Each row advances by these.
+        """
+        lanes, shape = self._verify_forward(key), (key.size, key.tokens_per_row)
+        if key.full_sampler:
+            token_ids_BN, logits_TV = lanes.token_ids.view(shape), self._gathered(lanes.logits)
+            output = self._drawn(logits_TV, lanes.rows, lanes.positions, token_ids_BN)
+        else:
+            assert lanes.tokens is not None
+            output = StepOutput(lanes.tokens, lanes.logits, None)
+        return self._accepted(output, key, lanes)
+
+    def _drafts(
+        self, key: StepKey, drafts_BK: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rows of a verify step, their drafts and how many tokens are valid.
+
+        The drafts are given once the step has chosen them.
+        """
+        assert self.drafts is not None, "these steps were made without room for drafts"
+        assert (key.phase, key.steps) == ("decode", 1)
+        size, drafts = key.size, self.drafts
+        rows_B = self.inputs.decode_rows[:size]
+        if drafts_BK is None:
+            with operation("inputs"):
+                sent_BK = drafts.token_ids[:size, : key.tokens_per_row - 1]
+                drafts_BK = self.state.chosen_drafts(rows_B, sent_BK)
+        return rows_B, drafts_BK, drafts.counts[:size]
+
+    def _verify_forward(self, key: StepKey) -> Lanes:
+        """Run a verify step up to the logits, or to greedy tokens."""
+        part = self._verify_parts
+        rows_B, drafts_BK, counts_B = self._drafts(key)
+        token_ids_BN = self._with_newest(rows_B, drafts_BK)
+        rows_B, counts_B = self._parts.inputs(part, rows_B, counts_B)
+        constants = key.read_blocks, self._greedy(part, key)
+        lanes: Lanes = self._parts.call(part, rows_B, token_ids_BN, counts_B, *constants)
+        return lanes
+
+    def _with_newest(self, rows_B: torch.Tensor, drafts_BK: torch.Tensor) -> torch.Tensor:
+        """Return the tokens `[B, 1 + K]` of a verify step: the newest of each row and its drafts.
+
+        Compiled parts get these rather than drafts: torch has a version for each size of 1, and so
+        for a single draft.
+        """
+        with operation("inputs"):
+            return torch.cat((self.state.token_ids[rows_B][:, None], drafts_BK), dim=1)
+
+    def _accepted(self, output: StepOutput, key: StepKey, lanes: Lanes | None = None) -> StepOutput:
+        """Accept drafts, and return the output by position. With lanes, new drafts may follow."""
+        shape = key.size, key.tokens_per_row
+        drafts_BK = None if lanes is None else lanes.token_ids.view(shape)[:, 1:]
+        inputs = self._drafts(key, drafts_BK)
+        with operation("accept"):
+            tokens_BN = output.tokens.view(shape)
+            self._accept(*inputs, tokens_BN)
+        proposed = None if lanes is None else self._proposed_after(key, lanes, output.tokens)
+        with operation("outputs"):
+            logits_NBV = output.logits.unflatten(0, shape).transpose(0, 1)
+            if output.details is None:
+                return StepOutput(tokens_BN.T.contiguous(), logits_NBV, None, proposed)
+            details = output.details.by_position(*shape)
+            if logits_NBV.is_cuda:
+                details = details.pack()  # so that one copy transfers them to the host
+        return StepOutput(details.tokens, logits_NBV, details, proposed)
+
+    def _proposed_after(self, key: StepKey, lanes: Lanes, tokens_T: torch.Tensor) -> Drafts | None:
+        """As `_proposed`, after a verify step with padding."""
+        rows_B = self.inputs.decode_rows[: key.size]
+        token_rows_T = rows_B[:, None].expand(-1, key.tokens_per_row).contiguous().flatten()
+        batch = batch_of_slots(
+            *(self.state, self.block_size, lanes.positions, lanes.slots, token_rows_T, rows_B),
+            key.read_blocks,
+            tokens_per_row=key.tokens_per_row,
+        )
+        tokens = FollowedTokens(lanes.token_ids, tokens_T, lanes.features, batch)
+        first_B = torch.arange(key.size, device=rows_B.device) * key.tokens_per_row
+        return self._proposed(key, tokens, first_B)
+
+    def _verify_parts(
+        self,
+        rows_B: torch.Tensor,
+        token_ids_BN: torch.Tensor,
+        counts_B: torch.Tensor,
+        read_blocks: int,
+        greedy: bool,
+    ) -> Lanes:
+        """A verify step. `counts_B` tokens of each row are valid: the newest one and its drafts.
+
+        The other tokens, and rows of padding, write to the null block. They have the row's last
+        position, so that they read only slots that the row reads.
+        """
+        state, n = self.state, token_ids_BN.shape[1]
+        with operation("inputs"):
+            step_N = torch.arange(n, device=rows_B.device)
+            valid_BN = step_N < counts_B[:, None]
+            steps_BN = torch.minimum(step_N, counts_B[:, None] - 1)
+            positions_T = (state.positions[rows_B][:, None] + steps_BN).flatten()
+            token_rows_BN = rows_B[:, None].expand(-1, n).contiguous()
+        batch = self._batch(
+            positions_T,
+            token_rows_BN.flatten(),
+            rows_B,
+            read_blocks,
+            tokens_per_row=n,
+            valid_T=valid_BN.flatten(),
+        )
+        hidden_TD, features_TF = self._forward_pass(token_ids_BN.flatten(), batch)
+        logits_TV = self.model.own_logits(hidden_TD)
+        tokens_T = None
+        if greedy:
+            with operation("greedy"):
+                tokens_T = self._greedy_tokens(logits_TV, self.model.vocabulary)
+        sampled_rows_T = torch.where(valid_BN, token_rows_BN, state.null_row).flatten()
+        return Lanes(
+            logits_TV,
+            sampled_rows_T,
+            positions_T,
+            token_ids_BN.flatten(),
+            tokens_T,
+            batch.slots,
+            features_TF,
+        )
+
+    def _accept(
+        self,
+        rows_B: torch.Tensor,
+        drafts_BK: torch.Tensor,
+        counts_B: torch.Tensor,
+        tokens_BN: torch.Tensor,
+    ) -> None:
+        """Advance each row by its accepted drafts and the token after them."""
+        number_K = torch.arange(1, 1 + drafts_BK.shape[1], device=rows_B.device)
+        equal_BK = (tokens_BN[:, :-1] == drafts_BK) & (number_K < counts_B[:, None])
+        accepted_B = 1 + equal_BK.cumprod(dim=1).sum(dim=1)
+        self.state.accept(rows_B, tokens_BN, accepted_B)
+
+
+# Decode and verify steps on the C++ operators of a CPU, without padding between rows.
+
+_NO_TOKEN = -2
+
+"""Differs from every token, and from `NON_FINITE`."""
+
+
+class RaggedSteps(VerifySteps):
+    """Steps whose rows have as many tokens as drafts they verify, and one more."""
+
+    def verify(self, key: StepKey) -> StepOutput:
+        """See `VerifySteps.verify`."""
+        return self._verify_ragged(key) if self.ragged else super().verify(key)
+
+    def _decode_ragged(self, key: StepKey) -> StepOutput:
+        """As `_decode_step`, on the C++ operators."""
+        return self._run_ragged(key, self._no_drafts[: key.size], self._ones[: key.size])[0]
+
+    def _verify_ragged(self, key: StepKey) -> StepOutput:
+        """As `verify`, without padding between rows."""
+        _, drafts_BK, counts_B = self._drafts(key)
+        result, lanes_NB = self._run_ragged(key, drafts_BK, counts_B)
+        if result.details is None:
+            return StepOutput(result.tokens.take(lanes_NB), result.logits, None, result.drafts)
+        details = result.details.at(lanes_NB)
+        return StepOutput(details.tokens, result.logits, details, result.drafts)
+
+    def _run_ragged(
+        self, key: StepKey, drafts_BK: torch.Tensor, counts_B: torch.Tensor
+    ) -> tuple[StepOutput, torch.Tensor]:
+        """Run a step of the C++ operators; return its output token by token, and the lanes of it by
+        position; see `kernels/cpu/verify.py`."""
+        state, rows_B, kept_B = self.state, self.inputs.decode_rows[: key.size], counts_B
+        if key.masked:
+            counts_B = counts_B.clone()  # waiting for masks may take drafts out of the inputs
+        with operation("inputs"):
+            inputs = verify_inputs(
+                *(rows_B, drafts_BK, counts_B, state.token_ids, state.positions),
+                *(state.block_tables, self.block_size),
+            )
+            batch = batch_of_slots(
+                *(state, self.block_size, inputs.positions, inputs.slots, inputs.token_rows),
+                *(rows_B, key.read_blocks),
+                query_start_loc=inputs.query_start_loc,
+            )
+        if key.drafts:
+            hidden_TD, features_TF = self._forward_pass(inputs.token_ids, batch)
+        else:
+            hidden_TD = self.model.decode(self._embedded(inputs.token_ids), self.arena, batch)
+            features_TF = None
+        logits_TV = self.model.own_logits(hidden_TD)
+        rows_T, mask_rows_T, masks = inputs.token_rows, None, None
+        if key.masked:
+            self._wait_for_masks()
+            with operation("inputs"):
+                rows_T, drafts_BK, mask_rows_T = self._masked_lanes(
+                    inputs, counts_B, kept_B, drafts_BK
+                )
+        vocabulary = self.model.vocabulary
+        if key.full_sampler or key.masked:
+            (logits_TV, masks), vocabulary = self._apply(logits_TV, mask_rows_T), None
+        if key.full_sampler:
+            output = self._drawn(logits_TV, rows_T, inputs.positions, inputs.token_ids, masks)
+        else:
+            output = self._largest(logits_TV, masks, vocabulary)
+        with operation("accept"):
+            lanes_NB = accept_drafts(
+                output.tokens, rows_B, drafts_BK, counts_B, state.token_ids, state.positions
+            )
+        if key.drafts:
+            tokens = FollowedTokens(inputs.token_ids, output.tokens, features_TF, batch)
+            proposed = self._proposed(key, tokens, lanes_NB[0])
+            output = StepOutput(output.tokens, output.logits, output.details, proposed)
+        return output, lanes_NB
+
+    def _masked_lanes(
+        self,
+        inputs: VerifyInputs,
+        counts_B: torch.Tensor,
+        kept_B: torch.Tensor,
+        drafts_BK: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rows that sample after the tokens of a step, its drafts, and rows of masks.
+
+        Of `counts_B` tokens of each row `kept_B` are left. After the others the null row samples,
+        and no token is equal to their drafts.
+        """
+        rows_T = inputs.token_rows
+        if not drafts_BK.shape[1]:
+            return rows_T, drafts_BK, rows_T
+        first_T = inputs.query_start_loc[:-1].repeat_interleave(counts_B)
+        step_T = torch.arange(len(rows_T)) - first_T
+        mask_rows_T = rows_T + self.state.token_ids.shape[0] * step_T
+        kept_T = step_T < kept_B.repeat_interleave(counts_B)
+        number_K = torch.arange(1, 1 + drafts_BK.shape[1])
+        drafts_BK = torch.where(number_K < kept_B[:, None], drafts_BK, _NO_TOKEN)
+        return torch.where(kept_T, rows_T, self.state.null_row), drafts_BK, mask_rows_T
 
 
 class _Forward(NamedTuple):

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 import torch
 
+from ...graphs.buckets import Buckets, default_width_buckets
+from ...profiling import ranges
+from ..kernels import Kernels
 from ..models.drafters.drafter import Drafts
+from ..request import Request
+from ..resolved_config import ResolvedConfig
 from ..sampling.sample_output import SampleOutput
+from ..scheduling.plan import StepPlan
 
-__all__ = ["Phase", "StepKey", "StepOutput", "StepPart"]
+__all__ = [
+    "Phase",
+    "PlanParts",
+    "PlannedPart",
+    "StepKey",
+    "StepOutput",
+    "StepPart",
+    "StepSizes",
+    "most_table_updates",
+]
 
 Phase = Literal["decode", "prefill"]
+
 StepPart = Literal["whole", "forward", "sample"]
+
 """On devices that run asynchronously, steps with token masks have two parts."""
 
 
@@ -60,3 +80,296 @@ class StepOutput:
     """Log-probabilities; only the full sampler returns them."""
     drafts: Drafts | None = None
     """What the drafter proposes to follow the newest token of each row."""
+
+
+# The sizes that steps are prepared for, and the smallest one that fits a plan.
+
+MOST_VERIFIED_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The sizes that steps are prepared for."""
+
+    rows: Buckets
+    tokens: Buckets
+    read_blocks: Buckets
+    steps: int = 1
+    """Decode steps per launch; single steps are always prepared too."""
+    tokens_per_row: tuple[int, ...] = ()
+    """Tokens per row of verify steps, ascending; see `verifying`."""
+    proposed: int = 0
+    """Drafts that the drafter of the engine proposes in a step; 0 without a drafter."""
+    masked: bool = False
+    """Whether steps may have token masks."""
+    prefill_rows: int = 0
+    """Lanes of the sampling part of a prefill step; 0 if steps with token masks have one part."""
+
+    @classmethod
+    def choose(cls, config: ResolvedConfig, kernels: Kernels) -> StepSizes:
+        """Return the sizes of an engine's steps."""
+        return cls(
+            rows=config.row_buckets,
+            tokens=config.token_buckets,
+            # Kernels that stop at each row's length need no narrower tables.
+            read_blocks=Buckets([config.max_blocks_per_row])
+            if kernels.bounded_by_length
+            else default_width_buckets(config.max_blocks_per_row, config.block_size),
+            steps=config.steps_per_launch,
+            tokens_per_row=config.tokens_per_row,
+            proposed=config.proposed_drafts,
+            masked=config.structured_output,
+            prefill_rows=config.max_prefill_rows if config.is_async_device else 0,
+        )
+
+    def keys(self) -> list[StepKey]:
+        """Return the keys of all steps to prepare."""
+        variants = [(width, full) for width in self.read_blocks for full in (False, True)]
+        launches = [(*variant, n) for n in sorted({1, self.steps}) for variant in variants]
+        return [
+            *(
+                StepKey("prefill", size, *variant, drafts=drafts)
+                for size in self.tokens
+                for variant in variants
+                for drafts in sorted({0, self.proposing(1)})
+            ),
+            *(StepKey("decode", size, *variant) for size in self.rows for variant in launches),
+            *(
+                StepKey("decode", size, *variant, tokens_per_row=n, drafts=self.proposing(size))
+                for size in self.rows
+                for n in self._drafting(size)
+                for variant in variants
+            ),
+            *self._masked_keys(),
+        ]
+
+    def verifying(self, rows: int) -> tuple[int, ...]:
+        """Return the tokens per row of the verify steps of `rows` rows, ascending.
+
+        A verify step has at most 128 tokens: more take as much longer as they are more. It has at
+        most those of the largest prefill step.
+        """
+        if not self.tokens_per_row:
+            return ()
+        most = min(self.tokens.largest, MOST_VERIFIED_TOKENS) // _fit(self.rows, rows)
+        return tuple(n for n in self.tokens_per_row if n <= most)
+
+    def proposing(self, rows: int) -> int:
+        """Return the drafts that steps of so many rows propose: no more than can be verified."""
+        return min(self.proposed, max(self.verifying(rows), default=1) - 1)
+
+    def _drafting(self, rows: int) -> tuple[int, ...]:
+        """Return the tokens per row of the steps that verify drafts or propose them."""
+        sizes = self.verifying(rows)
+        return (1, *sizes) if self.proposed and sizes else sizes
+
+    def _masked_keys(self) -> list[StepKey]:
+        """Return the keys of steps with token masks."""
+        if not self.masked:
+            return []
+        sizes: list[tuple[Phase, int, int]] = [("prefill", size, 1) for size in self.tokens]
+        sizes += [("decode", size, n) for size in self.rows for n in (1, *self.verifying(size))]
+        whole = [
+            StepKey(phase, size, width, full, tokens_per_row=n, masked=True)
+            for phase, size, n in sizes
+            for width in self.read_blocks
+            for full in (False, True)
+        ]
+        return [part for key in whole for part in self.parts(key)]
+
+    def parts(self, key: StepKey) -> tuple[StepKey, ...]:
+        """Return the keys of the steps that run a step, one after the other."""
+        if not (key.masked and self.prefill_rows):
+            return (key,)
+        lanes = key.size if key.phase == "decode" else self.prefill_rows
+        return (
+            replace(key, full_sampler=False, masked=False, part="forward"),
+            replace(key, size=lanes, read_blocks=0, part="sample"),
+        )
+
+    def decode_key(
+        self,
+        rows: int,
+        read_blocks: int,
+        full_sampler: bool,
+        steps: int = 1,
+        tokens_per_row: int = 1,
+        *,
+        drafts: int = 0,
+        masked: bool = False,
+    ) -> StepKey:
+        """Return the key of the smallest launch of `steps` decode steps, or verify step, that fits.
+
+        `tokens_per_row` is 1, or one of `verifying`; `drafts` is 0 or `proposing`, and 0 for a
+        `masked` step.
+        """
+        size, width = _fit(self.rows, rows), _fit(self.read_blocks, read_blocks)
+        return StepKey(
+            "decode", size, width, full_sampler, steps, tokens_per_row, drafts=drafts, masked=masked
+        )
+
+    def prefill_key(
+        self,
+        tokens: int,
+        read_blocks: int,
+        full_sampler: bool,
+        *,
+        drafts: int = 0,
+        masked: bool = False,
+    ) -> StepKey:
+        """Return the key of the smallest prefill step that fits.
+
+        `drafts` is 0 or `proposing(1)`, and 0 for a `masked` step.
+        """
+        size, width = _fit(self.tokens, tokens), _fit(self.read_blocks, read_blocks)
+        return StepKey("prefill", size, width, full_sampler, drafts=drafts, masked=masked)
+
+
+def _fit(buckets: Buckets, n: int) -> int:
+    size = buckets.fit(n)
+    assert size is not None, f"the plan has {n}, the largest bucket is {buckets.largest}"
+    return size
+
+
+def most_table_updates(config: ResolvedConfig, num_groups: int) -> int:
+    """Return the number of block table entries that one copy to the device can update.
+
+    In each layer group, every decoding row adds and drops at most the blocks that the tokens of a
+    launch fill (one for a single token), and a prompt adds the blocks of a chunk. A plan with more
+    updates, whose prompt was cached, needs several copies. Every copy has this size, so the rare
+    case does not increase it.
+    """
+    most_per_row = -(-min(config.max_model_len, config.prefill_chunk) // config.block_size)
+    drafted = max(config.tokens_per_row, default=1) + config.proposed_drafts
+    tokens = max(config.steps_per_launch, drafted)
+    most_per_launch = -(-tokens // config.block_size)
+    return num_groups * (2 * config.max_num_seqs * most_per_launch + most_per_row)
+
+
+# Chooses the prepared steps that run a plan.
+
+
+class PlannedPart(NamedTuple):
+    """The decode or the prefill part of a step."""
+
+    name: str
+    """Of its range for profilers."""
+    key: StepKey
+    requests: Sequence[Request | None]
+    """Request of each lane; None: a chunk that does not sample."""
+    tokens: int
+    room: int
+    """Tokens that the step computes, padding included."""
+
+
+class PlanParts:
+    """Chooses the smallest step for each part of a plan, that of a decode part while it is valid.
+
+    Plans are given in the order of their launches.
+    """
+
+    def __init__(
+        self, sizes: StepSizes, block_size: int, most_positions: int, *, ragged: bool
+    ) -> None:
+        """Choose from the steps of `sizes`.
+
+        Args:
+            sizes: of the prepared steps.
+            block_size: slots of a block.
+            most_positions: slots of the longest row.
+            ragged: whether verify steps pad rows, and not the tokens of a row.
+        """
+        self._sizes, self._block_size = sizes, block_size
+        self._most_positions, self._ragged = most_positions, ragged
+        self._decoding = _Decoding([])
+
+    @property
+    def decode_rows(self) -> list[int]:
+        """The rows that the last plan decodes, in their order."""
+        return self._decoding.rows
+
+    def of(self, plan: StepPlan) -> list[PlannedPart]:
+        """Return the parts in the order of their launch: decode, then prefill."""
+        decoding = self._decoding
+        if plan.decode is not decoding.requests:
+            self._decoding = _Decoding(plan.decode)
+        elif decoding.changed:
+            decoding.find_longest()
+        parts = []
+        if plan.decode:
+            parts.append(self._verify_part(plan) if plan.drafting else self._decode_part(plan))
+        if plan.prefill:
+            parts.append(self._prefill_part(plan))
+        return parts
+
+    def _decode_part(self, plan: StepPlan) -> PlannedPart:
+        decoding, steps, key = self._decoding, plan.steps, self._decoding.key
+        assert decoding.longest is not None, "the plan has no decoding row"
+        positions, rows = decoding.longest.num_computed + steps, len(plan.decode)
+        if key is None or key.steps != steps or positions > key.read_blocks * self._block_size:
+            key = decoding.key = self._sizes.decode_key(
+                rows,
+                -(-positions // self._block_size),
+                decoding.full_sampler,
+                steps,
+                masked=decoding.masked,
+            )
+        return PlannedPart(ranges.REPLAY, key, plan.decode, steps * rows, steps * key.size)
+
+    def _verify_part(self, plan: StepPlan) -> PlannedPart:
+        """The part of a step that drafts, after which another row may be longest."""
+        decoding, rows = self._decoding, len(plan.decode)
+        counts = plan.decode_counts or repeat(1, rows)
+        stop = max(r.num_computed + n for r, n in zip(plan.decode, counts, strict=True))
+        if plan.proposes:  # the newest token and all drafts may follow
+            stop += 1 + plan.proposes
+        decoding.changed = True
+        key = self._sizes.decode_key(
+            rows,
+            -(-min(stop, self._most_positions) // self._block_size),
+            decoding.full_sampler,
+            tokens_per_row=plan.tokens_per_row,
+            drafts=plan.proposes,
+            masked=decoding.masked,
+        )
+        tokens = plan.decode_tokens
+        room = tokens + key.size - rows if self._ragged else key.tokens_per_row * key.size
+        return PlannedPart(ranges.VERIFY, key, plan.decode, tokens, room)
+
+    def _prefill_part(self, plan: StepPlan) -> PlannedPart:
+        chunks, tokens = plan.prefill, plan.prefill_tokens
+        stop = max(chunk.start + chunk.count for chunk in chunks)
+        if plan.prompt_drafts:  # the newest token and all drafts may follow
+            stop += 1 + plan.prompt_drafts
+        key = self._sizes.prefill_key(
+            tokens,
+            -(-min(stop, self._most_positions) // self._block_size),
+            any(chunk.request.params.needs_full_sampler for chunk in chunks),
+            drafts=plan.prompt_drafts,
+            masked=any(chunk.samples and chunk.request.matcher is not None for chunk in chunks),
+        )
+        requests = [chunk.request if chunk.samples else None for chunk in chunks]
+        return PlannedPart(ranges.PREFILL, key, requests, tokens, key.size)
+
+
+class _Decoding:
+    """The decoding requests, and values derived from them while none joins or leaves."""
+
+    __slots__ = ("changed", "full_sampler", "key", "longest", "masked", "requests", "rows")
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.rows = [request.row for request in requests if request.row is not None]
+        assert len(self.rows) == len(requests), "a request that decodes holds a row"
+        self.full_sampler = any(request.params.needs_full_sampler for request in requests)
+        self.masked = any(request.matcher is not None for request in requests)
+        self.key: StepKey | None = None
+        self.find_longest()
+
+    def find_longest(self) -> None:
+        """Find the longest row, after verify steps too, which advance rows differently."""
+        self.longest = max(self.requests, key=attrgetter("num_computed"), default=None)
+        self.changed = any(request.num_unsure for request in self.requests)
+        """Whether another row may be longest: in the step after a verify step, and while the host
+        does not know how many tokens one has accepted."""
+        self.key = None

@@ -2,28 +2,189 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import repeat
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from ...profiling import ranges
 from ..bounded_repr import bounded_repr
 from ..errors import StructuredOutputError
+from ..kernels.ops.mask_words import MaskWords
 from ..request import Request, RequestStatus
 from ..scheduling.plan import StepPlan
-from .helper_thread import HelperThread
-from .host_masks import HostMasks
+from .inputs import MaskState
 from .outputs import GrammarEnd
 from .rank_commands import CommandSender
 
-__all__ = ["TokenMasks"]
+__all__ = ["FollowedMasks", "HelperThread", "HostMasks", "TokenMasks"]
+
+
+# A thread that shares lists of tasks with the thread that made it.
+
+T = TypeVar("T")
+
+
+class HelperThread(Generic[T]):
+    """Helps its owner with lists of tasks, one list at a time.
+
+    The owner gives a list with `begin`, does other work, and does with `finish` itself what the
+    thread has not begun: on a busy machine it may wait for a processor for milliseconds. Between
+    two lists the thread references nothing of its owner.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Start the thread, a daemon."""
+        self._work: Callable[[], None] | None = None
+        self._stopped = False
+        self._given, self._helping = threading.Lock(), threading.Lock()
+        self._given.acquire()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def begin(self, do: Callable[[T], object], tasks: Iterable[T]) -> None:
+        """Share tasks; those of the last call are finished. `do` does one and raises nothing."""
+        self._work = partial(_do_all, do, deque(tasks))
+        self._wake()
+
+    def finish(self) -> None:
+        """Do the tasks that are left, and wait for the one that the thread is doing."""
+        if self._work is not None:
+            self._work()
+            with self._helping:
+                self._work = None
+
+    def stop(self) -> None:
+        """Let the thread end."""
+        self._stopped = True
+        self._wake()
+
+    def close(self) -> None:
+        """End the thread."""
+        self.stop()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        if self._given.locked():  # otherwise the thread is waking up
+            self._given.release()
+
+    def _run(self) -> None:
+        while True:
+            self._given.acquire()
+            if self._stopped:
+                return
+            with self._helping:
+                work = self._work
+                if work is not None:
+                    work()
+                del work
+
+
+def _do_all(do: Callable[[T], object], tasks: deque[T]) -> None:
+    while True:
+        try:
+            task = tasks.popleft()
+        except IndexError:
+            return
+        do(task)
+
+
+# Token masks of all rows on the host, and on ranks above 0 their source.
+
+
+class HostMasks:
+    """The masks of `MaskState` as the host writes them; see `MaskState.bits` for their order.
+
+    On a CPU they are those that steps read. For a device that runs asynchronously they are a pinned
+    copy.
+    """
+
+    def __init__(self, state: MaskState, rows: int, *, is_async: bool) -> None:
+        """Write the masks of a state.
+
+        Args:
+            state: the masks on the device.
+            rows: those of the state, the null row included.
+            is_async: whether the device runs steps asynchronously.
+        """
+        self._device = self._host = state.bits
+        if is_async:
+            self._host = torch.full_like(
+                state.bits, -1, device="cpu", pin_memory=state.bits.is_cuda
+            )
+        self.rows = rows
+        self.array: npt.NDArray[np.int32] = self._host.numpy()
+        words = [MaskWords(mask) for mask in self.array]
+        self.of_row = [words[row::rows] for row in range(rows)]
+        """Of each row: the mask after its newest token, after that and a draft, and so on."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy; 0 without one."""
+        return 0 if self._host is self._device else self._host.nbytes
+
+    def allow_all(self, row: int) -> None:
+        """Let a row sample any token."""
+        for mask in self.of_row[row]:
+            mask.allow_all()
+
+    def copy_to_device(self, tokens_per_row: int) -> None:
+        """Issue the copy of the masks of so many tokens of each row, if the device has its own."""
+        if self._host is not self._device:
+            end = tokens_per_row * self.rows
+            self._device[:end].copy_(self._host[:end], non_blocking=True)
+
+
+class FollowedMasks:
+    """The masks of a rank above 0, which rank 0 computes and sends."""
+
+    def __init__(self, masks: HostMasks) -> None:
+        """Write these masks."""
+        self._masks = masks
+        self.receive: Callable[[], None] | None = None
+        """Waits for the masks of the step that is about to run; None: it needs no new ones."""
+
+    def start(self) -> None:
+        """See `MasksThread.start`; rank 0 computes them."""
+
+    def wait(self) -> None:
+        """See `MasksThread.wait`."""
+        receive, self.receive = self.receive, None
+        if receive is not None:
+            receive()
+
+    def write(
+        self,
+        allowed_A: npt.NDArray[np.uint32],
+        index_M: npt.NDArray[np.uint32],
+        masks_MW: npt.NDArray[np.int32],
+        tokens_per_row: int,
+    ) -> None:
+        """Write what rank 0 has sent, and copy it to the device; see `CommandSender.masks`.
+
+        Earlier copies have been made.
+        """
+        for row in allowed_A.tolist():
+            self._masks.allow_all(row)
+        self._masks.array[index_M] = masks_MW
+        self._masks.copy_to_device(tokens_per_row)
+
 
 STEP_SECONDS: Final = 0.05
+
 """Processor time of all masks of a step, for which every request of the step waits. A request may
 be the cause of as much again over all of its steps, before it is ended."""
+
 FREE_SECONDS: Final = 0.001
+
 """Processor time of a mask that is not counted: many rows may have grammars that are not slow."""
 
 

@@ -18,8 +18,7 @@ from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError, MemoryBudgetError
 from ..models.config import ModelConfig
 from ..models.decoder_model import DecoderConfig
-from ..models.families import family_of
-from ..models.family import Json
+from ..models.families import Json, family_of
 from ..models.layout import Source
 from ..models.transformers.config import read_transformers_config
 from . import mxfp4

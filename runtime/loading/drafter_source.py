@@ -17,7 +17,7 @@ from ..models.drafters.block_config import block_config, is_block_drafter
 from ..models.drafters.drafter_config import MOST_DRAFTS, DrafterConfig, DrafterKind
 from ..models.drafters.eagle3_config import Eagle3Parts, eagle3_config, is_eagle3
 from ..models.drafters.mtp_config import has_mtp, is_unused_by_mtp, mtp_config
-from ..models.family import Json
+from ..models.families import Json
 from ..models.plan import model_plan
 from .checkpoint import CONFIG_BYTES, CheckpointReader
 from .checkpoint_files import has_file, read_json_object

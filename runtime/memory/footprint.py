@@ -10,16 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from ...cache.memory.model_footprint import BufferBytes, ModelFootprint
+from ...cache.memory.handler import BufferBytes, ModelFootprint
 from ...cache.spec import LayerGroup
 from ...graphs.buffers import CPU_ALIGNMENT, CUDA_ALIGNMENT, TensorSpec
 from ..errors import ConfigError
-from ..execution.inputs import DraftInputs, EmbedInputs, StepInputs
-from ..execution.mask_state import MaskSizes
+from ..execution.inputs import DraftInputs, EmbedInputs, MaskSizes, RowState, StepInputs
 from ..execution.outputs import OUTPUT_SETS, HostOutputs
 from ..execution.prompt_scorer import PromptScorer, ScoreInputs, slice_tokens
-from ..execution.row_state import RowState
-from ..execution.step_sizes import StepSizes, most_table_updates
+from ..execution.step_key import StepSizes, most_table_updates
 from ..kernels import Experts, Kernels, reference_experts
 from ..kernels.ops.expert_bytes import activation_bytes, converted_bytes
 from ..kernels.ops.experts_operator import opaque_experts

@@ -28,8 +28,7 @@ import torch
 
 from ...cache.memory.device_memory import peak_bytes, resident_bytes
 from ..execution.runner import Runner
-from ..execution.step_key import StepKey
-from ..execution.step_sizes import StepSizes
+from ..execution.step_key import StepKey, StepSizes
 from ..kernels import Kernels
 
 __all__ = ["CapturePeaks", "Phase", "PhaseLog", "StepMemory", "add_scoring", "measure_steps"]

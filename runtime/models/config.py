@@ -5,18 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast, get_args
 
 from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError, ConfigError
 from ..kernels.ops.layer_operations import AttentionTemperature
-from .attention_fields import MULTIPLIERS, read_attention
-from .experts_config import ExpertsConfig
-from .experts_fields import read_experts
-from .families import FAMILIES, family_of
-from .family import Family, Json, LayerType, read_field, read_optional
-from .latent_config import LatentConfig
-from .limits import MOST_SIZE, check_rope, require_layers, require_numbers, require_sizes
+from .families import (
+    FAMILIES,
+    LAYER_TYPES,
+    MOST_SIZE,
+    ExpertsConfig,
+    ExpertTraits,
+    Family,
+    Json,
+    LayerType,
+    check_rope,
+    family_of,
+    read_field,
+    read_optional,
+    require_layers,
+    require_numbers,
+    require_sizes,
+)
 from .rope import UNROTATED, UNSCALED, Rope, RopeScaling, RopeType
 
 __all__ = [
@@ -24,14 +34,346 @@ __all__ = [
     "ExpertsConfig",
     "LatentConfig",
     "LayerType",
+    "MULTIPLIERS",
     "ModelConfig",
     "Rope",
     "RopeScaling",
     "RopeType",
     "config_json_name",
+    "read_attention",
+    "read_experts",
+    "read_ropes",
 ]
 
+
+# The dimensions of multi-head latent attention.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    A token is cached as one vector that all heads share: a latent, from which each head's keys and
+    values are projected, and a key that carries the position. Raises `ConfigError`.
+    """
+
+    q_lora_rank: int | None
+    """Elements that the queries are compressed to; None: they are projected at once."""
+    kv_lora_rank: int
+    """Elements of the latent."""
+    qk_nope_head_dim: int
+    """Elements of a head's queries and keys that are not rotated."""
+    qk_rope_head_dim: int
+    """Elements that are rotated; all heads share those of the key."""
+    v_head_dim: int
+    """Elements of a head's values."""
+    rope_interleave: bool = True
+    """Whether the elements of a rotated pair are neighbours."""
+
+    def __post_init__(self) -> None:
+        names = ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+        if self.q_lora_rank is not None:
+            names.append("q_lora_rank")
+        require_sizes(self, names)
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(
+                f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even: rotary embeddings turn "
+                "pairs of elements"
+            )
+        if self.kv_lora_rank % 2:
+            raise ConfigError(
+                f"kv_lora_rank = {self.kv_lora_rank} must be even: the latents of an 8-bit cache "
+                "are followed by scales of 2 bytes"
+            )
+
+    @property
+    def cached_dim(self) -> int:
+        """Elements that the cache holds of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a head's queries."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+# Reads the keys of a `config.json` that describe rotary positions.
+
+
+def read_ropes(config: Json, family: Family) -> tuple[Rope, Rope | None]:
+    """Return the rotation of the layers and, where a family has two, that of sliding layers.
+
+    Reads `rope_parameters` (transformers 5) or `rope_scaling` with a separate base (4). Raises
+    `CheckpointError` if both are present and contradict each other.
+    """
+    parameters = _rope_object(config, "rope_parameters")
+    scaling = _rope_object(config, "rope_scaling")
+    nested = {name: _rope_object(parameters, name) for name in LAYER_TYPES if name in parameters}
+    if not family.two_ropes:
+        if nested:
+            raise CheckpointError(
+                "rope_parameters must be the same for all layers of "
+                f"{family.architecture}, not by layer type: " + bounded_repr(dict(parameters))
+            )
+        # transformers: outside the object it has priority over what is said inside.
+        first = read_optional(config, "original_max_position_embeddings", int)
+        return _full_rope(config, family, parameters, scaling, first), None
+    if parameters and not nested:
+        raise CheckpointError(
+            f"rope_parameters of {family.architecture} must be by layer type "
+            f"({', '.join(LAYER_TYPES)}), not {bounded_repr(dict(parameters))}"
+        )
+    full, sliding = (nested.get(name, {}) for name in LAYER_TYPES)
+    return (
+        _full_rope(config, family, full, scaling),
+        _rope(config, family, sliding, "rope_local_base_freq"),
+    )
+
+
+def _full_rope(
+    config: Json, family: Family, parameters: Json, scaling: Json, first: int | None = None
+) -> Rope:
+    """Read the rotation of full attention, which either object or both may describe."""
+    rope = _rope(config, family, parameters or scaling, "rope_theta", first)
+    if parameters and scaling:
+        # The base may stand in the newer one only.
+        with_base = {"rope_theta": rope.theta, **scaling}
+        if _rope(config, family, with_base, "rope_theta", first) != rope:
+            raise CheckpointError(
+                f"rope_parameters = {bounded_repr(dict(parameters))} and rope_scaling = "
+                f"{bounded_repr(dict(scaling))} contradict each other: the config must have one of "
+                "them, or both alike"
+            )
+    return rope
+
+
+def _rope_object(config: Json, name: str) -> Json:
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise CheckpointError(f"{name} must be an object, not {bounded_repr(value)}")
+    return value or {}
+
+
+def _rope(
+    config: Json, family: Family, rope: Json, theta_key: str, first: int | None = None
+) -> Rope:
+    """Read one rotation; its base may be outside the object, under `theta_key`.
+
+    `first`: positions of the first training, whatever the object says.
+    """
+    holder = rope if rope.get("partial_rotary_factor") is not None else config
+    partial = read_field(holder, "partial_rotary_factor", float, 1.0)
+    if partial != 1.0 and not family.partial_rotation:
+        raise CheckpointError(
+            f"partial_rotary_factor = {partial} is not supported for {family.architecture}, whose "
+            "heads are rotated as a whole"
+        )
+    theta = read_optional(rope, "rope_theta", float)
+    if theta is None:
+        theta = read_field(config, theta_key, float, 10000.0)
+    return Rope(theta, _rope_scaling(config, rope, first), partial)
+
+
+def _rope_scaling(config: Json, rope: Json, first: int | None) -> RopeScaling:
+    kind = cast(RopeType, rope.get("rope_type") or rope.get("type") or "default")
+    if kind not in get_args(RopeType) or kind == "default":
+        return RopeScaling(type=kind)
+    max_positions = read_field(config, "max_position_embeddings", int)
+    if first is None:
+        first = read_field(rope, "original_max_position_embeddings", int, max_positions)
+    # Without a factor: as many times the first training's context as the model has positions.
+    default = max(1.0, max_positions / max(first, 1)) if kind == "longrope" else None
+    scaling: dict[str, Any] = {
+        "factor": read_field(rope, "factor", float, default),
+        "mscale_all_dim": read_optional(rope, "mscale_all_dim", float),
+    }
+    if kind == "dynamic":
+        scaling["original_max_position_embeddings"] = max_positions
+    elif kind != "linear":
+        scaling["original_max_position_embeddings"] = first
+    if kind == "llama3":
+        for name in ("low_freq_factor", "high_freq_factor"):
+            scaling[name] = read_field(rope, name, float)
+    if kind == "yarn":
+        scaling |= {
+            "beta_fast": read_field(rope, "beta_fast", float, 32.0),
+            "beta_slow": read_field(rope, "beta_slow", float, 1.0),
+            "truncate": read_field(rope, "truncate", bool, True),
+            "mscale": read_optional(rope, "mscale", float),
+        }
+    if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            scaling[name] = _read_factors(rope, name)
+    if kind in ("yarn", "longrope"):
+        scaling["attention_factor"] = read_optional(rope, "attention_factor", float)
+    return RopeScaling(type=kind, **scaling)
+
+
+def _read_factors(rope: Json, name: str) -> tuple[float, ...]:
+    """Read a list of numbers, one for each rotated pair."""
+    values = rope.get(name)
+    if not isinstance(values, list):
+        raise CheckpointError(f"rope {name} must be a list of numbers, not {bounded_repr(values)}")
+    return tuple(read_field({name: value}, name, float) for value in values)
+
+
+# Reads the keys of a `config.json` that describe its layers and their attention.
+
+MULTIPLIERS = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
+
+"""Of Granite; keys of `config.json` and fields of `ModelConfig`."""
+
+
+def read_attention(config: Json, family: Family) -> dict[str, Any]:
+    """Return the fields of a `ModelConfig` that describe the layers and their attention."""
+    num_layers = read_field(config, "num_hidden_layers", int)
+    heads = read_field(config, "num_attention_heads", int)
+    hidden_size = read_field(config, "hidden_size", int)
+    rope, sliding_rope = read_ropes(config, family)
+    layer_types, window = _read_windows(config, family, num_layers)
+    fields: dict[str, Any] = {
+        "num_layers": num_layers,
+        "num_heads": heads,
+        "hidden_size": hidden_size,
+        "max_position_embeddings": read_field(config, "max_position_embeddings", int),
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "partial_rotary_factor": rope.partial,
+        "sliding_rope": sliding_rope,
+        "layer_types": layer_types,
+        "sliding_window": window,
+        "unrotated_layers": tuple(
+            layer for layer in range(num_layers) if family.is_unrotated(config, layer)
+        ),
+        "attention_bias": read_field(config, "attention_bias", bool, False),
+    }
+    if family.multipliers:
+        for name in MULTIPLIERS:
+            fields[name] = read_field(config, name, float, 1.0)
+    if family.clamped_activation:
+        for name in ("swiglu_limit", "swiglu_alpha"):
+            fields[name] = read_field(config, name, float)
+    if family.qk_norm == "unweighted":
+        fields["use_qk_norm"] = read_field(config, "use_qk_norm", bool)
+    if family.tempered and read_field(config, "attn_temperature_tuning", bool):
+        fields["temperature"] = AttentionTemperature(
+            read_field(config, "floor_scale", int), read_field(config, "attn_scale", float)
+        )
+    if family.query_scalar:
+        fields["query_pre_attn_scalar"] = read_field(config, "query_pre_attn_scalar", float)
+    if family.score_softcap:
+        fields["attn_logit_softcapping"] = read_optional(config, "attn_logit_softcapping", float)
+    if family.latent:
+        return fields | _latent_fields(config, family, heads)
+    if config.get("head_dim") is None and heads > 0 and hidden_size % heads:
+        raise CheckpointError(
+            f"hidden_size = {hidden_size} must be a multiple of num_attention_heads = {heads} "
+            "where the config has no head_dim"
+        )
+    fields["num_kv_heads"] = read_field(config, "num_key_value_heads", int, heads)
+    fields["head_dim"] = read_field(config, "head_dim", int, hidden_size // max(heads, 1))
+    return fields
+
+
+def _latent_fields(config: Json, family: Family, heads: int) -> dict[str, Any]:
+    kv_heads = read_field(config, "num_key_value_heads", int, heads)
+    if kv_heads != heads:
+        raise CheckpointError(
+            f"num_key_value_heads = {kv_heads} must be num_attention_heads = {heads}: latent "
+            "attention shares its cache among all heads"
+        )
+    interleave = family.rope_interleaved
+    if interleave is None:
+        interleave = read_field(config, "rope_interleave", bool)
+    latent = LatentConfig(
+        q_lora_rank=read_optional(config, "q_lora_rank", int),
+        kv_lora_rank=read_field(config, "kv_lora_rank", int),
+        qk_nope_head_dim=read_field(config, "qk_nope_head_dim", int),
+        qk_rope_head_dim=read_field(config, "qk_rope_head_dim", int),
+        v_head_dim=read_field(config, "v_head_dim", int),
+        rope_interleave=interleave,
+    )
+    return {"latent": latent, "num_kv_heads": 1, "head_dim": latent.cached_dim}
+
+
+def _read_windows(
+    config: Json, family: Family, num_layers: int
+) -> tuple[tuple[LayerType, ...], int | None]:
+    """Return the type of each layer and the window of those that slide.
+
+    Without types, all layers have full attention.
+    """
+    window = read_optional(config, "sliding_window", int)
+    if family.window_switch and not read_field(config, "use_sliding_window", bool):
+        window = None
+    implied = tuple(LAYER_TYPES[family.is_sliding(config, i)] for i in range(num_layers))
+    listed = config.get("layer_types")
+    if listed is None:
+        types = implied
+    elif not isinstance(listed, list) or not all(name in LAYER_TYPES for name in listed):
+        known = ", ".join(map(repr, LAYER_TYPES))
+        raise CheckpointError(f"layer_types must be a list of {known}, not {bounded_repr(listed)}")
+    elif len(listed) != num_layers:
+        raise CheckpointError(
+            f"layer_types lists {len(listed)} layers, num_hidden_layers = {num_layers}"
+        )
+    else:
+        types = tuple(listed)
+        if types != implied and not family.lists_layer_types:
+            raise CheckpointError(
+                f"layer_types = {bounded_repr(listed)} contradicts {family.architecture}, whose "
+                f"layers are {bounded_repr(list(implied))}"
+            )
+    return (types, window) if "sliding_attention" in types else ((), None)
+
+
+# Reads the keys of a `config.json` that describe mixtures of experts.
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+"""Keys that transformers treats as one."""
+
+
+def read_experts(config: Json, traits: ExpertTraits) -> ExpertsConfig | None:
+    """Return the mixtures of a config; None if no layer has one.
+
+    Raises:
+        CheckpointError: a key is missing, of another type, or describes an unsupported variant.
+        ConfigError: the numbers contradict each other.
+    """
+    layers = read_field(config, "num_hidden_layers", int)
+    dense = traits.dense_layers(config, layers)
+    count = _expert_count(config)
+    if len(dense) == layers or (traits.optional and not count):
+        return None
+    if count is None:
+        raise CheckpointError(f"the config has no {traits.keys.get('num_experts', 'num_experts')}")
+    width = traits.keys.get("moe_intermediate_size", "moe_intermediate_size")
+    return ExpertsConfig(
+        num_experts=count,
+        num_experts_per_tok=read_field(config, "num_experts_per_tok", int),
+        moe_intermediate_size=read_field(config, width, int),
+        dense_layers=dense,
+        **traits.routing(config),
+    )
+
+
+def _expert_count(config: Json) -> int | None:
+    counts = {
+        key: value for key in _COUNTS if (value := read_optional(config, key, int)) is not None
+    }
+    if len(set(counts.values())) > 1:
+        raise CheckpointError(f"the config has different numbers of experts: {counts}")
+    return next(iter(counts.values()), None)
+
+
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
 _DTYPES = ("float32", "bfloat16", "float16")
 
 _CONFIG_JSON_NAMES = {
@@ -40,6 +382,7 @@ _CONFIG_JSON_NAMES = {
     "num_kv_heads": "num_key_value_heads",
     "eos_token_ids": "eos_token_id",
 }
+
 """Field -> its name in `config.json`, where they differ."""
 
 

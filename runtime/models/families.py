@@ -5,17 +5,839 @@ A family is data: the traits of its layers, and the defaults of transformers for
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 from ..bounded_repr import bounded_repr, bounded_text
-from ..errors import CheckpointError
-from . import experts_families, llama4
-from .dense_families import DENSE_FAMILIES, sliding_if_windowed
-from .family import Family, Json, LayerNorms, read_field
-from .mtp_layout import DEEPSEEK_MTP, MIMO_MTP
+from ..errors import CheckpointError, ConfigError
+from ..kernels.ops.expert_operations import Routing
+from .mtp_layout import DEEPSEEK_MTP, MIMO_MTP, MtpLayout
+from .rope import Rope
 
-__all__ = ["FAMILIES", "family_of"]
+__all__ = [
+    "DEEPSEEK_V2",
+    "DEEPSEEK_V3",
+    "DENSE_FAMILIES",
+    "ExpertLayout",
+    "ExpertTraits",
+    "ExpertsConfig",
+    "FAMILIES",
+    "Family",
+    "GPT_OSS",
+    "Json",
+    "LAYER_TYPES",
+    "LLAMA4",
+    "LayerNorms",
+    "LayerType",
+    "MIXTRAL",
+    "MOST_SIZE",
+    "QWEN3_MOE",
+    "check_rope",
+    "family_of",
+    "is_unrotated_llama4",
+    "prepare_llama4",
+    "read_field",
+    "read_optional",
+    "require_layers",
+    "require_numbers",
+    "require_sizes",
+    "sliding_if_windowed",
+]
+
+
+# Ranges of the numbers that describe a model: wide enough for any real one, and finite.
+
+_MOST_LAYERS = 4096
+
+MOST_SIZE = 2**31 - 1
+
+"""Of any other dimension, and of positions: a product of two fits 64 bits."""
+
+_LEAST_NUMBER, _MOST_NUMBER = 1e-18, 1e18
+
+"""Of scales and caps: float32 holds their squares."""
+
+
+def require_layers(num_layers: int) -> None:
+    """Raise `ConfigError` for a number of layers that no model has."""
+    if not 1 <= num_layers <= _MOST_LAYERS:
+        bound = "at least 1" if num_layers < 1 else f"at most {_MOST_LAYERS}"
+        raise ConfigError(f"num_layers = {bounded_repr(num_layers)} must be {bound}")
+
+
+def require_sizes(config: object, names: Iterable[str]) -> None:
+    """Raise `ConfigError` for a field of a model's config that cannot be a dimension."""
+    for name in names:
+        value = getattr(config, name)
+        if not 1 <= value <= MOST_SIZE:
+            bound = "at least 1" if value < 1 else f"at most {MOST_SIZE}"
+            raise ConfigError(f"{name} = {bounded_repr(value)} must be {bound}")
+
+
+def require_numbers(config: object, names: Iterable[str]) -> None:
+    """Raise `ConfigError` for a scale or cap, where the config has one, that is out of range."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+            raise ConfigError(
+                f"{name} = {value} must be a number from {_LEAST_NUMBER} to {_MOST_NUMBER}"
+            )
+
+
+def check_rope(rope: Rope, head_dim: int) -> None:
+    """Raise `ConfigError` for a rotation of heads of `head_dim` elements that cannot be computed.
+
+    A base below 1 has frequencies that overflow float32.
+    """
+    scaling, dim = rope.scaling, rope.dim(head_dim)
+    yarn = scaling.type == "yarn"
+    if not (1 <= rope.theta < math.inf) or (yarn and rope.theta == 1):
+        bound = "above 1 for yarn scaling" if yarn else "a number of at least 1"
+        raise ConfigError(f"rope_theta = {rope.theta} must be {bound}")
+    if not 0 < rope.partial <= 1 or dim == 0:
+        raise ConfigError(
+            f"partial_rotary_factor = {rope.partial} must be above 0 and at most 1, and rotate at "
+            f"least one of head_dim = {head_dim} elements"
+        )
+    if scaling.type == "dynamic" and dim <= 2:
+        raise ConfigError(
+            f"dynamic rope scaling needs more than 2 rotated elements of a head, not {dim}"
+        )
+    if scaling.type == "longrope":
+        pairs = (dim + 1) // 2
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(scaling, name)
+            if len(factors) != pairs:
+                raise ConfigError(
+                    f"rope {name} lists {len(factors)} factors, but {pairs} pairs of elements of a "
+                    "head are rotated"
+                )
+
+
+# The dimensions and the routing of a mixture of experts.
+
+_MOST_EXPERTS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP (Shazeer et al. 2017). Raises `ConfigError`."""
+
+    num_experts: int
+    """Experts that the router chooses from."""
+    num_experts_per_tok: int
+    """Experts that it chooses for a token."""
+    moe_intermediate_size: int
+    """Width of an expert."""
+    n_shared_experts: int = 0
+    """Experts that every token uses in addition."""
+    scores: Literal["softmax", "sigmoid", "softmax_chosen"] = "softmax"
+    """As `Routing.scores`."""
+    norm_topk_prob: bool = False
+    """Whether the scores of a token's experts are divided by their sum."""
+    routed_scaling_factor: float = 1.0
+    """Factor of the scores."""
+    n_group: int = 1
+    """Groups of consecutive experts."""
+    topk_group: int = 1
+    """Groups that a token chooses from."""
+    group_score: Literal["max", "top_2_sum"] = "max"
+    """As `Routing.group_score`."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with an MLP."""
+
+    def __post_init__(self) -> None:
+        require_sizes(
+            self,
+            (
+                "num_experts",
+                "num_experts_per_tok",
+                "moe_intermediate_size",
+                "n_group",
+                "topk_group",
+            ),
+        )
+        require_numbers(self, ("routed_scaling_factor",))
+        for name in ("num_experts", "n_shared_experts"):
+            count = getattr(self, name)
+            if not 0 <= count <= _MOST_EXPERTS:
+                bound = "not be negative" if count < 0 else f"be at most {_MOST_EXPERTS}"
+                raise ConfigError(f"{name} = {count} must {bound}")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok = {self.num_experts_per_tok} must be at most num_experts = "
+                f"{self.num_experts}"
+            )
+        if self.num_experts % self.n_group:
+            raise ConfigError(
+                f"num_experts = {self.num_experts} must be a multiple of n_group = {self.n_group}"
+            )
+        if self.topk_group > self.n_group:
+            raise ConfigError(
+                f"topk_group = {self.topk_group} must be at most n_group = {self.n_group}"
+            )
+        size = self.num_experts // self.n_group
+        if self.num_experts_per_tok > self.topk_group * size:
+            raise ConfigError(
+                f"num_experts_per_tok = {self.num_experts_per_tok} must be at most "
+                f"{self.topk_group * size}, the experts of topk_group = {self.topk_group} groups"
+            )
+        if self.group_score == "top_2_sum" and size < 2:
+            raise ConfigError(
+                f"n_group = {self.n_group} must leave at least 2 of num_experts = "
+                f"{self.num_experts} to a group, whose score is the sum of its two largest"
+            )
+
+    @property
+    def routing(self) -> Routing:
+        """How a token chooses its experts."""
+        return Routing(
+            top_k=self.num_experts_per_tok,
+            scores=self.scores,
+            normalised=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+            groups=self.n_group,
+            top_groups=self.topk_group,
+            group_score=self.group_score,
+        )
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return layer not in self.dense_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """The tensors of a mixture in a checkpoint, with names relative to the layer.
+
+    In names of the tensors of one expert, {} is its number. Other tensors are stacked by expert:
+    `[experts, 2F, D]` and `[experts, D, F]`, gate before up.
+    """
+
+    router: str = "mlp.gate"
+    gate_up: tuple[str, ...] = ("mlp.experts.gate_up_proj",)
+    """Names of gate and up; one if they are one tensor."""
+    down: str = "mlp.experts.down_proj"
+    transposed: bool = False
+    """Whether stacked tensors are `[experts, D, 2F]` and `[experts, F, D]`."""
+    interleaved: bool = False
+    """Whether rows of gate and up alternate."""
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether all experts are one tensor."""
+        return "{}" not in self.down
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertTraits:
+    """The traits of the mixtures of a family."""
+
+    routing: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Returns the fields of `ExpertsConfig` that describe the routing and shared experts, from a
+    `config.json`. Raises `CheckpointError`."""
+    dense_layers: Callable[[Mapping[str, Any], int], tuple[int, ...]] = lambda config, layers: ()
+    """Returns which of so many layers have an MLP. Raises `CheckpointError`."""
+    layouts: tuple[ExpertLayout, ...]
+    """Layouts of checkpoints; the first is that of published ones."""
+    optional: bool = False
+    """Whether a config without experts has an MLP in every layer."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Field of `ExpertsConfig` -> its key in `config.json`, where they differ."""
+    shared: str = ""
+    """Name of the MLP that all tokens use; empty: there is none."""
+    router_bias: bool = False
+    """The router has a bias."""
+    biases: bool = False
+    """Experts have biases: stacked tensors with the suffix `_bias`."""
+    correction: str = ""
+    """Name of the correction of scores for the choice of experts; empty: there is none."""
+    mxfp4: bool = False
+    """Checkpoints may store experts in mxfp4."""
+    scaled_inputs: bool = False
+    """Scores multiply the input of an expert, not its output (Llama 4)."""
+
+
+# What a decoder family is, and readers for the keys of its `config.json`.
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
+
+Json = Mapping[str, Any]
+
+T = TypeVar("T")
+
+_MOST_INT = 2**63 - 1
+
+
+def _unchanged(config: Json) -> Json:
+    return config
+
+
+def _none(config: Json, layer: int) -> bool:
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorms:
+    """The norms of a layer, by their names in a checkpoint; None: the layer has no such norm."""
+
+    input: str | None = "input_layernorm"
+    """Of the hidden states, before attention."""
+    attention_output: str | None = None
+    """Of the output of attention, before the residual addition."""
+    mlp: str | None = "post_attention_layernorm"
+    """Of the hidden states, before the MLP."""
+    mlp_output: str | None = None
+    """Of the output of the MLP, before the residual addition."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The traits of all models of one `model_type`."""
+
+    architecture: str
+    """The class name that checkpoints give."""
+    defaults: Json = field(default_factory=dict)
+    """Optional keys of `config.json`, with the defaults of transformers."""
+    fixed: Json = field(default_factory=dict)
+    """Keys of `config.json` that transformers does not read, with the values it assumes."""
+    prepare: Callable[[Json], Json] = _unchanged
+    """Returns a config with the keys that transformers derives from others. Raises
+    `CheckpointError` for variants of the architecture that are not supported."""
+    is_sliding: Callable[[Json, int], bool] = _none
+    """Whether a layer has a sliding window, if the config does not list `layer_types`."""
+    window_switch: bool = False
+    """Whether `use_sliding_window` of the config switches the window on."""
+    lists_layer_types: bool = False
+    """Whether `layer_types` of the config decides."""
+    is_unrotated: Callable[[Json, int], bool] = _none
+    """Whether queries and keys of a layer are not rotated."""
+    layer_norms: LayerNorms = field(default_factory=LayerNorms)
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Names in a checkpoint of the projections of queries, keys and values; one if fused."""
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Names in a checkpoint of the projections of the MLP to gate and up; one if fused."""
+    down: str = "mlp.down_proj"
+    inner_size_key: str = "intermediate_size"
+    """The key of `config.json` with the width of the MLP."""
+    output_bias: bool = True
+    """Whether the output projection of attention has a bias if q, k and v have one."""
+    mlp_bias: bool = False
+    """Whether the MLP has biases if the config says so."""
+    activation_key: str = "hidden_act"
+    """The key of `config.json` that names the activation of the MLP."""
+    activation: str = "silu"
+    """The activation where the config names none."""
+    qk_norm: Literal["none", "each_head", "all_heads", "unweighted"] = "none"
+    """What is normed of queries and keys before they are rotated: each head of a token by itself,
+    or all its heads together; or each head without weight, in layers with rotation only."""
+    offset_norms: bool = False
+    """Norms multiply by one plus their weight, in float32, and round afterwards."""
+    scaled_embeddings: bool = False
+    """Embeddings are multiplied by the root of the hidden size."""
+    query_scalar: bool = False
+    """Scores are divided by the root of `query_pre_attn_scalar`, not by that of the head size."""
+    multipliers: bool = False
+    """`embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling`
+    apply (Granite)."""
+    score_softcap: bool = False
+    """`attn_logit_softcapping` applies."""
+    logits_softcap: bool = False
+    """`final_logit_softcapping` applies."""
+    two_ropes: bool = False
+    """Sliding layers have rotary parameters of their own."""
+    recomputes_long: bool = False
+    """A sequence that outgrows the first context of a `longrope` is computed anew with the
+    parameters of long sequences."""
+    partial_rotation: bool = False
+    """`partial_rotary_factor` applies: the first elements of a head are rotated."""
+    attention_sinks: bool = False
+    """Each head has an attention sink, a softmax logit without a value (gpt-oss)."""
+    clamped_activation: bool = False
+    """`swiglu_limit` applies: gate and up are clamped, and the activation is
+    (up + 1) * gate * sigmoid(swiglu_alpha * gate) (gpt-oss)."""
+    chunked: bool = False
+    """Tokens of sliding layers attend only to their own chunk, of `sliding_window` positions."""
+    tempered: bool = False
+    """Queries of layers without rotation have a temperature by position (Llama 4)."""
+    latent: bool = False
+    """Multi-head latent attention."""
+    experts: ExpertTraits | None = None
+    """The traits of mixtures of experts, if layers can have them."""
+    mtp: MtpLayout | None = None
+    """Modules for multi-token prediction that checkpoints may hold, which only drafters read."""
+    rope_interleaved: bool | None = False
+    """Whether rotated pairs are neighbours; None: `rope_interleave` of the config says it."""
+
+
+def read_optional(config: Json, name: str, kind: type[T]) -> T | None:
+    """Return a field checked for its type, None if it is absent or null.
+
+    Integers must fit 64 bits, floating-point numbers must be finite.
+    """
+    value = config.get(name)
+    if value is None:
+        return None
+    if kind is float and type(value) is int and abs(value) <= _MOST_INT:
+        value = float(value)
+    if type(value) is not kind:  # not isinstance: to Python, true is an int
+        raise CheckpointError(f"{name} must be of type {kind.__name__}, not {bounded_repr(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CheckpointError(f"{name} = {value} must be a finite number")
+    if isinstance(value, int) and abs(value) > _MOST_INT:
+        raise CheckpointError(f"{name} = {bounded_repr(value)} does not fit 64 bits")
+    return value
+
+
+def read_field(config: Json, name: str, kind: type[T], default: T | None = None) -> T:
+    """Return a field checked for its type; absent and null mean the default, if there is one."""
+    value = read_optional(config, name, kind)
+    if value is None:
+        value = default
+    if value is None:
+        raise CheckpointError(f"the config has no {name}")
+    return value
+
+
+# Decoder families without experts whose configs need more than a few traits.
+
+
+def sliding_if_windowed(config: Json, layer: int) -> bool:
+    """All layers slide if the config has a window."""
+    return config.get("sliding_window") is not None
+
+
+def _three_of_four_slide(config: Json, layer: int) -> bool:
+    return (layer + 1) % 4 != 0
+
+
+def _is_unrotated(config: Json, layer: int) -> bool:
+    """SmolLM3: `no_rope_layers` has a 1 for each layer that is rotated."""
+    listed = config.get("no_rope_layers")
+    if listed is None:
+        interval = read_field(config, "no_rope_layer_interval", int)
+        if interval < 1:
+            raise CheckpointError(f"no_rope_layer_interval = {interval} must be at least 1")
+        return (layer + 1) % interval == 0
+    num_layers = read_field(config, "num_hidden_layers", int)
+    if not isinstance(listed, list) or not all(flag in (0, 1) for flag in listed):
+        raise CheckpointError(
+            "no_rope_layers must be a list with a 1 for each layer that is rotated and a 0 for "
+            f"each other, not {bounded_repr(listed)}"
+        )
+    if len(listed) < num_layers:
+        raise CheckpointError(
+            f"no_rope_layers lists {len(listed)} layers, num_hidden_layers = {num_layers}"
+        )
+    return not listed[layer]
+
+
+def _unrotated_layers_slide(config: Json, layer: int) -> bool:
+    windowed = read_field(config, "use_sliding_window", bool) and sliding_if_windowed(config, layer)
+    return windowed and _is_unrotated(config, layer)
+
+
+def _with_longrope(config: Json) -> Json:
+    """Phi-3: ropes of types `su` and `yarn` are `longrope`; others do not exist."""
+    changed = dict(config)
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
+        if not isinstance(rope, Mapping):
+            continue
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind not in ("default", "longrope", "su", "yarn"):
+            raise CheckpointError(
+                f"rope type {bounded_repr(kind)} is not one of Phi3ForCausalLM: it has 'default' "
+                "and 'longrope'"
+            )
+        changed[name] = {**rope, "rope_type": "default" if kind == "default" else "longrope"}
+    return changed
+
+
+def _dense_granite(config: Json) -> Json:
+    """Granite 4: refuse layers with Mamba or experts."""
+    types = config.get("layer_types")
+    if types is None:
+        types = config.get("layers_block_type")
+    if types is None:
+        raise CheckpointError(
+            "the config has no layer_types, so all layers of GraniteMoeHybridForCausalLM are "
+            "Mamba layers, which are not supported; only 'full_attention' is"
+        )
+    if isinstance(types, list):
+        types = ["full_attention" if name == "attention" else name for name in types]
+        for layer, name in enumerate(types):
+            if name != "full_attention":
+                raise CheckpointError(
+                    f"layer_types has {bounded_repr(name)} for layer {layer}; of "
+                    "GraniteMoeHybridForCausalLM only models whose layers are all "
+                    "'full_attention' are supported"
+                )
+    experts = read_field(config, "num_local_experts", int)
+    if experts != 0:
+        raise CheckpointError(
+            f"num_local_experts = {experts} makes the layers of GraniteMoeHybridForCausalLM "
+            "mixtures of experts, which are not supported; only dense models "
+            "(num_local_experts = 0) are"
+        )
+    read_optional(config, "position_embedding_type", str)
+    return {**config, "layer_types": types}
+
+
+def _without_rope(config: Json, layer: int) -> bool:
+    return config.get("position_embedding_type") != "rope"
+
+
+def _with_end_tokens(config: Json) -> Json:
+    """GLM: without end-of-text tokens, it has those of the published models."""
+    if config.get("eos_token_id") is not None:
+        return config
+    return {**config, "eos_token_id": _GLM["eos_token_id"]}
+
+
+_OLMO: dict[str, Any] = {"eos_token_id": 50279, "rms_norm_eps": 1e-5}
+
+_OLMO2 = Family(
+    architecture="Olmo2ForCausalLM",
+    defaults=_OLMO,
+    layer_norms=LayerNorms(
+        input=None,
+        attention_output="post_attention_layernorm",
+        mlp=None,
+        mlp_output="post_feedforward_layernorm",
+    ),
+    qk_norm="all_heads",
+)
+
+_GRANITE = Family(
+    architecture="GraniteForCausalLM",
+    defaults={"bos_token_id": 1, "eos_token_id": 2},
+    mlp_bias=True,
+    multipliers=True,
+)
+
+_GLM: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-07,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "eos_token_id": [151329, 151336, 151338],
+}
+
+_GLM_FAMILY = Family(
+    architecture="GlmForCausalLM",
+    defaults=_GLM,
+    prepare=_with_end_tokens,
+    gate_up=("mlp.gate_up_proj",),
+    output_bias=False,
+    partial_rotation=True,
+    rope_interleaved=True,
+)
+
+DENSE_FAMILIES: dict[str, Family] = {
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        defaults={
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "rope_theta": 2e6,
+            "use_sliding_window": False,
+            "no_rope_layer_interval": 4,
+        },
+        is_sliding=_unrotated_layers_slide,
+        lists_layer_types=True,
+        is_unrotated=_is_unrotated,
+        mlp_bias=True,
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        defaults={
+            "bos_token_id": 1,
+            "eos_token_id": 32000,
+            "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096,
+        },
+        fixed={"attention_bias": False},
+        prepare=_with_longrope,
+        is_sliding=sliding_if_windowed,
+        qkv=("self_attn.qkv_proj",),
+        gate_up=("mlp.gate_up_proj",),
+        partial_rotation=True,
+        recomputes_long=True,
+    ),
+    "olmo2": _OLMO2,
+    "olmo3": replace(
+        _OLMO2,
+        architecture="Olmo3ForCausalLM",
+        defaults=_OLMO | {"rope_theta": 5e5, "sliding_window": 4096},
+        fixed={"rope_local_base_freq": 5e5},
+        is_sliding=_three_of_four_slide,
+        lists_layer_types=True,
+        two_ropes=True,
+    ),
+    "granite": _GRANITE,
+    "granitemoehybrid": replace(
+        _GRANITE,
+        architecture="GraniteMoeHybridForCausalLM",
+        defaults={
+            **_GRANITE.defaults,
+            "num_local_experts": 8,
+            "shared_intermediate_size": 1024,
+        },
+        prepare=_dense_granite,
+        is_unrotated=_without_rope,
+        gate_up=("shared_mlp.input_linear",),
+        down="shared_mlp.output_linear",
+        inner_size_key="shared_intermediate_size",
+        mlp_bias=False,
+    ),
+    "glm": _GLM_FAMILY,
+    "glm4": replace(
+        _GLM_FAMILY,
+        architecture="Glm4ForCausalLM",
+        layer_norms=LayerNorms(
+            attention_output="post_self_attn_layernorm",
+            mlp="post_attention_layernorm",
+            mlp_output="post_mlp_layernorm",
+        ),
+    ),
+}
+
+"""By `model_type`."""
+
+
+# The mixtures of experts of the supported families, as transformers computes them.
+
+
+def _mixtral(config: Json) -> dict[str, Any]:
+    return {"norm_topk_prob": True}
+
+
+def _qwen3(config: Json) -> dict[str, Any]:
+    return {"norm_topk_prob": read_field(config, "norm_topk_prob", bool)}
+
+
+def _gpt_oss(config: Json) -> dict[str, Any]:
+    return {"scores": "softmax_chosen"}
+
+
+def _llama4(config: Json) -> dict[str, Any]:
+    return {"scores": "sigmoid", "n_shared_experts": 1}
+
+
+def _deepseek(config: Json) -> dict[str, Any]:
+    return {
+        "n_shared_experts": read_field(config, "n_shared_experts", int, 0),
+        "routed_scaling_factor": read_field(config, "routed_scaling_factor", float),
+    }
+
+
+def _deepseek_groups(config: Json) -> dict[str, Any]:
+    return {name: read_field(config, name, int, 1) for name in ("n_group", "topk_group")}
+
+
+def _deepseek_v2(config: Json) -> dict[str, Any]:
+    """transformers 5.23 ignores `norm_topk_prob`."""
+    method = read_field(config, "topk_method", str)
+    if method not in ("greedy", "group_limited_greedy"):
+        raise CheckpointError(
+            f"topk_method = {bounded_repr(method)} is not supported; supported: 'greedy', "
+            "'group_limited_greedy'"
+        )
+    return _deepseek(config) | (_deepseek_groups(config) if method != "greedy" else {})
+
+
+def _deepseek_v3(config: Json) -> dict[str, Any]:
+    """transformers 5.23 ignores `topk_method` and `scoring_func`."""
+    return {
+        **_deepseek(config),
+        **_deepseek_groups(config),
+        "scores": "sigmoid",
+        "norm_topk_prob": read_field(config, "norm_topk_prob", bool),
+        "group_score": "top_2_sum",
+    }
+
+
+def _qwen3_dense(config: Json, layers: int) -> tuple[int, ...]:
+    step, listed = _step(config, "decoder_sparse_step"), _layers(config, "mlp_only_layers")
+    return tuple(i for i in range(layers) if i in listed or (i + 1) % step)
+
+
+def _llama4_dense(config: Json, layers: int) -> tuple[int, ...]:
+    if config.get("moe_layers") is not None:
+        mixtures = _layers(config, "moe_layers")
+        return tuple(i for i in range(layers) if i not in mixtures)
+    step = _step(config, "interleave_moe_layer_step")
+    return tuple(i for i in range(layers) if (i + 1) % step)
+
+
+def _deepseek_dense(config: Json, layers: int) -> tuple[int, ...]:
+    if (every := read_field(config, "moe_layer_freq", int, 1)) != 1:
+        raise CheckpointError(
+            f"moe_layer_freq = {every} is not supported; every layer after the first "
+            "first_k_dense_replace ones must be a mixture of experts (moe_layer_freq = 1)"
+        )
+    first = read_field(config, "first_k_dense_replace", int, 0)
+    return tuple(range(max(0, min(first, layers))))
+
+
+def _step(config: Json, name: str) -> int:
+    step = read_field(config, name, int, 1)
+    if step < 1:
+        raise CheckpointError(f"{name} = {step} must be at least 1")
+    return step
+
+
+def _layers(config: Json, name: str) -> frozenset[int]:
+    value = config.get(name)
+    if value is None:
+        return frozenset()
+    if not isinstance(value, list) or not all(type(layer) is int for layer in value):
+        raise CheckpointError(f"{name} must be a list of layers, not {bounded_repr(value)}")
+    return frozenset(value)
+
+
+_BY_EXPERT = ExpertLayout(
+    gate_up=("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    down="mlp.experts.{}.down_proj.weight",
+)
+
+_STACKED = ExpertLayout()
+
+MIXTRAL = ExpertTraits(
+    routing=_mixtral,
+    layouts=(
+        ExpertLayout(
+            router="block_sparse_moe.gate",
+            gate_up=(
+                "block_sparse_moe.experts.{}.w1.weight",
+                "block_sparse_moe.experts.{}.w3.weight",
+            ),
+            down="block_sparse_moe.experts.{}.w2.weight",
+        ),
+        _STACKED,
+    ),
+    keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+)
+
+QWEN3_MOE = ExpertTraits(
+    routing=_qwen3,
+    dense_layers=_qwen3_dense,
+    optional=True,
+    layouts=(_BY_EXPERT, _STACKED),
+)
+
+GPT_OSS = ExpertTraits(
+    routing=_gpt_oss,
+    layouts=(
+        ExpertLayout(
+            router="mlp.router",
+            gate_up=("mlp.experts.gate_up_proj_blocks",),
+            down="mlp.experts.down_proj_blocks",
+            interleaved=True,
+        ),
+        ExpertLayout(router="mlp.router", transposed=True, interleaved=True),
+    ),
+    keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+    router_bias=True,
+    biases=True,
+    mxfp4=True,
+)
+
+DEEPSEEK_V2 = ExpertTraits(
+    routing=_deepseek_v2,
+    dense_layers=_deepseek_dense,
+    optional=True,
+    layouts=(_BY_EXPERT, _STACKED),
+    keys={"num_experts": "n_routed_experts"},
+    shared="mlp.shared_experts",
+)
+
+DEEPSEEK_V3 = ExpertTraits(
+    routing=_deepseek_v3,
+    dense_layers=_deepseek_dense,
+    optional=True,
+    layouts=(_BY_EXPERT, _STACKED),
+    keys={"num_experts": "n_routed_experts"},
+    shared="mlp.shared_experts",
+    correction="mlp.gate.e_score_correction_bias",
+)
+
+LLAMA4 = ExpertTraits(
+    routing=_llama4,
+    dense_layers=_llama4_dense,
+    layouts=(
+        ExpertLayout(
+            router="feed_forward.router",
+            gate_up=("feed_forward.experts.gate_up_proj",),
+            down="feed_forward.experts.down_proj",
+            transposed=True,
+        ),
+    ),
+    keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+    shared="feed_forward.shared_expert",
+    scaled_inputs=True,
+)
+
+
+# What the layers of Llama 4 derive from its config.
+#
+# Most layers rotate queries and keys and attend within chunks; the others do neither, attend to all
+# previous tokens, and scale queries by their position.
+
+_CHUNKED = "chunked_attention"
+
+
+def prepare_llama4(config: Json) -> Json:
+    """Return the config with `no_rope_layers`, and with chunks as windows of sliding layers.
+
+    Raises:
+        CheckpointError: the keys that describe layers contradict each other.
+    """
+    layers = read_field(config, "num_hidden_layers", int)
+    every = read_field(config, "no_rope_layer_interval", int)
+    if every < 1:
+        raise CheckpointError(f"no_rope_layer_interval = {every} must be at least 1")
+    # In spite of its name, 1 marks a layer with rotation.
+    rotated = config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
+    listed = isinstance(rotated, list) and len(rotated) >= layers
+    if not listed or not all(kind in (0, 1) for kind in rotated):
+        raise CheckpointError(
+            f"no_rope_layers must list 0 or 1 for each of num_hidden_layers = {layers} layers, not "
+            + bounded_repr(rotated)
+        )
+    types = config.get("layer_types")
+    if types is None:
+        types = [_CHUNKED if rotated[i] else "full_attention" for i in range(layers)]
+    known = (_CHUNKED, "full_attention")
+    if not isinstance(types, list) or not all(kind in known for kind in types):
+        raise CheckpointError(
+            f"layer_types must be a list of {', '.join(map(repr, known))}, not "
+            + bounded_repr(types)
+        )
+    chunk = read_optional(config, "attention_chunk_size", int)
+    if _CHUNKED in types and (chunk is None or chunk < 1):
+        raise CheckpointError(
+            f"attention_chunk_size = {chunk} must be at least 1: layer_types has {_CHUNKED!r}"
+        )
+    return {
+        **config,
+        "no_rope_layers": rotated,
+        "layer_types": ["sliding_attention" if t == _CHUNKED else t for t in types],
+        "sliding_window": chunk,
+    }
+
+
+def is_unrotated_llama4(config: Json, layer: int) -> bool:
+    """Whether a layer has no rotation, in a config that `prepare` returned."""
+    return not config["no_rope_layers"][layer]
 
 
 def _sliding_if_used(config: Json, layer: int) -> bool:
@@ -47,6 +869,7 @@ _GEMMA: dict[str, Any] = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+
 _GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     defaults=_GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
@@ -65,11 +888,13 @@ _GEMMA2 = Family(
     score_softcap=True,
     logits_softcap=True,
 )
+
 _QWEN: dict[str, Any] = {
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+
 _QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     defaults=_QWEN | {"num_key_value_heads": 32},
@@ -79,6 +904,7 @@ _QWEN2 = Family(
     lists_layer_types=True,
     output_bias=False,
 )
+
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -157,7 +983,7 @@ FAMILIES: dict[str, Family] = {
         mlp_bias=True,
         latent=True,
         rope_interleaved=True,
-        experts=experts_families.DEEPSEEK_V2,
+        experts=DEEPSEEK_V2,
     ),
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",
@@ -178,7 +1004,7 @@ FAMILIES: dict[str, Family] = {
         },
         latent=True,
         rope_interleaved=None,
-        experts=experts_families.DEEPSEEK_V3,
+        experts=DEEPSEEK_V3,
         mtp=DEEPSEEK_MTP,
     ),
     "mixtral": Family(
@@ -193,7 +1019,7 @@ FAMILIES: dict[str, Family] = {
         },
         fixed={"attention_bias": False},
         is_sliding=sliding_if_windowed,
-        experts=experts_families.MIXTRAL,
+        experts=MIXTRAL,
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
@@ -208,7 +1034,7 @@ FAMILIES: dict[str, Family] = {
         is_sliding=_sliding_if_used,
         window_switch=True,
         qk_norm="each_head",
-        experts=experts_families.QWEN3_MOE,
+        experts=QWEN3_MOE,
     ),
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",
@@ -229,7 +1055,7 @@ FAMILIES: dict[str, Family] = {
         lists_layer_types=True,
         attention_sinks=True,
         clamped_activation=True,
-        experts=experts_families.GPT_OSS,
+        experts=GPT_OSS,
     ),
     "llama4_text": Family(
         architecture="Llama4ForCausalLM",
@@ -249,9 +1075,9 @@ FAMILIES: dict[str, Family] = {
             "floor_scale": 8192,
             "attn_scale": 0.1,
         },
-        prepare=llama4.prepare,
+        prepare=prepare_llama4,
         lists_layer_types=True,
-        is_unrotated=llama4.is_unrotated,
+        is_unrotated=is_unrotated_llama4,
         gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
         down="feed_forward.down_proj",
         inner_size_key="intermediate_size_mlp",
@@ -259,10 +1085,11 @@ FAMILIES: dict[str, Family] = {
         chunked=True,
         tempered=True,
         rope_interleaved=True,
-        experts=experts_families.LLAMA4,
+        experts=LLAMA4,
     ),
     **DENSE_FAMILIES,
 }
+
 """By `model_type`. As in transformers, `attn_logit_softcapping` is ignored for Gemma 3, attention
 biases are ignored for Mistral, and only the logits of the Gemmas are capped."""
 

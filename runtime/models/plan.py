@@ -6,22 +6,532 @@ same input (q, k, v and gate, up) are stacked into one product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
-from ..kernels.ops.layer_operations import Linear, Operation, Residual
+import torch
+
+from ..kernels.ops.expert_operations import Experts
+from ..kernels.ops.expert_selections import ExpertRows, Slice
+from ..kernels.ops.layer_operations import (
+    Activate,
+    ActivationName,
+    Attend,
+    LatentKeys,
+    LatentRotate,
+    LatentToValues,
+    Linear,
+    Norm,
+    Operation,
+    QKNorm,
+    QueriesToLatent,
+    Residual,
+    Rotate,
+)
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
-from .attention_plan import LayerKind, attention
-from .config import ModelConfig, Rope
+from ..kernels.ops.parameter import HeadRows, Parameter, Shape, Source
+from .config import LatentConfig, ModelConfig, Rope
 from .decoder_model import DecoderConfig, PlannedConfig
-from .experts_plan import experts
-from .latent_plan import latent_attention
-from .mlp_plan import gated_mlp
-from .plan_operations import matrix, norm
+from .families import ExpertLayout, ExpertsConfig, ExpertTraits
+from .rope import UNROTATED
 from .sharding import check_ranks, shard_plan
 
-__all__ = ["model_plan", "plan_of", "rope_kinds", "shard_config"]
+__all__ = [
+    "LayerKind",
+    "activate",
+    "attend",
+    "attention",
+    "experts",
+    "gated_mlp",
+    "latent_attention",
+    "linear",
+    "matrix",
+    "model_plan",
+    "no_part",
+    "norm",
+    "plan_of",
+    "rope_kinds",
+    "shard_config",
+    "vector",
+]
+
+
+# Operations of a layer from the names of their tensors in a checkpoint.
+#
+# Names of parameters are ours; names of sources are those of a Hugging Face checkpoint, in a layer
+# relative to the layer.
+
+
+def matrix(ours: str, theirs: str, rows: int, columns: int) -> Parameter:
+    """The weight `[rows, columns]` of one tensor of the checkpoint."""
+    return Parameter(f"{ours}.weight", (Source(f"{theirs}.weight", (rows, columns)),))
+
+
+def vector(ours: str, theirs: str, size: int) -> Parameter:
+    """A vector of the checkpoint."""
+    return Parameter(f"{ours}.weight", (Source(f"{theirs}.weight", (size,)),))
+
+
+def norm(config: ModelConfig, ours: str, theirs: str, *, name: str = "") -> Norm:
+    """A norm of hidden states; `name` is its name in profiles (default: `ours`)."""
+    weight = vector(ours, theirs, config.hidden_size)
+    offset = config.family.offset_norms
+    return Norm(name=name or ours, weight=weight, eps=config.rms_norm_eps, offset=offset)
+
+
+def no_part(part: str) -> bool:
+    """`biased` of a linear layer without biases."""
+    return False
+
+
+def linear(
+    ours: str,
+    parts: dict[str, int],
+    columns: int,
+    biased: Callable[[str], bool] = no_part,
+    *,
+    split: tuple[int, ...] = (),
+    unit: int = 1,
+    part: int | None = None,
+) -> Linear:
+    """A linear layer of `parts` (source -> rows); `biased` selects the parts with a bias."""
+    weight = Parameter(
+        f"{ours}.weight",
+        tuple(Source(f"{source}.weight", (n, columns)) for source, n in parts.items()),
+    )
+    bias = None
+    if any(map(biased, parts)):
+        sources = tuple(
+            Source(f"{source}.bias" if biased(source) else None, (n,))
+            for source, n in parts.items()
+        )
+        bias = Parameter(f"{ours}.bias", sources)
+    name = f"{ours.rpartition('.')[2]}_linear"
+    return Linear(name=name, weight=weight, bias=bias, split=split, unit=unit, part=part)
+
+
+# Grouped-query attention as operations, from the layout of a checkpoint.
+#
+# Kernels rotate elements i and i + head_dim / 2 of a head. Where a model rotates neighbours, or a
+# part of a head, rows of queries and keys are reordered when they are loaded (see `HeadRows`).
+
+
+class LayerKind(NamedTuple):
+    """What the layers of a model can differ in."""
+
+    window: int | None
+    """Tokens that a token attends to; None: all previous tokens."""
+    rope: Rope
+    rope_kind: int
+    """Index of the rotation among those of the model."""
+    mixture: bool = False
+    """Whether it has experts instead of an MLP."""
+
+
+def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
+    """Grouped-query attention (Ainslie et al. 2023), with norms of queries and keys or without."""
+    yield _qkv(config, kind)
+    qk_norm = config.family.qk_norm
+    if qk_norm == "unweighted":
+        if config.norms_rotated and kind.rope != UNROTATED:
+            yield _unweighted_qk_norm(config)
+    elif qk_norm != "none":
+        yield _qk_norm(config, kind)
+    yield Rotate(name="rotate", kind=kind.rope_kind)
+    scale = config.attention_multiplier
+    if scale is None:
+        scale = float((config.query_pre_attn_scalar or config.head_dim) ** -0.5)
+    yield attend(config, kind, scale=scale, value_dim=config.head_dim)
+    biased = config.attention_bias and config.family.output_bias
+    output = {"self_attn.o_proj": config.hidden_size}
+    yield linear("attention.output", output, config.query_size, lambda part: biased)
+
+
+def attend(
+    config: ModelConfig,
+    kind: LayerKind,
+    *,
+    scale: float,
+    value_dim: int,
+    shared_values: bool = False,
+) -> Attend:
+    """The operation that writes and reads the cache."""
+    sinks = Parameter("attention.sinks.weight", (Source("self_attn.sinks", (config.num_heads,)),))
+    return Attend(
+        name="attention",
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        value_dim=value_dim,
+        scale=scale,
+        window=0 if config.family.chunked else kind.window or 0,
+        chunk=kind.window or 0 if config.family.chunked else 0,
+        softcap=config.attn_logit_softcapping or 0.0,
+        sinks=sinks if config.family.attention_sinks else None,
+        temperature=config.temperature if kind.rope == UNROTATED else None,
+        shared_values=shared_values,
+    )
+
+
+def _qkv(config: ModelConfig, kind: LayerKind) -> Linear:
+    """The projection to queries, keys and values of all heads."""
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    weight = Parameter(
+        "attention.qkv.weight", _qkv_sources(config, kind, "weight", (config.hidden_size,))
+    )
+    bias = None
+    if config.attention_bias:
+        bias = Parameter("attention.qkv.bias", _qkv_sources(config, kind, "bias", ()))
+    return Linear(name="qkv_linear", weight=weight, bias=bias, split=heads, unit=config.head_dim)
+
+
+def _qkv_sources(
+    config: ModelConfig, kind: LayerKind, leaf: str, columns: tuple[int, ...]
+) -> tuple[Source, ...]:
+    """The tensors of the projection, or of its bias, with rows ordered for rotation."""
+    names = config.family.qkv
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    rows = [n * config.head_dim for n in heads]
+    reordered = _rows_of_head(config, kind.rope)
+    if len(names) == 1:
+        shape = (sum(rows), *columns)
+        if reordered is None:
+            return (Source(f"{names[0]}.{leaf}", shape),)
+        as_stored = HeadRows(0, 1, config.head_dim, config.head_dim)
+        order = (reordered, reordered, as_stored)
+        starts = (0, rows[0], rows[0] + rows[1])
+        return tuple(
+            Source(f"{names[0]}.{leaf}", shape, replace(part, start=start, heads=n))
+            for part, start, n in zip(order, starts, heads, strict=True)
+        )
+    return tuple(
+        Source(
+            f"{name}.{leaf}",
+            (n * config.head_dim, *columns),
+            None if reordered is None or part == 2 else replace(reordered, heads=n),
+        )
+        for part, (name, n) in enumerate(zip(names, heads, strict=True))
+    )
+
+
+def _rows_of_head(config: ModelConfig, rope: Rope) -> HeadRows | None:
+    """The order of the rows of one head of queries and keys; None: as they are stored."""
+    rotated = rope.rotated_elements(config.head_dim)
+    interleaved = config.family.rope_interleaved is True
+    if not rotated or (rotated == config.head_dim and not interleaved):
+        return None
+    return HeadRows(0, 1, config.head_dim, rotated, interleaved)
+
+
+def _qk_norm(config: ModelConfig, kind: LayerKind) -> QKNorm:
+    all_heads = config.family.qk_norm == "all_heads"
+    order = _rows_of_head(config, kind.rope)
+
+    def weight(name: str, heads: int) -> Parameter:
+        own = heads if all_heads else 1
+        selection = None if order is None else replace(order, heads=own)
+        source = Source(f"self_attn.{name}.weight", (own * config.head_dim,), selection)
+        return Parameter(f"attention.{name}.weight", (source,))
+
+    return QKNorm(
+        name="qk_norm",
+        q=weight("q_norm", config.num_heads),
+        k=weight("k_norm", config.num_kv_heads),
+        eps=config.rms_norm_eps,
+        offset=config.family.offset_norms,
+        all_heads=all_heads,
+    )
+
+
+def _unweighted_qk_norm(config: ModelConfig) -> QKNorm:
+    """A norm without weight, which the model has after the rotation.
+
+    A rotation of amplitude a multiplies a head by a. Its norm with epsilon e is then that of the
+    unrotated head with e / a**2, so `ModelConfig.rope` has amplitude 1 in these layers.
+    """
+
+    def weight(name: str) -> Parameter:
+        return Parameter(f"attention.{name}.weight", (Source(None, (config.head_dim,)),))
+
+    return QKNorm(
+        name="qk_norm",
+        q=weight("q_norm"),
+        k=weight("k_norm"),
+        eps=config.rms_norm_eps / config.rope_scaling.amplitude**2,
+        offset=True,
+    )
+
+
+# The MLP of a decoder layer as operations.
+
+_ACTIVATIONS: dict[str, ActivationName] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def gated_mlp(config: ModelConfig) -> Iterator[Operation]:
+    """A gated MLP (Shazeer 2020, "GLU Variants Improve Transformer")."""
+    family = config.family
+    hidden, inner = config.hidden_size, config.intermediate_size
+
+    def biased(part: str) -> bool:
+        return config.mlp_bias
+
+    rows = 2 * inner // len(family.gate_up)
+    gate_up = dict.fromkeys(family.gate_up, rows)
+    yield linear("gate_up", gate_up, hidden, biased, split=(inner, inner))
+    yield activate(config, inner)
+    yield linear("down", {family.down: hidden}, inner, biased)
+
+
+def activate(config: ModelConfig, features: int) -> Activate:
+    """The activation of an MLP, or of an expert, with so many features."""
+    function = _ACTIVATIONS[config.hidden_act]
+    if not config.swiglu_limit:
+        return Activate(name="activate", function=function, features=features)
+    return Activate(
+        name="activate",
+        function=function,
+        features=features,
+        limit=config.swiglu_limit,
+        alpha=config.swiglu_alpha,
+        up_offset=1.0,
+    )
+
+
+# A mixture of experts as an operation, from the layouts of checkpoints.
+#
+# Shapes: R routed experts, S shared ones, D hidden_size, F width of an expert.
+
+Sources = tuple[Source, ...]
+
+
+def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
+    """The operation of a layer with experts; its value is the sum of theirs."""
+    traits = config.family.experts
+    assert traits is not None, "only families with experts have an `ExpertsConfig`"
+    build = _Builder(config, moe, traits)
+    return Experts(
+        name="experts",
+        router=build.router("weight"),
+        gate_up=build.gate_up(),
+        down=build.down(),
+        routing=moe.routing,
+        activate=activate(config, moe.moe_intermediate_size),
+        router_bias=build.router("bias") if traits.router_bias else None,
+        correction=build.correction(),
+        gate_up_bias=build.gate_up_bias(),
+        down_bias=build.down_bias(),
+        shared=moe.n_shared_experts,
+        scaled_inputs=traits.scaled_inputs,
+    )
+
+
+class _Builder:
+    """Builds the parameters of a mixture."""
+
+    def __init__(self, config: ModelConfig, moe: ExpertsConfig, traits: ExpertTraits) -> None:
+        self.traits = traits
+        self.routed, self.shared = moe.num_experts, moe.n_shared_experts
+        self.hidden, self.width = config.hidden_size, moe.moe_intermediate_size
+        self.shared_bias = config.mlp_bias and self.shared > 0
+
+    def router(self, leaf: str) -> Parameter:
+        shape = (self.routed, self.hidden) if leaf == "weight" else (self.routed,)
+        names = dict.fromkeys(layout.router for layout in self.traits.layouts)
+        candidates = [(Source(f"{name}.{leaf}", shape),) for name in names]
+        exact = leaf == "weight"
+        return _parameter(f"experts.router.{leaf}", shape, candidates)._replace(exact=exact)
+
+    def correction(self) -> Parameter | None:
+        if not self.traits.correction:
+            return None
+        source = Source(self.traits.correction, (self.routed,))
+        return Parameter("experts.correction.weight", (source,), dtype=torch.float32)
+
+    def gate_up(self) -> Parameter:
+        """`[(R + S) * 2F, D]`."""
+        width, shared = self.width, f"{self.traits.shared}."
+        shape = (self.shared * width, self.hidden)
+        always = tuple(
+            Source(f"{shared}{name}.weight", shape, Slice(0, expert * width, width))
+            for expert in range(self.shared)
+            for name in ("gate_proj", "up_proj")
+        )
+        candidates = [(*self._gate_up(layout), *always) for layout in self.traits.layouts]
+        total = self.routed + self.shared
+        whole = (total * 2 * width, self.hidden)
+        return _parameter("experts.gate_up.weight", whole, candidates, 2 * total)
+
+    def _gate_up(self, layout: ExpertLayout) -> Iterator[Source]:
+        """The sources of the routed experts."""
+        width, hidden = self.width, self.hidden
+        if not layout.is_stacked:
+            for expert in range(self.routed):
+                for name in layout.gate_up:
+                    yield Source(name.format(expert), (width, hidden))
+            return
+        (name,) = layout.gate_up
+        stored = (hidden, 2 * width) if layout.transposed else (2 * width, hidden)
+        for rows in _gate_up_rows(self.routed, width, layout):
+            yield Source(name, (self.routed, *stored), rows)
+
+    def down(self) -> Parameter:
+        """`[(R + S) * D, F]`."""
+        width, hidden = self.width, self.hidden
+        always = tuple(
+            Source(
+                f"{self.traits.shared}.down_proj.weight",
+                (hidden, self.shared * width),
+                Slice(1, expert * width, width),
+            )
+            for expert in range(self.shared)
+        )
+        candidates = [(*self._down(layout), *always) for layout in self.traits.layouts]
+        total = self.routed + self.shared
+        whole = (total * hidden, width)
+        return _parameter("experts.down.weight", whole, candidates, total)
+
+    def _down(self, layout: ExpertLayout) -> Iterator[Source]:
+        width, hidden = self.width, self.hidden
+        stored = (width, hidden) if layout.transposed else (hidden, width)
+        for expert in range(self.routed):
+            if layout.is_stacked:
+                rows = ExpertRows(expert, 0, hidden, transposed=layout.transposed)
+                yield Source(layout.down, (self.routed, *stored), rows)
+            else:
+                yield Source(layout.down.format(expert), stored)
+
+    def gate_up_bias(self) -> Parameter | None:
+        """`[(R + S) * 2F]`: of routed experts, or of the shared MLP."""
+        width = self.width
+        if self.traits.biases:
+            layout = self.traits.layouts[0]
+            name, shape = _bias_name(layout.gate_up[0]), (self.routed, 2 * width)
+            rows = _gate_up_rows(self.routed, width, replace(layout, transposed=False))
+            return _bias("gate_up", tuple(Source(name, shape, part) for part in rows))
+        if not self.shared_bias:
+            return None
+        always = (
+            Source(
+                f"{self.traits.shared}.{name}.bias",
+                (self.shared * width,),
+                Slice(0, expert * width, width),
+            )
+            for expert in range(self.shared)
+            for name in ("gate_proj", "up_proj")
+        )
+        return _bias("gate_up", (Source(None, (self.routed * 2 * width,)), *always))
+
+    def down_bias(self) -> Parameter | None:
+        """`[(R + S) * D]`; the first shared expert has the bias of the shared MLP."""
+        hidden = self.hidden
+        if self.traits.biases:
+            name = _bias_name(self.traits.layouts[0].down)
+            sources = tuple(
+                Source(name, (self.routed, hidden), ExpertRows(expert, 0, hidden))
+                for expert in range(self.routed)
+            )
+            return _bias("down", sources)
+        if not self.shared_bias:
+            return None
+        sources = (
+            Source(None, (self.routed * hidden,)),
+            Source(f"{self.traits.shared}.down_proj.bias", (hidden,)),
+            Source(None, ((self.shared - 1) * hidden,)),
+        )
+        return _bias("down", sources)
+
+
+def _gate_up_rows(routed: int, width: int, layout: ExpertLayout) -> Iterator[ExpertRows]:
+    """Yield the rows of each expert's gate and up in a stacked tensor, or its bias."""
+    for expert in range(routed):
+        if layout.interleaved:
+            yield ExpertRows(expert, 0, width, 2, layout.transposed)
+            yield ExpertRows(expert, 1, width, 2, layout.transposed)
+        else:
+            yield ExpertRows(expert, 0, 2 * width, 1, layout.transposed)
+
+
+def _bias_name(weight: str) -> str:
+    return weight.removesuffix("_blocks") + "_bias"
+
+
+def _bias(ours: str, sources: Sources) -> Parameter:
+    size = sum(source.part_shape[0] for source in sources)
+    return _parameter(f"experts.{ours}.bias", (size,), [sources])
+
+
+def _parameter(
+    name: str, shape: Shape, candidates: Sequence[Sources], matrices: int = 1
+) -> Parameter:
+    """A parameter with alternative layouts."""
+    first, *others = candidates
+    return Parameter(name, first, shape, matrices=matrices, alternatives=tuple(others))
+
+
+# Multi-head latent attention as operations.
+
+_LATENT_NORM_EPS = 1e-6
+
+"""Epsilon of the norms inside latent attention, independent of the config."""
+
+
+def latent_attention(
+    config: ModelConfig, kind: LayerKind, latent: LatentConfig
+) -> Iterator[Operation]:
+    """Multi-head latent attention (DeepSeek-V2), with the projections of keys and values absorbed.
+
+    The cache has one vector per token, the normed latent and the rotated key. It is the key of all
+    heads, and its first elements are the value. Instead of projecting each latent to a key, the
+    query is projected to the latent space (q . (W c) = (W^T q) . c). Attention then returns a
+    weighted sum of latents, which is projected to values.
+    """
+    heads, rank, hidden = config.num_heads, latent.kv_lora_rank, config.hidden_size
+    queries = heads * latent.qk_head_dim
+    # A direct query projection (without q_lora_rank) never has a bias.
+    q_part = "self_attn.q_proj" if latent.q_lora_rank is None else "self_attn.q_a_proj"
+    parts = {
+        q_part: latent.q_lora_rank or queries,
+        "self_attn.kv_a_proj_with_mqa": latent.cached_dim,
+    }
+    yield linear(
+        "attention.q_kv",
+        parts,
+        hidden,
+        lambda part: config.attention_bias and part != "self_attn.q_proj",
+        split=(latent.q_lora_rank or queries, rank, latent.qk_rope_head_dim),
+    )
+    if latent.q_lora_rank is not None:
+        q_norm = vector("attention.q_norm", "self_attn.q_a_layernorm", latent.q_lora_rank)
+        yield Norm(name="q_norm", weight=q_norm, eps=_LATENT_NORM_EPS, part=0)
+        up = {"self_attn.q_b_proj": queries}
+        yield linear("attention.q_up", up, latent.q_lora_rank, part=0)
+    yield LatentRotate(
+        name="rotate",
+        heads=heads,
+        nope=latent.qk_nope_head_dim,
+        rope=latent.qk_rope_head_dim,
+        interleaved=latent.rope_interleave,
+        kind=kind.rope_kind,
+    )
+    per_head = latent.qk_nope_head_dim + latent.v_head_dim
+    kv_up = Parameter(
+        "attention.kv_up.weight",
+        (Source("self_attn.kv_b_proj.weight", (heads * per_head, rank)),),
+        (heads, per_head, rank),
+    )
+    keys = latent.qk_nope_head_dim
+    yield QueriesToLatent(name="queries_to_latent", kv_up=kv_up, keys=keys)
+    latent_norm = vector("attention.latent_norm", "self_attn.kv_a_layernorm", rank)
+    yield LatentKeys(name="latent_norm", weight=latent_norm, eps=_LATENT_NORM_EPS)
+    scale = float(latent.qk_head_dim**-0.5) * config.rope_scaling.latent_score_scale
+    yield attend(config, kind, scale=scale, value_dim=rank, shared_values=True)
+    yield LatentToValues(name="latent_to_values", kv_up=kv_up, keys=keys)
+    output = {"self_attn.o_proj": hidden}
+    yield linear(
+        "attention.output", output, heads * latent.v_head_dim, lambda part: config.attention_bias
+    )
 
 
 @lru_cache(maxsize=8)  # thousands of experts have hundreds of thousands of tensors

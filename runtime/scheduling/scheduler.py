@@ -5,10 +5,10 @@ token. The remaining token budget of the step goes to prefill chunks. Requests a
 order of `(priority, arrival)`. Admission allocates the blocks of all known tokens (in
 sliding-window layers those of the next chunk), so most later allocations are for decoding. If no
 block is free, the running request that is last in the order of service is preempted: its blocks are
-swapped to the host, or its tokens are recomputed later (see `preemption.py`).
+swapped to the host, or its tokens are recomputed later (see `step_budget.py`).
 
-A step processes only the requests whose next event is due (see `row_blocks.py`), prefilling
-requests, and the head of the queue. `extra_tokens.py` adds tokens to the decode part.
+A step processes only the requests whose next event is due (see `scheduler.py`), prefilling
+requests, and the head of the queue. `scheduler.py` adds tokens to the decode part.
 
 A sequence that outgrows the context of its rotary parameters can lose its keys and values (see
 `RopeLengths.recompute_above`). It is preempted without a copy, and recomputed at its next
@@ -20,22 +20,670 @@ blocks with the same content (see `cache/kv_cache.py`).
 
 from __future__ import annotations
 
-from ...cache.kv_cache import KVCache
+import heapq
+import sys
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, repeat
+from operator import attrgetter
+
+from ...cache.kv_cache import Admitted, KVCache, TableChange
 from ..request import Request, RequestStatus
 from ..rope_lengths import RopeLengths
-from .admission import AdmissionControl
-from .extra_tokens import ExtraTokens
-from .headroom import Headroom
-from .next_events import NextEvents
-from .plan import Admission, Preemption, RowSpan, StepPlan
-from .preemption import PreemptionPolicy
-from .publishing import Publishing
-from .row_blocks import RowBlocks
-from .running import RunningRequests, order_of
-from .step_budget import StepBudget
-from .waiting import WaitingQueue
+from .plan import Admission, Preemption, RowSpan, StepPlan, TableUpdate
+from .step_budget import PreemptionPolicy, StepBudget
 
-__all__ = ["Scheduler"]
+__all__ = [
+    "AdmissionControl",
+    "ExtraTokens",
+    "Headroom",
+    "NextEvents",
+    "Publishing",
+    "RowBlocks",
+    "RunningRequests",
+    "Scheduler",
+    "WaitingQueue",
+    "order_of",
+]
+
+
+# Blocks that admission reserves for running requests. Does not import torch.
+
+
+class Headroom:
+    """Number of layer groups of each running request that may still need another block.
+
+    A request that holds all blocks that it can use has none.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._blocks: dict[Request, int] = {}  # no zeros
+        self.num_releases = 0
+        """Number of times a request's need fell. While it is unchanged, no sum has fallen."""
+
+    def update(self, request: Request) -> None:
+        """Update the need of a running request after its blocks changed.
+
+        Its last possible token needs no slot: it is sampled, but its keys are never written.
+        """
+        longest = len(request.prompt_ids) + request.max_tokens - 1
+        self._set(
+            request, self._cache.growing_groups(request.id, longest, decodes=request.decoding)
+        )
+
+    def forget(self, request: Request) -> None:
+        """Remove a request that lost its row."""
+        self._set(request, 0)
+
+    def before(self, order: tuple[int, int]) -> int:
+        """Return the blocks to reserve for running requests that are served before `order`."""
+        return sum(blocks for request, blocks in self._blocks.items() if request.order < order)
+
+    def check_integrity(self, rows: dict[Request, int]) -> None:
+        """Assert that all tracked requests have a row."""
+        assert self._blocks.keys() <= rows.keys()
+
+    def _set(self, request: Request, blocks: int) -> None:
+        before = self._blocks.pop(request, 0)
+        if blocks:
+            self._blocks[request] = blocks
+        self.num_releases += blocks < before
+
+
+# Publishes full blocks of running requests in the prefix cache, and withdraws invalid ones.
+#
+# A block is published once launched steps have computed all of its tokens, before their logits are
+# known. A block is verified once finite logits were computed from it. When a request has non-finite
+# logits, the blocks that it computed since its last finite logits are withdrawn. So are the cached
+# blocks that it reused, unless a request has verified them.
+
+
+class Publishing:
+    """The next block that each running request publishes, and its last finite logits."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.num_prompts = 0
+        """Number of times that blocks of a prompt were published."""
+        self._cache = cache
+        self._at: dict[Request, int] = {}  # computed tokens at which its next block is full
+        self._known: dict[Request, int] = {}  # known tokens of running requests at admission
+
+    def admit(self, request: Request) -> None:
+        """Start tracking a request that got a row."""
+        self._known[request] = request.num_tokens
+        if request.prefix_hashes is not None:
+            self._at[request] = self._cache.block_size
+
+    def next_at(self, request: Request) -> int:
+        """Return the number of computed tokens at which a request's next block is full."""
+        return self._at.get(request, sys.maxsize)
+
+    def publish(self, request: Request, *, ends: bool = False) -> None:
+        """Publish the full blocks that launched steps have computed for a running request.
+
+        With `ends`, the logits after its last token will not be read, so that token is excluded.
+        """
+        if request not in self._at:
+            return
+        known = min(request.least_computed, request.num_tokens)
+        verified = self._num_verified(request)
+        if ends and verified:
+            known = min(known, verified)
+        hashes = request.hashes_of(known)
+        if hashes is None:
+            return
+        size = self._cache.block_size
+        self._cache.publish(request.id, hashes, known)
+        if verified:
+            self._cache.verify(request.id, hashes, verified)
+        if known < len(request.prompt_ids) + size:
+            self.num_prompts += 1
+        self._at[request] = (known // size + 1) * size
+
+    def withdraw(self, request: Request) -> None:
+        """Withdraw the unverified blocks of a request with non-finite logits, and stop publishing.
+
+        The request may have been preempted after the step with these logits was launched.
+        """
+        verified = self._num_verified(request)
+        hashes = request.hashes_of(verified)
+        if hashes is None:
+            return
+        self._at.pop(request, None)
+        if verified:
+            self._cache.verify(request.id, hashes, verified)
+        self._cache.withdraw(hashes, verified)
+
+    def leave(self, request: Request) -> None:
+        """Stop tracking a request that loses its row."""
+        self._at.pop(request, None)
+        del self._known[request]
+
+    def forget_contents(self) -> None:
+        """Stop publishing blocks of the requests that run now."""
+        self._at.clear()
+
+    def check_integrity(self, rows: dict[Request, int]) -> None:
+        """Assert that exactly the requests with a row are tracked."""
+        assert self._at.keys() <= self._known.keys() == rows.keys()
+
+    def _num_verified(self, request: Request) -> int:
+        """Return the number of tokens before the request's last finite logits.
+
+        0 if it has no row, or if no token was sampled since it got the row.
+        """
+        sampled = request.num_tokens > self._known.get(request, sys.maxsize)
+        return request.num_tokens - 1 if sampled else 0
+
+
+# Requests with a row, and the phase of each: prefilling, decoding or ending. No torch.
+
+order_of = attrgetter("order")
+
+
+class RunningRequests:
+    """The rows of the decode batch. All lists are in the order of service."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.rows: dict[Request, int] = {}
+        self.free_rows = list(range(max_num_seqs))
+        """A heap: low rows are given first."""
+        self.prefilling: list[Request] = []
+        self.ending: set[Request] = set()
+        """Requests whose launched steps may have sampled all of their tokens."""
+        self._all: list[Request] = []
+        self._decoding: list[Request] = []
+        self._shown: list[Request] | None = []  # a copy of `_decoding`, until that changes
+        self._max_num_seqs = max_num_seqs
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._all)
+
+    @property
+    def last(self) -> Request:
+        """The request that is served last."""
+        return self._all[-1]
+
+    def decoding(self) -> list[Request]:
+        """Return the decoding requests: the same list object until one joins or leaves.
+
+        Steps in flight keep the list that they were launched with.
+        """
+        if self._shown is None:
+            self._shown = self._decoding.copy()
+        return self._shown
+
+    def join(self, request: Request) -> int:
+        """Give a request a row to prefill, and return the row."""
+        row = self.rows[request] = heapq.heappop(self.free_rows)
+        insort(self._all, request, key=order_of)
+        insort(self.prefilling, request, key=order_of)
+        return row
+
+    def begin_decoding(self, request: Request) -> None:
+        """Let a request decode that has been prefilled or has not ended after all."""
+        self.ending.discard(request)
+        insort(self._decoding, request, key=order_of)
+        self._shown = None
+
+    def stop_decoding(self, request: Request) -> None:
+        """Exclude a decoding request from later steps."""
+        self._decoding.remove(request)
+        self._shown = None
+
+    def leave(self, request: Request) -> None:
+        """Free the row of a request in any phase."""
+        self._all.remove(request)
+        if request in self.prefilling:
+            self.prefilling.remove(request)
+        elif request in self.ending:
+            self.ending.remove(request)
+        elif request in self._decoding:
+            self.stop_decoding(request)
+        heapq.heappush(self.free_rows, self.rows.pop(request))
+
+    def check_integrity(self) -> None:
+        """Assert that each row has at most one request, and each request is in one phase."""
+        rows = sorted(self.rows.values())
+        assert sorted(rows + self.free_rows) == list(range(self._max_num_seqs))
+        assert self.rows.keys() == set(self._all)
+        assert len(self.rows) == len(self._all)
+        assert self._all == sorted(self._all, key=order_of)
+        prefilling, decoding = set(self.prefilling), set(self._decoding)
+        assert not prefilling & decoding
+        assert [r for r in self._all if r in prefilling] == self.prefilling
+        assert [r for r in self._all if r in decoding] == self._decoding
+        assert self.ending == set(self._all) - prefilling - decoding
+        assert self._shown is None or self._shown == self._decoding
+
+
+# Decides whether the first waiting request gets blocks, and what it shares. No torch.
+
+
+class AdmissionControl:
+    """Allocates the blocks of waiting requests, unless running ones may need them.
+
+    Running requests that are served before a waiting one must still be able to allocate the next
+    block that they may need. Otherwise it would be preempted one step later. No block is reserved
+    for requests that are served after it, because they are preempted first.
+    """
+
+    def __init__(
+        self, cache: KVCache, running: RunningRequests, publishing: Publishing, headroom: Headroom
+    ) -> None:
+        self._cache = cache
+        self._running = running
+        self._publishing = publishing
+        self._headroom = headroom
+        # The request that was refused last, with the state at that time: siblings to fork from,
+        # prompts published, headroom released, free blocks.
+        self._refused: tuple[Request, int, int, int, int] | None = None
+
+    def admit(self, head: Request, chunk: int) -> Admitted | None:
+        """Allocate the blocks of the first waiting request; None if there are not enough.
+
+        A refused request is not tried again until there are more cached tokens or free blocks.
+        """
+        siblings = self._siblings(head)
+        free = self._cache.num_free_blocks
+        state = (head, len(siblings), self._publishing.num_prompts, self._headroom.num_releases)
+        if self._refused is not None and self._refused[:4] == state and free <= self._refused[4]:
+            return None
+        found = self._cache.admit(
+            head.id,
+            head.num_tokens,
+            chunk=chunk,
+            headroom=self._headroom.before(head.order),
+            hashes=head.hashes_of(head.num_tokens),
+            siblings=siblings,
+            reusable_tokens=head.reusable_tokens,
+        )
+        self._refused = (*state, free) if found is None else None
+        return found
+
+    def waits_for_sibling(self, request: Request) -> bool:
+        """Whether siblings are prefilling the request's prompt and none has finished."""
+        shared = len(request.prompt_ids) - 1
+        running = self._may_fork(request)
+        return bool(running) and all(s.num_computed < shared for s in running)
+
+    def _siblings(self, request: Request) -> list[tuple[str, int]]:
+        """Return the sibling that has computed the request's prompt, and the tokens to share.
+
+        Shares all tokens but the last, whose logits the request needs to sample its own token.
+        """
+        shared = len(request.prompt_ids) - 1
+        return [(s.id, shared) for s in self._may_fork(request) if s.num_computed >= shared]
+
+    def _may_fork(self, request: Request) -> list[Request]:
+        """Return the running requests that a waiting request can fork from, now or later."""
+        if (
+            not request.may_fork
+            or len(request.prompt_ids) == 1
+            or request.reusable_tokens is not None
+            or self._cache.is_swapped(request.id)
+        ):
+            return []
+        return [
+            sibling
+            for sibling in request.siblings
+            if sibling in self._running.rows and sibling.rope_length == request.rope_length
+        ]
+
+
+# The earliest step at which a decoding request needs blocks, shares a block or ends. No torch.
+
+
+class NextEvents:
+    """At most one scheduled step per request; lookup by step and by request."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        """Planned so far; counts each decode step of a launch."""
+        self._due: dict[int, dict[Request, None]] = {}  # step number -> requests
+        self._steps: dict[Request, int] = {}
+
+    def schedule(self, request: Request, step: int) -> None:
+        """Schedule the next event of a request that has none."""
+        assert request not in self._steps, f"request {request.id} is already scheduled"
+        self._steps[request] = step
+        self._due.setdefault(step, {})[request] = None
+
+    def cancel(self, request: Request) -> None:
+        """Remove the scheduled event of a request, if it has one."""
+        step = self._steps.pop(request, None)
+        if step is not None:
+            due = self._due[step]
+            del due[request]
+            if not due:
+                del self._due[step]
+
+    def begin_step(self) -> dict[Request, None] | None:
+        """Begin the next step; remove and return the requests that are due at it, or None."""
+        self.num_steps += 1
+        due = self._due.pop(self.num_steps, None)
+        if due is not None:
+            for request in due:
+                del self._steps[request]
+        return due
+
+    def between(self, first: int, end: int) -> list[Request]:
+        """Return the requests that are due at the steps `first` to `end` - 1."""
+        return [request for step in range(first, end) for request in self._due.get(step, ())]
+
+    def all(self) -> dict[Request, int]:
+        """Return a copy of the scheduled step of each request."""
+        return self._steps.copy()
+
+    def check_integrity(self) -> None:
+        """Assert that both lookups agree."""
+        by_step = {request: step for step, due in self._due.items() for request in due}
+        assert by_step == self._steps
+        assert all(self._due.values()), "a step without requests"
+
+
+# The blocks of running requests, and when each of them needs others. No torch.
+#
+# Most decoding requests need no work per step. The earliest step at which a request can need a
+# block, publish one or sample its last token is known in advance, so its next event is scheduled
+# for that step.
+
+
+class RowBlocks:
+    """Allocates and frees blocks of requests with a row, and writes the changes into plans."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        running: RunningRequests,
+        events: NextEvents,
+        publishing: Publishing,
+        headroom: Headroom,
+    ) -> None:
+        """Change the blocks of `running`, and what the others derive from these."""
+        self._cache, self._running, self._events = cache, running, events
+        self._publishing, self._headroom = publishing, headroom
+
+    def admit(self, plan: StepPlan, request: Request) -> int:
+        """Give an admitted request a row, with the blocks that it has; return the row."""
+        row = self._running.join(request)
+        self._publishing.admit(request)
+        self._headroom.update(request)
+        self._update_tables(plan, request, self._cache.table_of(request.id))
+        return row
+
+    def leave(self, request: Request) -> None:
+        """Take the row of a request, whose blocks the caller frees."""
+        self._running.leave(request)
+        self._events.cancel(request)
+        self._headroom.forget(request)
+        self._publishing.leave(request)
+
+    def grow(self, plan: StepPlan, request: Request, stop: int) -> bool:
+        """Allocate the blocks of tokens up to `stop`, if so many are free."""
+        grown = self._cache.grow(request.id, stop)
+        if grown is None:
+            return False
+        self._update_tables(plan, request, grown)
+        self._headroom.update(request)
+        return True
+
+    def grow_decoding(self, plan: StepPlan, request: Request, tokens: int, count: int) -> bool:
+        """Allocate the blocks of a decoding request's next `tokens`, if so many are free.
+
+        This step computes `count` of them.
+        """
+        stop = request.num_computed + tokens
+        if self._cache.lacking(request.id, stop) > self._cache.num_free_blocks:
+            return False
+        self._events.cancel(request)
+        grown = self.grow(plan, request, stop)
+        assert grown, "there were enough blocks"
+        self.schedule_next(request, count=count)
+        return True
+
+    def slide(self, plan: StepPlan, request: Request) -> None:
+        """Free the blocks that the request's next and later tokens do not read."""
+        dropped = self._cache.slide(request.id, request.least_computed)
+        self._update_tables(plan, request, dropped)
+
+    def schedule_next(self, request: Request, least: int = 1, *, count: int = 1) -> None:
+        """Schedule the next event of a request that decodes from this step on.
+
+        It needs nothing during the first `least` steps. This step computes `count` of its tokens if
+        all drafts are accepted, and each later one a token, unless it verifies drafts too.
+        """
+        tokens = min(self._quiet_until(request) - request.num_computed, request.num_unsampled)
+        self._events.schedule(request, self._events.num_steps + max(least, tokens - count + 1))
+
+    def check_integrity(self) -> None:
+        """Assert that events are in time, and that exactly the decoding requests have one."""
+        self._events.check_integrity()
+        events, ending = self._events.all(), self._running.ending
+        for request in ending:
+            assert request.decoding
+            assert request.reached_max_tokens == (request not in events)
+        assert events.keys() - ending == set(self._running.decoding())
+        for request, number in events.items():
+            tokens = number - self._events.num_steps - 1  # decoded before, if no step verifies
+            assert 0 <= tokens <= request.num_unsampled
+            last = request.num_computed + tokens - 1
+            assert tokens == 0 or last < self._quiet_until(request)
+
+    def _quiet_until(self, request: Request) -> int:
+        """First position whose token requires a change of the request's blocks."""
+        return min(
+            self._cache.quiet_until(request.id),
+            self._publishing.next_at(request),
+            request.outgrown_at,
+        )
+
+    def _update_tables(self, plan: StepPlan, request: Request, changes: list[TableChange]) -> None:
+        if changes:
+            row = self._running.rows[request]
+            for group, column, block in changes:
+                plan.table_updates.append(TableUpdate(group, row, column, block))
+
+
+# Lets decoding rows compute more than one token in a launch. No torch.
+#
+# `verify` makes a plan verify drafts of some rows, as far as blocks and tokens are free: no request
+# is preempted for drafts. The number of accepted tokens is known when the step is committed. Until
+# then blocks are allocated for the largest possible number, and freed or shared for the smallest. A
+# request that may have sampled all of its tokens is not planned; it decodes again if the commit
+# rejects drafts (`Scheduler.fell_short`).
+#
+# With `steps_per_launch` a plan decodes that many tokens per row if no request prefills, no row
+# follows a grammar (its next token needs the one before), every row has that many tokens to go, and
+# the blocks for them are free. Otherwise it decodes one token per row. So the last tokens of a
+# request are decoded one per launch, and no request is preempted for tokens of later steps. Waiting
+# requests do not prevent such launches. They wait longer, because a row that ends within a launch
+# is freed only after it.
+
+
+class ExtraTokens:
+    """Adds tokens to a plan of one decode step, for which there are blocks without preemption."""
+
+    def __init__(
+        self, cache: KVCache, blocks: RowBlocks, events: NextEvents, max_batch_tokens: int
+    ) -> None:
+        """Plan at most `max_batch_tokens` tokens in a step."""
+        self._cache, self._blocks, self._events = cache, blocks, events
+        self._max_batch_tokens = max_batch_tokens
+
+    def verify(self, plan: StepPlan, drafts: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
+        """Let the decoding rows of a plan verify drafts, those that there is room for.
+
+        Args:
+            plan: the current plan, of one decode step.
+            drafts: of each of `plan.decode`; may be empty.
+            sizes: the tokens per row that verify steps of so many rows exist for, ascending.
+        """
+        assert plan.steps == 1
+        spare = self._max_batch_tokens - plan.prefill_tokens - len(plan.decode)
+        kept = [
+            own[: self._room_for(plan, request, min(len(own), spare // len(plan.decode)))]
+            for request, own in zip(plan.decode, drafts, strict=True)
+        ]
+        counts = [1 + len(own) for own in kept]
+        if (most := max(counts)) > 1:
+            plan.drafts, plan.decode_counts = kept, counts
+            plan.tokens_per_row = next(size for size in sizes if size >= most)
+
+    def propose(self, plan: StepPlan, drafts: int, group: int) -> None:
+        """Let a drafter propose `drafts` tokens for each decoding row of a plan.
+
+        It stores their keys and values in blocks of a layer group. A row for which too few of them
+        are free gets fewer drafts (`StepPlan.draft_stops`).
+        """
+        size = self._cache.block_size
+        stops = []
+        for request, count in zip(
+            plan.decode, plan.decode_counts or repeat(1, len(plan.decode)), strict=True
+        ):
+            ahead = _next_count(request, count + drafts + 1)
+            table = self._cache.block_table(request.id, group)
+            if ahead > count and request.num_computed + ahead > len(table) * size:
+                self._blocks.grow_decoding(plan, request, ahead, count)
+            stops.append(len(table) * size)
+        plan.proposes, plan.draft_stops = drafts, stops
+
+    def propose_after_prompts(self, plan: StepPlan, drafts: int, group: int) -> None:
+        """Let a drafter propose `drafts` tokens after each prompt that ends in a plan.
+
+        As `propose`. Siblings share the blocks of their prompt, so that none are added for drafts.
+        """
+        cache = self._cache
+        for index, chunk in enumerate(plan.prefill):
+            if not chunk.samples:
+                continue
+            request, end = chunk.request, chunk.start + chunk.count
+            table = cache.block_table(request.id, group)
+            stop = min(end + min(drafts + 1, request.num_unsampled - 1), request.outgrown_at)
+            lacking = 0 if request.siblings else cache.lacking(request.id, stop)
+            if 0 < lacking <= cache.num_free_blocks:
+                grown = self._blocks.grow(plan, request, stop)
+                assert grown, "there were enough blocks"
+            plan.prefill[index] = replace(chunk, draft_stop=len(table) * cache.block_size)
+        plan.prompt_drafts = drafts
+
+    def decode_several(self, plan: StepPlan, steps: int) -> None:
+        """Let a plan without prefill decode `steps` tokens per row, if every row can.
+
+        A request without an event before the end of these steps has enough tokens and blocks.
+        """
+        if any(request.matcher is not None for request in plan.decode):
+            return
+        events, cache, first = self._events, self._cache, self._events.num_steps
+        soon = events.between(first + 1, first + steps)
+        lacking = 0
+        for request in soon:
+            if _next_count(request, steps) < steps:
+                return
+            lacking += cache.lacking(request.id, request.num_computed + steps)
+        if lacking > cache.num_free_blocks:
+            return
+        for request in soon:
+            events.cancel(request)
+            grown = self._blocks.grow(plan, request, request.num_computed + steps)
+            assert grown, "there were enough blocks"
+            self._blocks.schedule_next(request, steps)
+        plan.steps = steps
+        events.num_steps += steps - 1
+
+    def _room_for(self, plan: StepPlan, request: Request, drafts: int) -> int:
+        """Return how many drafts a decoding request of the plan verifies; allocate their blocks."""
+        count = _next_count(request, 1 + drafts) if drafts > 0 else 1
+        if count <= 1:
+            return 0
+        return count - 1 if self._blocks.grow_decoding(plan, request, count, count) else 0
+
+
+def _next_count(request: Request, most: int) -> int:
+    """Return the number of tokens that a decoding request can compute next, at most `most`."""
+    return min(most, request.num_unsampled, request.outgrown_at - request.num_computed)
+
+
+# The requests without a row: waiting ones in the order of service, and paused ones. No torch.
+
+
+def _is_alive(request: Request) -> bool:
+    return request.status is not RequestStatus.FINISHED
+
+
+class WaitingQueue:
+    """A heap by `Request.order`. Ended requests are removed later, in batches."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], Request]] = []
+        self._num_alive = 0  # in the heap
+        self.paused: set[Request] = set()
+        """Requests that have not ended and that `head` does not return until they are resumed."""
+
+    def __len__(self) -> int:
+        """Number of requests that have not ended and are not paused."""
+        return self._num_alive
+
+    def __iter__(self) -> Iterator[Request]:
+        """The requests that have not ended, in any order, paused ones included."""
+        alive = (request for _, request in self._heap if _is_alive(request))
+        return chain(alive, self.paused)
+
+    def push(self, request: Request) -> None:
+        """Add a request, which may be paused."""
+        if request.paused:
+            self.paused.add(request)
+            return
+        heapq.heappush(self._heap, (request.order, request))
+        self._num_alive += 1
+
+    def pause(self, request: Request) -> None:
+        """Set a waiting request aside."""
+        self._heap = [entry for entry in self._heap if entry[1] is not request]
+        heapq.heapify(self._heap)
+        self._num_alive -= 1
+        self.paused.add(request)
+
+    def resume(self, request: Request) -> None:
+        """Let a paused request wait again."""
+        self.paused.remove(request)
+        self.push(request)
+
+    def head(self) -> Request | None:
+        """Return the first request in the order of service, or None."""
+        while self._heap:
+            request = self._heap[0][1]
+            if _is_alive(request):
+                return request
+            heapq.heappop(self._heap)
+        return None
+
+    def pop(self) -> None:
+        """Remove the head."""
+        assert self.head() is not None, "the queue is empty"
+        heapq.heappop(self._heap)
+        self._num_alive -= 1
+
+    def drop_ended(self, request: Request) -> None:
+        """Remove a request that has ended."""
+        if request in self.paused:
+            self.paused.remove(request)
+            return
+        self._num_alive -= 1
+        if len(self._heap) > 2 * self._num_alive + 64:
+            self._heap = [entry for entry in self._heap if _is_alive(entry[1])]
+            heapq.heapify(self._heap)
+
+    def check_integrity(self) -> None:
+        """Assert that the count is right, and that exactly the paused requests are set aside."""
+        assert sum(1 for _ in self) == self._num_alive + len(self.paused)
+        assert all(_is_alive(request) for request in self.paused)
+        assert all(request.paused == (request in self.paused) for request in self)
 
 
 class Scheduler:
@@ -193,7 +841,7 @@ class Scheduler:
     def withdraw(self, request: Request) -> None:
         """Withdraw the blocks that a request's non-finite logits may come from.
 
-        The request is about to end, and may have been preempted. See `publishing.py`.
+        The request is about to end, and may have been preempted. See `scheduler.py`.
         """
         self._publishing.withdraw(request)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..engine.engine import Engine
-from ..engine.engine_metrics import EngineCounters
+from ..engine.engine_stats import EngineCounters
 from ..errors import (
     ConfigError,
     EngineClosedError,

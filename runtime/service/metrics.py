@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
-from ..engine.engine_metrics import EngineGauges
+from ..engine.engine_stats import EngineGauges
 from .async_engine import AsyncEngine
 from .health import Phase
 from .metric_definitions import METRICS, PREFIX, VLLM_PREFIX, Metric

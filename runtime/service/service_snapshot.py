@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...profiling.timeline import Timeline
-from ..engine.engine_metrics import EngineCounters, EngineGauges
+from ..engine.engine_stats import EngineCounters, EngineGauges
 from ..errors import EngineClosedError
 from .health import Health
 

@@ -2,18 +2,544 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import NamedTuple, Protocol
 
-from .acceptance import AHEAD, Acceptance
-from .guess import NOTHING, Guess
-from .pause import Pause
-from .shared_outputs import SharedOutputs
-from .suffix_index import MAX_MATCH, Draft
+from .config import MAX_DRAFTS
 
-__all__ = ["MAX_INDEXED_TOKENS", "Proposer", "RequestDrafter"]
+__all__ = [
+    "AHEAD",
+    "Acceptance",
+    "Draft",
+    "DrafterAcceptance",
+    "Guess",
+    "MAX_CANDIDATES",
+    "MAX_INDEXED_TOKENS",
+    "MAX_MATCH",
+    "MAX_PAUSE",
+    "MAX_SALTS",
+    "MAX_SHARED_TOKENS",
+    "NOTHING",
+    "Pause",
+    "PositionAcceptance",
+    "Proposer",
+    "RequestDrafter",
+    "RowDrafts",
+    "SharedOutputs",
+    "SuffixIndex",
+]
+
+
+# Finds what followed earlier occurrences of the newest tokens of a sequence. No torch.
+#
+# The index maps each n-gram to the position after its latest occurrence, and each such position to
+# the one before it. A lookup walks this chain, newest first, and compares backwards:
+#
+#     0 1 2 3 4 5 6 7 8 9             n = 2, newest tokens (b c)
+#     a b c d x b c e b c             chain of (b c): 7, 3
+#                                     at 7: matched 2 (x b c and e b c differ), continues e b c ...
+#                                     at 3: matched 2, continues d x b ...
+#
+# Each draft is the token that most of the longest matches continue with, the latest of them at a
+# tie, and the matches that continue otherwise are dropped. A match that reaches the end of the
+# sequence continues with the drafts themselves, so that a loop is drafted to any length.
+
+MAX_MATCH = 32
+
+"""Longer matches count as this long."""
+
+MAX_CANDIDATES = 8
+
+"""Occurrences that a lookup compares, the latest ones."""
+
+_NONE = 0
+
+"""No position follows an n-gram at 0."""
+
+
+class Draft(NamedTuple):
+    """Drafted tokens, and how each of them was found."""
+
+    tokens: list[int]
+    matched: int
+    """Tokens before the first draft that the occurrence shares, at most `MAX_MATCH`."""
+    agreed: list[bool]
+    """Whether all occurrences that the drafts so far agree with continue with this draft."""
+
+
+class SuffixIndex:
+    """An index of one sequence that grows. Takes 150 to 400 bytes a token."""
+
+    def __init__(self, least_match: int, candidates: int = MAX_CANDIDATES) -> None:
+        """Index n-grams of `least_match` tokens, and compare at most `candidates` occurrences."""
+        assert least_match >= 1
+        assert candidates >= 1
+        self.tokens: list[int] = []
+        self._n = least_match
+        self._candidates = candidates
+        self._latest: dict[tuple[int, ...], int] = {}  # n-gram -> position after it
+        self._previous: list[int] = []  # position after an n-gram -> that after the one before
+
+    def append(self, token: int) -> None:
+        """Append a token: the n-gram that ends before it now has a continuation."""
+        self.extend([token])
+
+    def extend(self, tokens: list[int]) -> None:
+        """Append tokens."""
+        known, n = self.tokens, self._n
+        first = max(len(known), n)
+        self._previous += [_NONE] * (min(len(known) + len(tokens), n) - len(known))
+        known += tokens
+        latest, previous = self._latest, self._previous
+        grams = zip(*(known[first - n + i : i - n] for i in range(n)), strict=True)
+        for position, gram in enumerate(grams, first):
+            previous.append(latest.get(gram, _NONE))
+            latest[gram] = position
+
+    def forget(self) -> None:
+        """Drop all tokens."""
+        self.tokens.clear()
+        self._latest.clear()
+        self._previous.clear()
+
+    def propose(self, most: int) -> Draft | None:
+        """Return at most `most` drafts; None if the newest tokens have not occurred before."""
+        tokens, n = self.tokens, self._n
+        if tuple(tokens[-n:]) not in self._latest:  # mostly, where nothing repeats
+            return None
+        found, matched = self._find(tokens[-max(MAX_MATCH, n) :])
+        return self._continued(found, matched, most) if found else None
+
+    def propose_after(self, newest: list[int], most: int, separator: int) -> Draft | None:
+        """Return what followed the last of `newest`, tokens of another sequence.
+
+        Drafts end before a separator, and where the tokens of the index end.
+        """
+        found, matched = self._find(newest, separator)
+        return self._continued(found, matched, most, separator) if found else None
+
+    def _find(self, newest: list[int], separator: int | None = None) -> tuple[list[int], int]:
+        """Return the positions after the longest matches with the end of `newest`; their length.
+
+        Matches before a separator do not count.
+        """
+        tokens, n = self.tokens, self._n
+        if len(newest) < n:
+            return [], 0
+        position = self._latest.get(tuple(newest[-n:]), _NONE)
+        found: list[int] = []
+        best, left, longest = n, self._candidates, len(newest)
+        tail = newest[-best:]
+        while position != _NONE and left:
+            if tokens[position - best : position] == tail and tokens[position] != separator:
+                matched, most = best, min(longest, position)
+                while matched < most and tokens[position - matched - 1] == newest[-matched - 1]:
+                    matched += 1
+                if matched > best:
+                    best, tail, found = matched, newest[-matched:], []
+                found.append(position)
+            position = self._previous[position]
+            left -= 1
+        return found, best
+
+    def _continued(
+        self, positions: Sequence[int], matched: int, most: int, separator: int | None = None
+    ) -> Draft:
+        """Return the drafts that the occurrences agree on; see the top of this file.
+
+        Without a separator, drafts follow the end of the sequence.
+        """
+        tokens, end = self.tokens, len(self.tokens)
+        following = tokens[positions[0] : positions[0] + most]
+        if (
+            len(following) == most
+            and separator not in following
+            and all(tokens[p : p + most] == following for p in positions[1:])
+        ):
+            return Draft(following, matched, [True] * most)
+        drafts: list[int] = []
+        agreed: list[bool] = []
+        for done in range(most):
+            if separator is None:
+                following = [
+                    tokens[p + done] if p + done < end else drafts[p + done - end]
+                    for p in positions
+                ]
+            else:
+                positions = [
+                    p for p in positions if p + done < end and tokens[p + done] != separator
+                ]
+                if not positions:
+                    break
+                following = [tokens[p + done] for p in positions]
+            token = following[0]
+            unanimous = following.count(token) == len(following)
+            if not unanimous:
+                token = max(following, key=following.count)  # the first, hence latest, of them
+                positions = [p for p, t in zip(positions, following, strict=True) if t == token]
+            drafts.append(token)
+            agreed.append(unanimous)
+        return Draft(drafts, matched, agreed)
+
+
+# Measured acceptance of drafts, by how they were found. No torch.
+#
+# A draft is counted whether or not a step verifies it: once its row has sampled the token in its
+# place, that token says whether it would have been accepted. So rows that verify nothing keep
+# measuring, at the cost of a comparison.
+
+AHEAD = 2
+
+"""Times as many drafts are proposed as a step verifies, so that searches can be left out."""
+
+_LONGEST = (3, 5, 8, 16)
+
+"""Matches of at most so many tokens are counted together; longer ones are the last class."""
+
+_CLASS_OF = tuple(
+    2 * bisect_left(_LONGEST, length) for length in range(MAX_MATCH + AHEAD * MAX_DRAFTS + 1)
+)
+
+"""Class by length of match: even where occurrences differ, the next odd number where they agree."""
+
+_FIRST_RATES = (0.1, 0.15, 0.15, 0.3, 0.3, 0.5, 0.4, 0.7, 0.5, 0.85)
+
+"""Acceptance assumed for each class before any is measured."""
+
+_FIRST_WEIGHT = 4.0
+
+"""Drafts that an assumed rate counts as, and the rate of all rows in that of a row."""
+
+_MOST_TRIALS = 64.0
+
+"""Drafts after which counts are halved, so that a row that changes is noticed."""
+
+
+class Acceptance:
+    """Acceptance rates of a proposer, or of one row, which begins with those of its proposer."""
+
+    def __init__(self, everywhere: Acceptance | None = None) -> None:
+        """Measure one row, and `everywhere` together with it; None: all rows."""
+        self._everywhere = everywhere
+        self._trials = [0.0 if everywhere else _FIRST_WEIGHT for _ in _FIRST_RATES]
+        self._hits = [0.0 if everywhere else _FIRST_WEIGHT * rate for rate in _FIRST_RATES]
+
+    def rate(self, kind: int) -> float:
+        """Return the expected acceptance of a draft of a class, if those before it are accepted."""
+        if self._everywhere is None:
+            return self._hits[kind] / self._trials[kind]
+        prior = _FIRST_WEIGHT * self._everywhere.rate(kind)
+        return (self._hits[kind] + prior) / (self._trials[kind] + _FIRST_WEIGHT)
+
+    def chances(self, draft: Draft) -> list[float]:
+        """Return, for each draft, the probability that it is accepted and all before it are."""
+        chance, chances, rate, last = 1.0, [], 0.0, -1
+        for length, agreed in enumerate(draft.agreed, draft.matched):
+            kind = _CLASS_OF[length] + agreed
+            if kind != last:  # mostly the same as for the draft before
+                rate, last = self.rate(kind), kind
+            chance *= rate
+            chances.append(chance)
+        return chances
+
+    def judge(self, draft: Draft, tokens: list[int]) -> None:
+        """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
+        hits = 0
+        last = -1
+        for length, agreed, drafted, token in zip(
+            count(draft.matched), draft.agreed, draft.tokens, tokens, strict=False
+        ):
+            kind = _CLASS_OF[length] + agreed
+            if kind != last:  # mostly the same as for the draft before
+                self._count(last, hits, hits)
+                hits, last = 0, kind
+            if drafted != token:
+                self._count(kind, hits + 1, hits)
+                return
+            hits += 1
+        self._count(last, hits, hits)
+
+    def _count(self, kind: int, trials: int, hits: int) -> None:
+        if not trials:
+            return
+        if self._trials[kind] >= _MOST_TRIALS:
+            self._trials[kind] /= 2
+            self._hits[kind] /= 2
+        self._trials[kind] += trials
+        self._hits[kind] += hits
+        if self._everywhere is not None:
+            self._everywhere._count(kind, trials, hits)
+
+
+# Measured acceptance of a drafter's proposals. No torch.
+#
+# By the probability that the drafter gave each of them, once the host has read it; before, by the
+# number of the draft and by row.
+
+_CLASSES = 10
+
+"""Of probabilities: 0 to 0.1, 0.1 to 0.2, ..."""
+
+_PRIOR_WEIGHT = 8.0
+
+"""Drafts that the first rates count as: a drafter is assumed to know how often it is right."""
+
+_MOST_SHARED_TRIALS = 256.0
+
+"""Drafts after which counts are halved, so that a change is noticed."""
+
+_FIRST_RATE, _RATE_WEIGHT, _MOST_ROW_TRIALS = 0.6, 4.0, 16.0
+
+"""By number: the rate assumed for the first draft, the drafts that an assumed rate counts as, and
+the drafts of a row after which its counts are halved. For later drafts the rate of the draft before
+is assumed, for a row that of all rows."""
+
+
+class DrafterAcceptance:
+    """Acceptance rates of all rows together."""
+
+    def __init__(self) -> None:
+        """Start with the middle of each class."""
+        self._trials = [_PRIOR_WEIGHT] * _CLASSES
+        self._hits = [_PRIOR_WEIGHT * (kind + 0.5) / _CLASSES for kind in range(_CLASSES)]
+
+    def chances(self, probabilities: Sequence[float]) -> list[float]:
+        """Return, for each draft, the probability that it is accepted and all before it are."""
+        chance, chances = 1.0, []
+        for probability in probabilities:
+            kind = _kind(probability)
+            chance *= self._hits[kind] / self._trials[kind]
+            chances.append(chance)
+        return chances
+
+    def judge(
+        self, drafts: Sequence[int], probabilities: Sequence[float], tokens: Sequence[int]
+    ) -> None:
+        """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
+        for draft, probability, token in zip(drafts, probabilities, tokens, strict=False):
+            kind, right = _kind(probability), draft == token
+            if self._trials[kind] >= _MOST_SHARED_TRIALS:
+                self._trials[kind] /= 2
+                self._hits[kind] /= 2
+            self._trials[kind] += 1
+            self._hits[kind] += right
+            if not right:
+                return
+
+
+class PositionAcceptance:
+    """Acceptance rates by number of the draft: of a drafter, or of one row."""
+
+    def __init__(self, everywhere: PositionAcceptance | None = None) -> None:
+        """Measure one row, and `everywhere` together with it; None: all rows."""
+        self._everywhere = everywhere
+        self._trials = [0.0] * MAX_DRAFTS
+        self._hits = [0.0] * MAX_DRAFTS
+
+    def chances(self, count: int) -> list[float]:
+        """Return, for each of `count` drafts, the probability that all up to it are accepted."""
+        chance, chances = 1.0, []
+        for rate in self._rates(count):
+            chance *= rate
+            chances.append(chance)
+        return chances
+
+    def judge(self, drafts: Sequence[int], tokens: Sequence[int]) -> None:
+        """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
+        most = _MOST_SHARED_TRIALS if self._everywhere is None else _MOST_ROW_TRIALS
+        for index, (draft, token) in enumerate(zip(drafts, tokens, strict=False)):
+            if self._trials[index] >= most:
+                self._trials[index] /= 2
+                self._hits[index] /= 2
+            self._trials[index] += 1
+            self._hits[index] += draft == token
+            if draft != token:
+                break
+        if self._everywhere is not None:
+            self._everywhere.judge(drafts, tokens)
+
+    def _rates(self, count: int) -> list[float]:
+        if self._everywhere is not None:
+            assumed = self._everywhere._rates(count)
+            return [
+                (hits + _RATE_WEIGHT * rate) / (trials + _RATE_WEIGHT)
+                for hits, trials, rate in zip(self._hits, self._trials, assumed, strict=False)
+            ]
+        rates, rate = [], _FIRST_RATE
+        for hits, trials in zip(self._hits[:count], self._trials, strict=False):
+            rate = (hits + _RATE_WEIGHT * rate) / (trials + _RATE_WEIGHT)
+            rates.append(rate)
+        return rates
+
+
+def _kind(probability: float) -> int:
+    """Return the class of a probability; the lowest one for NaN."""
+    return int(min(probability, 0.999) * _CLASSES) if probability > 0 else 0
+
+
+# What may follow the newest token of a request. No torch.
+
+
+class Guess(NamedTuple):
+    """Tokens that may follow a request."""
+
+    tokens: Sequence[int]
+    chances: Sequence[float]
+    """Of each token: the probability that a step accepts it."""
+
+    def first(self, most: int) -> Guess:
+        """Return at most the first `most` tokens."""
+        return self if len(self.tokens) <= most else Guess(self.tokens[:most], self.chances[:most])
+
+
+NOTHING = Guess((), ())
+
+
+# How long a row or a batch rests before it looks for drafts again. No torch.
+
+MAX_PAUSE = 32
+
+"""Steps of the longest pause."""
+
+
+class Pause:
+    """Steps to rest, twice as many each time."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self) -> None:
+        """Begin with one step."""
+        self._steps = 1
+
+    def next_look(self, step: int, most: int) -> int:
+        """Return the step to look at again, after a look in vain at `step`.
+
+        It is a multiple of the pause, at most `most`, so that rows look before the same steps.
+        """
+        steps = min(self._steps, most)
+        self._steps = min(2 * steps, MAX_PAUSE)
+        return (step // steps + 1) * steps
+
+
+# What a drafter on the device has proposed for a request. No torch.
+
+
+class RowDrafts:
+    """The newest drafts of one request."""
+
+    __slots__ = ("acceptance", "at", "chances", "probabilities", "tokens")
+
+    def __init__(
+        self,
+        at: int,
+        tokens: list[int],
+        probabilities: list[float],
+        chances: list[float],
+        acceptance: PositionAcceptance,
+    ) -> None:
+        """Keep them.
+
+        Args:
+            at: known tokens of the request when they were proposed, which they follow.
+            tokens: as the row keeps them on the device.
+            probabilities: of those for which the drafter had slots; the others are worthless.
+            chances: of the same, that a step accepts them.
+            acceptance: of the request.
+        """
+        self.at, self.tokens = at, tokens
+        self.probabilities, self.chances = probabilities, chances
+        self.acceptance = acceptance
+
+
+# Recent outputs of all requests of a salt, from which others of that salt draft. No torch.
+#
+# A salt separates users whose requests must not reveal anything to each other: the time of a step
+# shows whether drafts were accepted. So each salt has indexes of its own, and requests without a
+# salt share one. Outputs are appended to the newer of two indexes, separated by a number that is no
+# token. When it is full, the older one is dropped: memory is bounded, and no step copies or
+# searches much.
+
+MAX_SALTS = 64
+
+"""Salts with indexes; those that were used last."""
+
+MAX_SHARED_TOKENS = 1 << 14
+
+"""Tokens of each of the two indexes of a salt. An output of more counts with its last ones."""
+
+MAX_WAITING_TOKENS = 1 << 17
+
+"""Tokens of outputs that wait to be indexed; the oldest of more are dropped."""
+
+_SEPARATOR = -1
+
+
+class SharedOutputs:
+    """The outputs of each salt, at most 64 times 32,768 tokens."""
+
+    def __init__(self, least_match: int, candidates: int) -> None:
+        """See `SuffixIndex`."""
+        self._least_match, self._candidates = least_match, candidates
+        self._salts: OrderedDict[str | None, list[SuffixIndex]] = OrderedDict()
+        self._waiting: deque[tuple[str | None, list[int]]] = deque()
+        self._num_waiting = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Indexed and waiting tokens, separators included."""
+        indexed = (len(index.tokens) for own in self._salts.values() for index in own)
+        return sum(indexed) + self._num_waiting
+
+    def add(self, salt: str | None, output: Sequence[int]) -> None:
+        """Add the output of a request that has ended; `index_some` indexes it."""
+        tokens = [*output[1 - MAX_SHARED_TOKENS :], _SEPARATOR]
+        self._waiting.append((salt, tokens))
+        self._num_waiting += len(tokens)
+        while self._num_waiting > MAX_WAITING_TOKENS:
+            self._num_waiting -= len(self._waiting.popleft()[1])
+
+    def index_some(self, most: int) -> None:
+        """Index at most `most` tokens of outputs that wait."""
+        while most > 0 and self._waiting:
+            salt, tokens = self._waiting[0]
+            part = tokens[:most]
+            del tokens[:most]
+            if not tokens:
+                self._waiting.popleft()
+            self._num_waiting -= len(part)
+            most -= len(part)
+            self._newest_index(salt, len(part)).extend(part)
+
+    def propose(self, salt: str | None, newest: list[int], most: int) -> Draft | None:
+        """Return at most `most` tokens that followed `newest` in outputs of the salt."""
+        indexes = self._salts.get(salt)
+        if indexes is None:
+            return None
+        self._salts.move_to_end(salt)
+        best: Draft | None = None
+        for index in reversed(indexes):
+            draft = index.propose_after(newest, most, _SEPARATOR)
+            if draft is not None and (best is None or draft.matched > best.matched):
+                best = draft
+        return best
+
+    def _newest_index(self, salt: str | None, more: int) -> SuffixIndex:
+        """Return the index that takes so many more tokens of a salt."""
+        indexes = self._salts.setdefault(salt, [])
+        self._salts.move_to_end(salt)
+        if len(self._salts) > MAX_SALTS:
+            self._salts.popitem(last=False)
+        if not indexes or len(indexes[-1].tokens) + more > MAX_SHARED_TOKENS:
+            del indexes[:-1]
+            indexes.append(SuffixIndex(self._least_match, self._candidates))
+        return indexes[-1]
+
 
 MAX_INDEXED_TOKENS = 1 << 17
+
 """Tokens of a request that are indexed, then indexing begins anew; of a long prompt the last half
 of so many."""
 

@@ -1,8 +1,8 @@
 """Decides before each step which rows verify how many drafts. No torch.
 
 Every row's proposer drafts after each token, and learns from the next ones whether it was right
-(`acceptance.py`). `VerifyCosts` compares what a step with drafts is expected to gain with the time
-that it takes longer.
+(`request_drafter.py`). `VerifyCosts` compares what a step with drafts is expected to gain with the
+time that it takes longer.
 
 Drafts of the host continue the newest token, which on an asynchronous device is known only once the
 step in flight is committed. While drafts are expected to pay, the loop commits it before it plans
@@ -17,62 +17,773 @@ this. Prompts are indexed in the steps that compute them, which is not charged.
 
 Nearly all of that is saved where drafts do not pay. A row whose drafts are not promising rests for
 1, 2, 4, ... steps, at most 32, before it looks for drafts again, with the tokens of these steps at
-once; so does a batch whose drafts are not verified (`pause.py`). While all rows rest, a step costs
-a comparison. Looks that gain nothing are hence a few in a hundred steps, and verify steps reset it.
+once; so does a batch whose drafts are not verified. While all rows rest, a step costs a comparison.
+Unproductive lookups therefore happen in only a few percent of steps; a verify step resets the
+backoff.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from ..request import Request, RequestStatus
-from ..scheduling.plan import StepPlan
-from .acceptance import Acceptance
+from ...graphs.buckets import Buckets
+from ..request import OWN_DRAFT, Request, RequestStatus
+from ..scheduling.plan import Proposed, RowSpan, StepPlan
 from .config import Speculation
-from .grammar_drafts import with_grammar
-from .guess import NOTHING, Guess
-from .pause import MAX_PAUSE, Pause
-from .request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
-from .shared_outputs import SharedOutputs
-from .step_counter import StepCounter
-from .suffix_index import MAX_CANDIDATES, SuffixIndex
-from .verify_costs import LARGEST_ERROR, BatchCosts
+from .request_drafter import (
+    MAX_CANDIDATES,
+    MAX_INDEXED_TOKENS,
+    MAX_PAUSE,
+    NOTHING,
+    Acceptance,
+    DrafterAcceptance,
+    Guess,
+    Pause,
+    PositionAcceptance,
+    RequestDrafter,
+    RowDrafts,
+    SharedOutputs,
+    SuffixIndex,
+)
 
-__all__ = ["Speculator"]
+__all__ = [
+    "BatchCosts",
+    "DrafterSpeculator",
+    "LARGEST_ERROR",
+    "Speculator",
+    "StepCounter",
+    "StepTime",
+    "VerifyCosts",
+    "with_grammar",
+]
+
+
+# Drafts of an output that follows a grammar. No torch.
+
+
+def with_grammar(request: Request, guess: Guess, most: int) -> Guess:
+    """Return what the grammar of a request allows of a guess, or at most `most` tokens it forces.
+
+    Forced tokens are certain. Without a grammar, the guess is returned.
+    """
+    if request.matcher is None:
+        return guess
+    tokens, forced = request.matcher.drafts(request, guess.tokens)
+    tokens = tokens[:most]
+    return Guess(tokens, [1.0] * len(tokens) if forced else guess.chances[: len(tokens)])
+
+
+# Counts drafts that steps verify and accept, and measures the time of each step. No torch.
+
+
+class StepTime(NamedTuple):
+    """How long a step took."""
+
+    seconds: float
+    look_seconds: float
+    """That the host has looked for drafts before; not part of the time."""
+
+
+class StepCounter:
+    """Follows the steps of a loop from launch to commit."""
+
+    def __init__(self, most_drafts: int) -> None:
+        """Count drafts of a row by their number, up to `most_drafts`."""
+        self._launched: deque[tuple[StepPlan, int, float]] = deque()
+        self._arrived_ns = 0
+        self._verify_steps = self._verified_rows = 0
+        self._drafted = [0] * most_drafts
+        self._accepted = [0] * most_drafts
+
+    def launched(self, plan: StepPlan, started_ns: int, look_seconds: float = 0.0) -> None:
+        """Note when the loop began with a step, and how long it had looked for drafts before."""
+        self._launched.append((plan, started_ns, look_seconds))
+
+    def committed(
+        self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int
+    ) -> StepTime | None:
+        """Count a step; return how long it took, or None if its launch was not noted."""
+        began, self._arrived_ns = self._arrived_ns, arrived_ns
+        if advanced is not None:
+            self._verify_steps += 1
+            for drafts, count in zip(plan.drafts, advanced, strict=True):
+                self._verified_rows += len(drafts) > 0
+                for index in range(len(drafts)):
+                    self._drafted[index] += 1
+                    self._accepted[index] += index < count - 1
+        if not (self._launched and self._launched[0][0] is plan):  # of `score`
+            return None
+        _, started, look_seconds = self._launched.popleft()
+        # An asynchronous device begins a step when the previous one has ended.
+        return StepTime((arrived_ns - max(began, started)) / 1e9, look_seconds)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Verify steps, their rows with drafts, and the drafts that they verified and accepted."""
+        return {
+            "verify_steps": self._verify_steps,
+            "verified_rows": self._verified_rows,
+            "drafted": sum(self._drafted),
+            "accepted": sum(self._accepted),
+        }
+
+    @property
+    def accepted_by_position(self) -> tuple[int, ...]:
+        """Accepted drafts by their number in the draft of a row, the first one first."""
+        return tuple(self._accepted)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counts, in total and by position."""
+        return {
+            **self.counts,
+            "drafted_by_position": list(self._drafted),
+            "accepted_by_position": list(self._accepted),
+        }
+
+
+# Step times by rows and tokens, and the drafts that pay. No torch.
+#
+#     gain = mean over rows of log(expected tokens of the row) - log(time of the verify step)
+#            + log(time of the decode step)
+#
+# A step verifies if this is positive: the geometric mean of the rows' speeds is then higher than
+# with plain decoding. So no row is slowed down much for the sake of others: in a batch of 8, one
+# row that gets 4 tokens justifies a step 1.19 times as long, and not 1.38 times as the sum of
+# tokens would. Nor may the mean time per token of the rows rise, as it can where a few rows gain
+# much and the others wait for them: here above 1.10 times.
+#
+# Steps of most devices compute as many tokens for each row. Those without padding compute as many
+# as there are, so that each draft of each row has to be worth its time:
+#
+#     chances of two rows     0.9  0.8  0.7      0.3  0.1
+#     raise the mean log by   .32  .18  .11      .13  .04
+#     drafts by their worth     1    2    4        3    5
+#
+# The drafts that are worth most come first, and the step has as many of them as maximise the gain.
+
+LEAST_GAIN = math.log(1.1)
+
+"""Expected gains up to this one are not worth the risk."""
+
+LEAST_CHANCE = 0.05
+
+"""Drafts that are less likely to be accepted are not verified."""
+
+DECODE_RATE = 0.1
+
+"""Share of an error by which the time of decode steps is corrected."""
+
+COMMON_RATE = 0.05
+
+"""Share of an error by which the times of all verify steps of so many rows are corrected, at least:
+longer contexts slow them down by another factor than decode steps. The first errors count more,
+since what the host does for a verify step was not measured at the start."""
+
+OWN_RATE = 0.1
+
+"""Share of an error by which the time of the verify step itself is corrected in addition."""
+
+LARGEST_ERROR = 0.75
+
+"""Errors are clipped to this multiple of the expected time: steps that other processes disturb
+count little."""
+
+FADING = 5e-4
+
+"""Share by which each step lowers the times of other verify steps, never below that of a decode
+step: one that was taken for too slow is tried again."""
+
+VERIFY_IN_A_ROW = 32
+
+"""Verify steps after which a decode step is run, so that its time remains known."""
+
+
+class _Times:
+    """Of the steps of so many rows: the time of a decode step, and multiples of it."""
+
+    def __init__(self, size: int, seconds: Mapping[int, float]) -> None:
+        """`seconds` by tokens of the step; the fewest are those of the decode step."""
+        self.size = size
+        self.tokens = sorted(seconds)
+        self.decode = seconds[self.tokens[0]]
+        self.multiples = [max(seconds[n] / self.decode, 1.0) for n in self.tokens]
+        self.verified = 0
+        """Verify steps that corrected the multiples."""
+        self.unfaded = 0
+        """Decode steps since the multiples were lowered last."""
+
+    def fade(self) -> None:
+        """Lower the multiples for the decode steps since the last time."""
+        if self.unfaded:
+            factor = (1 - FADING) ** self.unfaded
+            self.multiples = [max(multiple * factor, 1.0) for multiple in self.multiples]
+            self.unfaded = 0
+
+    def between(self, tokens: int) -> tuple[int, float]:
+        """Return the first measured point of at least so many tokens, and its weight."""
+        at = min(bisect_left(self.tokens, tokens), len(self.tokens) - 1)
+        if at == 0:
+            return 0, 1.0
+        below, above = self.tokens[at - 1], self.tokens[at]
+        return at, (min(tokens, above) - below) / (above - below)
+
+    def multiple(self, tokens: int) -> float:
+        """Return the time of a step as a multiple of that of a decode step."""
+        at, weight = self.between(tokens)
+        own = self.multiples
+        return own[at] if weight == 1.0 else own[at] * weight + own[at - 1] * (1 - weight)
+
+
+class VerifyCosts:
+    """Seconds of decode and verify steps: measured before the first request, then corrected."""
+
+    def __init__(
+        self,
+        rows: Buckets,
+        seconds: Mapping[tuple[int, int], float],
+        *,
+        padded: bool = True,
+    ) -> None:
+        """Start with the seconds of each (rows, tokens per row); 1 token per row: decode steps.
+
+        `padded`: whether all rows of a step have as many tokens, padding included.
+        """
+        self._padded = padded
+        by_tokens: dict[int, dict[int, float]] = {}
+        for (size, tokens_per_row), value in seconds.items():
+            by_tokens.setdefault(size, {})[size * tokens_per_row] = value
+        sizes = {size: _Times(size, own) for size, own in by_tokens.items()}
+        self._times = {
+            count: sizes[fitting]
+            for count in range(1, rows.largest + 1)
+            if (fitting := rows.fit(count))
+        }
+        self._in_a_row = 0
+
+    def choose(self, chances: Sequence[Sequence[float]], otherwise: float = 1.0) -> list[int]:
+        """Return the number of drafts of each row of the step with the largest gain.
+
+        All numbers are 0 if drafts do not pay.
+
+        Args:
+            chances: of each row, the probability that each of its drafts is accepted.
+            otherwise: the time of the step if it verifies nothing, in decode steps.
+        """
+        none = [0] * len(chances)
+        if self._in_a_row >= VERIFY_IN_A_ROW or not any(chances):
+            return none
+        times = self._times[len(chances)]
+        times.fade()
+        least = LEAST_GAIN - math.log(otherwise)
+        found = (self._even if self._padded else self._ragged)(chances, times, least)
+        if found is None:
+            return none
+        drafts, multiple = found
+        tokens = [1 + sum(own[:count]) for own, count in zip(chances, drafts, strict=True)]
+        per_token = sum([multiple / count for count in tokens]) / len(tokens)
+        return drafts if per_token <= otherwise else none
+
+    def _even(
+        self, chances: Sequence[Sequence[float]], times: _Times, least: float
+    ) -> tuple[list[int], float] | None:
+        """Return the drafts of the best step with as many tokens for each row, and its time."""
+        rows, size = len(chances), times.size
+        best, best_gain, best_multiple = 0, least, 1.0
+        for tokens, multiple in zip(times.tokens[1:], times.multiples[1:], strict=True):
+            drafts = tokens // size - 1
+            expected = sum(math.log1p(sum(own[:drafts])) for own in chances if own) / rows
+            gain = expected - math.log(multiple)
+            if gain > best_gain:
+                best, best_gain, best_multiple = drafts, gain, multiple
+        if best == 0:
+            return None
+        kept = [sum(chance >= LEAST_CHANCE for chance in own[:best]) for own in chances]
+        return kept, best_multiple
+
+    def _ragged(
+        self, chances: Sequence[Sequence[float]], times: _Times, least: float
+    ) -> tuple[list[int], float] | None:
+        """Return the drafts of the best step, see the top of this file, and its time.
+
+        In a large batch, not every number of drafts is tried.
+        """
+        rows, size, log = len(chances), times.size, math.log
+        most = sum([math.log1p(sum(own)) for own in chances if own]) / rows
+        if most <= least + log(times.multiple(size + 1)):  # even if drafts cost no more
+            return None
+        worth: list[tuple[float, int]] = []
+        for row, own in enumerate(chances):
+            tokens = 1.0
+            for chance in own:
+                if chance < LEAST_CHANCE:
+                    break
+                worth.append((chance / tokens, row))  # falls with each draft of a row
+                tokens += chance
+        worth.sort(reverse=True)
+        every, last = max(1, rows // 4), len(worth)
+        best, best_gain, product = 0, least, 1.0
+        for count, (value, _) in enumerate(worth, 1):
+            product *= 1 + value
+            if count % every and count != last:
+                continue
+            gain = log(product) / rows - log(times.multiple(size + count))
+            if gain > best_gain:
+                best, best_gain = count, gain
+        if best == 0:
+            return None
+        drafts = [0] * rows
+        for _, row in worth[:best]:
+            drafts[row] += 1
+        return drafts, times.multiple(size + best)
+
+    def least_drafts(self, rows: int) -> float:
+        """Return how many drafts of each row a step has to accept on average, at least, to gain."""
+        times = self._times[rows]
+        return math.exp(LEAST_GAIN) * min(times.multiples[1:], default=math.inf) - 1
+
+    def decode_seconds(self, rows: int) -> float:
+        """Return the time of a decode step of so many rows."""
+        return self._times[rows].decode
+
+    def verify_seconds(self, rows: int, tokens_per_row: int, tokens: int) -> float:
+        """Return the time of a verify step; see `observe`."""
+        times = self._times[rows]
+        return times.decode * times.multiple(self._computed(times, rows, tokens_per_row, tokens))
+
+    def _computed(self, times: _Times, rows: int, tokens_per_row: int, tokens: int) -> int:
+        """Return the tokens that a verify step computes, padding included."""
+        return times.size * tokens_per_row if self._padded else tokens + times.size - rows
+
+    def count(self, tokens_per_row: int) -> None:
+        """Count a step, with or without prefill."""
+        self._in_a_row = self._in_a_row + 1 if tokens_per_row > 1 else 0
+
+    def observe_decode(
+        self, rows: int, seconds: float, steps: int = 1, rate: float = DECODE_RATE
+    ) -> float:
+        """Correct the time of a decode step by how long the last of `steps` took, and return it.
+
+        Invalid times are ignored. `rate`: share of the error by which it is corrected.
+        """
+        times = self._times[rows]
+        if 0 < seconds < math.inf:
+            error = seconds / times.decode - 1
+            times.decode *= 1 + rate * min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
+            times.unfaded += steps
+        return times.decode
+
+    def observe(self, rows: int, tokens_per_row: int, tokens: int, seconds: float) -> None:
+        """Correct the time of a verify step by how long one took. Invalid times are ignored.
+
+        `tokens` are those of all rows, without padding.
+        """
+        if not 0 < seconds < math.inf:
+            return
+        times = self._times[rows]
+        times.fade()
+        computed = self._computed(times, rows, tokens_per_row, tokens)
+        at, weight = times.between(computed)
+        error = seconds / (times.decode * times.multiple(computed)) - 1
+        error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
+        own, common = times.multiples, max(COMMON_RATE, 1 / (2 + times.verified))
+        times.verified += 1
+        for point in range(1, len(own)):
+            share = weight if point == at else 1 - weight if point == at - 1 else 0.0
+            change = error * (common + OWN_RATE * share) - FADING * (share == 0.0)
+            own[point] = max(own[point] * (1 + change), 1.0)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the present times by "rows x tokens per row"."""
+        return {
+            f"{own.size}x{tokens // own.size}": own.decode * multiple
+            for own in dict.fromkeys(self._times.values())
+            for tokens, multiple in zip(own.tokens, own.multiples, strict=True)
+        }
+
+
+class BatchCosts:
+    """The times of steps, of the greedy and of the full sampler."""
+
+    def __init__(self, greedy: VerifyCosts, full: VerifyCosts) -> None:
+        """`full`: of steps in which a request needs more than greedy tokens."""
+        self.greedy, self.full = greedy, full
+        self._batch: Sequence[Request] = ()
+        self._costs = greedy
+
+    def of(self, requests: Sequence[Request]) -> VerifyCosts:
+        """Return the times of steps of these requests."""
+        if requests is not self._batch:  # the same list until a request joins or leaves
+            self._batch = requests
+            is_full = any(request.params.needs_full_sampler for request in requests)
+            self._costs = self.full if is_full else self.greedy
+        return self._costs
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Return the present times; see `VerifyCosts.seconds`."""
+        return {
+            "step_seconds": self.greedy.seconds(),
+            "sampled_step_seconds": self.full.seconds(),
+        }
+
+
+# Decides when the drafter on the device proposes, and which rows verify how many drafts. No torch.
+#
+#     step        N                          N + 1                        N + 2
+#     device      decode, propose x y z      verify x y z, propose u v w  verify u v ...
+#     host        plan N + 1: verify 3       commit N, plan N + 2         commit N + 1
+#
+# A step that proposes takes longer than one that does not, whether or not its drafts are verified.
+# So the engine keeps an account of the time that drafts have gained and cost. Once it is overdrawn,
+# the drafter rests, until decode steps, each of which pays a little into it, have paid for a trial.
+# It is one step that proposes, unless its drafts promise more than decode steps, and then those
+# that verify them. Slow steps among fast ones are what a 99th percentile shows, so that trials in
+# vain become rarer. While the drafter works otherwise, drafts are verified unless a step that only
+# proposes would gain more.
+#
+# Steps with token masks propose nothing. Of rows whose output follows a grammar, tokens that it
+# forces are verified.
+#
+# On an asynchronous device the next step is planned before the host has read the drafts. Their row
+# keeps them, and the host chooses how many are verified by how many it has accepted so far, by
+# number of the draft (`OWN_DRAFT`). Where steps run synchronously, and if the step was committed
+# before, it knows the drafts: it sends them, and chooses by the probabilities that the drafter gave
+# them.
+#
+# Only before a step with drafts and with rows whose output follows a grammar the loop commits the
+# step in flight (`waits`): what a grammar forces is known when its tokens are.
+
+DRAFT_SHARE, LEAST_SHARE = 0.006, 0.0015
+
+"""Share of the time of decode steps that may be spent on drafts that do not pay, until the drafter
+first rests, and the least. Each rest without a gain before it halves the share. A step that
+proposes takes two to three times as long as a decode step, so that in the end one in 1,000 does."""
+
+FIRST_CREDIT, TRIAL, MOST_CREDIT = 64.0, 2.0, 128.0
+
+"""Time that may be lost to drafts before they have gained any, after a rest, and after they have
+gained much: in decode steps. Some steps of a text are easier to predict than others, so a few of
+them do not tell whether drafts pay."""
+
+DRAFTER_GAINING = 8.0
+
+"""Credit of a trial that shows that drafts pay again."""
+
+RESTING_TIME = 0.7
+
+"""Decode steps that a draft after a prompt must be worth while the drafter rests. The drafter was
+judged on other text, so weak promises do not count."""
+
+MOST_DEBT = 8.0
+
+"""How far below zero the credit may fall, in decode steps, before a drafter at rest no longer
+proposes after prompts."""
+
+FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
+
+"""Steps that propose after which some decode steps are run, at first and later, so that their time
+remains known; and how many. The first of them does not count: it finds the caches cold."""
+
+RESTING_TIMED = 16
+
+"""While the drafter rests, one of so many steps is timed."""
+
+TIMED_RATE = 0.3
+
+"""Share of an error by which the time of decode steps is corrected."""
+
+PROPOSING_RATE = 0.1
+
+"""Share of an error by which the time of steps that propose and verify nothing is corrected."""
+
+
+class DrafterSpeculator:
+    """Chooses how many of a drafter's proposals are verified, and when it proposes."""
+
+    def __init__(
+        self,
+        config: Speculation,
+        sizes: Callable[[int], Sequence[int]],
+        costs: BatchCosts,
+        proposing: Callable[[int], float],
+        *,
+        is_async_device: bool,
+        calibration_seconds: float = 0.0,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            config: the drafter, and whether to choose.
+            sizes: returns the tokens per row that verify steps of so many rows exist for.
+            costs: the times of decode steps and of verify steps with proposals.
+            proposing: returns the time of a step of so many rows that proposes and verifies
+                nothing, as a multiple of that of a decode step.
+            is_async_device: whether steps stay in flight.
+            calibration_seconds: that measuring the times took.
+        """
+        self.config = config
+        self.sizes = sizes
+        self.proposes = 0
+        """Drafts that the step to be planned proposes for each row."""
+        self._forces = False
+        """Whether the step to be planned has drafts, and rows with a grammar."""
+        self._costs, self._proposing = costs, proposing
+        self._is_async_device = is_async_device
+        self._calibration_seconds = calibration_seconds
+        self._acceptance = DrafterAcceptance()
+        self._by_position = PositionAcceptance()
+        self._credit, self._rests, self._share = FIRST_CREDIT, False, DRAFT_SHARE
+        self._is_trial = False
+        """Whether the drafter works after a rest, and has not gained yet."""
+        self._untimed = TIMED_AFTER - FIRST_TIMED
+        """Steps that proposed since the last decode steps that were timed."""
+        self._plain = 0
+        """Timed decode steps since the last step that proposed."""
+        self._is_timed = True
+        self._skipped = 0
+        """Decode steps since the last one that was timed, at rest."""
+        self._slowdown = 1.0
+        """Measured times of steps that propose and verify nothing, relative to `proposing`."""
+        self._batch: Sequence[Request] = ()
+        """The rows of the last step, of which `_has_grammar` speaks."""
+        self._has_grammar = False
+        self._counter = StepCounter(config.num_speculative_tokens)
+        self._proposing_steps = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether the step in flight is to be committed before the next one is planned."""
+        return self._is_async_device and self._forces
+
+    def begin_plan(self) -> None:
+        """Begin with the next step, which may draft nothing."""
+        self.proposes, self._forces, self._is_timed = 0, False, True
+
+    def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
+        """Return the drafts that each decoding request verifies; nothing if none does.
+
+        Decides too whether the step proposes.
+        """
+        self.begin_plan()
+        if requests is not self._batch:  # the same list until a request joins or leaves
+            self._batch = requests
+            self._has_grammar = any(request.matcher is not None for request in requests)
+        has_grammar, rests = self._has_grammar, self._is_overdrawn
+        if self.config.adaptive:
+            self._set_rest(rests)
+            if self._untimed >= TIMED_AFTER and not has_grammar:  # whose steps are not timed
+                return ()
+        if rests and not (has_grammar or any(request.num_drafts for request in requests)):
+            self._skipped += 1
+            self._is_timed = self._skipped >= RESTING_TIMED
+            return ()
+        sizes = self.sizes(len(requests))
+        if not sizes:
+            return ()
+        # Drafts of a step with fewer rows can be more than this one verifies.
+        guesses = [self._guess(request).first(sizes[-1] - 1) for request in requests]
+        counts = [len(own.tokens) for own in guesses]
+        if self.config.adaptive and any(counts):
+            chances, otherwise = [own.chances for own in guesses], 1.0
+            if rests and not has_grammar:
+                otherwise = RESTING_TIME
+            elif not (has_grammar or self._is_trial):
+                otherwise = self._propose_multiple(len(requests))
+            counts = self._costs.of(requests).choose(chances, otherwise)
+            if self._is_trial and not any(counts):
+                rests = True
+                self._set_rest(rests)
+        verifies = any(counts)
+        if has_grammar:
+            self._forces = verifies
+            if any(request.num_pending for request in requests):
+                return ()
+        elif verifies or not rests:
+            self.proposes = min(self.config.num_speculative_tokens, sizes[-1] - 1)
+        if not verifies:
+            return ()
+        return [own.tokens[:count] for own, count in zip(guesses, counts, strict=True)]
+
+    def prompt_drafts(self, chunks: Sequence[RowSpan]) -> int:
+        """Return how many drafts the drafter proposes after each prompt that ends in a step.
+
+        It does so at rest too, where the host reads drafts before it plans the next step: they
+        show whether this text is easier to predict, and no decode step is longer for them.
+        """
+        ending = [chunk.request for chunk in chunks if chunk.samples]
+        sizes = self.sizes(1)
+        if not sizes or all(request.num_unsampled <= 1 for request in ending):
+            return 0
+        if any(request.matcher is not None for request in ending):
+            return 0
+        if self._is_overdrawn and (self._is_async_device or self._credit < -MOST_DEBT):
+            return 0
+        return min(self.config.num_speculative_tokens, sizes[-1] - 1)
+
+    @property
+    def _is_overdrawn(self) -> bool:
+        """Whether the drafter is to rest."""
+        return self.config.adaptive and self._credit < (TRIAL if self._rests else 0.0)
+
+    def _set_rest(self, rests: bool) -> None:
+        """Begin or end a rest of the drafter, or continue as before."""
+        if rests == self._rests:
+            return
+        self._rests, self._is_trial = rests, not rests
+        if rests:
+            self._share = max(self._share / 2, LEAST_SHARE)
+
+    def _guess(self, request: Request) -> Guess:
+        """Return what may follow a request's newest token."""
+        if request.matcher is not None:
+            return with_grammar(request, NOTHING, self.config.num_speculative_tokens)
+        drafts = request.proposed
+        if request.num_pending:  # of the step in flight, which leaves them on the device
+            acceptance = self._by_position if drafts is None else drafts.acceptance
+            return Guess([OWN_DRAFT] * request.num_drafts, acceptance.chances(request.num_drafts))
+        if drafts is None or drafts.at != request.num_tokens:
+            return NOTHING
+        return Guess(drafts.tokens[: len(drafts.chances)], drafts.chances)
+
+    def received(self, proposed: Iterable[Proposed]) -> None:
+        """Take what a committed step proposed, and judge what the one before it did.
+
+        A draft after one that found no slot is worthless.
+        """
+        for request, stop, drafts, probabilities in proposed:
+            if request.status is RequestStatus.FINISHED:
+                continue
+            last, known = request.proposed, request.num_tokens
+            if last is None:
+                acceptance = PositionAcceptance(self._by_position)
+            else:
+                acceptance, sampled = last.acceptance, request.tokens(last.at, known)
+                self._acceptance.judge(last.tokens, last.probabilities, sampled)
+                if self._is_async_device:  # for drafts that are verified before they are read
+                    acceptance.judge(last.tokens[: len(last.probabilities)], sampled)
+            own = probabilities[: max(stop - known, 0)]
+            chances = self._acceptance.chances(own)
+            request.proposed = RowDrafts(known, drafts, own, chances, acceptance)
+
+    def launched(self, plan: StepPlan, started_ns: int) -> None:
+        """Note when the loop began with a step that was launched."""
+        if not (self._is_timed or plan.prefill):
+            return  # at rest, no row has drafts to reset
+        self._counter.launched(plan, started_ns)
+        for request in plan.decode:
+            request.num_drafts = plan.proposes
+        for chunk in plan.prefill:
+            chunk.request.num_drafts = plan.prompt_drafts if chunk.samples else 0
+
+    def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
+        """Count what a step accepted, and learn from its time; once for every launched step."""
+        took = self._counter.committed(plan, advanced, arrived_ns)
+        if took is None:
+            return
+        self._proposing_steps += plan.proposes > 0 or plan.prompt_drafts > 0
+        if not plan.decode:
+            return
+        rows, costs = len(plan.decode), self._costs.of(plan.decode)
+        if any(request.matcher is not None for request in plan.decode):
+            return  # masks take time of their own
+        if not plan.proposes:
+            if advanced is not None or plan.prefill:
+                return
+            skipped, self._skipped = self._skipped, 0
+            self._plain += 1
+            if self._plain > 1:
+                costs.observe_decode(rows, took.seconds, 1 + skipped, TIMED_RATE)
+            if self._plain == TIMED_STEPS:
+                self._untimed = 0
+            gained = self._share * max(skipped, 1)
+        else:
+            self._untimed, self._plain = self._untimed + 1, 0
+            decode_seconds = costs.decode_seconds(rows)
+            n, tokens = plan.tokens_per_row, plan.decode_tokens
+            if advanced is None:
+                expected, reached = self._propose_multiple(rows) * decode_seconds, rows
+            else:
+                expected, reached = costs.verify_seconds(rows, n, tokens), sum(advanced)
+            seconds = expected  # with a chunk of prefill, the step took longer
+            if not plan.prefill:
+                seconds = min(took.seconds, (1 + LARGEST_ERROR) * expected)
+                if advanced is not None:
+                    costs.observe(rows, n, tokens, took.seconds)
+                else:
+                    self._slowdown *= 1 + PROPOSING_RATE * (seconds / expected - 1)
+            gained = reached / rows - seconds / decode_seconds
+            if self._credit > DRAFTER_GAINING:
+                self._share, self._is_trial = DRAFT_SHARE, False
+        self._credit = min(self._credit + gained, MOST_CREDIT)
+
+    def _propose_multiple(self, rows: int) -> float:
+        """Return the time of a step that proposes and verifies nothing, in decode steps."""
+        return max(self._slowdown * self._proposing(rows), 1.0)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Verify steps, and the drafts that they verified and accepted."""
+        return self._counter.counts
+
+    @property
+    def accepted_by_position(self) -> tuple[int, ...]:
+        """Accepted drafts by their number in the draft of a row, the first one first."""
+        return self._counter.accepted_by_position
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and step times as plain numbers; see `Engine.stats`."""
+        return {
+            "method": self.config.method,
+            "calibration_seconds": self._calibration_seconds,
+            "proposing_steps": self._proposing_steps,
+            **self._counter.stats(),
+            **self._costs.stats(),
+        }
+
 
 INDEXED_PER_STEP = 512
+
 """Tokens that are indexed between two steps, of all rows: about a quarter of a millisecond."""
 
 FEW_TOKENS = 32
+
 """Rows with no more new tokens are indexed at once: any step adds fewer."""
 
 LOOK_SHARE, LOOK_PRICE = 0.01, 2.0
+
 """Share of the time of decode steps that is credited to speculation, and what a second of looking
 for drafts costs: so half of what drafts gain may be spent on looking for them."""
 
 LOOKS_IN_A_ROW = 7
+
 """Decode steps in a row with a look for drafts, before one without. Looking fills the processor's
 caches and slows the step down: only steps without show how long plain decoding takes."""
 
 UNTIMED = 16
+
 """While all rows rest, one of so many steps is timed."""
 
 LARGEST_DELAY = 0.5
+
 """Decode steps that a look takes, and that it slows a step down, at most: what takes longer is a
 disturbance by other processes."""
 
 FIRST_CREDIT, MOST_CREDIT = 2.0, 16.0
+
 """Time that may be lost to speculation before it has gained any, and after it has gained much: in
 decode steps."""
 
 NEW_CREDIT, MOST_DEBT = 0.5, 2.0
+
 """The least credit of a batch of other requests, and the largest debt, which 200 decode steps pay:
 text that follows may be easier to predict."""
 
 GAINING = 4.0
+
 """Credit above which rows rest at most `SHORT_PAUSE` steps: drafts have gained lately."""
 
 SHORT_PAUSE = 4

@@ -12,12 +12,10 @@ from typing import cast
 import torch
 
 from ...cache.memory.device_memory import DeviceMemory
-from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, plan_memory
-from ...cache.memory.memory_plan import format_bytes
+from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, format_bytes, plan_memory
 from ..batch_invariance import check_batch_invariant
 from ..config import MAX_ROWS, EngineConfig
-from ..engine.kernel_start import planned_kernels
-from ..engine.memory_planning import RESERVE_BYTES, layer_groups, plan_engine
+from ..engine.startup import RESERVE_BYTES, layer_groups, plan_engine, planned_kernels
 from ..kernels import Kernels, Mode, native_obstacle
 from ..kernels.ops.expert_operations import Experts
 from ..kernels.ops.layer_plan import ModelPlan

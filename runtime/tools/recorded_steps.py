@@ -19,15 +19,10 @@ from ...cache.spec import LayerGroup
 from ...graphs.buckets import Buckets
 from ...graphs.buffers import TensorSpec
 from ..config import EngineConfig
-from ..engine.drafter_start import find_engine_drafter
-from ..engine.memory_planning import layer_groups
-from ..execution.draft_step import DraftStep
-from ..execution.inputs import DraftInputs, StepInputs
-from ..execution.mask_state import MaskSizes
-from ..execution.row_state import RowState
-from ..execution.step_functions import StepFunctions
-from ..execution.step_key import StepKey
-from ..execution.step_sizes import StepSizes
+from ..engine.startup import find_engine_drafter, layer_groups
+from ..execution.inputs import DraftInputs, MaskSizes, RowState, StepInputs
+from ..execution.step_functions import DraftStep, StepFunctions
+from ..execution.step_key import StepKey, StepSizes
 from ..kernels import (
     AttentionForm,
     LayerPlace,

@@ -31,8 +31,8 @@ from ..distributed.rank_group import RankGroup
 from ..distributed.rank_processes import RankProcess
 from ..distributed.segment import SharedSegment, open_shared, shared_memory
 from ..engine.collectives_self_test import CollectiveCases
-from ..engine.cuda_collectives import choose_collectives
 from ..engine.engine import Engine
+from ..engine.rank_start import choose_collectives
 from ..kernels.result_check import brief, disagreement, tolerance
 from ..kernels.triton.linear import GpuNorm
 from ..kernels.triton.peer_slots import slot_bytes_for

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.cache.allocators import GroupAllocator
 from stepgraph.cache.blocks import BlockPool
+from stepgraph.cache.kv_cache import GroupAllocator
 from stepgraph.cache.spec import LayerGroup
 
 from ..rigs.cache_rig import hashes_of, spec

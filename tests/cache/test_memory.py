@@ -6,9 +6,15 @@ import dataclasses
 import math
 
 import pytest
-from stepgraph.cache.memory.handler import MemoryBudget, MemoryBudgetError, MemoryPlan, plan_memory
-from stepgraph.cache.memory.memory_plan import HOST_TERMS, TERMS
-from stepgraph.cache.memory.model_footprint import ModelFootprint
+from stepgraph.cache.memory.handler import (
+    HOST_TERMS,
+    TERMS,
+    MemoryBudget,
+    MemoryBudgetError,
+    MemoryPlan,
+    ModelFootprint,
+    plan_memory,
+)
 from stepgraph.cache.spec import FullAttentionSpec, LayerGroup
 
 GIB = 1 << 30

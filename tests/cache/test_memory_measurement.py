@@ -12,8 +12,7 @@ from stepgraph.graphs.buckets import Buckets
 from stepgraph.graphs.library import StepLibrary
 from stepgraph.graphs.steps import CapturedStep, CudaGraphCapturer, EagerStep
 from stepgraph.runtime.execution.runner import Runner
-from stepgraph.runtime.execution.step_key import StepKey
-from stepgraph.runtime.execution.step_sizes import StepSizes
+from stepgraph.runtime.execution.step_key import StepKey, StepSizes
 from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.memory import measurement as memory_measurement
 from stepgraph.runtime.memory.measurement import CapturePeaks, measure_steps

@@ -9,8 +9,13 @@ from fractions import Fraction
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from stepgraph.cache.memory.handler import MemoryBudget, MemoryBudgetError, MemoryPlan, plan_memory
-from stepgraph.cache.memory.model_footprint import ModelFootprint
+from stepgraph.cache.memory.handler import (
+    MemoryBudget,
+    MemoryBudgetError,
+    MemoryPlan,
+    ModelFootprint,
+    plan_memory,
+)
 from stepgraph.cache.spec import (
     FullAttentionSpec,
     LatentSpec,

@@ -21,9 +21,9 @@ from stepgraph.runtime.distributed.peer_memory_collectives import PeerMemoryColl
 from stepgraph.runtime.distributed.process_group_collectives import ProcessGroupCollectives
 from stepgraph.runtime.distributed.rank_group import RankGroup
 from stepgraph.runtime.distributed.segment import SharedSegment, shared_memory
-from stepgraph.runtime.engine import cuda_collectives, rank_collectives
+from stepgraph.runtime.engine import rank_start
 from stepgraph.runtime.engine.collectives_self_test import CollectiveCases
-from stepgraph.runtime.engine.cuda_collectives import (
+from stepgraph.runtime.engine.rank_start import (
     ChosenCollectives,
     choose_collectives,
     choose_sums,
@@ -159,11 +159,11 @@ def chosen(monkeypatch: pytest.MonkeyPatch, times: Any, opens: bool = True) -> l
             arguments[-1]["peer memory"] = "rank 0: device 0 cannot access device 1"
             return None
 
-        original = cuda_collectives._algorithms
-        monkeypatch.setattr(cuda_collectives, "_algorithms", algorithms)
-        monkeypatch.setattr(cuda_collectives, "_open_peers", open_peers)
+        original = rank_start._algorithms
+        monkeypatch.setattr(rank_start, "_algorithms", algorithms)
+        monkeypatch.setattr(rank_start, "_open_peers", open_peers)
         monkeypatch.setattr(
-            cuda_collectives, "measured", lambda group, c, cases: times[names.get(c, "NCCL")]
+            rank_start, "measured", lambda group, c, cases: times[names.get(c, "NCCL")]
         )
         found = choose_collectives(group, CASES, 4096, 7.0)
         x = torch.full((1, 3), 1.0 + group.rank)
@@ -324,8 +324,8 @@ def test_kernels_on_cuda_have_the_chosen_collectives(
         given.extend(arguments)
         return chosen
 
-    monkeypatch.setattr(cuda_collectives, "choose_collectives", choose)
-    monkeypatch.setattr(rank_collectives, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(rank_start, "choose_collectives", choose)
+    monkeypatch.setattr(rank_start, "on_device", lambda device: nullcontext())
     model = dataclasses.replace(tiny_config("base", 2), shard=(1, 2))
     group: Any = SimpleNamespace(
         ranks=2,
@@ -342,9 +342,9 @@ def test_kernels_on_cuda_have_the_chosen_collectives(
     plain = select_kernels(CPU, "eager", torch.float32)
     if kernels == "native":
         with pytest.raises(KernelSelfTestError, match="kernels='native', and NCCL would replace"):
-            rank_collectives.with_collectives(plain, group, model, config)
+            rank_start.with_collectives(plain, group, model, config)
         return
-    found, fallback = rank_collectives.with_collectives(plain, group, model, config)
+    found, fallback = rank_start.with_collectives(plain, group, model, config)
     assert found.collectives is chosen.collectives
     assert found.collectives_report == chosen.report
     assert fallback == chosen.fallback

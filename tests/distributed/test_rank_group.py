@@ -271,7 +271,7 @@ def test_an_ended_child_reads_no_descriptor_of_others() -> None:
 
 def test_a_rank_ends_even_if_nobody_reads_its_output() -> None:
     program = (
-        "import sys, stepgraph.runtime.engine.rank_worker as worker\n"
+        "import sys, stepgraph.runtime.engine.startup as worker\n"
         "sys.stdin.readline(); print('buffered'); worker._exit(7)"
     )
     command = [sys.executable, "-c", program]

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from stepgraph.runtime.execution.mask_state import MaskState
+from stepgraph.runtime.execution.inputs import MaskState
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import (

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from stepgraph.runtime import Engine
-from stepgraph.runtime.engine import calibration, loop
-from stepgraph.runtime.execution import runner, step_launch
+from stepgraph.runtime.engine import loop, startup
+from stepgraph.runtime.execution import runner
 from stepgraph.runtime.execution.step_key import StepKey
 
 from ..rigs.engine_rig import greedy
@@ -46,15 +46,15 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Nothing takes time but steps: 2 ms, and 0.1 ms a token of the bucket that prefills."""
     clock = Clock()
-    for module in (calibration, loop, runner, step_launch):
+    for module in (startup, loop, runner, runner):
         monkeypatch.setattr(module, "time", clock)
-    seconds = calibration._NullSteps.seconds
+    seconds = startup._NullSteps.seconds
 
     def timed(self: Any, phase: Any, size: int, context: int) -> float:
         assert seconds(self, phase, size, context) == 0.0  # it has run
         return clock.seconds(phase, size)
 
-    monkeypatch.setattr(calibration._NullSteps, "seconds", timed)
+    monkeypatch.setattr(startup._NullSteps, "seconds", timed)
     return clock
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.runtime.engine import calibration
-from stepgraph.runtime.engine.calibration import preemption_policy
-from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
+from stepgraph.runtime.engine import startup
+from stepgraph.runtime.engine.startup import preemption_policy
+from stepgraph.runtime.scheduling.step_budget import PreemptionPolicy
 
 
 @given(st.integers(0, 100), st.integers(0, 1000))
@@ -75,7 +75,7 @@ def fake_runner(clock: list[float], host_blocks: int, arena_blocks: int = 100) -
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(calibration.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(startup.time, "perf_counter", lambda: now[0])
     return now
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stepgraph.runtime.execution.compiled_parts import CompiledParts, compile_settings
+from stepgraph.runtime.execution.step_functions import CompiledParts, compile_settings
 from torch.testing import assert_close
 
 

@@ -14,7 +14,6 @@ from stepgraph.runtime import Engine, SamplingParams
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.errors import RankError
 from stepgraph.runtime.execution.follower import Follower
-from stepgraph.runtime.execution.host_masks import FollowedMasks
 from stepgraph.runtime.execution.rank_commands import (
     Command,
     CommandSender,
@@ -23,6 +22,7 @@ from stepgraph.runtime.execution.rank_commands import (
 )
 from stepgraph.runtime.execution.runner import Runner
 from stepgraph.runtime.execution.step_key import StepKey
+from stepgraph.runtime.execution.token_masks import FollowedMasks
 
 from ..rigs.fake_graphs import FakeEvent, FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.structured_rig import GRAMMARS

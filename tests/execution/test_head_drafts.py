@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import kernels
-from stepgraph.runtime.execution.batches import batch_of_slots
-from stepgraph.runtime.execution.draft_step import DraftStep
-from stepgraph.runtime.execution.row_state import RowState
+from stepgraph.runtime.execution.inputs import RowState
+from stepgraph.runtime.execution.step_functions import DraftStep, batch_of_slots
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import WeightStorage
 from stepgraph.runtime.kernels.cpu.verify import verify_inputs

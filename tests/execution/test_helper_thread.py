@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from stepgraph.runtime.execution.helper_thread import HelperThread
+from stepgraph.runtime.execution.token_masks import HelperThread
 
 
 def test_every_task_is_done_once() -> None:

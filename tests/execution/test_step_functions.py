@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, SamplingParams
-from stepgraph.runtime.execution import step_parts
+from stepgraph.runtime.execution import step_functions
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.sampling.sample_output import SampleOutput
 
@@ -78,7 +78,7 @@ def test_verify_steps_share_their_code(
         return SampleOutput(ids_TV[:, 0], logprobs_TV[:, 0], ids_TV, logprobs_TV)
 
     monkeypatch.setattr(torch, "compile", compile_traced)
-    monkeypatch.setattr(step_parts, "sample_lanes", draw)
+    monkeypatch.setattr(step_functions, "sample_lanes", draw)
     engine = open_engine(
         "micro",
         mode="compile",

@@ -11,9 +11,8 @@ import pytest
 import torch
 from stepgraph.runtime.errors import StructuredOutputError
 from stepgraph.runtime.execution import token_masks
-from stepgraph.runtime.execution.host_masks import HostMasks
-from stepgraph.runtime.execution.mask_state import MaskSizes, MaskState
-from stepgraph.runtime.execution.token_masks import TokenMasks
+from stepgraph.runtime.execution.inputs import MaskSizes, MaskState
+from stepgraph.runtime.execution.token_masks import HostMasks, TokenMasks
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import StepPlan

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.engine import kernel_start
+from stepgraph.runtime.engine import startup
 from stepgraph.runtime.kernels import Kernels
 
 pytest.importorskip("triton")
@@ -73,9 +73,9 @@ def gpu_engine(
             kernels, attention=triton_paged_attention, experts=triton_experts
         )
 
-    monkeypatch.setattr(kernel_start, "select_kernels", select)
+    monkeypatch.setattr(startup, "select_kernels", select)
     # Tested elsewhere; interpreted, it takes longer than the engine.
-    monkeypatch.setattr(kernel_start, "check_kernels", lambda kernels, *_, **__: kernels)
+    monkeypatch.setattr(startup, "check_kernels", lambda kernels, *_, **__: kernels)
 
     def make(variant: str, **config: Any) -> Engine:
         settings = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.engine import kernel_start
+from stepgraph.runtime.engine import startup
 from stepgraph.runtime.kernels import Kernels, reference_paged_attention
 
 pytest.importorskip("triton")
@@ -51,8 +51,8 @@ def open_with(
                 chosen, attention=operations.paged_attention, sampler="torch"
             )
 
-        monkeypatch.setattr(kernel_start, "select_kernels", select)
-        monkeypatch.setattr(kernel_start, "check_kernels", lambda kernels, *_, **__: kernels)
+        monkeypatch.setattr(startup, "select_kernels", select)
+        monkeypatch.setattr(startup, "check_kernels", lambda kernels, *_, **__: kernels)
         sizes = {"max_num_seqs": 3, "block_size": 4, "max_model_len": 64, "prefill_chunk": 8}
         config = EngineConfig(mode="eager", **(sizes | settings))
         return Engine.from_pretrained(tiny(variant).directory, config)

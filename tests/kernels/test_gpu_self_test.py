@@ -11,7 +11,7 @@ import pytest
 import torch
 from stepgraph.graphs.steps import Capture
 from stepgraph.runtime import Engine, EngineConfig, KernelSelfTestError, SamplingParams
-from stepgraph.runtime.engine import kernel_start
+from stepgraph.runtime.engine import startup
 from stepgraph.runtime.engine.gpu_self_test import dependent_launch_failure
 from stepgraph.runtime.engine.self_test import check_kernels
 from stepgraph.runtime.kernels import ExpertTensors, Kernels, Routing
@@ -184,8 +184,8 @@ def test_an_engine_replaces_what_fails_and_says_so(
         own = dataclasses.replace(kernels, attention=lambda *a: PLAIN.paged_attention(*a))
         return check_kernels(own, *arguments, **keywords)
 
-    monkeypatch.setattr(kernel_start, "select_kernels", select)
-    monkeypatch.setattr(kernel_start, "check_kernels", check_all)
+    monkeypatch.setattr(startup, "select_kernels", select)
+    monkeypatch.setattr(startup, "check_kernels", check_all)
     with pytest.warns(RuntimeWarning, match=f"native {name}"):
         engine = open_engine("micro", **(SETTINGS | {"max_num_seqs": 2}))
     assert [o.token_ids for o in engine.generate(prompts, params)] == [

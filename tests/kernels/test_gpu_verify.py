@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.kernels.triton.operations import Operations
-from stepgraph.runtime.models.experts_config import ExpertsConfig
+from stepgraph.runtime.models.families import ExpertsConfig
 from stepgraph.runtime.models.presets import PRESETS
 from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.tools import verify_kernels

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.profiling.roofline import floor_seconds
 from stepgraph.runtime.models.config import ModelConfig, Rope
-from stepgraph.runtime.models.experts_config import ExpertsConfig
+from stepgraph.runtime.models.families import ExpertsConfig
 from stepgraph.runtime.models.layout import fused_layout
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.tools.step_costs import (

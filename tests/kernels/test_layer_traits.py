@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams, resolved_config
-from stepgraph.runtime.engine import kernel_start
+from stepgraph.runtime.engine import startup
 from stepgraph.runtime.kernels import Kernels, have_compiler, native_gaps
 from stepgraph.runtime.kernels.ops.layer_operations import Activate, Attend
 from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan
@@ -183,8 +183,8 @@ def test_triton_computes_them(
         }
         return gpu_kernels(arguments[3], Operations(**spied))
 
-    monkeypatch.setattr(kernel_start, "select_kernels", select)
-    monkeypatch.setattr(kernel_start, "check_kernels", lambda kernels, *_, **__: kernels)
+    monkeypatch.setattr(startup, "select_kernels", select)
+    monkeypatch.setattr(startup, "check_kernels", lambda kernels, *_, **__: kernels)
     monkeypatch.setattr(resolved_config, "resolve_kernels", lambda *_: "native")
     model = config(**traits, num_layers=2)
     engine = open_model(model)

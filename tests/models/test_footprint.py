@@ -12,16 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.cache.memory.handler import MemoryBudgetError
-from stepgraph.cache.memory.memory_plan import format_bytes
+from stepgraph.cache.memory.handler import MemoryBudgetError, format_bytes
 from stepgraph.cache.spec import group_layers
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
 from stepgraph.runtime.engine.startup import start
-from stepgraph.runtime.execution.inputs import StepInputs
+from stepgraph.runtime.execution.inputs import RowState, StepInputs
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer
-from stepgraph.runtime.execution.row_state import RowState
-from stepgraph.runtime.execution.step_sizes import most_table_updates
+from stepgraph.runtime.execution.step_key import most_table_updates
 from stepgraph.runtime.kernels import (
     Kernels,
     WeightStorage,

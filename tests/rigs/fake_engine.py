@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.bench.scenarios.host_overhead import MODEL
-from stepgraph.runtime.engine.engine_parts import CodeCache
+from stepgraph.runtime.engine.startup import CodeCache
 from stepgraph.runtime.loading.tokenizer import TextTokenizer
 from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling_params import SamplingDefaults

@@ -25,15 +25,14 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.steps import Capture, EagerStep
 from stepgraph.profiling import attribution
 from stepgraph.runtime import resolved_config
-from stepgraph.runtime.engine import kernel_start, startup
-from stepgraph.runtime.execution import outputs, prepared_steps
-from stepgraph.runtime.execution.drafter_cache import DrafterCache
-from stepgraph.runtime.execution.host_masks import HostMasks
+from stepgraph.runtime.engine import startup
+from stepgraph.runtime.execution import outputs, runner
+from stepgraph.runtime.execution.inputs import RowState
 from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer, ScoreArrays
-from stepgraph.runtime.execution.row_state import RowState
-from stepgraph.runtime.execution.runner import Runner
+from stepgraph.runtime.execution.runner import DrafterCache, Runner
 from stepgraph.runtime.execution.step_key import StepKey
+from stepgraph.runtime.execution.token_masks import HostMasks
 from stepgraph.runtime.kernels import Kernels, select_kernels
 from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling.sampling_state import SamplingState
@@ -341,9 +340,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     monkeypatch.setattr(
         ResolvedConfig, "is_async_device", property(lambda self: self.mode == "graph")
     )
-    monkeypatch.setattr(
-        prepared_steps, "CudaGraphCapturer", lambda device: FakeCapturer(graphs, device)
-    )
+    monkeypatch.setattr(runner, "CudaGraphCapturer", lambda device: FakeCapturer(graphs, device))
     queued(RowState, "update_tables")
     queued(RowState, "forget_drafts")
     queued(DrafterCache, "clear")
@@ -357,7 +354,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     waiting(EagerStep, "run")
     waiting(Runner, "check_integrity")
     monkeypatch.setattr(startup, "CapturePeaks", lambda device: FakePeaks(graphs, device))
-    monkeypatch.setattr(kernel_start, "select_kernels", chosen_kernels)
+    monkeypatch.setattr(startup, "select_kernels", chosen_kernels)
     monkeypatch.setattr(StaticBuffers, "allocate", classmethod(mirrored))
     monkeypatch.setattr(HostOutputs, "copy_async", logged_copy)
     monkeypatch.setattr(HostOutputs, "__init__", with_events)

@@ -13,11 +13,11 @@ from stepgraph.cache.spec import group_layers
 from stepgraph.runtime.execution.inputs import (
     DraftInputs,
     Int64Array,
+    RowState,
     StepInputs,
     write_decode_rows,
     write_drafts,
 )
-from stepgraph.runtime.execution.row_state import RowState
 from stepgraph.runtime.execution.step_functions import StepFunctions
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import Kernels, kernels_for

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.engine import kernel_start, startup
+from stepgraph.runtime.engine import startup
 from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.filled_memory import FilledMemory
@@ -158,10 +158,10 @@ def small_kernels() -> dict[str, Any]:
 
 def engine_kernels() -> dict[str, Any]:
     """Compile ahead what the steps of an engine launch; then run all of its steps."""
-    kernel_start.select_kernels = lambda *arguments, **_: dataclasses.replace(  # type: ignore[assignment]
+    startup.select_kernels = lambda *arguments, **_: dataclasses.replace(  # type: ignore[assignment]
         gpu_kernels(arguments[3]), attention=triton_paged_attention
     )
-    kernel_start.check_kernels = lambda kernels, *_, **__: kernels  # type: ignore[assignment]
+    startup.check_kernels = lambda kernels, *_, **__: kernels  # type: ignore[assignment]
     startup.measure_steps = lambda *_, **__: StepMemory({})  # type: ignore[assignment]
     config = EngineConfig(
         device="cpu",

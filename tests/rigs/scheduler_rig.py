@@ -22,9 +22,8 @@ from stepgraph.runtime.request import Request, RequestGroup
 from stepgraph.runtime.rope_lengths import RopeLengths
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import StepPlan
-from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
 from stepgraph.runtime.scheduling.scheduler import Scheduler
-from stepgraph.runtime.scheduling.step_budget import StepBudget
+from stepgraph.runtime.scheduling.step_budget import PreemptionPolicy, StepBudget
 
 from .fake_device import NAN, NO_ROPES, NO_TOKENS, VOCAB, FakeRunner, Windows, oracle
 from .speculation_rig import DeviceDrafts, Guesses, OutputGuesses

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from stepgraph.cache.arena import Arena
 from stepgraph.cache.spec import group_layers
-from stepgraph.runtime.execution.inputs import DraftInputs, StepInputs
-from stepgraph.runtime.execution.row_state import RowState
+from stepgraph.runtime.execution.inputs import DraftInputs, RowState, StepInputs
 from stepgraph.runtime.execution.step_functions import StepFunctions
 from stepgraph.runtime.execution.step_key import StepKey, StepOutput
 from stepgraph.runtime.kernels import Kernels, WeightStorage, select_kernels

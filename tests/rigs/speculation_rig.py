@@ -10,8 +10,7 @@ from stepgraph.runtime import Engine
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.scheduling.plan import StepPlan
 from stepgraph.runtime.speculation.config import Speculation
-from stepgraph.runtime.speculation.drafter_speculator import DrafterSpeculator
-from stepgraph.runtime.speculation.verify_costs import BatchCosts, VerifyCosts
+from stepgraph.runtime.speculation.speculator import BatchCosts, DrafterSpeculator, VerifyCosts
 
 Known = Callable[[Request], Sequence[int]]
 """Returns the output tokens of a request, those to come included."""

@@ -34,7 +34,7 @@ from stepgraph.runtime.kernels.ops.layer_operations import (
 )
 from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan, ModelPlan
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
-from stepgraph.runtime.models.layer_stack import Layer
+from stepgraph.runtime.models.decoder import Layer
 from stepgraph.runtime.models.modules import Projection, RMSNorm
 from stepgraph.runtime.models.operations import LayerStep
 from torch import Tensor, nn

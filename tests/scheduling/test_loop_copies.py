@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime.request import Request, RequestStatus
-from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
+from stepgraph.runtime.scheduling.step_budget import PreemptionPolicy
 
 from ..rigs.fake_device import oracle, swapped
 from ..rigs.scheduler_rig import Rig

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime.scheduling.plan import StepPlan
-from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
+from stepgraph.runtime.scheduling.step_budget import PreemptionPolicy
 
 from ..rigs.scheduler_rig import Rig
 

@@ -23,7 +23,7 @@ from stepgraph.runtime.engine.request_output import CompletionOutput, RequestOut
 from stepgraph.runtime.request import Request, RequestGroup, RequestStatus
 from stepgraph.runtime.rope_lengths import RopeLengths
 from stepgraph.runtime.scheduling.plan import StepPlan
-from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
+from stepgraph.runtime.scheduling.step_budget import PreemptionPolicy
 
 from ..rigs.fake_device import VOCAB, Windows, oracle
 from ..rigs.scheduler_rig import Rig, groups_of

@@ -13,8 +13,13 @@ from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import RowSpan, StepPlan
-from stepgraph.runtime.scheduling.step_budget import SHARE_AFTER, SUM_EVERY, StepBudget
-from stepgraph.runtime.scheduling.step_costs import PhaseCosts, StepCosts
+from stepgraph.runtime.scheduling.step_budget import (
+    SHARE_AFTER,
+    SUM_EVERY,
+    PhaseCosts,
+    StepBudget,
+    StepCosts,
+)
 
 from ..rigs.fake_device import oracle
 from ..rigs.request_rig import make_request

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.graphs.buckets import Buckets
-from stepgraph.runtime.scheduling.step_costs import LARGEST_ERROR, PhaseCosts, StepCosts, calibrate
+from stepgraph.runtime.scheduling.step_budget import LARGEST_ERROR, PhaseCosts, StepCosts, calibrate
 
 ROWS = Buckets([1, 2, 4, 8])
 TOKENS = Buckets([16, 32, 64, 128])

@@ -28,7 +28,7 @@ from stepgraph.runtime import (
     ServiceConfig,
     progress,
 )
-from stepgraph.runtime.engine.engine_metrics import EngineCounters
+from stepgraph.runtime.engine.engine_stats import EngineCounters
 from stepgraph.runtime.service.http.config_flags import in_flags
 from stepgraph.runtime.service.http.stderr_log import ACCESS_LOG, logs_to_stderr
 from stepgraph.runtime.service.http.throughput_log import ThroughputLog

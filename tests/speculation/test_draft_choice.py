@@ -14,16 +14,24 @@ from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import RowSpan, StepPlan
-from stepgraph.runtime.speculation.acceptance import AHEAD, Acceptance
 from stepgraph.runtime.speculation.config import MAX_DRAFTS, Speculation
-from stepgraph.runtime.speculation.pause import MAX_PAUSE, Pause
-from stepgraph.runtime.speculation.request_drafter import MAX_INDEXED_TOKENS, RequestDrafter
-from stepgraph.runtime.speculation.speculator import FEW_TOKENS, INDEXED_PER_STEP, Speculator
-from stepgraph.runtime.speculation.suffix_index import Draft, SuffixIndex
-from stepgraph.runtime.speculation.verify_costs import (
+from stepgraph.runtime.speculation.request_drafter import (
+    AHEAD,
+    MAX_INDEXED_TOKENS,
+    MAX_PAUSE,
+    Acceptance,
+    Draft,
+    Pause,
+    RequestDrafter,
+    SuffixIndex,
+)
+from stepgraph.runtime.speculation.speculator import (
+    FEW_TOKENS,
+    INDEXED_PER_STEP,
     LEAST_GAIN,
     VERIFY_IN_A_ROW,
     BatchCosts,
+    Speculator,
     VerifyCosts,
 )
 

@@ -14,9 +14,13 @@ from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime.request import OWN_DRAFT, Request
 from stepgraph.runtime.scheduling.plan import Proposed, RowSpan, StepPlan
 from stepgraph.runtime.speculation.config import Speculation
-from stepgraph.runtime.speculation.drafter_acceptance import DrafterAcceptance, PositionAcceptance
-from stepgraph.runtime.speculation.drafter_speculator import FIRST_CREDIT, DrafterSpeculator
-from stepgraph.runtime.speculation.verify_costs import BatchCosts, VerifyCosts
+from stepgraph.runtime.speculation.request_drafter import DrafterAcceptance, PositionAcceptance
+from stepgraph.runtime.speculation.speculator import (
+    FIRST_CREDIT,
+    BatchCosts,
+    DrafterSpeculator,
+    VerifyCosts,
+)
 
 from .test_draft_choice import row
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from stepgraph.runtime import ConfigError, Engine, SamplingParams
-from stepgraph.runtime.execution.drafter_cache import new_blocks
+from stepgraph.runtime.execution.runner import new_blocks
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.scheduling.plan import StepPlan, TableUpdate
 
@@ -142,7 +142,7 @@ def test_nothing_of_an_earlier_request_is_left_in_new_blocks(
 
 
 def test_blocks_with_contents_are_kept() -> None:
-    """Of shared and copied blocks; see `cache/reuse.py`."""
+    """Of shared and copied blocks; see `cache/kv_cache.py`."""
     plan = StepPlan()
     plan.table_updates = [
         TableUpdate(0, 2, 3, 11),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from stepgraph.cache.arena import Storage
 from stepgraph.runtime import kernels
-from stepgraph.runtime.execution.draft_step import reference_newest_tokens
+from stepgraph.runtime.execution.step_functions import reference_newest_tokens
 from stepgraph.runtime.kernels import LayerPlace, packed_linear, quantise_weight
 from stepgraph.runtime.kernels.cpu.drafted import (
     PackedWeight,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.runtime.speculation.shared_outputs import (
+from stepgraph.runtime.speculation.request_drafter import (
     MAX_SALTS,
     MAX_SHARED_TOKENS,
     MAX_WAITING_TOKENS,

@@ -6,7 +6,7 @@ import time
 
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.runtime.speculation.suffix_index import MAX_MATCH, Draft, SuffixIndex
+from stepgraph.runtime.speculation.request_drafter import MAX_MATCH, Draft, SuffixIndex
 
 
 def searched(tokens: list[int], least: int, candidates: int, most: int) -> Draft | None:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import ConfigError, StepgraphError
-from ...models.attention_fields import MULTIPLIERS
-from ...models.config import LatentConfig, ModelConfig
-from ...models.family import Family
+from ...models.config import MULTIPLIERS, LatentConfig, ModelConfig
+from ...models.families import Family
 from ...models.rope import Rope
 from ...models.transformers import library
 from .transformers_experts import expert_fields

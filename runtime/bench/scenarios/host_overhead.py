@@ -26,7 +26,7 @@ from ....profiling.stats import Summary
 from ...config import EngineConfig
 from ...engine.intake import Intake
 from ...engine.loop import StepLoop
-from ...engine.memory_planning import layer_groups
+from ...engine.startup import layer_groups
 from ...execution.runner import Runner
 from ...execution.step_key import StepKey, StepOutput
 from ...kernels import select_kernels

@@ -19,10 +19,8 @@ from ...kernels.ops.layer_plan import ModelPlan
 from ...kernels.ops.parameter import Parameter, Source
 from ..config import ModelConfig
 from ..decoder_model import DecoderConfig
-from ..families import FAMILIES
-from ..family import Json, read_field, read_optional
-from ..plan import model_plan
-from ..plan_operations import linear, vector
+from ..families import FAMILIES, Json, read_field, read_optional
+from ..plan import linear, model_plan, vector
 from .drafter_config import MOST_DRAFTS, DrafterConfig
 
 __all__ = ["BlockParts", "block_config", "is_block_drafter"]

@@ -25,8 +25,7 @@ from ...kernels import Kernels, RaggedBatch
 from ...kernels.cpu.drafted import PackedWeight, drafter_context
 from ...kernels.ops.kv_storage import write_blocks
 from ...kernels.ops.parameter import Parameter
-from ..decoder import Decoder
-from ..layer_stack import LayerStack
+from ..decoder import Decoder, LayerStack
 from ..modules import Projection, RMSNorm, Vector, mean_square
 from ..plan import rope_kinds
 from ..rope import rotate

@@ -20,10 +20,8 @@ from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ...kernels.ops.parameter import Parameter
 from ..config import ModelConfig
 from ..decoder_model import DecoderConfig
-from ..families import FAMILIES
-from ..family import Json, read_field, read_optional
-from ..plan import model_plan
-from ..plan_operations import matrix, vector
+from ..families import FAMILIES, Json, read_field, read_optional
+from ..plan import matrix, model_plan, vector
 from .drafter_config import MOST_DRAFTS, DrafterConfig
 
 __all__ = ["Eagle3Parts", "eagle3_config", "is_eagle3"]

@@ -22,8 +22,7 @@ from ....cache.arena import Storage
 from ....cache.spec import LayerGroup
 from ...kernels import Kernels, RaggedBatch
 from ...kernels.ops.parameter import Parameter
-from ..decoder import Decoder
-from ..layer_stack import LayerStack
+from ..decoder import Decoder, LayerStack
 from ..plan import rope_kinds
 from .drafter import Drafts, FollowedTokens, NewestTokens, StepOperator
 from .drafter_config import DrafterConfig

@@ -6,7 +6,7 @@ import torch
 
 from ...kernels.cpu.drafted import linear_most_likely
 from ...kernels.cpu.sampling import fused_most_likely
-from ..layer_stack import LayerStack
+from ..decoder import LayerStack
 from ..modules import Projection
 
 __all__ = ["most_likely", "most_likely_after"]

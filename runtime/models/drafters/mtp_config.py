@@ -17,11 +17,9 @@ from ...kernels.ops.layer_plan import ModelPlan
 from ...kernels.ops.parameter import Parameter
 from ..config import ModelConfig
 from ..decoder_model import DecoderConfig
-from ..families import FAMILIES
-from ..family import Json, read_field
+from ..families import FAMILIES, Json, read_field
 from ..mtp_layout import MtpLayout
-from ..plan import model_plan
-from ..plan_operations import linear, vector
+from ..plan import linear, model_plan, vector
 from .drafter_config import MOST_DRAFTS, DrafterConfig
 
 __all__ = ["MtpParts", "has_mtp", "is_unused_by_mtp", "mtp_config"]

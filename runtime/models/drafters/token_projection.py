@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from ..layer_stack import LayerStack
+from ..decoder import LayerStack
 from ..modules import Projection
 from ..sharded_vocabulary import ShardedVocabulary
 from .most_likely import most_likely, most_likely_after

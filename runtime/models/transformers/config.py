@@ -12,7 +12,7 @@ import torch
 from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
 from ...kernels.ops.layer_plan import ModelPlan
-from ..family import read_optional
+from ..families import read_optional
 from .attention import IMPLEMENTATION, register
 from .library import convertible_parameters, import_transformers, quiet, reason_of
 from .plan import plan_of_probe
