@@ -3,6 +3,7 @@
 #   make test ARGS="-k scheduler"
 #   make test ARGS="-m slow"   (the sweeps that `make test` leaves out)
 # test-oldest runs the tests in .venv-oldest, on the oldest torch that pyproject.toml allows.
+# house prints the size and the shape of the source tree.
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +15,7 @@ PYTEST := -m pytest -n 2 --dist loadfile -m "not slow"
 test test-oldest: export PYTHONDONTWRITEBYTECODE =
 LINKS := build/editable
 
-.PHONY: bench test test-oldest check format clean
+.PHONY: bench test test-oldest check format house clean
 
 bench: $(VENV)/.installed
 	$(BIN)/python bench.py $(ARGS)
@@ -36,6 +37,9 @@ check: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+house: $(VENV)/.installed-test
+	$(BIN)/python -m tests.rigs.house
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
