@@ -11,8 +11,8 @@ def aligned(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: i
     A cell is one line, whatever is in it.
     """
     escaped = [[" ".join(cell.replace("|", "\\|").splitlines()) for cell in row] for row in cells]
-    # A right-aligned column has a rule of two characters at least, `-:`.
-    widths = [max(2, *map(len, column)) for column in zip(head, *escaped, strict=True)]
+    # Not all readers of Markdown take a rule of less than three characters.
+    widths = [max(3, *map(len, column)) for column in zip(head, *escaped, strict=True)]
 
     def line(row: Sequence[str]) -> str:
         padded = [
