@@ -14,25 +14,9 @@ from ..engine.startup import layer_groups, plan_engine
 from ..errors import ConfigError
 from ..kernels import select_kernels
 from ..loading.loader import resolve_source
-from ..models.decoder_model import DecoderConfig
 from ..resolved_config import ResolvedConfig
 
-__all__ = ["pool_for", "share_memory"]
-
-
-def pool_for(rows: int, model: DecoderConfig, config: EngineConfig, num_tokens: int) -> int:
-    """Return a pool size, null block included, in which `rows` requests never lack a block.
-
-    A request has `num_tokens` tokens, prompt and output. The one that is admitted last leaves a
-    block in each layer group to every other.
-
-    Raises:
-        ConfigError: the configuration does not work on this device or with this model.
-    """
-    groups = layer_groups(model, ResolvedConfig.resolve(config, model))
-    chunk = config.prefill_chunk
-    each = sum(g.spec.most_blocks(num_tokens, config.block_size, chunk) for g in groups)
-    return rows * (each + len(groups)) + 1
+__all__ = ["share_memory"]
 
 
 def share_memory(

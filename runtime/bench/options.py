@@ -39,8 +39,6 @@ _EPILOG = """\
 scenarios:
   steady        decode steps of a whole batch
   interference  decode steps while a long prompt arrives every 10 steps
-  churn         requests arrive and leave at random
-  prefix        prompts with common prefixes, with and without a prefix cache
   neighbours    decode steps with busy processes on the same processors, also of other runtimes
   serve         requests arrive at random: latency, goodput and refusals against the rate, of the
                 AsyncEngine, of stepgraph serve and of servers of other runtimes
@@ -124,12 +122,12 @@ _FLAGS = {
         type=integer(1),
     ),
     "input-len": _flag(
-        "tokens per prompt (default: 128 1024; interference 1024; prefix 512; churn at most 256)",
+        "tokens per prompt (default: 128 1024; interference 1024)",
         nargs="+",
         type=integer(1),
     ),
     "output-len": _flag(
-        "output tokens per request (default: 64; prefix 32; churn: mean 32)",
+        "output tokens per request (default: 64; serve 32)",
         nargs="+",
         type=integer(2),  # prefill samples the first token, a decode step the second
     ),
@@ -140,14 +138,13 @@ _FLAGS = {
         type=integer(1),
     ),
     "num-steps": _flag(
-        "steps of interference (default: 200), churn and host (default: 400), and of"
+        "steps of interference (default: 200) and host (default: 400), and of"
         " neighbours in each round (default: 32)",
         type=integer(30),  # enough to see a distribution
     ),
     "max-itl-ms": _flag(
         "latency budgets of mixed steps (prefill and decode) for interference, which also runs"
-        " without one, churn and serve (default: interference, eight times its decode step; others,"
-        " none)",
+        " without one, and serve (default: interference, eight times its decode step; serve, none)",
         nargs="+",
         type=number("a positive number of milliseconds"),
         metavar="MS",

@@ -44,15 +44,6 @@ SCENARIO_FLAGS = {
         *(*_FILES, *_ENGINE, "tensor_parallel", "max_itl_ms"),
         **{"batch_size": [8], "input_len": [1024], "num_steps": 200},
     ),
-    "churn": _accepts(
-        *(*_FILES, *_ENGINE, "tensor_parallel", "max_itl_ms"),
-        **{"batch_size": [8], "input_len": [256], "output_len": [32], "num_steps": 400},
-    ),
-    "prefix": _accepts(
-        *(*_FILES, *_ENGINE),
-        **{"batch_size": [8], "input_len": [512], "output_len": [32]},
-        **_REPEATED,
-    ),
     "neighbours": _accepts(
         *(*_FILES, *_ENGINE, "batch_size", "input_len", "peer"),
         **{"num_steps": 32, "num_warmup": 1, "num_iters": 6, "neighbours": [0, 1, 2]},

@@ -1,4 +1,4 @@
-"""The scenarios interference and churn on small engines: arrivals, counted steps and results."""
+"""Scenarios on small engines: arrivals, counted steps and results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from stepgraph.graphs.buckets import default_token_buckets
 from stepgraph.profiling.timeline import StepRecord
 from stepgraph.runtime import Engine
 from stepgraph.runtime.bench.results.result_tables import markdown_table
-from stepgraph.runtime.bench.scenarios import churn, interference
-from stepgraph.runtime.bench.scenarios.churn import ChurnCase, measure_churn
+from stepgraph.runtime.bench.scenarios import interference
 from stepgraph.runtime.bench.scenarios.interference import (
     Chunks,
     InterferenceCase,
@@ -23,7 +22,6 @@ from stepgraph.runtime.bench.scenarios.interference import (
 from ..rigs.bench_rig import run_bench
 
 CASE = InterferenceCase(batch_size=2, input_len=30, steps=40)
-CHURN = ChurnCase(batch_size=3, input_len=20, output_len=6, steps=120)
 
 
 def open_for(open_engine: Callable[..., Engine], rows: int, case: Any, **config: Any) -> Engine:
@@ -100,47 +98,8 @@ def test_a_chunk_is_the_costliest_of_those_seen_often() -> None:
     assert chunk_ms([]) == 0.0
 
 
-def test_churn(open_engine: Callable[..., Engine]) -> None:
-    engine = open_for(open_engine, CHURN.batch_size, CHURN)
-    entry = measure_churn(engine, CHURN, seed=1, bandwidth=1e10)
-    assert entry["step_ms"]["n"] == CHURN.steps
-    assert entry["requests"] > 20
-    assert 0 < entry["aborted"] < entry["requests"] / 2
-    assert 0.3 < entry["occupancy"] <= 1.0
-    assert 0.0 <= entry["padding"] < 0.5
-    assert entry["preemptions"] == 0
-    assert entry["itl_ms"]["n"] > 100
-    assert entry["roofline"]["bytes_per_step"] > engine.weight_bytes_per_step
-    assert not engine.has_unfinished()
-    engine.check_integrity()
-    again = measure_churn(engine, CHURN, seed=1, bandwidth=1e10)
-    names = ("requests", "aborted", "occupancy", "padding", "prefill_tokens")
-    assert [again[name] for name in names] == [entry[name] for name in names]
-
-
-def test_the_arrivals_of_churn(open_engine: Callable[..., Engine]) -> None:
-    config = open_engine("micro").model_config
-    schedule = churn._schedule(config, CHURN, 1)
-    assert schedule == churn._schedule(config, CHURN, 1)
-    assert schedule != churn._schedule(config, CHURN, 2)
-    assert all(5 <= len(arrival.prompt) <= 20 for arrival in schedule)
-    assert all(1 <= arrival.output_len <= 24 for arrival in schedule)
-    leaving = [a for a in schedule if a.leaves_after is not None]
-    assert all(1 <= a.leaves_after < a.output_len for a in leaving if a.leaves_after is not None)
-
-
-def test_churn_continues_after_the_last_request_ended(open_engine: Callable[..., Engine]) -> None:
-    case = ChurnCase(batch_size=1, input_len=4, output_len=2, steps=40)
-    engine = open_for(open_engine, 1, case)
-    entry = measure_churn(engine, case, seed=0, bandwidth=1e10)
-    assert entry["step_ms"]["n"] <= 40
-    assert entry["requests"] >= 5
-
-
 RUNS = {
     "interference": "--batch-size 1 --input-len 24 --num-steps 30",
-    "churn": "--batch-size 1 --input-len 8 --output-len 4 --num-steps 30 --max-itl-ms 50 500",
-    "prefix": "--batch-size 2 --input-len 64 --output-len 4 --num-warmup 0 --num-iters 2",
     "serve": "--batch-size 2 --input-len 8 --output-len 4 --rates 0.5 --duration 1 --no-http",
 }
 
@@ -160,5 +119,3 @@ def test_scenario_writes_what_it_prints(monkeypatch, tmp_path, capsys, name):
         eight = round(8 * plain["decode_step_ms"]["p50"], 2)
         assert budgeted["max_itl_ms"] == budgeted["step_budget"]["max_itl_ms"] == eight
         assert (plain["automatic_budget"], budgeted["automatic_budget"]) == (False, True)
-    if name == "churn":
-        assert [entry["step_budget"]["max_itl_ms"] for entry in entries] == [50, 500]

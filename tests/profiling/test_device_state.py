@@ -199,11 +199,11 @@ def test_the_environment_names_driver_and_clocks(monkeypatch: pytest.MonkeyPatch
 
 
 STEADY = "steady --batch-size 1 --input-len 8 --output-len 4 --num-iters 1"
-CHURN = "churn --batch-size 2 --output-len 4 --num-steps 30"
+OTHER = "interference --batch-size 2 --input-len 8 --num-steps 30 --max-itl-ms 1000"
 
 
 @pytest.mark.parametrize(
-    ("scenario", "with_device"), [(STEADY, True), (STEADY, False), (CHURN, True)]
+    ("scenario", "with_device"), [(STEADY, True), (STEADY, False), (OTHER, True)]
 )
 def test_the_benchmark_reports_the_states_and_warns_of_throttling(
     scenario: str,
@@ -220,7 +220,7 @@ def test_the_benchmark_reports_the_states_and_warns_of_throttling(
     arguments = f"--scenario {scenario} --mode eager --output-json {file}"
     assert run_bench(monkeypatch, arguments) == 0
     document = json.loads(file.read_text())
-    (entry,) = document["cases" if scenario is STEADY else "churn"]
+    entry = document["cases" if scenario is STEADY else "interference"][0]
     printed = " ".join("".join(capsys.readouterr()).split())
     assert ("clocks were held down (hw_slowdown)" in printed) == with_device
     state = entry["device_state"]

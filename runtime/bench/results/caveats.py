@@ -58,9 +58,6 @@ def _spreads(document: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
     """Yield the name and the spread of everything with repetitions."""
     for case in document["cases"]:
         yield _name(case), case["spread"]
-    for entry in document.get("prefix", ()):
-        yield f"{_name(entry)} off", entry["unshared"]["spread"]
-        yield f"{_name(entry)} on", entry["spread"]
 
 
 def _not_interleaved(cases: list[dict[str, Any]]) -> Iterator[str]:

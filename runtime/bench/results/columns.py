@@ -108,26 +108,6 @@ _INTERFERENCE = Table(
         "served": "{first_tokens} of {arrivals}",
     }
 )
-_CHURN = Table(
-    {
-        **_ENGINE,
-        **_ROWS,
-        "output": "{output_len}",
-        "max ITL ms": "{max_itl_ms:g}",
-        "ITL ms p50 / p90 / p99": "{itl_ms:dist}",
-        "max": "{itl_ms[max]:.2f}",
-        "n": lambda entry: "0" if entry["itl_ms"] is None else str(entry["itl_ms"]["n"]),
-        "step ms p50 / p90 / p99": "{step_ms:dist}",
-        "roofline": _ROOFLINE,
-        "TTFT ms p50": "{ttft_ms[p50]:.1f}",
-        "occupancy": "{occupancy:.0%}",
-        "padding": "{padding:.0%}",
-        "preempted": "{preemptions}",
-        "requests": "{requests}, {aborted} left",
-    }
-)
-
-
 _NEIGHBOURS = Table(
     {
         **_ENGINE,
@@ -146,33 +126,6 @@ _NEIGHBOURS = Table(
     lambda entry: [{"name": "stepgraph", **entry}, *(entry | peer for peer in entry["peers"])],
     text_columns=9,
 )
-_PREFIX = Table(
-    {
-        **_ENGINE,
-        **_ROWS,
-        "shared": "{prefix_len}",
-        "first TTFT ms p50: off / on": (
-            "{unshared[first_ttft_ms][p50]:.1f} / {first_ttft_ms[p50]:.1f}"
-        ),
-        "cold TTFT ms p50 / p90 / p99": "{unshared[ttft_ms]:dist}",
-        "warm TTFT ms p50 / p90 / p99": "{ttft_ms:dist}",
-        "n": "{ttft_ms[n]}",
-        "cold / warm": "{ttft_ratio:.2f}",
-        "hit rate": "{hit_rate:.0%}",
-        "computed tokens: off / on": "{unshared[computed_tokens]:,} / {computed_tokens:,}",
-        "prompt tok/s: off / on": (
-            "{unshared[prompt_tokens_per_second]:,.0f} / {prompt_tokens_per_second:,.0f}"
-        ),
-        "tok/s saved": "{saved_tokens_per_second:,.0f}",
-        "ITL ms p50: off / on": "{unshared[itl_ms][p50]:.2f} / {itl_ms[p50]:.2f}",
-        "spread: off / on": "{unshared[spread]:.1%} / {spread:.1%}",
-        "blocks: off / on": "{unshared[blocks_in_use]} / {blocks_in_use}",
-        "roofline": _ROOFLINE,
-        "= unshared": "{tokens_equal:.0%}",
-    }
-)
-
-
 _SERVE = Table(
     {
         **_ENGINE,
@@ -198,8 +151,6 @@ _SERVE = Table(
 )
 TABLES = {
     "interference": _INTERFERENCE,
-    "churn": _CHURN,
-    "prefix": _PREFIX,
     "neighbours": _NEIGHBOURS,
     "serve": _SERVE,
     "cases": _STEADY,

@@ -20,7 +20,7 @@ from ....profiling.timeline import StepRecord
 from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
-from ..step_watch import StepWatch, mean_roofline, steps_in_flight
+from ..step_watch import decode_roofline, steps_in_flight
 from ..workload import abort_all, greedy, random_prompts
 
 __all__ = ["InterferenceCase", "measure_interference", "run_interference"]
@@ -114,25 +114,25 @@ def measure_interference(
     num_arrivals = -(-case.steps // ARRIVAL_STEPS)
     arriving = random_prompts(config, num_arrivals, case.input_len, seed + 1)
     lag = steps_in_flight(engine)
-    watch = StepWatch(engine, lag)
-    steady = [watch.add_request(p, greedy(case.steady_output), priority=-1) for p in steady_prompts]
+    params = greedy(case.steady_output)
+    steady = [engine.add_request(p, params, priority=-1) for p in steady_prompts]
     latest: dict[str, RequestOutput] = {}
 
     def step() -> None:
-        latest.update((output.request_id, output) for output in watch.step())
+        latest.update((output.request_id, output) for output in engine.step())
 
     while not all(request_id in latest for request_id in steady):
         step()
     for _ in range(lag):
         step()
-    watch.clear()
+    engine.timeline().clear()
     first = {request_id: len(latest[request_id].token_ids) + lag for request_id in steady}
     for _ in range(SETTLING_STEPS):
         step()
     ids: list[str] = []
     for index in range(case.steps):
         if index % ARRIVAL_STEPS == 0:
-            ids.append(watch.add_request(arriving[len(ids)], greedy(ARRIVING_OUTPUT)))
+            ids.append(engine.add_request(arriving[len(ids)], greedy(ARRIVING_OUTPUT)))
         step()
     records = engine.timeline().records()
     for _ in range(lag):
@@ -147,6 +147,7 @@ def measure_interference(
     itl = Summary.of(max(gap) for gap in zip(*(row[SETTLING_STEPS:] for row in gaps), strict=True))
     ttft_ms = [timing.ttft_ms for timing in timings if timing is not None]
     decode = Summary.of(decode_ms)
+    contexts = [STEADY_INPUT + n + len(records) // 2 for n in first.values()]
     bound_ms = TOLERANCE * (decode.p50 + chunk_ms(chunks))
     return {
         "arrival_steps": ARRIVAL_STEPS,
@@ -154,9 +155,7 @@ def measure_interference(
         "first_tokens": len(ttft_ms),
         "itl_ms": itl.to_json(),
         "decode_step_ms": decode.to_json(),
-        "roofline": mean_roofline(
-            engine, watch.decode_steps(case.batch_size), bandwidth, ms=decode.p50
-        ),
+        "roofline": decode_roofline(engine, contexts, bandwidth).to_json(decode.p50 / 1e3),
         "chunks": [asdict(kind) for kind in chunks],
         "chunk_ms": chunk_ms(chunks),
         "bound_ms": bound_ms,

@@ -8,10 +8,8 @@ from typing import Any
 
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..results.result_document import write_json
-from .churn import run_churn
 from .interference import run_interference
 from .neighbours import run_neighbours
-from .prefix_sharing import run_prefix
 from .serve import run_serve
 
 __all__ = ["SCENARIOS", "ScenarioRun"]
@@ -20,8 +18,6 @@ Measure = Callable[[BenchmarkRun, ModelKind, StepMode], Iterator[dict[str, Any]]
 
 SCENARIOS: dict[str, Measure] = {
     "interference": run_interference,
-    "churn": run_churn,
-    "prefix": run_prefix,
     "neighbours": run_neighbours,
     "serve": run_serve,
 }
