@@ -36,7 +36,7 @@ from .kernel_names import (
     StepNodes,
     load,
 )
-from .listeners import NOTHING
+from .ranges import NOTHING
 
 __all__ = [
     "OTHER",

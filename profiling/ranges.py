@@ -8,7 +8,7 @@
 
     ranges.mark(ranges.FALLBACK, bucket)
 
-`RANGES` and `MARKS` list all names (see `dictionary.py`). A profiler stores every distinct message,
+docs/profiling.md describes every range, mark and payload. A profiler stores every distinct message,
 so names never contain an id: the step, the rows, the bucket and the tokens are in the payload. One
 integer is enough for most ranges, because ranges nest (the `step` around a `copy` has the step
 number), and profilers export an integer payload as a column. The launches on the device, `replay`,
@@ -16,97 +16,151 @@ number), and profilers export an integer payload as a column. The launches on th
 
 Without a listener the functions only check the name. NVTX looks for a tool once per process, at the
 first use of a domain. Tools such as nsys are loaded before Python starts, so this module looks for
-one at import. `listening` adds other listeners at any time.
+one at import. `listening` adds other listeners at any time. The package `nvtx` carries ranges to a
+tool; without it everything runs, and ranges reach no tool.
 """
 
 import contextlib
+import logging
+import os
+import struct
 import threading
-from collections.abc import Iterator
-from types import TracebackType
-from typing import Final
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, NamedTuple, Protocol
 
-from .dictionary import (
-    CAPTURE,
-    COLLECTION,
-    COMMIT,
-    COPY,
-    DOMAIN,
-    FALLBACK,
-    FORK,
-    LAUNCH,
-    LOAD,
-    MARKS,
-    MASK,
-    PLAN,
-    PREFILL,
-    PREPARE,
-    RANGES,
-    REPLAY,
-    STEP,
-    SWAP,
-    VERIFY,
-    WARMUP,
-    WINDOW,
+try:
+    import nvtx
+except ImportError as error:
+    _import_error: ImportError | None = error
+else:
+    _import_error = None
+
+logger = logging.getLogger("stepgraph.profiling")
+
+DOMAIN: Final = "stepgraph"
+"""Name of the NVTX domain of all ranges and marks."""
+
+STEP: Final = "step"
+PLAN: Final = "plan"
+LAUNCH: Final = "launch"
+PREPARE: Final = "prepare"
+COPY: Final = "copy"
+FORK: Final = "fork"
+SWAP: Final = "swap"
+REPLAY: Final = "replay"
+VERIFY: Final = "verify"
+PREFILL: Final = "prefill"
+COMMIT: Final = "commit"
+CAPTURE: Final = "capture"
+LOAD: Final = "load"
+MASK: Final = "mask"
+WARMUP: Final = "warmup"
+WINDOW: Final = "window"
+
+COLLECTION: Final = "collection"
+FALLBACK: Final = "fallback"
+
+_CATEGORIES: Final = {
+    "step": (STEP,),
+    "host": (PLAN, LAUNCH, PREPARE, MASK, COMMIT, COLLECTION),
+    "device": (SWAP, FORK, COPY, REPLAY, VERIFY, PREFILL, FALLBACK),
+    "start": (LOAD, WARMUP, CAPTURE),
+    "profile": (WINDOW,),
+}
+_COLORS: Final = {
+    "step": 0xFF5F6B7A,
+    "host": 0xFFE0A030,
+    "device": 0xFF3C8DD9,
+    "start": 0xFF8A63C9,
+    "profile": 0xFF4A9F6E,
+}  # 0xAARRGGBB
+_CATEGORY_OF: Final = {name: group for group, names in _CATEGORIES.items() for name in names}
+
+MARKS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {COLLECTION: ("generation", "microseconds", "collected"), FALLBACK: ("bucket",)}
 )
-from .listeners import NOTHING, Guarded, Listener, Payload, StepNumbers
-from .nvtx_tool import NvtxTool, attached_domain
+"""Every mark by name, with the fields of its payload. A payload of one field is an integer."""
 
-__all__ = [
-    "CAPTURE",
-    "COLLECTION",
-    "COMMIT",
-    "COPY",
-    "DOMAIN",
-    "FALLBACK",
-    "FORK",
-    "LAUNCH",
-    "LOAD",
-    "MARKS",
-    "MASK",
-    "PLAN",
-    "PREFILL",
-    "PREPARE",
-    "RANGES",
-    "REPLAY",
-    "STEP",
-    "SWAP",
-    "VERIFY",
-    "WARMUP",
-    "WINDOW",
-    "Listener",
-    "Payload",
-    "StepNumbers",
-    "attached",
-    "listening",
-    "mark",
-    "span",
-    "step_span",
-]
+STEP_RANGES: Final = frozenset({REPLAY, VERIFY, PREFILL})
+"""The ranges whose payload is `StepNumbers`."""
 
-_PLAIN: Final = frozenset(info.name for info in RANGES.values() if not info.fields)
-_OF_STEPS: Final = frozenset(info.name for info in RANGES.values() if info.fields)
+PLAIN_RANGES: Final = frozenset(_CATEGORY_OF) - frozenset(MARKS) - STEP_RANGES
+"""The ranges whose payload is one integer."""
 
-_domain: Final = attached_domain()
 
-attached: Final = _domain is not None
-"""Whether an NVTX tool receives the ranges of this process."""
+class StepNumbers(NamedTuple):
+    """The payload of `replay`, `verify` and `prefill`.
 
-_listeners: tuple[Listener, ...] = () if _domain is None else (NvtxTool(_domain),)
-_changing: Final = threading.Lock()
+    A launch runs (tokens + padding) / bucket decode steps.
+
+    Attributes:
+        step: number of the step.
+        rows: decoding rows without padding; 0 for a prefill.
+        bucket: size that the launch was prepared for: rows of a decode step, tokens of a prefill.
+        tokens: computed tokens without padding.
+        blocks_in_use: cache blocks held by requests.
+        padding: padding tokens that fill the bucket.
+    """
+
+    step: int
+    rows: int
+    bucket: int
+    tokens: int
+    blocks_in_use: int
+    padding: int
+
+
+Payload = int | StepNumbers
+"""What a range carries: one integer, or the numbers of the step."""
+
+
+class Listener(Protocol):
+    """Receives ranges and marks, from any thread."""
+
+    def push(self, name: str, payload: Payload) -> None:
+        """The range `name` began on the calling thread."""
+
+    def pop(self) -> None:
+        """The innermost range of the calling thread ended."""
+
+    def mark(self, name: str, payload: tuple[int, ...]) -> None:
+        """Something happened: `payload` has the fields `MARKS[name]`, in order.
+
+        Python's garbage collector may emit its mark during the other methods.
+        """
+
+
+class _Nothing:
+    """A context manager that does nothing, in half the time of `contextlib.nullcontext`.
+
+    Static methods: `with` calls them without the object, `contextlib.ExitStack` with it, before
+    the other arguments.
+    """
+
+    __slots__ = ()
+
+    @staticmethod
+    def __enter__(_: object = None) -> None:
+        pass
+
+    @staticmethod
+    def __exit__(_1: object, _2: object, _3: object, _4: object = None) -> None:
+        pass
+
+
+NOTHING: Final = _Nothing()
 
 
 def span(name: str, payload: int = 0) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager for the range `name`, which ends at any exit from the block.
-
-    Args:
-        name: a key of `RANGES` whose payload is one integer.
-        payload: the integer that `RANGES[name].payload` describes.
+    """Return a context manager for a range of `PLAIN_RANGES`. It ends at any exit of the block.
 
     Raises:
         ValueError: there is no such range. Raised without a listener too.
     """
-    if name not in _PLAIN:  # checked without a listener too, so that tests find wrong names
-        raise _wrong_range(name)
+    if name not in PLAIN_RANGES:  # checked without a listener too, so that tests find wrong names
+        raise ValueError(f"{name!r} is not a range whose payload is one integer")
     return _Span(_listeners, name, int(payload)) if _listeners else NOTHING
 
 
@@ -119,15 +173,13 @@ def step_span(
     blocks_in_use: int,
     padding: int,
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager for a range whose payload is the numbers of its step.
-
-    An NVTX tool also samples the numbers as counters when the range begins.
+    """Return a context manager for a range of `STEP_RANGES`; see `StepNumbers`.
 
     Raises:
         ValueError: there is no such range. Raised without a listener too.
     """
-    if name not in _OF_STEPS:
-        raise _wrong_range(name)
+    if name not in STEP_RANGES:
+        raise ValueError(f"{name!r} is not a range whose payload is the numbers of a step")
     if not _listeners:
         return NOTHING
     numbers = StepNumbers(step, rows, bucket, tokens, blocks_in_use, padding)
@@ -135,22 +187,14 @@ def step_span(
 
 
 def mark(name: str, *payload: int) -> None:
-    """Emit the mark `name`.
-
-    Args:
-        name: a key of `MARKS`.
-        payload: its fields, in order.
+    """Emit a mark of `MARKS` with its fields, in order.
 
     Raises:
         ValueError: there is no such mark, or the number of fields is wrong. Raised without a
             listener too.
     """
-    info = MARKS.get(name)
-    if info is None:
-        raise ValueError(f"unknown mark {name!r}; the marks are: {', '.join(MARKS)}")
-    if len(payload) != len(info.fields):
-        fields = ", ".join(field.name for field in info.fields)
-        raise ValueError(f"mark {name!r} carries {fields}; got {len(payload)} numbers")
+    if len(payload) != len(MARKS.get(name, ())) or not payload:
+        raise ValueError(f"{name!r} is not a mark with {len(payload)} fields")
     for listener in _listeners:
         listener.mark(name, payload)
 
@@ -162,7 +206,7 @@ def listening(listener: Listener) -> Iterator[None]:
     It receives the ranges that begin inside the block, and their ends even after the block. If the
     listener raises, the error is logged and the listener is unsubscribed.
     """
-    guarded = Guarded(listener)
+    guarded = _Guarded(listener)
     _replace((), (guarded,))
     try:
         yield
@@ -170,18 +214,30 @@ def listening(listener: Listener) -> Iterator[None]:
         _replace((guarded,), ())
 
 
-def _replace(old: tuple[Listener, ...], new: tuple[Listener, ...]) -> None:
-    global _listeners
-    with _changing:
-        _listeners = (*(listener for listener in _listeners if listener not in old), *new)
+class _Guarded:
+    """Unsubscribes a listener that raises: no step fails because of a listener."""
 
+    def __init__(self, listener: Listener) -> None:
+        self._listener: Listener | None = listener
 
-def _wrong_range(name: str) -> ValueError:
-    if name in _PLAIN:
-        return ValueError(f"the payload of range {name!r} is one integer: use span")
-    if name in _OF_STEPS:
-        return ValueError(f"the payload of range {name!r} is the step's numbers: use step_span")
-    return ValueError(f"unknown range {name!r}; the ranges are: {', '.join(RANGES)}")
+    def push(self, name: str, payload: Payload) -> None:
+        if self._listener is not None:
+            self._call(self._listener.push, name, payload)
+
+    def pop(self) -> None:
+        if self._listener is not None:
+            self._call(self._listener.pop)
+
+    def mark(self, name: str, payload: tuple[int, ...]) -> None:
+        if self._listener is not None:
+            self._call(self._listener.mark, name, payload)
+
+    def _call(self, method: Callable[..., None], *event: Any) -> None:
+        try:
+            method(*event)
+        except Exception:
+            self._listener = None
+            logger.exception("a listener of ranges raised and is unsubscribed: %r", method)
 
 
 class _Span:
@@ -206,3 +262,133 @@ class _Span:
     ) -> None:
         for listener in reversed(self._listeners):
             listener.pop()
+
+
+class NvtxMissingError(RuntimeError):
+    """The Python package `nvtx` cannot be imported, and a command needs its ranges."""
+
+
+def require_nvtx(purpose: str) -> None:
+    """Raise an error where the package `nvtx` is missing.
+
+    Args:
+        purpose: what needs it, as the subject of the error's sentence.
+
+    Raises:
+        NvtxMissingError: the package `nvtx` cannot be imported; says how to install it.
+    """
+    if _import_error is not None:
+        raise NvtxMissingError(f"{purpose} needs NVTX ranges: {_missing()}") from _import_error
+
+
+def _missing() -> str:
+    return f"the package nvtx cannot be imported ({_import_error}); pip install 'nvtx>=0.2.16'"
+
+
+class _Record:
+    """A payload of several fields at a fixed address, where NVTX reads it at each event."""
+
+    __slots__ = ("_bytes", "_layout", "array")
+
+    def __init__(self, fields: Sequence[str]) -> None:
+        import numpy as np
+
+        self._layout = struct.Struct(f"@{len(fields)}q")
+        self._bytes = bytearray(self._layout.size)
+        dtype = np.dtype([(field, np.int64) for field in fields])
+        self.array = np.frombuffer(self._bytes, dtype).reshape(())
+
+    def write(self, values: tuple[int, ...]) -> None:
+        self._layout.pack_into(self._bytes, 0, *values)
+
+
+class _Events(threading.local):
+    """The event attributes of one thread, built at its first range.
+
+    Setting the payload and pushing are two calls: threads that shared one object could push each
+    other's payload.
+    """
+
+    plain: dict[str, Any] = {}  # noqa: RUF012  what a thread has while its own are being built
+    records: dict[str, tuple[Any, _Record]] = {}  # noqa: RUF012
+
+    def __init__(self, domain: Any) -> None:
+        plain, records = {}, {}
+        fields = {**dict.fromkeys(STEP_RANGES, StepNumbers._fields), **MARKS}
+        for name, category in _CATEGORY_OF.items():
+            event = domain.get_event_attributes(name, _COLORS[category], category)
+            if len(fields.get(name, ())) > 1:
+                record = _Record(fields[name])
+                event.payload = record.array
+                records[name] = (event, record)
+            else:
+                plain[name] = event
+        self.plain, self.records = plain, records
+
+
+class NvtxTool:
+    """Sends ranges and marks to an `nvtx.Domain`."""
+
+    def __init__(self, domain: Any) -> None:
+        self._domain = domain
+        self._events = _Events(domain)
+
+    def push(self, name: str, payload: Payload) -> None:
+        if isinstance(payload, StepNumbers):
+            event, record = self._events.records[name]
+            record.write(payload)
+        else:
+            event = self._events.plain[name]
+            event.payload = payload
+        self._domain.push_range(event)
+
+    def pop(self) -> None:
+        self._domain.pop_range()
+
+    def mark(self, name: str, payload: tuple[int, ...]) -> None:
+        events = self._events
+        if name in events.plain:
+            event = events.plain[name]
+            event.payload = int(payload[0])
+        elif name in events.records:
+            event, record = events.records[name]
+            record.write(payload)
+        else:  # the collector ran while this thread's events were being built
+            return
+        self._domain.mark(event)
+
+
+def _attached_domain() -> Any:
+    """Return the `nvtx.Domain` of stepgraph if a tool receives it, else None.
+
+    nvtx returns a stand-in, not an `nvtx.Domain`, where no tool is attached or the tool leaves the
+    domain out. `NVTX_DISABLE` in the environment switches ranges off under a tool too. Under a tool
+    but without the package `nvtx` a `RuntimeWarning` says that ranges are missing.
+    """
+    if _import_error is None:
+        domain = nvtx.get_domain(DOMAIN)
+        return domain if nvtx.enabled() and isinstance(domain, nvtx.Domain) else None
+    tools = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")  # NVTX's convention; nsys
+    if any(map(os.environ.get, tools)) and not os.environ.get("NVTX_DISABLE"):
+        warnings.warn(
+            f"this process runs under a profiler, and its trace will have no stepgraph ranges:"
+            f" {_missing()}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return None
+
+
+_domain: Final = _attached_domain()
+
+attached: Final = _domain is not None
+"""Whether an NVTX tool receives the ranges of this process."""
+
+_listeners: tuple[Listener, ...] = () if _domain is None else (NvtxTool(_domain),)
+_changing: Final = threading.Lock()
+
+
+def _replace(old: tuple[Listener, ...], new: tuple[Listener, ...]) -> None:
+    global _listeners
+    with _changing:
+        _listeners = (*(listener for listener in _listeners if listener not in old), *new)

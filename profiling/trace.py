@@ -106,8 +106,8 @@ class _Recorder:
 
     def mark(self, name: str, payload: tuple[int, ...]) -> None:
         """Record a mark: a range without a length until the trace is written."""
-        fields = (field.name for field in ranges.MARKS[name].fields)
-        with self._event(Recorded(name, dict(zip(fields, payload, strict=True)), instant=True)):
+        fields = dict(zip(ranges.MARKS[name], payload, strict=True))
+        with self._event(Recorded(name, fields, instant=True)):
             pass
 
     def enter(self, name: str, layer: int | None) -> None:

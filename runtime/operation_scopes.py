@@ -7,7 +7,7 @@ import contextlib
 from torch.compiler import is_dynamo_compiling
 
 from ..profiling import attribution
-from ..profiling.listeners import NOTHING
+from ..profiling.ranges import NOTHING
 
 __all__ = ["operation"]
 

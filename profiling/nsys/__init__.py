@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from .. import dictionary
+from .. import ranges
 
 __all__ = [
     "CaptureWindowError",
@@ -81,7 +81,7 @@ def nsys_command(
         what = ["-t", "cuda,nvtx", "-c", "cudaProfilerApi", "--capture-range-end=stop"]
         what.append(f"--cuda-graph-trace={graph_trace}")
     elif device == "cpu":
-        window = f"{dictionary.WINDOW}@{dictionary.DOMAIN}"
+        window = f"{ranges.WINDOW}@{ranges.DOMAIN}"
         what = ["-t", "nvtx", "-c", "nvtx", "-p", window, "--capture-range-end=stop"]
     else:
         raise ValueError(f"device is {device!r}; it must be 'cuda' or 'cpu'")
@@ -109,8 +109,6 @@ def find_nsys() -> str | None:
 
 def inside_nsys() -> bool:
     """Return whether a tool profiles this process, so that it starts none itself."""
-    from .. import ranges  # loads nvtx, which reading a report does not need
-
     variables = (_SESSION_VARIABLE, _STARTED_VARIABLE)
     return any(map(os.environ.get, variables)) or ranges.attached
 
@@ -136,8 +134,6 @@ def capture_window() -> Iterator[None]:
         CaptureWindowError: another window is open, in this thread or in another one. That one
             stays open.
     """
-    from .. import ranges
-
     if not _window.acquire(blocking=False):
         raise CaptureWindowError(
             "a capture window is already open in this process; a profile has one window at a time"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from .. import dictionary
+from .. import ranges
 from . import GraphTrace, export_command
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 _PUSH_POP, _START_END, _DOMAIN_CREATE = 59, 60, 75
 """`eventType` in NVTX_EVENTS."""
 
-_SIGNATURE: Final = frozenset({dictionary.STEP, dictionary.PLAN, dictionary.LAUNCH})
+_SIGNATURE: Final = frozenset({ranges.STEP, ranges.PLAN, ranges.LAUNCH})
 """Ranges that identify the project's domain where its creation was not recorded, because it came
 before the profile began."""
 
@@ -49,7 +49,7 @@ _ACTIVITY_TABLES: Final[dict[str, ActivityKind]] = {
 }
 """Suffix of the table -> kind."""
 
-_FIELDS: Final = tuple(field.name for field in dictionary.STEP_NUMBERS)
+_FIELDS: Final = ranges.StepNumbers._fields
 _NUMBERS: Final = struct.Struct(f"<{len(_FIELDS)}q")
 
 
@@ -248,13 +248,13 @@ class _ExportReader:
                 named[key] = self._text(text, text_id)
             elif domain:  # 0 is the domain of ranges without one
                 messages[key].add(self._text(text, text_id))
-        ours = {key for key, name in named.items() if name == dictionary.DOMAIN}
+        ours = {key for key, name in named.items() if name == ranges.DOMAIN}
         if not ours:
             ours = {k for k, found in messages.items() if k not in named and found >= _SIGNATURE}
         if not ours:
             others = ", ".join(sorted({name for name in named.values() if name}))
             raise ExportError(
-                f"{self._path} has no NVTX domain {dictionary.DOMAIN!r}"
+                f"{self._path} has no NVTX domain {ranges.DOMAIN!r}"
                 + (f"; its domains are: {others}" if others else "")
             )
         return ours

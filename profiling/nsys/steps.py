@@ -14,16 +14,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .. import dictionary
+from .. import ranges
 from ..stats import covered
 from .export import Activity, Call, Export, ExportError, Range, in_order, process_of
 
 __all__ = ["STEP_COLUMNS", "TracedStep", "TracedPart", "traced_steps"]
 
 _PHASES: Final = {
-    dictionary.REPLAY: "decode",
-    dictionary.VERIFY: "verify",
-    dictionary.PREFILL: "prefill",
+    ranges.REPLAY: "decode",
+    ranges.VERIFY: "verify",
+    ranges.PREFILL: "prefill",
 }
 _WAITS: Final = re.compile(r"cu(da)?(Event|Stream|Device|Ctx)Synchronize")
 _GRAPH_LAUNCH: Final = re.compile(r"cu(da)?GraphLaunch")
@@ -176,11 +176,9 @@ class _Turn:
         return [(found, end) for found, end in self.inside if found.name in _PHASES]
 
 
-def _turns(
-    ranges: Sequence[Range], calls: Sequence[Call], skipped: Counter[str]
-) -> Iterator[_Turn]:
+def _turns(own: Sequence[Range], calls: Sequence[Call], skipped: Counter[str]) -> Iterator[_Turn]:
     """Return the turns of one thread that launch something; counts the others in `skipped`."""
-    steps = [found for found in ranges if found.name == dictionary.STEP]
+    steps = [found for found in own if found.name == ranges.STEP]
     turns = [_Turn(found, found.end_ns) for found in steps if found.end_ns is not None]
     starts = [turn.range.start_ns for turn in turns]
     skipped["cut"] += len(steps) - len(turns)
@@ -189,8 +187,8 @@ def _turns(
         index = bisect_right(starts, start_ns) - 1
         return turns[index] if index >= 0 and end_ns <= turns[index].end_ns else None
 
-    for found in ranges:
-        if found.name == dictionary.STEP or found.end_ns is None:
+    for found in own:
+        if found.name == ranges.STEP or found.end_ns is None:
             continue
         turn = enclosing(found.start_ns, found.end_ns)
         if turn is not None:
@@ -241,7 +239,7 @@ def _step(thread: int, turn: _Turn, device: _Device, skipped: Counter[str]) -> T
         for found, end in turn.launches
     ]
     # The device's work for an earlier step's commit is no part of this one.
-    commits = [(r.start_ns, end) for r, end in turn.inside if r.name == dictionary.COMMIT]
+    commits = [(r.start_ns, end) for r, end in turn.inside if r.name == ranges.COMMIT]
     own = [call for call in turn.calls if not any(_within(call, *commit) for commit in commits)]
     taken = {id(activity) for part in parts for activity in part.activities}
     around = [activity for activity in device.work_of(own) if id(activity) not in taken]
@@ -279,9 +277,9 @@ def _step(thread: int, turn: _Turn, device: _Device, skipped: Counter[str]) -> T
         blocks_in_use=first("blocks_in_use"),
         host_us=(turn.end_ns - turn.range.start_ns - wait_ns - in_thread_ns) / 1e3,
         wait_us=wait_ns / 1e3,
-        plan_us=range_ns[dictionary.PLAN] / 1e3,
-        launch_us=(range_ns[dictionary.LAUNCH] - in_thread_ns) / 1e3,
-        commit_us=range_ns[dictionary.COMMIT] / 1e3,
+        plan_us=range_ns[ranges.PLAN] / 1e3,
+        launch_us=(range_ns[ranges.LAUNCH] - in_thread_ns) / 1e3,
+        commit_us=range_ns[ranges.COMMIT] / 1e3,
         device_us=None if device_ns is None else (device_ns[1] - device_ns[0]) / 1e3,
         busy_us=covered(spans) / 1e3 if spans else None,
         gap_us=None,

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ...profiling.atomic_write import WriteError
 from ...profiling.kernel_names import NamesFileError
-from ...profiling.nvtx_tool import NvtxMissingError
+from ...profiling.ranges import NvtxMissingError
 from ...profiling.trace import TraceError
 from ..errors import ConfigError, MemoryBudgetError, StepgraphError, StepPreparationError
 

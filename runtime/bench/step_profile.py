@@ -19,7 +19,7 @@ import torch
 
 from ...profiling import attribution, nsys
 from ...profiling.kernel_names import KernelNames
-from ...profiling.nvtx_tool import require_nvtx
+from ...profiling.ranges import require_nvtx
 from ...profiling.trace import torch_trace
 from ...profiling.trace_table import TraceOperations, trace_operations
 from ..config import EngineConfig

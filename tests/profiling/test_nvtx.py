@@ -6,15 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
-from stepgraph.profiling import ranges
-from stepgraph.profiling.dictionary import MARKS, STEP_NUMBERS
+from stepgraph.profiling.ranges import MARKS, PLAIN_RANGES, STEP_RANGES, StepNumbers
 
 pytest.importorskip("nvtx")
 
 # The smallest tool that NVTX accepts: it is asked to put its functions into the tables of the
-# process and prints what arrives. Payloads and counters are extensions, which ask on their own.
+# process and prints what arrives. Payloads are an extension, which asks on its own.
 # Layouts as in the headers of NVTX 3.
 TOOL = r"""
 #include <stddef.h>
@@ -36,9 +36,6 @@ typedef struct {
 typedef struct {
   uint64_t mask; const char *name; uint64_t type, flags; const entry *entries; size_t count, size;
 } schema;
-typedef struct {
-  size_t size; uint64_t schema; const char *name, *description;
-} counter;
 typedef struct { size_t id, count; intptr_t *slots; } segment;
 typedef struct {
   uint16_t version, size, module, compatibility; size_t count; segment *segments;
@@ -74,7 +71,7 @@ int InitializeInjectionNvtx2(const void *(*export)(uint32_t)) {
   return 1;
 }
 
-static uint64_t schemas = 1000, counters = 2000;
+static uint64_t schemas = 1000;
 static uint64_t new_schema(void *d, const schema *s) {
   printf("schema %llu:", (unsigned long long)++schemas);
   for (size_t i = 0; i < s->count; i++)
@@ -83,18 +80,9 @@ static uint64_t new_schema(void *d, const schema *s) {
   printf(" (%zu bytes)\n", s->size);
   return schemas;
 }
-static uint64_t new_counter(void *d, const counter *c) {
-  printf("counter %llu: %s, schema %llu\n", (unsigned long long)++counters, c->name,
-         (unsigned long long)c->schema);
-  return counters;
-}
-static void sample(void *d, uint64_t id, const int64_t *values, size_t bytes) {
-  whose(d); printf("sample %llu", (unsigned long long)id); numbers(values, bytes);
-}
 int InitializeInjectionNvtxExtension(extension *e) {
   intptr_t *slots = e->segments[0].slots;
   if (e->module == 2) slots[0] = (intptr_t)new_schema;
-  if (e->module == 4) { slots[0] = (intptr_t)new_counter; slots[3] = (intptr_t)sample; }
   return 1;
 }
 """
@@ -138,40 +126,34 @@ def tool(tmp_path_factory: pytest.TempPathFactory) -> str:
     return library
 
 
-def laid_out(names: list[str]) -> str:
+def laid_out(names: Sequence[str]) -> str:
     fields = " ".join(f"{name}@{8 * index}" for index, name in enumerate(names))
     return f"{fields} ({8 * len(names)} bytes)"
 
 
-def test_a_tool_receives_names_payloads_marks_and_counters(tool: str) -> None:
+def test_a_tool_receives_ranges_marks_and_payloads(tool: str) -> None:
     lines = run(NVTX_INJECTION64_PATH=tool)
     assert "domain stepgraph" in lines
     assert "attached True" in lines
-    registered = [line for line in lines if line.startswith("register ")]
-    assert sorted(registered) == sorted(f"register {name}" for name in (*ranges.RANGES, *MARKS))
+    registered = {line.removeprefix("register ") for line in lines if line.startswith("register ")}
+    assert registered == PLAIN_RANGES | STEP_RANGES | set(MARKS)
     categories = {line for line in lines if line.startswith("category ")}
-    assert categories == {f"category {info.category}" for info in ranges.RANGES.values()}
+    assert categories == {
+        f"category {name}" for name in ("step", "host", "device", "start", "profile")
+    }
 
-    # Fields of a payload are schemas of their own, of a counter they are not: two that are alike.
-    schemas = dict(line.split(": ") for line in lines if line.startswith("schema "))
-    step_numbers = laid_out([field.name for field in STEP_NUMBERS])
-    of_ranges, of_counters = (id for id, fields in schemas.items() if fields == step_numbers)
-    (of_marks,) = (
-        id
-        for id, fields in schemas.items()
-        if fields == laid_out([field.name for field in MARKS["collection"].fields])
-    )
-    (counters,) = (line for line in lines if line.startswith("counter "))
-    assert counters == f"counter 2001: step numbers, {of_counters}"
-
-    shown = ("push", "pop", "mark", "sample")
+    schemas = {
+        fields: schema
+        for schema, fields in (line.split(": ") for line in lines if line.startswith("schema "))
+    }
+    of_ranges = schemas[laid_out(StepNumbers._fields)]
+    of_marks = schemas[laid_out(MARKS["collection"])]
+    shown = ("push", "pop", "mark")
     assert [line for line in lines if line.startswith(shown)] == [
         "push step 41",
         f"push replay {of_ranges} of 1 41 3 4 3 17 1",
-        "sample 2001 41 3 4 3 17 1",
         "pop",
         f"push replay {of_ranges} of 1 42 4 4 4 {2**62} 0",
-        f"sample 2001 42 4 4 4 {2**62} 0",
         "mark fallback 4",
         "pop",
         f"mark collection {of_marks} of 1 2 1500 -1",
