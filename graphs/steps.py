@@ -27,7 +27,6 @@ from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 import torch
 
 from ..profiling import attribution
-from ..profiling.graph_nodes import cuda_graph_nodes
 from .compilation import run_until_compiled
 from .step_errors import StepPreparationError
 
@@ -277,7 +276,7 @@ class CudaGraphCapturer:
 
     def _nodes(self) -> attribution.NodeSource:
         """Return the source of the graph nodes of the current capture."""
-        return cuda_graph_nodes(self._stream.cuda_stream)
+        return attribution.cuda_graph_nodes(self._stream.cuda_stream)
 
     def _settle(self) -> None:
         """Free the memory that warm-ups left in the allocator's cache.

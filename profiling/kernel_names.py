@@ -2,20 +2,23 @@
 
     {"schema_version": 1, "model": str, "device": str, "bandwidth_gb_s": float|null,
      "reason": str|null,
-     "steps": [{"phase", "size", "read_blocks", "full_sampler", "steps",
+     "steps": [{"phase", "size", "full_sampler", "steps",
                 "nodes": [{"layer", "operation", "kind", "kernel", "tools_id"}, ...]}, ...],
      "costs": [{"operation", "launches", "bytes"}, ...]}
 
-Standard library only: reading a trace needs neither torch nor a device.
+`nodes_of_replay` assigns the nodes to the kernels of a replay. Standard library only: reading a
+trace needs neither torch nor a device.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, is_dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, NoReturn, Protocol, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple
 
 from .atomic_write import WriteError, write_file
 
@@ -23,14 +26,15 @@ __all__ = [
     "OTHER",
     "SCHEMA_VERSION",
     "SUFFIX",
+    "DeviceWork",
     "KernelNames",
     "NamesFileError",
     "Node",
     "NodeKind",
     "OperationCost",
-    "StepIdentity",
     "StepNodes",
     "load",
+    "nodes_of_replay",
 ]
 
 SCHEMA_VERSION = 1
@@ -42,35 +46,10 @@ OTHER = "other"
 """Operation of nodes that were launched outside of every scope."""
 
 NodeKind = Literal["kernel", "memcpy", "memset", "other"]
-Phase = Literal["decode", "prefill"]
 
 
 class NamesFileError(ValueError):
     """A file of kernel names cannot be read or written. The message names the file."""
-
-
-class StepIdentity(Protocol):
-    """Identifies a captured step of an engine; the runtime's `StepKey` implements it."""
-
-    @property
-    def phase(self) -> Phase:
-        """Whether one token a row is computed, or chunks of prompts."""
-
-    @property
-    def size(self) -> int:
-        """The bucket: rows of a decode step, tokens of a prefill step."""
-
-    @property
-    def read_blocks(self) -> int:
-        """Columns of the block tables that attention may read."""
-
-    @property
-    def full_sampler(self) -> bool:
-        """Whether it samples more than the greedy token."""
-
-    @property
-    def steps(self) -> int:
-        """Decode steps that one launch runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,22 +73,17 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class StepNodes:
-    """The nodes of one captured step, in the order in which they were captured.
+    """The nodes of one captured step, in the order in which they were captured."""
 
-    The other fields are those of `StepIdentity`.
-    """
-
-    phase: Phase
+    phase: str
+    """"decode" or "prefill"."""
     size: int
-    read_blocks: int
+    """The bucket: rows of a decode step, tokens of a prefill step."""
     full_sampler: bool
+    """Whether it samples more than the greedy token."""
     steps: int
+    """Decode steps that one launch runs."""
     nodes: tuple[Node, ...]
-
-    @property
-    def kernels(self) -> tuple[Node, ...]:
-        """The kernel nodes: a replay appears in a trace as these kernels."""
-        return tuple(node for node in self.nodes if node.kind == "kernel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +123,11 @@ class KernelNames:
         Raises:
             NamesFileError: it cannot be written there.
         """
-        target = Path(path)
-        text = json.dumps(
-            {"schema_version": SCHEMA_VERSION, **asdict(self)}, allow_nan=False, indent=1
-        )
+        document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         try:
-            write_file(target, text + "\n")
+            write_file(Path(path), json.dumps(document, allow_nan=False, indent=1) + "\n")
         except WriteError as error:
-            why = f"{target}: the kernel names cannot be written: {error.reason}"
+            why = f"{path}: the kernel names cannot be written: {error.reason}"
             raise NamesFileError(why) from error
 
 
@@ -164,84 +135,145 @@ def load(path: str | Path) -> KernelNames:
     """Read what `KernelNames.save` wrote.
 
     Raises:
-        NamesFileError: the file cannot be read, is no complete JSON, holds something else than
-            kernel names, or has another schema version.
+        NamesFileError: the file cannot be read, or does not hold kernel names of this version.
     """
-    source = Path(path)
     try:
-        text = source.read_text(encoding="utf-8")
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        version = document.pop("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"its schema_version is {version!r}, not {SCHEMA_VERSION}")
+        steps = [
+            StepNodes(**step | {"nodes": tuple(Node(**node) for node in step["nodes"])})
+            for step in document.pop("steps")
+        ]
+        costs = [OperationCost(**cost) for cost in document.pop("costs")]
+        return KernelNames(**document, steps=steps, costs=costs)
     except OSError as error:
         why = error.strerror or str(error)
-        raise NamesFileError(f"{source}: the kernel names cannot be read: {why}") from error
-    except UnicodeDecodeError as error:
-        raise NamesFileError(f"{source} is no text in UTF-8, so no file of kernel names") from error
-    try:
-        document = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        raise NamesFileError(f"{path}: the kernel names cannot be read: {why}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise NamesFileError(
-            f"{source} is no complete JSON ({error}): was it cut short, or is it another file?"
+            f"{path} is not a file of kernel names ({error}); such files are written next to a"
+            f" trace and end in {SUFFIX}: record the names again"
         ) from error
-    if not isinstance(document, dict) or "schema_version" not in document:
-        raise NamesFileError(
-            f"{source} holds no kernel names: it has no schema_version; such files are written"
-            f" next to a trace and end in {SUFFIX}"
-        )
-    version = document["schema_version"]
-    if version != SCHEMA_VERSION or isinstance(version, bool):
-        raise NamesFileError(
-            f"{source} is of schema_version {version!r}, this reads {SCHEMA_VERSION}: record the"
-            " names again with this version"
-        )
-    try:
-        names: KernelNames = _read(KernelNames, document, "")
-    except _WrongFieldError as error:
-        raise NamesFileError(f"{source}: {error}. Record the names again") from error
-    return names
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number in JSON")
+class DeviceWork(NamedTuple):
+    """A kernel, a copy or a fill of a replay."""
+
+    kind: str
+    """"kernel", "memcpy" or "memset"."""
+    name: str
+    """Of the kernel, mangled or not."""
+    node_id: int | None
+    """Graph node id, where the trace has it."""
 
 
-class _WrongFieldError(Exception):
-    """A field of a document has another type or value than it must have."""
+def nodes_of_replay(
+    names: KernelNames, work: Sequence[DeviceWork], bucket: int | None = None
+) -> tuple[StepNodes, list[Node | None]] | None:
+    """Return the captured step that a replay ran, and the node of each piece of its work.
 
-    def __init__(self, place: str, value: object, wanted: str) -> None:
-        shown = repr(value)
-        shown = shown if len(shown) <= 40 else shown[:37] + "..."
-        super().__init__(f"{place} is {shown}; it must be {wanted}")
-
-
-def _read(kind: Any, value: Any, place: str) -> Any:
-    """Return a JSON value as a type of this module; `_WrongFieldError` names the first other one.
+    Nodes are matched by id where both the trace and the names have ids. Otherwise they are matched
+    by order: a replay in one stream runs its nodes in capture order. All layers have the same
+    kernel names, so a replay that lacks kernels is not matched: any alignment would be a guess.
 
     Args:
-        kind: a dataclass, a Literal, a union, a list or tuple of one type, or a plain type.
-        value: from the document.
-        place: of the value in the document, such as `steps[0].size`; empty for the document.
+        names: of all captured steps.
+        work: of one replay, in the order in which it ran.
+        bucket: of the launch; None: any.
+
+    Returns:
+        None if no captured step matches. Work is None where its node is not certain: a node is
+        never given to a kernel of another name. Steps that differ in what they read only have the
+        same nodes: the first of equals is returned.
     """
-    if is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, dict):
-            raise _WrongFieldError(place, value, "an object")
-        where, types = f"{place}." if place else "", get_type_hints(kind)
-        return kind(**{n: _read(types[n], value.get(n), where + n) for n in types})
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (list, tuple):
-        if not isinstance(value, list):
-            raise _WrongFieldError(place, value, "a list")
-        return origin(_read(arguments[0], entry, f"{place}[{i}]") for i, entry in enumerate(value))
-    if origin is Literal:
-        if value not in arguments:
-            raise _WrongFieldError(place, value, f"one of {', '.join(arguments)}")
-        return value
-    if origin is UnionType:
-        return None if value is None else _read(arguments[0], value, place)
-    if kind is float:
-        if type(value) not in (int, float) or not value > 0:
-            raise _WrongFieldError(place, value, "a positive number or null")
-        return float(value)
-    least = 1 if place.rpartition(".")[2] in ("size", "steps", "launches") else 0
-    if type(value) is not kind or (kind is int and value < least):
-        wanted = {int: f"a whole number, at least {least}", str: "text", bool: "true or false"}
-        raise _WrongFieldError(place, value, wanted[kind])
-    return value
+    best: tuple[StepNodes, list[Node | None]] | None = None
+    most = 0
+    for step in names.steps:
+        if bucket is None or step.size == bucket:
+            matched = _match(step.nodes, work)
+            count = sum(node is not None for node in matched)
+            if count > most:
+                best, most = (step, matched), count
+    return best
+
+
+def _match(nodes: Sequence[Node], work: Sequence[DeviceWork]) -> list[Node | None]:
+    """Return the node of each piece of work; None where that is not certain."""
+    by_id: dict[int | None, Node] = {node.tools_id: node for node in nodes}
+    by_id.pop(None, None)
+    if any(one.node_id in by_id for one in work):
+        found = [by_id.get(one.node_id) for one in work]
+        pairs = zip(found, work, strict=True)
+        return [node if node is not None and _agree(node, one) else None for node, one in pairs]
+    of_kind: dict[str, list[Node]] = {}
+    for node in nodes:
+        of_kind.setdefault(node.kind, []).append(node)
+    left = {}
+    for kind in {one.kind for one in work}:
+        own, known = [one for one in work if one.kind == kind], of_kind.get(kind, [])
+        equal = len(own) == len(known) and all(map(_agree, known, own))
+        left[kind] = iter(known if equal else [None] * len(own))
+    return [next(left[one.kind]) for one in work]
+
+
+def _agree(node: Node, work: DeviceWork) -> bool:
+    """Whether both may be of one function; an unknown name of a node may be any."""
+    if node.kind != work.kind:
+        return False
+    if work.kind != "kernel" or node.kernel is None or node.kernel == work.name:
+        return True
+    if node.kernel.startswith("_Z") and work.name.startswith("_Z"):
+        return False
+    return function_name(node.kernel) == function_name(work.name)
+
+
+@lru_cache(maxsize=4096)
+def function_name(name: str) -> str:
+    """Return the name of a function without namespaces, template arguments and parameters.
+
+    The driver has the mangled name of a C++ kernel, a trace the mangled, the full or the short one.
+
+    >>> function_name("_ZN2at6native13reduce_kernelILi512ELi1EEEvT_")
+    'reduce_kernel'
+    >>> function_name("void at::native::(anonymous namespace)::fill<int, 4>(int*, int)")
+    'fill'
+    """
+    if name.startswith("_Z"):
+        return _mangled_base(name) or name
+    depth, plain = 0, []
+    text = name.replace("(anonymous namespace)", "anonymous")
+    for position, character in enumerate(text):
+        if character == "<":
+            depth += 1
+        elif character == ">":
+            depth -= 1
+        elif depth == 0:
+            if character == "(" and position:
+                break
+            plain.append(character)
+    return "".join(plain).strip().rpartition("::")[2].rpartition(" ")[2] or name
+
+
+_LENGTH = re.compile(r"L?(?P<length>\d{1,4})")
+
+
+def _mangled_base(name: str) -> str | None:
+    """The last identifier of a mangled name before the first template arguments, or the end.
+
+    `_Z`, `N` and identifiers after their lengths, or one identifier (Itanium C++ ABI, "Mangling");
+    `L` marks internal linkage.
+    """
+    nested = name.startswith("_ZN")
+    position = 3 if nested else 2
+    base: str | None = None
+    while found := _LENGTH.match(name, position):
+        start = found.end()
+        position = start + int(found["length"])
+        if position > len(name):
+            return None
+        base = name[start:position]
+        if not nested:
+            break
+    return base

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from .kernel_matching import DeviceWork, match_work
-from .kernel_names import KernelNames, Node
+from .kernel_names import DeviceWork, KernelNames, Node, nodes_of_replay
+from .ranges import STEP_RANGES
 
 __all__ = [
     "DEVICE_CATEGORIES",
@@ -39,8 +39,6 @@ DEVICE_CATEGORIES: Final = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_mem
 """Categories of the events that are work of a device -> kind of the node of a graph."""
 
 _PREFIX: Final = "stepgraph #"
-_PHASES: Final = {"replay": "decode", "prefill": "prefill"}
-"""Ranges that launch one step -> the phase of that step."""
 _JITTER_US: Final = 1e-3
 """The resolution of the clocks: an overlap of that length is none."""
 
@@ -150,7 +148,7 @@ class _Scopes:
                 stack.append(index)
 
     def around(self, call: Event) -> dict[str, Any]:
-        """Return what encloses a call: step, rows, bucket, phase; label, operation, layer."""
+        """Return what encloses a call: step, rows, bucket; label, operation, layer."""
         thread = call["pid"], call["tid"]
         ranges = self._threads.get(thread, [])
         index = bisect_right(ranges, call["ts"], key=lambda event: event["ts"]) - 1
@@ -159,8 +157,7 @@ class _Scopes:
             event = ranges[index]
             if call["ts"] < end_of(event):
                 args, wanted = event["args"], tuple[str, ...]()
-                if event["name"] in _PHASES:
-                    found["phase"] = _PHASES[event["name"]]
+                if event["name"] in STEP_RANGES:
                     wanted = ("step", "rows", "bucket")
                 elif "operation" in args and "label" not in found:  # the innermost
                     found["label"] = event["name"]
@@ -185,12 +182,8 @@ def _nodes_of(
         DeviceWork(DEVICE_CATEGORIES[event["cat"]], str(event["name"]), node_id)
         for event, node_id in zip(work, ids, strict=True)
     ]
-    # Without an enclosing range the step may be of any phase.
-    for phase in [around["phase"]] if "phase" in around else _PHASES.values():
-        found = match_work(names, phase, around.get("bucket"), listed)
-        if found is not None:
-            return found[1]
-    return [None] * len(work)
+    found = nodes_of_replay(names, listed, around.get("bucket"))
+    return [None] * len(work) if found is None else found[1]
 
 
 def _node_id(event: Event) -> int | None:

@@ -7,7 +7,6 @@ import contextlib
 from torch.compiler import is_dynamo_compiling
 
 from ..profiling import attribution
-from ..profiling.ranges import NOTHING
 
 __all__ = ["operation"]
 
@@ -23,8 +22,4 @@ def operation(
     Compiled kernels span operations, so they have the name of the scope around the compiled code,
     which must not depend on whether scopes were recorded during compilation.
     """
-    if is_dynamo_compiling():
-        return _NOTHING_COMPILED
-    if attribution.scope_listener() is None:  # saves a call if scopes are not recorded
-        return NOTHING
-    return attribution.operation(name, layer)
+    return _NOTHING_COMPILED if is_dynamo_compiling() else attribution.operation(name, layer)

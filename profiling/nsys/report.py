@@ -9,8 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..kernel_matching import DeviceWork, match_work
-from ..kernel_names import OTHER, SUFFIX, KernelNames, Node, load
+from ..kernel_names import (
+    OTHER,
+    SUFFIX,
+    DeviceWork,
+    KernelNames,
+    Node,
+    load,
+    nodes_of_replay,
+)
 from ..roofline import floor_seconds
 from ..stats import Summary, covered
 from . import GraphTrace
@@ -220,7 +227,7 @@ class _Tally:
     """Times of operations and layers, launch by launch.
 
     Kernels of a replayed graph carry no names but their own. `kernel_names` says which layer and
-    operation each node of a captured step belongs to, `kernel_matching` which node each kernel is.
+    operation each node of a captured step belongs to, and which node each kernel is.
     """
 
     def __init__(self, names: KernelNames) -> None:
@@ -274,7 +281,7 @@ class _Tally:
     def _nodes(self, part: TracedPart) -> tuple[Sequence[Node | None], int]:
         """Return the node of each activity, and how many decode steps the part runs."""
         work = [DeviceWork(a.kind, a.name, a.node_id) for a in part.activities]
-        found = match_work(self._names, part.phase, part.numbers.get("bucket"), work)
+        found = nodes_of_replay(self._names, work, part.numbers.get("bucket"))
         return ([None] * len(work), 1) if found is None else (found[1], found[0].steps)
 
     def operations(self) -> list[Part]:

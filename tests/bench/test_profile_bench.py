@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import pytest
 from stepgraph.__main__ import main
-from stepgraph.profiling import attribution, ranges
+from stepgraph.profiling import kernel_names, ranges
 from stepgraph.profiling.trace import read_trace
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.bench import benchmark_run
@@ -110,7 +110,7 @@ def test_nsys_runs_the_same_command_line_once(fake_nsys, tmp_path, monkeypatch, 
         " steps.nsys-rep"
     )
     assert "stepgraph report steps.sqlite" in printed.err
-    names = attribution.load(tmp_path / "steps.kernels.json")
+    names = kernel_names.load(tmp_path / "steps.kernels.json")
     assert (names.model, names.steps, names.costs) == ("demo", [], [])
     (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
     assert case["profiled"] is True
@@ -238,7 +238,7 @@ def test_names_are_recorded_while_an_engine_captures(monkeypatch, tmp_path):
     assert (names.model, names.bandwidth_gb_s, names.unattributed) == ("demo", 30.0, 0)
     (decode,) = [s for s in names.steps if s.phase == "decode" and not s.full_sampler]
     assert {node.layer for node in decode.nodes} == {None, 0, 1, 2, 3, 4, 5}
-    beside = attribution.load(tmp_path / "stepgraph-profile.kernels.json")
+    beside = kernel_names.load(tmp_path / "stepgraph-profile.kernels.json")
     assert [step.nodes for step in beside.steps] == [step.nodes for step in names.steps]
     said = read_trace(tmp_path / "stepgraph-profile.trace.json.gz")["stepgraph"]
     assert (said["model"], said["bandwidth_gb_s"]) == ("demo", 30.0)
@@ -250,7 +250,7 @@ def test_names_are_written_beside_what_nsys_writes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")
     assert run_bench(monkeypatch, f"--profile nsys --profile-output a {GRAPHS}") == 0
-    names = attribution.load(tmp_path / "a.kernels.json")
+    names = kernel_names.load(tmp_path / "a.kernels.json")
     assert {step.phase for step in names.steps} == {"decode", "prefill"}
 
 

@@ -1,28 +1,24 @@
-"""The document of kernel names, and the scopes that fill it."""
+"""The document of kernel names; the kernels of a replay get right names or none."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.profiling import attribution
-from stepgraph.profiling.attribution import (
-    CapturedNode,
+from stepgraph.profiling import kernel_names
+from stepgraph.profiling.kernel_names import (
+    DeviceWork,
     KernelNames,
     NamesFileError,
     Node,
     OperationCost,
     StepNodes,
-    operation,
+    function_name,
+    nodes_of_replay,
 )
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.tools.step_costs import floor_bytes, kernel_costs, operation_costs
@@ -43,7 +39,6 @@ steps = st.builds(
     StepNodes,
     phase=st.sampled_from(["decode", "prefill"]),
     size=st.integers(1, 10_000),
-    read_blocks=st.integers(0, 10_000),
     full_sampler=st.booleans(),
     steps=st.integers(1, 8),
     nodes=st.lists(nodes, max_size=4).map(tuple),
@@ -73,89 +68,32 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(documents)
-def test_what_was_saved_is_loaded(file: Path, names: KernelNames) -> None:
+def test_names_survive_a_file(file: Path, names: KernelNames) -> None:
     names.save(file)
-    assert attribution.load(file) == names
+    assert kernel_names.load(file) == names
     assert os.listdir(file.parent) == [file.name]
 
 
-NAMES = KernelNames(
-    model="demo",
-    device="some device",
-    bandwidth_gb_s=4300.0,
-    steps=[StepNodes("decode", 1, 4, False, 1, (Node(0, "down", "kernel", "k", 7),))],
-    costs=[OperationCost("down", 3, 100)],
-)
+NAMES = KernelNames(steps=[StepNodes("decode", 1, False, 1, (Node(0, "down", "kernel", "k", 7),))])
 
 
-@given(st.floats(0, 1, exclude_max=True))
-def test_a_file_cut_short_is_told(file: Path, share: float) -> None:
-    NAMES.save(file)
-    whole = file.read_bytes().rstrip()
-    file.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(NamesFileError, match="no complete JSON") as caught:
-        attribution.load(file)
-    assert str(file) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"\xff\xfe\x00", "no text in UTF-8"),
-        (b"[" * 100_000, "no complete JSON"),
-        (b'{"schema_version": 1, "bandwidth_gb_s": NaN}', "NaN is no number"),
-        (b'{"traceEvents": []}', "has no schema_version"),
-        (b'{"schema_version": 2}', "of schema_version 2, this reads 1"),
-        (b'{"schema_version": 1, "environment": {}, "cases": []}', "model is None"),
-    ],
-)
-def test_foreign_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "foreign.json"
-    path.write_bytes(content)
-    with pytest.raises(NamesFileError, match=message) as caught:
-        attribution.load(path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        (("model",), 3, "model is 3; it must be text"),
-        (("bandwidth_gb_s",), 0, "bandwidth_gb_s is 0; it must be a positive number or null"),
-        (("steps",), {}, "steps is {}; it must be a list"),
-        (("steps", 0), "x" * 100, r"steps\[0\] is 'xxx.*\.\.\.; it must be an object"),
-        (("steps", 0, "phase"), "train", "must be one of decode, prefill"),
-        (("steps", 0, "size"), True, "a whole number"),
-        (("steps", 0, "full_sampler"), 1, "true or false"),
-        (("steps", 0, "nodes", 0, "layer"), -1, r"steps\[0\]\.nodes\[0\]\.layer is -1"),
-        (("costs", 0, "bytes"), -1, r"costs\[0\]\.bytes is -1"),
-    ],
-)
-def test_a_field_of_another_kind_is_named(
-    tmp_path: Path, place: tuple[Any, ...], value: object, message: str
-) -> None:
+def test_files_without_kernel_names_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "names.kernels.json"
     NAMES.save(path)
-    document = parent = json.loads(path.read_text())
-    for key in place[:-1]:
-        parent = parent[key]
-    parent[place[-1]] = value
-    path.write_text(json.dumps(document))
-    with pytest.raises(NamesFileError, match=message):
-        attribution.load(path)
-
-
-def test_what_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
-    with pytest.raises(NamesFileError, match="cannot be read: No such file"):
-        attribution.load(tmp_path / "absent")
-    with pytest.raises(NamesFileError, match="cannot be read: Is a directory"):
-        attribution.load(tmp_path)
-    with pytest.raises(NamesFileError, match=r"cannot be written: .* is not a directory"):
-        NAMES.save(tmp_path / "absent" / "names")
+    whole = path.read_bytes()
+    contents = [whole[:length] for length in range(0, len(whole) - 2, 7)]
+    contents += [b"\xff\xfe\x00", b"[" * 100_000, b"[]", b'{"traceEvents": []}']
+    contents += [whole.replace(b'"schema_version": 1', b'"schema_version": 2')]
+    contents += [whole.replace(b'"layer"', b'"layers"')]
+    for content in contents:
+        path.write_bytes(content)
+        with pytest.raises(NamesFileError, match=path.name):
+            kernel_names.load(path)
+    for missing in (tmp_path / "absent", tmp_path):
+        with pytest.raises(NamesFileError, match="cannot be read"):
+            kernel_names.load(missing)
     with pytest.raises(NamesFileError, match="cannot be written"):
-        NAMES.save(tmp_path)
-    assert not list(tmp_path.iterdir())
+        NAMES.save(tmp_path / "absent" / "names")
 
 
 @given(shapes(), st.integers(1, 9), st.integers(1, 99))
@@ -169,175 +107,124 @@ def test_costs_of_operations_are_the_floor_of_the_step(shape: Any, rows: int, co
     assert abs(total - floor_bytes(costs)) <= rounding
 
 
-# Scopes ------------------------------------------------------------------------------------------
+def nodes_of(names: list[str | None], tools_ids: list[int | None] | None = None) -> list[Node]:
+    """A node each, told apart by their layer."""
+    ids = tools_ids or [None] * len(names)
+    return [
+        Node(layer, f"operation{layer}", "kernel", name, tools_id)
+        for layer, (name, tools_id) in enumerate(zip(names, ids, strict=True))
+    ]
 
 
-class Key:
-    """A `StepIdentity`."""
-
-    phase: Any = "decode"
-    size = 2
-    read_blocks = 3
-    full_sampler = False
-    steps = 1
-
-
-class Nodes:
-    """A `NodeSource` whose nodes are appended to `launched`; the call `fails_in` raises."""
-
-    def __init__(self, reason: str | None = None, fails_in: str = "") -> None:
-        self.reason = reason
-        self.fails_in = fails_in
-        self.launched: list[str] = []
-        self.ids: list[int] | None = None
-
-    def _fail_in(self, name: str) -> None:
-        if self.fails_in == name:
-            raise TypeError(f"{name} has another signature")
-
-    def launch(self, name: str) -> None:
-        self.launched.append(name)
-
-    def take(self) -> list[CapturedNode]:
-        self._fail_in("take")
-        new, self.launched = self.launched, []
-        return [CapturedNode("kernel", name) for name in new]
-
-    def tools_ids(self, graph: object) -> list[int] | None:
-        self._fail_in("tools_ids")
-        return self.ids
+def match(
+    nodes: list[Node], kernels: list[str], ids: list[int | None] | None = None
+) -> list[int | None]:
+    """The layers of the nodes of the kernels of a replay."""
+    names = KernelNames(steps=[StepNodes("decode", 1, False, 1, tuple(nodes))])
+    pairs = zip(kernels, ids or [None] * len(kernels), strict=True)
+    found = nodes_of_replay(names, [DeviceWork("kernel", *pair) for pair in pairs])
+    if found is None:
+        return [None] * len(kernels)
+    return [None if node is None else node.layer for node in found[1]]
 
 
-def run_capture(source: Nodes, fn: Any) -> None:
-    with attribution.step(Key()), attribution.capturing(lambda: source) as tape:
-        fn(source)
-    assert tape is not None
-    tape.finish(object())
+@given(st.lists(st.sampled_from("abc"), max_size=12), st.lists(st.sampled_from("abc"), max_size=12))
+def test_replays_are_named_by_order_if_equal(names: list[str], kernels: list[str]) -> None:
+    nodes = nodes_of(list(names))
+    assert match(nodes, names) == list(range(len(names)))
+    if kernels != names:
+        assert match(nodes, kernels) == [None] * len(kernels)
 
 
-def capture(source: Nodes, fn: Any) -> KernelNames:
-    with attribution.recording() as names:
-        run_capture(source, fn)
-    return names
+def test_nodes_without_names_match_any_kernel() -> None:
+    nodes = nodes_of([None, "a", None])
+    assert match(nodes, ["x", "a", "y"]) == [0, 1, 2]
+    assert match(nodes, ["x", "b", "y"]) == [None] * 3
+    assert match(nodes, ["x", "a"]) == [None] * 2
 
 
-def labels(names: KernelNames) -> list[str]:
-    (only,) = names.steps
-    return [node.label for node in only.nodes]
+@given(st.permutations(range(6)), st.sets(st.integers(0, 5)))
+def test_ids_of_nodes_win_over_order(order: list[int], unknown: set[int]) -> None:
+    nodes = nodes_of(["same"] * 6, [(7 << 32) | index for index in range(6)])
+    ids = [None if index in unknown else (7 << 32) | index for index in order]
+    matched = match(nodes, ["same"] * 6, ids)
+    if len(unknown) == 6:
+        assert matched == list(range(6))  # by order, as no id says otherwise
+    else:
+        assert matched == [None if index in unknown else index for index in order]
+        assert match(nodes, ["same"] * 5, ids[:5]) == matched[:5] or set(ids[:5]) == {None}
 
 
-def nested(source: Nodes) -> None:
-    source.launch("before")
-    with operation("begin"):
-        source.launch("a")
-        source.launch("b")
-    for layer in range(2):
-        with operation("layer", layer):
-            with operation("down"):
-                source.launch("c")
-            source.launch("d")
-            with operation("attention"), operation("rotate", 9):
-                source.launch("e")
-    source.launch("behind")
+def test_ids_do_not_name_another_function() -> None:
+    nodes = nodes_of(["a", "b"], [1, 2])
+    assert match(nodes, ["a", "c"], [1, 2]) == [0, None]
+    assert match(nodes, ["a", "b"], [9, 8]) == [0, 1], "ids of another process: by order"
 
 
-NESTED = [
-    *("other", "begin", "begin"),
-    *("0/down", "0/layer", "9/rotate"),
-    *("1/down", "1/layer", "9/rotate"),
-    "other",
-]
+def test_copies_and_kernels_are_matched_apart() -> None:
+    copy = Node(None, "inputs", "memcpy", None, None)
+    names = KernelNames(steps=[StepNodes("decode", 1, False, 1, (copy, *nodes_of(["a"])))])
+    kernel = DeviceWork("kernel", "a", None)
+    found = nodes_of_replay(names, [kernel, DeviceWork("memcpy", "", None)])
+    assert found is not None
+    assert [node.operation for node in found[1] if node] == ["operation0", "inputs"]
+    found = nodes_of_replay(names, [kernel])
+    assert found is not None
+    assert [node.operation for node in found[1] if node] == ["operation0"]
 
 
-def test_the_innermost_scope_names_a_node() -> None:
-    source = Nodes()
-    names = capture(source, nested)
-    assert labels(names) == NESTED
-    assert names.unattributed == 2
-    assert names.reason is None
-    assert [node.kernel for node in names.steps[0].nodes[:4]] == ["before", "a", "b", "c"]
+MANGLED = "_ZN2at6native13reduce_kernelILi512ELi1ENS0_8ReduceOpIfEEEEvT_"
+DEMANGLED = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(T3)"
 
 
-def test_without_a_recording_scopes_are_one_shared_nothing() -> None:
-    assert operation("a") is operation("b", 3)
-    with attribution.step(Key()), attribution.capturing(Nodes) as tape:
-        assert tape is None
-        assert operation("a") is operation("b")
-    with attribution.recording() as names, attribution.capturing(Nodes) as tape:
-        assert tape is None  # a step that has no identity
-    assert names.steps == []
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        (MANGLED, "reduce_kernel"),
+        (DEMANGLED, "reduce_kernel"),
+        ("_Z3fooi", "foo"),
+        ("_ZL3foov", "foo"),
+        ("_ZN12_GLOBAL__N_13barEv", "bar"),
+        ("(anonymous namespace)::bar()", "bar"),
+        ("void at::native::<unnamed>::fill<int, 4>(int *, int)", "fill"),
+        ("_norm_linear_kernel", "_norm_linear_kernel"),
+        ("nvjet_tst_128x8_64x12_4x1_v_bz_TNT", "nvjet_tst_128x8_64x12_4x1_v_bz_TNT"),
+        ("_Z", "_Z"),
+        ("_ZN99999short", "_ZN99999short"),
+        ("", ""),
+    ],
+)
+def test_function_names(name: str, base: str) -> None:
+    assert function_name(name) == base
 
 
-def test_a_listener_receives_the_scopes_of_every_thread_until_it_ends() -> None:
-    before = attribution.scope_listener
-    heard: list[tuple[str, int | None]] = []
-    leave = lambda: heard.append(("end", None))  # noqa: E731
-    listener = SimpleNamespace(
-        enter=lambda name, layer: heard.append((name, layer)), leave=leave, abandon=leave
-    )
-
-    def work() -> None:
-        with operation("down", 3):
-            pass
-
-    with attribution.listening(listener):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        names = capture(Nodes(), nested)  # is recorded instead
-    work()
-    assert heard == [("down", 3), ("end", None)]
-    assert labels(names) == NESTED
-    assert attribution.scope_listener == before
+@given(st.text(max_size=30) | st.text("_ZNI0129ELab<>(:) ", max_size=30).map("_Z".__add__))
+@settings(max_examples=300)
+def test_function_names_of_any_text(name: str) -> None:
+    assert bool(function_name(name)) == bool(name)
 
 
-def test_a_capture_that_fails_leaves_nothing() -> None:
-    def fail(source: Nodes) -> None:
-        with operation("down"):
-            source.launch("a")
-            raise MemoryError("no room")
-
-    source = Nodes()
-    with attribution.recording() as names, pytest.raises(MemoryError):
-        run_capture(source, fail)
-    assert operation("a") is operation("b")
-    assert source.launched == ["a"], "the graph may be gone: its nodes are not listed"
-    assert names == KernelNames()
+def test_replays_have_mangled_full_or_short_names() -> None:
+    nodes = nodes_of([MANGLED, "triton_kernel"])
+    for shown in (MANGLED, DEMANGLED, "reduce_kernel"):
+        assert match(nodes, [shown, "triton_kernel"]) == [0, 1]
+    other = MANGLED.replace("Li512", "Li128")  # the same template, another function
+    assert match(nodes, [other, "triton_kernel"]) == [None, None]
 
 
-def test_a_source_that_fails_ends_the_attribution_and_nothing_else(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Each reason is given once; missing ids do not hide missing nodes."""
-    with attribution.recording() as names:
-        for fails_in in ("", "take", "", "take"):
-            run_capture(Nodes("no ids", fails_in), nested)
-    assert [len(step.nodes) for step in names.steps] == [len(NESTED), 0, len(NESTED), 0]
-    failure = "steps have no nodes: TypeError: take has another signature"
-    assert names.reason == f"no ids; {failure}"
-    assert len(caplog.records) == 2
+def test_the_step_of_a_replay_is_found_by_bucket_and_kernels() -> None:
+    def step(size: int, names: list[str], *, full: bool = False) -> StepNodes:
+        return StepNodes("decode", size, full, 1, tuple(nodes_of(list(names))))
 
+    greedy, sampled = step(2, ["a", "b", "pick"]), step(2, ["a", "b", "sort", "draw"], full=True)
+    names = KernelNames(steps=[step(1, ["a"]), sampled, greedy, step(2, ["a", "b", "pick"])])
 
-def test_ids_belong_to_the_nodes_in_order() -> None:
-    source = Nodes()
-    source.ids = list(range(50, 60))
-    (step,) = capture(source, nested).steps
-    assert [node.tools_id for node in step.nodes] == source.ids
+    def found(kernels: list[str], bucket: int | None) -> Any:
+        work = [DeviceWork("kernel", kernel, None) for kernel in kernels]
+        match = nodes_of_replay(names, work, bucket)
+        return match and match[0]
 
-
-@pytest.mark.parametrize("ids", [None, []])
-def test_without_ids_the_names_stay(ids: list[int] | None) -> None:
-    source = Nodes(fails_in="tools_ids" if ids is None else "")
-    source.ids = ids
-    names = capture(source, nested)
-    assert labels(names) == NESTED
-    assert names.reason is not None
-    assert names.reason.startswith("graph node ids are not known")
-
-
-def test_names_are_read_without_torch() -> None:
-    program = (
-        "import sys; import stepgraph.profiling.attribution, stepgraph.profiling.graph_nodes; "
-        "assert not {'torch', 'cuda'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert found(["a", "b", "pick"], 2) is greedy
+    assert found(["a", "b", "sort", "draw"], None) is sampled
+    assert found(["a"], 8) is None
+    assert found(["z"], 2) is None

@@ -61,7 +61,7 @@ def report_of(play: Profile, folder: Path, **more) -> Report:
 
 
 def names_file(path: Path, **changes) -> KernelNames:
-    step = StepNodes("decode", 4, 16, False, 1, NODES)
+    step = StepNodes("decode", 4, False, 1, NODES)
     names = KernelNames(
         model="demo",
         device="NVIDIA H200",
@@ -155,7 +155,7 @@ def test_operations_and_layers_are_those_of_the_captured_nodes(tmp_path) -> None
     assert around["[copy device to host]"].us.p50 == 1.0
     assert report.notes == []
     # A launch of four decode steps is compared with as many floors.
-    names_file(tmp_path / "trace.kernels.json", steps=[StepNodes("decode", 4, 16, False, 4, NODES)])
+    names_file(tmp_path / "trace.kernels.json", steps=[StepNodes("decode", 4, False, 4, NODES)])
     assert read_report(trace).operations[0].fraction == pytest.approx(2.0)
 
 
@@ -272,7 +272,7 @@ def test_two_profiles_compared(tmp_path) -> None:
             play.step(number, [decode(kernels=kernels, idle_ns=0)])
         trace = play.write(tmp_path / folder / "trace.sqlite")
         nodes = (Node(0, "down", "kernel", "matmul", 12), Node(None, name, "kernel", name, 15))
-        steps = [StepNodes("decode", 4, 16, False, 1, nodes)]
+        steps = [StepNodes("decode", 4, False, 1, nodes)]
         names_file(tmp_path / folder / "trace.kernels.json", steps=steps, costs=[])
         return read_report(trace)
 

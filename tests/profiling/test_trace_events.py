@@ -70,24 +70,19 @@ def test_work_of_a_replayed_graph_is_named_by_layer_and_operation(ids_from, stre
         assert (event["args"]["rows"], event["args"]["bucket"]) == (3, 4)
 
 
-def test_the_step_is_found_by_phase_and_bucket():
-    small, large, prefill = nodes_of(1), nodes_of(2), nodes_of(3)
-    renamed = [  # of the same kernels, so that nothing but bucket and phase tells them apart
-        step_nodes(large, size=4),
-        step_nodes([replace_operation(node, "other") for node in large], size=8),
-        step_nodes([replace_operation(node, "chunk") for node in large], size=4, phase="prefill"),
+def test_the_step_of_a_replay_is_found_by_bucket():
+    nodes = nodes_of(2)
+    renamed = [  # of the same kernels, so that nothing but the bucket tells them apart
+        step_nodes(nodes, size=4),
+        step_nodes([replace_operation(node, "other") for node in nodes], size=8),
     ]
-    assert len({len(small), len(large), len(prefill)}) == 3
     trace = KinetoTrace()
-    trace.turn(0, 0, large, bucket=8)
-    trace.turn(1, 200, large, bucket=4, phase="prefill")
-    trace.turn(2, 400, large, bucket=4)
+    trace.turn(0, 0, nodes, bucket=8)
+    trace.turn(1, 400, nodes, bucket=4)
     annotate(trace.document, trace.log, names_of(*renamed))
     found = [event["args"]["operation"] for event in work(trace)]
-    count = len(large)
-    assert set(found[:count]) == {"other"}
-    assert set(found[count : 2 * count]) == {"chunk"}
-    assert "down" in found[2 * count :]
+    assert set(found[: len(nodes)]) == {"other"}
+    assert "down" in found[len(nodes) :]
 
 
 def replace_operation(node, operation):
