@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from .request import TokenLogprobs
     from .sampling_params import SamplingParams
     from .service.async_engine import AsyncEngine
-    from .service.health import Health
-    from .service.reload_result import ReloadResult
+    from .service.consumers import AsyncStream
+    from .service.health import Health, ReloadResult
     from .service.request_handle import Delta
     from .service.service_config import ServiceConfig
-    from .service.streams import AsyncStream
     from .speculation.config import Speculation
     from .structured_output import StructuredOutput
 else:  # a visible __getattr__ would let type checkers accept any name
@@ -32,11 +31,11 @@ else:  # a visible __getattr__ would let type checkers accept any name
         "Engine": "engine.engine",
         "EngineConfig": "config",
         "AsyncEngine": "service.async_engine",
-        "AsyncStream": "service.streams",
+        "AsyncStream": "service.consumers",
         "ServiceConfig": "service.service_config",
         "Delta": "service.request_handle",
         "Health": "service.health",
-        "ReloadResult": "service.reload_result",
+        "ReloadResult": "service.health",
         "SamplingParams": "sampling_params",
         "Speculation": "speculation.config",
         "StructuredOutput": "structured_output",

@@ -148,7 +148,7 @@ class RankError(EngineFailedError):
 
 
 class EngineUnavailableError(StepgraphError, RuntimeError):
-    """An `AsyncEngine` drains, sleeps or restarts, and accepts no requests now."""
+    """An `AsyncEngine` starts, drains or sleeps, and accepts no requests now."""
 
 
 class EngineNotStartedError(EngineUnavailableError):

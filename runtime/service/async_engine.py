@@ -3,46 +3,67 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import secrets
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import Unpack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
 
-from ..arguments import check_callable, check_type
+from ..arguments import MAX_COUNT, check_callable, check_config, check_integer, check_type
+from ..config import EngineConfig
 from ..engine.engine import Engine
+from ..engine.forks import call_in_children
 from ..engine.intake import Prompt
 from ..engine.request_output import RequestOutput
 from ..errors import (
     EngineClosedError,
     EngineFailedError,
+    EngineForkedError,
     EngineUnavailableError,
     RequestError,
     StepgraphError,
 )
 from ..loading.chat_template import ChatPrompt, Message
+from ..loading.loader import check_source
+from ..loading.tokenizer import TextTokenizer
+from ..prompt_ids import type_name
 from ..request import RequestGroup
-from ..sampling_params import SamplingParams
+from ..sampling_params import SamplingDefaults, SamplingParams
+from ..structured.compile_threads import MAX_COMPILATIONS
 from ..structured_output import StructuredOutput
-from .callbacks import FutureConsumer
-from .loop_mailbox import LoopMailbox
-from .managed_engine import ManagedEngine
-from .request_handle import Delta, Mailbox, RequestHandle
-from .request_options import RequestOptions, make_handle
+from .consumers import AsyncStream, CallbackMailbox, FutureConsumer, LoopMailbox
+from .health import Health, Phase, ReloadResult, ServiceSnapshot
+from .request_handle import (
+    Delta,
+    Mailbox,
+    RequestHandle,
+    RequestOptions,
+    make_handle,
+    nanoseconds,
+)
+from .request_record import Listener
 from .service_config import ServiceConfig
-from .streams import AsyncStream
+from .step_thread import StepThread
 
 __all__ = ["AsyncEngine", "RequestOptions"]
 
+T = TypeVar("T")
 
 INLINE_TOKENS = 1024
 """Prompts of at most this many token ids are checked by the caller: it takes microseconds."""
 
+_open: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()  # those to close at exit
 
-class AsyncEngine(ManagedEngine):
+
+class AsyncEngine:
     """Serves requests of any thread and any event loop, in this process, from one step thread.
 
     Use it as a context manager, with `with` or `async with`: entering waits until the model is
@@ -62,13 +83,101 @@ class AsyncEngine(ManagedEngine):
         """Prepare to run an engine; see `from_pretrained`.
 
         Args:
-            start_engine: makes the engine. The step thread calls it at the start, after `sleep` and
-                for restarts.
+            start_engine: makes the engine. The step thread calls it at the start and after `sleep`.
             config: limits and policies; None for the defaults.
         """
-        super().__init__(start_engine, config)
+        given: object = start_engine
+        if not callable(given):
+            raise TypeError(
+                f"AsyncEngine takes a function that makes an Engine, not {type_name(given)}: load a"
+                " model with AsyncEngine.from_pretrained('path/to/checkpoint', EngineConfig(...))"
+            )
+        check_config("config", config, ServiceConfig)
+        self.config = ServiceConfig() if config is None else config
+        self._thread = StepThread(start_engine, self.config)
+        self._pool = ThreadPoolExecutor(self.config.preparation_threads, "stepgraph-prepare")
+        self._grammar_pool = ThreadPoolExecutor(MAX_COMPILATIONS, "stepgraph-grammars")
+        """Prepares prompts whose outputs follow a grammar, which can take seconds to compile."""
+        self._callbacks = CallbackMailbox()
+        self._thread.dispatcher.on_ended = self._callbacks.report
+        self._engine_config: EngineConfig | None = None
+        self._progress = False
+        self._forked = False
         self._ids = _request_ids()
         self._loops: dict[asyncio.AbstractEventLoop, LoopMailbox] = {}
+        call_in_children(self)
+        _open.add(self)
+        self._finalizer = weakref.finalize(self, _drop, self._thread, self._callbacks)
+        self._finalizer.atexit = False  # see `_close_all`
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        config: EngineConfig | None = None,
+        service_config: ServiceConfig | None = None,
+        *,
+        progress: bool = False,
+    ) -> Self:
+        """Return an engine that loads a model when it is entered.
+
+        Args:
+            source: see `Engine.from_pretrained`.
+            config: the configuration of the engine; None for the defaults.
+            service_config: limits and policies; None for the defaults.
+            progress: see `Engine.from_pretrained`.
+        """
+        check_source(source)
+        check_config("config", config, EngineConfig)
+        check_config("service_config", service_config, ServiceConfig)
+        engine = cls(
+            partial(Engine.from_pretrained, source, config, progress=progress), service_config
+        )
+        engine._engine_config, engine._progress = config, progress
+        return engine
+
+    def start(self) -> None:
+        """Load the model, and wait until it is ready.
+
+        Raises:
+            CheckpointError, ConfigError, MemoryBudgetError, StepPreparationError: as
+                `Engine.from_pretrained`.
+        """
+        self._start()
+        self._thread.started.result()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._start()
+            await asyncio.wrap_future(self._thread.started)
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
 
     def stream(
         self,
@@ -157,10 +266,197 @@ class AsyncEngine(ManagedEngine):
         self._thread.abort(handle)
         return True
 
+    def health(self) -> Health:
+        """Return whether it lives and is ready to serve. Takes microseconds."""
+        return self._thread.health()
+
+    def snapshot(self) -> ServiceSnapshot:
+        """Return its state and counters. Takes microseconds; any thread may call it."""
+        return ServiceSnapshot.of(self._thread)
+
+    def add_listener(self, listener: Listener) -> None:
+        """Call a function with the `RequestRecord` of each request that ends from now on.
+
+        Refused requests are among them, except those whose options are invalid. One thread of this
+        engine calls all listeners and callbacks, one after the other. What a listener raises is
+        logged.
+        """
+        check_callable("listener", listener, "a RequestRecord")
+        self._callbacks.add_listener(listener)
+
+    async def stats(self) -> dict[str, Any]:
+        """Return `Engine.stats` with the counters of the service, between two steps.
+
+        `queued` counts requests that wait for a row, `queued_tokens` their prompt tokens,
+        `preparing` requests that are tokenised.
+
+        Raises:
+            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
+        """
+        self._check_process()
+        return await asyncio.wrap_future(self._thread.run(self._stats))
+
+    async def cached_hashes(self, most: int) -> list[bytes]:
+        """Return the hashes of up to `most` cached blocks; see `Engine.cached_hashes`.
+
+        They are copied between two steps, and listed in another thread.
+
+        Raises:
+            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
+        """
+        self._check_process()
+        check_integer("most", most, 0, MAX_COUNT)
+        copy = self._thread.run(lambda: self._thread.check_started().cached_hashes())
+        return await asyncio.to_thread(await asyncio.wrap_future(copy), most)
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop the prefix cache between two steps; see `Engine.reset_prefix_cache`.
+
+        Raises:
+            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
+        """
+        self._check_process()
+        reset = self._thread.run(lambda: self._thread.check_started().reset_prefix_cache())
+        await asyncio.wrap_future(reset)
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None:
+        """The tokenizer of the model; None for presets and without a `tokenizer.json`.
+
+        Raises:
+            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
+        """
+        return self._thread.check_started().tokenizer
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Values of fields that requests leave out. Raises as `tokenizer`."""
+        return self._thread.check_started().sampling_defaults
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum tokens of a sequence, prompt and output. Raises as `tokenizer`."""
+        return self._thread.check_started().max_model_len
+
+    async def run_in_pool(self, function: Callable[[], T]) -> T:
+        """Call a function in a preparation thread, where prompts are tokenised.
+
+        Raises:
+            EngineClosedError: the engine is closed.
+        """
+        check_callable("function", function, "no argument")
+        self._check_process()  # a child lacks the threads of the pool
+        try:
+            future = self._pool.submit(function)
+        except RuntimeError as error:
+            raise EngineClosedError("the engine is closed: make a new one") from error
+        return await asyncio.wrap_future(future)
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Refuse new requests and wait until the present ones have ended.
+
+        Those left after `timeout` seconds are aborted. Returns whether all ended by themselves:
+        none was aborted for it, or lost with a failed engine. `wake` ends it; cancelling the call,
+        also that of `sleep` or `reload`, does not.
+
+        Raises:
+            RequestError: `timeout` is not a number of seconds from 0 to 10^9.
+        """
+        self._check_process()
+        if timeout is not None:
+            nanoseconds("timeout", timeout, zero=True)
+        return await asyncio.wrap_future(self._thread.drain(timeout))
+
+    async def sleep(self, timeout: float | None = None) -> None:
+        """Drain, then free the memory of the engine, on the device and of the weights.
+
+        Raises:
+            EngineFailedError, EngineClosedError: there is no engine.
+            EngineUnavailableError: `wake` or `reload` ended the drain.
+        """
+        await self.drain(timeout)
+        await asyncio.wrap_future(self._thread.sleep())
+
+    async def wake(self) -> None:
+        """Serve again after `drain` or `sleep`. After `sleep` it loads the model again.
+
+        Raises:
+            EngineFailedError, EngineClosedError: there is no engine.
+            StepgraphError: as `start`; it sleeps on.
+        """
+        self._check_process()
+        await asyncio.wrap_future(self._thread.wake())
+
+    async def reload(self, source: str | Path, timeout: float | None = None) -> ReloadResult:
+        """Drain, then serve another model with the same configuration.
+
+        If its config allows it, only the weights are replaced (`Engine.reload_weights`); otherwise,
+        and if that fails, a new engine is started. If the model cannot be loaded, the present one
+        is served again and the error raised; if it was asleep, it sleeps on.
+
+        Raises:
+            EngineFailedError, EngineClosedError: there is no engine.
+            EngineUnavailableError: `wake` or another `reload` ended the drain.
+            StepgraphError: as `start`.
+        """
+        check_source(source)
+        await self.drain(timeout)
+        start = partial(
+            Engine.from_pretrained, source, self._engine_config, progress=self._progress
+        )
+        return await asyncio.wrap_future(self._thread.reload(source, start))
+
+    async def aclose(self) -> None:
+        """Close without blocking the event loop; see `close`."""
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """End all requests with `EngineClosedError`, and free all memory and threads. Idempotent.
+
+        Waits for the current step. Call `drain` first to let requests end.
+        """
+        if self._forked:
+            return
+        self._thread.close()
+        self._thread.join()
+        self._pool.shutdown()
+        self._grammar_pool.shutdown()
+        self._callbacks.end()
+        self._callbacks.join()
+        self._finalizer.detach()
+
     def after_fork(self) -> None:
-        """See `ManagedEngine`; children that start the engine do not share ids of requests."""
-        super().after_fork()
-        self._ids = _request_ids()
+        """Refuse every use in a forked child, which lacks the threads of an engine that runs.
+
+        One that was not started has none, so that each child may start it.
+        """
+        self._ids = _request_ids()  # children do not share ids of requests
+        if self._thread.phase is Phase.NOT_STARTED:
+            return
+        self._forked = True
+        self._finalizer.detach()
+
+    def _check_process(self) -> None:
+        if self._forked:
+            raise EngineForkedError(
+                "the engine was started in the parent of this process: start it after the fork, in"
+                " the lifespan of the application, or make a new one here"
+            )
+
+    def _start(self) -> None:
+        self._check_process()
+        if self.config.switch_interval is not None:
+            sys.setswitchinterval(self.config.switch_interval)
+        self._thread.start()
+
+    def _stats(self) -> dict[str, Any]:
+        requests = self._thread.dispatcher
+        return {
+            **self._thread.check_started().stats(),
+            "queued": requests.num_queued,
+            "queued_tokens": requests.limits.num_tokens,
+            "preparing": requests.limits.num_requests - requests.num_queued,
+        }
 
     def _stream(
         self,
@@ -188,7 +484,7 @@ class AsyncEngine(ManagedEngine):
         now = time.perf_counter_ns()
         handle = make_handle(next(self._ids), mailbox, params, options, streams=streams, now_ns=now)
         with self._reports_refusal(handle):
-            self._supervisor.check_serving()
+            self._thread.check_serving()
         return handle
 
     @contextmanager
@@ -243,7 +539,7 @@ class AsyncEngine(ManagedEngine):
         structured = None if params is None else params.structured
         if not isinstance(structured, StructuredOutput):
             return False
-        engine = self._supervisor.engine
+        engine = self._thread.engine
         return engine is None or not engine.has_compiled(structured)
 
     def _prepare(
@@ -258,13 +554,13 @@ class AsyncEngine(ManagedEngine):
             self._thread.admit(handle)
             return
         try:
-            group = self._supervisor.check_started().prepare(
+            group = self._thread.check_started().prepare(
                 prompt, params, handle.id, priority=handle.priority, cache_salt=cache_salt
             )
             self._thread.dispatcher.limits.add_tokens(handle, len(group.prompt_ids))
             self._prepared(handle, group)
         except (EngineClosedError, EngineFailedError):  # of an engine that has just been replaced
-            self._prepared(handle, self._supervisor.refusal())
+            self._prepared(handle, self._thread.refusal())
         except BaseException as error:
             self._prepared(handle, error)
             if not isinstance(error, Exception):
@@ -291,3 +587,16 @@ class AsyncEngine(ManagedEngine):
 def _request_ids() -> Iterator[str]:
     """Return ids for the requests of one process."""
     return map(f"req-{secrets.token_hex(4)}-{{}}".format, count(1))
+
+
+def _drop(thread: StepThread, callbacks: CallbackMailbox) -> None:
+    """Close an engine that is garbage-collected, without waiting."""
+    thread.close()
+    thread.run(callbacks.end)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all engines at the exit of the interpreter."""
+    for engine in tuple(_open):
+        engine.close()

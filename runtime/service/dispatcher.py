@@ -2,30 +2,180 @@
 
 All methods belong to the step thread, except `register` and those of `limits`.
 
-`handles` is the truth about the requests, with `_ending`, the one that is ending: queue, rows, sums
-and deadlines can be derived from the states of its handles. `recover` does that after an exception,
-which may have interrupted any method at any line.
+`handles` is the truth about the requests, with `_ending`, the one that is ending. So `lose_all` can
+end them all after an exception, which may have interrupted any method at any line.
 """
 
 from __future__ import annotations
 
 import copy
+import heapq
+import itertools
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..bounded_repr import bounded_repr
 from ..engine.engine import Engine
 from ..engine.request_output import RequestOutput
-from ..errors import DeadlineUnreachableError, RequestError, SendTimeoutError
+from ..errors import (
+    DeadlineUnreachableError,
+    OverloadedError,
+    RequestError,
+    SendTimeoutError,
+)
 from ..request import AbortReason
 from .admission_queue import AdmissionQueue
-from .deadlines import Deadlines
-from .latency_model import LatencyModel
-from .queue_limits import QueueLimits
 from .request_handle import HandleState, Mailbox, RequestHandle
 from .service_config import ServiceConfig
 
-__all__ = ["Dispatcher"]
+__all__ = ["Deadlines", "Dispatcher", "QueueLimits"]
+
+
+MEASURED_SHARE = 0.05
+"""Weight of a new observation in a mean: about the last twenty count."""
+
+STALE_SECONDS = 1.0
+"""Age of the last measured prefill above which an idle engine serves a request to measure again.
+Otherwise one slow step could make it refuse all requests for ever."""
+
+
+class _Mean:
+    """Seconds per unit of the recent observations, a ratio of decayed sums. 0 before the first."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._units = 0.0
+
+    def observe(self, seconds: float, units: float) -> None:
+        self._seconds += seconds - MEASURED_SHARE * self._seconds
+        self._units += units - MEASURED_SHARE * self._units
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds / self._units if self._units else 0.0
+
+
+class Deadlines:
+    """A heap of the deadlines of requests that have not ended. For one thread.
+
+    Entries of ended requests are removed once they are the majority, so that requests with distant
+    deadlines take memory only as long as they run.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, bool, RequestHandle]] = []
+        self._numbers = itertools.count()
+        self._num_ended = 0
+        """At most this many entries are of ended requests."""
+
+    def watch(self, handle: RequestHandle) -> None:
+        """Add the deadlines of a request."""
+        for due_ns, first_token in (
+            (handle.deadline_ns, False),
+            (handle.first_token_deadline_ns, True),
+        ):
+            if due_ns is not None and not handle.ended:
+                heapq.heappush(self._heap, (due_ns, next(self._numbers), first_token, handle))
+
+    def forget(self, handle: RequestHandle) -> None:
+        """Remove the deadlines of a request that ends, now or later."""
+        self._num_ended += handle.deadline_ns is not None
+        self._num_ended += handle.first_token_deadline_ns is not None
+        if self._num_ended > 64 + len(self._heap) // 2:
+            self._heap = [e for e in self._heap if e[3] is not handle and not e[3].ended]
+            heapq.heapify(self._heap)
+            self._num_ended = 0
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._heap.clear()
+        self._num_ended = 0
+
+    @property
+    def next_ns(self) -> int | None:
+        """The earliest deadline, on the clock of `time.perf_counter_ns`; None without any."""
+        while self._heap and self._heap[0][3].ended:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def expired(self, now_ns: int) -> list[RequestHandle]:
+        """Remove and return the requests that missed a deadline."""
+        late = []
+        while self._heap and self._heap[0][0] <= now_ns:
+            _, _, first_token, handle = heapq.heappop(self._heap)
+            if not handle.ended and not (first_token and handle.has_first_token):
+                late.append(handle)
+        return late
+
+    def check_integrity(self) -> None:
+        """Assert that ended requests are not the majority."""
+        num_ended = sum(entry[3].ended for entry in self._heap)
+        assert num_ended <= 64 + len(self._heap) // 2 + 2
+
+
+class QueueLimits:
+    """Counts waiting requests, those being prepared included. For any thread."""
+
+    def __init__(
+        self, max_requests: int, max_tokens: int, retry_after: Callable[[], float]
+    ) -> None:
+        """Start at zero; `retry_after` predicts the seconds until a request leaves."""
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._retry_after = retry_after
+        self._lock = threading.Lock()
+        self._tokens: dict[RequestHandle, int] = {}  # of the waiting requests
+        self.num_tokens = 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait."""
+        return len(self._tokens)
+
+    def oldest_wait(self) -> float:
+        """Return the seconds since the oldest of the waiting requests was submitted; 0 for none."""
+        with self._lock:
+            oldest = next(iter(self._tokens), None)
+        return 0.0 if oldest is None else (time.perf_counter_ns() - oldest.submitted_ns) / 1e9
+
+    def enter(self, handle: RequestHandle) -> None:
+        """Count a request.
+
+        Raises:
+            OverloadedError: there are `max_requests` already.
+        """
+        with self._lock:
+            if len(self._tokens) < self._max_requests:
+                self._tokens[handle] = 0
+                return
+        raise OverloadedError(
+            f"{self._max_requests} requests wait already (max_queued_requests): try again later",
+            retry_after=self._retry_after(),
+        )
+
+    def add_tokens(self, handle: RequestHandle, num_tokens: int) -> None:
+        """Count the prompt tokens of a request. One that is too long for the limit may wait alone.
+
+        Raises:
+            OverloadedError: they would exceed `max_tokens`.
+        """
+        with self._lock:
+            if not self.num_tokens or self.num_tokens + num_tokens <= self._max_tokens:
+                self._tokens[handle] += num_tokens
+                self.num_tokens += num_tokens
+                return
+        raise OverloadedError(
+            f"{self.num_tokens} prompt tokens wait already, and {num_tokens} more exceed"
+            f" max_queued_tokens={self._max_tokens}: try again later",
+            retry_after=self._retry_after(),
+        )
+
+    def leave(self, handle: RequestHandle) -> None:
+        """Count a request out, with its tokens. Does nothing if it is not counted."""
+        with self._lock:
+            self.num_tokens -= self._tokens.pop(handle, 0)
 
 
 class Dispatcher:
@@ -36,7 +186,9 @@ class Dispatcher:
         self.limits = QueueLimits(
             config.max_queued_requests, config.max_queued_tokens, self._retry_after
         )
-        self.latency = LatencyModel()
+        self._prefill_seconds = _Mean()  # of a prompt token
+        self._row_seconds = _Mean()  # that a request holds a row, times its rows
+        self._prefilled_ns = 0  # when prefill was measured last
         self.handles: dict[str, RequestHandle] = {}
         """The requests that have not ended, by id."""
         self.deadlines = Deadlines()
@@ -106,7 +258,7 @@ class Dispatcher:
         self,
         handle: RequestHandle,
         engine: Engine | None,
-        refusal: Callable[[], Exception | None],
+        refusal: Callable[[], Exception],
         now_ns: int,
     ) -> None:
         """Queue a prepared request, or end it with the reason why it is refused.
@@ -114,7 +266,7 @@ class Dispatcher:
         Args:
             handle: was prepared, unless it has ended.
             engine: runs it; None if there is none.
-            refusal: returns why requests do not wait for an engine; None if it restarts.
+            refusal: returns why there is no engine.
             now_ns: the time.
         """
         group = handle.prepared
@@ -129,16 +281,12 @@ class Dispatcher:
         handle.group = group
         handle.num_prompt_tokens = len(group.prompt_ids)
         due = [ns for ns in (handle.deadline_ns, handle.first_token_deadline_ns) if ns is not None]
-        if engine is None and (reason := refusal()) is not None:
-            self._refuse(handle, reason)
+        if engine is None:
+            self._refuse(handle, refusal())
         elif due and min(due) <= now_ns:
             self.limits.leave(handle)
             self.abort(handle, engine, "deadline")
-        elif (
-            engine is not None
-            and due
-            and (late := self._predict_delay(handle, engine, min(due), now_ns)) > 0
-        ):
+        elif due and (late := self._predict_delay(handle, engine, min(due), now_ns)) > 0:
             self._refuse(
                 handle,
                 DeadlineUnreachableError(
@@ -160,9 +308,6 @@ class Dispatcher:
         gauges = engine.gauges()
         self._num_rows, free = gauges.rows, gauges.free_rows
         while free > 0 and (handle := self._queue.head()) is not None:
-            if self._misses_deadline(handle, engine, now_ns):
-                self.abort(handle, engine, "deadline")
-                continue
             self._queue.pop()
             self.limits.leave(handle)
             handle.state = HandleState.RUNNING
@@ -208,7 +353,8 @@ class Dispatcher:
             record = engine.timeline().latest()
             if record is not None and record.prefill_tokens:
                 seconds = (record.ended_ns - record.started_ns) / 1e9
-                self.latency.observe_prefill(seconds, record.prefill_tokens, record.ended_ns)
+                self._prefill_seconds.observe(seconds, record.prefill_tokens)
+                self._prefilled_ns = record.ended_ns
         for output in outputs:
             handle = self._running[output.request_id]
             num_read = handle.num_read
@@ -223,7 +369,7 @@ class Dispatcher:
                 assert handle.started_ns is not None
                 held = (now_ns - handle.started_ns) / 1e9
                 if not handle.num_pauses:
-                    self.latency.observe_request(held, len(output.completions))
+                    self._row_seconds.observe(held * len(output.completions), 1)
                 self._end(handle, handle.failure)
             elif handle.streams:
                 self._post(handle)
@@ -260,39 +406,20 @@ class Dispatcher:
 
     def lose_all(self, error: Exception) -> None:
         """End all requests with an error, or with their last output if they have it."""
-        for handle in tuple(self.handles.values()):
-            self._lose(handle, error)
-        self.recover(error)
-
-    def recover(self, error: Exception) -> None:
-        """After an exception: end the running requests with an error, and restore all that is
-        derived from the states of the others.
-        """
         ending = self._ending
-        if ending is not None and ending.ended:
+        if ending is not None and ending.ended:  # perhaps not reported to its consumer
             ending.posted = False
             self.limits.leave(ending)
             self._end(ending, ending.error)
         for handle in tuple(self.handles.values()):
             handle.posted = False  # a wake-up may be lost
-            group = handle.group
-            if handle.state is HandleState.RUNNING:
-                self._lose(handle, error)
-            elif handle.state is HandleState.QUEUED and group is not None and group.finished:
+            if handle.state is not HandleState.PREPARING:  # else counted until it is prepared
                 self.limits.leave(handle)
-                handle.output = RequestOutput.of(group)
-                self._end(handle)
-            else:
-                handle.abort_reason = None
-                self._post(handle)
+            complete = handle.output is not None and handle.output.finished
+            self._end(handle, None if complete else _copy(error))
         self._queue.clear()
         self._served.clear()
         self.deadlines.clear()
-        for handle in tuple(self.handles.values()):
-            self.deadlines.watch(handle)
-            if handle.state is HandleState.QUEUED:
-                self._queue.push(handle)
-                self._served[handle.mailbox] += 1
         self._running.clear()
         self._paused.clear()
         self._pausing = False
@@ -300,14 +427,6 @@ class Dispatcher:
         self._unstarted_tokens = 0
         for mailbox in self._news:
             mailbox.flush(again=True)
-
-    def prepared(self) -> list[RequestHandle]:
-        """Return the requests that are prepared and not admitted."""
-        return [
-            handle
-            for handle in tuple(self.handles.values())
-            if handle.state is HandleState.PREPARING and handle.prepared is not None
-        ]
 
     def flush(self) -> bool:
         """Wake the consumers that have news; return whether there were any."""
@@ -336,46 +455,30 @@ class Dispatcher:
         assert self.limits.num_requests >= len(self._queue)
         self.deadlines.check_integrity()
 
-    def _misses_deadline(self, handle: RequestHandle, engine: Engine, now_ns: int) -> bool:
-        """Whether the first token would come too late, if it were prefilled now."""
-        due = handle.first_token_deadline_ns
-        if due is None or self._measures_anew(now_ns):
-            return False
-        tokens = self._unstarted_tokens + _num_to_prefill(handle, engine)
-        return now_ns + 1e9 * self.latency.prefill_seconds(tokens) > due
-
     def _predict_delay(
         self, handle: RequestHandle, engine: Engine, due_ns: int, now_ns: int
     ) -> float:
-        """Predict by how many seconds a first token is late; negative if it is in time."""
-        predicted = 0.0
-        if self.has_work or not self._measures_anew(now_ns):
+        """Predict by how many seconds a first token is late; negative if it is in time.
+
+        Prompts ahead are prefilled while it waits for a row, so the longer of both counts.
+        """
+        seconds = 0.0
+        if self.has_work or now_ns - self._prefilled_ns <= STALE_SECONDS * 1e9:
             requests, tokens = self._queue.ahead_of(handle.tenant, handle.priority)
             gauges = engine.gauges()
-            predicted = self.latency.first_token_seconds(
-                _num_to_prefill(handle, engine),
-                requests_ahead=requests,
-                tokens_ahead=tokens + self._unstarted_tokens,
-                num_rows=gauges.rows,
-                free_rows=gauges.free_rows,
+            position = max(requests + 1 - gauges.free_rows, 0)
+            a_token = self._prefill_seconds.seconds
+            seconds = max(
+                position * self._row_seconds.seconds / gauges.rows,
+                (tokens + self._unstarted_tokens) * a_token,
             )
-        return predicted - (due_ns - now_ns) / 1e9
-
-    def _measures_anew(self, now_ns: int) -> bool:
-        """Whether the rates are too old to refuse requests, and nothing runs that renews them."""
-        return not self._running and self.latency.is_stale(now_ns)
+            seconds += a_token * _num_to_prefill(handle, engine)
+        return seconds - (due_ns - now_ns) / 1e9
 
     def _refuse(self, handle: RequestHandle, error: BaseException) -> None:
         """End a request that did not enter the engine."""
         self.limits.leave(handle)
         self._end(handle, error)
-
-    def _lose(self, handle: RequestHandle, error: Exception) -> None:
-        """End a request with an error, unless it has its last output."""
-        if handle.state is not HandleState.PREPARING:  # else counted until it is prepared
-            self.limits.leave(handle)
-        complete = handle.output is not None and handle.output.finished
-        self._end(handle, None if complete else _copy(error))
 
     def _end(self, handle: RequestHandle, error: BaseException | None = None) -> None:
         if handle.state in (HandleState.QUEUED, HandleState.RUNNING):
@@ -437,7 +540,7 @@ class Dispatcher:
 
     def _retry_after(self) -> float:
         """Predict the seconds until a queued request gets a row."""
-        return self.latency.row_seconds(1, self._num_rows) or 1.0
+        return self._row_seconds.seconds / self._num_rows or 1.0
 
 
 def _num_to_prefill(handle: RequestHandle, engine: Engine) -> int:

@@ -1,11 +1,22 @@
-"""`Health`: whether an `AsyncEngine` is live and ready. Does not import torch."""
+"""The state of an `AsyncEngine` as values: `Phase`, `Health`, `ServiceSnapshot`, `ReloadResult`.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-__all__ = ["Health", "Phase"]
+from ...profiling.timeline import Timeline
+from ..engine.engine_metrics import EngineCounters, EngineGauges
+from ..errors import EngineClosedError
+
+if TYPE_CHECKING:  # it needs torch
+    from .step_thread import StepThread
+
+__all__ = ["Health", "Phase", "ReloadResult", "ServiceSnapshot"]
 
 
 class Phase(enum.Enum):
@@ -14,13 +25,14 @@ class Phase(enum.Enum):
     NOT_STARTED = "not_started"
     """Waits for `start()`. No thread runs, so the process may fork."""
     STARTING = "starting"
-    """Loads a model and prepares its steps, for the first time or after a failure."""
+    """Loads a model and prepares its steps."""
     SERVING = "serving"
     DRAINING = "draining"
     """Finishes its requests and refuses new ones."""
     ASLEEP = "asleep"
     """Holds no model and no device memory."""
     FAILED = "failed"
+    """An exception has ended the engine: restart the process, or make a new one."""
     CLOSED = "closed"
 
 
@@ -37,3 +49,59 @@ class Health:
     """Seconds since the last completed step, or since work arrived; None without work."""
     reason: str | None
     """Why it is not ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadResult:
+    """What `AsyncEngine.reload` did."""
+
+    in_place: bool
+    """Whether the running engine took the weights; else a new engine was started."""
+    seconds: float
+    """Duration without the drain."""
+    reason: str | None = None
+    """Why a new engine was started."""
+
+
+class ServiceSnapshot(NamedTuple):
+    """State and counters of an `AsyncEngine`, which may run steps meanwhile."""
+
+    health: Health
+    gauges: EngineGauges | None
+    """None while there is no engine."""
+    counters: EngineCounters
+    """Of all its engines: `sleep` and `reload` lose nothing."""
+    timeline: Timeline | None
+    """None while there is no engine."""
+    queued_requests: int
+    """Requests that wait for a row, those being tokenised included."""
+    queued_tokens: int
+    """Their prompt tokens."""
+    oldest_wait: float
+    """Seconds that the oldest of them has waited; 0 without any."""
+    open_requests: int
+    """Requests that have not ended."""
+
+    @classmethod
+    def of(cls, thread: StepThread) -> ServiceSnapshot:
+        """Read the state of a step thread, which may run steps meanwhile."""
+        limits = thread.dispatcher.limits
+        engine, counters = thread.counted
+        gauges = timeline = None
+        if engine is not None:
+            try:
+                gauges, timeline = engine.gauges(), engine.timeline()
+                counters = counters.plus(engine.counters())
+            except EngineClosedError:  # meanwhile, and counted
+                gauges = timeline = None
+                _, counters = thread.counted
+        return cls(
+            thread.health(),
+            gauges,
+            counters,
+            timeline,
+            limits.num_requests,
+            limits.num_tokens,
+            limits.oldest_wait(),
+            len(thread.dispatcher.handles),
+        )

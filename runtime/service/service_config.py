@@ -1,4 +1,4 @@
-"""`ServiceConfig`: how an `AsyncEngine` admits, watches and restarts. Does not import torch."""
+"""`ServiceConfig`: how an `AsyncEngine` admits and watches requests. Does not import torch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,6 @@ class ServiceConfig:
             waiting, above 0 to 10^9.
         stall_seconds: while a step takes longer, the engine is not ready (`Health.ready`); above 0
             to 10^9.
-        max_restarts: how often a failed engine is restarted within `restart_window` seconds, 0 to
-            2^40; 0 never restarts.
-        restart_window: seconds over which restarts are counted, above 0 to 10^9.
         switch_interval: seconds after which Python passes the interpreter lock to a waiting thread
             (`sys.setswitchinterval`), in the whole process, above 0 to 10^9. With Python's default,
             5 ms, an event loop can delay a step by that much. None: unchanged.
@@ -54,8 +51,6 @@ class ServiceConfig:
     max_unread_tokens: int = 256
     send_timeout: float = 30.0
     stall_seconds: float = 30.0
-    max_restarts: int = 0
-    restart_window: float = 600.0
     switch_interval: float | None = None
     unknown_fields: Literal["error", "warn", "ignore"] = "warn"
 
@@ -64,10 +59,8 @@ class ServiceConfig:
         self._check_integer("max_queued_tokens", 1, MAX_COUNT)
         self._check_integer("max_unread_tokens", 1, MAX_COUNT)
         self._check_integer("preparation_threads", 1, 64)
-        self._check_integer("max_restarts", 0, MAX_COUNT)
         _check_positive("send_timeout", self.send_timeout, MAX_SECONDS)
         _check_positive("stall_seconds", self.stall_seconds, MAX_SECONDS)
-        _check_positive("restart_window", self.restart_window, MAX_SECONDS)
         if self.switch_interval is not None:
             _check_positive("switch_interval", self.switch_interval, MAX_SECONDS)
         if self.unknown_fields not in ("error", "warn", "ignore"):

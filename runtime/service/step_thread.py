@@ -8,7 +8,9 @@ two steps: there is no lock that a consumer could hold while a step is due. With
 thread waits for the next action without using the CPU. News are flushed once a turn, so an event
 loop is woken at most once a step.
 
-Actions can be repeated: if an exception interrupts one, it runs again after the recovery.
+An exception of a step or an action ends the engine: all requests end with `EngineFailedError`, the
+memory is freed, and the thread ends. Actions after that run in the thread that adds them. Actions
+can be repeated: one that an exception interrupts runs once more.
 """
 
 from __future__ import annotations
@@ -16,37 +18,128 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from operator import call
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
+from ..bounded_repr import bounded_repr, bounded_text
 from ..engine.engine import Engine
-from ..errors import EngineClosedError, StepgraphError
+from ..engine.engine_metrics import EngineCounters
+from ..errors import (
+    ConfigError,
+    EngineClosedError,
+    EngineFailedError,
+    EngineNotStartedError,
+    EngineUnavailableError,
+    RequestError,
+    StepgraphError,
+)
 from ..request import AbortReason
 from .dispatcher import Dispatcher
-from .drains import Drains
-from .engine_supervisor import HOW_TO_START, EngineSupervisor, lost, shown
-from .health import Health, Phase
-from .inbox import Inbox
-from .reload_result import ReloadResult
+from .health import Health, Phase, ReloadResult
 from .request_handle import RequestHandle
 from .service_config import ServiceConfig
 
-__all__ = ["StepThread"]
+__all__ = ["Inbox", "StepThread"]
 
 logger = logging.getLogger("stepgraph.runtime")
 
+HOW_TO_START = (
+    "enter it with `async with engine:` in the lifespan of the application that serves it (the"
+    " lifespan of a mounted application does not run), or call engine.start()"
+)
+MAX_REASON = 500
+"""Characters of a failure in messages."""
+MAX_WAIT = 3600.0
+"""Seconds of one wait; the limit of a lock's timeout depends on the platform."""
 _RANK_CHECK_SECONDS = 1.0
 """How often an idle engine looks at its other processes."""
 
 T = TypeVar("T")
 
 
+class Inbox(Generic[T]):
+    """Items for one thread. Once that thread has ended, the thread that puts an item handles it.
+
+    An item leaves the inbox after it was handled. If an exception interrupts its handler, the
+    handler gets it once more, so handlers must be idempotent.
+    """
+
+    def __init__(self, handle: Callable[[T], None]) -> None:
+        """Start empty; `handle` gets each item."""
+        self._handle = handle
+        self._items: deque[T] = deque()
+        self._begun: T | None = None  # the last item whose handler was called
+        self._wake = threading.Lock()  # locked: no item has arrived since the last wait
+        self._wake.acquire()
+        self._handling = threading.Lock()
+        self._ended = False
+
+    def put(self, item: T) -> None:
+        """Add an item. Any thread and any finalizer may call it: it does not block."""
+        self._items.append(item)
+        if self._ended:
+            self._handle_here()
+        else:
+            self.wake()
+
+    def wake(self) -> None:
+        """End the wait of the thread."""
+        with suppress(RuntimeError):  # released already
+            self._wake.release()
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait for an item, at most `timeout` seconds. It may return early."""
+        if not self._items:
+            self._wake.acquire(timeout=MAX_WAIT if timeout is None else min(timeout, MAX_WAIT))
+
+    def run(self) -> None:
+        """Handle the items that have arrived. For the one thread."""
+        while self._items:
+            item = self._items[0]
+            second = item is self._begun
+            if second:
+                self._items.popleft()  # there is no third attempt
+            self._begun = item
+            self._handle(item)
+            if not second:
+                self._items.popleft()
+            self._begun = None
+
+    def end(self) -> None:
+        """Let other threads handle what arrives from now on. The one thread calls it last."""
+        self._ended = True
+        self._handle_here()
+
+    def _handle_here(self) -> None:
+        """Handle the items, unless another thread or a caller of this function does."""
+        while self._items and self._handling.acquire(blocking=False):
+            try:
+                self.run()
+            finally:
+                self._handling.release()
+
+
+@dataclass(slots=True, eq=False)
+class _Drain:
+    """A call that waits until no request is left."""
+
+    end_ns: int | None
+    """When the remaining requests are aborted; None for never, or if that was done."""
+    future: Future[bool]
+    complete: bool = True
+    """Whether no request was aborted for it, or lost."""
+
+
 class StepThread:
-    """Owns an engine, and runs its steps while there are requests.
+    """Owns an engine, or the reason why there is none, and runs its steps while there are requests.
 
     The public methods may be called by any thread, also by a callback of the step thread.
     """
@@ -55,14 +148,24 @@ class StepThread:
         """Prepare the thread; `start` runs it.
 
         Args:
-            start_engine: makes the engine: at the start, after `sleep`, and for a restart.
+            start_engine: makes the engine, at the start and after `sleep`.
             config: limits and policies.
         """
         self.started: Future[None] = _future()
         """Done when the first engine serves, with the error if it could not start."""
         self.dispatcher = Dispatcher(config)
-        self._drains = Drains()
-        self.supervisor = EngineSupervisor(start_engine, config, self.dispatcher, self._drains)
+        self.engine: Engine | None = None
+        """The engine; None before the start, asleep, and at the end."""
+        self.phase = Phase.NOT_STARTED
+        self.failure: BaseException | None = None
+        """Why the phase is `FAILED`."""
+        self.counted: tuple[Engine | None, EngineCounters] = (None, EngineCounters())
+        """The engine, and the sum of the counters of the earlier ones. Replaced as one, so that
+        any thread reads a sum that never decreases."""
+        self._start_engine = start_engine
+        self._drains: list[_Drain] = []
+        self._draining = False
+        """From the first drain until the engine is woken or put to sleep."""
         self._stall_seconds = config.stall_seconds
         self._inbox: Inbox[Callable[[], None]] = Inbox(call)
         self._busy_since_ns: int | None = None
@@ -72,11 +175,6 @@ class StepThread:
         self._starting = threading.Lock()
         self._thread = self._make_thread()
 
-    @property
-    def engine(self) -> Engine | None:
-        """The engine, if there is one."""
-        return self.supervisor.engine
-
     def start(self) -> None:
         """Start the thread, which first makes the engine. Does nothing if it was started.
 
@@ -84,10 +182,10 @@ class StepThread:
             EngineClosedError: it was closed.
         """
         with self._starting:
-            if self.supervisor.phase is Phase.CLOSED:
-                raise self.supervisor.refusal()
+            if self.phase is Phase.CLOSED:
+                raise self.refusal()
             if self._thread.ident is None:
-                self.supervisor.phase = Phase.STARTING
+                self.phase = Phase.STARTING
                 self._thread = self._make_thread()  # threads made before a fork count as stopped
                 self._thread.start()
 
@@ -95,6 +193,42 @@ class StepThread:
         """Wait for the end of the thread, if it was started. Does nothing in the thread itself."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def check_serving(self) -> Engine:
+        """Return the engine for a new request.
+
+        Raises:
+            EngineNotStartedError: nothing has started it.
+            EngineUnavailableError: it starts, drains or sleeps.
+            EngineFailedError, EngineClosedError: it will not serve again.
+        """
+        engine, phase = self.engine, self.phase
+        if phase is Phase.SERVING and engine is not None:
+            return engine
+        raise self.refusal(phase)
+
+    def check_started(self) -> Engine:
+        """Return the engine, also while it drains. Raises as `check_serving`."""
+        engine = self.engine
+        return self.check_serving() if engine is None else engine
+
+    def refusal(self, phase: Phase | None = None) -> StepgraphError:
+        """Return why requests are refused in a phase; None for the present one."""
+        phase = self.phase if phase is None else phase
+        if phase is Phase.CLOSED:
+            return EngineClosedError("the engine is closed: make a new one")
+        if phase is Phase.NOT_STARTED:
+            return EngineNotStartedError(f"the engine was not started: {HOW_TO_START}")
+        failure = self.failure
+        if phase is Phase.FAILED and failure is not None:
+            error = EngineFailedError(
+                f"the engine failed ({_shown(failure)}): close it and make a new one"
+            )
+            error.__cause__ = failure
+            return error
+        if phase is Phase.SERVING:  # the engine was replaced meanwhile
+            phase = Phase.STARTING
+        return EngineUnavailableError(f"the engine is {phase.value} and accepts no requests now")
 
     def watch(self, handle: RequestHandle) -> None:
         """Observe the deadlines of a request that will be admitted."""
@@ -118,7 +252,7 @@ class StepThread:
         Raises:
             EngineNotStartedError: there is no thread that could run it.
         """
-        self._check_started()
+        self._check_was_started()
         future: Future[T] = _future()
         self._inbox.put(partial(_run_into, future, operation))
         return future
@@ -129,47 +263,50 @@ class StepThread:
         After `timeout` seconds the rest is aborted. The result is whether every request ended by
         itself. Raises as `run`.
         """
-        self._check_started()
+        self._check_was_started()
         end_ns = None if timeout is None else time.perf_counter_ns() + int(timeout * 1e9)
-        future: Future[bool] = _future()
-        self._inbox.put(partial(self._begin_drain, end_ns, future))
-        return future
+        drain = _Drain(end_ns, _future())
+        self._inbox.put(partial(self._begin_drain, drain))
+        return drain.future
 
     def sleep(self) -> Future[None]:
         """Close the engine, which has been drained. This frees its memory."""
-        return self.run(self.supervisor.sleep)
+        return self.run(self._sleep_if_drained)
 
     def wake(self) -> Future[None]:
         """Serve again after `drain` or `sleep`."""
-        return self.run(self.supervisor.wake)
+        return self.run(self._wake)
 
     def reload(
         self, source: str | Path, start_engine: Callable[[], Engine]
     ) -> Future[ReloadResult]:
-        """Serve another model; see `EngineSupervisor.reload`."""
-        return self.run(partial(self.supervisor.reload, source, start_engine))
+        """Take other weights into the engine, which has been drained, or start a new engine.
+
+        Args:
+            source: of the weights.
+            start_engine: makes an engine of this source. The old one is started again if it fails.
+        """
+        return self.run(partial(self._reload, source, start_engine))
 
     def close(self) -> None:
         """End all requests with `EngineClosedError`, then the engine and the thread."""
-        supervisor = self.supervisor
         with self._starting:
-            if self._thread.ident is None and supervisor.phase is not Phase.CLOSED:
-                supervisor.phase, self._ended = Phase.CLOSED, True
-                self.started.set_exception(supervisor.refusal())
+            if self._thread.ident is None and self.phase is not Phase.CLOSED:
+                self.phase, self._ended = Phase.CLOSED, True
+                self.started.set_exception(self.refusal())
                 self._inbox.end()
         self._inbox.put(self._close)
 
     def health(self) -> Health:
         """Return the present state."""
-        busy, failure = self._busy_since_ns, self.supervisor.failure
-        phase = self.supervisor.phase
+        busy, failure, phase = self._busy_since_ns, self.failure, self.phase
         age = None
         if busy is not None:
             age = (time.perf_counter_ns() - max(busy, self._last_step_ns)) / 1e9
         alive = self._thread.is_alive()
         reason = None
         if phase is not Phase.SERVING:
-            reason = phase.value if failure is None else f"{phase.value}: {shown(failure)}"
+            reason = phase.value if failure is None else f"{phase.value}: {_shown(failure)}"
             if phase is Phase.NOT_STARTED:
                 reason = f"{reason}: {HOW_TO_START}"
         elif not alive:
@@ -179,48 +316,36 @@ class StepThread:
         live = alive and phase not in (Phase.FAILED, Phase.CLOSED)
         return Health(phase, live, reason is None, age, reason)
 
-    def _check_started(self) -> None:
-        if self.supervisor.phase is Phase.NOT_STARTED:
-            raise self.supervisor.refusal()
+    def _check_was_started(self) -> None:
+        if self.phase is Phase.NOT_STARTED:
+            raise self.refusal()
 
     def _make_thread(self) -> threading.Thread:
         return threading.Thread(target=self._run, name="stepgraph-steps", daemon=True)
 
-    # From here on only the step thread.
+    # From here on only the step thread, and after its end whoever runs an action.
 
     def _run(self) -> None:
         try:
-            self._serve()
-            self._end(EngineClosedError("the engine was closed before the request ended"))
+            try:
+                self._make_engine()
+                self.started.set_result(None)
+                while not self._closing:
+                    self._turn()
+            except BaseException as error:
+                if self.started.done():  # else `start` raises it
+                    logger.error("the engine failed", exc_info=error)
+                self._fail(error)
+            else:
+                self._end(EngineClosedError("the engine was closed before the request ended"))
         except BaseException as error:  # it interrupted the handling of a failure
             logger.critical("the step thread failed", exc_info=error)
-            self.supervisor.failure = error
-            self.supervisor.phase = Phase.FAILED
-            self._end(lost(error))
-            if not self.started.done():
-                self.started.set_exception(error)
+            self._fail(error)
         finally:
             self._ended = True
             self._inbox.end()
-
-    def _serve(self) -> None:
-        """Run turns until the engine is closed."""
-        try:
-            self.supervisor.start()
-        except BaseException as error:
-            self.supervisor.failure = error
-            self.supervisor.phase = Phase.FAILED
-            self.started.set_exception(error)
-        else:
-            self.started.set_result(None)
-        while True:
-            try:
-                while not self._closing:
-                    self._turn()
-                return
-            except BaseException as error:
-                failure = error
-            self._fail(failure)
+            if not self.started.done():
+                self.started.set_exception(self.failure or self.refusal())
 
     def _turn(self) -> None:
         """Run the actions that have arrived, then a step if there is work.
@@ -237,9 +362,6 @@ class StepThread:
         self._inbox.run()
         if self._closing:
             return
-        restart_ns = self.supervisor.restart_ns
-        if restart_ns is not None and restart_ns <= time.perf_counter_ns():
-            self.supervisor.restart()
         engine = self.engine
         now = time.perf_counter_ns()
         requests.expire(engine, now)
@@ -253,18 +375,14 @@ class StepThread:
                 self._last_step_ns = time.perf_counter_ns()
                 requests.deliver(outputs, engine, self._last_step_ns)
         requests.end_unreadable(engine)
-        self._drains.settle(requests, engine)
+        self._settle_drains()
         if requests.flush():
             time.sleep(0)  # passes the interpreter lock to an event loop that has woken up
 
     def _seconds_to_wait(self) -> float | None:
         """Return when there is something to do without an action; None for never."""
-        times = (
-            self.supervisor.restart_ns,
-            self.dispatcher.deadlines.next_ns,
-            self.dispatcher.send_timeout_ns,
-            self._drains.next_ns,
-        )
+        times = [drain.end_ns for drain in self._drains]
+        times += [self.dispatcher.deadlines.next_ns, self.dispatcher.send_timeout_ns]
         due = min([ns for ns in times if ns is not None], default=None)
         seconds = None if due is None else max(due - time.perf_counter_ns(), 0) / 1e9
         if self.engine is None or not self.engine.has_ranks:
@@ -272,41 +390,151 @@ class StepThread:
         return _RANK_CHECK_SECONDS if seconds is None else min(seconds, _RANK_CHECK_SECONDS)
 
     def _admit(self, handle: RequestHandle) -> None:
-        supervisor = self.supervisor
-
-        def refusal() -> StepgraphError | None:
-            return None if supervisor.restart_ns is not None else supervisor.refusal()
-
-        self.dispatcher.admit(handle, self.engine, refusal, time.perf_counter_ns())
+        self.dispatcher.admit(handle, self.engine, self.refusal, time.perf_counter_ns())
         if self._ended:
             self.dispatcher.flush()
 
-    def _begin_drain(self, end_ns: int | None, future: Future[bool]) -> None:
-        self.supervisor.begin_drain()
-        self._drains.add(end_ns, future)
-        if self._ended:
-            self._drains.settle(self.dispatcher, None)
-
     def _close(self) -> None:
-        self._closing = True  # an exception in a later action may change the phase
-        self.supervisor.phase = Phase.CLOSED
+        self._closing = True
+        self.phase = Phase.CLOSED
+
+    def _fail(self, error: BaseException) -> None:
+        """End all requests and the engine after an exception."""
+        self.failure = error
+        self.phase = Phase.FAILED  # first: clients may read it before the rest is done
+        for drain in self._drains:
+            drain.complete = False
+        reason = bounded_text(error, MAX_REASON)
+        lost = EngineFailedError(f"the engine failed, and the request was lost: {reason}")
+        lost.__cause__ = error
+        self._end(lost)
+        _free_frames(error)
 
     def _end(self, error: StepgraphError) -> None:
         """End all requests and the engine."""
+        self._busy_since_ns = None
         if self._closing:
-            self.supervisor.phase = Phase.CLOSED
-        self._busy_since_ns = None
-        self.supervisor.close_engine(error)
-        self._drains.end(complete=False)
+            self.phase = Phase.CLOSED
+        self._close_engine(error)
+        self._end_drains(complete=False)
 
-    def _fail(self, error: BaseException) -> None:
-        """Recover from an exception of a turn."""
-        self._busy_since_ns = None
-        self.supervisor.fail(error)
-        for handle in self.dispatcher.prepared():  # its action may have been interrupted
-            self._admit(handle)
-        self._drains.settle(self.dispatcher, self.engine)
-        self.dispatcher.flush()
+    def _make_engine(self) -> None:
+        self.phase = Phase.STARTING
+        self.engine = self._start_engine()
+        self.counted = (self.engine, self.counted[1])
+        self.phase = Phase.DRAINING if self._draining else Phase.SERVING
+
+    def _close_engine(self, error: StepgraphError | None) -> None:
+        """Close the engine. First end all requests with `error`, if it is given."""
+        # Without an engine first: a request that is prepared for it now is among those that end.
+        engine, self.engine = self.engine, None
+        if error is not None:
+            self.dispatcher.lose_all(error)
+        if engine is not None:
+            try:
+                self.counted = (None, self.counted[1].plus(engine.counters()))
+                engine.close()
+            except Exception:  # of a failed engine, whose memory is lost
+                logger.exception("the engine could not be closed")
+
+    def _begin_drain(self, drain: _Drain) -> None:
+        if self.phase is Phase.SERVING:
+            self.phase = Phase.DRAINING
+        self._draining = True
+        if not drain.future.done() and drain not in self._drains:  # else this repeats it
+            self._drains.append(drain)
+        if self._ended:
+            self._settle_drains()
+
+    def _settle_drains(self) -> None:
+        """Complete the drains if no request is left; abort the rest when their time is over."""
+        if not self._drains:
+            return
+        if not self.dispatcher.is_empty:
+            now = time.perf_counter_ns()
+            for drain in self._drains:
+                if drain.end_ns is not None and drain.end_ns <= now:
+                    drain.end_ns, drain.complete = None, False
+                    self.dispatcher.abort_all(self.engine)
+        if self.dispatcher.is_empty:
+            self._complete_drains(complete=True)
+
+    def _end_drains(self, *, complete: bool) -> None:
+        """Complete all drains, and accept requests again."""
+        self._complete_drains(complete=complete)
+        self._draining = False
+
+    def _complete_drains(self, *, complete: bool) -> None:
+        while self._drains:
+            drain = self._drains[0]
+            if not drain.future.done():
+                drain.future.set_result(complete and drain.complete)
+            self._drains.pop(0)
+
+    def _check_drained(self) -> None:
+        """Refuse to end requests that were accepted since the drain."""
+        self._check_can_start()
+        if not self._draining and self.phase is not Phase.ASLEEP:
+            raise EngineUnavailableError("the engine was woken or reloaded while it drained")
+
+    def _check_can_start(self) -> None:
+        if self.phase in (Phase.CLOSED, Phase.FAILED):
+            raise self.refusal()
+
+    def _sleep_if_drained(self) -> None:
+        self._check_drained()
+        self._sleep()
+
+    def _sleep(self) -> None:
+        self._close_engine(EngineUnavailableError("the engine was put to sleep"))
+        self._end_drains(complete=False)
+        self.phase = Phase.ASLEEP
+
+    def _wake(self) -> None:
+        self._check_can_start()
+        self._end_drains(complete=False)
+        if self.engine is not None:
+            self.phase = Phase.SERVING
+            return
+        try:
+            self._make_engine()
+        except BaseException:
+            self._close_engine(None)
+            self.phase = Phase.ASLEEP
+            raise
+
+    def _reload(self, source: str | Path, start_engine: Callable[[], Engine]) -> ReloadResult:
+        self._check_drained()
+        began = time.perf_counter()
+        reason = self._reload_weights(source)
+        if reason is None:
+            self._start_engine = start_engine
+            self._wake()
+            return ReloadResult(True, time.perf_counter() - began)
+        asleep = self.phase is Phase.ASLEEP
+        self._sleep()
+        before, self._start_engine = self._start_engine, start_engine
+        try:
+            self._wake()
+        except BaseException:
+            self._start_engine = before
+            if not asleep:
+                self._wake()
+            raise
+        return ReloadResult(False, time.perf_counter() - began, reason)
+
+    def _reload_weights(self, source: str | Path) -> str | None:
+        """Take other weights into the engine; return why a new engine is needed instead."""
+        if self.engine is None:
+            return f"the engine was {self.phase.value}"
+        try:
+            self.engine.reload_weights(source)
+        except (ConfigError, RequestError, EngineFailedError) as error:
+            return bounded_text(error)
+        except BaseException:
+            self._wake()  # with the weights that it has
+            raise
+        return None
 
 
 def _future() -> Future[T]:
@@ -327,3 +555,17 @@ def _run_into(future: Future[T], operation: Callable[[], T]) -> None:
             raise
     else:
         future.set_result(result)
+
+
+def _shown(error: BaseException) -> str:
+    """Return a failure for messages, with its type and of bounded length."""
+    return bounded_repr(error, MAX_REASON)
+
+
+def _free_frames(error: BaseException | None) -> None:
+    """Free the local variables of the frames of a traceback: they hold the engine's memory."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

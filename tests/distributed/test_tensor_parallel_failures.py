@@ -25,7 +25,6 @@ from stepgraph.runtime import (
     EngineFailedError,
     RankError,
     SamplingParams,
-    ServiceConfig,
 )
 
 from ..rigs.engine_rig import greedy
@@ -228,29 +227,26 @@ def test_two_engines_and_a_fork(base: TinyModel) -> None:
 
 
 @pytest.mark.slow
-def test_an_async_engine_restarts_its_ranks(base: TinyModel) -> None:
+@pytest.mark.parametrize("idle", [False, True])
+def test_async_engine_ends_with_a_rank(base: TinyModel, idle: bool) -> None:
     async def serve() -> None:
         config = EngineConfig(**SIZES | {"tensor_parallel": 2, "rank_timeout": TIMEOUT})
-        service = ServiceConfig(max_restarts=2)
-        async with AsyncEngine.from_pretrained(base.directory, config, service) as engine:
+        async with AsyncEngine.from_pretrained(base.directory, config) as engine:
             expected = await engine.generate(PROMPTS[0], greedy())
-            for idle in (False, True):
-                (rank,) = children()
-                rank.kill()
-                if not idle:
-                    with pytest.raises(EngineFailedError):
-                        await engine.generate(PROMPTS[0], LONG)
-                until = time.monotonic() + 60
-                while children() in ([], [rank]) or not engine.health().ready:
-                    assert time.monotonic() < until
-                    await asyncio.sleep(0.05)
-                again = await engine.generate(PROMPTS[0], greedy())
-                assert again.token_ids == expected.token_ids
             await engine.sleep()
             assert not children()
             await engine.wake()
             again = await engine.generate(PROMPTS[0], greedy())
             assert again.token_ids == expected.token_ids
+            (rank,) = children()
+            rank.kill()
+            if not idle:
+                with pytest.raises(EngineFailedError):
+                    await engine.generate(PROMPTS[0], LONG)
+            until = time.monotonic() + 60
+            while engine.health().live:
+                assert time.monotonic() < until
+                await asyncio.sleep(0.05)
 
     asyncio.run(serve())
     assert not children()

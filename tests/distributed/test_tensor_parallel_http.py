@@ -29,7 +29,7 @@ HEADERS = {"authorization": f"Bearer {KEY}"}
 def command() -> Iterator[Command]:
     command = Command(
         *("demo", "--port", "0", "--mode", "eager", "--tensor-parallel", "2"),
-        *("--rank-timeout", "5", "--max-restarts", "1"),
+        *("--rank-timeout", "5"),
     )
     command.wait_ready()
     yield command
@@ -78,13 +78,7 @@ def test_a_rank_that_dies_under_load(command: Command, stream: bool) -> None:
         client.join(SECONDS)
         assert not client.is_alive()
     assert failures
-    until = time.monotonic() + SECONDS
-    while (again := complete(command)).status_code != 200:
-        assert time.monotonic() < until, again.text
-        time.sleep(0.2)
-    assert text_of(again) == expected
-    (other,) = ranks_of(command.process.pid)
-    assert other.pid != rank.pid
+    assert command.process.wait(SECONDS) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

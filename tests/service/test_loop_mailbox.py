@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stepgraph.runtime.service.loop_mailbox import LoopMailbox
+from stepgraph.runtime.service.consumers import LoopMailbox
 from stepgraph.runtime.service.request_handle import RequestHandle
 
 

@@ -217,7 +217,7 @@ def test_arguments_of_a_config_file_and_of_a_command_line() -> None:
         ({"model": "demo", "engine": {"rows": 1}}, "rows"),
         ({"model": "demo", "engine": [1]}, "engine"),
         ({"model": "demo", "engine": "{"}, "engine"),
-        ({"model": "demo", "service": {"max_restarts": -1}}, "max_restarts"),
+        ({"model": "demo", "service": {"send_timeout": -1}}, "send_timeout"),
         ({"model": "demo", "http": {"model_names": "demo"}}, "model_names"),
         ({"model": "demo", "http": {"api_keys": [""]}}, "api_keys"),
         ({"model": "demo", "replicas": 0}, "replicas"),

@@ -109,7 +109,7 @@ def test_requests_of_an_event_loop_are_recorded() -> None:
 
 def test_every_outcome() -> None:
     slow = SlowEngine()
-    config = ServiceConfig(max_queued_requests=4, max_restarts=1)
+    config = ServiceConfig(max_queued_requests=4)
     with AsyncEngine(slow.start, config) as engine:
         records = listening(engine)
 
@@ -133,16 +133,14 @@ def test_every_outcome() -> None:
         late = submit("late", first_token_deadline=1e-9)
         assert late.result().finish_reason == "deadline"
         assert engine.submit([1] * 100, params(1), request_id="invalid").exception()
-        slow.failure = ValueError("a step failed")
-        assert isinstance(submit("lost").exception(), EngineFailedError)
-        wait_until(lambda: engine.health().ready)
-        submit("restarted").result()
         assert asyncio.run(engine.drain())
         with pytest.raises(StepgraphError):
             submit("draining")
-        wait_until(lambda: len(records) == 12)
+        asyncio.run(engine.wake())
+        slow.failure = ValueError("a step failed")
+        assert isinstance(submit("lost").exception(), EngineFailedError)
+        wait_until(lambda: len(records) == 11)
         ends = {record.request_id: (record.outcome, record.phase) for record in records}
-        assert engine.snapshot().restarts == 1
     assert len(records) == len(ends)
     assert ends == {
         "running": ("abort", "decode"),
@@ -155,7 +153,6 @@ def test_every_outcome() -> None:
         "late": ("deadline", "queue"),
         "invalid": ("invalid", "queue"),
         "lost": ("failed", "prefill"),
-        "restarted": ("length", "decode"),
         "draining": ("unavailable", "queue"),
     }
     for record in records:

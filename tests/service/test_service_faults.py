@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from stepgraph.runtime.service.health import Phase
 
 from ..rigs import line_faults
 from ..rigs.fake_engine import params
-from ..rigs.service_rig import PROMPT, SECONDS, Rig, config, do, rig, wait_until
+from ..rigs.service_rig import PROMPT, SECONDS, do, fail, rig, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,29 +50,49 @@ def once(error: BaseException, after: threading.Event | None = None) -> Callable
 
 
 @pytest.mark.parametrize("where", ["launch", "read", "prefill"])
-def test_a_step_that_fails(where: str) -> None:
-    """The running request is lost, the queued ones are served after the restart."""
-    with rig(config(max_restarts=1), max_num_seqs=1) as r:
+def test_step_failure_ends_all_requests(where: str) -> None:
+    with rig(max_num_seqs=1) as r:
         runner = r.made[0]._loop.runner
         queued = threading.Event()
+        error = RuntimeError("injected")
         no_memory = once(torch.OutOfMemoryError("injected"), queued)
         if where == "launch":
-            r.on_launch = once(RuntimeError("injected"), queued)
+            r.on_launch = once(error, queued)
         elif where == "read":
-            runner.read = once(RuntimeError("injected"), queued)  # type: ignore[method-assign]
+            runner.read = once(error, queued)  # type: ignore[method-assign]
         else:
             r.on_launch = lambda plan: no_memory() if plan.prefill else None
         futures = [r.engine.submit(PROMPT, params(seed)) for seed in range(3)]
-        handles = r.engine._thread.dispatcher.handles
-        wait_until(lambda: sum(h.prepared is not None for h in list(handles.values())) == 3)
         queued.set()
-        with pytest.raises(EngineFailedError):
-            futures[0].result(SECONDS)
-        for seed, future in enumerate(futures[1:], 1):
-            assert future.result(SECONDS).token_ids == r.expected(PROMPT, params(seed))
-        assert len(r.made) == 2
-        assert do(r.engine.stats())["restarts"] == 1
-        r.check_serves()
+        errors = [future.exception(SECONDS) for future in futures]
+        assert all(isinstance(error, EngineFailedError) for error in errors)
+        assert len({id(error) for error in errors}) == 3, "raising changes an exception"
+        r.engine._thread.join()
+        assert r.engine.health().phase is Phase.FAILED
+        assert not r.engine.health().live
+        with pytest.raises(EngineFailedError, match="injected"):
+            r.engine.submit(PROMPT)
+        assert r.engine._thread.dispatcher.is_empty
+
+
+def test_failure_keeps_no_memory_of_the_engine() -> None:
+    with rig() as r:
+        memory = r.made[0]._loop
+
+        def fail_with_locals(held: object = memory) -> None:  # as the frames of a failed step
+            fail()
+
+        r.on_step = fail_with_locals
+        error = r.engine.submit(PROMPT).exception(SECONDS)
+        r.engine._thread.join()
+        assert error is not None
+        assert error.__cause__ is not None
+        frames = []
+        traceback = error.__cause__.__traceback__
+        while traceback is not None:
+            frames.append(traceback.tb_frame)
+            traceback = traceback.tb_next
+        assert not any("held" in frame.f_locals for frame in frames)
 
 
 @pytest.mark.parametrize("where", ["swap_out", "copy_in"])
@@ -277,9 +298,8 @@ def raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
 
 
 @pytest.mark.parametrize("busy", [True, False])
-@pytest.mark.parametrize("restarts", [0, 3])
-def test_an_exception_that_kills_the_step_thread(busy: bool, restarts: int) -> None:
-    with rig(config(max_restarts=restarts)) as r:
+def test_an_exception_that_kills_the_step_thread(busy: bool) -> None:
+    with rig() as r:
         if busy:
             r.on_step = lambda: time.sleep(0.002)
         futures = [r.engine.submit(PROMPT, params(1, max_tokens=40)) for _ in range(4 * busy)]
@@ -287,31 +307,26 @@ def test_an_exception_that_kills_the_step_thread(busy: bool, restarts: int) -> N
         after = []
         try:
             after.append(r.engine.submit(PROMPT, params(1)))
-        except (EngineFailedError, EngineUnavailableError):
+        except EngineFailedError:
             assert busy
         errors = [future.exception(SECONDS) for future in (*futures, *after)]
-        kinds = (EngineFailedError, EngineUnavailableError)
-        assert all(error is None or isinstance(error, kinds) for error in errors)
-        if restarts:
-            wait_until(lambda: r.engine.health().ready)
-            r.check_serves()
-        else:
-            assert r.engine.health().phase is Phase.FAILED
-            assert not r.engine.health().live
+        assert all(error is None or isinstance(error, EngineFailedError) for error in errors)
+        r.engine._thread.join()
+        assert r.engine.health().phase is Phase.FAILED
 
 
 def test_an_exception_while_a_failure_is_handled_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with rig(config(max_restarts=3), max_num_seqs=1) as r:
+    with rig(max_num_seqs=1) as r:
         requests = r.engine._thread.dispatcher
-        recover, fail = requests.recover, once(MemoryError("injected"))
+        lose_all, fail = requests.lose_all, once(MemoryError("injected"))
 
         def interrupted(error: Exception) -> None:
             fail()
-            recover(error)
+            lose_all(error)
 
-        monkeypatch.setattr(requests, "recover", interrupted)
+        monkeypatch.setattr(requests, "lose_all", interrupted)
         submitted = threading.Event()
         r.on_step = once(RuntimeError("injected"), after=submitted)
         futures = [r.engine.submit(PROMPT, params(seed)) for seed in range(3)]
@@ -343,17 +358,13 @@ SERVICE = str(Path(service.__file__).parent)
 def serve_with_fault(at: int) -> int:
     """Serve requests with an exception at a line of the step thread; return the lines it ran."""
     fault = line_faults.LineFault(at, KeyboardInterrupt)
-    with rig(config(max_restarts=1), max_num_seqs=2) as r:
+    with rig(max_num_seqs=2) as r:
         r.on_thread(lambda: sys.settrace(fault._trace))
-        seen: list[object] = []
 
         async def stream(prompt: Any, **options: Any) -> None:
-            try:
+            with suppress(EngineFailedError):
                 async for _ in r.engine.stream(prompt, params(1), **options):
                     pass
-                seen.append("streamed")
-            except (EngineFailedError, EngineUnavailableError) as error:
-                seen.append(error)
 
         async def main() -> None:
             tasks = [asyncio.ensure_future(stream(PROMPT, deadline=60.0)) for _ in range(3)]
@@ -362,29 +373,21 @@ def serve_with_fault(at: int) -> int:
             r.engine.abort("aborted")
             await asyncio.wait_for(asyncio.gather(*tasks), SECONDS)
 
-        try:
+        with suppress(EngineFailedError):
             futures = [r.engine.submit(tuple(PROMPT), params(1), deadline=60.0) for _ in range(2)]
             asyncio.run(main())
             for future in futures:
                 error = future.exception(SECONDS)
-                kinds = (EngineFailedError, EngineUnavailableError)
-                assert error is None or isinstance(error, kinds)
-        except EngineUnavailableError:  # refused while it restarted
-            pass
+                assert error is None or isinstance(error, EngineFailedError)
         lines, fault.at = fault.lines, 0
-        do(r.engine.drain(5.0))
-        do(wake(r))
-        r.check_serves()
+        assert do(r.engine.drain(5.0)) in (True, False)
+        if r.engine.health().live:
+            do(r.engine.wake())
+            r.check_serves()
+        else:
+            assert r.engine._thread.dispatcher.is_empty
+            wait_until(lambda: not r.engine._thread.dispatcher.limits.num_requests)  # prepared
     return lines
-
-
-async def wake(r: Rig) -> None:
-    """Wake the engine, once it is restarted."""
-    while True:
-        try:
-            return await r.engine.wake()
-        except EngineUnavailableError:
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize(

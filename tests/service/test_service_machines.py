@@ -209,19 +209,11 @@ class DispatcherMachine(RuleBasedStateMachine):
             if requests.has_rows:
                 requests.deliver(self.engine.step(), self.engine, self.now)
         except EngineFailedError as error:
-            requests.recover(error)
+            requests.lose_all(error)
             self.engine.close()
             self.make_engine()
         requests.end_unreadable(self.engine)
         requests.flush()
-
-    @rule()
-    def recover_without_a_failure(self) -> None:
-        """What is derived is the same, derived anew, but for the running requests."""
-        if not self.requests.num_running:
-            queued = self.requests.num_queued
-            self.requests.recover(EngineFailedError("none"))
-            assert self.requests.num_queued == queued
 
     @invariant()
     def answers_are_right_and_final(self) -> None:

@@ -1,19 +1,17 @@
-"""Admission queue and latency model against plain models, under any load."""
+"""The admission queue against a plain model, under any load."""
 
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from stepgraph.runtime.service.admission_queue import OUTPUT_WEIGHT, AdmissionQueue
-from stepgraph.runtime.service.latency_model import DECAY, LatencyModel
 from stepgraph.runtime.service.request_handle import RequestHandle
 
-from ..rigs.service_rig import SECOND, WEIGHTS, make_handle
+from ..rigs.service_rig import WEIGHTS, make_handle
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -139,47 +137,3 @@ def test_tenants_that_come_once_take_bounded_memory() -> None:
         queue.push(handle)
         queue.pop()
         queue.check_integrity()  # which bounds the counters
-
-
-@given(
-    st.lists(st.tuples(st.floats(1e-5, 10.0), st.integers(1, 4096)), min_size=1, max_size=60),
-    st.integers(0, 10_000),
-)
-def test_the_rate_of_prefill_is_a_ratio_of_decayed_sums(
-    observed: list[tuple[float, int]], tokens: int
-) -> None:
-    model = LatencyModel()
-    assert model.prefill_seconds(tokens) == 0
-    for seconds, count in observed:
-        model.observe_prefill(seconds, count, 0)
-    ages = range(len(observed) - 1, -1, -1)
-    weights = [DECAY**age for age in ages]
-    seconds = sum(w * s for w, (s, _) in zip(weights, observed, strict=True))
-    units = sum(w * n for w, (_, n) in zip(weights, observed, strict=True))
-    assert model.prefill_seconds(tokens) == pytest.approx(tokens * seconds / units)
-
-
-@given(st.integers(1, 64), st.integers(0, 64), st.integers(0, 200), st.floats(0.001, 5.0))
-def test_the_wait_for_a_row_is_that_of_a_queue_with_several_servers(
-    rows: int, running: int, ahead: int, held: float
-) -> None:
-    model = LatencyModel()
-    model.observe_request(held, 1)
-    free = rows - min(running, rows)
-    position = max(ahead + 1 - free, 0)
-    first_token = partial(
-        model.first_token_seconds, 7, requests_ahead=ahead, num_rows=rows, free_rows=free
-    )
-    wait = first_token(tokens_ahead=0)
-    assert wait == pytest.approx(position * held / rows)
-    assert model.row_seconds(-3, rows) == 0
-    model.observe_prefill(1.0, 100, 0)
-    wait = first_token(tokens_ahead=50)
-    assert wait == pytest.approx(max(position * held / rows, 0.5) + 0.07)
-
-
-def test_rates_are_stale_after_a_second_without_a_prefill() -> None:
-    model = LatencyModel()
-    model.observe_prefill(1.0, 1, 5 * SECOND)
-    assert not model.is_stale(6 * SECOND)
-    assert model.is_stale(6 * SECOND + 1)

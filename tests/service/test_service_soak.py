@@ -1,4 +1,4 @@
-"""A soak: many requests with random cancels, deadlines, disconnects and faults; nothing is left.
+"""A soak: many requests with random cancels, deadlines and disconnects; nothing is left.
 
 The long one: `pytest -m slow tests/service/test_service_soak.py`, 10^5 requests and 10^6 steps.
 """
@@ -18,9 +18,8 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from stepgraph.runtime import AsyncEngine, Engine
-from stepgraph.runtime.errors import EngineFailedError, EngineUnavailableError, OverloadedError
+from stepgraph.runtime.errors import OverloadedError
 
 from ..rigs.fake_device import VOCAB, FakeLaunchedStep
 from ..rigs.fake_engine import EngineRunner, fake_engine, params
@@ -35,7 +34,6 @@ class LightRunner(EngineRunner):
     """Computes nothing: output token `i` of a request is the seed of its parameters plus `i`."""
 
     steps = itertools.count()
-    fail_every = 1000
 
     def swap_out(self, plan: Any) -> None:
         self._fresh.clear()
@@ -44,8 +42,7 @@ class LightRunner(EngineRunner):
         """There are no contents."""
 
     def launch(self, number: int, plan: Any) -> FakeLaunchedStep:
-        if (next(self.steps) + 1) % self.fail_every == 0:
-            raise torch.OutOfMemoryError("injected")
+        next(self.steps)
         requests = [*plan.decode, *[chunk.request for chunk in plan.prefill if chunk.samples]]
         sampled: list[Any] = [
             (request, (request.params.seed + request.num_output) % VOCAB, None)
@@ -88,9 +85,6 @@ class Client:
         except OverloadedError:
             self.answers["shed"] += 1
             await asyncio.sleep(0.001)
-        except (EngineFailedError, EngineUnavailableError):
-            self.answers["lost"] += 1
-            await asyncio.sleep(0.02)
 
     async def _generate(self, prompt: Any, own: Any, options: Any) -> str:
         output = await self.engine.generate(prompt, own, **options)
@@ -185,7 +179,7 @@ def soak(num_requests: int, num_steps: int, *, loops: int = 2, workers: int = 8)
         made[:] = [fake_engine(max_num_seqs=2, num_blocks=30, make_runner=LightRunner)]
         return made[0]
 
-    limits = config(max_queued_requests=12, max_restarts=1 << 30, restart_window=0.01)
+    limits = config(max_queued_requests=12)
     before = resources()
     with AsyncEngine(make, limits) as engine:
 
@@ -239,7 +233,7 @@ def soak(num_requests: int, num_steps: int, *, loops: int = 2, workers: int = 8)
 def check_left(engine: AsyncEngine) -> None:
     """Assert that no request, row, block or count is left."""
     asyncio.run(asyncio.wait_for(engine.drain(SECONDS), 2 * SECONDS))
-    asyncio.run(awake(engine))
+    asyncio.run(engine.wake())
 
     def check() -> None:
         requests, own = engine._thread.dispatcher, engine._thread.engine
@@ -259,19 +253,9 @@ def check_left(engine: AsyncEngine) -> None:
     engine._thread.run(check).result(SECONDS)
 
 
-async def awake(engine: AsyncEngine) -> None:
-    """Wake an engine, once it is restarted."""
-    while True:
-        try:
-            return await engine.wake()
-        except EngineUnavailableError:
-            await asyncio.sleep(0.001)
-
-
-def test_a_short_soak_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LightRunner, "fail_every", 250)
+def test_a_short_soak_leaves_nothing() -> None:
     answers = soak(1500, 1000)
-    for kind in ("length", "streamed", "left", "cancelled", "abort", "deadline", "shed", "lost"):
+    for kind in ("length", "streamed", "left", "cancelled", "abort", "deadline", "shed"):
         assert answers[kind], kind
 
 

@@ -21,7 +21,7 @@ from ...sampling_params import (
     MAX_TOKENS_LIMIT,
     MAX_TRUNCATED_TOKENS,
 )
-from ..request_options import MAX_SECONDS
+from ..request_handle import MAX_SECONDS
 from .http_errors import HttpError
 
 __all__ = [

@@ -14,8 +14,8 @@ from ...engine.intake import Prompt
 from ...engine.request_output import RequestOutput
 from ...sampling_params import SamplingParams
 from ..async_engine import AsyncEngine, RequestOptions
+from ..consumers import AsyncStream
 from ..request_handle import Delta
-from ..streams import AsyncStream
 from .exchange import Exchange, event
 from .responses import OptionalUsage, Usage
 

@@ -25,7 +25,7 @@ from ...sampling_params import (
     SamplingParams,
 )
 from ...structured_output import StructuredOutput
-from ..request_options import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
+from ..request_handle import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
 from .chat_messages import template_messages
 from .field_limits import (
     MAX_MESSAGES,

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from ..service_snapshot import ServiceSnapshot
+from ..health import ServiceSnapshot
 
 __all__ = ["ThroughputLog"]
 

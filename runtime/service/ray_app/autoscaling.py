@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ..service_snapshot import ServiceSnapshot
+from ..health import ServiceSnapshot
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
@@ -32,7 +32,7 @@ LOADS: Mapping[str, str] = {
 def load_stats(snapshot: ServiceSnapshot) -> dict[str, float]:
     """Return the values of `LOADS` for an engine."""
     gauges = snapshot.gauges
-    if gauges is None:  # it starts again: what waits has an engine soon
+    if gauges is None:
         return {"queue_seconds": snapshot.oldest_wait, "kv_usage": 0.0, "row_usage": 0.0}
     return {
         "queue_seconds": snapshot.oldest_wait,
