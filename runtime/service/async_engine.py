@@ -272,7 +272,26 @@ class AsyncEngine:
 
     def snapshot(self) -> ServiceSnapshot:
         """Return its state and counters. Takes microseconds; any thread may call it."""
-        return ServiceSnapshot.of(self._thread)
+        thread, limits = self._thread, self._thread.dispatcher.limits
+        engine, counters = thread.counted
+        gauges = timeline = None
+        if engine is not None:
+            try:
+                gauges, timeline = engine.gauges(), engine.timeline()
+                counters = counters.plus(engine.counters())
+            except EngineClosedError:  # meanwhile, and counted
+                gauges = timeline = None
+                _, counters = thread.counted
+        return ServiceSnapshot(
+            thread.health(),
+            gauges,
+            counters,
+            timeline,
+            limits.num_requests,
+            limits.num_tokens,
+            limits.oldest_wait(),
+            len(thread.dispatcher.handles),
+        )
 
     def add_listener(self, listener: Listener) -> None:
         """Call a function with the `RequestRecord` of each request that ends from now on.

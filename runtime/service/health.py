@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ...profiling.timeline import Timeline
 from ..engine.engine_metrics import EngineCounters, EngineGauges
-from ..errors import EngineClosedError
-
-if TYPE_CHECKING:  # it needs torch
-    from .step_thread import StepThread
 
 __all__ = ["Health", "Phase", "ReloadResult", "ServiceSnapshot"]
 
@@ -81,27 +77,3 @@ class ServiceSnapshot(NamedTuple):
     """Seconds that the oldest of them has waited; 0 without any."""
     open_requests: int
     """Requests that have not ended."""
-
-    @classmethod
-    def of(cls, thread: StepThread) -> ServiceSnapshot:
-        """Read the state of a step thread, which may run steps meanwhile."""
-        limits = thread.dispatcher.limits
-        engine, counters = thread.counted
-        gauges = timeline = None
-        if engine is not None:
-            try:
-                gauges, timeline = engine.gauges(), engine.timeline()
-                counters = counters.plus(engine.counters())
-            except EngineClosedError:  # meanwhile, and counted
-                gauges = timeline = None
-                _, counters = thread.counted
-        return cls(
-            thread.health(),
-            gauges,
-            counters,
-            timeline,
-            limits.num_requests,
-            limits.num_tokens,
-            limits.oldest_wait(),
-            len(thread.dispatcher.handles),
-        )
