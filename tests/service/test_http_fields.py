@@ -15,8 +15,7 @@ pytest.importorskip("llguidance")
 
 import stepgraph.runtime.demo
 from stepgraph.runtime import AsyncEngine, EngineConfig, ServiceConfig
-from stepgraph.runtime.service.http.chat_output import ChatOutput
-from stepgraph.runtime.service.http.output_parsers import make_output_parser
+from stepgraph.runtime.service.http.output_parsers import ChatOutput, make_output_parser
 
 from ..rigs.http_rig import Rig
 

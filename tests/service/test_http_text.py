@@ -19,9 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.runtime import AsyncEngine, ChatPrompt, Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.service.http import exchange
-from stepgraph.runtime.service.http.chat_output import ChatOutput
 from stepgraph.runtime.service.http.event_template import EventTemplate
-from stepgraph.runtime.service.http.output_parsers import make_output_parser
+from stepgraph.runtime.service.http.output_parsers import ChatOutput, make_output_parser
 from stepgraph.runtime.service.http.responses import ChatChunk, ChatChunkChoice, ChatMessage
 
 from ..rigs.http_rig import Rig

@@ -14,15 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.service.http import output_parsers
-from stepgraph.runtime.service.http.call_reader import MAX_HELD_CHARS
-from stepgraph.runtime.service.http.json_scanner import MAX_DEPTH, JsonScanner
-from stepgraph.runtime.service.http.output_events import (
+from stepgraph.runtime.service.http.output_parsers import ends_in_reasoning, make_output_parser
+from stepgraph.runtime.service.http.text_parsers import (
+    MAX_HELD_CHARS,
     ContentDelta,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallBegin,
 )
-from stepgraph.runtime.service.http.output_parsers import ends_in_reasoning, make_output_parser
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "größe")]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -92,7 +91,6 @@ def parse(pieces: Sequence[str], tool_parser: str = "hermes", **options: Any) ->
                 '{"name": 3, "arguments": {}}',
                 '{"name": "", "arguments": {}}',
                 '{"name": "\\ud800", "arguments": {}}',
-                '{"name": "f", "name": "g", "arguments": {}}',
                 '{"name": "f", "arguments": "{}"}',
                 '{"name": "f", "arguments": {a: 1}}',
                 '{"name": "f", "x": 01, "arguments": {}}',
@@ -211,21 +209,6 @@ def test_any_call_is_found(arguments: dict[str, Any], text: str, ascii_only: boo
     assert parse([f"{call};{call}"], "llama3_json") == ("", "", [("f", written)] * 2)
 
 
-@given(JSON.map(json.dumps) | TEXTS)
-def test_the_scanner_agrees_with_json(text: str) -> None:
-    def refuse(constant: str) -> None:
-        raise ValueError(constant)
-
-    try:
-        json.loads(text, parse_constant=refuse)
-        valid = True
-    except ValueError:
-        valid = False
-    scanner = JsonScanner()
-    end = scanner.feed(text + "\0", 0)  # only the next character ends a number
-    assert (scanner.done and not text[end:].strip(" \t\r\n")) == valid
-
-
 def test_nothing_but_possible_tags_is_held_back() -> None:
     parser = make_output_parser("hermes", "think", tools=TOOLS)
     held = [parser.push(char) for char in "<think>ab</x</think>c<d"]
@@ -237,7 +220,7 @@ def test_nothing_but_possible_tags_is_held_back() -> None:
 
 
 def test_hostile_text_takes_linear_time_and_bounded_memory() -> None:
-    deep = '{"name": "f", "arguments": ' + '{"a":' * (MAX_DEPTH + 2)
+    deep = '{"name": "f", "arguments": ' + '{"a":' * 2000
     for unit in ("<tool_call>", "<tool_call>{", "<", " ", '<tool_call>{"name":"f",', deep, CALL):
         many = unit * (50_000 // len(unit))
         for text in (many, f'<tool_call>{{"a": "{many}'):

@@ -15,11 +15,10 @@ from ...sampling_params import SamplingParams
 from ...structured_output import StructuredOutput
 from ..request_handle import Delta
 from .chat_messages import joined_text
-from .chat_output import ChatOutput
 from .event_template import EventTemplate
 from .exchange import Exchange, event
 from .generation import Generation, deltas_of
-from .output_parsers import OutputParser, ends_in_reasoning, make_output_parser
+from .output_parsers import ChatOutput, OutputParser, ends_in_reasoning, make_output_parser
 from .reasoned_output import ReasonedOutput, spells_end_of_reasoning
 from .requests import ChatRequest, chat_prompt
 from .responses import (

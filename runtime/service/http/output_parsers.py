@@ -1,4 +1,4 @@
-"""Parsers of a chat model's text: those of this package, and those of installed packages.
+"""A chat model's text as messages, by parsers of this package and of installed packages.
 
 A package adds parsers by entry points. One of the group `stepgraph.tool_parsers` is a function
 from the request's `tools` to a `TextParser`; one of `stepgraph.reasoning_parsers` is a function
@@ -8,7 +8,7 @@ reasoning parser finds is the text of the tool parser.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
@@ -17,16 +17,23 @@ from typing import Any, Final
 
 from ...bounded_repr import bounded_repr
 from ...errors import ConfigError
-from .json_tool_calls import hermes_parser, llama_parser
-from .output_events import (
+from ...request import FinishReason
+from .responses import ChatMessage, Function, ToolCall
+from .text_parsers import (
+    CLOSE,
+    OPEN,
     ContentDelta,
     OutputEvent,
+    ReasoningDelta,
     TextParser,
+    ThinkParser,
+    ToolCallArguments,
     ToolCallBegin,
+    hermes_parser,
+    llama_parser,
 )
-from .think_parser import CLOSE, OPEN, ThinkParser
 
-__all__ = ["OutputParser", "ends_in_reasoning", "make_output_parser"]
+__all__ = ["ChatOutput", "OutputParser", "ends_in_reasoning", "make_output_parser"]
 
 BUILT_IN: Final[Mapping[str, Mapping[str, Callable[..., TextParser]]]] = {
     "tool": {"hermes": hermes_parser, "llama3_json": llama_parser},
@@ -66,6 +73,70 @@ class OutputParser:
         for event in events:
             found += self._tools.push(event.text) if isinstance(event, ContentDelta) else [event]
         return found
+
+
+class ChatOutput:
+    """Makes the messages of one completion from its text, in pieces of any size."""
+
+    def __init__(
+        self,
+        parser: OutputParser | None,
+        *,
+        keeps_special: bool = False,
+        one_call: bool = False,
+    ) -> None:
+        """Begin before the text; without a parser all of it is content.
+
+        `keeps_special` is whether hidden tokens are only left out of the reasoning. With `one_call`
+        calls after the first are left out.
+        """
+        self._parser = parser
+        self._keeps_special = keeps_special
+        self._one_call = one_call
+        self._hidden: set[str] = set()
+        self._has_calls = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of the text is content."""
+        return self._parser is None
+
+    def hide(self, texts: Iterable[str]) -> None:
+        """Leave special tokens that the output has out of its messages; parsers read them."""
+        self._hidden.update(texts)
+
+    def message(self, text: str, finish_reason: FinishReason | None) -> ChatMessage:
+        """Return the next text as a message, whose parts are unset if they gain nothing."""
+        if self._parser is None:
+            return ChatMessage(content=text)
+        events = self._parser.push(text)
+        if finish_reason is not None:
+            events += self._parser.finish()
+        if self._one_call:
+            events = [event for event in events if not _is_later_call(event)]
+        message = _message(self._without_hidden(events))
+        self._has_calls |= bool(message.tool_calls)
+        return message
+
+    def finish_reason(self, reason: FinishReason | None) -> str | None:
+        """Return the reason of the OpenAI API; call it after `message`."""
+        return "tool_calls" if reason == "stop" and self._has_calls else reason
+
+    def _without_hidden(self, events: list[OutputEvent]) -> list[OutputEvent]:
+        if not self._hidden:
+            return events
+        kept: list[OutputEvent] = []
+        for event in events:
+            keeps = self._keeps_special and not isinstance(event, ReasoningDelta)
+            if keeps or isinstance(event, ToolCallBegin):
+                kept.append(event)
+                continue
+            text = event.text
+            for hidden in self._hidden:
+                text = text.replace(hidden, "")
+            if text:
+                kept.append(replace(event, text=text))
+        return kept
 
 
 def make_output_parser(
@@ -143,3 +214,27 @@ def _join(events: list[OutputEvent]) -> list[OutputEvent]:
             first = replace(first, text=text)
         joined.append(first)
     return joined
+
+
+def _is_later_call(event: OutputEvent) -> bool:
+    return isinstance(event, ToolCallBegin | ToolCallArguments) and event.index > 0
+
+
+def _message(events: Sequence[OutputEvent]) -> ChatMessage:
+    message = ChatMessage()
+    calls: dict[int, ToolCall] = {}
+    for event in events:
+        match event:
+            case ContentDelta(text):
+                message.content = (message.content or "") + text
+            case ReasoningDelta(text):
+                message.reasoning_content = (message.reasoning_content or "") + text
+                message.reasoning = message.reasoning_content
+            case ToolCallBegin(index, call_id, name):
+                calls[index] = ToolCall(Function("", name), index, call_id, "function")
+            case ToolCallArguments(index, text):
+                call = calls.setdefault(index, ToolCall(Function(""), index))
+                call.function.arguments += text
+    if calls:
+        message.tool_calls = list(calls.values())
+    return message

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from ...structured_output import GrammarKind, StructuredOutput
-from .think_parser import CLOSE
+from .text_parsers import CLOSE
 
 __all__ = ["ReasonedOutput", "spells_end_of_reasoning"]
 
