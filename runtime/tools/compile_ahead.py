@@ -166,8 +166,6 @@ def compile_kernel_calls(calls: Iterable[KernelCall], capability: int) -> Iterat
         constants = dict(call.constants)
         options: dict[str, Any] = {"num_warps": call.num_warps, "num_stages": call.num_stages}
         # What a call needs of the device.
-        if call.cooperative:
-            options["launch_cooperative_grid"] = True
         if "PDL" in constants:
             constants["PDL"] = capability >= 90
             options["launch_pdl"] = constants["PDL"]
@@ -290,16 +288,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         many = [rows for rows in options.rows if FEW_ROWS < rows <= ROW_CLASSES[-1]]
         if options.speculate is not None:  # several tokens of few rows are many
             many = [rows for rows in options.rows if rows <= ROW_CLASSES[-1]]
-        few = [rows for rows in options.rows if options.pairs and rows <= FEW_ROWS]
         for capability in options.capability:
             record = partial(record_steps, options.model, config, capability=capability)
             steps = record(rows=options.rows, tokens=options.tokens)
             if options.batch_invariant:
-                many, few = [], []  # there is one way to compute a product
+                many = []  # there is one way to compute a product
             if many:
                 steps += record(rows=many, tokens=(), library=False)
-            if few:
-                steps += record(rows=few, tokens=(), pairs=True)
             if not options.batch_invariant:
                 steps += record_paged_attention(
                     options.model, config, tokens=options.tokens, capability=capability
@@ -358,11 +353,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tokens", nargs="*", type=positive_int, default=[512], help="prefill steps"
-    )
-    parser.add_argument(
-        "--pairs",
-        action="store_true",
-        help="also compile decode steps of up to 4 rows with fused pairs of products",
     )
     parser.add_argument("--capability", nargs="+", type=int, default=[90], help="90, 80 ...")
     parser.add_argument(

@@ -197,8 +197,7 @@ def _recording(calls: list[tuple[str, BoundArguments]]) -> Operations:
         return call
 
     names = (field.name for field in dataclasses.fields(Operations))
-    # Pairs of products stay two kernels.
-    return Operations(**{name: recording(name) for name in names}).with_reference(["fused_pair"])
+    return Operations(**{name: recording(name) for name in names})
 
 
 def _linears(call: BoundArguments) -> list[GpuLinear]:

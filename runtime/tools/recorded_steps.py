@@ -33,7 +33,6 @@ from ..kernels import (
 )
 from ..kernels.triton.kernel_calls import CAPABILITY, KernelCall, record_kernel_calls
 from ..kernels.triton.paged_attention import triton_paged_attention
-from ..kernels.triton.paired_layers import every_pair
 from ..kernels.triton.tuning import without_library
 from ..loading.drafter_loading import new_drafter
 from ..loading.loader import Source, resolve_source
@@ -71,7 +70,6 @@ def record_steps(
     tokens: Sequence[int],
     capability: int = CAPABILITY,
     library: bool = True,
-    pairs: bool = False,
 ) -> list[RecordedStep]:
     """Record the steps of an engine.
 
@@ -88,8 +86,6 @@ def record_steps(
         capability: compute capability, times ten, of the device that sizes are chosen for.
         library: False: Triton kernels compute the products that cuBLAS computes by default; step
             names end in `without library`.
-        pairs: fuse every supported pair of products into one kernel
-            (`kernels/triton/fused_pair.py`); step names end in `in pairs`.
 
     Raises:
         CheckpointError: as `Engine.from_pretrained`.
@@ -100,12 +96,11 @@ def record_steps(
     resolved = resolve_absent(config, found.native)
     resolved = dataclasses.replace(resolved, max_num_seqs=max(rows))
     functions = _functions(found, resolved, max(tokens, default=1))
-    kind = ("" if library else " without library") + (" in pairs" if pairs else "")
+    kind = "" if library else " without library"
     steps: list[RecordedStep] = []
     for key in _keys(resolved, rows, tokens):
         products = contextlib.nullcontext() if library else without_library()
-        paired = every_pair() if pairs else contextlib.nullcontext()
-        with products, paired, record_kernel_calls(capability) as calls:
+        with products, record_kernel_calls(capability) as calls:
             functions.bind(key)()
         steps.append(RecordedStep(_name(key) + kind, calls))
     return steps

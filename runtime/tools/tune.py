@@ -58,11 +58,10 @@ def main(
     # After the checks: where there is no device there need not be a Triton.
     from ..kernels.triton.kernel_calls import num_multiprocessors
     from ..kernels.triton.linear import ROW_CLASSES
-    from ..kernels.triton.tuning import MOST_EXPERT_ROWS, reload, store, tuning_file
+    from ..kernels.triton.tuning import MOST_EXPERT_ROWS, store, tuning_file
     from .expert_problems import expert_problems
     from .linear_problems import problems_of
     from .linear_timing import time_on_device, tune
-    from .pair_problems import pair_problems
 
     if max(options.rows) > MOST_EXPERT_ROWS:
         return _error(f"--rows {max(options.rows)}: at most {MOST_EXPERT_ROWS}")
@@ -79,7 +78,6 @@ def main(
             few = [rows for rows in options.rows if rows <= ROW_CLASSES[-1]]
             problems: Iterator[Problem] = itertools.chain(
                 problems_of(*of_model, few, multiprocessors),
-                pair_problems(*of_model, few),
                 expert_problems(*of_model, options.rows),
             )
             for problem in problems:
@@ -91,7 +89,6 @@ def main(
                 if tuned is None:
                     return _error(f"{problem.title} runs with none of its configurations")
                 store({key: tuned})  # at once: an interrupted run keeps what it found
-                reload()  # pairs are timed against what their products were tuned to
                 print(_line(problem, tuned), flush=True)
     print(f"{len(done)} choices are in {tuning_file()}")
     return 0

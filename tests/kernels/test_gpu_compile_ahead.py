@@ -99,20 +99,6 @@ def test_partials_are_read_after_their_programs_are_counted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["90", "80"])
-def test_programs_of_a_pair_wait_for_each_other(examples: dict[str, Any], capability: str) -> None:
-    """A store, loads of weights, barrier, count, barrier, a loop over the counter, barrier, and
-    only then loads again."""
-    store, *rest = examples[capability]["pair"]
-    assert store.startswith("st.global")
-    count = rest.index("atom.global.gpu.acq_rel.add.u32")
-    assert rest[count - 1] == "bar.sync"
-    assert any(opcode.startswith("ld.global") for opcode in rest[:count])
-    assert rest[count + 1 : count + 4] == ["bar.sync", "ld.acquire.gpu.global.u32", "bar.sync"]
-    assert rest[count + 4].startswith("ld.global")
-
-
-@pytest.mark.slow
 def test_inputs_loaded_before_the_wait_are_found(examples: dict[str, Any]) -> None:
     found = "right loads w_ptr, which right writes, before it waits"
     assert found in examples["90"]["early_reads"]

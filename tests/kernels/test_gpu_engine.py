@@ -18,15 +18,11 @@ from stepgraph.runtime.kernels import Kernels
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.triton import kernel_calls, layer_kernels, operations, tuning
+from stepgraph.runtime.kernels.triton import kernel_calls, layer_kernels, tuning
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.experts import triton_experts
-from stepgraph.runtime.kernels.triton.fused_pair import fused_pair
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
-from stepgraph.runtime.kernels.triton.linear import SEPARATE, LinearConfig
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
-from stepgraph.runtime.loading.loader import resolve_source
-from stepgraph.runtime.tools.pair_problems import pair_problems
 from stepgraph.runtime.tools.recorded_steps import record_steps
 
 from ..rigs.expert_models import EXPERT_VARIANTS
@@ -301,40 +297,6 @@ def test_splits_of_attention(
         assert not engine._parts.model.stack._counters.any()
 
 
-@pytest.mark.parametrize(
-    "kernels",
-    [
-        {"output_gate_up", "down_qkv"},
-        *(pytest.param({one}, marks=pytest.mark.slow) for one in ("output_gate_up", "down_qkv")),
-    ],
-)
-def test_layers_run_in_pairs_that_were_tuned_faster(
-    gpu_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    monkeypatch: pytest.MonkeyPatch,
-    kernels: set[str],
-) -> None:
-    called = set()
-
-    def spy(*arguments: Any, gated: bool, **keywords: Any) -> None:
-        called.add("output_gate_up" if gated else "down_qkv")
-        fused_pair(*arguments, gated=gated, **keywords)
-
-    monkeypatch.setattr(operations, "fused_pair", spy)
-    model = tiny("odd")
-    shapes = resolve_source(model.directory, config_only=True).config
-    for problem in pair_problems(shapes, torch.float32, "model", [1, 2]):
-        pair = problem.shape.name in kernels
-        config = LinearConfig(16, 64, 4, "pair") if pair else SEPARATE
-        tuning.store({problem.key(torch.device(DEVICE)): tuning.Tuned(config, 1.0, 2.0)})
-    prompts = model.prompts(3, 1)
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    with gpu_engine("odd", max_num_seqs=2, max_model_len=16) as engine:
-        outputs = engine.generate(prompts, params)
-    assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
-    assert called == kernels
-
-
 def test_attention_brings_the_weights_of_later_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of output, and of gate and up, in a budget of 16 MiB together."""
     config = EngineConfig(max_num_seqs=1)
@@ -373,15 +335,12 @@ def test_more_prefetching_changes_no_token(
     assert [o.token_ids for o in (*alone, *together)] == model.greedy([prompts[0], *prompts], 2)
 
 
-@pytest.mark.parametrize(("pairs", "most"), [(False, 5), (True, 3)])
-def test_few_rows_take_few_kernels_a_layer(
-    monkeypatch: pytest.MonkeyPatch, pairs: bool, most: int
-) -> None:
+def test_few_rows_take_few_kernels_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launch edges are most of a small step: sixteen layers, and five kernels around them."""
     monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", 132)
     config = EngineConfig(max_num_seqs=4)
-    steps = record_steps("preset:llama-3.2-1b", config, rows=[1, 4], tokens=[], pairs=pairs)
+    steps = record_steps("preset:llama-3.2-1b", config, rows=[1, 4], tokens=[])
     greedy = [step for step in steps if "greedy" in step.name]
     assert len(greedy) >= 2
     for step in greedy:
-        assert len(step.kernel_calls) <= most * 16 + 5, step.name
+        assert len(step.kernel_calls) <= 5 * 16 + 5, step.name

@@ -29,7 +29,6 @@ from stepgraph.runtime.kernels.triton.fusion import (
     ResidualLinear,
     fuse,
     fusion_obstacle,
-    product_pairs,
     runs_by_pair,
 )
 from stepgraph.runtime.models.config import ModelConfig
@@ -106,14 +105,11 @@ def test_norms_of_inputs_and_outputs(inputs: bool, outputs: bool) -> None:
         "norm_linear", "decode_attention", "combine_output", "gate_up", "down",
     ]  # fmt: skip
     assert fusion_obstacle(model(plan)) is None
-    pairs = list(product_pairs([fuse(plan)] * 2))
-    assert len(pairs) == (2 if inputs and not outputs else 0)
 
 
-def test_scaled_sums_are_not_computed_in_pairs() -> None:
+def test_scaled_sums_after_a_norm_are_not_fused() -> None:
     plan = layer(scale=0.22)
     assert [k.scale for k in fuse(plan) if isinstance(k, ResidualLinear)] == [0.22, 0.22]
-    assert not list(product_pairs([fuse(plan)] * 2))
     assert fusion_obstacle(model(layer(outputs=True, scale=0.22))) == (
         "residual with scale after a norm"
     )

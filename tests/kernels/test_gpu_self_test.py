@@ -102,7 +102,7 @@ def scaled(name: str) -> Callable[..., Any]:
     return wrong
 
 
-UNUSED = {"combine_output", "paged_attention", "fused_pair", "route", "experts"}
+UNUSED = {"combine_output", "paged_attention", "route", "experts"}
 """Operations that no step of the tiny model runs untuned."""
 OF_RANKS = {"sum_rows", "pick_of_ranks"}
 """Operations of tensor-parallel groups, see `test_gpu_ranks.py`."""

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from stepgraph.runtime.kernels import AttentionForm, LayerPlace, RaggedBatch
 from stepgraph.runtime.kernels.triton.decode_attention import decode_attention
-from stepgraph.runtime.kernels.triton.fused_pair import fused_pair, new_barrier
 from stepgraph.runtime.kernels.triton.gate_up import gate_up
 from stepgraph.runtime.kernels.triton.kernel_calls import (
     MULTIPROCESSORS,
@@ -127,29 +126,6 @@ def memory_order(capability: int) -> list[str]:
     return opcodes[before:]
 
 
-def barrier_order(capability: int) -> list[str]:
-    """As `memory_order`, of a pair of products: from the last store of the first one on."""
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
-
-    with record_kernel_calls() as calls:
-        fused_pair(
-            empty(1, 512), GpuLinear(empty(256, 512)), empty(1, 256), empty(1, 256),
-            GpuNorm(empty(256), 1e-5), GpuLinear(empty(1024, 256)), empty(1, 512),
-            new_barrier(torch.device("meta")), gated=True,
-        )  # fmt: skip
-    assert calls[0].cooperative
-    (kernel,) = compile_kernel_calls(calls, capability)
-    assert not kernel.faults
-    opcodes = re.findall(
-        r"^\s*(?:@!?%\w+ )?((?:bar|atom|ld\.acquire|ld\.global|st\.global)\S*)", kernel.ptx, re.M
-    )
-    count = next(i for i, opcode in enumerate(opcodes) if opcode.startswith("atom"))
-    before = max(i for i in range(count) if opcodes[i].startswith("st."))
-    return opcodes[before:]
-
-
 def bounded_prefetches() -> list[dict[str, Any]]:
     """Gate and up of Llama-3.2-1B for 1 and 4 rows, with 24 MiB of the weight prefetched."""
 
@@ -207,7 +183,6 @@ def main() -> None:
             "early_reads": early_reads(calls, kernels),
             "machine_code": all(kernel.cubin[:4] == b"\x7fELF" for kernel in kernels),
             "combining": memory_order(capability),
-            "pair": barrier_order(capability),
         }
     document["bounded_prefetch"] = bounded_prefetches()
     document["weights_ahead"] = weights_ahead()

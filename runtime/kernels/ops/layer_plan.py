@@ -7,11 +7,11 @@ A `BoundModel` adds the tensors; backends create their operations from it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .layer_operations import Attend, LatentRotate, Linear, Norm, Operation, Rotate
+from .layer_operations import Attend, LatentRotate, Linear, Norm, Operation
 from .parameter import Parameter
 
 
@@ -93,21 +93,6 @@ class ModelPlan:
     def operations(self) -> tuple[Operation, ...]:
         """The operations of all layers, without duplicates."""
         return tuple(dict.fromkeys(op for layer in self.layers for op in layer.operations))
-
-    @cached_property
-    def is_uniform(self) -> bool:
-        """Whether layers differ at most in their windows and kinds of rotation."""
-
-        def comparable(operation: Operation) -> Operation:
-            match operation:
-                case Attend():
-                    return replace(operation, window=0)
-                case Rotate() | LatentRotate():
-                    return replace(operation, kind=0)
-            return operation
-
-        kinds = {tuple(map(comparable, layer.operations)) for layer in set(self.layers)}
-        return len(kinds) == 1
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield all parameters under their full names, in the order a forward pass needs them."""

@@ -5,9 +5,8 @@ Knows shapes and no tensors; imports no triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from ..ops.expert_operations import Experts
 from ..ops.layer_operations import (
@@ -36,7 +35,6 @@ __all__ = [
     "ResidualLinear",
     "fuse",
     "fusion_obstacle",
-    "product_pairs",
     "runs_by_pair",
 ]
 
@@ -277,24 +275,3 @@ def runs_by_pair(experts: Experts, tokens: int, expert_bytes: float) -> bool:
     """
     repeated = tokens * experts.per_token - experts.expected_experts(tokens)
     return tokens <= FEW_ROWS and repeated * expert_bytes <= _WORTH_BYTES
-
-
-def product_pairs(
-    layers: Sequence[Sequence[Fused]],
-) -> Iterator[tuple[ResidualLinear, GateUp | NormLinear]]:
-    """Yield the products that one kernel may compute: the second norms the sum of the first.
-
-    Of each pair of neighbours in the chain of all layers once; none where a norm comes before the
-    sum, which the next kernel then computes, none of a scaled sum or a sum over ranks, and none
-    where an activation is no part of a product.
-    """
-    chain = [fused for layer in layers for fused in layer]
-    if any(isinstance(fused, Activation) for fused in chain):
-        return
-    for first, second in dict.fromkeys(pairwise(chain)):
-        if not isinstance(first, ResidualLinear) or first.norm is not None or first.scale != 1.0:
-            continue
-        if first.sums:
-            continue
-        if isinstance(second, GateUp | NormLinear) and second.norm is not None:
-            yield first, second

@@ -79,7 +79,6 @@ class KernelCall:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
-    cooperative: bool = False
 
     @property
     def name(self) -> str:
@@ -139,7 +138,6 @@ def call_kernel(
     *args: Any,
     num_warps: int = 4,
     num_stages: int = 1,
-    cooperative: bool = False,
     **constants: Any,
 ) -> None:
     """Launch `kernel` on the current stream of the current device, where its tensors must be.
@@ -150,9 +148,6 @@ def call_kernel(
         args: its tensors and numbers, in order.
         num_warps: of a program.
         num_stages: of software pipelines in its loops.
-        cooperative: all programs run at the same time, so that they may wait for each other; the
-            launch fails if they do not fit the device together. The interpreter runs one after
-            the other.
         constants: by name, without `PDL`, which is added where the kernel has it.
     """
     dependent = "PDL" in kernel.arg_names
@@ -160,9 +155,7 @@ def call_kernel(
     if recorded is not None:
         if dependent:
             constants["PDL"] = is_dependent_launch_enabled()
-        recorded.calls.append(
-            KernelCall(kernel, grid, args, constants, num_warps, num_stages, cooperative)
-        )
+        recorded.calls.append(KernelCall(kernel, grid, args, constants, num_warps, num_stages))
         return
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     if dependent:
@@ -170,8 +163,6 @@ def call_kernel(
         constants["PDL"] = enabled and supports_dependent_launch()
         if constants["PDL"]:
             options["launch_pdl"] = True
-    if cooperative and not INTERPRETED:
-        options["launch_cooperative_grid"] = True
     options |= constants
     receiver = _receiver.get()
     if receiver is not None:

@@ -20,7 +20,6 @@ from .combine_output import product_combines
 from .fusion import Activation, Attention, Fused, GateUp, Mixture, NormLinear, ResidualLinear
 from .linear import GpuLinear, GpuNorm, Pending
 from .operations import Operations
-from .paired_layers import LayerPairs
 from .step_attention import DecodeAttention, LayerAttention
 
 __all__ = [
@@ -200,29 +199,21 @@ class FewRows:
         self,
         operations: Operations,
         step: DecodeAttention,
-        pairs: LayerPairs | None,
-        barrier: Tensor,
         x_TD: Tensor,
         live_T: Tensor | None,
         collectives: Collectives | None = None,
     ) -> None:
-        """`pairs` are those products that are one kernel, which needs the barrier. Experts need
-        `live_T`, false for padding."""
-        self._operations, self._step, self._pairs = operations, step, pairs
-        self._barrier, self._live = barrier, live_T
+        """Experts need `live_T`, false for padding."""
+        self._operations, self._step, self._live = operations, step, live_T
         self._collectives = collectives
         self.hidden = Hidden(x_TD)
         """After the last kernel that ran."""
         self._value: Tensor | None = None
         """What the last kernel left for the next one; None: splits of attention."""
-        self._done: LayerKernel | None = None
-        """A product that its pair has computed."""
 
     def run(self, kernel: LayerKernel) -> None:
         """Run a kernel of the chain."""
         fused = kernel.fused
-        if kernel is self._done:
-            return
         if isinstance(fused, Attention):
             self._attend(kernel)
         elif isinstance(fused, ResidualLinear):
@@ -266,11 +257,7 @@ class FewRows:
         adds = after is not None and isinstance(after.fused, ResidualLinear)
         output = after.linear if after is not None and adds else None
         weights = _weights_ahead(after) if adds else []
-        if (
-            output is not None
-            and self._pairs is None
-            and product_combines(step.partials.acc, output, qkv_TN.dtype)
-        ):
+        if output is not None and product_combines(step.partials.acc, output, qkv_TN.dtype):
             step.attend(kernel.attention, qkv_TN, None, weights)
             self._value = None
         else:
@@ -279,32 +266,6 @@ class FewRows:
     def _add_product(self, kernel: LayerKernel, fused: ResidualLinear) -> None:
         x_TD, value, operations = self.hidden.x, self._value, self._operations
         out_TD = torch.empty_like(x_TD)
-        after = kernel.after
-        config = None
-        if self._pairs is not None and after is not None:
-            config = self._pairs.of(fused, after.fused)
-        if config is not None:
-            assert after is not None
-            second = after.fused
-            assert isinstance(second, NormLinear | GateUp)
-            gated = isinstance(second, GateUp)
-            self._value = self._new(second.features)
-            with operation("output_gate_up" if gated else "down_qkv"):
-                operations.fused_pair(
-                    value,
-                    kernel.linear,
-                    x_TD,
-                    out_TD,
-                    after.norm,
-                    after.linear,
-                    self._value,
-                    self._barrier,
-                    config,
-                    gated=gated,
-                    **({"gelu": second.gelu} if isinstance(second, GateUp) else {}),
-                )
-            self.hidden, self._done = Hidden(out_TD), after
-            return
         residual_TD = x_TD if kernel.norm is None and not fused.sums else None
         outputs, scale = (kernel.linear, residual_TD, out_TD), 1.0 if fused.sums else fused.scale
         with operation(fused.name):

@@ -19,10 +19,8 @@ __all__ = [
     "FEW_ROWS",
     "KINDS",
     "LIBRARY",
-    "PAIRS",
     "ROW_CLASSES",
     "SCALE_BLOCK",
-    "SEPARATE",
     "STORAGES",
     "GpuLinear",
     "LinearConfig",
@@ -86,7 +84,7 @@ class Pending(NamedTuple):
     """`[T, K]`, no memory that this kernel reads: others read x while one writes this."""
 
 
-KINDS = ("few_rows", "rows", "library", "pair", "separate", "pairs", "blocks")
+KINDS = ("few_rows", "rows", "library", "pairs", "blocks")
 """Implementations of a product: see `LinearConfig.kind`."""
 
 
@@ -103,9 +101,6 @@ class LinearConfig:
     """`few_rows`: one kernel, norms included, with sums on the float32 cores, row after row.
     `rows`: a kernel on tensor cores over rows that are normed before (`row_product.py`).
     `library`: the library's product, or `matmul.py` for weights of 8 bits; sizes are ignored.
-    `pair`: two products as one kernel (`fused_pair.py`), in steps of at most `block_n` rows of a
-    weight and `block_n * block_k` elements. `separate`: the same two products by a kernel each;
-    sizes are ignored.
     `pairs` and `blocks`: of experts, see `expert_pairs.py` and `expert_blocks.py`; `block_n` are
     rows of a weight."""
     stages: int = 1
@@ -116,12 +111,11 @@ class LinearConfig:
     prefetch: int = 0
     """Bytes of weights that each program requests into the L2 cache before the wait, at most all
     that it reads. `few_rows`: whole rows; half of them of gate and half of up. `rows`: the first
-    features of each row, at least `stages` tiles. `pair`: whole rows, up to this size of each of
-    the two weights. Other kinds ignore it."""
+    features of each row, at least `stages` tiles. Other kinds ignore it."""
 
     def __str__(self) -> str:
         """The kind and the sizes that apply to it, for logs and tables."""
-        if self.kind in ("library", "separate"):
+        if self.kind == "library":
             return self.kind
         text = f"{self.kind}, {self.block_n} x {self.block_k}, {self.num_warps} warps"
         if self.kind in ("rows", "pairs", "blocks"):
@@ -134,14 +128,8 @@ class LinearConfig:
 LIBRARY = LinearConfig(kind="library")
 """The library's product."""
 
-PAIRS = ("output_gate_up", "down_qkv")
-"""Operations that are two products: see `fused_pair.py`."""
-
 EXPERT_PRODUCTS = ("expert_gate_up", "expert_down")
 """The two products of a mixture of experts."""
-
-SEPARATE = LinearConfig(kind="separate")
-"""Two products by a kernel each."""
 
 
 def row_class(rows: int) -> int:

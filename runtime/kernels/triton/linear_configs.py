@@ -13,7 +13,6 @@ from .linear import (
     FEW_ROWS,
     KINDS,
     LIBRARY,
-    PAIRS,
     SCALE_BLOCK,
     LinearConfig,
     row_class,
@@ -114,11 +113,9 @@ def config_error(config: LinearConfig, kernel: str, rows: int) -> str | None:
             return f"{name} must be a positive {kind} up to {most}, not {size}"
     if not 0 <= config.prefetch <= _MOST_PREFETCHED:
         return f"prefetch must be from 0 to {_MOST_PREFETCHED} bytes, not {config.prefetch}"
-    if (config.kind in ("pair", "separate")) != (kernel in PAIRS):
-        return f"kind {config.kind!r} does not apply to {kernel}"
     if (config.kind in ("pairs", "blocks")) != (kernel in EXPERT_PRODUCTS):
         return f"kind {config.kind!r} does not apply to {kernel}"
-    if config.kind in ("few_rows", "pair", "pairs"):
+    if config.kind in ("few_rows", "pairs"):
         if rows > FEW_ROWS:
             return f"kind {config.kind!r} takes at most {FEW_ROWS} rows, not {rows}"
     elif kernel == "combine_output":

@@ -58,7 +58,6 @@ WRITES: dict[str, Writes] = {
     "residual_linear": Writes(("out_TN",)),
     "combine_output": Writes(("out_TN",)),
     "gate_up": Writes(("out_TF", "pending")),
-    "fused_pair": Writes(("x_TD", "out_TN")),
     "norm_rows": Writes(("out_TD", "pending")),
     "sum_rows": Writes(("sum_TD", "out_TD")),
     "activate_rows": Writes(("out_TF",)),

@@ -29,7 +29,6 @@ from .combine_output import combine_output
 from .decode_attention import decode_attention
 from .expert_routing import Routed, route
 from .experts import experts, experts_of_any_tokens
-from .fused_pair import fused_pair
 from .gate_up import gate_up
 from .greedy import pick_greedy
 from .head import head
@@ -63,8 +62,6 @@ class Operations:
     """`combine_output.combine_output`."""
     gate_up: Callable[..., None]
     """`gate_up.gate_up`."""
-    fused_pair: Callable[..., None]
-    """`fused_pair.fused_pair`: two products as one kernel, where that was tuned to be faster."""
     norm_rows: Callable[..., None]
     """`norm.norm_rows`."""
     sum_rows: Callable[..., None]
@@ -102,7 +99,6 @@ class Operations:
             residual_linear=residual_linear,
             combine_output=combine_output,
             gate_up=gate_up,
-            fused_pair=fused_pair,
             norm_rows=norm_rows,
             sum_rows=sum_rows,
             activate_rows=activate_rows,
@@ -138,7 +134,6 @@ class Operations:
             residual_linear=plain.residual_linear,
             combine_output=plain.combine_output,
             gate_up=plain.gate_up,
-            fused_pair=plain.fused_pair,
             norm_rows=plain.norm_rows,
             sum_rows=plain_sum_rows,
             activate_rows=plain.activate_rows,
@@ -162,11 +157,6 @@ class Operations:
         out_TD = torch.empty_like(x_TD)
         self.experts(op, x_TD, tensors, self.route(op, x_TD, tensors, live_T), None, out_TD)
         return out_TD
-
-    @property
-    def pairs(self) -> bool:
-        """Whether `fused_pair` is worth calling: its plain version saves no launch."""
-        return self.fused_pair is not plain.fused_pair
 
     def with_reference(self, names: Iterable[str]) -> Operations:
         """Return these operations with the plain versions of those named.

@@ -24,7 +24,7 @@ from .expert_routing import reference_routing
 from .experts import reference_experts_of_choice
 from .greedy import reference_pick_greedy
 from .head import reference_softcap
-from .linear import GpuLinear, GpuNorm, LinearConfig, Pending, reference_linear
+from .linear import GpuLinear, GpuNorm, Pending, reference_linear
 from .norm import reference_norm_rows
 from .prefill_tiles import PrefillTiling, num_prefill_tiles
 from .rotated_heads import HeadRotation
@@ -37,7 +37,6 @@ __all__ = [
     "combine_output",
     "decode_attention",
     "experts",
-    "fused_pair",
     "gate_up",
     "head",
     "linear",
@@ -137,28 +136,6 @@ def residual_linear(
         product_TN *= scale
     if residual_TN is not None:
         torch.add(residual_TN, product_TN, out=out_TN)
-
-
-def fused_pair(
-    a_TK: Tensor,
-    first: GpuLinear,
-    residual_TD: Tensor,
-    x_TD: Tensor,
-    norm: GpuNorm,
-    second: GpuLinear,
-    out_TN: Tensor,
-    barrier: Tensor,
-    config: LinearConfig | None = None,
-    *,
-    gated: bool,
-    gelu: bool = False,
-) -> None:
-    """See `fused_pair.fused_pair`; no barrier, and no sizes."""
-    residual_linear(a_TK, first, residual_TD, x_TD)
-    if gated:
-        gate_up(x_TD, norm, second, out_TN, gelu=gelu)
-    else:
-        norm_linear(x_TD, norm, second, out_TN)
 
 
 def combine_output(

@@ -6,9 +6,8 @@
     4 gate_up            norm, then gate and up, activation
     5 residual_linear    down projection, residual
 
-Up to four rows each operation is one kernel; where the tuner found it faster, a layer is three
-kernels (`paired_layers.py`). For 5 to 32 rows a kernel norms the inputs of a product first, and the
-product is the library's or `row_product.py` (`linear_dispatch.py`).
+Up to four rows each operation is one kernel. For 5 to 32 rows a kernel norms the inputs of a
+product first, and the product is the library's or `row_product.py` (`linear_dispatch.py`).
 
 In a tensor-parallel group the ranks add what 3 and 5 leave: a kernel of its own sums, adds the
 residual and norms for the next one (`all_reduce.py`).
@@ -38,7 +37,6 @@ from ....profiling.attribution import operation
 from ..ops.batch import RaggedBatch
 from ..ops.bound_model import BoundModel
 from ..ops.expert_operations import Experts
-from .fused_pair import new_barrier
 from .fusion import Activation, Attention, GateUp, Mixture, ResidualLinear, fuse
 from .layer_kernels import (
     FewRows,
@@ -51,7 +49,6 @@ from .layer_kernels import (
 )
 from .linear import ROW_CLASSES, GpuLinear, GpuNorm
 from .operations import Operations
-from .paired_layers import LayerPairs, tuned_pairs
 from .split_attention import new_counters
 from .step_attention import AnyAttention, DecodeAttention, PrefillAttention
 
@@ -83,12 +80,11 @@ class GpuStack:
                 kernels.insert(0, after)
             self._layers.insert(0, kernels)
         self._collectives = model.collectives
-        self._alike, self._final_norm = model.plan.is_uniform, model.plan.norm
+        self._final_norm = model.plan.norm
         self._has_experts = any(isinstance(op, Experts) for op in model.plan.operations)
         self._norm = GpuNorm(model.norm, model.plan.norm.eps, model.plan.norm.offset)
         # Kept, as graphs are replayed with their addresses. Each launch leaves zeros for the next.
         self._counters = new_counters(model.norm.device)
-        self._barrier = new_barrier(model.norm.device)
 
     def close(self) -> None:
         """Let go of the weights."""
@@ -177,8 +173,7 @@ class GpuStack:
         outputs: dict[int, Tensor],
     ) -> Hidden:
         """A decode step of few rows."""
-        pairs = self._pairs(x_TD.shape[0], x_TD.dtype)
-        run = FewRows(self.operations, step, pairs, self._barrier, x_TD, live_T, self._collectives)
+        run = FewRows(self.operations, step, x_TD, live_T, self._collectives)
         for index, layer in enumerate(self._layers):
             with operation("layer", index):
                 for kernel in layer:
@@ -187,14 +182,6 @@ class GpuStack:
                 run.hidden = self._added(run.hidden)
                 outputs[index] = run.hidden.x
         return run.hidden
-
-    def _pairs(self, rows: int, dtype: torch.dtype) -> LayerPairs | None:
-        """Products of a step that were tuned to be one kernel, of layers that are alike; None where
-        that is plain torch."""
-        if not (self.operations.pairs and self._alike):
-            return None
-        layer = [(kernel.fused, kernel.linear) for kernel in self._layers[0]]
-        return tuned_pairs(layer, rows, dtype)
 
     def _many(
         self,

@@ -50,7 +50,7 @@ __all__ = [
 
 logger = logging.getLogger("stepgraph.runtime")
 
-VERSION = 4
+VERSION = 5
 """Of the file's format."""
 
 SOURCES = (
@@ -58,7 +58,6 @@ SOURCES = (
     "expert_blocks.py",
     "expert_pairs.py",
     "expert_routing.py",
-    "fused_pair_kernel.py",
     "head.py",
     "kernel_weights.py",
     "lane_masks.py",
@@ -81,15 +80,15 @@ class TuningKey:
     """What a choice holds for."""
 
     kernel: str
-    """`norm_linear`, `gate_up`, `residual_linear`, `combine_output`, `head`, or one of `PAIRS` or
+    """`norm_linear`, `gate_up`, `residual_linear`, `combine_output`, `head`, or one of
     `EXPERT_PRODUCTS`."""
     rows: int
     """One of `ROW_CLASSES`; of experts, a power of two up to `MOST_EXPERT_ROWS`."""
     n: int
-    """Output features; of gate_up those of the result, of a pair those of its second product, of
-    experts the rows of one expert's weight."""
+    """Output features; of gate_up those of the result, of experts
+    the rows of one expert's weight."""
     k: int
-    """Input features; of a pair those of its first product."""
+    """Input features."""
     dtype: str
     """Of activations, as torch names it: `bfloat16`."""
     weight_dtype: str
@@ -100,8 +99,6 @@ class TuningKey:
     """Its version."""
     source: str
     """Hash of the kernels' source."""
-    hidden: int = 0
-    """Of a pair: output features of the first product, which the second one has as its input."""
     experts: int = 0
     """Of experts: how many there are."""
     per_token: int = 0
@@ -127,8 +124,6 @@ def tuning_key(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     device: torch.device,
-    *,
-    hidden: int = 0,
 ) -> TuningKey:
     """Return the key of a kernel as it would run here; arguments as for `default_config`.
 
@@ -144,7 +139,6 @@ def tuning_key(
         device=_device_name(device),
         triton=triton.__version__,
         source=_source_hash(),
-        hidden=hidden,
     )
 
 
