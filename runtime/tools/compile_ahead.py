@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -38,7 +37,6 @@ from triton.runtime.jit import create_function_from_signature
 from ...profiling.markdown import aligned
 from ..kernels.triton.kernel_calls import INTERPRETED, KernelCall
 from ..kernels.triton.linear import FEW_ROWS, ROW_CLASSES
-from ..kernels.triton.ptx import PtxSummary, summarize_ptx
 from .arguments import DTYPES, STORED_DTYPES, positive_int, speculation_spec
 
 __all__ = [
@@ -46,7 +44,6 @@ __all__ = [
     "CompiledKernel",
     "SHARED_MEMORY_LIMIT",
     "compile_kernel_calls",
-    "early_reads",
 ]
 
 SHARED_MEMORY_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -79,14 +76,12 @@ class CompiledKernel:
     seconds: float
     """Compilation time; near zero if Triton's disk cache has the kernel."""
     parameters: tuple[str, ...]
-    """Names of the parameters that are not constants, indexed as in `order`."""
-    order: PtxSummary
+    """Names of the parameters that are not constants."""
     ptx: str
     cubin: bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the code."""
-        order, names = self.order, self.parameters
         constants = {
             name: value if isinstance(value, bool | int | float | str | None) else str(value)
             for name, value in self.constants.items()
@@ -102,11 +97,7 @@ class CompiledKernel:
             "local": self.local_bytes,
             "registers": self.registers,
             "seconds": self.seconds,
-            "load_bytes": {names[i]: width for i, width in order.loads.items()},
-            "early_loads": [names[i] for i in sorted(order.early_loads)],
-            "stores": [names[i] for i in sorted(order.stores)],
-            "waits": order.waits,
-            "lets_dependents_start": order.lets_dependents_start,
+            "waits": self.waits,
             "faults": self.faults,
         }
 
@@ -126,24 +117,20 @@ class CompiledKernel:
         return " ".join([*constants, f"warps={self.num_warps}", f"stages={self.num_stages}"])
 
     @property
-    def loads(self) -> str:
-        """Bytes of a thread's widest load from each tensor, as text; * if before the wait."""
-        return " ".join(
-            f"{self.parameters[index]}:{width}{'*' * (index in self.order.early_loads)}"
-            for index, width in sorted(self.order.loads.items())
-            if width
-        )
+    def waits(self) -> int:
+        """Instructions that wait for the kernels before; one in a kernel with dependent launch."""
+        return self.ptx.count("griddepcontrol.wait")
 
     @property
     def faults(self) -> list[str]:
-        """Faults: spilled registers, too much shared memory, violations of the order rule."""
-        found = list(self.order.faults)
+        """Faults: spilled registers, too much shared memory, a missing or a second wait."""
+        found = []
         if self.stack_bytes or self.local_bytes:
             found.append(f"spills ({self.stack_bytes} + {self.local_bytes} bytes)")
         if self.shared_bytes > SHARED_MEMORY_LIMIT[self.capability]:
             found.append("too much shared memory")
-        if self.constants.get("PDL") and not self.order.waits:
-            found.append("never waits")
+        if self.waits != bool(self.constants.get("PDL")):
+            found.append(f"waits {self.waits} times")
         return found
 
 
@@ -199,31 +186,10 @@ def compile_kernel_calls(calls: Iterable[KernelCall], capability: int) -> Iterat
                 local_bytes=local_bytes,
                 seconds=seconds,
                 parameters=tuple(n for n, kind in signature.items() if kind != "constexpr"),
-                order=summarize_ptx(ptx),
                 ptx=ptx,
                 cubin=cubin,
             )
         yield compiled[key]
-
-
-def early_reads(calls: Sequence[KernelCall], kernels: Sequence[CompiledKernel]) -> list[str]:
-    """Say which kernels load before their wait what some kernel of the same step writes.
-
-    Args:
-        calls: of a whole step.
-        kernels: what they were compiled to, one each.
-    """
-    written: dict[int, str] = {}
-    for call, kernel in zip(calls, kernels, strict=True):
-        for index in kernel.order.stores:
-            written[_storage(call, kernel.parameters[index])] = call.name
-    found = [
-        f"{call.name} loads {kernel.parameters[index]}, which {writer} writes, before it waits"
-        for call, kernel in zip(calls, kernels, strict=True)
-        for index in sorted(kernel.order.early_loads)
-        if (writer := written.get(_storage(call, kernel.parameters[index]))) is not None
-    ]
-    return list(dict.fromkeys(found))
 
 
 def _check(capability: int) -> None:
@@ -235,14 +201,6 @@ def _check(capability: int) -> None:
     if capability not in SHARED_MEMORY_LIMIT:
         known = ", ".join(map(str, SHARED_MEMORY_LIMIT))
         raise CompileAheadError(f"unknown compute capability {capability}: one of {known}")
-
-
-def _storage(call: KernelCall, parameter: str) -> int:
-    """Return the identity of the memory behind an argument."""
-    tensor = call.args[call.kernel.arg_names.index(parameter)]
-    assert isinstance(tensor, torch.Tensor), parameter
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
 
 
 def _resources(cubin: bytes) -> tuple[int, int, int, int]:
@@ -307,10 +265,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             calls = itertools.chain.from_iterable(step.kernel_calls for step in steps)
             compiled = compile_kernel_calls(calls, capability)
             for step in steps:
-                made = list(itertools.islice(compiled, len(step.kernel_calls)))
-                for kernel in made:
+                for kernel in itertools.islice(compiled, len(step.kernel_calls)):
                     kernels.setdefault(kernel, []).append(step.name)
-                faults += [f"{step.name}: {text}" for text in early_reads(step.kernel_calls, made)]
     except (CompileAheadError, StepgraphError) as error:
         print(f"compile_ahead: error: {error}", file=sys.stderr)
         return 1
@@ -330,16 +286,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def kernel_table(kernels: Sequence[CompiledKernel]) -> str:
     """Return the resources of kernels as an aligned Markdown table."""
-    head = ("kernel", "constants", "loads", "sm", "registers", "shared", "stack", "local", "s")
+    head = ("kernel", "constants", "sm", "registers", "shared", "stack", "local", "s")
     cells = [
         (
-            *(kernel.title, kernel.choices, kernel.loads),
+            *(kernel.title, kernel.choices),
             *(str(kernel.capability), str(kernel.registers), str(kernel.shared_bytes)),
             *(str(kernel.stack_bytes), str(kernel.local_bytes), f"{kernel.seconds:.1f}"),
         )
         for kernel in kernels
     ]
-    return "\n".join(aligned(head, cells, text_columns=3))
+    return "\n".join(aligned(head, cells, text_columns=2))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -343,7 +343,6 @@ def test_compiled_for_hopper(tmp_path: Path) -> None:
         assert kernel["faults"] == [], name
         assert kernel["waits"] == 1, name
         assert "griddepcontrol.launch_dependents" in ptx, name
-        assert set(kernel["early_loads"]) <= {"bases_ptr", "norm_ptr", "post_ptr"}, name
         assert ptx.count("st.release.sys.global.u32") == stages, name
         assert ptx.count("atom.global.sys.acquire.add.u32") == stages, name
         assert "%globaltimer" in ptx, name

@@ -26,7 +26,7 @@ from stepgraph.runtime.kernels.triton.linear import GpuLinear, GpuNorm
 from stepgraph.runtime.kernels.triton.linear_configs import bounded_prefetch, default_config
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
 from stepgraph.runtime.kernels.triton.split_attention import new_counters, new_partials
-from stepgraph.runtime.tools.compile_ahead import CompiledKernel, compile_kernel_calls, early_reads
+from stepgraph.runtime.tools.compile_ahead import CompiledKernel, compile_kernel_calls
 
 
 @triton.jit
@@ -37,35 +37,6 @@ def right(w_ptr, x_ptr, out_ptr, N, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + k).to(tl.float32)
     tl.store(out_ptr + tl.program_id(0) * N, tl.sum(w * x))
-
-
-@triton.jit
-def waits_in_a_loop(w_ptr, x_ptr, out_ptr, N, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, K, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        wait_for_inputs(PDL)
-        w = tl.load(w_ptr + tl.program_id(0) * K + k).to(tl.float32)
-        sums += w * tl.load(x_ptr + k).to(tl.float32)
-    tl.store(out_ptr + tl.program_id(0) * N, tl.sum(sums))
-
-
-@triton.jit
-def writes_early(w_ptr, x_ptr, out_ptr, N, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    k = tl.arange(0, BLOCK)
-    tl.atomic_add(out_ptr + N, 1.0)
-    wait_for_inputs(PDL)
-    product = tl.load(w_ptr + k).to(tl.float32) * tl.load(x_ptr + k + K).to(tl.float32)
-    tl.store(out_ptr, tl.sum(product))
-
-
-@triton.jit
-def may_not_wait(w_ptr, x_ptr, out_ptr, N, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    k = tl.arange(0, BLOCK)
-    if tl.program_id(0) < N:
-        wait_for_inputs(PDL)
-        product = tl.load(w_ptr + k).to(tl.float32) * tl.load(x_ptr + k + K).to(tl.float32)
-        tl.store(out_ptr, tl.sum(product))
 
 
 @triton.jit
@@ -141,7 +112,6 @@ def bounded_prefetches() -> list[dict[str, Any]]:
                 gelu=False, config=bounded_prefetch(config, *sizes, 24 << 20),
             )  # fmt: skip
     kernels = list(compile_kernel_calls(calls, 90))
-    assert early_reads(calls, kernels) == []
     return [
         kernel.to_json() | {"requests": kernel.ptx.count("cp.async.bulk.prefetch.L2")}
         for kernel in kernels
@@ -161,7 +131,7 @@ def weights_ahead() -> list[dict[str, Any]]:
     ]
 
 
-KERNELS = (right, waits_in_a_loop, writes_early, may_not_wait, never_waits)
+KERNELS = (right, never_waits)
 
 
 def main() -> None:
@@ -173,14 +143,11 @@ def main() -> None:
         for kernel in KERNELS:
             call_kernel(kernel, (64,), w_NK, x_K, out_N, 1, 1024, BLOCK=1024)
         call_kernel(spills, (1,), w_NK, x_K, out_N, 1, 1024, num_warps=1, BLOCK=8192)
-        # What a kernel writes is another's weight: loaded too early.
-        call_kernel(right, (64,), out_N, x_K, out_N, 1, 1024, BLOCK=1024)
     document: dict[str, Any] = {}
     for capability in (90, 80):
         kernels = list(compile_kernel_calls(calls, capability))
         document[str(capability)] = {
             "kernels": [kernel.to_json() for kernel in kernels],
-            "early_reads": early_reads(calls, kernels),
             "machine_code": all(kernel.cubin[:4] == b"\x7fELF" for kernel in kernels),
             "combining": memory_order(capability),
         }
