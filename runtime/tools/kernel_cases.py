@@ -1,9 +1,7 @@
 """The kernels of a decode step, one by one, with the arguments that the step calls them with.
 
-For checking them against their plain versions (`verify_kernels.py`), and for timing them: then
-there are several layers of the same shapes, so that each call reads what no cache of the device
-holds any more. A sample of the model runs one step in plain PyTorch, which records the calls. Needs
-triton.
+For checking them against their plain versions (`verify_kernels.py`). A sample of the model runs one
+step in plain PyTorch, which records the calls. Needs triton.
 """
 
 from __future__ import annotations
@@ -23,14 +21,13 @@ from ..kernels.ops.kv_storage import read_blocks
 from ..kernels.triton.backend import gpu_kernels
 from ..kernels.triton.expert_routing import Routed
 from ..kernels.triton.fusion import Fused, Mixture, fuse
-from ..kernels.triton.linear import GpuLinear, Pending
+from ..kernels.triton.linear import Pending
 from ..kernels.triton.operation_check import WRITES, OutputCopies, written_tensors
 from ..kernels.triton.operations import Operations
 from ..kernels.triton.split_attention import Partials
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
-from .random_tensors import cloned
 
 __all__ = ["KernelCase", "decode_cases"]
 
@@ -38,10 +35,10 @@ _PLAIN = Operations.reference()
 
 
 class KernelCase:
-    """A kernel, with its arguments in each of several layers, and its plain version."""
+    """A kernel, its arguments in one layer, and its plain version."""
 
     def __init__(
-        self, name: str, operation: str, operations: Operations, calls: Sequence[BoundArguments]
+        self, name: str, operation: str, operations: Operations, given: BoundArguments
     ) -> None:
         """Prepare the launches of an operation.
 
@@ -49,24 +46,23 @@ class KernelCase:
             name: of the kernel, as in `step_costs.py`.
             operation: a field of `Operations`.
             operations: the version that runs.
-            calls: arguments of the plain version, in each layer.
+            given: arguments of the plain version.
         """
         self.name = name
         self._kernel, self._plain = getattr(operations, operation), getattr(_PLAIN, operation)
-        self._writes, self._calls = WRITES[operation], calls
+        self._writes, self._given = WRITES[operation], given
         self._returned: Sequence[Tensor] = ()
 
-    def run(self, i: int) -> None:
-        """Launch it with the arguments of layer `i`, modulo the layers there are."""
+    def run(self) -> None:
+        """Launch it."""
         self._returned = ()  # its memory can be reused
-        given = self._calls[i % len(self._calls)]
-        self._returned = self._kernel(*given.args, **given.kwargs) or ()
+        self._returned = self._kernel(*self._given.args, **self._given.kwargs) or ()
 
     def outputs(self) -> list[Tensor]:
-        """Return the tensors that the last call wrote in the first layer, besides the cache."""
+        """Return the tensors that the last call wrote, besides the cache."""
         found = [*self._returned]
         for parameter in self._writes.outputs:
-            match self._calls[0].arguments.get(parameter):
+            match self._given.arguments.get(parameter):
                 case Tensor() as out:
                     found.append(out)
                 case Pending() as pending:
@@ -76,29 +72,13 @@ class KernelCase:
         return found
 
     def results(self) -> list[Tensor]:
-        """Return the results of the last call in the first layer."""
-        return self._results_of(self._calls[0], self._returned)
+        """Return the results of the last call."""
+        return self._results_of(self._given, self._returned)
 
     def reference(self) -> list[Tensor]:
         """Return the same results in plain PyTorch, from the current inputs, unchanged."""
-        given = OutputCopies(self._calls[0], self._writes).given
+        given = OutputCopies(self._given, self._writes).given
         return self._results_of(given, self._plain(*given.args, **given.kwargs) or ())
-
-    def library(self) -> Callable[[int], object] | None:
-        """Return the cuBLAS product of the same shape, without norm, activation and residual.
-
-        None for attention and for weights of 8 bits.
-        """
-        linears = [linear for call in self._calls for linear in _linears(call)]
-        if not linears or linears[0].scales is not None:
-            return None
-        x_TK = torch.randn_like(linears[0].weight[:1]).repeat(self._rows, 1)
-        return lambda i: torch.mm(x_TK, linears[i % len(linears)].weight.T)
-
-    @property
-    def _rows(self) -> int:
-        first: Tensor = self._calls[0].args[0]
-        return first.shape[0]
 
     def _results_of(self, given: BoundArguments, returned: Sequence[Tensor]) -> list[Tensor]:
         """What is written; of the head the logits and that of the best chunk's token, of a router
@@ -134,7 +114,6 @@ def decode_cases(
     *,
     rows: int,
     context: int,
-    copies: int = 1,
     operations: Operations | None = None,
 ) -> list[KernelCase]:
     """Return the kernels of a layer that decodes, and the projection to the vocabulary.
@@ -144,11 +123,10 @@ def decode_cases(
         config: device, dtype, storage of weights and cache, block size.
         rows: that decode, at most `linear.ROW_CLASSES[-1]`.
         context: tokens of each row, the newest included.
-        copies: layers with weights and a cache of their own; all are as the model's first.
         operations: that run; None: the Triton kernels.
     """
-    layers = copies + 1  # The first has no output of the one before it to norm and add.
-    model = model.with_layers([0] * layers)
+    # The first layer has no output of the one before it to norm and add.
+    model = model.with_layers([0, 0])
     recorded: list[tuple[str, BoundArguments]] = []
     kernels = gpu_kernels(config.weights, _recording(recorded))
     key = StepKey("decode", rows, -(-context // config.block_size), False)
@@ -165,17 +143,11 @@ def decode_cases(
             partials.l.uniform_(0.5, 1.5)
     native = operations or Operations.native()
     names = [name for fused in fuse(model_plan(model).layers[0]) for name in _names(fused)]
-    cases = []
-    for at, name in enumerate(names, start=len(names)):
-        operation, _ = of_layers[at]
-        calls = [call for _, call in of_layers[at :: len(names)]]
-        cases.append(KernelCase(name, operation, native, calls))
-    heads = [head]
-    if copies > 1:  # two are more than any cache holds
-        heads.append(BoundArguments(head.signature, head.arguments.copy()))
-        (linear,) = _linears(head)
-        heads[1].arguments["linear_"] = cloned(linear)
-    return [*cases, KernelCase("head", "head", native, heads)]
+    cases = [
+        KernelCase(name, operation, native, given)
+        for name, (operation, given) in zip(names, of_layers[len(names) :], strict=True)
+    ]
+    return [*cases, KernelCase("head", "head", native, head)]
 
 
 def _names(fused: Fused) -> tuple[str, ...]:
@@ -198,8 +170,3 @@ def _recording(calls: list[tuple[str, BoundArguments]]) -> Operations:
 
     names = (field.name for field in dataclasses.fields(Operations))
     return Operations(**{name: recording(name) for name in names})
-
-
-def _linears(call: BoundArguments) -> list[GpuLinear]:
-    """The layer that an operation multiplies by, if it does."""
-    return [value for value in call.arguments.values() if isinstance(value, GpuLinear)]

@@ -1,24 +1,34 @@
-"""Tune the linear layers and experts of models for the CUDA device of this machine, once.
+"""Tune the products and experts of models for the CUDA device of this machine, once.
 
 python -m stepgraph.runtime.tools.tune --model preset:llama-3.2-1b --rows 1 2 4 8 16 32
 
-Results are stored in the user's cache, where later engine starts look them up (`tuning.py`).
+A decode step of a few layers with random weights is captured with each configuration of each
+product, one product after the other, and replayed. The captured steps are timed interleaved, so
+that disturbances affect all of them, and compared by their medians. A configuration whose logits
+differ from the default's is rejected. The fastest are stored in the user's cache, where later
+engine starts look them up (`tuning.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import logging
 import os
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from ...graphs.steps import CudaGraphCapturer
 from ..config import EngineConfig
 from ..errors import ConfigError, StepgraphError
+from ..execution.sample_steps import SampleCase, SampleSteps
+from ..execution.step_key import StepKey
+from ..kernels.result_check import relative_error, require_usable_device
 from ..kernels.triton.fusion import fusion_obstacle
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
@@ -27,11 +37,117 @@ from ..resolved_config import ResolvedConfig
 from .arguments import DTYPES, STORED_DTYPES, positive_int
 
 if TYPE_CHECKING:
-    from ..kernels.triton.tuning import Tuned
-    from .linear_problems import Problem
-    from .linear_timing import Timer
+    from ..kernels.triton.linear import LinearConfig
+    from ..kernels.triton.tuning import Tuned, TuningKey
 
-__all__ = ["main"]
+__all__ = ["Timer", "main", "time_captured", "tune"]
+
+logger = logging.getLogger("stepgraph.runtime")
+
+LAYERS = 4
+"""Layers of each kind in the step: their weights are together larger than the L2 cache."""
+CONTEXT = 1024
+"""Tokens of each row."""
+ROUNDS = 25
+"""Times that each configuration is timed."""
+TOLERANCE = 0.05
+"""||logits - those of the default|| / ||those of the default|| that a configuration may have."""
+MOST_ROWS = 256
+
+Timer = Callable[[Sequence[Callable[[], Tensor]], Callable[[], None]], Sequence[float | None]]
+"""Microseconds of each step, None for one that cannot be captured. The second argument resets what
+a step changes; it is called before each run."""
+
+
+def tune(
+    model: ModelConfig, config: ResolvedConfig, rows: int, timer: Timer
+) -> Iterator[tuple[TuningKey, Tuned]]:
+    """Yield the fastest configuration of each product of a decode step of `rows` rows.
+
+    Raises KernelSelfTestError where a configuration left the device unusable.
+    """
+    from ..kernels.triton.backend import gpu_kernels
+    from ..kernels.triton.precompile import compile_kernels
+    from ..kernels.triton.tuning import Tuned, trial
+
+    plans = model_plan(model).layers
+    kinds = [plans.index(plan) for plan in dict.fromkeys(plans)]
+    key = StepKey("decode", rows, -(-CONTEXT // config.block_size), False)
+    case = SampleCase(key, ((CONTEXT - 1, 1),) * rows)
+    cut = model.with_layers(kinds * LAYERS)
+    steps = SampleSteps(cut, config, gpu_kernels(config.weights), [case], seed=0)
+    steps.prepare(case)
+    changed = [steps.state.token_ids, steps.state.positions]
+    saved = [tensor.clone() for tensor in changed]
+    bound = steps.functions.bind(key)
+
+    def reset() -> None:
+        for tensor, before in zip(changed, saved, strict=True):
+            tensor.copy_(before)
+
+    def run(choices: dict[TuningKey, LinearConfig]) -> Tensor:
+        with trial(choices):
+            return bound().logits
+
+    best: dict[TuningKey, LinearConfig] = {}
+    with trial(best) as asked:
+        expected = bound().logits.clone()
+    for product in list(asked):
+        with trial(
+            best
+        ) as asked:  # what is chosen for one product changes the candidates of others
+            reset()
+            bound()
+        tried = [partial(run, {**best, product: one}) for one in asked.get(product, ())]
+        reset()
+        compile_kernels([(str(one.args), one) for one in tried])
+        right, configs = [], []
+        for one, candidate in zip(tried, asked.get(product, ()), strict=True):
+            reset()
+            try:
+                off = float(relative_error(one(), expected))
+            except Exception as error:  # of a compiler or the device
+                require_usable_device(f"{product.kernel} ({candidate})", config.device, error)
+                logger.warning("%s cannot run with %s: %s", product.kernel, candidate, error)
+                continue
+            if not off <= TOLERANCE:  # NaN fails too
+                logger.warning("%s is wrong with %s: off by %g", product.kernel, candidate, off)
+                continue
+            right.append(one)
+            configs.append(candidate)
+        timed = [(us, i) for i, us in enumerate(timer(right, reset)) if us is not None]
+        if not timed:
+            continue
+        fastest, index = min(timed)
+        best[product] = configs[index]
+        yield (
+            product,
+            Tuned(configs[index], fastest, {i: us for us, i in timed}.get(0, fastest)),
+        )
+    steps.close()
+
+
+def time_captured(
+    steps: Sequence[Callable[[], Tensor]], reset: Callable[[], None], device: torch.device
+) -> list[float | None]:
+    """Capture steps on a CUDA device and return the median microseconds of their replays."""
+    capturer = CudaGraphCapturer(device)
+    captures = []
+    for step in steps:
+        reset()
+        capturer.warm_up(step)
+        captures.append(capturer.capture(step))
+    times: list[list[float]] = [[] for _ in captures]
+    for _ in range(ROUNDS):
+        for capture, measured in zip(captures, times, strict=True):
+            reset()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            capture.replay()
+            end.record()
+            end.synchronize()
+            measured.append(1e3 * start.elapsed_time(end))
+    return [statistics.median(measured) for measured in times]
 
 
 def main(
@@ -43,72 +159,54 @@ def main(
     """Run the command line; return the exit status.
 
     Args:
-        arguments: None: those of the process.
-        timer: times kernels in the place of the device.
-        device: what `timer` times; None: the current CUDA device.
+        arguments: None: `sys.argv`.
+        timer: None: `time_captured`.
+        device: where steps run; None: the current CUDA device.
     """
     options = _parser().parse_args(arguments)
-    if timer is None:
+    if device is None:
         if not torch.cuda.is_available():
             return _error("tuning times kernels on a CUDA device, and torch sees none")
         if os.environ.get("TRITON_INTERPRET") == "1":
             return _error("TRITON_INTERPRET=1 keeps kernels from the device: unset it")
         device = torch.device("cuda", torch.cuda.current_device())
-    assert device is not None
-    # After the checks: where there is no device there need not be a Triton.
-    from ..kernels.triton.kernel_calls import num_multiprocessors
-    from ..kernels.triton.linear import ROW_CLASSES
-    from ..kernels.triton.tuning import MOST_EXPERT_ROWS, store, tuning_file
-    from .expert_problems import expert_problems
-    from .linear_problems import problems_of
-    from .linear_timing import time_on_device, tune
+    if max(options.rows) > MOST_ROWS:
+        return _error(f"--rows {max(options.rows)}: at most {MOST_ROWS}")
+    # After the checks: where there is no device Triton may be missing.
+    from ..kernels.triton.tuning import store, tuning_file
 
-    if max(options.rows) > MOST_EXPERT_ROWS:
-        return _error(f"--rows {max(options.rows)}: at most {MOST_EXPERT_ROWS}")
-    timer = timer or partial(time_on_device, device=device)
-    multiprocessors = num_multiprocessors(device)
+    timer = timer or partial(time_captured, device=device)
     done = set()
     for source in options.model:
         for weight_dtype in options.weight_dtype:
             try:
-                model, config = _resolve(source, options.dtype, weight_dtype)
+                model, config = _resolve(source, options.dtype, weight_dtype, device)
+                for rows in options.rows:
+                    with torch.no_grad():
+                        for key, tuned in tune(model, config, rows, timer):
+                            store({key: tuned})  # an interrupted run keeps what it found
+                            done.add(key)
+                            print(
+                                f"{key.kernel:15} {rows:3} rows, {key.n} x {key.k}"
+                                f" {key.weight_dtype}: step {tuned.microseconds:.1f} µs (default"
+                                f" {tuned.default_microseconds:.1f} µs): {tuned.config}",
+                                flush=True,
+                            )
             except StepgraphError as error:
                 return _error(f"{source}: {error}")
-            of_model = (model, config.dtype, config.weights)
-            few = [rows for rows in options.rows if rows <= ROW_CLASSES[-1]]
-            problems: Iterator[Problem] = itertools.chain(
-                problems_of(*of_model, few, multiprocessors),
-                expert_problems(*of_model, options.rows),
-            )
-            for problem in problems:
-                key = problem.key(device)
-                if key in done:  # models share shapes
-                    continue
-                done.add(key)
-                tuned = tune(problem, timer, multiprocessors)
-                if tuned is None:
-                    return _error(f"{problem.title} runs with none of its configurations")
-                store({key: tuned})  # at once: an interrupted run keeps what it found
-                print(_line(problem, tuned), flush=True)
     print(f"{len(done)} choices are in {tuning_file()}")
     return 0
 
 
-def _resolve(source: str, dtype: str, weight_dtype: str) -> tuple[ModelConfig, ResolvedConfig]:
+def _resolve(
+    source: str, dtype: str, weight_dtype: str, device: torch.device
+) -> tuple[ModelConfig, ResolvedConfig]:
     """The model, and the dtypes of its weights. Raises StepgraphError for what cannot be tuned."""
     model = resolve_source(source, config_only=True).native
-    config = EngineConfig(device="cpu", mode="eager", dtype=dtype, weight_dtype=weight_dtype)
+    config = EngineConfig(device=device.type, mode="eager", dtype=dtype, weight_dtype=weight_dtype)
     if (obstacle := fusion_obstacle(model_plan(model))) is not None:
         raise ConfigError(f"layers with {obstacle} are not made of the kernels tuned here")
     return model, ResolvedConfig.resolve(config, model)
-
-
-def _line(problem: Problem, tuned: Tuned) -> str:
-    return (
-        f"{problem.title}: {tuned.microseconds:.2f} µs,"
-        f" {problem.weight_bytes / tuned.microseconds / 1e3:,.0f} GB/s"
-        f" (default {tuned.default_microseconds:.2f} µs): {tuned.config}"
-    )
 
 
 def _error(message: str) -> int:

@@ -113,7 +113,7 @@ def launches(
 
 def _launch(case: KernelCase, dependent: bool) -> None:
     with dependent_launch(dependent):
-        case.run(0)
+        case.run()
 
 
 def check_operations(
@@ -232,7 +232,7 @@ def _replayed(
 
 def _run(cases: Sequence[KernelCase]) -> None:
     for case in cases:
-        case.run(0)
+        case.run()
 
 
 def _results(cases: Sequence[KernelCase]) -> list[Tensor]:

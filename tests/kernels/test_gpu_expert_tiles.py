@@ -1,4 +1,4 @@
-"""Sizes of the products of experts: by default, as tuned, and what is timed."""
+"""Sizes of the products of experts, by default and as tuned."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from stepgraph.runtime.kernels.triton.linear_configs import config_error
 from stepgraph.runtime.kernels.triton.tuning import Tuned
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import PRESETS
-from stepgraph.runtime.tools import linear_timing, tune
-from stepgraph.runtime.tools.expert_problems import ExpertProblem, expert_problems
 
 from ..rigs.expert_cases import make_mixture
 from .test_gpu_experts import TOP_2
@@ -109,38 +107,3 @@ def test_tuned_sizes_are_of_one_kind() -> None:
 )
 def test_what_cannot_run(config: LinearConfig, kernel: str, error: str) -> None:
     assert error in (config_error(config, kernel, 1) or "")
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("weights", ["model", "fp8"])
-@pytest.mark.parametrize("tokens", [2, 6])
-@pytest.mark.parametrize("kernel", EXPERT_PRODUCTS)
-def test_what_is_timed_is_right(kernel: str, tokens: int, weights: str) -> None:
-    op = make_mixture(TOP_2, hidden=40, features=24, biases=True, shared=1).op
-    problem = ExpertProblem(kernel, tokens, op, torch.bfloat16, weights)
-    operands = problem.operands(DEVICE, copies=2)
-    assert not operands.error() <= 1, "there is no result yet"
-    for number, config in enumerate((*problem.configs(1)[:6:2], None)):
-        operands.poison()
-        operands.run(2 * number, config)
-        operands.run(1, config)
-        operands.run(2 * number, config)
-        assert operands.error() <= linear_timing.TOLERANCE[torch.bfloat16]
-    inner = operands.inner[0]
-    assert inner is not None
-    (inner[1] if kernel == GATE_UP else operands.out_TD).mul_(1.1)
-    assert not operands.error() <= linear_timing.TOLERANCE[torch.bfloat16]
-
-
-def test_the_command_tunes_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    def timer(problem: object, configs: linear_timing.Configs) -> list[float]:
-        return [2e-5 - i * 1e-7 for i in range(len(configs))]
-
-    arguments = ["--model", "preset:qwen3-moe-7b-a1b", "--rows", "1", "64"]
-    assert tune.main(arguments, timer=timer, device=DEVICE) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "expert_" in line]
-    assert len(lines) == 4
-    assert "expert_gate_up   1 rows, 8 of 64" in lines[0]
-    problems = list(expert_problems(PRESETS["qwen3-moe-7b-a1b"], torch.bfloat16, "model", [1, 64]))
-    for problem in problems:
-        assert tuning.lookup(problem.key(DEVICE)) == problem.configs(1)[-1]

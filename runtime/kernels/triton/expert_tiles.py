@@ -124,12 +124,13 @@ def block_rows(pairs: int, total: int) -> int:
 def expert_tiles(sizes: ExpertSizes) -> tuple[LinearConfig, LinearConfig]:
     """Return the sizes of both products, as tuned or by default; they are of one kind."""
     gate_up, down = EXPERT_PRODUCTS
-    first = lookup(sizes.key(gate_up))
+    first = lookup(sizes.key(gate_up), lambda: candidate_tiles(gate_up, sizes))
     if first is None:
         first = default_tiles(gate_up, sizes)
-    second = lookup(sizes.key(down))
-    if second is None or second.kind != first.kind:
-        second = default_tiles(down, sizes, first.kind)
+    kind = first.kind
+    second = lookup(sizes.key(down), lambda: candidate_tiles(down, sizes, kind))
+    if second is None or second.kind != kind:
+        second = default_tiles(down, sizes, kind)
     return first, second
 
 

@@ -17,13 +17,13 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,7 +31,7 @@ import triton
 from ..library_store import cache_directory
 from .kernel_calls import compute_capability, num_multiprocessors
 from .linear import EXPERT_PRODUCTS, LinearConfig, row_class
-from .linear_configs import config_error, default_config
+from .linear_configs import candidate_configs, config_error, default_config
 
 __all__ = [
     "MOST_EXPERT_ROWS",
@@ -43,6 +43,7 @@ __all__ = [
     "lookup",
     "reload",
     "store",
+    "trial",
     "tuning_file",
     "tuning_key",
     "without_library",
@@ -111,9 +112,9 @@ class Tuned:
 
     config: LinearConfig
     microseconds: float
-    """Of one launch, the edge to the next included; the median."""
+    """Of a decode step of a few layers with it; the median."""
     default_microseconds: float
-    """The same with `default_config`."""
+    """The same with the default."""
 
 
 def tuning_key(
@@ -161,11 +162,41 @@ def expert_key(
     return dataclasses.replace(one_row, rows=rows, experts=experts, per_token=per_token)
 
 
-def lookup(key: TuningKey) -> LinearConfig | None:
-    """Return what was tuned for `key`, or None.
+_Candidates = Callable[[], list[LinearConfig]]
+
+
+class _Trial(NamedTuple):
+    choices: Mapping[TuningKey, LinearConfig]
+    asked: dict[TuningKey, list[LinearConfig]]
+
+
+_trial: ContextVar[_Trial | None] = ContextVar("configurations on trial", default=None)
+
+
+@contextlib.contextmanager
+def trial(
+    choices: Mapping[TuningKey, LinearConfig],
+) -> Iterator[dict[TuningKey, list[LinearConfig]]]:
+    """Use these configurations, and defaults for the rest, in this block; nothing is looked up.
+
+    Yields a dict that gets the candidates of each product that is looked up, the default first.
+    """
+    asked: dict[TuningKey, list[LinearConfig]] = {}
+    token = _trial.set(_Trial(choices, asked))
+    try:
+        yield asked
+    finally:
+        _trial.reset(token)
+
+
+def lookup(key: TuningKey, candidates: _Candidates) -> LinearConfig | None:
+    """Return what was tuned for `key`, or None; `candidates` are the configurations to try.
 
     The file is read at the first call and not again: what is tuned later serves later processes.
     """
+    if (on_trial := _trial.get()) is not None:
+        on_trial.asked[key] = candidates()
+        return on_trial.choices.get(key)
     tuned = _known(tuning_file()).get(key)
     return None if tuned is None else tuned.config
 
@@ -193,7 +224,8 @@ def best_config(
     are not captured call this for each launch.
     """
     shape = (kernel, rows, n, k, dtype, weight_dtype, device)
-    return _best_config(*shape, num_multiprocessors(device), is_tight(pending), _library.get())
+    choose = _best_config if _trial.get() is None else _best_config.__wrapped__
+    return choose(*shape, num_multiprocessors(device), is_tight(pending), _library.get())
 
 
 _library: ContextVar[bool] = ContextVar("whether products may be the library's", default=True)
@@ -225,10 +257,11 @@ def _best_config(
     tight: bool,
     library: bool,
 ) -> LinearConfig:
-    tuned = lookup(tuning_key(kernel, rows, n, k, dtype, weight_dtype, device))
+    sizes = (n, k, weight_dtype.itemsize, multiprocessors)
+    key = tuning_key(kernel, rows, n, k, dtype, weight_dtype, device)
+    tuned = lookup(key, lambda: candidate_configs(kernel, rows, *sizes, tight=tight))
     if tuned is not None and (library or tuned.kind != "library"):
         return tuned
-    sizes = (n, k, weight_dtype.itemsize, multiprocessors)
     return default_config(kernel, rows, *sizes, tight=tight, library=library)
 
 
