@@ -119,9 +119,12 @@ class EngineConfig:
             always one of them. None: chosen from `max_num_seqs`.
         prompt_embeds: whether embeddings may replace tokens of prompts; every prefill step then
             reads a buffer of `prefill_chunk` embeddings.
-        structured_output: whether outputs may follow a grammar (`SamplingParams.structured`). Needs
-            the package llguidance (`stepgraph[structured]`), buffers for token masks and logits,
-            and more prepared steps. See docs/structured-output.md.
+        structured_output: whether steps can apply token masks, which grammars
+            (`SamplingParams.structured`, with the package llguidance, `stepgraph[structured]`),
+            `allowed_token_ids` and `bad_words` need. On CUDA they take buffers for masks and
+            logits, and more prepared steps. True also refuses to start without llguidance. None: on
+            a CPU, unless `torch.compile` compiles the sampler (`kernels="torch"`). See
+            docs/structured-output.md.
         encoder_cache_bytes: bytes of host memory, outside the memory plan, for the cache of
             `Engine.encode`, 0 to 2^60; 0: no cache.
         generation_config: where parameters come from that a request leaves out. `auto`: the
@@ -169,7 +172,7 @@ class EngineConfig:
     freeze_gc: bool = False
     buckets: tuple[int, ...] | None = None
     prompt_embeds: bool = False
-    structured_output: bool = False
+    structured_output: bool | None = None
     encoder_cache_bytes: int = 0
     generation_config: Literal["auto", "none"] = "auto"
     tie_word_embeddings: bool | None = None
@@ -227,17 +230,15 @@ class EngineConfig:
                 _check_int(field, getattr(self, field), low, high)
         for field in (
             *("compile", "dependent_launch", "batch_invariant", "prefix_cache"),
-            *("prompt_embeds", "structured_output", "freeze_gc"),
+            *("prompt_embeds", "freeze_gc"),
         ):
             if not isinstance(getattr(self, field), bool):
                 value = bounded_repr(getattr(self, field))
                 raise ConfigError(f"{field} must be True or False, not {value}", field=field)
-        if not isinstance(self.tie_word_embeddings, bool | None):
-            raise ConfigError(
-                "tie_word_embeddings must be True, False or None, not"
-                f" {bounded_repr(self.tie_word_embeddings)}",
-                field="tie_word_embeddings",
-            )
+        for field in ("structured_output", "tie_word_embeddings"):
+            if not isinstance(getattr(self, field), bool | None):
+                value = bounded_repr(getattr(self, field))
+                raise ConfigError(f"{field} must be True, False or None, not {value}", field=field)
         if self.preemption == "swap" and not self.host_cache_bytes:
             raise ConfigError(
                 "preemption='swap' needs a host cache: set host_cache_bytes", field="preemption"

@@ -30,7 +30,7 @@ from .models.decoder_model import DecoderConfig
 from .models.plan import plan_of
 from .speculation.config import Speculation
 
-__all__ = ["ResolvedConfig", "resolve_device", "resolve_kernels"]
+__all__ = ["ResolvedConfig", "resolve_device", "resolve_kernels", "resolve_masks"]
 
 MAX_PREFILL_ROWS = 8
 """A prefill step computes logits for this many rows, used or not."""
@@ -68,7 +68,7 @@ class ResolvedConfig:
         dependent_launch: whether Triton kernels may use programmatic dependent launch.
         batch_invariant: whether logits must not depend on what else is in a step.
         prompt_embeds: whether prompts may have embeddings.
-        structured_output: whether outputs may follow a grammar.
+        structured_output: whether steps can apply token masks.
         prefix_cache: whether requests with a common prefix share its blocks.
         host_cache_bytes: bytes of the host cache for preempted requests.
         encoder_cache_bytes: bytes of the cache of encoder outputs.
@@ -219,6 +219,8 @@ class ResolvedConfig:
         if config.batch_invariant and missing is not None:
             raise ConfigError(f"batch_invariant=True needs {missing}", field="batch_invariant")
         kernels = resolve_kernels(config.kernels, mode, obstacle, missing)
+        if config.batch_invariant:
+            kernels = "native"
         return cls(
             user=config,
             device=device,
@@ -226,7 +228,7 @@ class ResolvedConfig:
             weights=weights,
             storage="model" if config.kv_dtype == "auto" else cast(Storage, config.kv_dtype),
             model_impl="native" if isinstance(model, ModelConfig) else "transformers",
-            kernels="native" if config.batch_invariant else kernels,
+            kernels=kernels,
             native_obstacle=obstacle,
             mode=mode,
             threads=_threads(config),
@@ -241,7 +243,7 @@ class ResolvedConfig:
             dependent_launch=config.dependent_launch,
             batch_invariant=config.batch_invariant,
             prompt_embeds=config.prompt_embeds,
-            structured_output=config.structured_output,
+            structured_output=resolve_masks(config, device, mode, kernels),
             prefix_cache=config.prefix_cache,
             host_cache_bytes=config.host_cache_bytes,
             encoder_cache_bytes=config.encoder_cache_bytes,
@@ -249,6 +251,19 @@ class ResolvedConfig:
             freeze_gc=config.freeze_gc,
             seed=config.seed,
         )
+
+
+def resolve_masks(
+    config: EngineConfig, device: torch.device, mode: Mode, kernels: KernelChoice
+) -> bool:
+    """Return whether steps can apply token masks: by default where they cost others nothing.
+
+    On CUDA a step with masks has two parts, each with graphs of its own. On a CPU it is one step,
+    but the sampler in plain PyTorch has other code for masks, which would take minutes to compile.
+    """
+    if config.structured_output is not None:
+        return config.structured_output
+    return device.type == "cpu" and not (mode == "compile" and kernels == "torch")
 
 
 def _threads(config: EngineConfig) -> int:

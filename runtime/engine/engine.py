@@ -491,6 +491,8 @@ class StartedEngine:
             defaults=parts.sampling_defaults,
             one_token_steps=config.steps_per_launch == 1 and config.user.speculation is None,
         )
+        if config.user.structured_output:
+            self._intake.make_grammars()  # it warns of a tokenizer that cannot have any
         if config.freeze_gc:
             gc.collect()  # garbage that is frozen is never freed
             gc.freeze()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+import threading
 import time
 from collections.abc import Sequence
 
@@ -75,7 +76,9 @@ class Intake:
         self._structured_output = structured_output
         self._defaults = defaults
         self._one_token_steps = one_token_steps
-        self._grammars = self._make_grammars()
+        self._grammars: GrammarCompiler | None = None
+        """Made for the first grammar; see `make_grammars`."""
+        self._grammars_lock = threading.Lock()
         self._rope_lengths = rope_lengths(config)
         self._arrivals = itertools.count(1)  # atomic: prompts arrive from any thread
 
@@ -85,13 +88,23 @@ class Intake:
         """Return an intake for a model of the same sizes; it continues the order of arrivals."""
         other = copy.copy(self)
         other._config, other._tokenizer, other._defaults = config, tokenizer, defaults
-        other._grammars = other._make_grammars()
+        other._grammars = None
+        if self._grammars is not None:
+            other.make_grammars()
         return other
 
-    def _make_grammars(self) -> GrammarCompiler | None:
-        if not self._structured_output or self._tokenizer is None:
-            return None
-        return GrammarCompiler(self._tokenizer, self._config.vocab_size, self._config.eos_token_ids)
+    def make_grammars(self) -> GrammarCompiler | None:
+        """Return the compiler of grammars; None without a tokenizer. The first call makes it.
+
+        Raises:
+            RequestError: llguidance is not installed.
+        """
+        with self._grammars_lock:
+            if self._grammars is None and self._tokenizer is not None:
+                self._grammars = GrammarCompiler(
+                    self._tokenizer, self._config.vocab_size, self._config.eos_token_ids
+                )
+            return self._grammars
 
     def accept(
         self,
@@ -200,14 +213,17 @@ class Intake:
         if not self._structured_output:
             raise RequestError(
                 "structured is given, but this engine has no token masks: set"
-                " structured_output=True in its EngineConfig"
+                " structured_output=True in its EngineConfig",
+                field="structured",
             )
-        if self._grammars is None:
+        grammars = self.make_grammars()
+        if grammars is None:
             raise RequestError(
                 "structured output needs a tokenizer, which this checkpoint lacks: leave out"
-                " structured"
+                " structured",
+                field="structured",
             )
-        return self._grammars.matchers(params.structured, params.n)
+        return grammars.matchers(params.structured, params.n)
 
     def _hashes(self, cache_salt: str | None, num_tokens: int) -> PrefixHashes | None:
         if cache_salt is not None:

@@ -443,7 +443,8 @@ def _library(
         if config.mode == "eager":
             return EagerStep(eager.bind(key), str(key))
         if capturer is None:
-            return CompiledStep(functions.bind(key), str(key))
+            kind = CompiledStep if functions.has_own_code(key) else EagerStep
+            return kind(functions.bind(key), str(key))
         return CapturedStep(functions.bind(key), str(key), capturer, identity=key)
 
     def make_fallback(key: StepKey) -> Step[StepOutput]:

@@ -1043,6 +1043,10 @@ class StepFunctions(RaggedSteps):
                 for part in (self._masked_logits, self._greedy_step, self._largest):
                     self._parts.add(part)
 
+    def has_own_code(self, key: StepKey) -> bool:
+        """Whether a step may compile what the same step without masks does not."""
+        return not (key.masked and self._sampler.takes_masks)
+
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
         step = self.decode if key.phase == "decode" else self.prefill

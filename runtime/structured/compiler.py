@@ -62,9 +62,16 @@ def check_installed() -> None:
         import llguidance  # noqa: F401  # an optional package
     except ImportError as error:
         raise ConfigError(
-            "structured_output needs the package llguidance, which cannot be imported"
-            f" ({bounded_text(error)}): install stepgraph[structured]"
+            f"structured_output=True needs {_missing(error)}, or leave it out",
+            field="structured_output",
         ) from error
+
+
+def _missing(error: ImportError) -> str:
+    return (
+        f"the package llguidance, which cannot be imported ({bounded_text(error)}): install"
+        " stepgraph[structured]"
+    )
 
 
 _Key = tuple[str, str]
@@ -101,6 +108,9 @@ class GrammarCompiler:
                 nor are those of the tokenizer beyond it.
             eos_token_ids: tokens that end the model's output. Those that the tokenizer or the model
                 lacks are left out.
+
+        Raises:
+            RequestError: llguidance is not installed.
         """
         self._obstacle: str | None = None
         self._eos_token_ids = tuple(eos_token_ids)
@@ -126,8 +136,13 @@ class GrammarCompiler:
             )
             self._warn()
             return
-        from llguidance import LLParserLimits  # an optional package
-
+        try:
+            from llguidance import LLParserLimits  # an optional package
+        except ImportError as error:
+            raise RequestError(
+                f"structured needs {_missing(error)} on the machine of the engine",
+                field="structured",
+            ) from error
         self._limits: LLParserLimits = LLParserLimits(
             max_grammar_size=200_000,
             max_lexer_states=50_000,  # about 100 MB
@@ -159,7 +174,8 @@ class GrammarCompiler:
         """
         if self._obstacle is not None:
             raise RequestError(
-                f"structured output is not possible: {self._obstacle}. Leave out structured"
+                f"structured output is not possible: {self._obstacle}. Leave out structured",
+                field="structured",
             )
         assert self._tokenizers is not None
         key = structured.kind, structured.source
@@ -266,7 +282,8 @@ class GrammarCompiler:
         name = _NAMES.get(kind, kind)
         return GrammarError(
             f"the {name} of structured cannot be used:"
-            f" {bounded_text(reason, _MAX_REASON_CHARS)}; give a valid, simpler one"
+            f" {bounded_text(reason, _MAX_REASON_CHARS)}; give a valid, simpler one",
+            field="structured",
         )
 
 

@@ -24,7 +24,7 @@ from ..memory.footprint import model_footprint
 from ..models.decoder_model import DecoderConfig
 from ..models.layout import parameter_bytes
 from ..models.plan import plan_of, shard_config
-from ..resolved_config import ResolvedConfig, resolve_kernels
+from ..resolved_config import ResolvedConfig, resolve_kernels, resolve_masks
 
 __all__ = ["describe_experts", "explain_memory", "resolve_absent"]
 
@@ -157,6 +157,7 @@ def resolve_absent(config: EngineConfig, model: DecoderConfig) -> ResolvedConfig
         kernels=kernels,
         native_obstacle=obstacle,
         mode=mode,
+        structured_output=resolve_masks(config, device, mode, kernels),
     )
 
 

@@ -77,6 +77,7 @@ def fake_engine(
         block_size=4,
         prefill_chunk=16,
         freeze_gc=False,
+        structured_output=False,  # there are no masks
         **options,
     )
     runner = make_runner()

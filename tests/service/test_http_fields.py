@@ -40,7 +40,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
         if path.suffix in (".json", ".safetensors"):
             (folder / path.name).symlink_to(path)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    config = EngineConfig(mode="eager", max_model_len=LONGEST, structured_output=True)
+    config = EngineConfig(mode="eager", max_model_len=LONGEST)
     with AsyncEngine.from_pretrained(folder, config) as shared:
         yield lambda use: asyncio.run(use(Rig(shared)))
 

@@ -28,7 +28,6 @@ CONFIG = EngineConfig(
     mode="eager",
     kernels="native" if have_compiler() else "torch",
     max_model_len=256,
-    structured_output=True,
 )
 SCHEMA = {
     "type": "object",

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from stepgraph.runtime import (
+    ConfigError,
     Engine,
     GrammarError,
     RequestError,
     SamplingParams,
     StructuredOutputError,
 )
+from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.resolved_config import resolve_masks
 from stepgraph.runtime.structured.matcher import TokenMatcher
 
 from ..rigs.structured_rig import GRAMMARS, ll_tokenizer, reference
@@ -180,13 +186,52 @@ def test_a_failing_grammar_ends_its_request_alone(
 
 def test_refusals(open_engine: Callable[..., Engine]) -> None:
     structured = greedy(structured={"regex": "a"})
-    with pytest.raises(RequestError, match="structured_output=True in its EngineConfig"):
-        open_engine("text").add_request([5], structured)
-    with pytest.raises(RequestError, match="needs a tokenizer"):
-        open_engine("base", structured_output=True).add_request([5], structured)
+    without = open_engine("text", structured_output=False)
+    for engine in (without, open_engine("base", structured_output=True)):
+        with pytest.raises(RequestError) as refused:
+            engine.add_request([5], structured)
+        assert refused.value.field == "structured"
+    for field, value in (("allowed_token_ids", [1]), ("bad_words", ["a"])):
+        with pytest.raises(RequestError) as refused:
+            without.add_request([5], greedy(**{field: value}))
+        assert refused.value.field == field
     engine = open_engine("text", structured_output=True)
-    with pytest.raises(GrammarError, match="regular expression"):
+    with pytest.raises(GrammarError) as invalid:
         engine.add_request([5], greedy(structured={"regex": "(a"}))
+    assert invalid.value.field == "structured"
     good, bad = engine.generate([[5], [5]], [structured, greedy(structured={"regex": "(a"})])
     assert good.completions[0].text == "a"
     assert isinstance(bad.error, GrammarError)
+
+
+def test_masks_are_on_by_default_on_a_cpu_and_need_no_package(
+    open_engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "llguidance", None)
+        engine = open_engine("text")
+        (plain,) = engine.generate([[5]], greedy(max_tokens=4))
+        allowed = sorted(set(plain.completions[0].token_ids))[:1]
+        (only,) = engine.generate([[5]], greedy(allowed_token_ids=allowed, max_tokens=4))
+        assert set(only.completions[0].token_ids) == set(allowed)
+        with pytest.raises(RequestError) as missing:
+            engine.add_request([5], greedy(structured={"regex": "a"}))
+        assert missing.value.field == "structured"
+        with pytest.raises(ConfigError) as refused:
+            open_engine("text", structured_output=True)
+        assert refused.value.field == "structured_output"
+    (found,) = engine.generate([[5]], greedy(structured={"regex": "abc"}))
+    assert found.completions[0].text == "abc"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+def test_masks_are_off_by_default_where_they_cost_others(given: bool | None) -> None:
+    config = EngineConfig(structured_output=given)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert resolve_masks(config, cpu, "eager", "torch") is (given is not False)
+    assert resolve_masks(config, cpu, "compile", "auto") is (given is not False)
+    assert resolve_masks(config, cpu, "compile", "torch") is bool(given)
+    assert resolve_masks(config, cuda, "graph", "native") is bool(given)
