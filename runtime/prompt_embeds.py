@@ -75,7 +75,9 @@ class PromptEmbeds:
     spans: Sequence[EmbeddedSpan] = field(default=())
 
 
-def check_embeds(embeds: object, hidden_size: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+def check_embeds(
+    embeds: object, hidden_size: int, dtype: torch.dtype, what: str, field: str
+) -> torch.Tensor:
     """Return a copy of embeddings in host memory, as float32 `[tokens, hidden_size]`.
 
     It is a copy, so that the user's later changes do not affect requests.
@@ -85,24 +87,30 @@ def check_embeds(embeds: object, hidden_size: int, dtype: torch.dtype, what: str
         hidden_size: elements of an embedding.
         dtype: of the model.
         what: the beginning of the message, such as `the encoder gave`.
+        field: of the error.
 
     Raises:
         RequestError: not a tensor of that shape, not floating point, or values that are not finite
             in `dtype`.
     """
     if not isinstance(embeds, torch.Tensor):
-        raise RequestError(f"{what} {type(embeds).__name__}, but a tensor is needed")
+        raise RequestError(f"{what} {type(embeds).__name__}, but a tensor is needed", field=field)
     shape = tuple(embeds.shape)
     if len(shape) != 2 or shape[1] != hidden_size or not shape[0]:
         raise RequestError(
             f"{what} embeddings of shape {list(shape)}: "
-            f"they must be [tokens, {hidden_size}], the model's hidden size"
+            f"they must be [tokens, {hidden_size}], the model's hidden size",
+            field=field,
         )
     if not embeds.is_floating_point():
-        raise RequestError(f"{what} embeddings of {embeds.dtype}: give floating-point numbers")
+        raise RequestError(
+            f"{what} embeddings of {embeds.dtype}: give floating-point numbers", field=field
+        )
     copied = embeds.detach().to("cpu", torch.float32, copy=True)
     if not bool(torch.isfinite(copied.to(dtype)).all()):
-        raise RequestError(f"{what} embeddings with NaN or infinity, or too large for {dtype}")
+        raise RequestError(
+            f"{what} embeddings with NaN or infinity, or too large for {dtype}", field=field
+        )
     return copied
 
 
@@ -116,27 +124,34 @@ def check_spans(
             or it is outside of the prompt or overlaps another.
     """
     if isinstance(spans, (str, bytes)) or not isinstance(spans, Sequence):
-        raise RequestError(f"spans must be a sequence of EmbeddedSpan, not {type_name(spans)}")
+        raise RequestError(
+            f"spans must be a sequence of EmbeddedSpan, not {type_name(spans)}", field="spans"
+        )
     checked: list[EmbeddedSpan] = []
     for index, span in enumerate(spans):
         if not isinstance(span, EmbeddedSpan) or type(span.position) is not int:
             raise RequestError(
                 f"span {index} of the prompt must be an EmbeddedSpan with an integer position,"
-                f" not a {type_name(span)}"
+                f" not a {type_name(span)}",
+                field="spans",
             )
         content = span.content
         if not isinstance(content, EncodedContent):
             raise RequestError(
                 f"span {index} has a content of type {type(content).__name__}: "
-                "use Engine.encode, or EncodedContent.of(tensor)"
+                "use Engine.encode, or EncodedContent.of(tensor)",
+                field="spans",
             )
         if not isinstance(content.key, bytes) or len(content.key) != KEY_BYTES:
-            raise RequestError(f"span {index} has a content whose key is not {KEY_BYTES} bytes")
-        embeds = check_embeds(content.embeds, hidden_size, dtype, f"span {index} has")
+            raise RequestError(
+                f"span {index} has a content whose key is not {KEY_BYTES} bytes", field="spans"
+            )
+        embeds = check_embeds(content.embeds, hidden_size, dtype, f"span {index} has", "spans")
         if not 0 <= span.position <= num_tokens - len(embeds):
             raise RequestError(
                 f"span {index} covers positions {span.position} to {span.stop - 1}, "
-                f"but the prompt has {num_tokens} tokens"
+                f"but the prompt has {num_tokens} tokens",
+                field="spans",
             )
         checked.append(EmbeddedSpan(span.position, EncodedContent(embeds, content.key)))
     checked.sort(key=lambda span: span.position)
@@ -144,6 +159,7 @@ def check_spans(
         if before.stop > after.position:
             raise RequestError(
                 f"spans at positions {before.position} and {after.position} overlap: "
-                f"the first one ends at {before.stop - 1}"
+                f"the first one ends at {before.stop - 1}",
+                field="spans",
             )
     return tuple(checked)

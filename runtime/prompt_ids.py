@@ -59,12 +59,13 @@ def plain_batch(prompts: object, single: tuple[type, ...]) -> list[object]:
     expected = "prompts must be text, a list of token ids or a list of prompts"
     other = (bytes, bytearray, memoryview, Mapping, Set)
     if issubclass(kind, other) or not hasattr(kind, "__iter__"):
-        raise RequestError(f"{expected}, not {type_name(prompts)}")
+        raise RequestError(f"{expected}, not {type_name(prompts)}", field="prompts")
     try:
         return list(prompts)  # type: ignore[call-overload,no-any-return]
     except Exception as error:
         raise RequestError(
-            f"{expected}; reading the {type_name(prompts)} raised {type_name(error)}"
+            f"{expected}; reading the {type_name(prompts)} raised {type_name(error)}",
+            field="prompts",
         ) from error
 
 
@@ -111,7 +112,8 @@ def plain_token_ids(prompt: object, vocab_size: int, longest: int) -> list[int]:
         raise
     except Exception as error:  # for example of an array without memory
         raise RequestError(
-            f"the prompt of type {type_name(prompt)} cannot be read: {type_name(error)}"
+            f"the prompt of type {type_name(prompt)} cannot be read: {type_name(error)}",
+            field="prompt",
         ) from error
     if set(map(type, values)) == {int}:  # the common case, without a call for each
         plain = cast("Sequence[int]", values)
@@ -124,7 +126,8 @@ def plain_token_ids(prompt: object, vocab_size: int, longest: int) -> list[int]:
             shown = token if token.bit_length() < 128 else f"of {token.bit_length()} bits"
             raise RequestError(
                 f"token {shown} at position {position} of the prompt is outside the"
-                f" vocabulary of {vocab_size}"
+                f" vocabulary of {vocab_size}",
+                field="prompt",
             )
         token_ids.append(token)
     return token_ids
@@ -190,7 +193,8 @@ def _plain_integer(value: object, position: int) -> int:
     hint = ": give one prompt a call" if issubclass(kind, (str, list, tuple)) else ""
     raise RequestError(
         f"the prompt must be a sequence of integer token ids, but position {position} holds a"
-        f" {type_name(value)}{hint}"
+        f" {type_name(value)}{hint}",
+        field="prompt",
     )
 
 
@@ -212,4 +216,4 @@ def too_long(tokens: str, longest: int, field: str = "prompt") -> RequestError:
 
 def _refusal(what: str, shape: tuple[int, ...] | None = None) -> RequestError:
     shown = what if shape is None else f"{what} of shape {str(shape)[:_MAX_NAME_CHARS]}"
-    return RequestError(f"the prompt must be {ACCEPTED}, not {shown}")
+    return RequestError(f"the prompt must be {ACCEPTED}, not {shown}", field="prompt")

@@ -60,7 +60,8 @@ class StructuredOutput:
         if len(given) != 1:
             shown = " and ".join(given) if given else "none"
             raise RequestError(
-                f"StructuredOutput: {shown} given; give exactly one of {', '.join(names)}"
+                f"StructuredOutput: {shown} given; give exactly one of {', '.join(names)}",
+                field=given[1] if given else None,
             )
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
@@ -104,13 +105,15 @@ class StructuredOutput:
         if not isinstance(value, Mapping):
             raise RequestError(
                 f"SamplingParams: structured is {bounded_repr(value)}; allowed is a"
-                f" StructuredOutput, or a mapping with one of {', '.join(names)}"
+                f" StructuredOutput, or a mapping with one of {', '.join(names)}",
+                field="structured",
             )
         unknown = [name for name in value if name not in names]
         if unknown:
             raise RequestError(
                 f"StructuredOutput: there is no field {bounded_repr(unknown[0])}; the fields are"
-                f" {', '.join(names)}"
+                f" {', '.join(names)}",
+                field="structured",
             )
         return cls(**value)
 
@@ -128,7 +131,8 @@ def _schema_text(schema: object) -> str:
         if _is_deep(parsed):
             raise RequestError(
                 f"StructuredOutput: json nests deeper than {MAX_SCHEMA_DEPTH} levels; name inner"
-                " schemas under $defs and refer to them"
+                " schemas under $defs and refer to them",
+                field="json",
             )
         text = exact_json.dumps(parsed)  # the order of properties is that of the output
         size = len(text.encode())
@@ -137,7 +141,8 @@ def _schema_text(schema: object) -> str:
     except (ValueError, TypeError, RecursionError) as error:
         reason = str(error) or type(error).__name__
         raise RequestError(
-            f"StructuredOutput: json is no JSON: {reason[:200]}; allowed is {allowed}"
+            f"StructuredOutput: json is no JSON: {reason[:200]}; allowed is {allowed}",
+            field="json",
         ) from error
     if size > MAX_SCHEMA_BYTES:
         raise _too_large("json", size, "bytes", allowed)
@@ -188,8 +193,12 @@ def _checked_choices(value: object) -> tuple[str, ...]:
 
 
 def _too_large(field: str, size: int, unit: str, allowed: str) -> RequestError:
-    return RequestError(f"StructuredOutput: {field} has {size} {unit}; allowed is {allowed}")
+    return RequestError(
+        f"StructuredOutput: {field} has {size} {unit}; allowed is {allowed}", field=field
+    )
 
 
 def _refusal(field: str, value: object, allowed: str) -> RequestError:
-    return RequestError(f"StructuredOutput: {field} is {bounded_repr(value)}; allowed is {allowed}")
+    return RequestError(
+        f"StructuredOutput: {field} is {bounded_repr(value)}; allowed is {allowed}", field=field
+    )

@@ -99,7 +99,9 @@ class EncodedContents:
         embeds = self._use(lambda cache: cache.get(key))
         if embeds is None:
             encoded = encoder(content)
-            made = check_embeds(encoded, self._hidden_size, self._dtype, "the encoder gave")
+            made = check_embeds(
+                encoded, self._hidden_size, self._dtype, "the encoder gave", "encoder"
+            )
             self._use(lambda cache: cache.put(key, made))
             embeds = made
         return EncodedContent(embeds, key)
@@ -1097,7 +1099,9 @@ class Engine(StartedEngine):
         if len(token_ids) >= self.max_model_len:
             raise RequestError(
                 f"{len(token_ids)} tokens to score, but sequences have at most"
-                f" {self.max_model_len}, one predicted token included"
+                f" {self.max_model_len}, one predicted token included",
+                field="token_ids",
+                code="context_length_exceeded",
             )
         forced = token_ids[prompt_len:]
         # Greedy steps of a tensor-parallel group do not gather the logits of all ranks.
@@ -1117,12 +1121,14 @@ def _one_each(
         return [cast("SamplingParams | None", params) or SamplingParams()] * count
     if not issubclass(type(params), Sequence):
         raise RequestError(
-            f"params must be SamplingParams or a sequence of them, not {type_name(params)}"
+            f"params must be SamplingParams or a sequence of them, not {type_name(params)}",
+            field="params",
         )
     each = cast("Sequence[SamplingParams]", params)
     if len(each) != count:
         raise RequestError(
             f"{count} prompts, but {len(each)} SamplingParams: give one for all, or one for each"
-            " prompt"
+            " prompt",
+            field="params",
         )
     return each

@@ -142,7 +142,8 @@ class Intake:
         if params.min_tokens and len(stops) > MAX_ROW_STOP_IDS:
             raise RequestError(
                 f"min_tokens allows at most {MAX_ROW_STOP_IDS} stop token ids, those of the model"
-                f" included, and there are {len(stops)}: give fewer in stop_token_ids"
+                f" included, and there are {len(stops)}: give fewer in stop_token_ids",
+                field="stop_token_ids",
             )
         hashes = self._hashes(cache_salt, len(prompt_ids))
         matchers = self._matchers(params)
@@ -237,7 +238,8 @@ class Intake:
         if self._embeds_dtype is None:
             raise RequestError(
                 "the prompt has embeddings, but this engine has no buffer for them:"
-                " set prompt_embeds=True in its EngineConfig"
+                " set prompt_embeds=True in its EngineConfig",
+                field="prompt",
             )
         return check_spans(prompt.spans, num_tokens, self._config.hidden_size, self._embeds_dtype)
 
@@ -262,7 +264,7 @@ class Intake:
         self, prompt: object, params: SamplingParams
     ) -> tuple[list[int], tuple[EmbeddedSpan, ...]]:
         """Return the tokens of a prompt, and the embeddings that replace some of them."""
-        kind, special = type(prompt), params.add_special_tokens
+        kind, special, field = type(prompt), params.add_special_tokens, "prompt"
         most = self._longest if params.truncate_prompt_tokens is None else MAX_TRUNCATED_TOKENS + 1
         try:
             if issubclass(kind, PromptEmbeds):
@@ -272,29 +274,32 @@ class Intake:
                         "truncate_prompt_tokens cannot cut a prompt with embeddings",
                         field="truncate_prompt_tokens",
                     )
-                token_ids = self._not_empty(self.check_token_ids(prompt.token_ids))
+                token_ids = self._not_empty(self.check_token_ids(prompt.token_ids), field)
                 return token_ids, self._embeds(prompt, len(token_ids))
             if issubclass(kind, ChatPrompt):
                 assert isinstance(prompt, ChatPrompt)
-                rendered = self._with_tokenizer().render(prompt)
-                token_ids = self._encode(rendered, bool(special), most, "messages")
+                field = "messages"
+                rendered = self._with_tokenizer(field).render(prompt)
+                token_ids = self._encode(rendered, bool(special), most, field)
             elif (text := plain_text(prompt)) is not None:
-                token_ids = self._encode(text, special is not False, most, "prompt")
+                token_ids = self._encode(text, special is not False, most, field)
             else:
                 token_ids = plain_token_ids(prompt, self._config.vocab_size, most)
-            return self._not_empty(self._truncated(token_ids, params)), ()
+            return self._not_empty(self._truncated(token_ids, params), field), ()
         except RequestError:
             raise
         except Exception as error:  # raised by an object of the user
             raise RequestError(
-                f"the prompt of type {type_name(prompt)} cannot be read: {type_name(error)}"
+                f"the prompt of type {type_name(prompt)} cannot be read: {type_name(error)}",
+                field=field,
             ) from error
 
-    def _with_tokenizer(self) -> TextTokenizer:
+    def _with_tokenizer(self, field: str) -> TextTokenizer:
         if self._tokenizer is None:
             raise RequestError(
                 "the prompt is text, but the checkpoint has no tokenizer.json:"
-                " give a list of token ids"
+                " give a list of token ids",
+                field=field,
             )
         return self._tokenizer
 
@@ -315,20 +320,24 @@ class Intake:
         return token_ids[-kept:]
 
     def _encode(self, text: str, special: bool, most: int, field: str) -> list[int]:
-        tokenizer = self._with_tokenizer()
+        tokenizer = self._with_tokenizer(field)
         if not text:  # before the tokenizer adds a token of its own
             return []
         least = tokenizer.least_tokens(text, enough=most)
         if least >= most:
             raise too_long(f"at least {least} tokens", most, field)
-        token_ids = tokenizer.encode(text, special=special)
+        try:
+            token_ids = tokenizer.encode(text, special=special)
+        except RequestError as error:
+            raise RequestError(str(error), field=field) from error
         if len(token_ids) >= most:
             raise too_long(f"{len(token_ids)} tokens", most, field)
         if max(token_ids, default=0) >= self._config.vocab_size:
             token_id = next(i for i in token_ids if i >= self._config.vocab_size)
             raise RequestError(
                 f"the prompt has token {token_id}, {tokenizer.spelling(token_id)}, of the tokenizer"
-                f" that is outside the model's vocabulary of {self._config.vocab_size}"
+                f" that is outside the model's vocabulary of {self._config.vocab_size}",
+                field=field,
             )
         return token_ids
 
@@ -342,9 +351,9 @@ class Intake:
         return plain_token_ids(prompt, self._config.vocab_size, self._longest)
 
     @staticmethod
-    def _not_empty(token_ids: list[int]) -> list[int]:
+    def _not_empty(token_ids: list[int], field: str) -> list[int]:
         if not token_ids:
-            raise RequestError("the prompt is empty: it must have at least one token")
+            raise RequestError("the prompt is empty: it must have at least one token", field=field)
         return token_ids
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -367,12 +376,15 @@ def _check_salt(salt: str) -> None:
         is_text = isinstance(salt, str)
         shown = f"a string of {len(salt)} characters" if is_text else f"a {type_name(salt)}"
         raise RequestError(
-            f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} characters, not {shown}"
+            f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} characters, not {shown}",
+            field="cache_salt",
         )
     try:
         salt.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"cache_salt must be encodable as UTF-8: {error}") from error
+        raise RequestError(
+            f"cache_salt must be encodable as UTF-8: {error}", field="cache_salt"
+        ) from error
 
 
 def _derive(seed: int, index: int) -> int:

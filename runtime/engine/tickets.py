@@ -94,7 +94,8 @@ class Tickets:
         if self._tickets.setdefault(request_id, ticket) is not ticket:
             raise RequestError(
                 f"request_id {request_id!r} is already in use until its last output has been"
-                " returned: choose another, or leave it out"
+                " returned: choose another, or leave it out",
+                field="request_id",
             )
         return request_id
 

@@ -6,6 +6,7 @@ follows transformers' `apply_chat_template`; `template_sandbox` has its limits.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +88,8 @@ class ChatTemplates:
             if prompt.add_generation_prompt:
                 raise RequestError(
                     "continue_final_message continues the last message, and"
-                    " add_generation_prompt begins a new one: set one of them"
+                    " add_generation_prompt begins a new one: set one of them",
+                    field="continue_final_message",
                 )
             final = _mark_final(messages, prompt.continue_final_message, self.sources[name])
         variables = {
@@ -104,7 +106,8 @@ class ChatTemplates:
     def _name(self, prompt: ChatPrompt) -> str:
         if not self.sources:
             raise RequestError(
-                "the checkpoint has no chat template: give a text or token ids as the prompt"
+                "the checkpoint has no chat template: give a text or token ids as the prompt",
+                field="messages",
             )
         name = prompt.chat_template
         if name is None:
@@ -114,7 +117,8 @@ class ChatTemplates:
             shown = repr(name[:80]) if isinstance(name, str) else type_name(name)
             raise RequestError(
                 f"chat_template {shown} is not one of the checkpoint's: {names}. Templates of"
-                " requests are not rendered"
+                " requests are not rendered",
+                field="chat_template",
             )
         return name
 
@@ -125,7 +129,8 @@ class ChatTemplates:
                     from .template_sandbox import BoundedEnvironment
                 except ImportError as error:
                     raise RequestError(
-                        'chat templates need jinja2 3.1.6 or newer: pip install "stepgraph[chat]"'
+                        'chat templates need jinja2 3.1.6 or newer: pip install "stepgraph[chat]"',
+                        field="messages",
                     ) from error
                 if self._environment is None:
                     self._environment = BoundedEnvironment()
@@ -183,10 +188,14 @@ def _bounded(name: str, work: Callable[[], Any], seconds: float) -> Any:
     try:
         return run_bounded(work, seconds)
     except TemplateLimitError as error:
-        raise RequestError(f"the chat template {name!r} was stopped: {error}") from error
+        raise RequestError(
+            f"the chat template {name!r} was stopped: {error}", field="messages"
+        ) from error
     except Exception as error:  # of the template, or raised by it on purpose
         shown = f"{type_name(error)}: {error}"[:_MAX_SHOWN_CHARS]
-        raise RequestError(f"the chat template {name!r} failed: {shown}") from error
+        raise RequestError(
+            f"the chat template {name!r} failed: {shown}", field="messages"
+        ) from error
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
@@ -201,29 +210,43 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if issubclass(kind, float):
         return float.__float__(value)
     if depth > MAX_DEPTH:
-        raise RequestError(f"{where[:80]} is nested more than {MAX_DEPTH} deep")
+        raise RequestError(f"{where[:80]} is nested more than {MAX_DEPTH} deep", field=_root(where))
     if issubclass(kind, Mapping):
         return {_key(k, where): _plain(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
     if issubclass(kind, (list, tuple)):
         return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-    raise RequestError(f"{where[:80]} is a {type_name(value)}: templates take JSON values only")
+    raise RequestError(
+        f"{where[:80]} is a {type_name(value)}: templates take JSON values only",
+        field=_root(where),
+    )
 
 
 def _key(key: object, where: str) -> str:
     if not isinstance(key, str):
-        raise RequestError(f"{where[:80]} has a key of type {type_name(key)}, not a string")
+        raise RequestError(
+            f"{where[:80]} has a key of type {type_name(key)}, not a string", field=_root(where)
+        )
     return key
+
+
+def _root(where: str) -> str:
+    """Return the field that a place is in: `messages` of `messages[0].content`."""
+    return re.split(r"[.\[]", where, maxsplit=1)[0]
 
 
 def _objects(value: object, where: str) -> list[dict[str, Any]] | None:
     if value is None:
         return None
     if not issubclass(type(value), (list, tuple)):
-        raise RequestError(f"{where} must be a list of JSON objects, not a {type_name(value)}")
+        raise RequestError(
+            f"{where} must be a list of JSON objects, not a {type_name(value)}", field=where
+        )
     objects = _plain(value, where)
     for index, entry in enumerate(objects):
         if not isinstance(entry, dict):
-            raise RequestError(f"{where}[{index}] must be a JSON object, not a {type_name(entry)}")
+            raise RequestError(
+                f"{where}[{index}] must be a JSON object, not a {type_name(entry)}", field=where
+            )
     return list(objects)
 
 
@@ -231,19 +254,21 @@ def _messages(value: object) -> list[dict[str, Any]]:
     """Return the messages of a conversation, checked, without the fields that are None."""
     messages = _objects(value, "messages")
     if not messages:
-        raise RequestError("messages must be a list of at least one message")
+        raise RequestError("messages must be a list of at least one message", field="messages")
     checked = []
     for index, message in enumerate(messages):
         given = {key: entry for key, entry in message.items() if entry is not None}
         if not isinstance(given.get("role"), str):
             raise RequestError(
-                f"messages[{index}].role must be a string, not {type_name(given.get('role'))}"
+                f"messages[{index}].role must be a string, not {type_name(given.get('role'))}",
+                field="messages",
             )
         content = given.get("content", "")
         parts = content if isinstance(content, list) else []
         if not isinstance(content, (str, list)) or not all(isinstance(p, dict) for p in parts):
             raise RequestError(
-                f"messages[{index}].content must be a string or a list of JSON objects"
+                f"messages[{index}].content must be a string or a list of JSON objects",
+                field="messages",
             )
         # Templates read reasoning under several names.
         reasoning = next((given[key] for key in _REASONING if key in given), None)
@@ -263,7 +288,9 @@ def _mark_final(messages: list[dict[str, Any]], field_name: bool | str, source: 
         names = [other for other in _REASONING if message.get(other) == text]
     if text is None or not any(other in source for other in names):
         raise RequestError(
-            f"continue_final_message: the last message has no {name[:80]!r} that the template reads"
+            f"continue_final_message: the last message has no {name[:80]!r} that the template"
+            " reads",
+            field="continue_final_message",
         )
     if isinstance(text, str):
         message.update(dict.fromkeys(names, text + _CONTINUE))
@@ -273,7 +300,10 @@ def _mark_final(messages: list[dict[str, Any]], field_name: bool | str, source: 
             final: str = part["text"]
             part["text"] = final + _CONTINUE
             return final
-    raise RequestError("continue_final_message: the last message has no text to continue")
+    raise RequestError(
+        "continue_final_message: the last message has no text to continue",
+        field="continue_final_message",
+    )
 
 
 def _cut_at_mark(text: str, final: str) -> str:
@@ -281,7 +311,8 @@ def _cut_at_mark(text: str, final: str) -> str:
     mark = text.rfind(_CONTINUE.strip())
     if mark < 0 or final.strip() not in text:
         raise RequestError(
-            "continue_final_message: the chat template omits a part of the last message"
+            "continue_final_message: the chat template omits a part of the last message",
+            field="continue_final_message",
         )
     kept = text[mark : mark + len(_CONTINUE)] == _CONTINUE
     return text[:mark] if kept else text[:mark].rstrip()

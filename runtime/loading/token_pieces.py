@@ -43,8 +43,8 @@ _CHECKED_VOCABULARY = 24
 
 
 @contextmanager
-def tokenizer_errors(action: str) -> Iterator[None]:
-    """Raise a `RequestError` for any error of the tokenizer.
+def tokenizer_errors(action: str, field: str) -> Iterator[None]:
+    """Raise a `RequestError` with this `field` for any error of the tokenizer.
 
     Panics of the library derive from `BaseException`, so `except Exception` would miss them.
     """
@@ -54,7 +54,9 @@ def tokenizer_errors(action: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         shown = f"{type(error).__name__}: {error}"
-        raise RequestError(f"the tokenizer cannot {action}: {shown[:_MAX_SHOWN_CHARS]}") from error
+        raise RequestError(
+            f"the tokenizer cannot {action}: {shown[:_MAX_SHOWN_CHARS]}", field=field
+        ) from error
 
 
 def component_state(component: Any) -> dict[str, Any] | None:
@@ -96,7 +98,7 @@ class Pieces:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of a whole sequence; raise `RequestError` if the tokenizer fails."""
-        with tokenizer_errors("decode the tokens"):
+        with tokenizer_errors("decode the tokens", "token_ids"):
             text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return str(text)
 

@@ -140,8 +140,10 @@ class TextTokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # a lone surrogate, which the tokenizer cannot take
-            raise RequestError(f"the text is not valid Unicode: {text[:40]!a}") from error
-        with tokenizer_errors("encode the text"):
+            raise RequestError(
+                f"the text is not valid Unicode: {text[:40]!a}", field="text"
+            ) from error
+        with tokenizer_errors("encode the text", "text"):
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -220,7 +222,7 @@ class TextTokenizer:
             RequestError: the tokenizer cannot decode the prompt.
         """
         check_type("prompt_ids", prompt_ids, Sequence, "a sequence of token ids")
-        with tokenizer_errors("decode the prompt"):
+        with tokenizer_errors("decode the prompt", "prompt_ids"):
             return self._stream(self.pieces, prompt_ids, skip_special_tokens=skip_special_tokens)
 
 

@@ -144,7 +144,8 @@ class SamplingState:
         if len(stop_ids) > MAX_ROW_STOP_IDS:
             raise RequestError(
                 f"min_tokens allows at most {MAX_ROW_STOP_IDS} stop token ids, those of the model "
-                f"included, and there are {len(stop_ids)}: give fewer in stop_token_ids"
+                f"included, and there are {len(stop_ids)}: give fewer in stop_token_ids",
+                field="stop_token_ids",
             )
         ban_until = len(prompt_ids) + params.min_tokens if stop_ids else 0
         integers = _row_integers(params, seed, ban_until, stop_ids, vocab_size)

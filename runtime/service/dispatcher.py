@@ -248,7 +248,10 @@ class Dispatcher:
         self.limits.enter(handle)
         if self.handles.setdefault(handle.id, handle) is not handle:
             self.limits.leave(handle)
-            raise RequestError(f"request_id {bounded_repr(handle.id)} is in use: choose another")
+            raise RequestError(
+                f"request_id {bounded_repr(handle.id)} is in use: choose another",
+                field="request_id",
+            )
 
     def watch(self, handle: RequestHandle) -> None:
         """Observe the deadlines of a request from now on."""

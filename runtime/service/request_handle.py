@@ -296,7 +296,8 @@ def make_handle(
     if not options.keys() <= _NAMES:
         unknown = sorted(options.keys() - _NAMES)
         raise RequestError(
-            f"unknown option {bounded_repr(unknown[0])}: the options are {sorted(_NAMES)}"
+            f"unknown option {bounded_repr(unknown[0])}: the options are {sorted(_NAMES)}",
+            field=unknown[0],
         )
     priority = options.get("priority", 0)
     check_integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)

@@ -70,7 +70,8 @@ def compile_until(work: Callable[[], T], seconds: float) -> T:
         raise RequestError(
             f"the grammar of structured cannot be compiled: no thread with a stack of"
             f" {STACK_BYTES >> 20} MiB can be started ({error}). Raise the limits of threads and"
-            " virtual memory of the process, or leave out structured"
+            " virtual memory of the process, or leave out structured",
+            field="structured",
         ) from error
     try:
         return result.result(seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ SCHEMA = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+UNSUPPORTED = {"type": "string", "not": {}}
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "trip", "parameters": SCHEMA, "strict": True}}
 OTHER = {"type": "function", "function": {"name": "other"}}
@@ -43,14 +45,20 @@ Serve = Callable[[Callable[[Rig], Coroutine[Any, Any, None]]], None]
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model with a chat template."""
     folder = tmp_path_factory.mktemp("chat")
     for path in Path(stepgraph.runtime.demo.__path__[0]).iterdir():
         if path.suffix in (".json", ".safetensors"):
             (folder / path.name).symlink_to(path)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with AsyncEngine.from_pretrained(folder, CONFIG) as engine:
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Iterator[AsyncEngine]:
+    """An engine with the default token masks."""
+    with AsyncEngine.from_pretrained(checkpoint, CONFIG) as engine:
         yield engine
 
 
@@ -240,34 +248,105 @@ def test_invalid_parameters_of_a_tool_are_named(
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("fields", "field", "reason"),
     [
-        ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
-        ({"structured_outputs": {"json": {"type": "string", "not": {}}}}, "not"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one"),
+        ({"structured_outputs": {"json": UNSUPPORTED}}, "structured_outputs", "not"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": UNSUPPORTED}}},
+            "response_format",
+            "not",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": UNSUPPORTED}},
+            "response_format",
+            "not",
+        ),
+        ({"response_format": {"type": "text"}, "bad_words": [""]}, "bad_words", "bad_words"),
         (
             {
                 "structured_outputs": {"regex": "a"},
                 "response_format": {"type": "json_object"},
             },
+            "structured_outputs",
             "contradict",
         ),
-        ({"tools": [TOOL], "tool_choice": "required"}, "--tool-parser"),
         (
             {"tools": [TOOL], "tool_choice": {"function": {"name": "missing"}}},
+            "tool_choice",
             "no such tool",
         ),
-        ({"guided_regex": "a"}, "use structured_outputs.regex"),
+        (
+            {
+                "tools": [{"function": {"name": "f", "parameters": UNSUPPORTED}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "not",
+        ),
+        ({"guided_regex": "a"}, "guided_regex", "use structured_outputs.regex"),
+        ({"cache_salt": ""}, "cache_salt", "cache_salt"),
+        ({"timeout": -1.0}, "timeout", "timeout"),
+        ({"messages": [{"content": "hi"}]}, "messages", "role"),
+        ({"chat_template": "other"}, "chat_template", "other"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens"),
     ],
     ids=str,
 )
-def test_refusals_name_the_reason(engine: AsyncEngine, fields: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_name_the_field_and_the_reason(
+    engine: AsyncEngine, fields: dict[str, Any], field: str, reason: str, stream: bool
+) -> None:
     async def use(rig: Rig) -> None:
-        response = await rig.post({"messages": HI, "max_tokens": 5, **fields}, CHAT)
+        body = {"messages": HI, "max_tokens": 5, "stream": stream, **fields}
+        response = await rig.post(json.dumps(body).encode(), CHAT)
         assert response.status_code == 400
-        assert reason in response.json()["error"]["message"]
+        error = response.json()["error"]
+        assert error["param"] == field
+        assert reason in error["message"]
+        assert "of structured " not in error["message"]
+
+    asyncio.run(use(Rig(engine, tool_parser="hermes")))
+
+
+def test_a_demanded_call_needs_a_parser(engine: AsyncEngine) -> None:
+    async def use(rig: Rig) -> None:
+        body = {"messages": HI, "tools": [TOOL], "tool_choice": "required"}
+        response = await rig.post(body, CHAT)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tool_choice"
 
     asyncio.run(use(Rig(engine)))
+
+
+@pytest.mark.parametrize("demand", ["response_format", "tool_choice"])
+def test_a_missing_package_is_named_by_the_first_grammar(
+    demand: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token masks are on by default, and restrictions without a grammar need no package."""
+
+    async def use(rig: Rig) -> None:
+        path, prompt = "/v1/completions", {"prompt": "def ", "max_tokens": 4}
+        (plain,) = (await rig.post({**prompt, "return_token_ids": True}, path)).json()["choices"]
+        allowed = {"allowed_token_ids": plain["token_ids"][:1], "return_token_ids": True}
+        (found,) = (await rig.post({**prompt, **allowed}, path)).json()["choices"]
+        assert set(found["token_ids"]) == set(allowed["allowed_token_ids"])
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        body = {**prompt, "response_format": {"type": "json_object"}}
+        if demand == "tool_choice":
+            path, body = CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": "required"}
+        response = await rig.post(body, path)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == demand
+        assert "stepgraph[structured]" in error["message"]
+
+    async def run() -> None:
+        async with AsyncEngine.from_pretrained(checkpoint, CONFIG) as engine:
+            await use(Rig(engine, tool_parser="hermes"))
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("prompt", ["def", [5, 6, 7]], ids=["text", "tokens"])

@@ -43,6 +43,7 @@ PROMPT_END_TOKENS = 16
 async def chat(service: Service, exchange: Exchange) -> None:
     """Respond to a conversation with the model's answers."""
     request = await exchange.read(ChatRequest, service.fields)
+    exchange.param_of = request.param_of
     model = service.model_name(request.model)
     params = request.params(
         request.num_tokens(service.engine.sampling_defaults.max_tokens),

@@ -28,6 +28,7 @@ DEFAULT_MAX_TOKENS = 16
 async def complete(service: Service, exchange: Exchange) -> None:
     """Respond to a request for completions of texts or token ids."""
     request = await exchange.read(CompletionRequest, service.fields)
+    exchange.param_of = request.param_of
     model = service.model_name(request.model)
     prompts = request.prompts(
         max_prompts=service.engine.config.max_queued_requests,

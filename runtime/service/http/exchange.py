@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...errors import OverloadedError
+from ...errors import OverloadedError, RequestError
 from ...structured.exact_json import JsonFloat
 from .body_errors import invalid_body
 from .http_errors import HttpError, http_error
@@ -116,6 +116,8 @@ class Exchange:
         self._num_held = 0  # bytes of the body that `limits` counts
         self.started = False
         """Whether the response has begun."""
+        self.param_of: Callable[[RequestError], str | None] = lambda error: error.field
+        """Returns the field of the body that an error of the engine is about."""
         self._notes: dict[str, object] = scope.setdefault(ACCESS_NOTES, {})
 
     def header(self, name: bytes) -> str | None:
@@ -289,7 +291,7 @@ class Endpoint:
         except ClientDisconnected:
             pass
         except Exception as error:
-            await exchange.respond_error(http_error(error))
+            await exchange.respond_error(http_error(error, exchange.param_of))
 
 
 @cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+from collections.abc import Callable
 
 import msgspec
 
@@ -27,6 +29,8 @@ logger = logging.getLogger("stepgraph.runtime")
 MAX_MESSAGE_CHARS = 1000
 MAX_RETRY_SECONDS = 3600
 Headers = tuple[tuple[bytes, bytes], ...]
+_STRUCTURED = re.compile(r"(?<![\w\[-])structured(?![\w-]| output)")
+"""The parameter of the engine in a message."""
 
 
 class ErrorDetails(msgspec.Struct):
@@ -75,13 +79,21 @@ class HttpError(Exception):
         self.body = ErrorBody(ErrorDetails(message, kind, param, code))
 
 
-def http_error(error: Exception) -> HttpError:
-    """Return the response to an exception of the engine or of the service itself."""
+def http_error(
+    error: Exception,
+    param_of: Callable[[RequestError], str | None] = lambda error: error.field,
+) -> HttpError:
+    """Return the response to an exception of the engine or of the service itself.
+
+    `param_of` returns the field of the request's body that an error is about.
+    """
     match error:
         case HttpError():
             return error
-        case RequestError() | StructuredOutputError():
-            return _invalid_request(error)
+        case RequestError():
+            return _invalid_request(error, param_of(error))
+        case StructuredOutputError():
+            return HttpError(400, in_flags(error))
         case OverloadedError():
             seconds = math.ceil(min(max(error.retry_after, 1), MAX_RETRY_SECONDS))
             headers = ((b"retry-after", b"%d" % seconds),)
@@ -98,11 +110,11 @@ def http_error(error: Exception) -> HttpError:
     return HttpError(500, "internal error: see the log of the server", kind="server_error")
 
 
-def _invalid_request(error: RequestError | StructuredOutputError) -> HttpError:
+def _invalid_request(error: RequestError, param: str | None) -> HttpError:
     message = in_flags(error).removeprefix("SamplingParams: ")
-    if isinstance(error, RequestError):
-        return HttpError(400, message, param=error.field, code=error.code)
-    return HttpError(400, message)
+    if error.field == "structured" and param is not None:
+        message = _STRUCTURED.sub(param, message)
+    return HttpError(400, message, param=param, code=error.code)
 
 
 def _unavailable(error: Exception, code: str, headers: Headers = ()) -> HttpError:

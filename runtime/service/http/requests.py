@@ -8,7 +8,7 @@ import msgspec
 
 from ...bounded_repr import bounded_repr
 from ...engine.intake import MAX_SALT_CHARS
-from ...errors import RequestError
+from ...errors import GrammarError, RequestError
 from ...loading.chat_template import ChatPrompt
 from ...prompt_ids import too_long
 from ...sampling_params import (
@@ -66,6 +66,13 @@ _SAMPLING_FIELDS = (
     *("allowed_token_ids", "bad_words", "logprob_token_ids", "prompt_logprobs"),
     *("truncate_prompt_tokens", "add_special_tokens"),
 )
+_PARAMETERS = {
+    "deadline": "timeout",
+    "first_token_deadline": "first_token_timeout",
+    "tenant": "user",
+    "template_kwargs": "chat_template_kwargs",
+}
+"""Fields for parameters of the engine that have another name."""
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -115,15 +122,16 @@ class ResponseFormat(msgspec.Struct):
                     "response_format has schema and json_schema: give one",
                     param="response_format.schema",
                 )
-            return StructuredOutput(json=self.schema)
-        if self.json_schema is None:
+            schema, field = self.schema, "response_format.schema"
+        elif self.json_schema is not None:
+            schema, field = self.json_schema.schema, "response_format.json_schema.schema"
+        else:
             raise HttpError(
                 400, "response_format needs json_schema", param="response_format.json_schema"
             )
         try:
-            return StructuredOutput(json=self.json_schema.schema)
+            return StructuredOutput(json=schema)
         except RequestError as error:
-            field = "response_format.json_schema.schema"
             raise HttpError(400, f"{field}: {error}", param=field) from error
 
 
@@ -206,6 +214,16 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
                 400, f"{' and '.join(given)} contradict each other: give one", param=given[1]
             )
         return demands[given[0]] if given else None
+
+    def param_of(self, error: RequestError) -> str | None:
+        """Return the field that an error of the engine is about; None if it is about none."""
+        if error.field == "structured":
+            if self.response_format is not None and self.response_format.type != "text":
+                return "response_format"
+            if self.structured_outputs is not None:
+                return "structured_outputs"
+            return "tools" if isinstance(error, GrammarError) else "tool_choice"
+        return None if error.field is None else _PARAMETERS.get(error.field, error.field)
 
     def options(self, traceparent: str | None) -> RequestOptions:
         """Return the options for an `AsyncEngine`; `traceparent` is a header of the request."""
@@ -300,6 +318,14 @@ class ChatRequest(SamplingRequest, kw_only=True):
     continue_final_message: bool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, allows(enum=list(_EFFORTS))] | None = None
+
+    def param_of(self, error: RequestError) -> str | None:
+        """See `SamplingRequest.param_of`."""
+        if error.field == "logprobs":
+            return "top_logprobs"
+        if error.field == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "messages" if error.field == "prompt" else super().param_of(error)
 
     def template_kwargs(self) -> dict[str, Any]:
         """Return the variables of the template, `reasoning_effort` among them as in vLLM.
@@ -402,6 +428,12 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    def param_of(self, error: RequestError) -> str | None:
+        """See `SamplingRequest.param_of`."""
+        if error.field in ("prompt", "text"):
+            return "prompt" if self.messages is None else "messages"
+        return None if error.field is None else _PARAMETERS.get(error.field, error.field)
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
