@@ -125,8 +125,8 @@ class SamplingParams:
         logprobs: report the log-probability of each token and of this many of the most probable
             ones, 0 to 20; `None` reports none.
         logprob_token_ids: with `logprobs`, report the log-probabilities of these token ids, at most
-            20, in place of the most probable ones. Not with speculation, nor with several
-            `steps_per_launch`.
+            20, in place of the most probable ones. While such a request decodes, nothing is drafted
+            and launches have one step.
         prompt_logprobs: the same for each token of the prompt, given the tokens before it. The
             prompt is then computed as a whole, even if the prefix cache has its beginning.
         truncate_prompt_tokens: use the last tokens of the prompt only, 1 to 2^18 of them; -1: as

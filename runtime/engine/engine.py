@@ -491,7 +491,6 @@ class StartedEngine:
             embeds_dtype=config.dtype if config.prompt_embeds else None,
             structured_output=config.structured_output,
             defaults=parts.sampling_defaults,
-            one_token_steps=config.steps_per_launch == 1 and config.user.speculation is None,
         )
         if config.user.structured_output:
             self._intake.make_grammars()  # it warns of a tokenizer that cannot have any

@@ -58,14 +58,12 @@ class Intake:
         embeds_dtype: torch.dtype | None,
         structured_output: bool = False,
         defaults: SamplingDefaults = NEUTRAL,
-        one_token_steps: bool = True,
     ) -> None:
         """Accept requests of at most `longest_sequence` tokens, prompt and output.
 
         `prefix_block_size` is the block size of the prefix cache, None without one; `embeds_dtype`
         the dtype of embeddings, None if steps cannot read any; `structured_output` whether steps
-        can apply token masks; `defaults` the values of parameters that are left out;
-        `one_token_steps` whether every launch samples one token of a row.
+        can apply token masks; `defaults` the values of parameters that are left out.
         """
         self._config = config
         self._tokenizer = tokenizer
@@ -75,7 +73,6 @@ class Intake:
         self._embeds_dtype = embeds_dtype
         self._structured_output = structured_output
         self._defaults = defaults
-        self._one_token_steps = one_token_steps
         self._grammars: GrammarCompiler | None = None
         """Made for the first grammar; see `make_grammars`."""
         self._grammars_lock = threading.Lock()
@@ -360,12 +357,6 @@ class Intake:
         if params.stop and self._tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer, which this checkpoint lacks", field="stop"
-            )
-        if params.logprob_token_ids and not self._one_token_steps:
-            raise RequestError(
-                "logprob_token_ids needs an engine without speculation and with"
-                " steps_per_launch=1: leave it out, and read the most probable tokens of logprobs",
-                field="logprob_token_ids",
             )
         params.check_vocabulary(self._config.vocab_size)
 

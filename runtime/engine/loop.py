@@ -550,9 +550,14 @@ class StepLoop:
         """Let the rows of a plan verify drafts and get new ones, if that is expected to be faster.
 
         Where a latency budget sizes chunks, a step with one of them verifies and proposes nothing.
+        Nor does one with a request that has `logprob_token_ids`: those are read from the logits of
+        steps of one token per row.
         """
         drafts: Sequence[Sequence[int]] = ()
-        if plan.decode and (self._step_budget is None or not plan.prefill):
+        may_draft = self._step_budget is None or not plan.prefill
+        if any(request.params.logprob_token_ids for request in plan.decode):
+            may_draft = False
+        if plan.decode and may_draft:
             drafts = speculator.propose(plan.decode)
         else:
             speculator.begin_plan()

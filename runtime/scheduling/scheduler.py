@@ -576,8 +576,9 @@ class ExtraTokens:
         """Let a plan without prefill decode `steps` tokens per row, if every row can.
 
         A request without an event before the end of these steps has enough tokens and blocks.
+        Requests with a grammar or `logprob_token_ids` need each token before the next one.
         """
-        if any(request.matcher is not None for request in plan.decode):
+        if any(r.matcher is not None or r.params.logprob_token_ids for r in plan.decode):
             return
         events, cache, first = self._events, self._cache, self._events.num_steps
         soon = events.between(first + 1, first + steps)

@@ -204,6 +204,22 @@ def test_a_grammar_waits_for_the_tokens(open_async: Open, tiny: Callable[[str], 
     assert seen["own"] > 5
 
 
+def test_log_probabilities_of_chosen_tokens(open_async: Open, base: TinyModel) -> None:
+    """Rows whose drafts are in flight, or were proposed after the prompt, decode one token."""
+    prompts = base.prompts(9, 7, 12, 5)
+    chosen = greedy(9, logprobs=0, logprob_token_ids=(3, 40))
+    params = [greedy(20), chosen, greedy(14), chosen]
+    expected = open_async("base").generate(prompts, params)
+    engine = open_async("base", speculation=drafting(base.directory, DRAFTS), max_num_seqs=2)
+    found = engine.generate(prompts, params)
+    for own, plain in zip(found, expected, strict=True):
+        (one,), (other,) = own.completions, plain.completions
+        assert one.token_ids == other.token_ids
+        for entry, reference in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert entry.top == pytest.approx(reference.top, abs=1e-4)
+    assert engine.stats()["speculation"]["drafted"] > 0
+
+
 def test_a_drafter_that_does_not_pay_rests(open_async: Open, base: TinyModel) -> None:
     """The steps without drafts stay in flight too."""
     engine = open_async("base", speculation=drafting(base.directory, DRAFTS, adaptive=True))
