@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...profiling.timeline import Timeline
-from ..engine.engine_metrics import EngineCounters, EngineGauges
+from ..engine.engine_stats import EngineCounters, EngineGauges
 
 __all__ = ["Health", "Phase", "ReloadResult", "ServiceSnapshot"]
 

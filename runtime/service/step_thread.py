@@ -31,7 +31,7 @@ from typing import Generic, TypeVar
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..engine.engine import Engine
-from ..engine.engine_metrics import EngineCounters
+from ..engine.engine_stats import EngineCounters
 from ..errors import (
     ConfigError,
     EngineClosedError,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from stepgraph.runtime import Engine
 
-from .engine_rig import greedy
-from .tiny_models import TinyModel
+from ..rigs.engine_rig import greedy
+from ..rigs.tiny_models import TinyModel
 
 IDS = (3, 40, 41)
 
