@@ -10,10 +10,10 @@ from stepgraph.runtime.tools.step_costs import explain_step
 ROOT = Path(__file__).resolve().parents[2]
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_resolve(path):
     """Files exist, and `page.md#heading` names a heading of the page."""
     for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
