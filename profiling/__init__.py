@@ -3,12 +3,10 @@
 `ranges` emits the NVTX ranges, `timeline` keeps the times of the last steps, `stats` summarises
 times, `roofline` computes the bytes that a step must move, `bandwidth` measures how fast this
 device reads; `attribution` names kernels inside replayed graphs. `nsys` has the command line of an
-nsys session, the window of a program in it and the report of its export; `trace` records a trace
+nsys session and the window of a program in it, `report` reads its export; `trace` records a trace
 without nsys.
 
-Importing the package imports none of them: `stats`, `roofline`, `timeline`, `attribution` and
-`nsys` need the standard library only, `ranges` loads nvtx where it is installed, `bandwidth` and
-`trace` load torch when they measure.
+Importing the package imports none of them. torch is loaded when `bandwidth` and `trace` measure.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -5,7 +5,19 @@
 
 The host's rows hold the ranges of `ranges` with their payloads, and torch's operators; on the
 device's rows each kernel of a captured step has the name of the layer and the operation that it
-was captured in (`attribution`). Importing this module imports no torch.
+was captured in (`attribution`).
+
+torch writes a trace in the Chrome format (Google, "Trace Event Format"; Perfetto reads it), in
+which
+
+- a range of ours is a complete event of category `user_annotation`; its name is an index into the
+  log of the recorder (`event_name`), which holds its name and payload;
+- a call of the CUDA runtime and its work on the device have one `correlation` in common: all
+  kernels of a replayed graph have the correlation of the `cudaGraphLaunch`;
+- kernels that overlap, as they do with programmatic dependent launch, share a row. Viewers draw
+  rows as stacks, and leave out what neither follows nor lies within what is on the row.
+
+Importing this module imports no torch.
 """
 
 import contextlib
@@ -14,27 +26,52 @@ import itertools
 import json
 import tempfile
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict
+import zlib
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from . import attribution, ranges
 from .atomic_write import WriteError, check_writable, write_file
-from .trace_events import Recorded, TraceError, annotate, event_name
-from .trace_table import SCHEMA_VERSION, read_trace, trace_operations
+from .kernel_names import DeviceWork, KernelNames, Node, nodes_of_replay
+from .markdown import aligned
+from .stats import covered
 
-if TYPE_CHECKING:
-    from .kernel_names import KernelNames
-
-__all__ = ["SUFFIX", "TraceError", "read_trace", "torch_trace", "trace_operations"]
+__all__ = [
+    "SUFFIX",
+    "TraceError",
+    "TraceOperations",
+    "read_trace",
+    "torch_trace",
+    "trace_operations",
+]
 
 SUFFIX = ".json.gz"
 """Suffix of a trace; viewers need it."""
 
+Event = dict[str, Any]
+
+DEVICE_CATEGORIES: Final = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+"""Categories of the events that are work of a device -> kind of the node of a graph."""
+
+UNNAMED: Final = "(no operation)"
+IDLE: Final = "(idle)"
+
+_PREFIX: Final = "stepgraph #"
+_JITTER_US: Final = 1e-3
+"""The resolution of the clocks: spans that overlap by this much count as consecutive."""
+
+
+class TraceError(ValueError):
+    """A trace that cannot be written or read; the message names the file."""
+
 
 @contextlib.contextmanager
-def torch_trace(path: Path | str, names: "KernelNames | None" = None) -> Iterator[None]:
+def torch_trace(path: Path | str, names: KernelNames | None = None) -> Iterator[None]:
     """Record what runs inside, and write it as a compressed trace in the Chrome format.
 
     The device is synchronised at both ends, so that the trace holds the work that was launched
@@ -78,7 +115,33 @@ def torch_trace(path: Path | str, names: "KernelNames | None" = None) -> Iterato
             torch.cuda.synchronize()
     finally:
         profiler.stop()
-    _write(path, profiler, recorder, names)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            exported = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(exported))
+            document = json.loads(exported.read_bytes())
+        annotate(document, recorder.log, names)
+        document["traceName"] = path.name  # not the file in the folder it was exported to
+        text = json.dumps(document, separators=(",", ":"))
+        write_file(path, gzip.compress(text.encode()))
+    except WriteError as error:
+        raise TraceError(str(error)) from error
+    except OSError as error:
+        raise TraceError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A range, a mark or a scope of an operation, as a listener received it."""
+
+    name: str
+    payload: Mapping[str, int | str]
+    instant: bool = False
+
+
+def event_name(index: int) -> str:
+    """Return the name of an entry of the log in the trace that torch writes."""
+    return f"{_PREFIX}{index}"
 
 
 class _Recorder:
@@ -146,27 +209,332 @@ class _Open(threading.local):
         self.layers: list[int | None] = []
 
 
-def _write(path: Path, profiler: Any, recorder: _Recorder, names: "KernelNames | None") -> None:
-    """Put the names into what torch recorded, and write it."""
-    about: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
-    if names is not None:
-        about |= {
-            "model": names.model,
-            "device": names.device,
-            "bandwidth_gb_s": names.bandwidth_gb_s,
-            "costs": [asdict(cost) for cost in names.costs],
+# Names -------------------------------------------------------------------------------------------
+
+
+def annotate(
+    document: dict[str, Any],
+    log: Mapping[int, Recorded] = MappingProxyType({}),
+    names: KernelNames | None = None,
+) -> None:
+    """Rename the events of a trace, in place, and state in their `args` what they belong to.
+
+    Args:
+        document: a trace that torch wrote.
+        log: the entries that events are named by.
+        names: the nodes of the captured steps; without them kernels keep their names.
+
+    Raises:
+        TraceError: the document is not a trace.
+    """
+    events = _events_of(document)
+    events[:] = [event for event in events if _name_range(event, log)]
+    scopes = _Scopes(events)
+    calls: dict[Any, Event] = {}
+    launched: defaultdict[Any, list[Event]] = defaultdict(list)
+    for event in events:
+        correlation = event.get("args", {}).get("correlation")
+        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+            calls[correlation] = event
+        elif event.get("cat") in DEVICE_CATEGORIES:
+            # Without a correlation id, the call that launched it is unknown.
+            launched[id(event) if correlation is None else correlation].append(event)
+    for correlation, work in launched.items():
+        work.sort(key=lambda event: event["ts"])
+        call = calls.get(correlation)
+        around = {} if call is None else scopes.around(call)
+        listed = [
+            DeviceWork(DEVICE_CATEGORIES[event["cat"]], str(event["name"]), _node_id(event))
+            for event in work
+        ]
+        replayed = "GraphLaunch" in str(call["name"]) if call else any(w.node_id for w in listed)
+        found = nodes_of_replay(names, listed, around.get("bucket")) if replayed and names else None
+        nodes: Sequence[Node | None] = [None] * len(work) if found is None else found[1]
+        for event, node in zip(work, nodes, strict=True):
+            _name_work(event, node, around, replayed=replayed)
+    _separate_overlaps(events)
+
+
+def _events_of(document: Any) -> list[Event]:
+    events = document.get("traceEvents") if isinstance(document, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise TraceError("this is not a trace: it has no list `traceEvents` of events")
+    return events
+
+
+def _end_of(event: Event) -> float:
+    """When a complete event ended, in microseconds."""
+    return float(event["ts"] + event["dur"])
+
+
+def _name_range(event: Event, log: Mapping[int, Recorded]) -> bool:
+    """Give a range of ours its name and payload; return whether the event stays."""
+    name = event.get("name")
+    if not (isinstance(name, str) and name.startswith(_PREFIX)):
+        return True
+    recorded = log[int(name.removeprefix(_PREFIX))]
+    event["name"] = recorded.name
+    event["args"] = {**recorded.payload, **event.get("args", {})}
+    if recorded.instant:
+        event.pop("dur", None)
+        event.update(ph="i", s="t")
+        return event.get("cat") == "user_annotation"  # not its copy on the device's rows
+    return True
+
+
+class _Scopes:
+    """The ranges and scopes of the host by thread, each with the index of its parent, or -1."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.threads: defaultdict[tuple[Any, Any], list[Event]] = defaultdict(list)
+        for event in events:
+            if event.get("ph") == "X" and event.get("cat") == "user_annotation":
+                self.threads[event["pid"], event["tid"]].append(event)
+        self.parents: dict[tuple[Any, Any], list[int]] = {}
+        for thread, scopes in self.threads.items():
+            scopes.sort(key=lambda event: (event["ts"], -event["dur"]))
+            parents, stack = self.parents.setdefault(thread, []), list[int]()
+            for index, event in enumerate(scopes):
+                while stack and _end_of(scopes[stack[-1]]) <= event["ts"]:
+                    stack.pop()
+                parents.append(stack[-1] if stack else -1)
+                stack.append(index)
+
+    def around(self, call: Event) -> dict[str, Any]:
+        """Return what encloses a call: step, rows, bucket; label, operation, layer."""
+        thread = call["pid"], call["tid"]
+        scopes = self.threads.get(thread, [])
+        index = bisect_right(scopes, call["ts"], key=lambda event: event["ts"]) - 1
+        found: dict[str, Any] = {}
+        while index >= 0:
+            event = scopes[index]
+            if call["ts"] < _end_of(event):
+                args, wanted = event["args"], tuple[str, ...]()
+                if event["name"] in ranges.STEP_RANGES:
+                    wanted = ("step", "rows", "bucket")
+                elif "operation" in args and "label" not in found:  # the innermost
+                    found["label"] = event["name"]
+                    wanted = ("operation", "layer")
+                elif event["name"] == ranges.STEP and "payload" in args:
+                    found.setdefault("step", args["payload"])
+                found.update({key: args[key] for key in wanted if key in args})
+            index = self.parents[thread][index]
+        return found
+
+
+def _node_id(event: Event) -> int | None:
+    """CUPTI's id of the node that an event ran; 0 stands for none."""
+    value = event.get("args", {}).get("graph node id")
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _name_work(
+    event: Event, node: Node | None, around: Mapping[str, Any], *, replayed: bool
+) -> None:
+    """Name work by its node; work that is launched by itself by the scope of its launch."""
+    args = event.setdefault("args", {})
+    args.update({key: around[key] for key in ("step", "rows", "bucket") if key in around})
+    if node is not None:
+        around = {"label": node.label, "operation": node.operation, "layer": node.layer}
+    elif replayed or "label" not in around:
+        return
+    args["kernel"] = event["name"]
+    event["name"] = around["label"]
+    for key in ("operation", "layer"):
+        if around.get(key) is not None:
+            args[key] = around[key]
+
+
+def _separate_overlaps(events: list[Event]) -> None:
+    """Move work that begins before the work on its row has ended to a row of its own."""
+    rows: defaultdict[tuple[Any, Any], list[Event]] = defaultdict(list)
+    arrows = {}  # an arrow from a call ends where the work of the device begins
+    highest: defaultdict[Any, int] = defaultdict(int)
+    for event in events:
+        pid, tid = event.get("pid"), event.get("tid")
+        if isinstance(tid, int):
+            highest[pid] = max(highest[pid], tid)
+        if event.get("cat") in DEVICE_CATEGORIES:
+            rows[pid, tid].append(event)
+        elif event.get("ph") == "f":
+            arrows[pid, tid, event.get("id")] = event
+    for (pid, tid), work in rows.items():
+        ends: list[float] = []  # of the row itself and of the added ones
+        added = [tid]
+        for event in sorted(work, key=lambda event: event["ts"]):
+            begins = event["ts"] + _JITTER_US
+            row = next((row for row, end in enumerate(ends) if end <= begins), len(ends))
+            ends[row : row + 1] = [_end_of(event)]
+            if row == len(added):
+                highest[pid] += 1
+                added.append(highest[pid])
+                about = {"ph": "M", "pid": pid, "tid": added[-1], "ts": 0}
+                name = {"name": f"stream {tid}, overlapping"}
+                events.append({**about, "name": "thread_name", "args": name})
+                if isinstance(tid, int):
+                    order = {"sort_index": tid}
+                    events.append({**about, "name": "thread_sort_index", "args": order})
+            arrow = arrows.get((pid, tid, event.get("args", {}).get("correlation")))
+            for moved in (event, arrow) if row else ():
+                if moved is not None and moved["ts"] == event["ts"]:
+                    moved["tid"] = added[row]
+
+
+# Sums --------------------------------------------------------------------------------------------
+
+
+class OperationTime(NamedTuple):
+    """Mean time of an operation or kernel per step; overlapping work counts in full for each."""
+
+    name: str
+    launches: float
+    us: float
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOperations:
+    """Breakdown of the steps of a trace; times are means over the steps in µs.
+
+    Attributes:
+        device: True: operations are device work. False: they are scopes and ranges of the engine's
+            thread, each without those inside it.
+        steps: steps in the trace.
+        step_us: with a device, from the begin of the first work of a step to the end of its last;
+            else the length of the range `step`.
+        gap_us: time in which the device did nothing; None without a device.
+        operations: the longest first. Without a device, host time outside of operations is under
+            the name of the range that it is in, in parentheses, so that the sum is `step_us`.
+        kernels: of the device by the name of the function, copies and fills by their kind, the
+            longest first; empty without a device.
+    """
+
+    device: bool
+    steps: int
+    step_us: float
+    gap_us: float | None
+    operations: list[OperationTime]
+    kernels: list[OperationTime]
+
+    def markdown(self) -> str:
+        """Return the table of operations as Markdown."""
+        rows = self.operations
+        if self.gap_us is not None:
+            rows = [*rows, OperationTime(IDLE, 0, self.gap_us)]
+        cells = [
+            (
+                name,
+                f"{us:,.1f}",
+                f"{us / self.step_us:.1%}",
+                f"{launches:,.4g}" if launches else "-",
+            )
+            for name, launches, us in rows
+        ]
+        table = aligned(("operation", "µs a step", "share", "launches a step"), cells, 1)
+        where = "device" if self.device else "host"
+        return "\n".join([f"{self.steps} steps of {self.step_us:,.1f} µs on the {where}\n", *table])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the `profile` of a case of the benchmark's JSON."""
+        return {
+            "steps": self.steps,
+            "step_us": self.step_us,
+            "gap_us": self.gap_us,
+            "operations": [row._asdict() for row in self.operations],
+            "kernels": [row._asdict() for row in self.kernels],
         }
+
+
+def read_trace(path: Path | str) -> dict[str, Any]:
+    """Read a trace, compressed or not.
+
+    Raises:
+        TraceError: the file cannot be read, or does not hold a trace.
+    """
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            exported = Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(exported))
-            document = json.loads(exported.read_bytes())
-        annotate(document, recorder.log, names)
-        document["traceName"] = path.name  # not that of the folder it was exported to
-        document["stepgraph"] = about
-        text = json.dumps(document, separators=(",", ":"))
-        write_file(path, gzip.compress(text.encode()))
-    except WriteError as error:
-        raise TraceError(str(error)) from error
+        data = Path(path).read_bytes()
+        if data.startswith(b"\x1f\x8b"):
+            data = gzip.decompress(data)
+        document: dict[str, Any] = json.loads(data)
+        _events_of(document)
     except OSError as error:
-        raise TraceError(f"cannot write {path}: {error.strerror or error}") from error
+        raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
+    except (EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise TraceError(f"cannot read {path}: it is not a trace ({error})") from error
+    return document
+
+
+def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
+    """Sum the time of the steps of a trace by operation.
+
+    Args:
+        trace: as `read_trace` returns it, or the file.
+
+    Raises:
+        TraceError: it cannot be read, is not a trace, or has no range `step`.
+    """
+    document = read_trace(trace) if isinstance(trace, Path | str) else trace
+    events = [event for event in _events_of(document) if event.get("ph") == "X"]
+    scopes = _Scopes(events)
+    turns = [e for found in scopes.threads.values() for e in found if e["name"] == ranges.STEP]
+    if not turns:
+        raise TraceError("the trace has no range `step`: no engine ran a step while it was taken")
+    work = [event for event in events if event.get("cat") in DEVICE_CATEGORIES]
+    if not work:
+        return TraceOperations(
+            device=False,
+            steps=len(turns),
+            step_us=sum(turn["dur"] for turn in turns) / len(turns),
+            gap_us=None,
+            operations=_means(_self_times(scopes), len(turns)),
+            kernels=[],
+        )
+    by_step: defaultdict[Any, list[Event]] = defaultdict(list)
+    for event in sorted(work, key=lambda event: event["ts"]):
+        if "step" in event.get("args", {}):  # not copies between steps
+            by_step[event["args"]["step"]].append(event)
+    if not by_step:
+        raise TraceError("no work of the device in the trace belongs to a step")
+    steps = len(by_step)
+    spans = [[(event["ts"], _end_of(event)) for event in found] for found in by_step.values()]
+    step_us = sum(max(end for _, end in found) - found[0][0] for found in spans) / steps
+    operations, kernels = [], []
+    for event in itertools.chain.from_iterable(by_step.values()):
+        kind, args = DEVICE_CATEGORIES[event["cat"]], event["args"]
+        unnamed = UNNAMED if kind == "kernel" else kind
+        operations.append((str(args.get("operation", unnamed)), event["dur"]))
+        kernel = str(args.get("kernel", event["name"])) if kind == "kernel" else kind
+        kernels.append((kernel, event["dur"]))
+    return TraceOperations(
+        device=True,
+        steps=steps,
+        step_us=step_us,
+        gap_us=step_us - sum(map(covered, spans)) / steps,
+        operations=_means(operations, steps),
+        kernels=_means(kernels, steps),
+    )
+
+
+def _means(times: Iterable[tuple[str, float]], steps: int) -> list[OperationTime]:
+    """Sum times by name, and divide them by the number of steps; the longest first."""
+    us: defaultdict[str, float] = defaultdict(float)
+    launches: Counter[str] = Counter()
+    for name, took in times:
+        us[name] += took
+        launches[name] += 1
+    rows = [OperationTime(name, launches[name] / steps, us[name] / steps) for name in us]
+    return sorted(rows, key=lambda row: -row.us)
+
+
+def _self_times(scopes: _Scopes) -> Iterator[tuple[str, float]]:
+    """Yield each range and scope within a step, and its time without those inside it."""
+    for thread, found in scopes.threads.items():
+        parents = scopes.parents[thread]
+        own = [event["dur"] for event in found]
+        inside = [False] * len(found)
+        for index, (event, parent) in enumerate(zip(found, parents, strict=True)):
+            inside[index] = event["name"] == ranges.STEP or (parent >= 0 and inside[parent])
+            if parent >= 0:
+                own[parent] -= event["dur"]
+        for event, us, in_step in zip(found, own, inside, strict=True):
+            if in_step:
+                yield event["args"].get("operation", f"({event['name']})"), us

@@ -20,8 +20,7 @@ import torch
 from ...profiling import attribution, nsys
 from ...profiling.kernel_names import KernelNames
 from ...profiling.ranges import require_nvtx
-from ...profiling.trace import torch_trace
-from ...profiling.trace_table import TraceOperations, trace_operations
+from ...profiling.trace import TraceOperations, torch_trace, trace_operations
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..models.config import ModelConfig

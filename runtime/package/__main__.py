@@ -64,9 +64,9 @@ def _explain(arguments: Sequence[str]) -> int:
 
 
 def _report(arguments: Sequence[str]) -> int:
-    from .profiling.nsys import cli
+    from .profiling import report
 
-    return cli.main(arguments)
+    return report.main(arguments)
 
 
 def _build_kernels(arguments: Sequence[str]) -> int:

@@ -189,8 +189,7 @@ def test_a_trace_has_the_steps_of_the_window(capsys, monkeypatch, tmp_path):
     assert sum(entry["us"] for entry in told["operations"]) == pytest.approx(told["step_us"])
     text = capsys.readouterr().out
     assert "trace of steps 3:7: demo.trace.json.gz" in text
-    for line in ("| operation ", "| layer ", "| range of the host "):
-        assert line in text
+    assert "| operation " in text
 
 
 def test_a_run_that_fails_in_the_window_writes_nothing(tmp_path, monkeypatch):
@@ -240,8 +239,6 @@ def test_names_are_recorded_while_an_engine_captures(monkeypatch, tmp_path):
     assert {node.layer for node in decode.nodes} == {None, 0, 1, 2, 3, 4, 5}
     beside = kernel_names.load(tmp_path / "stepgraph-profile.kernels.json")
     assert [step.nodes for step in beside.steps] == [step.nodes for step in names.steps]
-    said = read_trace(tmp_path / "stepgraph-profile.trace.json.gz")["stepgraph"]
-    assert (said["model"], said["bandwidth_gb_s"]) == ("demo", 30.0)
 
 
 @needs_nvtx

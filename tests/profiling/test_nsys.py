@@ -50,15 +50,6 @@ def test_a_percent_sign_of_a_path_is_no_variable_of_nsys() -> None:
     assert command[command.index("-o") + 1] == "95%%p"
 
 
-def test_arguments_that_no_command_has() -> None:
-    with pytest.raises(ValueError, match="program is empty"):
-        nsys_command([], output="x")
-    with pytest.raises(ValueError, match="graph_trace is 'none'"):
-        nsys_command(PROGRAM, output="x", graph_trace="none")
-    with pytest.raises(ValueError, match="device is 'mps'"):
-        nsys_command(PROGRAM, output="x", device="mps")
-
-
 def test_a_process_knows_whether_it_is_profiled(monkeypatch) -> None:
     monkeypatch.delenv("NSYS_PROFILING_SESSION_ID", raising=False)
     assert nsys.inside_nsys() is ranges.attached is False

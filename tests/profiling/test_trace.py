@@ -1,17 +1,32 @@
-"""Traces of steps by torch's profiler: recorded, named, written whole or not at all."""
+"""Traces of steps by torch's profiler: recorded, named, summed, written whole or not at all."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import gzip
+import json
 import threading
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stepgraph.profiling import ranges
 from stepgraph.profiling.collector import CollectorWatch
-from stepgraph.profiling.trace import TraceError, read_trace, torch_trace
-from stepgraph.profiling.trace_table import trace_operations
+from stepgraph.profiling.trace import (
+    DEVICE_CATEGORIES,
+    Recorded,
+    TraceError,
+    annotate,
+    event_name,
+    read_trace,
+    torch_trace,
+    trace_operations,
+)
 from stepgraph.runtime import SamplingParams
+
+from ..rigs.kineto_traces import DEVICE, STREAM, KinetoTrace, names_of, nodes_of, step_nodes
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
@@ -101,11 +116,10 @@ def test_scopes_of_operations_are_rows_of_an_eager_step(open_engine, tmp_path):
         assert len(found) == 6  # a prefill and five decode steps
         assert {event["args"]["layer"] for event in found} == {layer}
     assert len(named(path, "head")) == 6
-    table = trace_operations(path)
-    assert [row.name for row in table.layers] == [str(layer) for layer in range(layers)]
-    rows = {row.name: row.launches for row in table.operations}
-    assert rows["qkv_linear"] == layers
-    assert not {row.name for row in table.ranges} & set(rows)
+    found = trace_operations(path)
+    rows = {row.name: row for row in found.operations}
+    assert rows["qkv_linear"].launches == layers
+    assert sum(row.us for row in rows.values()) == pytest.approx(found.step_us)
 
 
 def test_scopes_of_an_engine_in_another_thread_are_there(open_engine, tmp_path):
@@ -136,6 +150,249 @@ def test_operators_of_a_compiled_step_are_there(compiled, tmp_path):
         engine.generate([[1, 2, 3]], GREEDY)
     replays = named(path, "replay")
     assert len(replays) == 5
-    for operator in ("stepgraph::decoder_stack", "stepgraph::accept_drafts"):
+    for operator in ("stepgraph::decoder_stack", "stepgraph::advance_rows"):
         assert len(named(path, operator)) >= len(replays), operator
     assert len(named(path, "prefill")) == 1
+
+
+def work(trace):
+    """What the device did, in order."""
+    found = [event for event in trace.events if event.get("cat") in DEVICE_CATEGORIES]
+    return sorted(found, key=lambda event: event["ts"])
+
+
+def labels(nodes):
+    return [node.label for node in nodes]
+
+
+def test_ranges_carry_their_names_and_payloads():
+    trace = KinetoTrace()
+    trace.turn(7, 1000, nodes_of(1))
+    trace.mark("collection", 1050, generation=2, microseconds=31, collected=0)
+    annotate(trace.document, trace.log)
+    ranges = [event for event in trace.events if event.get("cat") == "user_annotation"]
+    assert [event["name"] for event in ranges] == ["step", "launch", "replay", "collection"]
+    step, _, replay, mark = ranges
+    assert step["args"]["payload"] == 7
+    assert replay["args"] | {"step": 7, "rows": 3, "bucket": 4, "padding": 1} == replay["args"]
+    assert mark["ph"] == "i"
+    assert "dur" not in mark
+    assert mark["args"]["microseconds"] == 31
+    assert "stepgraph #" not in json.dumps(trace.document)
+
+
+def test_copies_of_ranges_on_the_device_s_rows_are_named_too():
+    trace = KinetoTrace()
+    trace.log = {0: Recorded("step", {"payload": 3}), 1: Recorded("fallback", {}, True)}
+    event = {"ph": "X", "cat": "gpu_user_annotation", "pid": 0, "tid": 7, "ts": 1.0, "dur": 2.0}
+    trace.events += [{**event, "name": event_name(0)}, {**event, "name": event_name(1)}]
+    annotate(trace.document, trace.log)
+    assert [event["name"] for event in trace.events] == ["step"]
+
+
+@pytest.mark.parametrize("ids_from", [None, 500])
+@pytest.mark.parametrize("streams", [(STREAM,), (STREAM, 20, 21)])
+def test_work_of_a_replayed_graph_is_named_by_layer_and_operation(ids_from, streams):
+    nodes = nodes_of(3, ids_from=ids_from)
+    trace = KinetoTrace()
+    for step in range(3):
+        trace.turn(step, 1000 + 300 * step, nodes, with_ids=ids_from is not None, streams=streams)
+    original = [event["name"] for event in work(trace)]
+    annotate(trace.document, trace.log, names_of(step_nodes(nodes)))
+    found = work(trace)
+    assert [event["name"] for event in found] == 3 * labels(nodes)
+    assert [event["args"]["kernel"] for event in found] == original
+    assert [event["args"]["step"] for event in found] == [i for i in range(3) for _ in nodes]
+    for event, node in zip(found, 3 * nodes, strict=True):
+        assert event["args"]["operation"] == node.operation
+        assert event["args"].get("layer") == node.layer
+        assert (event["args"]["rows"], event["args"]["bucket"]) == (3, 4)
+
+
+def test_the_step_of_a_replay_is_found_by_bucket():
+    nodes = nodes_of(2)
+    renamed = [  # of the same kernels, so that nothing but the bucket tells them apart
+        step_nodes(nodes, size=4),
+        step_nodes([replace_operation(node, "other") for node in nodes], size=8),
+    ]
+    trace = KinetoTrace()
+    trace.turn(0, 0, nodes, bucket=8)
+    trace.turn(1, 400, nodes, bucket=4)
+    annotate(trace.document, trace.log, names_of(*renamed))
+    found = [event["args"]["operation"] for event in work(trace)]
+    assert set(found[: len(nodes)]) == {"other"}
+    assert "down" in found[len(nodes) :]
+
+
+def replace_operation(node, operation):
+    return type(node)(node.layer, operation, node.kind, node.kernel, node.tools_id)
+
+
+def test_missing_ids_and_missing_kernels_leave_kernels_their_own_names():
+    nodes = nodes_of(2, ids_from=100)
+    trace = KinetoTrace()
+    trace.turn(0, 0, nodes, leave_out=[3], with_ids=True)
+    events = work(trace)
+    del events[1]["args"]["graph node id"]
+    events[4]["args"]["graph node id"] = 0
+    original = [event["name"] for event in events]
+    annotate(trace.document, trace.log, names_of(step_nodes(nodes)))
+    expected = labels([node for index, node in enumerate(nodes) if index != 3])
+    expected[1], expected[4] = original[1], original[4]
+    assert [event["name"] for event in work(trace)] == expected
+    assert "kernel" not in events[1]["args"]
+
+
+def test_work_outside_of_graphs_and_of_unknown_calls_keeps_its_name():
+    trace = KinetoTrace()
+    nodes = nodes_of(1)
+    trace.range("step", 0, 50, payload=9)
+    trace.range("copy", 5, 10, payload=64)
+    trace.work(trace.call("cudaMemcpyAsync", 6), "Memcpy HtoD", 20, 3, cat="gpu_memcpy")
+    trace.work(trace.call("cudaLaunchKernel", 30, tid=99), "elsewhere", 40, 3)
+    trace.work(12345, "no call", 60, 3)
+    trace.work(None, "no correlation", 70, 3)
+    annotate(trace.document, trace.log, names_of(step_nodes(nodes)))
+    copy_, elsewhere, lost, alone = work(trace)
+    assert copy_["name"] == "Memcpy HtoD"
+    assert copy_["args"]["step"] == 9
+    for event in (elsewhere, lost, alone):
+        assert "step" not in event["args"]
+        assert "operation" not in event["args"]
+
+
+def test_kernels_that_are_launched_one_by_one_have_the_scope_of_their_launch():
+    trace = KinetoTrace()
+    trace.range("step", 0, 100, payload=2)
+    trace.range("replay", 5, 90, step=2, rows=1, bucket=1)
+    trace.range("1/layer", 10, 60, operation="layer", layer=1)
+    trace.range("1/down", 20, 20, operation="down", layer=1)
+    trace.work(trace.call("cudaLaunchKernel", 25), "gemm", 30, 5)
+    trace.work(trace.call("cudaLaunchKernel", 50), "add", 55, 5)
+    trace.work(trace.call("cudaLaunchKernel", 80), "last", 85, 5)
+    trace.work(trace.call("cudaGraphLaunch", 26), "in a graph", 95, 5)
+    annotate(trace.document, trace.log)
+    inner, outer, outside, replayed = work(trace)
+    assert [e["name"] for e in (inner, outer)] == ["1/down", "1/layer"]
+    assert (inner["args"]["layer"], inner["args"]["operation"]) == (1, "down")
+    assert (inner["args"]["kernel"], inner["args"]["step"]) == ("gemm", 2)
+    assert (outside["name"], replayed["name"]) == ("last", "in a graph")
+
+
+def test_work_that_overlaps_gets_a_row_of_its_own():
+    trace = KinetoTrace()
+    correlation = trace.call("cudaGraphLaunch", 0)
+    for ts, dur in ((10, 10), (18, 10), (27, 10), (40, 5)):
+        trace.work(correlation, "kernel", ts, dur)
+    annotate(trace.document)
+    first, added, *others = [event["tid"] for event in work(trace)]
+    assert added != STREAM
+    assert {first, *others} == {STREAM}
+    (named,) = [e for e in trace.events if e["name"] == "thread_name"]
+    assert (named["pid"], named["tid"]) == (DEVICE, added)
+    assert named["args"]["name"] == f"stream {STREAM}, overlapping"
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 60), st.integers(0, 30), st.sampled_from([7, 8])), max_size=30
+    )
+)
+def test_no_two_events_of_a_row_overlap(spans):
+    trace = KinetoTrace()
+    for ts, dur, tid in spans:
+        trace.work(None, "kernel", ts, dur, tid=tid)
+    before = sorted((e["ts"], e["dur"]) for e in work(trace))
+    annotate(trace.document)
+    assert sorted((e["ts"], e["dur"]) for e in work(trace)) == before
+    rows = {}
+    for event in work(trace):
+        assert rows.get(event["tid"], 0) <= event["ts"] or event["dur"] == 0
+        rows[event["tid"]] = max(rows.get(event["tid"], 0), event["ts"] + event["dur"])
+
+
+def test_a_trace_without_ranges_of_ours_stays_as_it_is():
+    foreign = {"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 0.5, "dur": 1, "args": {}}
+    document = {"traceEvents": [foreign, {"ph": "M", "name": "process_name", "pid": 1, "args": {}}]}
+    before = copy.deepcopy(document)
+    annotate(document)
+    assert document == before
+
+
+def test_operations_of_device_work() -> None:
+    nodes = nodes_of(2)
+    trace = KinetoTrace()
+    for step in range(4):
+        trace.turn(step, 1000 * step, nodes)
+    annotate(trace.document, trace.log, names_of(step_nodes(nodes)))
+    found = trace_operations(trace.document)
+    assert (found.device, found.steps) == (True, 4)
+    assert found.kernels == [
+        ("norm_linear_kernel", 2, 20),
+        ("void stepgraph::attention<64, 16>(float*)", 2, 20),
+        ("down_kernel", 2, 20),
+        ("begin_kernel", 1, 10),
+        ("memcpy", 1, 10),
+    ]
+    assert found.step_us == pytest.approx(80)  # eight nodes, one after the other
+    assert found.gap_us == 0
+    assert set(found.operations) == {
+        *((name, 2, 20) for name in ("norm_linear", "decode_attention", "down")),
+        *((name, 1, 10) for name in ("begin", "greedy")),
+    }
+    assert "| down             |      20.0 | 25.0% |               2 |" in found.markdown()
+
+
+def test_operations_that_overlap_and_gaps_between_them() -> None:
+    trace = KinetoTrace()
+    trace.range("step", 0, 100, payload=0)
+    correlation = trace.call("cudaLaunchKernel", 5)
+    for ts, dur in ((10, 10), (15, 10), (35, 5)):
+        trace.work(correlation, "kernel", ts, dur)
+    annotate(trace.document, trace.log)
+    found = trace_operations(trace.document).to_json()
+    assert (found["steps"], found["step_us"], found["gap_us"]) == (1, 30, 10)
+    assert found["operations"] == [{"name": "(no operation)", "launches": 3, "us": 25}]
+
+
+def test_operations_of_the_host_are_without_those_inside_them() -> None:
+    trace = KinetoTrace()
+    for step, ts in enumerate((0, 200)):
+        trace.range("step", ts, 100, payload=step)
+        trace.range("plan", ts, 5, payload=step)
+        trace.range("0/attention", ts + 10, 50, operation="attention", layer=0)
+        trace.range("0/down", ts + 20, 30, operation="down", layer=0)
+        trace.range("1/down", ts + 70, 10, operation="down", layer=1)
+    trace.range("head", 120, 20, operation="head")  # between two steps
+    annotate(trace.document, trace.log)
+    found = trace_operations(trace.document)
+    assert (found.device, found.steps, found.step_us, found.gap_us) == (False, 2, 100, None)
+    assert found.operations == [
+        ("down", 2, 40),
+        ("(step)", 1, 35),
+        ("attention", 1, 20),
+        ("(plan)", 1, 5),
+    ]
+
+
+def test_operations_need_steps_and_their_work() -> None:
+    with pytest.raises(TraceError, match="step"):
+        trace_operations({"traceEvents": []})
+    trace = KinetoTrace()
+    trace.range("step", 0, 10, payload=0)
+    trace.work(None, "kernel", 20, 5)
+    annotate(trace.document, trace.log)
+    with pytest.raises(TraceError, match="step"):
+        trace_operations(trace.document)
+
+
+def test_traces_that_cannot_be_read(tmp_path) -> None:
+    whole = gzip.compress(json.dumps({"traceEvents": []}).encode(), mtime=0)
+    path = tmp_path / "foreign.json.gz"
+    for content in (b"", b"[" * 100_000, b"{}", whole[:30], b"\x1f\x8b\x08nothing"):
+        path.write_bytes(content)
+        with pytest.raises(TraceError, match=path.name):
+            read_trace(path)
+    with pytest.raises(TraceError, match="No such file"):
+        trace_operations(tmp_path / "nothing")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
-from stepgraph.profiling.trace_events import Recorded, event_name
+from stepgraph.profiling.trace import Recorded, event_name
 
 HOST, THREAD, DEVICE, STREAM = 4711, 4711, 0, 7
 

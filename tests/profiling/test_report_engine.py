@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from stepgraph.profiling import capture_window, ranges
-from stepgraph.profiling.nsys.report import read_report
+from stepgraph.profiling.report import read_report
 from stepgraph.runtime import Engine, SamplingParams
 
 from ..rigs.nsys_rig import PUSH_POP, Profile
@@ -38,7 +38,9 @@ class Tracer:
 
 
 @pytest.mark.parametrize("chunk", [8, 64])
-def test_an_engine_on_a_cpu(tmp_path: Path, open_engine: Callable[..., Engine], chunk: int) -> None:
+def test_report_of_an_engine_on_a_cpu(
+    tmp_path: Path, open_engine: Callable[..., Engine], chunk: int
+) -> None:
     engine = open_engine("base", prefill_chunk=chunk)
     play = Profile()
     with ranges.listening(Tracer(play)), capture_window():

@@ -2,8 +2,7 @@
 
 nsys (NVIDIA Nsight Systems) starts the program, and collects only inside the window: an engine
 loads weights, warms up and captures its steps before it, and the profile holds nothing but steps.
-`stepgraph report` reads the export: `export` queries it, `steps` assembles steps, `report` divides
-their time among operations and layers, `cli` is the command.
+`stepgraph report` reads the export (`report.py`).
 """
 
 import contextlib
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from .. import ranges
+from . import ranges
 
 __all__ = [
     "CaptureWindowError",
@@ -32,7 +31,7 @@ GraphTrace = Literal["graph", "node"]
 """What nsys records of a CUDA graph: its begin and end, or each of its nodes.
 
 `graph` costs next to nothing and times steps as they are. `node` names what runs inside a replayed
-step, and perturbs it: for the parts of a step, not for its time.
+step, and perturbs it: for the operations of a step, not for its time.
 """
 
 _SESSION_VARIABLE: Final = "NSYS_PROFILING_SESSION_ID"
@@ -66,25 +65,14 @@ def nsys_command(
         graph_trace: see `GraphTrace`.
         device: where the engine runs. CUDA's profiler API opens the window; without CUDA the NVTX
             range `window` does.
-
-    Raises:
-        ValueError: an argument is none of these, or `program` is empty.
     """
-    if not program:
-        raise ValueError("program is empty; there is nothing to profile")
-    if graph_trace not in ("graph", "node"):
-        raise ValueError(f"graph_trace is {graph_trace!r}; it must be 'graph' or 'node'")
     name = str(output).replace("%", "%%")  # nsys puts the process and more in the place of %p...
-    if not name:
-        raise ValueError("output is empty; it must name the results")
     if device == "cuda":
         what = ["-t", "cuda,nvtx", "-c", "cudaProfilerApi", "--capture-range-end=stop"]
         what.append(f"--cuda-graph-trace={graph_trace}")
-    elif device == "cpu":
+    else:
         window = f"{ranges.WINDOW}@{ranges.DOMAIN}"
         what = ["-t", "nvtx", "-c", "nvtx", "-p", window, "--capture-range-end=stop"]
-    else:
-        raise ValueError(f"device is {device!r}; it must be 'cuda' or 'cpu'")
     quiet = ["--sample=none", "--cpuctxsw=none"]
     results = ["--force-overwrite=true", "--export=sqlite", "-o", name]
     return ["nsys", "profile", *what, *quiet, *results, *program]
