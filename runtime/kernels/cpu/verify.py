@@ -1,4 +1,4 @@
-"""Inputs and acceptance of verify steps as operators of a CPU; `verify_ops.h` computes them.
+"""Inputs of decode and verify steps, and acceptance of drafts, as CPU operators (`verify_ops.h`).
 
 Rows have as many tokens as drafts they verify, and one more: there is no padding between them.
 
@@ -22,12 +22,12 @@ from torch import Tensor
 __all__ = ["VerifyInputs", "accept_drafts", "verify_inputs"]
 
 torch.library.define(
-    "stepgraph::verify_inputs",
+    "stepgraph::row_inputs",
     "(Tensor rows, Tensor drafts, Tensor counts, Tensor token_ids, Tensor positions, "
     "Tensor block_tables, int block_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
-    "stepgraph::accept_drafts",
+    "stepgraph::advance_rows",
     "(Tensor tokens, Tensor rows, Tensor drafts, Tensor counts, Tensor(a!) token_ids, "
     "Tensor(b!) positions) -> Tensor",
 )
@@ -62,7 +62,7 @@ def verify_inputs(
     Raises RuntimeError or IndexError for arguments that do not fit together.
     """
     return VerifyInputs(
-        *torch.ops.stepgraph.verify_inputs.default(
+        *torch.ops.stepgraph.row_inputs.default(
             rows_B, drafts_BK, counts_B, token_ids_R, positions_R, block_tables, block_size
         )
     )
@@ -81,7 +81,7 @@ def accept_drafts(
     Returns the lanes by position, int64 `[1 + K, B]`. Runs on CPU after `load_cpu_ops`. Raises
     RuntimeError or IndexError for arguments that do not fit together.
     """
-    lanes: Tensor = torch.ops.stepgraph.accept_drafts.default(
+    lanes: Tensor = torch.ops.stepgraph.advance_rows.default(
         tokens_T, rows_B, drafts_BK, counts_B, token_ids_R, positions_R
     )
     return lanes

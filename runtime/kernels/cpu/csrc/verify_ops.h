@@ -35,15 +35,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> verify_in
     const at::Tensor& token_ids, const at::Tensor& positions, const at::Tensor& block_tables,
     int64_t block_size) {
   const int64_t all_rows = token_ids.size(0), num_rows = rows.size(0);
-  check_tables("verify_inputs", block_tables, 3, 1);
+  check_tables("row_inputs", block_tables, 3, 1);
   TORCH_CHECK(block_size > 0 && block_tables.size(1) == all_rows,
-              "verify_inputs: block tables ", block_tables.sizes(), " of ", all_rows, " rows");
-  check_index("verify_inputs", rows, at::kLong, num_rows, all_rows, "rows");
-  check_index("verify_inputs", positions, at::kLong, all_rows,
+              "row_inputs: block tables ", block_tables.sizes(), " of ", all_rows, " rows");
+  check_index("row_inputs", rows, at::kLong, num_rows, all_rows, "rows");
+  check_index("row_inputs", positions, at::kLong, all_rows,
               block_tables.size(2) * block_size, "positions");
   TORCH_CHECK(token_ids.scalar_type() == at::kLong && token_ids.is_contiguous(),
-              "verify_inputs: token_ids are a contiguous int64 [rows]");
-  const int64_t tokens = check_counts("verify_inputs", counts, drafts);
+              "row_inputs: token_ids are a contiguous int64 [rows]");
+  const int64_t tokens = check_counts("row_inputs", counts, drafts);
   const int64_t groups = block_tables.size(0), columns = block_tables.size(2);
   at::Tensor token = at::empty({tokens}, rows.options()), position = at::empty_like(token);
   at::Tensor slots = at::empty({groups, tokens}, rows.options());
@@ -60,7 +60,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> verify_in
     const int64_t count = counts.const_data_ptr<int64_t>()[i];
     const int64_t first = positions.const_data_ptr<int64_t>()[row];
     const int64_t* draft = drafts.const_data_ptr<int64_t>() + i * drafts.stride(0);
-    TORCH_CHECK_INDEX((first + count - 1) / block_size < columns, "verify_inputs: row ", row,
+    TORCH_CHECK_INDEX((first + count - 1) / block_size < columns, "row_inputs: row ", row,
                       " has ", count, " tokens from position ", first, " on, its table ", columns,
                       " blocks of ", block_size);
     start[i] = t;
@@ -82,16 +82,16 @@ at::Tensor accept_drafts_cpu(const at::Tensor& sampled, const at::Tensor& rows,
                              const at::Tensor& drafts, const at::Tensor& counts,
                              at::Tensor& token_ids, at::Tensor& positions) {
   const int64_t all_rows = token_ids.size(0), num_rows = rows.size(0);
-  const int64_t tokens = check_counts("accept_drafts", counts, drafts);
-  check_index("accept_drafts", rows, at::kLong, num_rows, all_rows, "rows");
+  const int64_t tokens = check_counts("advance_rows", counts, drafts);
+  check_index("advance_rows", rows, at::kLong, num_rows, all_rows, "rows");
   TORCH_CHECK(sampled.scalar_type() == at::kLong && sampled.is_contiguous() &&
                   sampled.dim() == 1 && sampled.size(0) == tokens,
-              "accept_drafts: tokens are a contiguous int64 [", tokens, "], got ",
+              "advance_rows: tokens are a contiguous int64 [", tokens, "], got ",
               sampled.sizes());
   TORCH_CHECK(token_ids.is_contiguous() && positions.is_contiguous() &&
                   token_ids.scalar_type() == at::kLong && positions.scalar_type() == at::kLong &&
                   positions.size(0) == all_rows,
-              "accept_drafts: token_ids and positions are a contiguous int64 [rows]");
+              "advance_rows: token_ids and positions are a contiguous int64 [rows]");
   const int64_t most = drafts.size(1) + 1;
   at::Tensor lanes = at::empty({most, num_rows}, rows.options());
   int64_t* lane = lanes.mutable_data_ptr<int64_t>();
@@ -116,6 +116,6 @@ at::Tensor accept_drafts_cpu(const at::Tensor& sampled, const at::Tensor& rows,
 }  // namespace stepgraph
 
 TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
-  library.impl("verify_inputs", &stepgraph::verify_inputs_cpu);
-  library.impl("accept_drafts", &stepgraph::accept_drafts_cpu);
+  library.impl("row_inputs", &stepgraph::verify_inputs_cpu);
+  library.impl("advance_rows", &stepgraph::accept_drafts_cpu);
 }
