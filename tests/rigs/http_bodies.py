@@ -6,10 +6,9 @@ import json
 from typing import Any
 
 from hypothesis import strategies as st
-from stepgraph.runtime.service.http.app import OPERATIONS
-from stepgraph.runtime.service.http.openapi import openapi_document
+from stepgraph.runtime.service.http.app import openapi_document
 
-DOCUMENT = openapi_document(OPERATIONS, needs_key=False)
+DOCUMENT = openapi_document(needs_key=False)
 POSTS = {
     path: operations["post"]["requestBody"]["content"]["application/json"]["schema"]
     for path, operations in DOCUMENT["paths"].items()

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from stepgraph.runtime.service.http.listeners import listen_tcp, listen_unix, remove_socket
+from stepgraph.runtime.service.http.server import listen_tcp, listen_unix, remove_socket
 
 
 def test_a_unix_socket_replaces_the_one_of_a_process_that_has_ended(tmp_path: Path) -> None:

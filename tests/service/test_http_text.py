@@ -18,10 +18,8 @@ import stepgraph.runtime.demo
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.runtime import AsyncEngine, ChatPrompt, Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.service.http import exchange
-from stepgraph.runtime.service.http.event_template import EventTemplate
 from stepgraph.runtime.service.http.output_parsers import ChatOutput, make_output_parser
-from stepgraph.runtime.service.http.responses import ChatChunk, ChatChunkChoice, ChatMessage
+from stepgraph.runtime.service.http.responses import ChatMessage
 
 from ..rigs.http_rig import Rig
 
@@ -265,12 +263,3 @@ def test_messages_of_calls_do_not_depend_on_the_pieces(cuts: set[int]) -> None:
 
 def _joined(messages: list[ChatMessage], field: str) -> str:
     return "".join(getattr(message, field) or "" for message in messages)
-
-
-@given(st.text())
-def test_a_template_encodes_events_as_the_encoder_does(text: str) -> None:
-    def chunk(content: str) -> ChatChunk:
-        choice = ChatChunkChoice(1, ChatMessage(content=content))
-        return ChatChunk("chatcmpl-1", 2, 'a "model"\n', [choice], None)
-
-    assert EventTemplate(chunk).event(text) == exchange.event(chunk(text))

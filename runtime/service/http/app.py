@@ -1,11 +1,16 @@
-"""The ASGI application: routes, API keys, CORS."""
+"""The ASGI application: routes, API keys, CORS, and the OpenAPI document of them."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -17,40 +22,56 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import ConfigError
 from ..async_engine import AsyncEngine
-from . import status_endpoints, text_endpoints
+from . import service as endpoints
 from .chat import chat
 from .completions import complete
 from .exchange import BodyLimits, Endpoint, Exchange, RequestIds, encode
-from .http_errors import HttpError
-from .openapi import OPEN_PATHS, Operation, Operations, openapi_document
+from .http_errors import ErrorBody, HttpError
 from .output_parsers import make_output_parser
 from .requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .responses import Chat, ChatChunk, Completion
-from .service import Metrics, Service
+from .service import Metrics, Service, package_version
 from .unknown_fields import UnknownFields
 
-__all__ = ["app"]
+__all__ = ["app", "openapi_document"]
 
-OPERATIONS: Operations = {
-    ("GET", "/v1/models"): Operation(status_endpoints.models, status_endpoints.Models),
-    ("GET", "/v1/models/{name:path}"): Operation(status_endpoints.model, status_endpoints.Model),
-    ("GET", "/health"): Operation(
-        status_endpoints.health, status_endpoints.Health, statuses=(200, 503)
-    ),
-    ("GET", "/ready"): Operation(
-        status_endpoints.ready, status_endpoints.Health, statuses=(200, 503)
-    ),
-    ("GET", "/metrics"): Operation(status_endpoints.metrics, None),
-    ("GET", "/version"): Operation(status_endpoints.version, status_endpoints.Version),
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Paths that need no API key: load balancers have none."""
+
+OPENAPI_VERSION = "3.1.0"
+_SCHEMAS = "#/components/schemas/{name}"
+_Json = dict[str, Any]
+_TEXT: _Json = {"text/plain": {}, "application/openmetrics-text": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An endpoint, with the types of what it reads and sends. Its docstring is the summary."""
+
+    handler: Callable[[Service, Exchange], Awaitable[None]]
+    response: type[msgspec.Struct] | None
+    """None: text in a format of Prometheus."""
+    body: type[msgspec.Struct] | None = None
+    event: type[msgspec.Struct] | None = None
+    """Data of each event, if the response can be a stream."""
+    statuses: tuple[int, ...] = (200,)
+    """Of a `response`; every other one is an error."""
+
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("GET", "/v1/models"): Operation(endpoints.models, endpoints.Models),
+    ("GET", "/v1/models/{name:path}"): Operation(endpoints.model, endpoints.Model),
+    ("GET", "/health"): Operation(endpoints.health, endpoints.Health, statuses=(200, 503)),
+    ("GET", "/ready"): Operation(endpoints.ready, endpoints.Health, statuses=(200, 503)),
+    ("GET", "/metrics"): Operation(endpoints.metrics, None),
+    ("GET", "/version"): Operation(endpoints.version, endpoints.Version),
     ("POST", "/v1/completions"): Operation(
         complete, Completion, body=CompletionRequest, event=Completion
     ),
     ("POST", "/v1/chat/completions"): Operation(chat, Chat, body=ChatRequest, event=ChatChunk),
-    ("POST", "/tokenize"): Operation(
-        text_endpoints.tokenize, text_endpoints.Tokens, body=TokenizeRequest
-    ),
+    ("POST", "/tokenize"): Operation(endpoints.tokenize, endpoints.Tokens, body=TokenizeRequest),
     ("POST", "/detokenize"): Operation(
-        text_endpoints.detokenize, text_endpoints.Text, body=DetokenizeRequest
+        endpoints.detokenize, endpoints.Text, body=DetokenizeRequest
     ),
 }
 
@@ -100,7 +121,7 @@ def app(
         fields=UnknownFields(engine.config.unknown_fields, (ChatRequest, CompletionRequest)),
     )
 
-    document = openapi_document(OPERATIONS, needs_key=bool(api_keys))
+    document = openapi_document(needs_key=bool(api_keys))
 
     async def describe(exchange: Exchange) -> None:
         mounted_at = exchange.scope.get("root_path") or "/"
@@ -179,3 +200,73 @@ async def _respond(request: Request, error: Exception) -> Response:
         message = f"{request.url.path} does not accept {request.method}: use {allowed}"
     body = HttpError(error.status_code, message, kind=kind).body
     return Response(encode(body), error.status_code, error.headers, "application/json")
+
+
+def openapi_document(*, needs_key: bool) -> _Json:
+    """Return the OpenAPI document of `OPERATIONS`.
+
+    `needs_key` is whether requests need an API key, except for `OPEN_PATHS`.
+    """
+    kinds: set[type[msgspec.Struct]] = {ErrorBody}
+    for operation in OPERATIONS.values():
+        named = (operation.body, operation.response, operation.event)
+        kinds.update(kind for kind in named if kind is not None)
+    _, schemas = msgspec.json.schema_components(
+        sorted(kinds, key=lambda kind: kind.__name__), ref_template=_SCHEMAS
+    )
+    paths: dict[str, _Json] = {}
+    for (method, route), operation in OPERATIONS.items():
+        path = route.replace(":path}", "}")  # a converter of Starlette
+        paths.setdefault(path, {})[method.lower()] = _operation(path, operation, needs_key)
+    components: _Json = {"schemas": schemas}
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": OPENAPI_VERSION,
+        "info": {"title": "stepgraph", "version": package_version()},
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _operation(path: str, operation: Operation, needs_key: bool) -> _Json:
+    content = _TEXT if operation.response is None else _content(operation.response)
+    if operation.event is not None:
+        content = {**content, "text/event-stream": {"schema": _event(operation.event)}}
+    responses: _Json = {
+        str(status): {"description": HTTPStatus(status).phrase, "content": content}
+        for status in operation.statuses
+    }
+    responses["default"] = {"description": "Error", "content": _content(ErrorBody)}
+    made: _Json = {
+        "operationId": operation.handler.__name__,
+        "summary": inspect.getdoc(operation.handler),
+        "responses": responses,
+    }
+    if "{" in path:
+        name = path[path.index("{") + 1 : -1]
+        schema = {"type": "string"}
+        made["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
+    if operation.body is not None:
+        made["requestBody"] = {"required": True, "content": _content(operation.body)}
+    if needs_key and path not in OPEN_PATHS:
+        made["security"] = [{"key": []}]
+    return made
+
+
+def _content(kind: type[msgspec.Struct]) -> _Json:
+    return {"application/json": {"schema": _ref(kind)}}
+
+
+def _event(kind: type[msgspec.Struct]) -> _Json:
+    """The schema of a server-sent event, whose data is JSON, or `[DONE]` in the last one."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": _ref(kind),
+    }
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
+def _ref(kind: type[msgspec.Struct]) -> _Json:
+    return {"$ref": _SCHEMAS.format(name=kind.__name__)}

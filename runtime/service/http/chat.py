@@ -14,12 +14,11 @@ from ...loading.chat_template import ChatPrompt
 from ...sampling_params import SamplingParams
 from ...structured_output import StructuredOutput
 from ..request_handle import Delta
+from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
 from .chat_messages import joined_text
-from .event_template import EventTemplate
 from .exchange import Exchange, event
 from .generation import Generation, deltas_of
 from .output_parsers import ChatOutput, OutputParser, ends_in_reasoning, make_output_parser
-from .reasoned_output import ReasonedOutput, spells_end_of_reasoning
 from .requests import ChatRequest, chat_prompt
 from .responses import (
     Chat,
@@ -27,7 +26,6 @@ from .responses import (
     ChatChunk,
     ChatChunkChoice,
     ChatLogprobs,
-    ChatMessage,
     OptionalUsage,
     Usage,
 )
@@ -121,7 +119,6 @@ class _Answer:
             and (not self._keeps_special or isinstance(params.structured, ReasonedOutput))
         )
         self._outputs: dict[int, ChatOutput] = {}  # of each completion that has begun
-        self._templates: dict[int, EventTemplate] = {}  # of those whose events are only text
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Chat:
         (output,) = outputs
@@ -136,8 +133,6 @@ class _Answer:
     def event(
         self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
     ) -> bytes:
-        if delta.finish_reason is None and (template := self._templates.get(delta.index)):
-            return template.event(delta.text)
         begins = delta.index not in self._outputs
         parser = self._output(delta, output)
         message = parser.message(delta.text, delta.finish_reason)
@@ -148,24 +143,15 @@ class _Answer:
             parser.finish_reason(delta.finish_reason),
             self._token_ids(delta),
         )
-        chunk = self._chunk(choice, usage)
+        chunk = ChatChunk(self.id, self._created, self._model, [choice], usage)
         if begins:
             message.role = "assistant"
             if self._request.return_token_ids:
                 chunk.prompt_token_ids = output.prompt_token_ids
-            elif parser.is_plain and not (self._request.logprobs or isinstance(usage, Usage)):
-                self._templates[delta.index] = EventTemplate(
-                    lambda text: self._chunk(
-                        ChatChunkChoice(delta.index, ChatMessage(content=text)), usage
-                    )
-                )
         return event(chunk)
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return ChatChunk(self.id, self._created, self._model, [], usage)
-
-    def _chunk(self, choice: ChatChunkChoice, usage: OptionalUsage) -> ChatChunk:
-        return ChatChunk(self.id, self._created, self._model, [choice], usage)
 
     def _choice(self, delta: Delta, output: RequestOutput) -> ChatChoice:
         """Return a whole completion."""

@@ -11,7 +11,6 @@ from msgspec import UNSET
 
 from ...engine.request_output import RequestOutput
 from ..request_handle import Delta
-from .event_template import EventTemplate
 from .exchange import Exchange, event
 from .generation import Generation, deltas_of
 from .requests import CompletionRequest
@@ -81,7 +80,6 @@ class _Answer:
         self._texts = texts
         self._num_chars: dict[int, int] = {}  # of the text of each choice that has begun
         self._tokens: dict[int, ChoiceTokens] = {}  # of those with log-probabilities
-        self._templates: dict[int, EventTemplate] = {}  # of those whose events are only text
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
         choices = [
@@ -94,24 +92,11 @@ class _Answer:
     def event(
         self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
     ) -> bytes:
-        request = self._request
-        index = prompt * (request.n or 1) + delta.index
-        if delta.finish_reason is None and (template := self._templates.get(index)):
-            return template.event(delta.text)
-        begins = index not in self._num_chars
-        choice = self._choice(prompt, delta, output)
-        varies = request.return_token_ids or request.logprobs is not None
-        if begins and not (varies or isinstance(usage, Usage)):
-            self._templates[index] = EventTemplate(
-                lambda text: self._chunk(CompletionChoice(index, text), usage)
-            )
-        return event(self._chunk(choice, usage))
+        choices = [self._choice(prompt, delta, output)]
+        return event(Completion(self.id, self._created, self._model, choices, usage))
 
     def usage_chunk(self, usage: Usage) -> Completion:
         return Completion(self.id, self._created, self._model, [], usage)
-
-    def _chunk(self, choice: CompletionChoice, usage: OptionalUsage) -> Completion:
-        return Completion(self.id, self._created, self._model, [choice], usage)
 
     def _choice(self, prompt: int, delta: Delta, output: RequestOutput) -> CompletionChoice:
         request = self._request

@@ -19,7 +19,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import OverloadedError, RequestError
 from ...structured.exact_json import JsonFloat
-from .body_errors import invalid_body
 from .http_errors import HttpError, http_error
 from .unknown_fields import UnknownFields
 
@@ -307,9 +306,40 @@ def _decode(body: bytearray, kind: type[T]) -> T:
         decoder: msgspec.json.Decoder[T] = _decoder(cast(Any, kind))
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise invalid_body(error) from error
+        raise _invalid_body(error) from error
     except RecursionError as error:
         raise HttpError(400, "the body is nested too deeply") from error
     except ValueError as error:  # also UnicodeDecodeError
         problem = f"not valid JSON: {error}" if body else "empty: send a JSON object"
         raise HttpError(400, f"the body is {problem}") from error
+
+
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "an array",
+    "object": "an object",
+}
+"""Types of msgspec in the words of JSON."""
+
+
+def _invalid_body(error: msgspec.ValidationError) -> HttpError:
+    """Return the response to a body that msgspec refuses; `param` is the field that it names."""
+    problem, _, where = str(error).partition(" - at ")
+    found = re.search(r"`\$\.?([^`]*)`$", where)
+    field = found[1] if found else ""
+    name = field or "the body"
+    if where.startswith("`key` in"):
+        name = f"a key of {name}"
+    if expected := re.fullmatch(r"Expected `([^`]*)`, got `([^`]*)`", problem):
+        types = [_TYPES.get(t, t) for t in expected[1].split(" | ") if t != "null"]
+        allowed = " or ".join(filter(None, [", ".join(types[:-1]), types[-1]]))
+        message = f"{name} must be {allowed}, not {_TYPES.get(expected[2], expected[2])}"
+    elif missing := re.fullmatch(r"Object missing required field `([^`]*)`", problem):
+        field = f"{field}.{missing[1]}" if field else missing[1]
+        message = f"{field} is missing"
+    else:
+        message = f"{name}: {problem}"
+    return HttpError(400, message, param=field or None)

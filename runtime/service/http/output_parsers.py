@@ -96,11 +96,6 @@ class ChatOutput:
         self._hidden: set[str] = set()
         self._has_calls = False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all of the text is content."""
-        return self._parser is None
-
     def hide(self, texts: Iterable[str]) -> None:
         """Leave special tokens that the output has out of its messages; parsers read them."""
         self._hidden.update(texts)

@@ -26,6 +26,7 @@ from ...sampling_params import (
 )
 from ...structured_output import StructuredOutput
 from ..request_handle import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
+from .chat_grammars import tool_call_grammar
 from .chat_messages import template_messages
 from .field_limits import (
     MAX_MESSAGES,
@@ -45,7 +46,6 @@ from .field_limits import (
     check_count,
     check_length,
 )
-from .forced_calls import tool_call_grammar
 from .http_errors import HttpError
 
 __all__ = [

@@ -8,7 +8,9 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,7 +23,7 @@ import uvloop
 from ...config import EngineConfig
 from ...errors import ConfigError, MemoryBudgetError, StepgraphError, StepPreparationError
 from ..async_engine import AsyncEngine
-from ..health import Phase
+from ..health import Phase, ServiceSnapshot
 from ..metrics import EngineMetrics
 from ..service_config import ServiceConfig
 from ..tracing import trace_requests
@@ -29,11 +31,9 @@ from .app import app
 from .command import run
 from .config_flags import in_flags
 from .connection import LimitedConnection
-from .listeners import listen_tcp, listen_unix, remove_socket
 from .server_flags import API_KEY_VARIABLE, PROGRAM
-from .throughput_log import ThroughputLog
 
-__all__ = ["main", "serve"]
+__all__ = ["ThroughputLog", "listen_tcp", "listen_unix", "main", "remove_socket", "serve"]
 
 logger = logging.getLogger("stepgraph.serve")
 
@@ -47,6 +47,12 @@ HURRY_SECONDS = 1
 """The same after a second signal, and the time for requests to be aborted."""
 TICK_SECONDS = 1
 """Time until a failure of the engine is noticed, and between updates of the header `date`."""
+
+BACKLOG = 2048
+SOCKET_MODE = 0o666
+"""Every user may connect; the directory of the file restricts access."""
+LOG_SECONDS = 10.0
+"""Time between two records of the throughput."""
 
 REPORTED_ERRORS = (
     *(StepgraphError, MemoryBudgetError, StepPreparationError),
@@ -84,6 +90,44 @@ def serve(
     except REPORTED_ERRORS as error:
         _say(f"error: {in_flags(error)}")
         return 2 if isinstance(error, ConfigError) else 1
+
+
+class ThroughputLog:
+    """Compares the counters of an engine with the last ones."""
+
+    def __init__(
+        self,
+        snapshot: Callable[[], ServiceSnapshot],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Count from now on; `clock` returns seconds."""
+        self._snapshot = snapshot
+        self._clock = clock
+        self._counted = snapshot().counters
+        self._began = clock()
+
+    def tick(self) -> None:
+        """Log the throughput since the last record, if that is due. Call it about every second."""
+        now = self._clock()
+        seconds = now - self._began
+        if seconds < LOG_SECONDS:
+            return
+        state, before = self._snapshot(), self._counted
+        self._counted, self._began = state.counters, now
+        prompt = state.counters.prompt_tokens - before.prompt_tokens
+        output = state.counters.output_tokens - before.output_tokens
+        if state.gauges is None or not (prompt or output or state.open_requests):
+            return
+        gauges = state.gauges
+        logger.info(
+            "%d running, %d waiting; %.1f prompt and %.1f output tokens/s; %.1f %% of the KV cache"
+            " in use",
+            gauges.running,
+            gauges.waiting + state.queued_requests,
+            prompt / seconds,
+            output / seconds,
+            100 * gauges.held_blocks / gauges.usable_blocks,
+        )
 
 
 class _Server(uvicorn.Server):
@@ -265,6 +309,67 @@ class _Command:
         await asyncio.wait({serving})
         if self._socket_file is not None:
             remove_socket(self._options.uds, self._socket_file)
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on a TCP port, 0 for a free one.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        number = error.errno or 0  # negative if the name is unknown
+        reason = os.strerror(number) if number > 0 else error.strerror
+        raise OSError(
+            f"cannot listen on {host} port {port} ({reason}): choose another --host or --port"
+        ) from error
+
+
+def listen_unix(path: str) -> socket.socket:
+    """Return a unix socket that listens at a path. A socket that a process left there is replaced.
+
+    Raises:
+        OSError: another process listens there, it is another kind of file, or the path cannot be
+            used.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        _remove_unused(path)
+        listener.bind(path)
+        os.chmod(path, SOCKET_MODE)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise OSError(f"cannot listen on --uds {path} ({reason}): choose another path") from error
+    return listener
+
+
+def remove_socket(path: str, made: os.stat_result) -> None:
+    """Remove the file of a unix socket, unless another one has replaced the one that was `made`."""
+    with suppress(OSError):
+        present = os.lstat(path)
+        if os.path.samestat(present, made):
+            os.unlink(path)
+
+
+def _remove_unused(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise FileExistsError("it exists and is no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise FileExistsError("another process listens there")
 
 
 async def _first(serving: asyncio.Task[None], *events: Coroutine[Any, Any, object]) -> None:

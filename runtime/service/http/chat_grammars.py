@@ -1,8 +1,10 @@
-"""The form of an answer that must be the call of a tool, as the parsers of this package read it."""
+"""Grammars of chats: a demanded tool call as the parsers read it, and an answer after reasoning."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ...bounded_repr import bounded_repr
@@ -11,8 +13,9 @@ from ...structured.exact_json import dumps, loads
 from ...structured.json_schemas import prepared_schema
 from ...structured_output import MAX_GRAMMAR_BYTES, GrammarKind, StructuredOutput
 from .http_errors import HttpError
+from .text_parsers import CLOSE
 
-__all__ = ["tool_call_grammar"]
+__all__ = ["ReasonedOutput", "spells_end_of_reasoning", "tool_call_grammar"]
 
 MAX_FORCED_BYTES = 1 << 14
 """Of a grammar whose text is forced: each step tokenises what is left of it."""
@@ -127,3 +130,26 @@ def _moved(schema: object, place: str) -> object:
         else:
             moved[key] = value if key in _VALUES else _moved(value, place)
     return moved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReasonedOutput(StructuredOutput):
+    """Any text up to `</think>`, white space, and `content`."""
+
+    content: StructuredOutput | None = None
+
+    @property
+    def kind(self) -> GrammarKind:
+        """A kind of its own, which users cannot ask for."""
+        return "reasoned"
+
+    @property
+    def source(self) -> str:
+        """The tag, and the kind and the source of the content, in JSON."""
+        assert self.content is not None
+        return json.dumps([CLOSE, self.content.kind, self.content.source], ensure_ascii=False)
+
+
+def spells_end_of_reasoning(structured: StructuredOutput) -> bool:
+    """Return whether a grammar is one of the whole output, with the end of the reasoning."""
+    return structured.kind != "json" and CLOSE in structured.source.replace("\\", "")
