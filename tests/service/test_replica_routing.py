@@ -17,21 +17,16 @@ from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.service.ray_app import build
+from stepgraph.runtime.service.ray_app.application import check_ray, replica_bundle
 from stepgraph.runtime.service.ray_app.autoscaling import LoadPolicy
-from stepgraph.runtime.service.ray_app.bounded_load import by_preference
-from stepgraph.runtime.service.ray_app.cached_prefixes import (
-    CachedPrefixes,
-    fingerprints,
-    read_fingerprints,
-)
 from stepgraph.runtime.service.ray_app.options import ReplicaOptions
 from stepgraph.runtime.service.ray_app.prompt_blocks import PromptBlocks
-from stepgraph.runtime.service.ray_app.ray_version import check_ray
 from stepgraph.runtime.service.ray_app.remote_call import Head, RemoteRequest, respond
-from stepgraph.runtime.service.ray_app.resources import (
-    check_nodes,
-    check_ranks_of_model,
-    replica_bundle,
+from stepgraph.runtime.service.ray_app.routing import (
+    CachedPrefixes,
+    by_preference,
+    fingerprints,
+    read_fingerprints,
 )
 
 
@@ -218,18 +213,13 @@ def test_arguments_of_a_config_file_and_of_a_command_line() -> None:
         ({"model": "demo", "engine": [1]}, "engine"),
         ({"model": "demo", "engine": "{"}, "engine"),
         ({"model": "demo", "service": {"send_timeout": -1}}, "send_timeout"),
-        ({"model": "demo", "http": {"model_names": "demo"}}, "model_names"),
         ({"model": "demo", "http": {"api_keys": [""]}}, "api_keys"),
-        ({"model": "demo", "replicas": 0}, "replicas"),
         ({"model": "demo", "replicas": True}, "replicas"),
         ({"model": "demo", "replicas": 1, "autoscaling": {}}, "autoscaling"),
         ({"model": "demo", "autoscaling": {"min_replicas": 3, "max_replicas": 2}}, "min_replicas"),
         ({"model": "demo", "autoscaling": {"target_kv_usage": 1.5}}, "target_kv_usage"),
-        ({"model": "demo", "routing": {"policy": "random"}}, "policy"),
         ({"model": "demo", "routing": {"load_bound": 0.5}}, "load_bound"),
         ({"model": "demo", "drain_seconds": float("nan")}, "drain_seconds"),
-        ({"model": "demo", "max_attempts": 0}, "max_attempts"),
-        ({"model": "demo", "num_gpus": -1}, "num_gpus"),
     ],
 )
 def test_invalid_arguments(arguments: dict[str, Any], named: str) -> None:
@@ -277,28 +267,6 @@ def test_resources_that_do_not_fit(
     config = EngineConfig(**engine)
     with pytest.raises(ConfigError, match=named):
         replica_bundle(ReplicaOptions(model="demo", engine=config, **options))
-
-
-def test_a_model_that_cannot_be_split_is_refused() -> None:
-    def options(model: str, ranks: int) -> ReplicaOptions:
-        return ReplicaOptions(model=model, engine=EngineConfig(tensor_parallel=ranks))
-
-    with pytest.raises(ConfigError, match=r"cannot be split over 3 ranks.*can be 1, 2"):
-        check_ranks_of_model(options("preset:qwen2.5-0.5b", 3))
-    check_ranks_of_model(options("preset:qwen2.5-0.5b", 2))
-    check_ranks_of_model(options("/on/the/nodes/only", 3))
-
-
-def test_a_replica_must_fit_one_node() -> None:
-    nodes = [
-        {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}},
-        {"Alive": True, "Resources": {"CPU": 64.0}},
-        {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}},
-    ]
-    check_nodes({"CPU": 8, "GPU": 2}, nodes)
-    for bundle in ({"CPU": 16, "GPU": 2}, {"CPU": 1, "GPU": 4}, {"CPU": 1, "TPU": 1}):
-        with pytest.raises(ConfigError, match="no node"):
-            check_nodes(bundle, nodes)
 
 
 @pytest.mark.parametrize("version", [None, "2.9.3", "2.59.0", "2.61.0", "3.0.0"])

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from .options import ReplicaOptions
-from .ray_version import check_ray
-from .resources import checked_bundle
+from ...errors import ConfigError
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
-__all__ = ["build"]
+    from .options import ReplicaOptions
+
+__all__ = ["build", "check_ray", "replica_bundle"]
 
 CONSTRUCTOR_RETRIES = 2
 """Failed starts of a replica after which Serve gives a deployment up, with their error."""
 
+OLDEST, TOO_NEW = (2, 60), (2, 61)
+"""Releases of Ray Serve whose interfaces of routers and autoscaling are those used here."""
 
-ROUND_ROBIN = "ray.serve.experimental.round_robin_router:RoundRobinRouter"
+_INSTALL = 'pip install "stepgraph[ray]"'
+_MODULES = ("ray.serve", "starlette", "msgspec", "prometheus_client")
+"""What the extra installs and the replicas import."""
 
 
 def build(args: Mapping[str, Any]) -> Application:
@@ -28,21 +34,21 @@ def build(args: Mapping[str, Any]) -> Application:
         args: fields of `ReplicaOptions`, `model` at least.
 
     Raises:
-        ConfigError: Ray is missing or of another version; an argument is invalid; the model cannot
-            be split over `tensor_parallel` ranks; or no node has the resources of a replica.
-            Nothing has been loaded.
+        ConfigError: Ray is missing or of another version, or an argument is invalid. Nothing has
+            been loaded.
     """
     check_ray()
-    options = ReplicaOptions.of(args)
 
     from ray import serve
 
     from ..http.output_parsers import make_output_parser
     from .engine_replica import EngineReplica
     from .ingress import Ingress
+    from .options import ReplicaOptions
 
+    options = ReplicaOptions.of(args)
     make_output_parser(options.http.tool_parser, options.http.reasoning_parser)
-    bundle = checked_bundle(options)
+    bundle = replica_bundle(options)
     gpus = {"num_gpus": bundle["GPU"]} if "GPU" in bundle else {}
     kind = (
         {} if options.accelerator_type is None else {"accelerator_type": options.accelerator_type}
@@ -107,6 +113,68 @@ def _router(options: ReplicaOptions) -> dict[str, Any]:
             "load_bound": routing.load_bound,
             "spare_requests": routing.spare_requests,
         }
-    elif routing.policy == "round_robin":
-        config["request_router_class"] = ROUND_ROBIN
     return config
+
+
+def replica_bundle(options: ReplicaOptions) -> dict[str, float]:
+    """Return the resources of one replica, for a placement group of one bundle.
+
+    All ranks of a tensor-parallel engine are processes of one node, and the replica starts them
+    itself. So its CPUs and GPUs are one bundle, which a node has as a whole or not at all.
+
+    Raises:
+        ConfigError: device, `tensor_parallel`, `threads`, `num_cpus` and `num_gpus` disagree.
+    """
+    engine, gpus = options.engine, options.num_gpus
+    ranks = engine.tensor_parallel
+    device = engine.device.partition(":")[0]
+    if device == "cuda" and not gpus:
+        raise ConfigError(
+            f"engine.device is {engine.device!r}, but num_gpus is 0: give num_gpus: {ranks}"
+        )
+    if gpus and device == "cpu":
+        raise ConfigError(
+            f"engine.device is 'cpu', but num_gpus is {gpus:g}: leave one of them out"
+        )
+    if gpus and engine.device.startswith("cuda:"):
+        raise ConfigError(
+            f"engine.device is {engine.device!r}, but Ray chooses the GPUs: give 'cuda'"
+        )
+    if gpus and gpus != ranks and not (ranks == 1 and gpus < 1):
+        share = ", or a share of one" if ranks == 1 else ""
+        raise ConfigError(f"num_gpus is {gpus:g}, but tensor_parallel={ranks} needs {ranks}{share}")
+    threads = engine.threads if not gpus and engine.threads and engine.threads > 0 else 1
+    cpus = options.num_cpus if options.num_cpus is not None else float(threads * ranks)
+    if not gpus and cpus < ranks:
+        raise ConfigError(
+            f"num_cpus is {cpus:g}, but tensor_parallel={ranks} needs a CPU for each rank"
+        )
+    bundle = {"CPU": float(cpus)}
+    if gpus:
+        bundle["GPU"] = float(gpus)
+    if options.accelerator_type is not None:
+        bundle[f"accelerator_type:{options.accelerator_type}"] = 0.001
+    return bundle
+
+
+def check_ray() -> None:
+    """Raise `ConfigError` unless the extra `ray` is installed, with a supported version of Ray."""
+    try:
+        version = metadata.version("ray")
+    except metadata.PackageNotFoundError as error:
+        raise ConfigError(f"replicas need Ray Serve, which is not installed: {_INSTALL}") from error
+    release = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if not OLDEST <= release < TOO_NEW:
+        raise ConfigError(
+            f"Ray {version} is installed; supported are versions from {_text(OLDEST)} and below"
+            f" {_text(TOO_NEW)}: {_INSTALL}"
+        )
+    for name in _MODULES:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"replicas need {name} ({error}): {_INSTALL}") from error
+
+
+def _text(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))

@@ -14,9 +14,9 @@ from ..health import Phase
 from ..http.app import app
 from ..http.server_flags import API_KEY_VARIABLE
 from .autoscaling import LOADS, load_stats
-from .cached_prefixes import fingerprints
 from .options import ReplicaOptions
 from .remote_call import Accepted, Head, NotServed, RemoteRequest, respond
+from .routing import fingerprints
 
 __all__ = ["EngineReplica"]
 

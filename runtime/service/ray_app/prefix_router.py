@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from .bounded_load import by_preference
-from .cached_prefixes import CachedPrefixes, read_fingerprints
+from .routing import CachedPrefixes, by_preference, read_fingerprints
 
 __all__ = ["PrefixRouter"]
 

@@ -13,8 +13,8 @@ from ...loading.opened_source import find_source
 from ...loading.tokenizer import load_tokenizer
 from ..http.http_errors import HttpError
 from ..http.requests import ChatRequest, CompletionRequest, chat_prompt
-from .cached_prefixes import fingerprints
 from .options import ReplicaOptions
+from .routing import fingerprints
 
 __all__ = ["PromptBlocks"]
 

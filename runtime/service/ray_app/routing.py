@@ -1,17 +1,27 @@
-"""Which replicas cache how much of a prompt, as a router knows it. Standard library only.
+"""Routing by prefix: which replicas cache how much of a prompt, and which one gets it.
 
 Blocks are named by fingerprints, the first bytes of their 256-bit hashes. Two blocks with the same
 fingerprint (one pair in 4·10^9) cost a router a worse choice; the engines compare whole hashes.
+
+The bound on the load of a replica follows Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing
+with Bounded Loads (SODA 2018): with m requests on n replicas none gets more than ceil(c · m / n),
+for c of at least 1. A popular prefix so spreads to as many replicas as its load needs. Standard
+library only.
 """
 
 from __future__ import annotations
 
+import math
+import random
 from array import array
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-__all__ = ["CachedPrefixes", "fingerprints", "read_fingerprints"]
+__all__ = ["CachedPrefixes", "by_preference", "fingerprints", "read_fingerprints"]
+
+T = TypeVar("T")
 
 FINGERPRINT_BYTES = 4
 MAX_SENT = 1 << 16
@@ -85,3 +95,32 @@ class CachedPrefixes:
         if known is None:
             return 0
         return bisect_left(prompt, True, key=lambda block: not known.caches(block))
+
+
+def by_preference(
+    loads: Mapping[T, int],
+    num_cached: Callable[[T], int],
+    *,
+    load_bound: float,
+    spare_requests: int,
+) -> list[T]:
+    """Return the replicas, the one that should get the next request first.
+
+    Those within the bound come first, by cached blocks; of equal ones the one with fewer requests,
+    then a random one. Overloaded ones follow by their load.
+
+    Args:
+        loads: requests of each replica that have not ended.
+        num_cached: returns how many blocks of the prompt a replica caches.
+        load_bound: c above.
+        spare_requests: a replica with fewer requests is never overloaded.
+    """
+    bound = math.ceil(load_bound * (sum(loads.values()) + 1) / max(len(loads), 1))
+
+    def rank(replica: T) -> tuple[bool, int, int, float]:
+        load = loads[replica]
+        overloaded = load + 1 > bound and load >= spare_requests
+        cached = 0 if overloaded else num_cached(replica)
+        return overloaded, -cached, load, random.random()
+
+    return sorted(loads, key=rank)
