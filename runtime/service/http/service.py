@@ -172,7 +172,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     service.model_name(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise HttpError(400, "give one of prompt and messages", param="prompt")
-    tokenizer = _tokenizer(service)
+    tokenizer = _tokenizer(service, "prompt")
 
     def encode() -> Tokens:
         if request.messages is None:
@@ -204,7 +204,7 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
             shown = bounded_repr(token_id)
             message = f"tokens[{index}] is {shown}; allowed is 0 to {MAX_TOKEN_ID}"
             raise HttpError(400, message, param="tokens")
-    tokenizer = _tokenizer(service)
+    tokenizer = _tokenizer(service, "tokens")
 
     def decode() -> Text:
         return Text(tokenizer.decode(request.tokens, skip_special_tokens=False))
@@ -212,8 +212,10 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     await exchange.respond(await service.engine.run_in_pool(decode))
 
 
-def _tokenizer(service: Service) -> TextTokenizer:
+def _tokenizer(service: Service, field: str) -> TextTokenizer:
     tokenizer = service.engine.tokenizer
     if tokenizer is None:
-        raise RequestError("the checkpoint has no tokenizer.json: prompts must be token ids")
+        raise RequestError(
+            "the checkpoint has no tokenizer.json: prompts must be token ids", field=field
+        )
     return tokenizer
