@@ -623,9 +623,8 @@ def checked_kernels(
             fitting, replaced = with_collectives(fitting, group, model, config)
             group.watch.collectives = fitting.collectives
             seed = group.exchange(time.time_ns() % 2**30)[0]
-        # A rank whose C++ operators fail would leave the sums that others wait for.
-        on_cpu_ranks = group is not None and config.device.type == "cpu"
-        required = config.user.kernels == "native" or config.batch_invariant or on_cpu_ranks
+        # A rank whose kernels fail would leave the sums that others wait for.
+        required = config.user.kernels == "native" or config.batch_invariant or group is not None
         kernels = check_kernels(fitting, model, config, required=required, seed=seed)
     else:
         kernels, gaps = fitting, tuple(gap for gap in gaps if gap.name != _LAYERS_GAP)

@@ -1,12 +1,11 @@
 """The kernels of a decode step, one by one, with the arguments that the step calls them with.
 
-For checking them against their plain versions (`verify_kernels.py`). A sample of the model runs one
-step in plain PyTorch, which records the calls. Needs triton.
+For checking them against plain PyTorch (`verify_kernels.py`). A sample of the model runs one step
+in plain PyTorch, which records the calls. Needs triton.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from inspect import BoundArguments
@@ -17,25 +16,100 @@ from torch import Tensor
 
 from ..execution.sample_steps import SampleCase, SampleSteps
 from ..execution.step_key import StepKey
+from ..kernels.ops.attention import AttentionForm
+from ..kernels.ops.batch import LayerPlace, RaggedBatch
 from ..kernels.ops.kv_storage import read_blocks
+from ..kernels.triton.activation import reference_activate_rows
 from ..kernels.triton.backend import gpu_kernels
-from ..kernels.triton.expert_routing import Routed
+from ..kernels.triton.combine_output import reference_combine_output
+from ..kernels.triton.decode_attention import reference_decode_attention
+from ..kernels.triton.expert_routing import Routed, reference_routing
+from ..kernels.triton.experts import reference_experts_of_choice
 from ..kernels.triton.fusion import Fused, Mixture, fuse
-from ..kernels.triton.linear import Pending
-from ..kernels.triton.operation_check import WRITES, OutputCopies, written_tensors
+from ..kernels.triton.gate_up import reference_gate_up
+from ..kernels.triton.head import reference_head
+from ..kernels.triton.linear import Pending, reference_linear
+from ..kernels.triton.norm import reference_norm_rows
+from ..kernels.triton.norm_linear import reference_norm_linear
 from ..kernels.triton.operations import Operations
-from ..kernels.triton.split_attention import Partials
+from ..kernels.triton.residual_linear import reference_residual_linear
+from ..kernels.triton.rotated_heads import HeadRotation
+from ..kernels.triton.split_attention import Partials, reference_combine_splits
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
 
 __all__ = ["KernelCase", "decode_cases"]
 
-_PLAIN = Operations.reference()
+_OUTPUTS = ("out_TN", "out_TF", "out_TD", "attended_TN", "pending", "partials")
+"""Parameters that operations write as a whole."""
+_UPDATES = ("arena", "counters")
+"""Parameters that they write in part."""
+
+
+def _attend(
+    qkv_TN: Tensor,
+    arena: Tensor,
+    place: LayerPlace,
+    rotation: HeadRotation,
+    batch: RaggedBatch,
+    form: AttentionForm,
+    partials: Partials,
+    *,
+    attended_TN: Tensor | None = None,
+    **_: Any,
+) -> None:
+    """Without `attended_TN` the first split holds the result, and the others have no positions."""
+    out_TN = reference_decode_attention(qkv_TN, arena, place, rotation, batch, form)
+    if attended_TN is not None:
+        attended_TN.copy_(out_TN)
+        return
+    partials.m.fill_(float("-inf"))
+    partials.l.zero_()
+    partials.m[:, :, 0].zero_()
+    partials.l[:, :, 0].fill_(1.0)
+    partials.acc[:, :, 0] = out_TN.unflatten(1, (-1, form.value_dim)).float()
+
+
+def _writing(reference: Callable[..., Tensor], out: str) -> Callable[..., None]:
+    """Return a function that writes the result of `reference` into its argument `out`."""
+
+    def write(**arguments: Any) -> None:
+        target = arguments.pop(out)
+        target.copy_(reference(**arguments))
+
+    return write
+
+
+def _combine(out_TN: Tensor, **arguments: Any) -> None:
+    out_TN.copy_(reference_combine_output(**arguments, dtype=out_TN.dtype))
+
+
+_REFERENCES: dict[str, Callable[..., Any]] = {
+    "norm_linear": _writing(reference_norm_linear, "out_TN"),
+    "decode_attention": _attend,
+    "residual_linear": _writing(reference_residual_linear, "out_TN"),
+    "combine_output": _combine,
+    "gate_up": _writing(reference_gate_up, "out_TF"),
+    "norm_rows": _writing(reference_norm_rows, "out_TD"),
+    "activate_rows": _writing(reference_activate_rows, "out_TF"),
+    "linear": _writing(reference_linear, "out_TN"),
+    "route": reference_routing,
+    "experts": reference_experts_of_choice,
+    "head": reference_head,
+}
+"""Of each operation that a layer or the head consists of, with the arguments of its kernel."""
+
+
+def _plain(operation: str, given: BoundArguments) -> Any:
+    """Run the reference of an operation."""
+    chosen_by_kernel = ("config", "configs", "tile")
+    named = {k: v for k, v in given.arguments.items() if k not in chosen_by_kernel}
+    return _REFERENCES[operation](**named)
 
 
 class KernelCase:
-    """A kernel, its arguments in one layer, and its plain version."""
+    """A kernel, its arguments in one layer, and its reference."""
 
     def __init__(
         self, name: str, operation: str, operations: Operations, given: BoundArguments
@@ -46,11 +120,11 @@ class KernelCase:
             name: of the kernel, as in `step_costs.py`.
             operation: a field of `Operations`.
             operations: the version that runs.
-            given: arguments of the plain version.
+            given: arguments of the operation.
         """
         self.name = name
-        self._kernel, self._plain = getattr(operations, operation), getattr(_PLAIN, operation)
-        self._writes, self._given = WRITES[operation], given
+        self._operation, self._kernel = operation, getattr(operations, operation)
+        self._given = given
         self._returned: Sequence[Tensor] = ()
 
     def run(self) -> None:
@@ -61,7 +135,7 @@ class KernelCase:
     def outputs(self) -> list[Tensor]:
         """Return the tensors that the last call wrote, besides the cache."""
         found = [*self._returned]
-        for parameter in self._writes.outputs:
+        for parameter in _OUTPUTS:
             match self._given.arguments.get(parameter):
                 case Tensor() as out:
                     found.append(out)
@@ -73,39 +147,57 @@ class KernelCase:
 
     def results(self) -> list[Tensor]:
         """Return the results of the last call."""
-        return self._results_of(self._given, self._returned)
+        return _results_of(self._given.arguments, self._returned)
 
     def reference(self) -> list[Tensor]:
         """Return the same results in plain PyTorch, from the current inputs, unchanged."""
-        given = OutputCopies(self._given, self._writes).given
-        return self._results_of(given, self._plain(*given.args, **given.kwargs) or ())
+        given = BoundArguments(self._given.signature, self._given.arguments.copy())
+        for parameter in (*_OUTPUTS, *_UPDATES):
+            match given.arguments.get(parameter):
+                case Tensor() as tensor:
+                    given.arguments[parameter] = tensor.clone()
+                case Pending() as pending:
+                    given.arguments[parameter] = pending._replace(out=pending.out.clone())
+                case Partials() as partials:
+                    given.arguments[parameter] = Partials(*(part.clone() for part in partials))
+        returned = _plain(self._operation, given) or ()
+        return _results_of(given.arguments, returned)
 
-    def _results_of(self, given: BoundArguments, returned: Sequence[Tensor]) -> list[Tensor]:
-        """What is written; of the head the logits and that of the best chunk's token, of a router
-        the logits and the weights."""
 
-        def newest(arena: Tensor) -> Tensor:
-            """Keys and values that a decode step writes, dequantised."""
-            place, batch, form = (given.arguments[name] for name in ("place", "batch", "form"))
-            columns = batch.positions[:, None] // batch.block_size
-            tables = batch.block_tables[place.group][batch.rows].gather(1, columns)
-            rows = torch.arange(len(tables), device=tables.device)
-            sides = (
-                read_blocks(side, tables, batch.block_size, form.storage)
-                for side in arena[place.position]
-            )
-            offsets = batch.positions % batch.block_size
-            return torch.stack([side[rows, :, offsets] for side in sides])
+def _results_of(arguments: dict[str, Any], returned: Sequence[Tensor]) -> list[Tensor]:
+    """Return what is written and comes from the inputs alone: of the head the logits and the
+    best token's, of a router the logits and the weights."""
+    found = []
+    for parameter in _OUTPUTS:
+        match arguments.get(parameter):
+            case Partials() as partials:
+                if arguments.get("attended_TN") is None:  # else attention has combined them
+                    found.append(reference_combine_splits(partials))
+            case Pending() as pending:
+                found.append(pending.out)
+            case Tensor() as tensor:
+                found.append(tensor)
+    if "arena" in arguments:
+        found.append(_newest(**{k: arguments[k] for k in ("arena", "place", "batch", "form")}))
+    if isinstance(returned, Routed):  # experts with equal scores may be chosen for others
+        found += [returned.logits, returned.weights]
+    elif returned:
+        logits_TV, maxima_TC, ids_TC = returned
+        id_T1 = ids_TC.gather(1, maxima_TC.argmax(1, keepdim=True)).long()
+        found += [logits_TV, logits_TV.gather(1, id_T1)]
+    return found
 
-        written = written_tensors(given, self._writes, newest)
-        found = [tensor for parameter, tensor in written if parameter != "counters"]
-        if isinstance(returned, Routed):  # experts with equal scores may be chosen for others
-            found += [returned.logits, returned.weights]
-        elif returned:
-            logits_TV, maxima_TC, ids_TC = returned
-            id_T1 = ids_TC.gather(1, maxima_TC.argmax(1, keepdim=True)).long()
-            found += [logits_TV, logits_TV.gather(1, id_T1)]
-        return found
+
+def _newest(arena: Tensor, place: LayerPlace, batch: RaggedBatch, form: AttentionForm) -> Tensor:
+    """Return the keys and values that a decode step writes, dequantised."""
+    columns = batch.positions[:, None] // batch.block_size
+    tables = batch.block_tables[place.group][batch.rows].gather(1, columns)
+    rows = torch.arange(len(tables), device=tables.device)
+    sides = (
+        read_blocks(side, tables, batch.block_size, form.storage) for side in arena[place.position]
+    )
+    offsets = batch.positions % batch.block_size
+    return torch.stack([side[rows, :, offsets] for side in sides])
 
 
 def decode_cases(
@@ -134,20 +226,20 @@ def decode_cases(
     steps = SampleSteps(model, config, kernels, [case], seed=0)
     steps.prepare(case)
     steps.functions.bind(key)()
-    _begin, *of_layers, (_, head), _pick = recorded
+    *of_layers, (_, head) = recorded
     for _, call in of_layers:
-        # The plain version leaves everything to the first split.
+        # The reference leaves everything to the first split.
         if isinstance(partials := call.arguments.get("partials"), Partials):
             partials.acc.normal_()
             partials.m.normal_()
             partials.l.uniform_(0.5, 1.5)
-    native = operations or Operations.native()
+    chosen = operations or Operations()
     names = [name for fused in fuse(model_plan(model).layers[0]) for name in _names(fused)]
     cases = [
-        KernelCase(name, operation, native, given)
+        KernelCase(name, operation, chosen, given)
         for name, (operation, given) in zip(names, of_layers[len(names) :], strict=True)
     ]
-    return [*cases, KernelCase("head", "head", native, head)]
+    return [*cases, KernelCase("head", "head", chosen, head)]
 
 
 def _names(fused: Fused) -> tuple[str, ...]:
@@ -156,17 +248,17 @@ def _names(fused: Fused) -> tuple[str, ...]:
 
 
 def _recording(calls: list[tuple[str, BoundArguments]]) -> Operations:
-    """Plain operations that record the name and the arguments of each call."""
+    """Return operations in plain PyTorch that record the name and the arguments of each call."""
+    native = Operations()
 
     def recording(name: str) -> Callable[..., Any]:
-        function = getattr(_PLAIN, name)
-        signature = inspect.signature(function)
+        signature = inspect.signature(getattr(native, name))
 
         def call(*arguments: Any, **keywords: Any) -> Any:
-            calls.append((name, signature.bind(*arguments, **keywords)))
-            return function(*arguments, **keywords)
+            given = signature.bind(*arguments, **keywords)
+            calls.append((name, given))
+            return _plain(name, given)
 
         return call
 
-    names = (field.name for field in dataclasses.fields(Operations))
-    return Operations(**{name: recording(name) for name in names})
+    return Operations(**{name: recording(name) for name in _REFERENCES})

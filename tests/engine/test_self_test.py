@@ -15,8 +15,7 @@ from stepgraph.runtime import (
     SamplingParams,
     resolved_config,
 )
-from stepgraph.runtime.engine.sampler_self_test import sampler_failure
-from stepgraph.runtime.engine.self_test import check_kernels
+from stepgraph.runtime.engine.self_test import check_kernels, sampler_failure
 from stepgraph.runtime.execution.sample_steps import sample_config
 from stepgraph.runtime.kernels import (
     DecoderStack,

@@ -6,7 +6,6 @@ sums in another order have other bits there too.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +15,8 @@ import torch
 from stepgraph.cache.arena import Storage
 from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.batch_invariance import check_batch_invariant
-from stepgraph.runtime.engine.gpu_self_test import check_gpu
-from stepgraph.runtime.engine.self_test import _refusal
+from stepgraph.runtime.engine.self_test import check_kernels
 from stepgraph.runtime.kernels import (
-    Kernels,
     LayerPlace,
     Routing,
     WeightStorage,
@@ -45,7 +42,6 @@ from stepgraph.runtime.kernels.triton.kernel_calls import (
     record_kernel_calls,
 )
 from stepgraph.runtime.kernels.triton.linear import GpuLinear, reference_linear
-from stepgraph.runtime.kernels.triton.operations import Operations
 from stepgraph.runtime.kernels.triton.prefill_attention import prefill_attention
 from stepgraph.runtime.kernels.triton.prefill_tiles import any_tiling, prefill_tiles
 from stepgraph.runtime.kernels.triton.store import reference_store
@@ -274,7 +270,8 @@ def test_every_step_runs_the_same_compiled_kernels(
 # Self-test ---------------------------------------------------------------------------------------
 
 
-def self_tested() -> tuple[Kernels, ResolvedConfig]:
+@pytest.mark.slow
+def test_operations_pass_the_self_test() -> None:
     settings: dict[str, Any] = {
         **{"mode": "eager", "max_num_seqs": 2, "block_size": 4, "max_model_len": 40},
         **{"device": DEVICE.type, "prefill_chunk": 8},
@@ -283,26 +280,7 @@ def self_tested() -> tuple[Kernels, ResolvedConfig]:
     config = ResolvedConfig.resolve(EngineConfig(**settings), model)
     kernels = gpu_kernels("model", batch_invariant=True)
     assert kernels.make_decode_step is None
-    with torch.no_grad():
-        return check_gpu(kernels, model, config, 3), config
-
-
-@pytest.mark.slow
-def test_its_operations_pass_the_self_test() -> None:
-    checked, _ = self_tested()
-    assert not checked.fallbacks
-
-
-def test_a_wrong_operation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(x: Tensor, linear: GpuLinear, out: Tensor) -> None:
-        out.copy_(reference_linear(x, linear)).view(-1)[0] += 1
-
-    mixed = dataclasses.replace(Operations.reference(), linear=wrong)
-    monkeypatch.setattr(Operations, "batch_invariant", classmethod(lambda cls: mixed))
-    checked, config = self_tested()
-    assert [fallback.name for fallback in checked.fallbacks] == ["linear"]
-    config = dataclasses.replace(config, batch_invariant=True)
-    assert "batch_invariant=True needs" in _refusal(checked.fallbacks, config)
+    assert check_kernels(kernels, model, config, required=True, seed=3) is kernels
 
 
 # What is refused ---------------------------------------------------------------------------------

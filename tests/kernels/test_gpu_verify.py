@@ -73,13 +73,13 @@ def test_experts_are_verified(rows: int) -> None:
     found = check("qwen3-moe-7b-a1b", "route", "experts", "norm_rows", rows=rows, experts=experts)
     assert {result.kernel for result in found} == {"route", "experts", "norm_rows"}
     assert all(result.passed for result in found), "\n".join(map(str, found))
-    wrong = dataclasses.replace(Operations.native(), experts=experts_off_by_a_little)
+    wrong = dataclasses.replace(Operations(), experts=experts_off_by_a_little)
     (result,) = check("qwen3-moe-7b-a1b", "experts", experts=experts, operations=wrong)
     assert not result.passed
 
 
 def experts_off_by_a_little(*arguments: Any, **more: Any) -> None:
-    Operations.native().experts(*arguments, **more)
+    Operations().experts(*arguments, **more)
     arguments[5].mul_(1.05)  # out_TD
 
 
@@ -113,7 +113,7 @@ def test_wrong_kernels_are_found(fault: Callable[..., Any], dtype: str) -> None:
     operation, kernel = "norm_linear", "norm_linear"
     if fault is off_by_a_little:
         operation, kernel = "residual_linear", "down"
-    native = Operations.native()
+    native = Operations()
     wrong = dataclasses.replace(native, **{operation: fault(getattr(native, operation))})
     for result in check("llama-3.2-1b", kernel, "gate_up", rows=2, dtype=dtype, operations=wrong):
         assert result.passed == (result.kernel == "gate_up"), str(result)

@@ -48,7 +48,7 @@ def gpu_kernels(
             return operations
         from .operations import Operations
 
-        return Operations.batch_invariant() if batch_invariant else Operations.native()
+        return Operations.batch_invariant() if batch_invariant else Operations()
 
     def make_stack(model: BoundModel) -> Stack:
         from .stack import GpuStack
