@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from ....profiling.command_line import CommandParser
 from ...config import EngineConfig
@@ -22,8 +23,8 @@ API_KEY_VARIABLE = "STEPGRAPH_API_KEY"
 PROGRAM = "stepgraph serve"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_SECONDS = 1e9
-ENGINE_DEFAULTS = {"freeze_gc": True}
-SERVICE_DEFAULTS = {"switch_interval": 1e-4}
+ENGINE_DEFAULTS: dict[str, Any] = {"freeze_gc": True}
+SERVICE_DEFAULTS: dict[str, Any] = {"switch_interval": 1e-4}
 """Settings of the whole process, which belongs to this command."""
 WITHOUT_FLAG = ("prompt_embeds", "encoder_cache_bytes")
 """What HTTP requests cannot use."""

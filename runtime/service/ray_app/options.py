@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -25,7 +25,8 @@ Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Text = Annotated[str, Meta(min_length=1)]
 if TYPE_CHECKING:
-    Engine, Service = EngineConfig, ServiceConfig
+    Engine: TypeAlias = EngineConfig
+    Service: TypeAlias = ServiceConfig
 else:  # they check themselves; msgspec cannot read their types
     Engine = Service = Any
 
