@@ -4,6 +4,8 @@
 #   make test ARGS="-m slow"   (the sweeps that `make test` leaves out)
 # test-oldest runs the tests in .venv-oldest, on the oldest torch that pyproject.toml allows.
 # house prints the size and the shape of the source tree.
+# golden compares tokens, memory plans and times with those of an earlier commit:
+#   make golden ARGS="--base e818c78 --quick"
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +17,7 @@ PYTEST := -m pytest -n 2 --dist loadfile -m "not slow"
 test test-oldest: export PYTHONDONTWRITEBYTECODE =
 LINKS := build/editable
 
-.PHONY: bench test test-oldest check format house clean
+.PHONY: bench test test-oldest check format house golden clean
 
 bench: $(VENV)/.installed
 	$(BIN)/python bench.py $(ARGS)
@@ -40,6 +42,9 @@ format: $(VENV)/.installed-test
 
 house: $(VENV)/.installed-test
 	$(BIN)/python -m tests.rigs.house
+
+golden: $(VENV)/.installed-test
+	$(BIN)/python -m tests.rigs.golden $(ARGS)
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,232 @@
+"""What `golden.py` runs in the tree of each side: `golden_probes.py PROBE MODELS TREE`.
+
+Only the public interface is used, and parameters that the oldest base has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 320
+"""Has room for a tokenizer of bytes."""
+GRAMMARS: list[dict[str, Any]] = [
+    {"regex": "[a-c]{2,5}-[0-9]+"},
+    {"choice": ["yes", "no", "naïve café"]},
+    {"grammar": 'start: "(" inner ")"\ninner: /[xy]*/ | start'},
+]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+MEMORY_PLANS = {
+    "smollm2-135m": "--device cpu --device-memory 24GB --batch-size 8",
+    "qwen2.5-0.5b": "--device cpu --device-memory 24GB --batch-size 32 --weight-dtype int8",
+    "llama-3.1-8b": "--device cuda --device-memory 80GB --batch-size 64",
+    "gpt-oss-20b": "--device cuda --device-memory 80GB --batch-size 16 --tensor-parallel 2",
+    "deepseek-v2-lite": "--device cuda --device-memory 40GB --batch-size 4 --kv-dtype fp8",
+}
+
+
+STEP_MODEL = "preset:smollm2-135m"
+STEP_POINTS = [(1, 128), (8, 128), (32, 128), (1, 1024), (8, 1024)]
+HOST_ROWS = (1, 32, 256)
+
+
+def probe_tokens(models: Path, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the outputs of each case."""
+    found = {}
+    for case, settings in cases.items():
+        try:
+            found[case] = _outputs(models, case, settings)
+        except Exception as error:  # is reported as a failure of the case
+            found[case] = {"crashed": repr(error)}
+    return found
+
+
+def _outputs(models: Path, case: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that callers see of a few requests, which fill an engine."""
+    from stepgraph import ConfigError, Engine, EngineConfig
+
+    model = case.partition("/")[0]
+    source = model if model == "demo" else models / model
+    try:
+        started = Engine.from_pretrained(source, EngineConfig(**settings))
+    except ConfigError as error:
+        return {"refused": getattr(error, "field", None) or str(error)[:120]}
+    with started as engine:
+        masks = bool(settings.get("structured_output"))
+        prompts, params = _requests(masks, case.endswith("/schema"))
+        outputs = engine.generate(prompts, params)
+        engine.check_integrity()
+        drafts = engine.stats()["speculation"] or {}
+        score = engine.score(prompts[2], 50)
+    return {
+        "requests": [
+            {
+                "refused": type(output.error).__name__ if output.error else None,
+                "prompt": [_numbers(entry) for entry in output.prompt_logprobs or ()],
+                "completions": [
+                    {
+                        "tokens": done.token_ids,
+                        "text": done.text,
+                        "reason": done.finish_reason,
+                        "logprobs": [_numbers(entry) for entry in done.logprobs],
+                    }
+                    for done in output.completions
+                ],
+            }
+            for output in outputs
+        ],
+        "drafts": {key: drafts.get(key) for key in ("drafted", "accepted")},
+        "score": [score.sum().item(), *score.flatten()[::61].tolist()],
+    }
+
+
+def _requests(masks: bool, schema: bool) -> tuple[list[list[int]], list[Any]]:
+    """Return prompts and parameters that use every part of the sampler."""
+    from stepgraph import SamplingParams
+
+    draws = random.Random(5)
+    phrase = [draws.randrange(VOCAB_SIZE) for _ in range(7)]
+    lengths = (5, 40, 61, 17, 30, 9)
+    prompts = [[draws.randrange(VOCAB_SIZE) for _ in range(n)] for n in lengths]
+    prompts[1:3] = [phrase * 5, prompts[2][:40] + phrase * 3]  # drafts follow repetitions
+    prompts[4] = prompts[2][:24] + prompts[4][:6]  # a cached prefix, and a block of it
+    greedy: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "logprobs": 3}
+    drawn: dict[str, Any] = {"temperature": 0.9, "logprobs": 2}
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+    params = [
+        greedy | {"max_tokens": 40},
+        greedy | {"max_tokens": 40},
+        greedy | {"max_tokens": 30, "prompt_logprobs": 2},
+        drawn | {"max_tokens": 32, "seed": 7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "n": 2},
+        drawn | {"max_tokens": 40, "seed": 8, "min_tokens": 9, "logit_bias": {13: 3.0}} | penalties,
+        greedy | {"max_tokens": 20, "stop_token_ids": [40, 41, 42, 43]} | penalties,
+    ]
+    if masks:
+        grammars = [{"json": SCHEMA}] if schema else GRAMMARS
+        for index, grammar in enumerate(grammars):
+            params[3 + index] |= {"structured": grammar, "ignore_eos": False, "min_tokens": 0}
+    return prompts, [SamplingParams(**one) for one in params]
+
+
+def _numbers(entry: Any) -> Any:
+    """Return a token, its log-probability and the most probable tokens."""
+    return entry and [entry.token_id, entry.logprob, sorted(entry.top.items())]
+
+
+def probe_memory() -> dict[str, Any]:
+    """Return the terms of the memory plan of each preset in bytes."""
+    from stepgraph.__main__ import main
+
+    found = {}
+    for preset, flags in MEMORY_PLANS.items():
+        command = ["explain", "memory", "--model", f"preset:{preset}", *flags.split()]
+        for exact in (False, True):  # the first run loads the modules
+            text = io.StringIO()
+            with (
+                contextlib.redirect_stdout(text),
+                _exact_bytes() if exact else contextlib.nullcontext(),
+            ):
+                status = main(command)
+        terms = re.findall(r"^([a-z][a-z ]*?) {2,}(\d+) B", text.getvalue(), re.MULTILINE)
+        enough = status == 0 and len(terms) > 5
+        values = {term: int(size) for term, size in terms}
+        found[f"memory/{preset}"] = values if enough else {"crashed": text.getvalue()[:200]}
+    return found
+
+
+@contextlib.contextmanager
+def _exact_bytes() -> Iterator[None]:
+    """Let the package print sizes in bytes, where it rounds them."""
+    names = [name for name in sys.modules if name.startswith("stepgraph")]
+    old = {n: f for n in names if (f := getattr(sys.modules[n], "format_bytes", None))}
+    for name in old:
+        vars(sys.modules[name])["format_bytes"] = lambda size: f"{size} B"
+    try:
+        yield
+    finally:
+        for name, function in old.items():
+            vars(sys.modules[name])["format_bytes"] = function
+
+
+def probe_start() -> float:
+    """Return the seconds from the import to the first token of the demo model."""
+    begin = time.perf_counter()
+    from stepgraph import Engine, SamplingParams
+
+    with Engine.from_pretrained("demo") as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+        return time.perf_counter() - begin
+
+
+def serve_steps(models: Path, kind: str) -> None:
+    """Time steps on command: `begin ROWS CONTEXT`, `steps COUNT`, `end`; answer with a line."""
+    from stepgraph import Engine, EngineConfig, SamplingParams
+
+    rows = max(HOST_ROWS) if kind == "host" else max(rows for rows, _ in STEP_POINTS)
+    limits: dict[str, Any] = {"max_num_seqs": rows, "max_model_len": 2048, "prefix_cache": False}
+    if kind == "host":
+        limits |= {"dtype": "float32", "threads": 1, "max_model_len": 1024}
+    config = EngineConfig(device="cpu", mode="compile", memory_tokens=rows * 1024, **limits)
+    source = str(models / "host") if kind == "host" else STEP_MODEL
+    with Engine.from_pretrained(source, config) as engine:
+        print("ready", flush=True)
+        for line in sys.stdin:
+            command, *numbers = line.split()
+            if command == "begin":
+                count, context = map(int, numbers)
+                draws = random.Random(count + context)
+                params = SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
+                for row in range(count):
+                    length = context - row % 16  # blocks begin in different steps
+                    prompt = [draws.randrange(30) for _ in range(length)]
+                    engine.add_request(prompt, params, f"{row}")
+                seen: Counter[str] = Counter()
+                while len(seen) < count or min(seen.values()) < 3:
+                    seen.update(output.request_id for output in engine.step())
+            if command == "end":
+                for row in range(count):
+                    engine.abort(f"{row}")
+                while engine.has_unfinished():
+                    engine.step()
+            times = []
+            for _ in range(int(numbers[0]) if command == "steps" else 0):
+                begin = time.perf_counter()
+                engine.step()
+                times.append(time.perf_counter() - begin)
+            print(json.dumps(times), flush=True)
+
+
+def run_probe(name: str, models: Path, tree: Path) -> None:
+    """Run a probe in this process, which imports the package of a tree; print the result."""
+    if name in ("start", "steps", "host"):
+        with contextlib.suppress(PermissionError):
+            os.nice(-20)
+    import stepgraph.runtime
+
+    found = Path(stepgraph.runtime.__file__).resolve()
+    assert found.is_relative_to(tree.resolve()), f"{found} is not in {tree}"
+    if name in ("steps", "host"):
+        serve_steps(models, name)
+        return
+    with contextlib.redirect_stdout(sys.stderr):
+        if name == "tokens":
+            result: Any = probe_tokens(models, json.load(sys.stdin))
+        else:
+            result = probe_start() if name == "start" else probe_memory()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    run_probe(sys.argv[1], *map(Path, sys.argv[2:]))
