@@ -194,6 +194,7 @@ def test_a_sampler_that_is_wrong_about_drafts_or_masks_is_found(
     monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     """Only engines that draft, or that have masks, use these."""
+    without: dict[str, Any] = {}
     right = SAMPLERS["torch"]
 
     def uncounted(logits_TV: Any, state: Any, *rest: Any) -> SampleOutput:
@@ -211,9 +212,9 @@ def test_a_sampler_that_is_wrong_about_drafts_or_masks_is_found(
     asked: dict[str, Any] = {"speculation": "ngram"}
     if part == "masks":
         wrong = Sampler(lambda x, *_: right.greedy(x), unmasked, right.drafted, takes_masks=True)
-        asked = {"structured_output": True}
+        without, asked = {"structured_output": False}, {"structured_output": True}
     monkeypatch.setitem(SAMPLERS, "cpu", wrong)
-    cases: list[tuple[dict[str, Any], bool]] = [({}, False), (asked, True)]
+    cases: list[tuple[dict[str, Any], bool]] = [(without, False), (asked, True)]
     for config, found in cases:
         failure = sampler_failure("cpu", 300, chosen(**config)[2], torch.Generator().manual_seed(0))
         assert (failure is not None) == found
