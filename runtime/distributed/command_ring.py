@@ -24,8 +24,7 @@ from struct import Struct
 from zlib import crc32
 
 from ..errors import RankError
-from . import futex
-from .segment import RING_BYTES, SharedSegment
+from .segment import RING_BYTES, SharedSegment, futex_wait, wake_all
 
 __all__ = ["RingReader", "RingWriter"]
 
@@ -108,7 +107,7 @@ class RingWriter:
         """Wake the readers that sleep."""
         for rank in self._readers:
             if self._segment.sleeping(rank):
-                futex.wake_all(self._segment.messages_address)
+                wake_all(self._segment.messages_address)
                 return
 
     def _wait_for_room(self, end: int) -> None:
@@ -175,7 +174,7 @@ class RingReader:
                     self._check()
                 if self.on_idle is not None and self.on_idle():
                     seconds = _SHORT_SLEEP_SECONDS
-                futex.wait(segment.messages_address, messages, seconds)
+                futex_wait(segment.messages_address, messages, seconds)
                 seconds = _SLEEP_SECONDS
         finally:
             segment.set_sleeping(self._rank, False)

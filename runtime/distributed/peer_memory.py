@@ -1,25 +1,46 @@
-"""Memory of the GPUs of a machine that all ranks of a group have mapped.
+"""Collectives of GPUs as Triton kernels over memory that all ranks of a group have mapped.
 
-It is `torch.distributed._symmetric_memory`: allocations of the CUDA driver, whose handles the
-processes exchange, with a multicast mapping of all of them where NVLink Switch has one.
+The memory is `torch.distributed._symmetric_memory`: allocations of the CUDA driver, whose handles
+the processes exchange, with a multicast mapping of all of them where NVLink Switch has one.
+
+Inside code that torch.compile traces they are operators. These are declared to write to their
+handle, so that compiled code keeps all of them, in their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d as c10d
 
-from ..kernels.triton.peer_exchange import PROGRAMS, PeerRegions, new_control, region_bytes
-from .own_process_group import OwnProcessGroup, raise_of_any_rank
+from ..kernels.ops.collectives import CollectiveFailure
+from ..kernels.ops.feedback import Feedback
+from ..kernels.triton.all_reduce import Algorithm, all_reduce, fits_rows, sum_rows
+from ..kernels.triton.linear import GpuNorm
+from ..kernels.triton.peer_exchange import (
+    ABORT,
+    FAILURE,
+    GAVE_UP_ON_ABORT,
+    LIMIT,
+    PROGRAMS,
+    PeerRegions,
+    flag_bytes,
+    new_control,
+    region_bytes,
+)
+from ..kernels.triton.peer_gather import gather_columns, largest, pick_of_ranks
+from .process_group import OwnProcessGroup, raise_of_any_rank
 from .rank_group import RankGroup
 
-__all__ = ["open_peer_memory"]
+__all__ = ["PeerMemoryCollectives", "SumChoice", "open_peer_memory"]
 
 _T = TypeVar("_T")
 
@@ -105,3 +126,163 @@ def _map(
 def _require_peer_access(device: int, peer: int) -> None:
     if not torch.cuda.can_device_access_peer(device, peer):
         raise RuntimeError(f"device {device} cannot access the memory of device {peer}")
+
+
+@dataclass(frozen=True, slots=True)
+class SumChoice:
+    """Which algorithm sums tensors of up to so many bytes."""
+
+    most_bytes: float
+    algorithm: Algorithm
+
+
+class PeerMemoryCollectives:
+    """The `Collectives` of one rank over peer memory.
+
+    A launch that waits in vain for another rank ends nevertheless: `failure` says why, and results
+    are undefined from then on.
+    """
+
+    def __init__(self, regions: PeerRegions, sums: Sequence[SumChoice]) -> None:
+        """Algorithms of `sums` are in the order of their bytes."""
+        self.rank, self.ranks = regions.rank, regions.ranks
+        self.regions = regions
+        self.sums = tuple(sums)
+        _live[id(self)] = self
+        # A tensor, so that compiled code does not depend on the number.
+        self._handle = torch.tensor(id(self), device="cpu")
+
+    def with_sums(self, sums: Sequence[SumChoice]) -> PeerMemoryCollectives:
+        """Return the same collectives with other algorithms."""
+        return PeerMemoryCollectives(self.regions, sums)
+
+    def algorithm(self, nbytes: int) -> Algorithm:
+        """Return what sums a tensor of so many bytes."""
+        for choice in self.sums:
+            if nbytes <= choice.most_bytes:
+                return choice.algorithm
+        return self.sums[-1].algorithm
+
+    def all_reduce(self, x_BF: Tensor) -> Tensor:
+        """See `Collectives.all_reduce`; with `multimem` the order of additions is the switch's."""
+        if torch.compiler.is_compiling():
+            out: Tensor = torch.ops.stepgraph.peer_all_reduce.default(x_BF, self._handle)
+            return out
+        return all_reduce(self.regions, x_BF, self.algorithm(x_BF.nbytes))
+
+    def gather(self, x_BF: Tensor, sizes: Sequence[int]) -> Tensor:
+        """See `Collectives.gather`."""
+        if torch.compiler.is_compiling():
+            out: Tensor = torch.ops.stepgraph.peer_gather.default(x_BF, list(sizes), self._handle)
+            return out
+        return gather_columns(self.regions, x_BF, sizes)
+
+    def largest(self, values_B: Tensor, ids_B: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Collectives.largest`."""
+        if torch.compiler.is_compiling():
+            best: tuple[Tensor, Tensor] = torch.ops.stepgraph.peer_largest.default(
+                values_B, ids_B, self._handle
+            )
+            return best
+        return largest(self.regions, values_B, ids_B)
+
+    def sums_rows(self, x_TD: Tensor) -> bool:
+        """Whether `sum_rows` is the fastest for rows of this shape."""
+        return fits_rows(self.regions, x_TD) and self.algorithm(x_TD.nbytes) == "one_shot"
+
+    def sum_rows(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        post: GpuNorm | None,
+        norm: GpuNorm | None,
+        sum_TD: Tensor,
+        out_TD: Tensor | None,
+        *,
+        scale: float = 1.0,
+    ) -> None:
+        """See `triton.all_reduce.sum_rows`."""
+        sum_rows(self.regions, x_TD, residual_TD, post, norm, sum_TD, out_TD, scale=scale)
+
+    def picks_rows(self, rows: int) -> bool:
+        """Whether `pick_greedy` takes so many rows."""
+        return rows <= PROGRAMS
+
+    def pick_greedy(
+        self, maxima_TC: Tensor, ids_TC: Tensor, first: int, feed: Feedback | None = None
+    ) -> Tensor:
+        """See `triton.peer_gather.pick_of_ranks`."""
+        return pick_of_ranks(self.regions, maxima_TC, ids_TC, first, feed)
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long a launch waits for another rank. Can be set at any time, by replays too."""
+        return int(self.regions.control[LIMIT]) / 1e9
+
+    @timeout_seconds.setter
+    def timeout_seconds(self, seconds: float) -> None:
+        self.regions.control[LIMIT] = int(seconds * 1e9)
+
+    @property
+    def failure(self) -> CollectiveFailure | None:
+        """Why a launch gave up waiting for the others; None: none did."""
+        code = int(self.regions.control[FAILURE])
+        if code == 0:
+            return None
+        if code == GAVE_UP_ON_ABORT:
+            reason = "found the group ended during a collective operation"
+            return CollectiveFailure(self.rank, reason, ended_before=True)
+        seconds = f"{self.timeout_seconds:g} s"
+        return CollectiveFailure(
+            code - 1, f"did not take part in a collective operation within {seconds}"
+        )
+
+    def abort(self) -> None:
+        """Let all launches end, from any thread."""
+        self.regions.control[ABORT] = 1
+
+    def reset(self) -> None:
+        """Begin anew after a failure; no rank has an operation under way, or begins one."""
+        regions = self.regions
+        regions.region[: flag_bytes(self.ranks)].zero_()
+        regions.epochs.zero_()
+        regions.control[FAILURE] = 0
+        if regions.region.is_cuda:
+            torch.cuda.synchronize(regions.region.device)
+
+    def close(self) -> None:
+        """Nothing: captured graphs use the memory, which lives as long as this object."""
+
+
+_live: weakref.WeakValueDictionary[int, PeerMemoryCollectives] = weakref.WeakValueDictionary()
+"""By their handles."""
+
+
+def _of(handle: Tensor) -> PeerMemoryCollectives:
+    return _live[int(handle)]
+
+
+def _define(name: str, schema: str, run: Callable[..., Any], like: Callable[..., Any]) -> None:
+    torch.library.define(f"stepgraph::{name}", schema)
+    torch.library.impl(f"stepgraph::{name}", ["cpu", "cuda"], run)
+    torch.library.register_fake(f"stepgraph::{name}", like)
+
+
+_define(
+    "peer_all_reduce",
+    "(Tensor x, Tensor(a!) group) -> Tensor",
+    lambda x, group: _of(group).all_reduce(x),
+    lambda x, group: x.new_empty(x.shape),
+)
+_define(
+    "peer_gather",
+    "(Tensor x, int[] sizes, Tensor(a!) group) -> Tensor",
+    lambda x, sizes, group: _of(group).gather(x, sizes),
+    lambda x, sizes, group: x.new_empty(x.shape[0], sum(sizes)),
+)
+_define(
+    "peer_largest",
+    "(Tensor values, Tensor ids, Tensor(a!) group) -> (Tensor, Tensor)",
+    lambda values, ids, group: _of(group).largest(values, ids),
+    lambda values, ids, group: (values.new_empty(values.shape), ids.new_empty(ids.shape)),
+)

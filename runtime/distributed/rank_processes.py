@@ -46,8 +46,7 @@ class RankProcess:
         """
         if not sys.executable:
             raise ConfigError(
-                "tensor_parallel starts processes of sys.executable, which is not set here: start"
-                " the ranks with torchrun"
+                "tensor_parallel starts processes of sys.executable, which is not set here"
             )
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)

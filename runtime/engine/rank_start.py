@@ -22,12 +22,10 @@ import torch
 from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import MemoryPlan
 from ..config import EngineConfig
-from ..distributed.futex import require_futex
-from ..distributed.own_process_group import OwnProcessGroup
-from ..distributed.process_group_collectives import ProcessGroupCollectives
+from ..distributed.process_group import OwnProcessGroup, ProcessGroupCollectives
 from ..distributed.rank_group import START_PATIENCE, RankGroup
 from ..distributed.rank_processes import RankProcess
-from ..distributed.segment import SharedSegment, shared_memory
+from ..distributed.segment import SharedSegment, require_futex, shared_memory
 from ..distributed.shared_memory_collectives import SharedMemoryCollectives
 from ..errors import ConfigError, KernelSelfTestError
 from ..execution.step_functions import on_device
@@ -49,7 +47,7 @@ from ..resolved_config import ResolvedConfig
 from .collectives_self_test import CollectiveCases, check_collectives
 
 if TYPE_CHECKING:
-    from ..distributed.peer_memory_collectives import SumChoice
+    from ..distributed.peer_memory import SumChoice
 
 __all__ = [
     "ChosenCollectives",
@@ -194,8 +192,7 @@ def _open_peers(
     if group.ranks > _MOST_PEERS:
         errors["peer memory"] = f"the kernels take at most {_MOST_PEERS} ranks"
         return None
-    from ..distributed.peer_memory import open_peer_memory
-    from ..distributed.peer_memory_collectives import PeerMemoryCollectives, SumChoice
+    from ..distributed.peer_memory import PeerMemoryCollectives, SumChoice, open_peer_memory
 
     try:
         regions = open_peer_memory(group, processes, cases.device, slot_bytes, _SELF_TEST_SECONDS)
@@ -207,7 +204,7 @@ def _open_peers(
 
 def _algorithms(peers: Any, device: torch.device) -> dict[str, Any]:
     """The collectives with each algorithm for all sizes."""
-    from ..distributed.peer_memory_collectives import SumChoice
+    from ..distributed.peer_memory import SumChoice
 
     names = ["one_shot", "two_shot"]
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -290,7 +287,7 @@ def choose_sums(times: Times) -> list[SumChoice]:
     """
     if not times:
         return []
-    from ..distributed.peer_memory_collectives import SumChoice
+    from ..distributed.peer_memory import SumChoice
 
     sizes: Sequence[int] = sorted(set().union(*times.values()))
     choices: list[SumChoice] = []
@@ -516,15 +513,14 @@ def agree_on_task(group: RankGroup, task: Task) -> None:
 
 
 def of_rank(
-    found: Source, config: ResolvedConfig, group: RankGroup, device: int | None = None
+    found: Source, config: ResolvedConfig, group: RankGroup
 ) -> tuple[Source, ResolvedConfig]:
-    """Return the model and the configuration of one rank; `device`: index of its device."""
+    """Return the model and the configuration of one rank, on the device of its index."""
     assert isinstance(found.config, ModelConfig), "check_can_split allows native families only"
     shard = (group.rank, group.ranks)
     found = dataclasses.replace(found, config=dataclasses.replace(found.config, shard=shard))
     if config.device.type == "cuda":
-        index = group.rank if device is None else device
-        config = dataclasses.replace(config, device=torch.device("cuda", index))
+        config = dataclasses.replace(config, device=torch.device("cuda", group.rank))
     return found, config
 
 

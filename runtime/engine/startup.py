@@ -44,7 +44,6 @@ from ..config import EngineConfig
 from ..distributed.rank_group import RankGroup
 from ..distributed.rank_processes import GROUP_ENDED
 from ..distributed.segment import SharedSegment, open_shared
-from ..distributed.torchrun import TorchrunProcess
 from ..errors import ConfigError, RankError, StepgraphError, StepPreparationError
 from ..execution.follower import Follower
 from ..execution.rank_commands import CommandSender
@@ -903,11 +902,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_a
 
 
 def start(source: str | Path, config: EngineConfig, *, progress: bool) -> EngineParts:
-    """Make the parts of an engine; see `Engine.from_pretrained` for what it raises.
-
-    With `tensor_parallel`, a process that torchrun started with another rank than 0 runs its share
-    until rank 0 closes its engine, and raises `SystemExit`.
-    """
+    """Make the parts of an engine; see `Engine.from_pretrained` for what it raises."""
     began = time.perf_counter()
     if config.structured_output:
         check_installed()
@@ -915,26 +910,10 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     if config.tensor_parallel == 1:
         return start_parts(found, resolved, began=began, progress=progress)
     check_can_split(found, resolved)
-    launch = TorchrunProcess.of_environment()
-    if launch is None:
-        group, device = spawn_group(found, resolved), 0
-    else:
-        launch.check(config.tensor_parallel)
-        if config.threads is None and os.environ.get("OMP_NUM_THREADS") == "1":
-            warn(
-                "OMP_NUM_THREADS is 1, as torchrun sets it, so each rank uses one thread: give"
-                " EngineConfig.threads"
-            )
-        group, device = RankGroup(launch.meet(), launch.rank, launch.ranks), launch.device
+    group = spawn_group(found, resolved)
     with ended_by_failures(group):
-        if launch is not None:
-            agree_on_task(group, encoded_task(found, resolved))
-        found, resolved = of_rank(found, resolved, group, device)
-        if not group.rank:
-            return start_parts(found, resolved, group, began=began, progress=progress)
-        follow(found, resolved, group)
-    group.close()
-    raise SystemExit(0)
+        found, resolved = of_rank(found, resolved, group)
+        return start_parts(found, resolved, group, began=began, progress=progress)
 
 
 def follow(found: Source, config: ResolvedConfig, group: RankGroup) -> None:

@@ -99,18 +99,6 @@ def test_random_operations_equal_the_reference_on_all_ranks(
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_many_random_operations(seed: int) -> None:
-    results = run_ranks(
-        2 + seed % 3,
-        lambda group: run_random_operations(seed, 1000, group),
-        part_bytes=(128, 4096, 1 << 18)[seed // 2],
-        threads=1 + seed % 2,
-    )
-    assert all(result == results[0] for result in results)
-
-
 def attempts(group: SharedMemoryCollectives) -> tuple[str, float, float]:
     """Sum until it fails; return the error, and the seconds of that and of one more attempt."""
     x = torch.ones(4, 64)
@@ -211,17 +199,3 @@ def test_an_interrupt_while_a_rank_waits() -> None:
     os.kill(group.processes[0].pid, signal.SIGINT)
     seconds, _ = group.results()
     assert seconds < 5.0
-
-
-def test_the_timeout_can_be_set() -> None:
-    def body(group: SharedMemoryCollectives) -> Any:
-        if group.rank == 0:
-            time.sleep(1.0)
-            return group.all_reduce(torch.ones(2)).tolist()
-        group.timeout_seconds = 30.0
-        return group.all_reduce(torch.ones(2)).tolist()
-
-    group = RankGroup(2)
-    group.start(body, timeout=0.2)
-    late, patient = group.results()
-    assert (late, patient) == ([2.0, 2.0], [2.0, 2.0])

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 from stepgraph.runtime import RankError
-from stepgraph.runtime.distributed import futex
+from stepgraph.runtime.distributed import command_ring
 from stepgraph.runtime.distributed.command_ring import RingReader, RingWriter
 from stepgraph.runtime.distributed.segment import (
     MAILBOX_BYTES,
@@ -119,13 +119,13 @@ def test_only_readers_that_sleep_are_woken_and_once_for_a_step(
     writer = RingWriter(segment, check_of(segment))
     reader = RingReader(segment, 1, check_of(segment))
     woken = []
-    wake_all = futex.wake_all
+    wake_all = command_ring.wake_all
 
     def count(address: int) -> None:
         woken.append(address)
         wake_all(address)
 
-    monkeypatch.setattr(futex, "wake_all", count)
+    monkeypatch.setattr(command_ring, "wake_all", count)
     writer.send(1)
     assert reader.receive() == (1, b"")
     assert not woken

@@ -149,13 +149,6 @@ def test_sum_rows(ranks: int) -> None:
         torch.testing.assert_close(result, right, rtol=1.6e-2, atol=1e-2)
 
 
-def test_rows_that_do_not_fit_a_program() -> None:
-    regions = PeerRanks(2).of_rank(0)
-    assert fits_rows(regions, torch.empty(PROGRAMS, SLOT_BYTES // 2, dtype=torch.bfloat16))
-    assert not fits_rows(regions, torch.empty(PROGRAMS + 1, 8))
-    assert not fits_rows(regions, torch.empty(1, SLOT_BYTES // 2 + 1, dtype=torch.bfloat16))
-
-
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gather(ranks: int) -> None:
     sizes = [301 - (rank % 2) for rank in range(ranks)]
@@ -277,18 +270,6 @@ def test_slow_and_fast_ranks() -> None:
         for turn in range(4):
             assert (found[2 * turn] == 2 * turn + 1).all()
             assert (found[2 * turn + 1] == 2 * turn + 1).all()
-
-
-def test_epochs_may_wrap_around() -> None:
-    def body(regions: PeerRegions) -> Tensors:
-        regions.epochs.fill_(2**31 - 2)
-        flags = regions.region[: 2 * PROGRAMS * regions.ranks * 4].view(torch.int32)
-        flags.copy_(torch.full_like(flags, 2**31 - 2))
-        time.sleep(0.5)  # until both ranks have set theirs
-        return [all_reduce(regions, part(regions.rank, 9), "one_shot") for _ in range(4)]
-
-    for found in on_ranks(2, body):
-        assert all(torch.equal(result, total(2, 9)) for result in found)
 
 
 def test_a_launch_ends_without_its_peers() -> None:

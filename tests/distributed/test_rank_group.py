@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -13,10 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stepgraph.runtime.distributed import rank_watch
+from stepgraph.runtime.distributed import rank_group
 from stepgraph.runtime.distributed.command_ring import RingReader
 from stepgraph.runtime.distributed.rank_group import RankGroup
-from stepgraph.runtime.distributed.rank_processes import RankProcess
 from stepgraph.runtime.distributed.segment import SharedSegment, shared_memory
 from stepgraph.runtime.errors import CheckpointError, RankError
 from stepgraph.runtime.kernels.ops.collectives import CollectiveFailure
@@ -73,7 +70,7 @@ def make_group() -> Iterator[MakeGroup]:
 @pytest.fixture
 def late_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that watches does not run in time."""
-    monkeypatch.setattr(rank_watch, "_TICK_SECONDS", 600.0)
+    monkeypatch.setattr(rank_group, "_TICK_SECONDS", 600.0)
 
 
 def give_up(group: RankGroup, rank: int, failure: CollectiveFailure) -> None:
@@ -115,15 +112,6 @@ def test_operators_give_up_waiting_for_a_rank_that_runs(
     assert reason(group) == f"rank 2: {LATE}"
 
 
-def test_operators_of_another_rank_give_up(make_group: MakeGroup, late_watch: None) -> None:
-    """It ends by itself, which is not the reason."""
-    group, (one, _) = make_group()
-    give_up(group, 1, CollectiveFailure(1, "aborted the group", ended_before=True))
-    group.segment.abort(1, {"rank": 2, "reason": LATE}, decided=False)
-    one.end_with("process 8 ended with status 1", by_itself=True)
-    assert reason(group) == f"rank 2: {LATE}"
-
-
 def test_another_rank_gives_up_waiting_for_one_that_died(
     make_group: MakeGroup, late_watch: None
 ) -> None:
@@ -133,12 +121,6 @@ def test_another_rank_gives_up_waiting_for_one_that_died(
     one.end_with("process 8 ended with status 1", by_itself=True)
     two.end_with("process 7 was ended by SIGKILL", delay=0.1)
     assert reason(group) == "rank 2: process 7 was ended by SIGKILL"
-
-
-def test_nobody_says_why(make_group: MakeGroup, late_watch: None) -> None:
-    group, _ = make_group()
-    give_up(group, 1, CollectiveFailure(1, "aborted the group", ended_before=True))
-    assert reason(group) == "rank 1: gave up waiting for another rank in an operation"
 
 
 def test_the_watch_finds_the_reason_before_it_ends_processes(make_group: MakeGroup) -> None:
@@ -236,37 +218,6 @@ def test_an_error_of_the_watch_ends_the_group(
     wait_for(lambda: group.segment.aborted)
     with pytest.raises(RankError, match="rank 0: its watch failed: IndexError"):
         group.check()
-
-
-def test_ended_processes_are_seen_behind_many_descriptors(make_group: MakeGroup) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 2048:
-        pytest.skip("too few descriptors are allowed")
-    group, _ = make_group(2)
-    group.segment.join(1)  # as this process
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    try:
-        handle = fcntl.fcntl(os.pidfd_open(os.getpid()), fcntl.F_DUPFD, 1500)
-        group.watch._handles[1] = handle
-        assert not group.watch._has_ended(1)
-    finally:
-        group.watch.stop()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_an_ended_child_reads_no_descriptor_of_others() -> None:
-    child = RankProcess(1, [], module="this")
-    assert child.wait(60)
-    assert "ended with status 0" in str(child.failure())
-    child.end()
-    pipes = [os.pipe() for _ in range(4)]  # one has the number of the child's output
-    for _, write in pipes:
-        os.write(write, b"of a client")
-    child.end()
-    for ends in pipes:
-        assert os.read(ends[0], 100) == b"of a client"
-        for end in ends:
-            os.close(end)
 
 
 def test_a_rank_ends_even_if_nobody_reads_its_output() -> None:

@@ -185,16 +185,6 @@ def test_prompt_embeds(pair: tuple[Engine, Engine]) -> None:
     both(pair, PROMPTS, greedy())  # no embedding remains
 
 
-def test_teacher_forcing(pair: tuple[Engine, Engine]) -> None:
-    one, two = (engine.score(PROMPTS[0], 10) for engine in pair)
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
-
-
-def test_several_steps_of_a_launch(pair: tuple[Engine, Engine]) -> None:
-    both(pair, PROMPTS[:2], greedy(30))
-    assert pair[1].stats()["multi_step_launches"]
-
-
 def test_swapped_requests(tiny: TinyModels) -> None:
     fields: dict[str, Any] = {
         "num_blocks": 14,

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -183,21 +182,6 @@ def test_ranks_end_with_their_parent(
 
 
 @pytest.mark.slow
-def test_a_parent_killed_while_it_starts(base: TinyModel) -> None:
-    fields = SIZES | {"tensor_parallel": 2}
-    program = PARENT.format(source=str(base.directory), fields=fields, busy=False, idle=0)
-    for _ in range(3):
-        with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as parent:
-            process = psutil.Process(parent.pid)
-            until = time.monotonic() + 60
-            while not (ranks := process.children()) and time.monotonic() < until:
-                time.sleep(0.01)
-            parent.kill()
-            parent.wait()
-            wait_until_gone(ranks, 60)  # it may be importing
-
-
-@pytest.mark.slow
 def test_an_engine_that_was_not_closed(base: TinyModel) -> None:
     fields = SIZES | {"tensor_parallel": 2}
     engine = Engine.from_pretrained(base.directory, EngineConfig(**fields))
@@ -262,39 +246,6 @@ def test_numbers_that_do_not_divide_the_model(base: TinyModel, ranks: int, error
     assert not children()
 
 
-@pytest.mark.parametrize(
-    ("environment", "error"),
-    [
-        ({"WORLD_SIZE": "3"}, "WORLD_SIZE=3.*nproc-per-node 2"),
-        ({"MASTER_PORT": ""}, "MASTER_PORT='' in the environment must be a number"),
-        ({"RANK": "2"}, "RANK=2 must be from 0"),
-        ({"LOCAL_WORLD_SIZE": "1"}, "within one machine"),
-    ],
-)
-def test_environments_that_do_not_fit(
-    base: TinyModel, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], error: str
-) -> None:
-    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29511"}
-    for name, value in (launched | environment).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=error):
-        Engine.from_pretrained(base.directory, EngineConfig(**SIZES | {"tensor_parallel": 2}))
-
-
-def test_a_port_that_is_in_use(base: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
-        for name, value in launched.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(RankError, match=f"MASTER_PORT={port} is in use"):
-            Engine.from_pretrained(base.directory, EngineConfig(**SIZES | {"tensor_parallel": 2}))
-
-
 @pytest.mark.slow
 def test_a_rank_that_finds_another_checkpoint(base: TinyModel, tmp_path: Path) -> None:
     """The parent removes the directory when the ranks begin to read."""
@@ -312,41 +263,3 @@ def test_a_rank_that_finds_another_checkpoint(base: TinyModel, tmp_path: Path) -
         Engine.from_pretrained(moved, EngineConfig(**fields))
     removed.join()
     assert not children()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("differs", ["", "seed=rank"])
-def test_torchrun(base: TinyModel, tmp_path: Path, differs: str) -> None:
-    program = tmp_path / "serve.py"
-    program.write_text(
-        textwrap.dedent(
-            f"""
-            import os
-            from stepgraph.runtime import Engine, EngineConfig, RankError, SamplingParams
-            rank = int(os.environ["RANK"])
-            fields = {SIZES | {"tensor_parallel": 2}!r} | dict({differs})
-            greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-            for _ in range(1 if {bool(differs)} or rank else 2):
-                with Engine.from_pretrained({str(base.directory)!r}, EngineConfig(**fields)) as e:
-                    print([list(o.token_ids) for o in e.generate({PROMPTS!r}, greedy)], flush=True)
-                break
-            """
-        )
-    )
-    found = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--standalone", str(program)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    if differs:
-        assert "rank 1 has another EngineConfig.seed than rank 0: 1 and 0" in found.stderr
-        return
-    with opened(base.directory) as engine:
-        expected = [o.token_ids for o in engine.generate(PROMPTS, greedy())]
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert found.stdout.strip() == str([list(ids) for ids in expected])

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.distributed.peer_memory_collectives import PeerMemoryCollectives, SumChoice
+from stepgraph.runtime.distributed.peer_memory import PeerMemoryCollectives, SumChoice
 from stepgraph.runtime.kernels.ops.layer_operations import AllReduce
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.fusion import (
