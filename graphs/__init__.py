@@ -6,8 +6,7 @@
 | `buffers` | fixed device buffers for a dataclass of tensors, one host mirror, one copy per step |
 | `steps` | a step run eagerly, compiled, or as a captured CUDA graph, with one interface |
 | `library` | key -> step: prepared largest first, with hits, misses, padding, bytes and seconds |
-| `compilation` | runs a callable until `torch.compile` has nothing left to compile |
-| `step_errors` | the errors of the package |
+| `compilation` | runs a callable until nothing is left to compile; the errors of steps |
 
 The package does not depend on a model. This file imports nothing, so that the scheduler can use
 `buckets` without loading torch.

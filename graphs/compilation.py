@@ -1,4 +1,6 @@
-"""Runs a callable until torch.compile has nothing left to compile in it.
+"""Runs a callable until torch.compile has nothing left to compile in it; the errors of steps.
+
+This module imports no torch.
 
 The settings of torch for this, `fail_on_recompile_limit_hit` and `error_on_recompile`, apply to the
 whole process in torch 2.11, so they would fail compilations of other threads. This module changes
@@ -18,9 +20,29 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType
 
-from .step_errors import StepCompilationError
+__all__ = ["StepCompilationError", "StepPreparationError", "run_until_compiled"]
 
-__all__ = ["run_until_compiled"]
+
+class StepPreparationError(RuntimeError):
+    """A step could not be warmed up, compiled or captured. `__cause__` is the failure."""
+
+    def __init__(self, name: str, kind: str | None, cause: Exception) -> None:
+        """Name the step, its kind (None if it could not be created) and the cause."""
+        how = "could not be made" if kind is None else f"could not be prepared (kind {kind!r})"
+        reason = f"{type(cause).__name__}: {cause}"
+        # Ending a failed capture raises another error; the first one has the reason.
+        first: BaseException = cause
+        while first.__context__ is not None:
+            first = first.__context__
+        if first is not cause:
+            reason += f" (first came {type(first).__name__}: {first})"
+        super().__init__(f"step {name} {how}: {reason}")
+        self.name = name
+        self.kind = kind
+
+
+class StepCompilationError(RuntimeError):
+    """torch.compile does not compile a part of a step, or compiles it in every run."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ..profiling import ranges
-from .step_errors import StepPreparationError
+from .compilation import StepPreparationError
 from .steps import Step, StepKind
 
 __all__ = ["LibraryStats", "PreparationWatcher", "StepLibrary", "StepReport"]

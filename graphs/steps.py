@@ -27,8 +27,7 @@ from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 import torch
 
 from ..profiling import attribution
-from .compilation import run_until_compiled
-from .step_errors import StepPreparationError
+from .compilation import StepPreparationError, run_until_compiled
 
 __all__ = [
     "Capture",

@@ -7,7 +7,7 @@ All derive from `StepgraphError`, except those of the packages below this one: `
 from __future__ import annotations
 
 from ..cache.memory.handler import MemoryBudgetError
-from ..graphs.step_errors import StepPreparationError
+from ..graphs.compilation import StepPreparationError
 
 __all__ = [
     "StepgraphError",

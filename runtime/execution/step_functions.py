@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from ...graphs.step_errors import StepCompilationError
+from ...graphs.compilation import StepCompilationError
 from ..bounded_repr import bounded_text
 from ..kernels import DecodeResult, DecodeStep, RaggedBatch
 from ..kernels.cpu.drafted import drafted_inputs, newest_tokens

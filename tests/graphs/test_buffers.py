@@ -146,21 +146,6 @@ def test_arrays_of_some_of_the_fields():
         buffers.arrays(Inputs[np.ndarray])
 
 
-def test_layout_and_specs_must_agree():
-    specs = {"token_ids": SPECS["token_ids"], "slots": SPECS["rows"]}
-    with pytest.raises(ValueError, match=r"without a spec: \['positions', .* a field: \['slots'\]"):
-        StaticBuffers.allocate(Inputs[torch.Tensor], specs, "cpu")
-    with pytest.raises(ValueError, match="at least one"):
-        StaticBuffers.allocate(dataclasses.make_dataclass("Nothing", []), {}, "cpu")
-    with pytest.raises(TypeError, match="must be a dataclass"):
-        StaticBuffers.allocate(dict, {}, "cpu")
-
-
-def test_specs_have_no_empty_dimension():
-    with pytest.raises(ValueError, match=r"got shape \(4, 0\)"):
-        TensorSpec((4, 0), torch.int32)
-
-
 class BuffersAgainstACopy(RuleBasedStateMachine):
     """Any order of writes, copies and resets leaves what plain arrays would hold."""
 

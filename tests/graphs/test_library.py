@@ -153,14 +153,6 @@ def test_failure_at_start_is_an_error_with_its_reason(caplog):
         library.run(Key(16, 4))
 
 
-def test_a_step_that_cannot_be_made_is_named_too():
-    def make_step(key):
-        raise TypeError("no such sampler")
-
-    with pytest.raises(StepPreparationError, match=r"Key\(rows=1.* not be made: .* sampler"):
-        Runner().library([Key(1)], make_step=make_step).prepare()
-
-
 def test_close_lets_go_of_every_step():
     library = Runner().library(KEYS)
     library.prepare()

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from stepgraph.graphs.step_errors import StepCompilationError
+from stepgraph.graphs.compilation import StepCompilationError
 from stepgraph.graphs.steps import (
     Capture,
     CapturedStep,
@@ -116,18 +116,6 @@ def test_failure_names_step_kind_and_cause(kind):
     assert (caught.value.name, caught.value.kind) == ("demo", kind)
 
 
-def test_failure_that_masks_another_shows_the_first():
-    class Masking(RecordingCapturer):
-        def capture(self, fn):
-            try:
-                raise ValueError("a wait inside the capture")
-            finally:
-                raise RuntimeError("capture was invalidated")
-
-    with pytest.raises(StepPreparationError, match=r"invalidated \(first came ValueError: a wait"):
-        CapturedStep(Counter(), "demo", Masking()).prepare()
-
-
 def test_interrupts_pass_unwrapped():
     def fn():
         raise KeyboardInterrupt
@@ -203,27 +191,6 @@ def test_other_threads_may_compile_while_a_step_is_prepared():
 
     CompiledStep(fn, "demo").prepare()
     assert [answer.tolist() for answer in answers] == [[5] * 2, [5] * 3]
-
-
-def test_two_threads_may_prepare_at_once():
-    """Each is refused for its own code only."""
-    barrier = threading.Barrier(2)
-    steady, unsteady = compiled(lambda x: x * 7), compiled(lambda x, position: x * position)
-    positions = iter(range(2, 1000))
-
-    def meeting(fn):
-        def run():
-            barrier.wait(timeout=120)
-            return fn()
-
-        return CompiledStep(run, "demo")
-
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(meeting(lambda: steady(torch.ones(2))).prepare)
-        second = threads.submit(meeting(lambda: unsteady(torch.ones(3), next(positions))).prepare)
-        first.result()
-        with pytest.raises(StepPreparationError, match="compiled again"):
-            second.result()
 
 
 def test_graphs_are_refused_where_there_are_none():
