@@ -8,10 +8,9 @@ replaced, and keeps its permissions.
 import os
 import shutil
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["WriteError", "check_writable", "write_file", "write_files"]
+__all__ = ["WriteError", "check_writable", "write_file"]
 
 
 class WriteError(OSError):
@@ -50,35 +49,23 @@ def write_file(path: Path, content: str | bytes) -> None:
     Raises:
         WriteError: it cannot be written; its old content stays.
     """
-    write_files([(path, content)])
-
-
-def write_files(contents: Iterable[tuple[Path, str | bytes]]) -> None:
-    """Write several files: none is replaced before all are written.
-
-    Raises:
-        WriteError: one cannot be written.
-    """
-    moves: list[tuple[Path, Path, Path]] = []
-    path = Path()
     try:
-        for path, content in contents:
-            target = _target(path)
-            temporary = _temporary(target)
-            with temporary.open("xb") as file:
-                moves.append((path, temporary, target))
+        target = _target(path)
+        temporary = _temporary(target)
+        with temporary.open("xb") as file:
+            try:
                 file.write(content.encode() if isinstance(content, str) else content)
-            if target.exists():
-                shutil.copymode(target, temporary)
-        for path, temporary, target in moves:  # noqa: B007  named in the error
-            os.replace(temporary, target)
+                file.flush()
+                if target.exists():
+                    shutil.copymode(target, temporary)
+                os.replace(temporary, target)
+            except BaseException:  # an interrupt as well
+                temporary.unlink(missing_ok=True)
+                raise
     except WriteError:
         raise
     except OSError as error:
         raise WriteError(path, error.strerror or str(error)) from error
-    finally:  # after an interrupt as well
-        for _, temporary, _ in moves:
-            temporary.unlink(missing_ok=True)
 
 
 def _target(path: Path) -> Path:

@@ -25,18 +25,7 @@ def step_flops(
         heads: query heads a layer.
         key_dim: elements of a head's key.
         value_dim: elements of a head's value.
-
-    Raises:
-        ValueError: if a number is negative.
     """
-    _require_not_negative(
-        weights_per_step=weights_per_step,
-        rows=rows,
-        positions=positions,
-        heads=heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-    )
     return rows * (2 * weights_per_step + 2 * positions * heads * (key_dim + value_dim))
 
 
@@ -44,10 +33,10 @@ def floor_seconds(bytes_per_step: int, bandwidth_bytes_per_s: float) -> float:
     """Return the seconds that reading `bytes_per_step` takes at least.
 
     Raises:
-        ValueError: if the bytes are negative or the bandwidth is not positive.
+        ValueError: the bytes are negative or the bandwidth is not positive.
     """
-    _require_not_negative(bytes_per_step=bytes_per_step)
-    _require_positive(bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    if not (bytes_per_step >= 0 and bandwidth_bytes_per_s > 0):  # NaN fails too
+        raise ValueError(f"reading {bytes_per_step} bytes at {bandwidth_bytes_per_s} bytes/s")
     return bytes_per_step / bandwidth_bytes_per_s
 
 
@@ -59,20 +48,11 @@ class Roofline:
         bytes_per_step: bytes that the step must read: the weights, and the cache of every row.
         flops_per_step: floating-point operations of the step (`step_flops`).
         bandwidth_bytes_per_s: measured read bandwidth of the device.
-
-    Raises:
-        ValueError: if bytes or FLOPs are negative, or the bandwidth is not positive.
     """
 
     bytes_per_step: int
     flops_per_step: int
     bandwidth_bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        _require_not_negative(
-            bytes_per_step=self.bytes_per_step, flops_per_step=self.flops_per_step
-        )
-        _require_positive(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
 
     @property
     def floor_seconds(self) -> float:
@@ -83,11 +63,7 @@ class Roofline:
         """Return floor / measured time: 1.0 is the limit.
 
         Above 1.0 the step did not read memory as the floor assumes: the model fits into a cache.
-
-        Raises:
-            ValueError: if the measured time is not positive.
         """
-        _require_positive(measured_seconds=measured_seconds)
         return self.floor_seconds / measured_seconds
 
     def to_json(self, measured_seconds: float) -> dict[str, float | int]:
@@ -98,15 +74,3 @@ class Roofline:
             "floor_ms": self.floor_seconds * 1e3,
             "fraction": self.fraction(measured_seconds),
         }
-
-
-def _require_not_negative(**numbers: float) -> None:
-    for name, value in numbers.items():
-        if not value >= 0:  # NaN fails too
-            raise ValueError(f"{name} is {value}; it must not be negative")
-
-
-def _require_positive(**numbers: float) -> None:
-    for name, value in numbers.items():
-        if not value > 0:
-            raise ValueError(f"{name} is {value}; it must be positive")

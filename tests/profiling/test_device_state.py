@@ -142,16 +142,6 @@ def test_unavailable_values_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert monitor.describe()["max_sm_mhz"] is None
 
 
-def test_queries_of_older_drivers_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries = frozenset({"TemperatureV", "CurrentClocksEventReasons"})
-    monitor = monitor_of(monkeypatch, reasons=0x20, fails=queries)
-    expected = monitor.read()
-    assert (expected.temperature_c, expected.reasons) == (46, ("sw_thermal_slowdown",))
-    for name in queries:  # a package without them
-        delattr(sys.modules["pynvml"], f"nvmlDeviceGet{name}")
-    assert monitor.read() == expected
-
-
 def reading(sm_mhz: int | None, *reasons: str) -> dict[str, Any]:
     return {"sm_mhz": sm_mhz, "reasons": list(reasons)}
 
@@ -230,21 +220,3 @@ def test_the_benchmark_reports_the_states_and_warns_of_throttling(
     else:
         assert state is None
     assert document["environment"]["max_sm_mhz"] == (1980 if with_device else None)
-
-
-def test_the_names_of_reasons_are_those_of_the_driver() -> None:
-    """Bits 0 to 8 as in nvml.h, 9 and 10 as older ones had them."""
-    pynvml = pytest.importorskip("pynvml")
-    monitor = DeviceMonitor(FakeNvml(), dataclasses.replace(TWO, reasons=(1 << 11) - 1))
-    for position, name in enumerate(monitor.read().reasons or ()):
-        camel = "".join(part.capitalize() for part in name.split("_"))
-        kinds = ("Event", "Throttle")
-        found = [getattr(pynvml, f"nvmlClocks{kind}Reason{camel}", None) for kind in kinds]
-        assert 1 << position in found, name
-
-
-def test_the_commit_of_a_tree_without_a_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STEPGRAPH_COMMIT", "0123456789ab-dirty")
-    assert describe_environment(torch.device("cpu"), 1e9)["commit"] == "0123456789ab-dirty"
-    monkeypatch.setenv("STEPGRAPH_COMMIT", "")
-    assert describe_environment(torch.device("cpu"), 1e9)["commit"] != ""

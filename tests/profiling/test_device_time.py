@@ -85,15 +85,6 @@ def test_every_step_has_the_time_of_its_own_replays(rig: Rig) -> None:
     assert rig.shown() == rig.expected
 
 
-def test_a_step_under_way_is_not_timed_yet(rig: Rig) -> None:
-    rig.add([1, 2, 3])
-    for _ in range(5):
-        rig.step()
-        *earlier, latest = rig.engine.timeline().records()
-        assert latest.device_ns is None
-        assert [r.device_ns for r in earlier] == [rig.expected[r.step] for r in earlier]
-
-
 @pytest.mark.parametrize("capacity", [1, 2, 3, 5])
 def test_it_goes_to_the_right_record_of_a_ring_that_wraps(rig: Rig, capacity: int) -> None:
     replace_timeline(rig.engine, capacity)
@@ -107,37 +98,10 @@ def test_it_goes_to_the_right_record_of_a_ring_that_wraps(rig: Rig, capacity: in
     assert rig.shown() == dict(list(rig.expected.items())[-capacity:])
 
 
-def test_a_step_whose_record_was_cleared_is_left_alone(rig: Rig) -> None:
-    rig.add([1, 2, 3], [4, 5])
-    for _ in range(4):
-        rig.step()
-    rig.engine.timeline().clear()
-    rig.step()
-    (record,) = rig.engine.timeline().records()
-    assert record.device_ns is None
-    rig.drain()
-    assert rig.shown() == {n: ns for n, ns in rig.expected.items() if n >= record.step}
-
-
-def test_steps_that_score_are_in_nobody_s_record(rig: Rig) -> None:
-    rig.add([1, 2, 3])
-    rig.drain()
-    rig.engine.score([1, 2, 3, 4], 2)
-    rig.add([1, 2, 3])
-    rig.drain()
-    assert rig.shown() == rig.expected
-
-
 def test_records_of_an_asynchronous_device_do_not_overlap(rig: Rig) -> None:
     rig.add([1, 2, 3], max_tokens=30)
     rig.drain()
     assert_records_follow_each_other(rig.engine, is_async_device=True)
-
-
-def test_records_of_the_host_as_device_do_not_overlap(open_engine: Callable[..., Engine]) -> None:
-    engine = open_engine("base")
-    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-    assert_records_follow_each_other(engine, is_async_device=False)
 
 
 def assert_records_follow_each_other(engine: Engine, *, is_async_device: bool) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import sqlite3
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -339,13 +336,6 @@ def test_other_domains_are_left_alone(tmp_path: Path) -> None:
     assert len(read_report(trace).steps) == 3
 
 
-def test_exports_that_are_truncated(trace: Path, capsys) -> None:
-    whole = trace.read_bytes()
-    for length in (1, 50, 99, 100, *range(200, len(whole) - 4096, 3000), len(whole) - 4096):
-        trace.write_bytes(whole[:length])
-        error_of(trace, capsys=capsys)
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1))
 def test_exports_that_are_damaged(changes: list[tuple[float, int]]) -> None:
@@ -379,33 +369,3 @@ def test_processes_are_matched_by_their_own_bits(trace: Path) -> None:
     for table in ("NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"):  # the hardware, in threads only
         execute(trace, f"UPDATE {table} SET globalTid = globalTid + {7 << 48}")
     assert read_report(trace).steps == before
-
-
-def test_exports_may_be_read_only(tmp_path: Path) -> None:
-    trace = played(steps=3).write(tmp_path / "100% ?a#b 日本.sqlite")
-    before = trace.read_bytes()
-    trace.chmod(0o444)
-    tmp_path.chmod(0o555)
-    try:
-        assert len(read_report(trace).steps) == 3
-        assert trace.read_bytes() == before
-        assert os.listdir(tmp_path) == [trace.name]
-    finally:
-        tmp_path.chmod(0o755)
-
-
-def test_names_that_cannot_be_read(trace: Path, capsys) -> None:
-    assert "missing.json" in error_of(trace, "--names", "missing.json", capsys=capsys)
-    beside = trace.with_name("trace.kernels.json")
-    beside.write_text('{"schema_version": 7}')
-    assert str(beside) in error_of(trace, capsys=capsys)
-
-
-def test_the_command_in_a_terminal_without_greek_letters(trace: Path) -> None:
-    command = [sys.executable, "-m", "stepgraph", "report", trace.name]
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    result = subprocess.run(
-        command, cwd=trace.parent, env=environment, capture_output=True, check=True, timeout=60
-    )
-    assert result.stdout.startswith(b"# trace.sqlite\n")
-    assert b"host \\xb5s" in result.stdout

@@ -81,23 +81,13 @@ def test_roofline_reports_a_measured_step() -> None:
     assert roofline.fraction(2.5e-4) == 2.0, "above 1 where a cache holds the model"
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: step_flops(1, -2, 1, 1, 1, 1), "rows is -2"),
-        (lambda: floor_seconds(1, 0.0), r"bandwidth_bytes_per_s is 0\.0; it must be positive"),
-        (lambda: floor_seconds(1, math.nan), "bandwidth_bytes_per_s is nan"),
-        (lambda: Roofline(1, 0, 1.0).fraction(0.0), r"measured_seconds is 0\.0"),
-        (lambda: Roofline(-1, 0, 1.0), "bytes_per_step is -1"),
-        (lambda: Roofline(1, 0, -1.0), r"bandwidth_bytes_per_s is -1\.0"),
-    ],
-)
-def test_numbers_that_cannot_be_are_named(call, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
+@pytest.mark.parametrize(("read", "bandwidth"), [(1, 0.0), (1, math.nan), (-1, 1.0)])
+def test_floor_of_numbers_that_cannot_be(read: int, bandwidth: float) -> None:
+    with pytest.raises(ValueError, match="reading"):
+        floor_seconds(read, bandwidth)
 
 
-def test_the_roofline_can_be_read_without_torch_or_numpy() -> None:
+def test_roofline_needs_neither_torch_nor_numpy() -> None:
     heavy = (
         "import sys; from stepgraph.profiling import roofline, stats, timeline; "
         "sys.exit(' '.join({'torch', 'numpy', 'nvtx'} & sys.modules.keys()) or None)"

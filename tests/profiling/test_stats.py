@@ -1,4 +1,3 @@
-import json
 import math
 
 import numpy as np
@@ -43,22 +42,6 @@ def test_summary_agrees_with_numpy(samples: list[float]) -> None:
         assert summary.std == pytest.approx(np.std(samples, ddof=1), **close)
 
 
-@given(st.lists(finite, min_size=1, max_size=120), st.randoms())
-def test_summary_does_not_depend_on_the_order(samples: list[float], random) -> None:
-    shuffled = list(samples)
-    random.shuffle(shuffled)
-    assert Summary.of(shuffled) == Summary.of(samples)
-
-
-def test_to_json_has_exactly_the_published_keys_and_no_nan() -> None:
-    document = Summary.of([2.5]).to_json()
-    assert list(document) == ["n", "mean", "std", "min", "p50", "p90", "p99", "max"]
-    assert json.loads(json.dumps(document, allow_nan=False)) == {
-        "n": 1, "mean": 2.5, "std": None, "min": 2.5, "p50": 2.5, "p90": None, "p99": None,
-        "max": 2.5,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("samples", "message"),
     [([], "empty"), *(([1.0, 2.0, x], "sample 2 is .*finite") for x in (math.nan, -math.inf))],
@@ -66,11 +49,6 @@ def test_to_json_has_exactly_the_published_keys_and_no_nan() -> None:
 def test_summary_rejects_what_has_no_distribution(samples: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Summary.of(samples)
-
-
-def test_request_timing_keeps_nanoseconds_of_a_machine_long_up() -> None:
-    years = 10 * 365 * 86400 * 10**9
-    assert RequestTiming(years, [years + 1, years + 3]).itl_ms == [2e-6]
 
 
 def test_request_timing_of_a_worked_example() -> None:

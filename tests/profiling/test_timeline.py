@@ -1,11 +1,9 @@
 import gc
-import struct
 import sys
 import threading
 from collections import deque
 from dataclasses import replace
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stepgraph.profiling.timeline import RECORD_FIELDS, StepRecord, Timeline
@@ -133,17 +131,3 @@ def test_derived_times_of_a_record() -> None:
     assert timed.ended_ns == 55_321
     assert replace(timed, is_async_device=True).ended_ns == 5_321
     assert replace(timed, device_ns=None).ended_ns == 5_321
-
-
-@pytest.mark.parametrize("is_async_device", [False, True])
-def test_all_records_of_a_timeline_are_of_one_device(is_async_device: bool) -> None:
-    timeline = Timeline(2, is_async_device=is_async_device)
-    put(timeline, some_record(1))
-    assert timeline.records()[0].is_async_device is is_async_device
-
-
-def test_wrong_values_are_refused() -> None:
-    with pytest.raises(struct.error):
-        Timeline(1).record(0, 1, 1, 0, 0, 1.5, 1, 1, 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="capacity is 0"):
-        Timeline(0)

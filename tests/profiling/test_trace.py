@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import gzip
 import json
@@ -10,16 +9,12 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from stepgraph.profiling import ranges
 from stepgraph.profiling.collector import CollectorWatch
 from stepgraph.profiling.trace import (
     DEVICE_CATEGORIES,
-    Recorded,
     TraceError,
     annotate,
-    event_name,
     read_trace,
     torch_trace,
     trace_operations,
@@ -165,31 +160,6 @@ def labels(nodes):
     return [node.label for node in nodes]
 
 
-def test_ranges_carry_their_names_and_payloads():
-    trace = KinetoTrace()
-    trace.turn(7, 1000, nodes_of(1))
-    trace.mark("collection", 1050, generation=2, microseconds=31, collected=0)
-    annotate(trace.document, trace.log)
-    ranges = [event for event in trace.events if event.get("cat") == "user_annotation"]
-    assert [event["name"] for event in ranges] == ["step", "launch", "replay", "collection"]
-    step, _, replay, mark = ranges
-    assert step["args"]["payload"] == 7
-    assert replay["args"] | {"step": 7, "rows": 3, "bucket": 4, "padding": 1} == replay["args"]
-    assert mark["ph"] == "i"
-    assert "dur" not in mark
-    assert mark["args"]["microseconds"] == 31
-    assert "stepgraph #" not in json.dumps(trace.document)
-
-
-def test_copies_of_ranges_on_the_device_s_rows_are_named_too():
-    trace = KinetoTrace()
-    trace.log = {0: Recorded("step", {"payload": 3}), 1: Recorded("fallback", {}, True)}
-    event = {"ph": "X", "cat": "gpu_user_annotation", "pid": 0, "tid": 7, "ts": 1.0, "dur": 2.0}
-    trace.events += [{**event, "name": event_name(0)}, {**event, "name": event_name(1)}]
-    annotate(trace.document, trace.log)
-    assert [event["name"] for event in trace.events] == ["step"]
-
-
 @pytest.mark.parametrize("ids_from", [None, 500])
 @pytest.mark.parametrize("streams", [(STREAM,), (STREAM, 20, 21)])
 def test_work_of_a_replayed_graph_is_named_by_layer_and_operation(ids_from, streams):
@@ -291,33 +261,6 @@ def test_work_that_overlaps_gets_a_row_of_its_own():
     (named,) = [e for e in trace.events if e["name"] == "thread_name"]
     assert (named["pid"], named["tid"]) == (DEVICE, added)
     assert named["args"]["name"] == f"stream {STREAM}, overlapping"
-
-
-@settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 60), st.integers(0, 30), st.sampled_from([7, 8])), max_size=30
-    )
-)
-def test_no_two_events_of_a_row_overlap(spans):
-    trace = KinetoTrace()
-    for ts, dur, tid in spans:
-        trace.work(None, "kernel", ts, dur, tid=tid)
-    before = sorted((e["ts"], e["dur"]) for e in work(trace))
-    annotate(trace.document)
-    assert sorted((e["ts"], e["dur"]) for e in work(trace)) == before
-    rows = {}
-    for event in work(trace):
-        assert rows.get(event["tid"], 0) <= event["ts"] or event["dur"] == 0
-        rows[event["tid"]] = max(rows.get(event["tid"], 0), event["ts"] + event["dur"])
-
-
-def test_a_trace_without_ranges_of_ours_stays_as_it_is():
-    foreign = {"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 0.5, "dur": 1, "args": {}}
-    document = {"traceEvents": [foreign, {"ph": "M", "name": "process_name", "pid": 1, "args": {}}]}
-    before = copy.deepcopy(document)
-    annotate(document)
-    assert document == before
 
 
 def test_operations_of_device_work() -> None:
