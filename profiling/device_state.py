@@ -11,13 +11,12 @@ up by its address on the PCI bus, which the slices of a card share.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceMonitor", "DeviceState", "describe_throttling", "watch"]
+__all__ = ["DeviceMonitor", "describe_throttling", "watch"]
 
 CLOCK_TOLERANCE: Final = 0.05
 """Relative change of the SM clock during a measurement that is no warning."""
@@ -39,33 +38,6 @@ _REASONS: Final = (
 _IDLE: Final = "gpu_idle"
 _HARMLESS: Final = frozenset({_IDLE, "applications_clocks_setting"})
 """Clocks that are low because nothing runs, or as the user set them."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceState:
-    """The state of a device at one moment; None for unavailable values.
-
-    Attributes:
-        sm_mhz: clock of the multiprocessors in MHz.
-        memory_mhz: clock of the memory in MHz.
-        power_w: average power draw in W, as reported by the driver.
-        power_limit_w: enforced power limit in W.
-        temperature_c: GPU temperature in degrees Celsius.
-        reasons: names of NVML's reasons for lower clocks; empty if there is none.
-        persistence: whether the driver stays loaded while no process uses the device.
-    """
-
-    sm_mhz: int | None
-    memory_mhz: int | None
-    power_w: float | None
-    power_limit_w: float | None
-    temperature_c: int | None
-    reasons: tuple[str, ...] | None
-    persistence: bool | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return asdict(self) | {"reasons": None if self.reasons is None else list(self.reasons)}
 
 
 class DeviceMonitor:
@@ -96,8 +68,14 @@ class DeviceMonitor:
             return None
         return cls(nvml, handle)
 
-    def read(self) -> DeviceState:
-        """Return the state now."""
+    def read(self) -> dict[str, Any]:
+        """Return the state now; None for unavailable values.
+
+        `sm_mhz` and `memory_mhz`: clocks; `power_w` and `power_limit_w`: average draw as reported
+        by the driver, and enforced limit; `temperature_c`; `reasons`: names of NVML's reasons for
+        lower clocks; `persistence`: whether the driver stays loaded while no process uses the
+        device.
+        """
         nvml, query = self._nvml, self._query
         power = query("nvmlDeviceGetPowerUsage")
         limit = query("nvmlDeviceGetEnforcedPowerLimit")
@@ -109,15 +87,15 @@ class DeviceMonitor:
         bits = query("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:
             bits = query("nvmlDeviceGetCurrentClocksThrottleReasons")
-        return DeviceState(
-            sm_mhz=query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-            memory_mhz=query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
-            power_w=None if power is None else power / 1e3,
-            power_limit_w=None if limit is None else limit / 1e3,
-            temperature_c=temperature,
-            reasons=None if bits is None else _names(bits),
-            persistence=None if persistence is None else bool(persistence),
-        )
+        return {
+            "sm_mhz": query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+            "memory_mhz": query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+            "power_w": None if power is None else power / 1e3,
+            "power_limit_w": None if limit is None else limit / 1e3,
+            "temperature_c": temperature,
+            "reasons": None if bits is None else _names(bits),
+            "persistence": None if persistence is None else bool(persistence),
+        }
 
     def describe(self) -> dict[str, Any]:
         """Return the driver version, and the highest clocks in MHz."""
@@ -151,7 +129,7 @@ def watch(monitor: DeviceMonitor | None) -> Callable[[], dict[str, Any] | None]:
     if monitor is None:
         return lambda: None
     before = monitor.read()
-    return lambda: {"before": before.to_json(), "after": monitor.read().to_json()}
+    return lambda: {"before": before, "after": monitor.read()}
 
 
 def describe_throttling(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
@@ -168,10 +146,10 @@ def describe_throttling(before: Mapping[str, Any], after: Mapping[str, Any]) -> 
     return "; ".join(parts) or None
 
 
-def _names(bits: int) -> tuple[str, ...]:
+def _names(bits: int) -> list[str]:
     """The names of the bits that are set, from the lowest; the number where a bit has no name."""
-    return tuple(
+    return [
         _REASONS[position] if position < len(_REASONS) else f"reason_{1 << position:#x}"
         for position in range(bits.bit_length())
         if bits >> position & 1
-    )
+    ]

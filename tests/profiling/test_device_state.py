@@ -104,7 +104,7 @@ def monitor_of(patch: pytest.MonkeyPatch, **changes: Any) -> DeviceMonitor:
 def test_the_state_is_that_of_the_card_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """With CUDA_VISIBLE_DEVICES=1 the second card is `cuda:0`."""
     monitor = monitor_of(monkeypatch, reasons=0x4 | 0x40 | 0x8000)
-    assert monitor.read().to_json() == {
+    assert monitor.read() == {
         "sm_mhz": 1980,
         "memory_mhz": 3201,
         "power_w": 412.345,
@@ -136,7 +136,7 @@ def test_without_device_driver_or_package_there_is_no_state(
 
 def test_unavailable_values_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monitor = monitor_of(monkeypatch, fails=frozenset(ANSWERS))
-    state = monitor.read().to_json()
+    state = monitor.read()
     assert set(state.values()) == {None}
     assert describe_throttling(state, state) is None
     assert monitor.describe()["max_sm_mhz"] is None
