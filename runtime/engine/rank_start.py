@@ -22,7 +22,6 @@ import torch
 from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import MemoryPlan
 from ..config import EngineConfig
-from ..distributed.process_group import OwnProcessGroup, ProcessGroupCollectives
 from ..distributed.rank_group import START_PATIENCE, RankGroup
 from ..distributed.rank_processes import RankProcess
 from ..distributed.segment import SharedSegment, require_futex, shared_memory
@@ -47,6 +46,7 @@ from ..resolved_config import ResolvedConfig
 from .collectives_self_test import CollectiveCases, check_collectives
 
 if TYPE_CHECKING:
+    from ..distributed.process_group import OwnProcessGroup
     from ..distributed.peer_memory import SumChoice
 
 __all__ = [
@@ -128,9 +128,11 @@ def choose_collectives(
         KernelSelfTestError: no candidate works.
         RankError: a rank ended meanwhile.
     """
+    # Some builds of torch lack torch.distributed.
+    from ..distributed.process_group import OwnProcessGroup, ProcessGroupCollectives
+
     errors: dict[str, str] = {}
     times: Times = {}
-    nccl: ProcessGroupCollectives | None = None
     try:
         processes = OwnProcessGroup(group, cases.device, limit_seconds)
     except RuntimeError as error:
