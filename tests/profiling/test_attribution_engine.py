@@ -22,31 +22,6 @@ from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
 GRAPH = {"mode": "graph", "compile": False, "max_model_len": 32, "buckets": (2,), "max_num_seqs": 2}
 
-MLP = ["mlp_norm", "gate_up_linear", "activate", "down_linear"]
-LAYERS = {
-    "base": [
-        *("input_norm", "qkv_linear", "rotate", "attention", "output_linear", "residual"),
-        *(*MLP, "residual"),
-    ],
-    "gemma2": [
-        *("input_norm", "qkv_linear", "rotate", "attention", "output_linear"),
-        *("attention_output_norm", "residual", *MLP, "mlp_output_norm", "residual"),
-    ],
-    "qwen3": [
-        *("input_norm", "qkv_linear", "qk_norm", "rotate", "attention", "output_linear"),
-        *("residual", *MLP, "residual"),
-    ],
-    "deepseek_v2": [
-        *("input_norm", "q_kv_linear", "rotate", "queries_to_latent", "latent_norm", "attention"),
-        *("latent_to_values", "output_linear", "residual", *MLP, "residual"),
-    ],
-    "deepseek_v3": [
-        *("input_norm", "q_kv_linear", "q_norm", "q_up_linear", "rotate", "queries_to_latent"),
-        *("latent_norm", "attention", "latent_to_values", "output_linear", "residual"),
-        *(*MLP, "residual"),
-    ],
-}
-BEGIN = ["begin", "rotations"]
 FUSED_LAYER = ["norm_linear", "decode_attention", "combine_output", "gate_up", "down"]
 
 
@@ -55,20 +30,8 @@ def scopes(step: StepNodes) -> list[str]:
     return [label for label, _ in groupby(node.label for node in step.nodes)]
 
 
-def expected(step: StepNodes, layers: int, of_layer: list[str]) -> list[str]:
-    return [
-        *(["inputs"] if step.phase == "decode" else []),
-        *BEGIN,
-        *(f"{layer}/{operation}" for layer in range(layers) for operation in of_layer),
-        "final_norm",
-        *(["last_tokens"] if step.phase == "prefill" else []),
-        "head",
-        "sample" if step.full_sampler else "greedy",
-    ]
-
-
-@pytest.mark.parametrize("variant", LAYERS)
-def test_every_node_of_every_step_is_attributed(
+@pytest.mark.parametrize("variant", ["base", "gemma2", "qwen3", "deepseek_v2", "deepseek_v3"])
+def test_nodes_of_every_step_have_layers_and_operations(
     variant: str, open_engine: Callable[..., Engine], fake_graphs: FakeGraphs
 ) -> None:
     with attribution.recording() as names:
@@ -79,22 +42,26 @@ def test_every_node_of_every_step_is_attributed(
     assert [(s.phase, s.size, s.full_sampler, s.steps) for s in names.steps] == [
         (key.phase, key.size, key.full_sampler, key.steps) for key in keys
     ]
-    assert {(key.phase, key.full_sampler) for key in keys} == {
-        (phase, full) for phase in ("decode", "prefill") for full in (False, True)
-    }
-    layers = engine._parts.model.config.num_layers
     for step in names.steps:
-        assert scopes(step) == expected(step, layers, LAYERS[variant])
+        inside = {node.layer: list[str]() for node in step.nodes}
+        for node in step.nodes:
+            inside[node.layer].append(node.operation)
+        around = set(inside.pop(None))
+        assert list(inside) == list(range(engine._parts.model.config.num_layers))
+        assert all(operations == inside[0] for operations in inside.values())
+        assert {"down_linear", "attention", "output_linear"} <= set(inside[0])
+        assert {"begin", "final_norm", "head"} <= around
+        assert ("sample" if step.full_sampler else "greedy") in around
 
 
-def test_several_steps_a_launch_are_the_same_scopes_again(
+def test_nodes_of_several_steps_a_launch_repeat(
     open_engine: Callable[..., Engine], fake_graphs: FakeGraphs
 ) -> None:
     with attribution.recording() as names:
         open_engine("base", **GRAPH, steps_per_launch=2)
-    (double,) = (step for step in names.steps if step.steps == 2 and not step.full_sampler)
-    one = expected(double, 3, LAYERS["base"])
-    assert scopes(double) == [*one, *one, "outputs"]
+    decode = [s for s in names.steps if s.phase == "decode" and not s.full_sampler]
+    (one,), (double,) = ([scopes(s) for s in decode if s.steps == steps] for steps in (1, 2))
+    assert double == [*one, *one, "outputs"]
 
 
 def test_recording_changes_no_token(

@@ -361,11 +361,3 @@ def test_exports_that_are_damaged(changes: list[tuple[float, int]]) -> None:
 def test_exports_may_lack_other_tables(trace: Path, table: str) -> None:
     execute(trace, f"DROP TABLE {table}")
     assert len(read_report(trace).steps) == 3
-
-
-def test_processes_are_matched_by_their_own_bits(trace: Path) -> None:
-    before = read_report(trace).steps
-    assert all(step.device_us is not None for step in before)
-    for table in ("NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"):  # the hardware, in threads only
-        execute(trace, f"UPDATE {table} SET globalTid = globalTid + {7 << 48}")
-    assert read_report(trace).steps == before

@@ -108,12 +108,3 @@ def test_measured_bandwidth_of_this_gpu_is_plausible() -> None:
     before = torch.cuda.memory_allocated()
     assert 50e9 < measure_read_bandwidth("cuda") < 50e12
     assert torch.cuda.memory_allocated() == before
-
-
-def test_bandwidth_rejects_what_it_cannot_measure() -> None:
-    with pytest.raises(ValueError, match="device meta"):
-        measure_read_bandwidth("meta")
-    with pytest.raises(ValueError, match="repeats is 0"):
-        measure_read_bandwidth(torch.device("cpu"), repeats=0)
-    with pytest.raises(ValueError, match="buffer_bytes is 1000"):
-        measure_read_bandwidth("cpu", buffer_bytes=1000)
