@@ -140,7 +140,7 @@ def operation(
 
 @contextlib.contextmanager
 def listening(listener: ScopeListener) -> Iterator[None]:
-    """Send the scopes of all threads to a listener, except those of a recorded capture.
+    """Send the scopes of all threads to a listener, except scopes of a recorded capture.
 
     A replayed graph enters no scopes, and compiled code only the scopes around it. The innermost
     `listening` receives them.

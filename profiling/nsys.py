@@ -55,7 +55,7 @@ def nsys_command(
 ) -> list[str]:
     """Return the command that profiles `program`, which opens a `capture_window`.
 
-    It writes `output`.nsys-rep and `output`.sqlite, over those of an earlier run. CPU samples and
+    It writes `output`.nsys-rep and `output`.sqlite, and replaces earlier ones. CPU samples and
     context switches are left out: they are not needed, and they perturb what is measured. When the
     window closes, nsys stops collecting and the program runs on to its end.
 

@@ -157,7 +157,7 @@ def span(name: str, payload: int = 0) -> contextlib.AbstractContextManager[None]
     """Return a context manager for a range of `PLAIN_RANGES`. It ends at any exit of the block.
 
     Raises:
-        ValueError: there is no such range. Raised without a listener too.
+        ValueError: unknown range. Raised without a listener too.
     """
     if name not in PLAIN_RANGES:  # checked without a listener too, so that tests find wrong names
         raise ValueError(f"{name!r} is not a range whose payload is one integer")
@@ -176,7 +176,7 @@ def step_span(
     """Return a context manager for a range of `STEP_RANGES`; see `StepNumbers`.
 
     Raises:
-        ValueError: there is no such range. Raised without a listener too.
+        ValueError: unknown range. Raised without a listener too.
     """
     if name not in STEP_RANGES:
         raise ValueError(f"{name!r} is not a range whose payload is the numbers of a step")
@@ -190,7 +190,7 @@ def mark(name: str, *payload: int) -> None:
     """Emit a mark of `MARKS` with its fields, in order.
 
     Raises:
-        ValueError: there is no such mark, or the number of fields is wrong. Raised without a
+        ValueError: unknown mark, or wrong number of fields. Raised without a
             listener too.
     """
     if len(payload) != len(MARKS.get(name, ())) or not payload:

@@ -206,7 +206,7 @@ class Report:
     Attributes:
         trace: the export.
         graph_trace: how CUDA graphs were traced; None: none was.
-        known: the names of captured nodes; empty if there is no such file.
+        known: the names of captured nodes; empty without such a file.
         steps: thread after thread, in order.
         cases: by phase and bucket.
         operations: by phase, then the most expensive first.
@@ -437,10 +437,10 @@ def _steps(export: _Export, notes: list[str]) -> Iterator[Step]:
     """Yield the complete steps of an export that launched something, thread after thread.
 
     Raises:
-        ExportError: there is no complete step in it.
+        ExportError: it has no complete step.
     """
     in_thread = not export.calls and not export.activities
-    """Whether there is no device but the engine's own thread."""
+    """Whether the engine's own thread is the device."""
     threads = stray = 0
     steps: list[Step] = []
     for thread, found in sorted(export.ranges.items()):
@@ -539,7 +539,7 @@ def _step(
         spans = [(one.start_ns, one.end_ns) for one in launched]
     device_ns = (spans[0][0], max(end for _, end in spans)) if spans else None
     numbers = [part.numbers for part in parts if part.numbers]
-    first = numbers[0] if numbers else {}
+    first: Mapping[str, int] = numbers[0] if numbers else {}
 
     def total(name: str) -> int | None:
         return sum(found.get(name, 0) for found in numbers) if numbers else None
@@ -673,7 +673,8 @@ class _Tally:
         read: Counter[str] = Counter()
         for cost in self._names.costs:
             read[cost.operation] += cost.launches * cost.bytes
-        bandwidth, rows = self._names.bandwidth_gb_s, []
+        bandwidth = self._names.bandwidth_gb_s
+        rows: list[Operation] = []
         for name in sorted(self._phases, key=_ORDER.index):
             phase = self._phases[name]
             times = sorted(phase.samples.items(), key=lambda item: (-sum(item[1]), item[0]))

@@ -174,7 +174,7 @@ class _Recorder:
             pass
 
     def enter(self, name: str, layer: int | None) -> None:
-        """The scope of an operation began; without a layer it has that of the scope around it."""
+        """The scope of an operation began; without a layer, the layer of the scope around it."""
         layers = self._open.layers
         if layer is None and layers:
             layer = layers[-1]
@@ -497,7 +497,8 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
     steps = len(by_step)
     spans = [[(event["ts"], _end_of(event)) for event in found] for found in by_step.values()]
     step_us = sum(max(end for _, end in found) - found[0][0] for found in spans) / steps
-    operations, kernels = [], []
+    operations: list[tuple[str, float]] = []
+    kernels: list[tuple[str, float]] = []
     for event in itertools.chain.from_iterable(by_step.values()):
         kind, args = DEVICE_CATEGORIES[event["cat"]], event["args"]
         unnamed = UNNAMED if kind == "kernel" else kind

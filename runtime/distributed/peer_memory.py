@@ -130,7 +130,7 @@ def _require_peer_access(device: int, peer: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SumChoice:
-    """Which algorithm sums tensors of up to so many bytes."""
+    """Which algorithm sums tensors of up to `most_bytes`."""
 
     most_bytes: float
     algorithm: Algorithm
@@ -157,7 +157,7 @@ class PeerMemoryCollectives:
         return PeerMemoryCollectives(self.regions, sums)
 
     def algorithm(self, nbytes: int) -> Algorithm:
-        """Return what sums a tensor of so many bytes."""
+        """Return what sums a tensor of `nbytes`."""
         for choice in self.sums:
             if nbytes <= choice.most_bytes:
                 return choice.algorithm
@@ -205,7 +205,7 @@ class PeerMemoryCollectives:
         sum_rows(self.regions, x_TD, residual_TD, post, norm, sum_TD, out_TD, scale=scale)
 
     def picks_rows(self, rows: int) -> bool:
-        """Whether `pick_greedy` takes so many rows."""
+        """Whether `pick_greedy` takes this number of rows."""
         return rows <= PROGRAMS
 
     def pick_greedy(
@@ -242,7 +242,7 @@ class PeerMemoryCollectives:
         self.regions.control[ABORT] = 1
 
     def reset(self) -> None:
-        """Begin anew after a failure; no rank has an operation under way, or begins one."""
+        """Reset the flags after a failure; no rank has an operation under way, or begins one."""
         regions = self.regions
         regions.region[: flag_bytes(self.ranks)].zero_()
         regions.epochs.zero_()

@@ -37,7 +37,7 @@ class RankProcess:
         Args:
             rank: of the child.
             arguments: of the worker.
-            cores: CPUs that it may use; None: those of this process.
+            cores: CPUs that it may use; None: all of this process.
             module: the program.
 
         Raises:

@@ -424,7 +424,7 @@ def ended_by_failures(group: RankGroup | None) -> Iterator[None]:
 
 
 def check_can_split(found: Source, config: ResolvedConfig) -> None:
-    """Raise `ConfigError` if the model, the device or the platform does not allow so many ranks."""
+    """Raise `ConfigError` if the model, device or platform does not allow this number of ranks."""
     ranks = config.user.tensor_parallel
     require_futex()
     check_ranks(plan_of(found.config), ranks)
@@ -474,7 +474,7 @@ def spawn_group(found: Source, config: ResolvedConfig) -> RankGroup:
 
 
 def _cores_of_ranks(config: ResolvedConfig) -> list[list[int] | None]:
-    """Return the CPUs of each rank; None: those of this process, which are too few to divide."""
+    """Return the CPUs of each rank; None: all of this process, too few to divide."""
     ranks, cores = config.user.tensor_parallel, affine_cores()
     each = len(cores) // ranks
     if config.device.type != "cpu" or each < config.threads:
