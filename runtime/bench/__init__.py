@@ -1,7 +1,6 @@
 """`stepgraph bench` and `stepgraph explain`.
 
-`cli` is the command, `options` and `validate_args` its command line, `benchmark_run` what all
-measurements with engines share. `scenarios/` has a file per measurement, `runtimes/` the other
-runtimes that are compared with, `results/` the JSON document, its comparison and its tables.
-Importing the package imports none of them.
+`cli` is the command, `options` its flags, `benchmark_run` what all measurements with engines share,
+`results` the JSON document and what is printed of it. `scenarios/` has a file per measurement.
+`baseline` and `peers` are other runtimes. Importing the package imports none of them.
 """

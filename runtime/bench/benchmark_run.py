@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 
 from ...profiling import bandwidth
 from ...profiling.device_state import DeviceMonitor, watch
@@ -21,7 +21,7 @@ from ..kernels import cpu_kernels_obstacle
 from ..loading.loader import resolve_source
 from ..resolved_config import ResolvedConfig, resolve_device
 from .options import MODES
-from .results.result_document import describe_engine, new_document
+from .results import describe_engine, new_document, settle_bandwidth, write_json
 
 __all__ = ["BenchmarkRun", "ModelKind", "StepMode", "modes_of", "resolve_engine"]
 
@@ -35,7 +35,8 @@ class ModelKind(NamedTuple):
     kv_dtype: str
 
     def __str__(self) -> str:
-        return f"{self.model} {self.dtype} weights {self.weight_dtype} KV {self.kv_dtype}"
+        dtypes = zip(("dtype", "weights", "KV"), self[1:], strict=True)
+        return " ".join([self.model, *(f"{n} {d}" for n, d in dtypes if d != "auto")])
 
 
 class StepMode(NamedTuple):
@@ -86,9 +87,6 @@ def resolve_engine(model: str, config: EngineConfig) -> ResolvedConfig:
 class BenchmarkRun(ABC):
     """One run of the command line."""
 
-    all_modes = False
-    """Whether every mode of the device is measured by default, else the fastest."""
-
     def __init__(self, options: argparse.Namespace) -> None:
         """Check the device and all engines, and measure the bandwidth.
 
@@ -96,24 +94,27 @@ class BenchmarkRun(ABC):
             StepgraphError: an engine cannot run as configured; nothing was measured yet.
         """
         self.options = options
-        self.console = Console(stderr=True)
         self.device = resolve_device(options.device)
         self.monitor = DeviceMonitor.of(self.device)
-        modes = modes_of(self.device)
-        self.modes = self._step_modes(options.mode or (modes if self.all_modes else modes[-1:]))
+        self.modes = self._step_modes(options.mode or modes_of(self.device)[-1:])
         self.kinds = self._check_kinds()
         self.say("measuring the read bandwidth of the device")
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
-        self.document = new_document(self.device, self.bandwidth)
+        self.document = new_document(self.device, self.bandwidth, options.threads)
         """The content of `--output-json`; has an entry as soon as it is measured."""
 
     @abstractmethod
     def run(self) -> None:
         """Measure, and write the document after each entry."""
 
+    def settle(self) -> None:
+        """Measure the bandwidth again, after all cases, and write the document."""
+        settle_bandwidth(self.document, bandwidth.measure_read_bandwidth(self.device))
+        write_json(self.options, self.document)
+
     def say(self, text: str) -> None:
         """Print progress to stderr."""
-        self.console.print(text, style="dim", highlight=False, markup=False)
+        print(text, file=sys.stderr, flush=True)
 
     def config(self, kind: ModelKind, mode: StepMode, **sizes: Any) -> EngineConfig:
         """Return the configuration of an engine; `sizes` are further fields."""
@@ -128,14 +129,20 @@ class BenchmarkRun(ABC):
             "prefix_cache": False,  # every repetition prefills its prompts
             "seed": options.seed,
             "tensor_parallel": mode.ranks,
+            "threads": options.threads,
         }
         return EngineConfig(**fields | sizes)
 
     def start(self, kind: ModelKind, config: EngineConfig, what: str = "") -> Engine:
-        """Start an engine; `what` is what it is started for."""
-        if what:
-            self.say(f"{kind} {StepMode.of(config)}, {what}")
-        return Engine.from_pretrained(kind.model, config, progress=False)
+        """Start an engine; `what` is what it is started for.
+
+        With `--verbose`, its memory plan and the phases of its start are printed.
+        """
+        self.say(", ".join(filter(None, (f"{kind} {StepMode.of(config)}", what))))
+        engine = Engine.from_pretrained(kind.model, config, progress=False)
+        if self.options.verbose:
+            self.say(f"{engine.memory_plan.format()}\n{_describe_start(engine.stats())}")
+        return engine
 
     def measure_budgeted(
         self,
@@ -193,3 +200,13 @@ class BenchmarkRun(ABC):
                 found = resolve_engine(kind.model, self.config(kind, mode))
                 kinds.setdefault((kind.model, found.dtype, found.weights, found.storage), kind)
         return list(kinds.values())
+
+
+def _describe_start(stats: Mapping[str, Any]) -> str:
+    """Return one line about the start of an engine, from its statistics."""
+    start, code = stats["start"], stats["start"]["code_cache"]
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in start["phases"].items())
+    return (
+        f"started in {start['seconds']:.1f} s ({phases}), {stats['prepared']['steps']} steps ready;"
+        f" compiled code: {code['hits']} graphs found, {code['misses']} compiled"
+    )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ...profiling import bandwidth
 from ...profiling.command_line import INTERRUPTED
 from ...profiling.nsys import inside_nsys
+from .comparison import compare, comparison_text, failure, read_results
 from .console import (
     REPORTED_ERRORS,
     exit_status,
@@ -20,9 +23,6 @@ from .console import (
     rerun_arguments,
 )
 from .options import parse_arguments
-from .results.caveats import failed_checks, warnings
-from .results.result_comparison import compare, comparison_text, failure, read_results
-from .results.result_tables import host_table, markdown_table
 
 if TYPE_CHECKING:  # it needs torch
     from .benchmark_run import BenchmarkRun
@@ -53,22 +53,18 @@ def _run(options: argparse.Namespace) -> int:
         return _compare_files(options)
     if options.scenario == "host":
         return _measure_host(options)
-    from .scenarios.registry import ScenarioRun
-    from .scenarios.steady_run import SteadyRun
-    from .step_profile import ProfileRun, run_nsys
-
     if options.profile == "nsys" and not inside_nsys():
+        from .step_profile import run_nsys
+
         return run_nsys(options, rerun_arguments())
-    if options.profile != "none":
-        return _measure(options, ProfileRun)
-    return _measure(options, SteadyRun if options.scenario == "steady" else ScenarioRun)
+    return _measure(options)
 
 
 def _measure_host(options: argparse.Namespace) -> int:
     """Measure the host time of a step, without a model; print and write the table."""
     import torch
 
-    from .results.result_document import new_document, write_json
+    from .results import new_document, report, write_json
     from .scenarios.host_overhead import measure_host
 
     print("measuring --scenario host", file=sys.stderr)
@@ -77,12 +73,11 @@ def _measure_host(options: argparse.Namespace) -> int:
     except ValueError as error:  # more steps than the cache has room for
         print_error(error)
         return 1
-    costs = [asdict(cost) for cost in measured]
-    if options.output_json is not None:
-        device = torch.device("cpu")
-        document = new_document(device, bandwidth.measure_read_bandwidth(device))
-        write_json(options, document | {"host": costs})
-    print_text(host_table(costs))
+    device = torch.device("cpu")
+    document = new_document(device, bandwidth.measure_read_bandwidth(device), None)
+    document["host"] = [asdict(cost) for cost in measured]
+    write_json(options, document)
+    print_text(report(document))
     return 0
 
 
@@ -95,17 +90,18 @@ def _compare_files(options: argparse.Namespace) -> int:
     return _judge(document)
 
 
-def _measure(options: argparse.Namespace, kind: type[BenchmarkRun]) -> int:
+def _measure(options: argparse.Namespace) -> int:
     """Measure with engines; print and write the results, also if an error ends the measurement."""
-    from .step_profile import ProfileRun
+    from .results import failed_checks
 
     before = None
     if options.compare is not None:
         before = read_results(options.compare[0])
-    run = kind(options)
+    run = _new_run(options)
     document = run.document
     try:
         run.run()
+        run.settle()
     except BaseException:
         if any(isinstance(value, list) and value for value in document.values()):
             _report(run)
@@ -113,9 +109,50 @@ def _measure(options: argparse.Namespace, kind: type[BenchmarkRun]) -> int:
     if before is not None:
         _add_comparison(options, document, before, None)
     _report(run)
-    if isinstance(run, ProfileRun):
-        print_text(run.report())
+    if options.profile != "none":
+        print_text(run.profile_report())
     return max(int(bool(failed_checks(document))), _judge(document))
+
+
+def _new_run(options: argparse.Namespace) -> Any:
+    """Return what measures: a `BenchmarkRun` that has checked the device and all engines."""
+    if options.profile != "none":
+        from .step_profile import ProfileRun
+
+        return ProfileRun(options)
+    if options.scenario == "steady":
+        from .scenarios.steady import SteadyRun
+
+        return SteadyRun(options)
+    from .benchmark_run import BenchmarkRun
+    from .results import write_json
+
+    measure = _scenario(options.scenario)
+
+    class ScenarioRun(BenchmarkRun):
+        def run(self) -> None:
+            entries = self.document[options.scenario] = []
+            for kind, mode in itertools.product(self.kinds, self.modes):
+                for entry in measure(self, kind, mode):
+                    entries.append(entry)
+                    write_json(options, self.document)
+
+    return ScenarioRun(options)
+
+
+def _scenario(name: str) -> Callable[..., Iterator[dict[str, Any]]]:
+    """Return the function that yields the entries of a model and mode as they are measured."""
+    if name == "interference":
+        from .scenarios.interference import run_interference
+
+        return run_interference
+    if name == "neighbours":
+        from .scenarios.neighbours import run_neighbours
+
+        return run_neighbours
+    from .scenarios.serve import run_serve
+
+    return run_serve
 
 
 def _add_comparison(
@@ -125,7 +162,7 @@ def _add_comparison(
     new_name: str | None,
 ) -> None:
     """Compare a document with an earlier one, and write it with the comparison."""
-    from .results.result_document import write_json
+    from .results import write_json
 
     document["comparison"] = compare(
         before,
@@ -138,10 +175,13 @@ def _add_comparison(
 
 
 def _report(run: BenchmarkRun) -> None:
-    """Print the table; print warnings to stderr."""
-    print_text(markdown_table(run.document))
+    """Print the results; print warnings to stderr."""
+    from .results import report, warnings
+
+    print_text(report(run.document, verbose=run.options.verbose))
     for warning in warnings(run.document):
-        print(f"{program_name()}: {warning}", file=sys.stderr)
+        line = f"{program_name()}: {warning}"
+        print(textwrap.fill(line, 100, subsequent_indent="  "), file=sys.stderr)
 
 
 def _judge(document: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""The command `stepgraph explain`: the memory plan and the predicted kernels of any model.
+"""The command `stepgraph explain`: the memory plan and the roofline of any model.
 
 Only the configuration of a model is read, and the device may be hypothetical.
 """
@@ -14,8 +14,7 @@ from ...profiling import bandwidth
 from ...profiling.command_line import CommandParser
 from ..config import EngineConfig
 from .console import REPORTED_ERRORS, exit_status, print_error, print_text
-from .flag_types import memory_size, number
-from .options import MODEL_FLAGS, add_flags
+from .options import MODEL_FLAGS, add_flags, memory_size, number
 
 __all__ = ["main"]
 
@@ -44,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_flags(memory, "batch-size", nargs=1, default=[8], metavar="ROWS", help=rows.format(8))
     ranks = "numbers of devices that share the model: print the plan of one of them (default: 1)"
     add_flags(memory, "tensor-parallel", help=ranks)
-    step = topics.add_parser("step", help="the kernels of a decode step on a GPU")
+    step = topics.add_parser("step", help="the roofline of a decode step on a GPU")
     step.description = (
-        "Print the bytes that each kernel of a decode step on a GPU reads and writes, and its"
-        " predicted time."
+        "Print the bytes that each operation of a decode step on a GPU must read, and the time that"
+        " takes at least."
     )
     add_flags(step, *MODEL_FLAGS)
     step.add_argument(
@@ -59,24 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_flags(step, "batch-size", default=[1], metavar="ROWS", help=rows.format(1))
     context = "context of each row (default: 1024)"
     add_flags(step, "input-len", default=[1024], metavar="TOKENS", help=context)
-    groups = "numbers of GPUs that share the model: print their times and speed-up"
+    groups = "numbers of GPUs that share the model: print the floors of their steps"
     add_flags(step, "tensor-parallel", help=groups)
-    step.add_argument(
-        "--link-gb-s",
-        type=number("a positive number of gigabytes per second"),
-        default=320.0,
-        metavar="GB/S",
-        help="for --tensor-parallel: bandwidth of the link of a GPU in one direction (default:"
-        " %(default)g, reached by NVLink 4)",
-    )
-    step.add_argument(
-        "--link-latency-us",
-        type=number("a positive number of microseconds"),
-        default=5.0,
-        metavar="US",
-        help="for --tensor-parallel: time of a collective operation without bytes (default:"
-        " %(default)g)",
-    )
     options = parser.parse_args(arguments)
     return _explain_memory(options) if options.topic == "memory" else _explain_step(options)
 
@@ -105,9 +88,9 @@ def _explain_memory(options: argparse.Namespace) -> int:
 
 
 def _explain_step(options: argparse.Namespace) -> int:
-    """Print the kernels of a decode step, or groups of GPUs, for every point; return the status."""
+    """Print the floor of a decode step, or of groups, for every point; return the status."""
     from ..resolved_config import resolve_device  # these need torch
-    from ..tools.step_costs import Link, explain_step
+    from ..tools.step_costs import explain_step
 
     if options.bandwidth_gb_s is not None:
         reads = 1e9 * options.bandwidth_gb_s
@@ -118,12 +101,10 @@ def _explain_step(options: argparse.Namespace) -> int:
             print_error(error, program=_program(options))
             return exit_status(error)
         if device.type != "cuda":
-            message = f"decode steps are predicted for a GPU, and the device is {str(device)!r}:"
+            message = f"this is the roofline of a GPU, and the device is {str(device)!r}:"
             print_error(f"{message} give the GPU's --bandwidth-gb-s", program=_program(options))
             return 1
         reads = bandwidth.measure_read_bandwidth(device)
-
-    link = Link(1e9 * options.link_gb_s, 1e-6 * options.link_latency_us)
 
     def explain(model: str, config: EngineConfig, context: int, rows: int) -> str:
         return explain_step(
@@ -133,7 +114,6 @@ def _explain_step(options: argparse.Namespace) -> int:
             rows=rows,
             context=context,
             bandwidth=reads,
-            link=link,
         )
 
     return _explain_all(options, explain, options.input_len, options.batch_size)

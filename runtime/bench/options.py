@@ -1,33 +1,40 @@
-"""The flags of `stepgraph bench` and `stepgraph explain`."""
+"""The flags of `stepgraph bench` and `stepgraph explain`: one table, and which of them combine.
+
+Every error is one line: what was given, what is allowed, what to do.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ...profiling.atomic_write import WriteError
+from ...profiling.atomic_write import WriteError, check_writable
 from ...profiling.command_line import CommandParser
+from ...profiling.kernel_names import SUFFIX as KERNELS_SUFFIX
+from ...profiling.trace import SUFFIX as TRACE_SUFFIX
 from ..config import MAX_RANKS, MAX_SEED, EngineConfig
+from ..tools.arguments import DTYPES, STORED_DTYPES, parse_bytes
 from .console import program_name
-from .flag_types import file_path, integer, number, step_range
-from .load.arrivals import ARRIVALS
-from .runtimes.peer_runner import MODULES
-from .runtimes.peers import SERVER_MODULES, peer_spec
-from .validate_args import SCENARIO_FLAGS, validate_args
+from .peers import MODULES, peer_spec
 
-__all__ = ["MODES", "add_flags", "parse_arguments"]
+__all__ = ["MODEL_FLAGS", "MODES", "StepRange", "add_flags", "kernels_path", "memory_size"]
+__all__ += ["number", "parse_arguments", "trace_path"]
 
 MODES = ("eager", "compile", "graph")
+SCENARIOS = ("steady", "interference", "neighbours", "serve", "host")
 MODEL_FLAGS = ("model", "device", "dtype", "weight-dtype", "kv-dtype")
-ENGINE_FLAGS = ("mode", "kernels", "model-impl", "prefill-chunk")
 
 _DESCRIPTION = """\
 Measure how fast a model decodes on this machine, and how far that is from its memory bandwidth.
 
-%(prog)s                                       the demo model, every mode of the device
+%(prog)s                                       the demo model, in the fastest mode of the device
 %(prog)s --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
-%(prog)s --baseline transformers               compare with transformers, same weights
+%(prog)s --baseline compiled                   compare with transformers, same weights
 %(prog)s --output-json new.json --compare old.json --fail-above 1.05
 %(prog)s --compare old.json new.json           compare two files without a measurement
 %(prog)s --profile torch                       a trace of some steps, for Perfetto
@@ -40,249 +47,371 @@ scenarios:
   steady        decode steps of a whole batch
   interference  decode steps while a long prompt arrives every 10 steps
   neighbours    decode steps with busy processes on the same processors, also of other runtimes
-  serve         requests arrive at random: latency, goodput and refusals against the rate, of the
-                AsyncEngine, of stepgraph serve and of servers of other runtimes
+  serve         requests arrive at random: latency, goodput and refusals against the rate
   host          host time of plan, launch and commit, with a model that computes nothing
 
-The table goes to stdout (Markdown unless stdout is a terminal), progress to stderr. Each
-combination of the lists is a separate case or engine. Exit status: 0; 1 if something cannot be
-measured, has wrong tokens, or is above --fail-above; 2 for a wrong command line or configuration;
-130 after an interrupt, which keeps the results measured so far. docs/benchmarking.md explains all
-columns.
+Results go to stdout, progress and warnings to stderr. Each combination of the lists is a separate
+case or engine. Exit status: 0; 1 if something cannot be measured, has wrong tokens, or is above
+--fail-above; 2 for a wrong command line or configuration; 130 after an interrupt, which keeps the
+results measured so far. docs/benchmarking.md explains all columns.
 """
+_MOST = 1_000_000_000
+"""Largest count; larger values are typing errors."""
+_PROFILE_STEPS = 16
+"""A trace of so many steps opens at once, and their mean hardly changes with more."""
+_MAX_STEADY_SECONDS = 10.0
+"""For the repetitions of a case in one mode, unless their number is given."""
 
 
-def _flag(text: str, **settings: Any) -> dict[str, Any]:
-    return {"help": text, **settings}
+@dataclass(frozen=True, slots=True)
+class StepRange:
+    """Decode steps of the whole batch, half open, counted from 0."""
+
+    first: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.first}:{self.end}"
+
+    @classmethod
+    def of_run(cls, steps: int) -> StepRange:
+        """Return some steps of a run, without the first ones, whose caches are cold."""
+        first = steps // 4
+        return cls(first, min(first + _PROFILE_STEPS, steps))
+
+    @classmethod
+    def read(cls, text: str) -> StepRange:
+        """Read `A:B`, for argparse."""
+        first, colon, end = text.partition(":")
+        if not (colon and first.isdecimal() and end.isdecimal() and text.isascii()):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not of the form A:B, two numbers of steps such as 8:24"
+            )
+        if int(first) >= int(end):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} has no steps: B must be larger than A, as in 8:24"
+            )
+        return cls(int(first), int(end))
 
 
-_DTYPE = {"nargs": "+", "default": ["auto"]}
-_FLAGS = {
-    "model": _flag(
-        "checkpoint directory, hub id, preset:NAME (random weights) or demo (default: demo)",
-        nargs="+",
-        default=["demo"],
-    ),
-    "device": _flag("cpu, cuda, cuda:1 ... (default: auto)", default="auto"),
-    "dtype": _flag(
-        "dtype of weights and activations (default: auto, as stored)",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        **_DTYPE,
-    ),
-    "weight-dtype": _flag(
-        "dtype of the weights of linear layers (default: auto, as --dtype)",
-        choices=("auto", "int8", "fp8"),
-        **_DTYPE,
-    ),
-    "kv-dtype": _flag(
-        "dtype of the cache (default: auto, as --dtype)", choices=("auto", "int8", "fp8"), **_DTYPE
-    ),
-    "mode": _flag(
-        "execution mode of steps (default: steady: all modes of the device, interleaved; otherwise"
-        " the fastest)",
-        nargs="+",
-        choices=MODES,
-    ),
-    "kernels": _flag(
-        "native: C++ operators on a CPU, Triton kernels on CUDA; torch: plain PyTorch around the"
-        " paged attention operation; auto: native, but torch with --mode eager (default: auto)",
-        nargs="+",
-        default=["auto"],
-        choices=("auto", "native", "torch"),
-    ),
-    "model-impl": _flag(
-        "native: layers of our model families; transformers: layers of the package transformers,"
-        " compiled around our cache; auto: native if the family exists (default: auto)",
-        nargs="+",
-        default=["auto"],
-        choices=("auto", "native", "transformers"),
-    ),
-    "prefill-chunk": _flag(
-        "maximum prompt tokens per step (default: %(default)s)",
-        type=integer(1),
-        default=EngineConfig().prefill_chunk,
-        metavar="TOKENS",
-    ),
-    "steps-per-launch": _flag(
-        "decode steps per launch, for steady; the table shows the time of a launch divided by this"
-        " number (default: %(default)s)",
-        type=integer(1),
-        default=EngineConfig().steps_per_launch,
-        metavar="STEPS",
-    ),
-    "scenario": _flag(
-        "scenario to measure, see below (default: steady)",
-        default="steady",
-        choices=tuple(SCENARIO_FLAGS),
-    ),
-    "batch-size": _flag(
-        "rows: requests that decode together (default: 1 8; others 8; neighbours: 1"
-        " row after 128 tokens and 8 after 1024)",
-        nargs="+",
-        type=integer(1),
-    ),
-    "input-len": _flag(
-        "tokens per prompt (default: 128 1024; interference 1024)",
-        nargs="+",
-        type=integer(1),
-    ),
-    "output-len": _flag(
-        "output tokens per request (default: 64; serve 32)",
-        nargs="+",
-        type=integer(2),  # prefill samples the first token, a decode step the second
-    ),
-    "num-warmup": _flag("warm-up runs per case, not counted (default: 1)", type=integer(0)),
-    "num-iters": _flag(
-        "repetitions per case, interleaved with other modes; 5 or more for --compare"
-        " (default: 3, with steady fewer if they take over 10 s; neighbours: 6)",
-        type=integer(1),
-    ),
-    "num-steps": _flag(
-        "steps of interference (default: 200) and host (default: 400), and of"
-        " neighbours in each round (default: 32)",
-        type=integer(30),  # enough to see a distribution
-    ),
-    "max-itl-ms": _flag(
-        "latency budgets of mixed steps (prefill and decode) for interference, which also runs"
-        " without one, and serve (default: interference, eight times its decode step; serve, none)",
-        nargs="+",
-        type=number("a positive number of milliseconds"),
-        metavar="MS",
-    ),
-    "neighbours": _flag(
-        "numbers of busy processes, for neighbours (default: 0 1 2)",
-        nargs="+",
-        type=integer(0, 256),
-        metavar="PROCESSES",
-    ),
-    "peer": _flag(
-        f"other CPU runtimes for neighbours ({', '.join(MODULES)}) or serve"
-        f" ({', '.join(SERVER_MODULES)}), each with the Python that has it installed (default: all"
-        " runtimes of this Python)",
-        nargs="+",
-        type=peer_spec,
-        metavar="NAME[=PYTHON]",
-    ),
-    "arrivals": _flag(
-        "arrivals of serve: poisson, or burst, eight requests at once (default: poisson)",
-        nargs="+",
-        choices=ARRIVALS,
-    ),
-    "rates": _flag(
-        "rates of serve, as fractions of the measured capacity of each service (default: 0.2 0.5"
-        " 0.7 1 1.5 2)",
-        nargs="+",
-        type=number("a positive number"),
-        metavar="FRACTION",
-    ),
-    "duration": _flag(
-        "seconds over which requests arrive, for each rate of serve (default: 20)",
-        type=number("a positive number of seconds"),
-        metavar="SECONDS",
-    ),
-    "slo-ttft": _flag(
-        "objective of serve for the first token, from the scheduled arrival; our services get it as"
-        " deadline (default: four times the p90 of the closed loop of the engine)",
-        type=number("a positive number of milliseconds"),
-        metavar="MS",
-    ),
-    "slo-itl": _flag(
-        "objective of serve for every gap between tokens of a request (default: four times the p99"
-        " of the closed loop of the engine)",
-        type=number("a positive number of milliseconds"),
-        metavar="MS",
-    ),
-    "http": _flag(
-        "whether serve also measures `stepgraph serve`, in child processes (default: yes)",
-        action=argparse.BooleanOptionalAction,
-    ),
-    "threads": _flag(
-        "threads of our engines in serve, as `EngineConfig.threads` (default: -1, all cores but"
-        " one, which the event loop gets)",
-        type=integer(-1024, 1024),
-    ),
-    "check": _flag(
-        "after timing a case, score its tokens with the plain PyTorch reference on the same device;"
-        " a token far below the reference's best one fails the case, and the exit status is 1"
-        " (default: on CUDA; --no-check: never)",
-        action=argparse.BooleanOptionalAction,
-    ),
-    "baseline": _flag(
-        "run the same cases, interleaved, in transformers, and report the speedup of a step and the"
-        " share of equal tokens: transformers, continuous batching and generate with a static"
-        " cache; compiled, only the latter, compiled on a CPU, too (needs the extra `baseline`)",
-        choices=("transformers", "compiled"),
-    ),
-    "compare": _flag(
-        "OLD.json: compare this run of steady with the --output-json of an earlier one. OLD.json"
-        " NEW.json: compare two files without a measurement",
-        nargs="+",
-        type=file_path,
-        metavar="FILE",
-    ),
-    "fail-above": _flag(
-        "for --compare: exit with status 1 if a ratio new / old is above this, e.g. 1.05, or if no"
-        " case matches",
-        type=number("a ratio of at least 1, where 1 is as fast as before", at_least=1.0),
-        metavar="RATIO",
-    ),
-    "profile": _flag(
-        "profile some decode steps of one case (by default one row after 1024 tokens in the"
-        " fastest mode): nsys prints the command, and runs it if nsys is on the PATH; torch writes"
-        " a trace for Perfetto, and prints the time of each operation (default: %(default)s)",
-        default="none",
-        choices=("none", "nsys", "torch"),
-    ),
-    "profile-steps": _flag(
-        "steps A to B - 1 of the whole batch, counted from 0 (default: 16 steps, after a quarter"
-        " of the run)",
-        type=step_range,
-        metavar="A:B",
-    ),
-    "profile-output": _flag(
-        "the profile is NAME.trace.json.gz (torch), or NAME.nsys-rep and NAME.sqlite with"
-        " NAME.kernels.json (nsys); existing files are replaced (default: stepgraph-profile)",
-        metavar="NAME",
-    ),
-    "graph-trace": _flag(
-        "how nsys traces a captured step: graph, as a whole; node, every kernel, which changes its"
-        " time (default: graph)",
-        choices=("graph", "node"),
-    ),
-    "output-json": _flag(
-        "write all results to this file as JSON, after each case",
-        type=file_path,
-        metavar="FILE",
-    ),
-    "seed": _flag("seed of prompts and of preset weights", type=integer(0, MAX_SEED), default=0),
-    "tensor-parallel": _flag(
-        "ranks of the engine (docs/tensor-parallel.md), which share the cores of a CPU; several"
-        " numbers are measured in turn",
-        nargs="+",
-        type=integer(1, MAX_RANKS),
-        metavar="RANKS",
-    ),
+def integer(least: int, most: int = _MOST) -> Callable[[str], int]:
+    """Return a flag type: an integer from `least` to `most`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text!r:.40} is more than {most:,}")
+        return value
+
+    return read
+
+
+def number(what: str, *, at_least: float = 0.0) -> Callable[[str], float]:
+    """Return a flag type: a finite number that is positive and at least `at_least`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (0 < value < math.inf and value >= at_least):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return read
+
+
+def memory_size(text: str) -> int:
+    """Read an amount of memory such as 80GB; return bytes."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def file_path(text: str) -> Path:
+    """Read a file name. The file need not exist."""
+    if not text or text.endswith(("/", "\0")):
+        raise argparse.ArgumentTypeError(f"{text!r} names no file")
+    return Path(text)
+
+
+class Flag(NamedTuple):
+    """A flag of the benchmark."""
+
+    help: str
+    defaults: Mapping[str, Any]
+    """By scenario; the flag has no effect in others."""
+    settings: Mapping[str, Any] = {}
+    """Further arguments of `add_argument`."""
+
+
+def _engines(default: Any = None, **others: Any) -> dict[str, Any]:
+    """Return defaults of a flag of all scenarios with a model."""
+    return dict.fromkeys(SCENARIOS[:-1], default) | others
+
+
+_LIST: dict[str, Any] = {"nargs": "+"}
+_STEADY = {"steady": None}
+_SERVE_MS = {"type": number("a positive number of milliseconds"), "metavar": "MS"}
+
+FLAGS: dict[str, dict[str, Flag]] = {
+    "model and engine": {
+        "model": Flag(
+            "checkpoint directory, hub id, preset:NAME (random weights) or demo (default: demo)",
+            _engines(["demo"]),
+            _LIST,
+        ),
+        "device": Flag("cpu, cuda, cuda:1 ... (default: auto)", _engines("auto")),
+        "dtype": Flag(
+            "dtype of weights and activations (default: auto, as stored)",
+            _engines(["auto"]),
+            _LIST | {"choices": DTYPES},
+        ),
+        "weight-dtype": Flag(
+            "dtype of the weights of linear layers (default: auto, as --dtype)",
+            _engines(["auto"]),
+            _LIST | {"choices": STORED_DTYPES},
+        ),
+        "kv-dtype": Flag(
+            "dtype of the cache (default: auto, as --dtype)",
+            _engines(["auto"]),
+            _LIST | {"choices": STORED_DTYPES},
+        ),
+        "mode": Flag(
+            "execution modes of steps (default: the fastest of the device)",
+            _engines(),
+            _LIST | {"choices": MODES},
+        ),
+        "kernels": Flag(
+            "native: C++ operators on a CPU, Triton kernels on CUDA; torch: plain PyTorch around"
+            " the paged attention operation; auto: native, but torch with --mode eager (default:"
+            " auto)",
+            _engines(["auto"]),
+            _LIST | {"choices": ("auto", "native", "torch")},
+        ),
+        "model-impl": Flag(
+            "native: layers of our model families; transformers: layers of the package"
+            " transformers, compiled around our cache; auto: native if the family exists"
+            " (default: auto)",
+            _engines(["auto"]),
+            _LIST | {"choices": ("auto", "native", "transformers")},
+        ),
+        "prefill-chunk": Flag(
+            f"maximum prompt tokens per step (default: {EngineConfig().prefill_chunk})",
+            _engines(EngineConfig().prefill_chunk),
+            {"type": integer(1), "metavar": "TOKENS"},
+        ),
+        "threads": Flag(
+            "threads of the engine on a CPU, as `EngineConfig.threads` (default: a thread per core;"
+            " serve: -1, all cores but one, which the event loop gets)",
+            _engines(serve=-1),
+            {"type": integer(-1024, 1024)},
+        ),
+        "tensor-parallel": Flag(
+            "ranks of the engine (docs/tensor-parallel.md), which share the cores of a CPU; several"
+            " numbers are measured in turn",
+            {"steady": None, "interference": None},
+            _LIST | {"type": integer(1, MAX_RANKS), "metavar": "RANKS"},
+        ),
+    },
+    "measurement": {
+        "scenario": Flag(
+            "scenario to measure, see below (default: steady)",
+            dict.fromkeys(SCENARIOS),
+            {"choices": SCENARIOS},
+        ),
+        "batch-size": Flag(
+            "rows: requests that decode together (default: 1 8; others 8; neighbours: 1 row after"
+            " 128 tokens and 8 after 1024)",
+            _engines([8], steady=[1, 8], neighbours=None),
+            _LIST | {"type": integer(1)},
+        ),
+        "input-len": Flag(
+            "tokens per prompt (default: 128 1024; interference 1024; serve 128)",
+            _engines([128, 1024], interference=[1024], serve=[128], neighbours=None),
+            _LIST | {"type": integer(1)},
+        ),
+        "output-len": Flag(
+            "output tokens per request (default: 64; serve 32)",
+            {"steady": [64], "serve": [32]},
+            _LIST | {"type": integer(2)},  # prefill samples the first token, a step the second
+        ),
+        "num-warmup": Flag(
+            "warm-up runs per case, not counted (default: 1)",
+            {"steady": 1, "neighbours": 1},
+            {"type": integer(0)},
+        ),
+        "num-iters": Flag(
+            "repetitions per case, interleaved with other modes; 5 or more for --compare (default:"
+            " 3, fewer if they take over 10 s; neighbours: 6)",
+            {"steady": 3, "neighbours": 6},
+            {"type": integer(1)},
+        ),
+        "num-steps": Flag(
+            "steps of interference (default: 200) and host (default: 400), and of neighbours in"
+            " each round (default: 32)",
+            {"interference": 200, "host": 400, "neighbours": 32},
+            {"type": integer(30)},  # enough to see a distribution
+        ),
+        "max-itl-ms": Flag(
+            "latency budgets of mixed steps (prefill and decode) for interference, which also runs"
+            " without one, and serve (default: interference, eight times its decode step; serve,"
+            " none)",
+            {"interference": None, "serve": None},
+            _LIST | _SERVE_MS,
+        ),
+        "neighbours": Flag(
+            "numbers of busy processes, for neighbours (default: 0 1 2)",
+            {"neighbours": [0, 1, 2]},
+            _LIST | {"type": integer(0, 256), "metavar": "PROCESSES"},
+        ),
+        "peer": Flag(
+            f"other CPU runtimes for neighbours ({', '.join(MODULES)}), each with the Python that"
+            " has it installed (default: all runtimes of this Python)",
+            {"neighbours": None},
+            _LIST | {"type": peer_spec, "metavar": "NAME[=PYTHON]"},
+        ),
+        "check": Flag(
+            "after timing a case, score its tokens with the plain PyTorch reference on the same"
+            " device; a token far below the reference's best one fails the case, and the exit"
+            " status is 1 (default: on CUDA; --no-check: never)",
+            _STEADY,
+            {"action": argparse.BooleanOptionalAction},
+        ),
+        "baseline": Flag(
+            "run the same cases, interleaved, with `generate` of transformers and a static cache,"
+            " and report the speedup of a step and the share of equal tokens; compiled: also on a"
+            " CPU, not only on CUDA (needs the extra `baseline`)",
+            _STEADY,
+            {"choices": ("transformers", "compiled")},
+        ),
+        "seed": Flag(
+            "seed of prompts and of preset weights",
+            dict.fromkeys(SCENARIOS, 0),
+            {"type": integer(0, MAX_SEED)},
+        ),
+    },
+    "serve": {
+        "rates": Flag(
+            "rates of arrivals, as fractions of the measured capacity of each service (default: 0.2"
+            " 0.5 0.7 1 1.5 2)",
+            {"serve": [0.2, 0.5, 0.7, 1.0, 1.5, 2.0]},
+            _LIST | {"type": number("a positive number"), "metavar": "FRACTION"},
+        ),
+        "duration": Flag(
+            "seconds over which requests arrive, for each rate (default: 20)",
+            {"serve": 20.0},
+            {"type": number("a positive number of seconds"), "metavar": "SECONDS"},
+        ),
+        "slo-ttft": Flag(
+            "objective for the first token, from the scheduled arrival; the services get it as"
+            " deadline (default: four times the p90 of the closed loop of the engine)",
+            {"serve": None},
+            _SERVE_MS,
+        ),
+        "slo-itl": Flag(
+            "objective for every gap between tokens of a request (default: four times the p99 of"
+            " the closed loop of the engine)",
+            {"serve": None},
+            _SERVE_MS,
+        ),
+        "http": Flag(
+            "whether `stepgraph serve` is measured too, in a child process (default: yes)",
+            {"serve": True},
+            {"action": argparse.BooleanOptionalAction},
+        ),
+    },
+    "results": {
+        "verbose": Flag(
+            "also print the memory plan, the start of each engine and all columns",
+            dict.fromkeys(SCENARIOS, False),
+            {"action": "store_true"},
+        ),
+        "output-json": Flag(
+            "write all results to this file as JSON, after each case",
+            dict.fromkeys(SCENARIOS),
+            {"type": file_path, "metavar": "FILE"},
+        ),
+        "compare": Flag(
+            "OLD.json: compare this run of steady with the --output-json of an earlier one."
+            " OLD.json NEW.json: compare two files without a measurement",
+            _STEADY,
+            _LIST | {"type": file_path, "metavar": "FILE"},
+        ),
+        "fail-above": Flag(
+            "for --compare: exit with status 1 if a ratio new / old is above this, e.g. 1.05, or if"
+            " no case matches",
+            _STEADY,
+            {
+                "type": number("a ratio of at least 1, where 1 is as fast as before", at_least=1.0),
+                "metavar": "RATIO",
+            },
+        ),
+    },
+    "profile": {
+        "profile": Flag(
+            "profile some decode steps of one case (by default one row after 1024 tokens): nsys"
+            " prints the command, and runs it if nsys is on the PATH; torch writes a trace for"
+            " Perfetto, and prints the time of each operation (default: none)",
+            {"steady": "none"},
+            {"choices": ("none", "nsys", "torch")},
+        ),
+        "profile-steps": Flag(
+            "steps A to B - 1 of the whole batch, counted from 0 (default: 16 steps, after a"
+            " quarter of the run)",
+            _STEADY,
+            {"type": StepRange.read, "metavar": "A:B"},
+        ),
+        "profile-output": Flag(
+            "the profile is NAME.trace.json.gz (torch), or NAME.nsys-rep and NAME.sqlite with"
+            " NAME.kernels.json (nsys); existing files are replaced (default: stepgraph-profile)",
+            {"steady": "stepgraph-profile"},
+            {"metavar": "NAME"},
+        ),
+        "graph-trace": Flag(
+            "how nsys traces a captured step: graph, as a whole; node, every kernel, which changes"
+            " its time (default: graph)",
+            {"steady": "graph"},
+            {"choices": ("graph", "node")},
+        ),
+    },
 }
-_GROUPS = {
-    "model and engine": (*MODEL_FLAGS, *ENGINE_FLAGS, "steps-per-launch", "tensor-parallel"),
-    "measurement": (
-        *("scenario", "batch-size", "input-len", "output-len", "num-warmup", "num-iters"),
-        *("num-steps", "max-itl-ms", "neighbours", "peer", "check", "baseline", "seed"),
-    ),
-    "serve": (*("arrivals", "rates", "duration", "slo-ttft", "slo-itl", "http", "threads"),),
-    "results": ("output-json", "compare", "fail-above"),
-    "profile": ("profile", "profile-steps", "profile-output", "graph-trace"),
-}
+_ALL = {name: flag for flags in FLAGS.values() for name, flag in flags.items()}
+_PROFILE_DEFAULTS = {"batch-size": [1], "input-len": [1024], "num-iters": 1}
+"""Of steady with `--profile`."""
+_ONE_VALUE = (*MODEL_FLAGS, "mode", "kernels", "model-impl", "tensor-parallel", "batch-size")
+_ONE_VALUE += ("input-len", "output-len")
+"""Flags that have one value with `--profile`."""
 
 
 def add_flags(parser: argparse._ActionsContainer, *names: str, **changes: Any) -> None:
-    """Add flags by name; `changes` override their settings."""
+    """Add flags by name, with their defaults of steady; `changes` override their settings."""
     for name in names:
-        parser.add_argument(f"--{name}", **_FLAGS[name] | changes)
+        flag = _ALL[name]
+        default = {"help": flag.help, "default": flag.defaults["steady"]}
+        parser.add_argument(f"--{name}", **default | dict(flag.settings) | changes)
+
+
+def trace_path(options: argparse.Namespace) -> Path:
+    """Return where torch's trace goes."""
+    return Path(f"{options.profile_output}.trace{TRACE_SUFFIX}")
+
+
+def kernels_path(options: argparse.Namespace) -> Path:
+    """Return where the names of kernels go, next to the trace."""
+    return Path(f"{options.profile_output}{KERNELS_SUFFIX}")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the validated command line of the benchmark; exits with 2 and one line if it is wrong.
+    """Return the checked command line of the benchmark; exits with 2 and one line if it is wrong.
+
+    Adds `turn_seconds`: of the repetitions of a case in one mode, at most.
 
     Args:
         arguments: None: the arguments of the process.
@@ -292,15 +421,106 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_EPILOG,
+        argument_default=argparse.SUPPRESS,
     )
-    for title, names in _GROUPS.items():
-        add_flags(parser.add_argument_group(title), *names)
-    options = parser.parse_args(arguments)
-    blank = argparse.Namespace(**dict.fromkeys(vars(options)))  # suppresses the defaults
-    parsed = vars(parser.parse_args(arguments, blank))
-    given = [name for name, value in parsed.items() if value is not None]
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for name, flag in flags.items():
+            group.add_argument(f"--{name}", help=flag.help, **flag.settings)
+    parsed = vars(parser.parse_args(arguments))
+    given = {name.replace("_", "-"): value for name, value in parsed.items()}
     try:
-        validate_args(options, given)
+        return _completed(given)
     except (ValueError, WriteError) as error:
         parser.error(str(error))
+
+
+def _completed(given: dict[str, Any]) -> argparse.Namespace:
+    """Check that flags combine and files can be written; add the defaults of the scenario.
+
+    Raises:
+        ValueError: flags do not combine.
+        WriteError: a file cannot be written.
+    """
+    scenario, compared = given.get("scenario", "steady"), len(given.get("compare", ()))
+    profiled = given.get("profile", "none") != "none"
+    accepted = {name for name, flag in _ALL.items() if scenario in flag.defaults}
+    what = f"--scenario {scenario}"
+    if "fail-above" in given and not compared:
+        raise ValueError("--fail-above has no effect without --compare")
+    if compared > 2:
+        raise ValueError(
+            f"--compare takes one file, or two to compare with each other: {compared} given"
+        )
+    if compared == 2:
+        accepted, what = {"compare", "fail-above", "output-json"}, "--compare OLD.json NEW.json"
+    others = [f"--{name}" for name in given if name not in accepted]
+    if others:
+        raise ValueError(f"{', '.join(others)}: no effect together with {what}")
+    unused = [name for name in given if name in FLAGS["profile"] and name != "profile"]
+    if unused and not profiled:
+        raise ValueError(f"--{unused[0]} has no effect without --profile")
+    if "graph-trace" in given and given.get("profile") != "nsys":
+        raise ValueError("--graph-trace has no effect without --profile nsys")
+    options = argparse.Namespace(
+        turn_seconds=math.inf if "num-iters" in given else _MAX_STEADY_SECONDS
+    )
+    for name, flag in _ALL.items():
+        default = flag.defaults.get(scenario)
+        if profiled:
+            default = _PROFILE_DEFAULTS.get(name, default)
+        value = given.get(name, default)
+        if isinstance(value, list) and name != "compare":  # a repeated value is one case
+            value = list(dict.fromkeys(value))
+        setattr(options, name.replace("-", "_"), value)
+    options.scenario, options.profile = scenario, given.get("profile", "none")
+    path = options.output_json
+    if path is not None:
+        if any(_same_file(path, other) for other in options.compare or ()):
+            raise ValueError(f"--output-json {path} is what --compare reads: write to another file")
+        check_writable(path)
+    if profiled:
+        _check_profile(options, given)
     return options
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    """Whether two paths lead to the same file, which need not exist."""
+    if os.path.exists(one) and os.path.exists(other):
+        return os.path.samefile(one, other)
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _check_profile(options: argparse.Namespace, given: Mapping[str, Any]) -> None:
+    """Check that the command line has one case, and fill in the steps and files of the profile."""
+    for name in ("baseline", "compare"):
+        if name in given:
+            raise ValueError(f"--{name} cannot go with --profile: a profiled run is slower")
+    for name in _ONE_VALUE:
+        values = getattr(options, name.replace("-", "_"))
+        if isinstance(values, list) and len(values) > 1:
+            listed = " ".join(map(str, values))
+            raise ValueError(
+                f"a profile is of one case: --{name} has {len(values)} values ({listed})"
+            )
+    if options.num_iters != 1:
+        raise ValueError(f"a profile is of one repetition: --num-iters is {options.num_iters}")
+    steps = options.output_len[0] - 1
+    if options.profile_steps is None:
+        options.profile_steps = StepRange.of_run(steps)
+    elif options.profile_steps.end > steps:
+        raise ValueError(
+            f"--profile-steps {options.profile_steps} is outside of the run: with --output-len"
+            f" {options.output_len[0]} it has {steps} steps of the whole batch (0:{steps})"
+        )
+    name = options.profile_output
+    if not name or name.endswith(("/", ".")):
+        raise ValueError(
+            f"--profile-output {name!r} names no file: the profile is NAME.trace.json.gz"
+        )
+    options.profile_output = Path(name)
+    files = [trace_path(options)]
+    if options.profile == "nsys":
+        files = [Path(f"{name}.{end}") for end in ("nsys-rep", "sqlite")]
+    for path in (*files, kernels_path(options)):
+        check_writable(path)

@@ -27,10 +27,9 @@ from ..models.config import ModelConfig
 from ..tools.step_costs import decode_operation_costs
 from .benchmark_run import ModelKind
 from .console import print_error, program_name
-from .results.result_document import write_json
-from .scenarios.steady import BenchmarkCase, CaseRun
-from .scenarios.steady_run import SteadyRun
-from .validate_args import kernels_path, trace_path
+from .options import kernels_path, trace_path
+from .results import write_json
+from .scenarios.steady import BenchmarkCase, CaseRun, SteadyRun
 
 __all__ = ["ProfileRun", "run_nsys"]
 
@@ -94,7 +93,6 @@ def _run(command: Sequence[str]) -> int:
 class ProfileRun(SteadyRun):
     """One case, in one mode, with a profile of some of its steps."""
 
-    all_modes = False
     profiled = True
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -153,7 +151,7 @@ class ProfileRun(SteadyRun):
             )
         return CaseRun(engine, case, seed=self.options.seed, before_step=self._before_step)
 
-    def report(self) -> str:
+    def profile_report(self) -> str:
         """Return where the profile is, and the time of each operation in it."""
         steps = self.options.profile_steps
         if self.options.profile == "nsys":

@@ -1,4 +1,4 @@
-"""Requests of the measurements, interleaved repetitions, and equality of tokens."""
+"""Requests of the measurements, interleaved repetitions, rooflines and equality of tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ...profiling.roofline import Roofline, step_flops
 from ..engine.engine import Engine
 from ..models.decoder_model import DecoderConfig
+from ..models.layout import weights_per_step
+from ..models.plan import plan_of
 from ..sampling_params import SamplingParams
 
-__all__ = ["abort_all", "equal_share", "greedy", "interleave", "random_prompts", "spread"]
+__all__ = ["abort_all", "decode_roofline", "equal_share", "greedy", "interleave"]
+__all__ += ["random_prompts", "spread", "steps_in_flight"]
 
 
 def random_prompts(config: DecoderConfig, count: int, length: int, seed: int) -> list[list[int]]:
@@ -86,3 +90,38 @@ def spread(medians: Sequence[float]) -> float | None:
     if len(medians) < 2:
         return None
     return (max(medians) - min(medians)) / statistics.median(medians)
+
+
+def steps_in_flight(engine: Engine) -> int:
+    """Return how many launched steps are in flight when `step` returns."""
+    return int(engine.config.is_async_device)
+
+
+def decode_roofline(engine: Engine, contexts: Sequence[int], bandwidth: float) -> Roofline:
+    """Return the roofline of a decode step.
+
+    Bytes are those of the weights and the cache as this engine stores them. The ranks of a CPU
+    share its bandwidth, so the bytes of all count; elsewhere those of one rank.
+
+    Args:
+        engine: that runs the steps.
+        contexts: tokens that each row attends to, the newest included.
+        bandwidth: bytes per second that the device reads, measured.
+    """
+    config = engine.model_config
+    attend = plan_of(config).layers[0].attend
+    kv_bytes = sum(map(engine.kv_bytes_read, contexts))
+    flops = step_flops(weights_per_step(config), len(contexts), 0, 0, 0, 0) + step_flops(
+        0,
+        1,
+        sum(map(engine.positions_read, contexts)),
+        attend.heads,
+        attend.head_dim,
+        attend.value_dim,
+    )
+    shared = engine.config.user.tensor_parallel if engine.config.device.type == "cpu" else 1
+    return Roofline(
+        shared * (engine.weight_bytes_read(len(contexts)) + kv_bytes),
+        shared * flops,
+        bandwidth,
+    )

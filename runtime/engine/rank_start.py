@@ -46,8 +46,8 @@ from ..resolved_config import ResolvedConfig
 from .collectives_self_test import CollectiveCases, check_collectives
 
 if TYPE_CHECKING:
-    from ..distributed.process_group import OwnProcessGroup
     from ..distributed.peer_memory import SumChoice
+    from ..distributed.process_group import OwnProcessGroup
 
 __all__ = [
     "ChosenCollectives",

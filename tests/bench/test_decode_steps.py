@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from stepgraph.runtime import Engine
-from stepgraph.runtime.bench.step_watch import decode_roofline
-from stepgraph.runtime.bench.workload import equal_share
+from stepgraph.runtime.bench.workload import decode_roofline, equal_share
 
 
 @pytest.mark.sampled(2)

@@ -7,24 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.cache.memory.device_memory import DeviceMemory
 from stepgraph.cache.memory.handler import MemoryBudgetError
 from stepgraph.profiling.stats import Summary
-from stepgraph.runtime import ConfigError, Engine, EngineConfig
-from stepgraph.runtime.bench import engine_memory
-from stepgraph.runtime.bench.engine_memory import share_memory
-from stepgraph.runtime.bench.results.caveats import warnings
-from stepgraph.runtime.bench.scenarios import steady, steady_run
+from stepgraph.runtime import Engine, EngineConfig
+from stepgraph.runtime.bench.results import settle_bandwidth, warnings
+from stepgraph.runtime.bench.scenarios import steady
 from stepgraph.runtime.bench.scenarios.steady import CaseRun
 from stepgraph.runtime.bench.workload import interleave, spread
 from stepgraph.runtime.kernels import have_compiler
 
 from ..rigs.bench_rig import run_bench
 
-CPU = torch.device("cpu")
 NATIVE = "native" if have_compiler() else "torch"
 
 
@@ -78,7 +73,7 @@ def measured(
 
     def start_eager(model: str, config: EngineConfig, progress: bool) -> Engine:
         """Nothing is compiled: the engines of all modes run eagerly."""
-        budgets.append(config.memory_bytes)
+        budgets.append(config.memory_tokens)
         fields = {name: getattr(config, name) for name in config.__slots__}
         engine = start(
             model, EngineConfig(**fields | {"mode": "eager", "kernels": kernels}), progress=progress
@@ -107,45 +102,24 @@ def test_repetitions_of_modes_are_interleaved(monkeypatch, tmp_path):
         assert case["spread"] == spread(case["repetition_ms"])
 
 
-@pytest.mark.parametrize("at", ["plan", "start"])
-def test_modes_that_do_not_fit_together_run_one_after_the_other(monkeypatch, tmp_path, capsys, at):
-    def refuse(*_: object) -> list[EngineConfig]:
-        raise MemoryBudgetError("the total of 9 bytes is over the budget\nterm by term")
+def test_modes_that_do_not_fit_together_run_one_after_the_other(monkeypatch, tmp_path, capsys):
+    real, started = Engine.from_pretrained, []
 
-    if at == "plan":
-        monkeypatch.setattr(steady_run, "share_memory", refuse)
-    else:
-        real = Engine.from_pretrained
+    def start(model: str, config: EngineConfig, progress: bool) -> Engine:
+        started.append(config)
+        if len(started) == 2:
+            raise MemoryBudgetError("the total of 9 bytes is over the budget\nterm by term")
+        return real(model, config, progress=progress)
 
-        def start(model: str, config: EngineConfig, progress: bool) -> Engine:
-            if config.memory_bytes is not None:
-                refuse()
-            return real(model, config, progress=progress)
-
-        monkeypatch.setattr(Engine, "from_pretrained", start)
+    monkeypatch.setattr(Engine, "from_pretrained", start)
     arguments = TWO_MODES.replace("--batch-size 1", "--batch-size 1 2")
     cases, log, budgets = measured(monkeypatch, tmp_path, f"{arguments} --num-iters 2")
     assert log == [(mode, rows) for mode in ("eager", "compile") for rows in (1, 1, 2, 2)]
     assert not any(case["interleaved"] for case in cases)
-    assert budgets[-2:] == [None, None]
+    assert len(budgets) == 4
     error = " ".join(capsys.readouterr().err.split())
-    assert "demo: eager, compile run one after the other, not interleaved: the total of 9" in error
+    assert "modes run one after the other, not interleaved: the total of 9" in error
     assert "term by term" not in error
-
-
-def test_the_memory_is_shared_equally(monkeypatch):
-    memory = DeviceMemory(64 << 20, True, 64 << 20)
-    monkeypatch.setattr(engine_memory.DeviceMemory, "of", lambda device: memory)
-    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=1, max_model_len=64)
-    with pytest.raises(MemoryBudgetError):
-        share_memory("preset:llama-3.1-8b", [config] * 2, CPU, 0.5)
-    large = DeviceMemory(1 << 40, True, 1 << 40)
-    monkeypatch.setattr(engine_memory.DeviceMemory, "of", lambda device: large)
-    shared = share_memory("preset:llama-3.1-8b", [config] * 2, CPU, 0.5)
-    assert [c.memory_bytes for c in shared] == [1 << 38] * 2
-    assert [c.memory_fraction for c in shared] == [None] * 2
-    with pytest.raises(ConfigError, match="mode='graph' needs a CUDA device"):
-        share_memory("demo", [config, EngineConfig(device="cpu", mode="graph")], CPU, None)
 
 
 def case_with(
@@ -159,40 +133,53 @@ def case_with(
     }
 
 
+READS = {"bandwidth_gb_s": 10.0}
+
+
 def test_noisy_cases_are_named():
     assert spread([2.0]) is None
     assert spread([9.0, 10.0, 12.0]) == pytest.approx(0.3)
-    assert warnings({"cases": [case_with(0.05), case_with(None)]}) == []
-    (line,) = warnings({"cases": [case_with(0.0501), case_with(0.01, "compile")]})
+    assert warnings({"environment": READS, "cases": [case_with(0.05), case_with(None)]}) == []
+    (line,) = warnings(
+        {"environment": READS, "cases": [case_with(0.0501), case_with(0.01, "compile")]}
+    )
     assert "1 of 2 cases" in line
     assert "m bfloat16 eager 1 x 8 x 4 (5.0%)" in line
     assert "compile" not in line
-    entry = case_with(0.2, "compile")
-    (line,) = warnings({"cases": [], "prefix": [entry | {"unshared": {"spread": 0.01}}]})
-    assert line.endswith(": m bfloat16 compile 1 x 8 x 4 on (20.0%)")
 
 
 def test_modes_without_turns_are_named():
     apart = [case_with(0.0, mode, interleaved=False) for mode in ("eager", "compile")]
-    (line,) = warnings({"cases": apart})
+    (line,) = warnings({"environment": READS, "cases": apart})
     assert "one after the other" in line
     assert line.endswith(": m bfloat16")
-    assert warnings({"cases": apart[:1]}) == []
+    assert warnings({"environment": READS, "cases": apart[:1]}) == []
 
 
-def test_warnings_are_on_both_sides(monkeypatch, tmp_path, capsys):
+def test_larger_bandwidth_counts_and_a_difference_is_told():
+    def settled(after: float) -> tuple[dict[str, Any], list[str]]:
+        case = case_with(0.0) | {"roofline": {"floor_ms": 2.0, "fraction": 0.8}}
+        document = {"environment": dict(READS), "cases": [case]}
+        settle_bandwidth(document, after)
+        return document["cases"][0]["roofline"], warnings(document)
+
+    assert settled(9.5e9) == ({"floor_ms": 2.0, "fraction": 0.8}, [])
+    roofline, told = settled(16e9)
+    assert (roofline["floor_ms"], roofline["fraction"]) == (1.25, 0.5)
+    assert len(told) == len(settled(5e9)[1]) == 1
+
+
+def test_warning_is_printed_once(monkeypatch, capsys):
     durations = iter((1.0, 2.0) * 3)
 
     def run(*arguments: Any, **how: Any) -> Any:
-        outputs, _, counted = real(*arguments, **how)
-        return outputs, [next(durations)], counted
+        outputs, found = real(*arguments, **how)
+        return outputs, [next(durations)] * len(found)
 
     real = steady._run
     monkeypatch.setattr(steady, "_run", run)
     arguments = "--mode eager --batch-size 1 --input-len 8 --output-len 4 --num-warmup 0"
     assert run_bench(monkeypatch, f"{arguments} --num-iters 2") == 0
     captured = capsys.readouterr()
-    warning = "Warning: the repetitions of 1 of 1 cases lie more than 5% apart"
-    assert captured.err.splitlines()[-1].startswith(f"bench.py: {warning}")
-    assert captured.out.splitlines()[-1].startswith(warning)
-    assert "66.7%" in captured.out
+    assert captured.err.count("66.7%") == 1
+    assert "Warning" not in captured.out

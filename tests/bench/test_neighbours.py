@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from stepgraph.runtime.bench.runtimes import peers
-from stepgraph.runtime.bench.runtimes.peers import Peer, PeerError, PeerSpec
+from stepgraph.runtime.bench import peers
+from stepgraph.runtime.bench.peers import Peer, PeerError, PeerSpec
 from stepgraph.runtime.bench.scenarios import neighbours
 from stepgraph.runtime.bench.scenarios.neighbours import (
     NeighboursCase,
@@ -207,7 +207,7 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def open_peer(rows: int = 2) -> Peer:
     limits = {"threads": 1, "rows": rows, "tokens": 64, "batch_tokens": 16}
     spec = PeerSpec("vllm", sys.executable)
-    return Peer(spec, ROOT / "runtime" / "demo", dtype="bfloat16", **limits)
+    return Peer(spec, ROOT / "runtime" / "demo", dtype="bfloat16", weight_dtype="auto", **limits)
 
 
 def test_a_peer_decodes_on_request(fake_vllm: Path) -> None:

@@ -134,11 +134,11 @@ def test_a_disk_that_fills_up_is_one_line(monkeypatch, tmp_path, capsys):
     def write(path: Path, text: str) -> None:
         raise WriteError(path, "No space left on device")
 
-    monkeypatch.setattr("stepgraph.runtime.bench.results.result_document.write_file", write)
+    monkeypatch.setattr("stepgraph.runtime.bench.results.write_file", write)
     assert run_bench(monkeypatch, f"{SMALL} --output-json {tmp_path}/a.json") == 1
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1].endswith("a.json: No space left on device")
-    assert captured.out.count("\n| demo ") == 1
+    assert captured.out.count("\n- batch ") == 1
     assert files(tmp_path) == []
 
 
@@ -157,7 +157,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, ca
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1].startswith("bench.py: interrupted")
     assert "Traceback" not in captured.err
-    assert captured.out.startswith("| model ")
+    assert "- batch 1, input 24: " in captured.out
     assert files(tmp_path) == ["a.json"]
 
 
@@ -181,6 +181,6 @@ def test_a_signal_ends_a_run_in_one_line(tmp_path):
     assert err.splitlines()[-1].startswith("bench.py: interrupted")
     assert "Traceback" not in err
     cases = json.loads(path.read_text())["cases"]
-    assert out.startswith("| model")
+    assert "- batch " in out
     assert len(out.splitlines()) >= len(cases) + 4
     assert files(tmp_path) == ["a.json"]

@@ -7,15 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stepgraph.graphs.buckets import default_token_buckets
-from stepgraph.profiling.timeline import StepRecord
 from stepgraph.runtime import Engine
-from stepgraph.runtime.bench.results.result_tables import markdown_table
+from stepgraph.runtime.bench.results import report
 from stepgraph.runtime.bench.scenarios import interference
 from stepgraph.runtime.bench.scenarios.interference import (
-    Chunks,
     InterferenceCase,
-    chunk_ms,
     measure_interference,
 )
 
@@ -45,12 +41,9 @@ def test_interference_counts_a_gap_for_each_step(
         return
     assert entry["arrivals"] == entry["first_tokens"] == entry["ttft_ms"]["n"] == 4
     # Each prompt takes two chunks and decodes alone in another row for three steps more.
-    assert sum(chunks["n"] for chunks in entry["chunks"]) == 8
-    assert {chunks["bucket"] for chunks in entry["chunks"]} == {16}
+    assert entry["chunk_tokens"]["n"] == entry["prefill_step_ms"]["n"] == 8
     assert entry["decode_step_ms"]["n"] == interference.SETTLING_STEPS + CASE.steps - 4 * 5
     p50 = entry["decode_step_ms"]["p50"]
-    assert entry["bound_ms"] == pytest.approx(1.1 * (p50 + entry["chunk_ms"]))
-    assert entry["p99_within_bound"] is None  # too few gaps
     # Rows have from 33 tokens, which the first step reads, to 31 + 30 + 40 and more.
     kv_bytes = entry["roofline"]["bytes_per_step"] - engine.weight_bytes_per_step
     assert 2 * engine.kv_bytes_read(33) < kv_bytes < 2 * engine.kv_bytes_read(110)
@@ -66,36 +59,8 @@ def test_interference_on_an_asynchronous_device(
     monkeypatch.setattr(interference, "steps_in_flight", lambda engine: 1)
     entry = measure_interference(engine, CASE, seed=3, bandwidth=1e10)
     assert entry["itl_ms"]["n"] == CASE.steps
-    assert sum(chunks["n"] * chunks["tokens"] for chunks in entry["chunks"]) == 4 * CASE.input_len
-
-
-def test_chunks_are_grouped_by_bucket_and_position() -> None:
-    def record(rows: int, prefill_tokens: int) -> StepRecord:
-        return StepRecord(0, rows, 8, prefill_tokens, 0, 0, 0, 0, 0, None)
-
-    case = InterferenceCase(batch_size=8, input_len=600, steps=40)
-    steps = [
-        (10.0, record(8, 0)),
-        (12.0, record(8, 0)),
-        (11.0, record(8, 0)),
-        (30.0, record(8, 250)),  # from 0
-        (31.0, record(8, 240)),  # from 250: the same kind
-        (60.0, record(8, 110)),  # from 490
-        (15.0, record(9, 0)),  # more rows than the steady ones
-        (33.0, record(9, 256)),  # from 0 again
-    ]
-    decode_ms, chunks = interference._chunks(
-        [ms for ms, _ in steps], [r for _, r in steps], case, default_token_buckets(512)
-    )
-    assert decode_ms == [10.0, 12.0, 11.0]
-    assert chunks == [Chunks(0, 256, 250, 3, 20.0), Chunks(256, 128, 110, 1, 49.0)]
-
-
-def test_a_chunk_is_the_costliest_of_those_seen_often() -> None:
-    seldom = Chunks(512, 512, 512, 2, 500.0)
-    assert chunk_ms([Chunks(0, 64, 64, 5, 20.0), Chunks(0, 128, 99, 3, 35.0), seldom]) == 35.0
-    assert chunk_ms([seldom]) == 500.0
-    assert chunk_ms([]) == 0.0
+    chunks = entry["chunk_tokens"]
+    assert chunks["n"] * chunks["mean"] == pytest.approx(4 * CASE.input_len)
 
 
 RUNS = {
@@ -111,7 +76,7 @@ def test_scenario_writes_what_it_prints(monkeypatch, tmp_path, capsys, name):
     printed = capsys.readouterr()
     assert printed.err
     document = json.loads((tmp_path / "a.json").read_text())
-    assert printed.out == markdown_table(document) + "\n"
+    assert printed.out == report(document) + "\n"
     entries = document[name]
     if name == "interference":
         plain, budgeted = entries

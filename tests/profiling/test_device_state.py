@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.profiling.device_state import DeviceMonitor, describe_throttling
-from stepgraph.runtime.bench.results import result_document as environment
-from stepgraph.runtime.bench.results.result_document import describe_environment
+from stepgraph.runtime.bench import results as environment
+from stepgraph.runtime.bench.results import new_document
 
 from ..rigs.bench_rig import run_bench
 
@@ -174,7 +174,7 @@ def test_what_is_worth_a_warning(
 def test_the_environment_names_driver_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     of_two(monkeypatch, TWO)
-    found = describe_environment(CUDA, 4.3e12)
+    found = new_document(CUDA, 4.3e12, None)["environment"]
     assert found["device"] == "NVIDIA H200"
     assert (found["driver"], found["max_sm_mhz"], found["max_memory_mhz"]) == (
         *("580.65.06", 1980, 3201),
@@ -182,10 +182,10 @@ def test_the_environment_names_driver_and_clocks(monkeypatch: pytest.MonkeyPatch
     # Without the package the driver's own program knows it.
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(environment, "_output", lambda *command: "570.1\n570.1")
-    found = describe_environment(CUDA, 4.3e12)
+    found = new_document(CUDA, 4.3e12, None)["environment"]
     assert (found["driver"], found["max_sm_mhz"]) == ("570.1", None)
     monkeypatch.setattr(environment, "_output", lambda *command: None)
-    assert describe_environment(CUDA, 4.3e12)["driver"] is None
+    assert new_document(CUDA, 4.3e12, None)["environment"]["driver"] is None
 
 
 STEADY = "steady --batch-size 1 --input-len 8 --output-len 4 --num-iters 1"
@@ -220,3 +220,13 @@ def test_the_benchmark_reports_the_states_and_warns_of_throttling(
     else:
         assert state is None
     assert document["environment"]["max_sm_mhz"] == (1980 if with_device else None)
+
+
+def test_the_commit_of_a_tree_without_a_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPGRAPH_COMMIT", "0123456789ab-dirty")
+    assert (
+        new_document(torch.device("cpu"), 1e9, None)["environment"]["commit"]
+        == "0123456789ab-dirty"
+    )
+    monkeypatch.setenv("STEPGRAPH_COMMIT", "")
+    assert new_document(torch.device("cpu"), 1e9, None)["environment"]["commit"] != ""

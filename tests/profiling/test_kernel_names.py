@@ -21,7 +21,7 @@ from stepgraph.profiling.kernel_names import (
     nodes_of_replay,
 )
 from stepgraph.runtime.models.plan import model_plan
-from stepgraph.runtime.tools.step_costs import floor_bytes, kernel_costs, operation_costs
+from stepgraph.runtime.tools.step_costs import floor_bytes, operation_costs, step_bytes
 
 from ..kernels.test_kernel_costs import shapes
 
@@ -99,7 +99,7 @@ def test_files_without_kernel_names_are_refused(tmp_path: Path) -> None:
 @given(shapes(), st.integers(1, 9), st.integers(1, 99))
 def test_costs_of_operations_are_the_floor_of_the_step(shape: Any, rows: int, context: int) -> None:
     model, sizes = shape
-    costs = kernel_costs(model_plan(model), sizes, rows=rows, context=context, splits=1)
+    costs = step_bytes(model_plan(model), sizes, rows=rows, context=context)
     operations = operation_costs(costs)
     assert len({cost.operation for cost in operations}) == len(operations)
     rounding = sum(cost.launches for cost in operations)

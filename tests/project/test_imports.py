@@ -221,9 +221,8 @@ IMPORTED_LATE |= {
     )
 }
 OF_PEERS = {
-    "runtime/bench/runtimes/gguf_writer.py": {"gguf", "numpy"},
-    "runtime/bench/runtimes/llama_lookup.py": {"llama_cpp"},
-    "runtime/bench/runtimes/peer_runner.py": {
+    "runtime/bench/gguf_writer.py": {"gguf", "numpy"},
+    "runtime/bench/peer_runner.py": {
         *("llama_cpp", "numpy", "openvino", "openvino_genai", "optimum", "vllm"),
     },
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import selectors
 import socket
 import sys
@@ -16,11 +15,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime.bench.load import servers
-from stepgraph.runtime.bench.load.arrivals import BURST, arrival_times
-from stepgraph.runtime.bench.load.clients import EngineClient, HttpClient
-from stepgraph.runtime.bench.load.generator import Outcome, closed_loop, open_loop, summarize
-from stepgraph.runtime.bench.runtimes.peers import PeerError
+from stepgraph.runtime.bench import load
+from stepgraph.runtime.bench.load import (
+    EngineClient,
+    HttpClient,
+    Outcome,
+    arrival_times,
+    closed_loop,
+    open_loop,
+    summarize,
+)
+from stepgraph.runtime.bench.peers import PeerError
 from stepgraph.runtime.service.async_engine import AsyncEngine
 from stepgraph.runtime.service.service_config import ServiceConfig
 
@@ -59,27 +64,23 @@ def outcome(*token_ms: float, scheduled: int = 0, sent: int = 0, status: Any = "
     return Outcome(scheduled * MS, sent * MS, times, status)
 
 
-@given(st.integers(0, 99), st.sampled_from(["poisson", "burst"]))
+@given(st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
-def test_arrivals_are_seeded_ordered_and_of_the_rate(seed, kind):
-    times = arrival_times(kind, 50.0, 100.0, seed)
-    assert times == arrival_times(kind, 50.0, 100.0, seed)
-    assert times != arrival_times(kind, 50.0, 100.0, seed + 1)
+def test_arrivals_are_seeded_ordered_and_of_the_rate(seed):
+    times = arrival_times(50.0, 100.0, seed)
+    assert times == arrival_times(50.0, 100.0, seed)
+    assert times != arrival_times(50.0, 100.0, seed + 1)
     assert times == sorted(times)
     assert 0 <= times[0] <= times[-1] < 100
-    size = BURST if kind == "burst" else 1
-    groups = len(set(times))
-    assert groups * size == len(times)
-    expected = 50 * 100 / size
-    assert abs(groups - expected) < 6 * math.sqrt(expected)  # six deviations of the count
-    gaps = [b - a for a, b in zip([0.0, *times[::size]], times[::size], strict=False)]
+    assert abs(len(times) - 5000) < 6 * math.sqrt(5000)  # six deviations of the count
+    gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
     mean = sum(gaps) / len(gaps)
     deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
     assert 0.8 < deviation / mean < 1.25  # exponential: 1
 
 
 def test_a_run_too_short_for_an_arrival_has_one():
-    assert arrival_times("poisson", 1e-6, 1.0, 0) == [0.0]
+    assert arrival_times(1e-6, 1.0, 0) == [0.0]
 
 
 def test_counts_percentiles_and_goodput():
@@ -190,7 +191,7 @@ def choice(text: str, reason: str | None = None, **fields: Any) -> dict[str, Any
     return {"choices": [{"text": text, "finish_reason": reason, **fields}]}
 
 
-TOKENS = sse(choice("a"), choice("b", token_ids=[1, 2]), choice("", "length"))
+TOKENS = sse(choice("a", token_ids=[5]), choice("b", token_ids=[1, 2]), choice("", "length"))
 CHUNKED = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 UNTIL_END = "HTTP/1.1 200 OK\r\n\r\n"
 
@@ -237,7 +238,7 @@ def test_what_a_server_answers(response, status, tokens):
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            client = HttpClient("127.0.0.1", port, [{"prompt": "one"}, {"prompt": "two"}])
+            client = HttpClient(port, [{"prompt": "one"}, {"prompt": "two"}])
             client.slo_ttft_ms = 1000.0
             (sent,) = await open_loop(lambda _, o: client.send(3, o), [0.0], drain_seconds=5)
         return sent
@@ -252,16 +253,16 @@ def test_what_a_server_answers(response, status, tokens):
 
 def test_a_server_that_is_not_there():
     pytest.importorskip("httptools")
-    client = HttpClient("127.0.0.1", 1, [{}])
+    client = HttpClient(1, [{}])
     (sent,) = asyncio.run(open_loop(client.send, [0.0], drain_seconds=5))
     assert sent.status == "failed"
 
 
 def test_a_server_ends_with_its_owner(monkeypatch):
     """One that ends is reported; one that runs is ended with its children, also without `close`."""
-    monkeypatch.setitem(servers.READY_PATHS, "fake", "/")
-    serving = [sys.executable, "-m", "http.server", "--bind", servers.HOST]
-    server = servers.Server("fake", lambda port: [*serving, str(port)], dict(os.environ))
+    monkeypatch.setattr(load, "READY_PATH", "/")
+    serving = [sys.executable, "-m", "http.server", "--bind", load.HOST]
+    server = load.Server(lambda port: [*serving, str(port)], "fake")
     assert server.process.stdin is not None
     server.process.stdin.close()  # as if this process had been killed
     assert server.process.wait(10) < 0
@@ -271,4 +272,4 @@ def test_a_server_ends_with_its_owner(monkeypatch):
             time.sleep(0.01)
     server.close()
     with pytest.raises(PeerError, match="fake: it ended: last words"):
-        servers.Server("fake", lambda _: ["sh", "-c", "echo last words; exit 3"], {})
+        load.Server(lambda _: ["sh", "-c", "echo last words; exit 3"], "fake")

@@ -7,50 +7,31 @@ Prompts are random tokens, decoded greedily; the prefix cache of the engine shou
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from ....graphs.buckets import Buckets
 from ....profiling.stats import Summary
-from ....profiling.timeline import StepRecord
 from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
-from ..step_watch import decode_roofline, steps_in_flight
-from ..workload import abort_all, greedy, random_prompts
+from ..workload import abort_all, decode_roofline, greedy, random_prompts, steps_in_flight
 
 __all__ = ["InterferenceCase", "measure_interference", "run_interference"]
 
 ARRIVAL_STEPS = 10
 """Steps between two long prompts."""
-
 STEADY_INPUT = 32
 """Prompt tokens of the rows that decode steadily."""
-
 ARRIVING_OUTPUT = 4
 """Tokens that a long prompt decodes before it leaves."""
-
 SETTLING_STEPS = 30
 """Steps of the steady rows alone, before the first long prompt; they count as decode steps."""
-
 EXTRA_ROWS = 4
 """Rows for the long prompts."""
-
-TOLERANCE = 1.1
-"""The 99th percentile of the gaps should be within so many times a decode step and one chunk."""
-
-POSITIONS = 256
-"""Chunks that begin within so many positions are of one kind."""
-
 AUTOMATIC_BUDGET = 8.0
 """The default budget, in decode steps."""
-
-LEAST_CHUNKS = 3
-"""Chunks of one kind whose median counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +57,6 @@ class InterferenceCase:
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence, prompt and output."""
         return max(STEADY_INPUT + self.steady_output, self.input_len + ARRIVING_OUTPUT)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """Time that prefill steps of one bucket, at about the same positions, add to a decode step."""
-
-    start: int
-    """First position, rounded down to a multiple of `POSITIONS`."""
-    bucket: int
-    """Tokens, padding included."""
-    tokens: float
-    """The median, without padding."""
-    n: int
-    ms: float
-    """The median."""
-
-
-def chunk_ms(chunks: Sequence[Chunks]) -> float:
-    """Return the time that a chunk adds to a decode step, of the kind that adds the most."""
-    kinds = [c.ms for c in chunks if c.n >= LEAST_CHUNKS]
-    return max(kinds) if kinds else statistics.median([c.ms for c in chunks] or [0.0])
 
 
 def measure_interference(
@@ -142,57 +102,23 @@ def measure_interference(
         _itl(latest[request_id])[first[request_id] - 1 :][: len(records)] for request_id in steady
     ]
     abort_all(engine, [*steady, *ids])
-    decode_ms, chunks = _chunks(gaps[0], records, case, engine.config.token_buckets)
+    steps = list(zip(gaps[0], records, strict=True))
+    decode = Summary.of(ms for ms, r in steps if r.rows == case.batch_size and not r.prefill_tokens)
+    prefill_ms = [ms for ms, r in steps if r.prefill_tokens]
     timings = [latest[request_id].timing for request_id in ids if request_id in latest]
     itl = Summary.of(max(gap) for gap in zip(*(row[SETTLING_STEPS:] for row in gaps), strict=True))
     ttft_ms = [timing.ttft_ms for timing in timings if timing is not None]
-    decode = Summary.of(decode_ms)
     contexts = [STEADY_INPUT + n + len(records) // 2 for n in first.values()]
-    bound_ms = TOLERANCE * (decode.p50 + chunk_ms(chunks))
     return {
-        "arrival_steps": ARRIVAL_STEPS,
         "arrivals": len(ids),
         "first_tokens": len(ttft_ms),
         "itl_ms": itl.to_json(),
         "decode_step_ms": decode.to_json(),
+        "prefill_step_ms": Summary.of(prefill_ms).to_json() if prefill_ms else None,
+        "chunk_tokens": Summary.of(r.prefill_tokens for r in records if r.prefill_tokens).to_json(),
         "roofline": decode_roofline(engine, contexts, bandwidth).to_json(decode.p50 / 1e3),
-        "chunks": [asdict(kind) for kind in chunks],
-        "chunk_ms": chunk_ms(chunks),
-        "bound_ms": bound_ms,
-        "p99_within_bound": None if itl.p99 is None else itl.p99 <= bound_ms,
         "ttft_ms": Summary.of(ttft_ms).to_json() if ttft_ms else None,
     }
-
-
-def _chunks(
-    step_ms: Sequence[float],
-    records: Sequence[StepRecord],
-    case: InterferenceCase,
-    buckets: Buckets,
-) -> tuple[list[float], list[Chunks]]:
-    """Return the times of decode steps, and the time that chunks added to them, by kind."""
-    steps = list(zip(step_ms, records, strict=True))
-    decode_ms = [ms for ms, r in steps if r.rows == case.batch_size and not r.prefill_tokens]
-    decode = statistics.median(decode_ms)
-    added: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
-    done = 0  # prompts are prefilled one after the other, and all are equally long
-    for ms, record in steps:
-        if record.prefill_tokens:
-            bucket = buckets.fit(record.prefill_tokens)
-            assert bucket is not None
-            start = done % case.input_len // POSITIONS * POSITIONS
-            added[start, bucket].append((record.prefill_tokens, ms - decode))
-            done += record.prefill_tokens
-    return decode_ms, [
-        Chunks(
-            start,
-            bucket,
-            statistics.median(tokens for tokens, _ in chunks),
-            len(chunks),
-            statistics.median(ms for _, ms in chunks),
-        )
-        for (start, bucket), chunks in sorted(added.items())
-    ]
 
 
 def _itl(output: RequestOutput) -> list[float]:

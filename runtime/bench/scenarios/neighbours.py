@@ -15,18 +15,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 from ....profiling.device_state import watch
 from ....profiling.stats import Summary
+from ...config import EngineConfig
 from ...engine.engine import Engine
 from ...errors import StepgraphError
+from ...loading.loader import resolve_source
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode, resolve_engine
-from ..results.result_document import describe_engine, num_cpus, num_threads
-from ..runtimes.peers import Peer, PeerError, choose_peers, start_peers
+from ..peers import Peer, PeerError, PeerSpec, choose_peers
+from ..results import describe_engine, num_cpus
+from ..saved_preset import checkpoint_of
 from ..workload import abort_all, greedy, random_prompts, spread
 from .steady import BenchmarkCase
 
@@ -253,6 +256,51 @@ def _compare(peer: Peer, run: SideRun, neighbours: int, ours: dict[str, Any]) ->
     return {**described, "error": run.error, **measured, **ratios}
 
 
+def _start_peers(
+    stack: ExitStack,
+    specs: Sequence[PeerSpec],
+    model: str,
+    config: EngineConfig,
+    *,
+    threads: int,
+    required: bool,
+    say: Callable[[str], None],
+) -> list[Peer]:
+    """Start other runtimes with the checkpoint and the limits of an engine; the stack ends them.
+
+    Unless all are `required`, one that fails is left out, which `say` reports.
+
+    Raises:
+        StepgraphError: a required runtime fails, or a preset cannot be saved as a checkpoint.
+    """
+    peers: list[Peer] = []
+    if not specs:
+        return peers
+    source = resolve_source(model, config_only=True)
+    checkpoint = stack.enter_context(checkpoint_of(model, config.dtype, config.seed))
+    assert config.max_model_len is not None
+    for spec in specs:
+        try:
+            say(f"loading {model} in {spec.name}")
+            peer = Peer(
+                spec,
+                checkpoint,
+                dtype=source.config.torch_dtype if config.dtype == "auto" else config.dtype,
+                weight_dtype=config.weight_dtype,
+                threads=threads,
+                rows=config.max_num_seqs,
+                tokens=config.max_model_len,
+                batch_tokens=config.prefill_chunk + config.max_num_seqs,
+            )
+        except StepgraphError as error:
+            if required:
+                raise
+            say(f"left out: {error}")
+        else:
+            peers.append(stack.enter_context(closing(peer)))
+    return peers
+
+
 def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
     """Yield an entry for each number of busy processes, for each point."""
     options = run.options
@@ -269,8 +317,10 @@ def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterat
     resolve_engine(kind.model, config)  # refuses before weights are read
     with ExitStack() as stack:
         engine = stack.enter_context(run.start(kind, config, "decode steps with busy processes"))
-        required = bool(options.peer)
-        peers = start_peers(stack, specs, kind.model, config, required=required, say=run.say)
+        threads, required = engine.config.threads, bool(options.peer)
+        peers = _start_peers(
+            stack, specs, kind.model, config, threads=threads, required=required, say=run.say
+        )
         for case in cases:
             rows, input_len = case.batch_size, case.input_len
             run.say(f"{rows} rows, prompts of {input_len}")
@@ -294,7 +344,7 @@ def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterat
                     **describe_engine(engine, kind.model),
                     **dataclasses.asdict(case),
                     "neighbours": neighbours,
-                    "threads": num_threads(),
+                    "threads": threads,
                     "cpus": num_cpus(),
                     **measured,
                     "peers": [_compare(*their, neighbours, measured) for their in theirs],

@@ -1,35 +1,53 @@
-"""Decode steps of a whole batch.
+"""Decode steps of a whole batch, in one mode or in several, whose repetitions are interleaved.
 
 A case prefills `batch_size` random prompts of `input_len` tokens and decodes them greedily, until
 `output_len` - 1 steps have decoded the whole batch, `num_iters` times. Only those steps count, each
 from one set of tokens on the host to the next: plan, commit and the caller's use of the tokens are
-included. If a launch has several steps (`steps_per_launch`), the time of a step is that of the
-launch divided by them. Prompts that are prefilled first decode alone for a while; that time is not
+included. Prompts that are prefilled first decode alone for a while; that time is not
 counted.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
+from ....cache.memory.handler import MemoryBudgetError
+from ....profiling.device_state import watch
 from ....profiling.stats import Summary
 from ....profiling.timeline import StepRecord
+from ...config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
-from ...errors import StepgraphError
+from ...errors import ConfigError, StepgraphError
+from ...loading.loader import resolve_source
 from ...sampling_params import SamplingParams
-from ..results.result_document import describe_engine
-from ..step_watch import decode_roofline
+from ..baseline import TransformersBaseline, import_transformers
+from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
+from ..peers import PeerError
+from ..results import describe_engine, write_json
+from ..saved_preset import checkpoint_of
 from ..token_check import TokenCheck
-from ..workload import abort_all, equal_share, greedy, random_prompts, spread
+from ..workload import (
+    abort_all,
+    decode_roofline,
+    equal_share,
+    greedy,
+    interleave,
+    random_prompts,
+    spread,
+)
 
-__all__ = ["BenchmarkCase", "CaseRun", "Reference", "is_reference"]
+__all__ = ["BenchmarkCase", "CaseRun", "Reference", "SteadyRun", "is_reference"]
 
 SCORED_TOKENS = 32
 """Length of the sequence whose logits two modes are compared on, half of it prefilled."""
@@ -43,15 +61,13 @@ class BenchmarkCase:
     input_len: int
     output_len: int
 
-    def longest_sequence(self, prefill_chunk: int, steps_per_launch: int = 1) -> int:
+    def longest_sequence(self, prefill_chunk: int) -> int:
         """Return the tokens of the longest sequence, prompt and output.
 
-        The first prompt gets a token in each step that prefills the others. Launches of several
-        steps continue to the last one that counts, and one more is in flight.
+        The first prompt gets a token in each step that prefills the others.
         """
         alone = 1 + -(-self.batch_size * self.input_len // prefill_chunk) + self.batch_size
-        spare = 2 * steps_per_launch if steps_per_launch > 1 else 0
-        return self.input_len + self.output_len + alone + spare
+        return self.input_len + self.output_len + alone
 
 
 class Reference(NamedTuple):
@@ -66,7 +82,7 @@ class CaseRun:
 
     Attributes:
         ttft_ms, itl_ms: of all repetitions; gaps are those between the tokens of the steps
-            that count, and those of one launch arrive together.
+            that count.
         repetitions: milliseconds of the steps of each repetition.
         token_ids: the first `output_len` tokens of each prompt, of the first repetition.
         outputs: the distinct outputs of each prompt over all repetitions.
@@ -89,10 +105,10 @@ class CaseRun:
         self.case = case
         self._before_step = before_step
         self.prompts = random_prompts(engine.model_config, case.batch_size, case.input_len, seed)
-        config = engine.config
-        longest = case.longest_sequence(config.user.prefill_chunk, config.steps_per_launch)
+        longest = case.longest_sequence(engine.config.user.prefill_chunk)
         self._params = greedy(longest - case.input_len)
         self.ttft_ms: list[float] = []
+        self._prefill_ms: list[float] = []
         self.itl_ms: list[float] = []
         self.repetitions: list[list[float]] = []
         self.token_ids: list[list[int]] = []
@@ -112,7 +128,7 @@ class CaseRun:
         """Run it once more."""
         engine, case = self.engine, self.case
         engine.timeline().clear()
-        outputs, durations, counted = _run(
+        outputs, durations = _run(
             engine, self.prompts, self._params, case.output_len - 1, self._before_step
         )
         self.repetitions.append(durations)
@@ -122,8 +138,9 @@ class CaseRun:
         for distinct, output in zip(self.outputs, outputs, strict=True):
             assert output.timing is not None, "every prompt got a token"
             self.ttft_ms.append(output.timing.ttft_ms)
-            self.itl_ms += output.timing.itl_ms[-counted:]
+            self.itl_ms += output.timing.itl_ms[-len(durations) :]
             distinct.add(tuple(output.token_ids))
+        self._prefill_ms.append(max(self.ttft_ms[-len(outputs) :]))
 
     def reference(self) -> Reference:
         """Return the tokens, and the logits of a sequence under teacher forcing."""
@@ -150,14 +167,17 @@ class CaseRun:
         return {
             **describe_engine(engine, model),
             **asdict(case),
-            "steps_per_launch": engine.config.steps_per_launch,
             "ttft_ms": Summary.of(self.ttft_ms).to_json(),
             "itl_ms": Summary.of(self.itl_ms).to_json(),
             "step_ms": step.to_json(),
             "repetition_ms": medians,
             "spread": spread(medians),
-            "host_us": Summary.of(r.host_ns / 1e3 / r.steps for r in decoding).to_json(),
+            "host_us": Summary.of(r.host_ns / 1e3 for r in decoding).to_json(),
             "tokens_per_second": 1e3 * case.batch_size / step.p50,
+            "prefill_tokens_per_second": 1e3
+            * case.batch_size
+            * case.input_len
+            / statistics.median(self._prefill_ms),
             "padding": 1 - sum(r.rows for r in decoding) / max(1, sum(r.bucket for r in decoding)),
             "kv_bytes": case.batch_size * engine.kv_bytes_read(context),
             "roofline": roofline.to_json(step.p50 / 1e3),
@@ -186,7 +206,7 @@ def _run(
     params: SamplingParams,
     steps: int,
     before_step: Callable[[int], None] | None = None,
-) -> tuple[list[RequestOutput], list[float], int]:
+) -> tuple[list[RequestOutput], list[float]]:
     """Decode the prompts until `steps` steps have decoded all of them and done nothing else.
 
     `before_step` is called before each of those steps with its number, from 0, and after the last
@@ -195,18 +215,16 @@ def _run(
     Raises:
         StepgraphError: the engine did not decode them all at once.
 
-    Returns the outputs, the milliseconds of a step in each launch of those steps, and how many
-    steps those launches had.
+    Returns the outputs, and the milliseconds of each of those steps.
     """
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     latest: dict[str, RequestOutput] = {}
     durations: list[float] = []
     decoding: set[str] = set()
-    counted = 0
     before = time.perf_counter()
-    while counted < steps:
+    while len(durations) < steps:
         if before_step is not None and len(decoding) == len(ids):
-            before_step(counted)
+            before_step(len(durations))
             before = time.perf_counter()
         outputs = engine.step()
         ended = time.perf_counter()
@@ -218,25 +236,192 @@ def _run(
             )
         # Whole: every request got a token by this step, and had one before it.
         if len(decoding) == len(outputs) == len(ids):
-            first = outputs[0]
-            new = _num_tokens(first) - _num_tokens(latest[first.request_id])
             # From the tokens of the step before: a device works on while the caller does this.
-            durations.append(1e3 * (ended - before) / new)
-            counted += new
+            durations.append(1e3 * (ended - before))
         before = ended
         for output in outputs:
             decoding.add(output.request_id)
             latest[output.request_id] = output
     if before_step is not None:
-        before_step(counted)
+        before_step(len(durations))
     abort_all(engine, ids)
-    return [latest[request_id] for request_id in ids], durations, counted
-
-
-def _num_tokens(output: RequestOutput) -> int:
-    return output.completions[0].num_tokens
+    return [latest[request_id] for request_id in ids], durations
 
 
 def is_reference(engine: Engine) -> bool:
     """Return whether an engine runs plain PyTorch, eagerly: the reference of other modes."""
     return engine.config.mode == "eager" and engine.config.kernels != "native"
+
+
+class SteadyRun(BenchmarkRun):
+    """Every case in each of the modes, whose repetitions are interleaved."""
+
+    profiled = False
+    """Whether a profiler runs, which makes times longer."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Check the device, the engines and the baseline, and measure the bandwidth.
+
+        Raises:
+            StepgraphError: an engine cannot run as configured, or transformers is missing.
+        """
+        if options.baseline is not None:
+            import_transformers()  # fails before anything is measured
+        points = itertools.product(options.output_len, options.input_len, options.batch_size)
+        self.grid = [BenchmarkCase(rows, length, output) for output, length, rows in points]
+        super().__init__(options)
+        whole = options.tensor_parallel in (None, [1])  # the reference has all weights
+        if options.check and not whole:
+            raise ConfigError("--check compares tokens on one device: leave out --tensor-parallel")
+        self.baseline_error: str | None = None
+        """Of transformers, which is left out from then on."""
+        on_cuda = self.device.type == "cuda" and whole
+        self.checks = on_cuda if options.check is None else options.check
+
+    def config(self, kind: ModelKind, mode: StepMode, **sizes: Any) -> EngineConfig:
+        """Return the configuration of an engine with room for every case, and no more."""
+        options = self.options
+        longest = max(case.longest_sequence(options.prefill_chunk) for case in self.grid)
+        grid = {
+            "max_num_seqs": max(options.batch_size),
+            "max_model_len": longest,
+            "buckets": tuple(options.batch_size),
+        }
+        return super().config(kind, mode, **grid | sizes)
+
+    def run(self) -> None:
+        """Measure every case, and write the document after each.
+
+        Raises:
+            PeerError: transformers failed; all cases of ours were measured and written.
+        """
+        for (model, dtype), kinds in itertools.groupby(self.kinds, lambda kind: kind[:2]):
+            with ExitStack() as stack:
+                load = cache(lambda: self._load_baseline(stack, model, dtype))  # noqa: B023
+                for kind in kinds:
+                    self._measure_kind(kind, None if self.options.baseline is None else load)
+        if self.baseline_error is not None:
+            raise PeerError(self.baseline_error)
+
+    def _load_baseline(self, stack: ExitStack, model: str, dtype: str) -> TransformersBaseline:
+        """Load the model in transformers, until the stack ends."""
+        self.say(f"loading {model} in transformers")
+        source = resolve_source(model, config_only=True, model_impl=self.modes[0].model_impl)
+        with checkpoint_of(model, dtype, self.options.seed, self.device) as checkpoint:
+            baseline = TransformersBaseline(
+                checkpoint,
+                dtype=getattr(torch, source.config.torch_dtype if dtype == "auto" else dtype),
+                device=self.device,
+                compiled=self.options.baseline == "compiled",
+            )
+        return stack.enter_context(closing(baseline))
+
+    def _measure_kind(
+        self, kind: ModelKind, baseline: Callable[[], TransformersBaseline] | None
+    ) -> None:
+        """Measure the cases of one model and dtypes in every mode.
+
+        `baseline` loads transformers at its first call, which follows our first case. Several
+        engines, or an engine and transformers, have a cache of the size of the cases, so that they
+        fit into memory together; engines that do not are started one after the other.
+        """
+        configs = [self.config(kind, mode) for mode in self.modes]
+        if len(configs) > 1 or baseline is not None:
+            each = (configs[0].max_model_len or 0) + configs[0].block_size
+            tokens = max(self.options.batch_size) * each
+            configs = [self.config(kind, mode, memory_tokens=tokens) for mode in self.modes]
+        eager: dict[BenchmarkCase, Reference] = {}
+        if len(configs) > 1:
+            with ExitStack() as stack:
+                engines = []
+                try:
+                    for config in configs:
+                        engines.append(stack.enter_context(self.start(kind, config)))
+                except MemoryBudgetError as error:
+                    reason, *_ = str(error).splitlines()
+                    self.say(f"modes run one after the other, not interleaved: {reason}")
+                else:
+                    self._measure(kind.model, engines, eager, baseline)
+                    return
+        for config in configs:
+            with self.start(kind, config) as engine:
+                self._measure(kind.model, [engine], eager, baseline)
+
+    def _measure(
+        self,
+        model: str,
+        engines: Sequence[Engine],
+        eager: dict[BenchmarkCase, Reference],
+        baseline: Callable[[], TransformersBaseline] | None,
+    ) -> None:
+        """Measure each case of each engine; `eager` holds the references from eager mode.
+
+        With a baseline our entries are written first, as transformers may take minutes to load and
+        compile. Then a second measurement, interleaved with transformers, replaces them.
+        """
+        options = self.options
+        check = None
+        if self.checks:
+            unpacked = [engine for engine in engines if engine.decoder.kernels.pack is None]
+            check = TokenCheck((unpacked or engines)[0], model)
+        for number, case in enumerate(self.grid, 1):
+            about = f"{case.batch_size} rows after {case.input_len} tokens"
+            self.say(f"{model}, {number} of {len(self.grid)}: {about}")
+            first = len(self.document["cases"])
+            runs = [self.case_run(engine, case) for engine in engines]
+            for run in runs:
+                for _ in range(options.num_warmup):
+                    run.warm_up()
+            self._write_cases(first, self._repeat(model, runs, eager, check, None))
+            if baseline is None or self.baseline_error is not None:
+                continue
+            runs = [self.case_run(engine, case) for engine in engines]
+            try:
+                theirs = baseline()
+                theirs.prepare(runs[0].prompts, case.output_len - 1)
+                self._write_cases(first, self._repeat(model, runs, eager, check, theirs))
+            except PeerError as error:
+                # Its text alone: the frames of its traceback hold the model.
+                self.baseline_error = str(error)
+                self.say(f"from here on without transformers: {error}")
+
+    def _write_cases(self, first: int, entries: Iterable[dict[str, Any]]) -> None:
+        """Put entries into the document from index `first` on, and write it after each."""
+        cases: list[dict[str, Any]] = self.document["cases"]
+        for index, entry in enumerate(entries, first):
+            cases[index : index + 1] = [entry]
+            write_json(self.options, self.document)
+
+    def _repeat(
+        self,
+        model: str,
+        runs: Sequence[CaseRun],
+        eager: dict[BenchmarkCase, Reference],
+        check: TokenCheck | None,
+        theirs: TransformersBaseline | None,
+    ) -> Iterator[dict[str, Any]]:
+        """Interleave the repetitions of one case, and yield the entry of each run.
+
+        Raises:
+            PeerError: transformers failed, before anything was yielded.
+        """
+        options, case = self.options, runs[0].case
+        sides = [run.repeat for run in runs]
+        if theirs is not None:
+            sides.append(theirs.run)
+        read_again = watch(self.monitor)
+        interleave(sides, options.num_iters, options.turn_seconds)
+        state = read_again()
+        for run in runs:
+            if is_reference(run.engine):
+                eager[case] = run.reference()
+            yield run.to_json(model, self.bandwidth, eager.get(case), check) | {
+                "interleaved": len(runs) > 1,
+                "baselines": [theirs.to_json(run.step_ms, run.token_ids)] if theirs else [],
+                "device_state": state,
+                "profiled": self.profiled,
+            }
+
+    def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:
+        """Return a case to be run on an engine."""
+        return CaseRun(engine, case, seed=self.options.seed)

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ....profiling.markdown import aligned
-from ...errors import StepgraphError
+from ...profiling.markdown import aligned
+from ..errors import StepgraphError
 
 __all__ = [
     "KEYS",
@@ -43,7 +43,7 @@ MIN_REPETITIONS = 5
 """Of both runs: bounds from fewer hold with less than 88 %."""
 _TEXT = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "model_impl", "device")
 _SIZES = ("batch_size", "input_len", "output_len")
-_HIDDEN_IF_EQUAL = ("tensor_parallel", "prefill_chunk", "steps_per_launch")
+_HIDDEN_IF_EQUAL = ("tensor_parallel", "prefill_chunk")
 KEYS = (*_TEXT, *_SIZES, *_HIDDEN_IF_EQUAL)
 """Fields that two cases must share to be compared."""
 _HEADS = {"weight_dtype": "weights", "kv_dtype": "KV", "tensor_parallel": "ranks"}

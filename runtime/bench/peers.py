@@ -1,0 +1,219 @@
+"""Other runtimes that `--scenario neighbours` measures, each in its own process.
+
+The process runs `peer_runner` in the Python that has the runtime installed, loads the model once,
+and then decodes on request, so that its steps and ours are interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import StepgraphError
+from .peer_runner import MODULES
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ChildProcess", "Peer", "PeerError", "PeerSpec", "choose_peers", "peer_spec"]
+
+RUNNER = Path(__file__).with_name("peer_runner.py")
+REPLY_SECONDS = 900
+"""A peer that takes longer for a request is ended. The first request exports and compiles."""
+MAX_REASON = 300
+"""Characters of an error of another program."""
+
+
+class PeerError(StepgraphError, RuntimeError):
+    """Another runtime is not installed, failed, or cannot run the model."""
+
+
+class PeerSpec(NamedTuple):
+    """Another runtime, and the Python that has it installed."""
+
+    name: str
+    python: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of its processes; `PYTHONPATH` is meant for this interpreter alone."""
+        own = self.python == sys.executable
+        return {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or own}
+
+    def missing(self) -> list[str]:
+        """Return the modules of the runtime that its Python cannot import.
+
+        Raises:
+            PeerError: it cannot be run, or fails.
+        """
+        find = "import importlib.util as u, sys\nfor m in sys.argv[1:]:\n"
+        find += " try: found = u.find_spec(m)\n except ImportError: found = None\n"
+        find += " if found is None: print(m)"
+        command = [self.python, "-P", "-c", find, *MODULES[self.name]]
+        try:
+            done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+        except OSError as error:
+            raise PeerError(f"--peer {self.name}: cannot run {self.python}: {error!s}") from error
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["without a message"])[-1]
+            raise PeerError(
+                f"--peer {self.name}: {self.python} (Python 3.11 or newer) failed:"
+                f" {reason:.{MAX_REASON}}"
+            )
+        return done.stdout.split()
+
+
+def peer_spec(text: str) -> PeerSpec:
+    """Read `NAME` or `NAME=PYTHON`, for argparse."""
+    name, equals, python = text.partition("=")
+    if name not in MODULES or (equals and not python):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME or NAME=PYTHON with NAME one of {', '.join(MODULES)}"
+        )
+    return PeerSpec(name, python or sys.executable)
+
+
+def choose_peers(given: Sequence[PeerSpec] | None, device: torch.device) -> list[PeerSpec]:
+    """Return the runtimes to measure: the given ones, else all that this interpreter has.
+
+    Raises:
+        PeerError: a given one is not installed, or `device` is not a CPU.
+    """
+    if given is None:
+        specs = [PeerSpec(name, sys.executable) for name in MODULES]
+        return [spec for spec in specs if device.type == "cpu" and not spec.missing()]
+    if device.type != "cpu":
+        raise PeerError(f"--peer measures on a CPU, and the device is {str(device)!r}")
+    for spec in given:
+        if missing := spec.missing():
+            raise PeerError(
+                f"--peer {spec.name}: {spec.python} has no {', '.join(missing)}: install it there,"
+                f" or name another Python with --peer {spec.name}=PYTHON"
+            )
+    return list(given)
+
+
+class ChildProcess:
+    """A process group with a pipe on its standard input; `close` it at the end."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], *, replies: bool = False
+    ) -> None:
+        """Start a program.
+
+        Args:
+            name: of the program, for messages.
+            command: its path and arguments.
+            env: its environment.
+            replies: its standard output is a pipe too. Else it is logged, as stderr always is.
+        """
+        self.name = name
+        self.scratch = tempfile.TemporaryDirectory(prefix="stepgraph-child-")
+        """A directory that lives as long as the process."""
+        self._log = Path(self.scratch.name, "log")
+        with self._log.open("wb") as log:
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if replies else log,
+                stderr=log,
+                # Ctrl-C is handled here, and `close` kills the whole group. The session stays
+                # ours, as the kernel may schedule processors by session.
+                process_group=0,
+            )
+
+    def close(self) -> None:
+        """Kill the process and its children. Idempotent."""
+        with suppress(ProcessLookupError):  # it has ended and was waited for
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(BrokenPipeError), self.process:  # a request that was not read
+            self.process.wait()
+        self.scratch.cleanup()
+
+    def last_words(self) -> str:
+        """Return the last line of the log that is not blank."""
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "without a message"
+
+
+class Peer(ChildProcess):
+    """A model in another runtime; `close` it at the end."""
+
+    def __init__(
+        self, spec: PeerSpec, checkpoint: Path, *, dtype: str, weight_dtype: str, **limits: int
+    ) -> None:
+        """Start the process and load the model.
+
+        Args:
+            spec: which runtime, in which Python.
+            checkpoint: directory in Hugging Face format.
+            dtype: of weights, arithmetic and cache, by torch's name.
+            weight_dtype: of our weights: llama.cpp stores them as q8_0 for int8, others ignore it.
+            limits: `threads` that it computes with, `rows` of the largest batch, `tokens` of the
+                longest sequence and `batch_tokens` of a step, prompts included.
+
+        Raises:
+            PeerError: the runtime fails or does not answer.
+        """
+        env = spec.environment | {"OMP_NUM_THREADS": str(limits["threads"])}
+        super().__init__(spec.name, [spec.python, "-P", str(RUNNER)], env, replies=True)
+        try:
+            loaded = self._request(
+                runtime=spec.name,
+                checkpoint=str(checkpoint),
+                scratch=self.scratch.name,
+                dtype=dtype,
+                weight_dtype=weight_dtype,
+                **limits,
+            )
+        except BaseException:
+            self.close()
+            raise
+        self.version: str = loaded["version"]
+        self.dtype: str = loaded["stored_as"] or dtype
+        """Of the weights of linear layers."""
+
+    def prefill(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        """Run until every prompt has its first token; each may get `max_tokens`."""
+        self._request(do="prefill", prompts=prompts, max_tokens=max_tokens)
+
+    def steps(self, count: int) -> list[float]:
+        """Decode the whole batch `count` times; return the milliseconds of each step."""
+        step_ms: list[float] = self._request(do="steps", count=count)["step_ms"]
+        return step_ms
+
+    def end(self) -> None:
+        """Drop the requests."""
+        self._request(do="end")
+
+    def _request(self, **request: Any) -> dict[str, Any]:
+        requests, replies = self.process.stdin, self.process.stdout
+        assert requests is not None
+        assert replies is not None
+        try:
+            requests.write(json.dumps(request).encode() + b"\n")
+            requests.flush()
+            ready, _, _ = select.select([replies], [], [], REPLY_SECONDS)  # a reply is one line
+        except BrokenPipeError:
+            line = b""
+        else:
+            if not ready:
+                raise PeerError(f"{self.name}: no reply within {REPLY_SECONDS} s")
+            line = replies.readline()
+        reply = json.loads(line) if line else {"error": f"it ended: {self.last_words()}"}
+        if "error" in reply:
+            reason = " ".join(reply["error"].split())
+            raise PeerError(f"{self.name}: {reason:.{MAX_REASON}}")
+        found: dict[str, Any] = reply
+        return found

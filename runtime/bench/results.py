@@ -1,0 +1,465 @@
+"""The benchmark's JSON document, and what is printed of it: headlines, tables and warnings."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import shlex
+import string
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ...profiling.atomic_write import write_file
+from ...profiling.device_state import DeviceMonitor, describe_throttling
+from ...profiling.markdown import aligned
+from ..engine.engine import Engine
+from ..kernels import resolve_threads
+from .comparison import SCHEMA_VERSION, comparison_text
+from .console import shown_command_line
+
+__all__ = ["describe_engine", "failed_checks", "new_document", "num_cpus", "report"]
+__all__ += ["settle_bandwidth", "table_rows", "warnings", "write_json"]
+
+Entry = Mapping[str, Any]
+Cell = str | Callable[[Entry], str]
+"""A format string over the fields of an entry (see `_Formatter`), or a function."""
+
+SPREAD_LIMIT = 0.05
+"""A case whose repetitions differ by more is warned about."""
+BANDWIDTH_LIMIT = 0.1
+"""So is a bandwidth that differs by more before and after the cases."""
+_COMMIT = "STEPGRAPH_COMMIT"
+"""The environment variable that names the commit, for a tree without a repository."""
+_DESCRIBE = ("git", "describe", "--always", "--dirty", "--abbrev=12")
+
+
+def new_document(device: torch.device, bandwidth: float, threads: int | None) -> dict[str, Any]:
+    """Return a document without cases.
+
+    Args:
+        device: what is measured.
+        bandwidth: its measured read bandwidth, in bytes per second.
+        threads: as `EngineConfig.threads`.
+    """
+    frequency = psutil.cpu_freq()
+    cpu = _cpu_name()
+    environment = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        **_driver_and_clocks(device),
+        "cpu": cpu,
+        "cpu_mhz": None if frequency is None else round(frequency.current),
+        "threads": resolve_threads(threads),
+        "bandwidth_gb_s": bandwidth / 1e9,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "commit": os.environ.get(_COMMIT) or _output(*_DESCRIBE),
+        "command": shlex.join(shown_command_line()),
+    }
+    return {"schema_version": SCHEMA_VERSION, "environment": environment, "cases": []}
+
+
+def write_json(options: argparse.Namespace, document: dict[str, Any]) -> None:
+    """Write the document as it is now to `--output-json`, if that was given.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    if options.output_json is not None:
+        write_file(options.output_json, json.dumps(document, indent=1) + "\n")
+
+
+def settle_bandwidth(document: dict[str, Any], after: float) -> None:
+    """Note the bandwidth measured after the cases; the larger one counts for their rooflines.
+
+    Other work on the machine only lowers a measured bandwidth, which would flatter the fractions.
+    """
+    environment = document["environment"]
+    before, after = environment["bandwidth_gb_s"], after / 1e9
+    environment |= {"bandwidth_before_gb_s": before, "bandwidth_after_gb_s": after}
+    if after <= before:
+        return
+    environment["bandwidth_gb_s"] = after
+    for entry in _entries(document):
+        if roofline := entry.get("roofline"):
+            roofline["bandwidth_gb_s"] = after
+            for name in ("floor_ms", "fraction"):
+                roofline[name] *= before / after
+
+
+def num_cpus() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
+    """Return the fields that entries of all engines begin with."""
+    config = engine.config
+    dtype = str(config.dtype).removeprefix("torch.")
+    return {
+        "model": model,
+        "dtype": dtype,
+        "weight_dtype": dtype if config.weights == "model" else config.weights,
+        "kv_dtype": dtype if config.storage == "model" else config.storage,
+        "mode": config.mode,
+        "kernels": config.kernels,
+        "model_impl": config.model_impl,
+        "tensor_parallel": config.user.tensor_parallel,
+        "device": str(config.device),
+        "prefill_chunk": config.user.prefill_chunk,
+        "fallbacks": engine.stats()["fallbacks"],
+    }
+
+
+def _driver_and_clocks(device: torch.device) -> dict[str, Any]:
+    """Return the driver and the maximum clocks through NVML; without NVML only the driver."""
+    monitor = DeviceMonitor.of(device)
+    if monitor is not None:
+        return monitor.describe()
+    driver = None
+    if device.type == "cuda":  # one line per device; all have the same driver
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "driver": driver.partition("\n")[0] if driver else None,
+        "max_sm_mhz": None,
+        "max_memory_mhz": None,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+    return f"{names[0]}, {len(names)} processors" if names else platform.machine()
+
+
+def _output(*command: str) -> str | None:
+    """Return the output of a command run in this folder; None if it is missing or fails."""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=Path(__file__).resolve().parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+class _Formatter(string.Formatter):
+    """Formats fields such as `{step_ms[p50]:.2f}`; a field that is null or absent is a dash.
+
+    Additional formats: `dist` is p50 / p90 / p99, `MB` bytes in 10^6.
+    """
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        name, *keys = field_name.replace("]", "").split("[")
+        value = kwargs.get(name)
+        for key in keys:
+            value = None if value is None else value.get(key)
+        return value, name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return "-"
+        if format_spec == "dist":
+            return " / ".join(self.format_field(value[p], ".2f") for p in ("p50", "p90", "p99"))
+        if format_spec == "MB":
+            return f"{value / 1e6:.1f}"
+        return format(value, format_spec)
+
+
+def _mode(entry: Entry) -> str:
+    """Return the mode, and kernels and layers unless they are the usual ones."""
+    found = [entry["mode"]]
+    usual = "torch" if entry["mode"] == "eager" else "native"
+    if entry.get("kernels", usual) != usual:
+        found.append(entry["kernels"])
+    if entry.get("model_impl") == "transformers":
+        found.append("layers of transformers")
+    if entry.get("tensor_parallel", 1) > 1:
+        found.append(f"{entry['tensor_parallel']} ranks")
+    return ", ".join(found)
+
+
+def _check(entry: Entry) -> str:
+    check = entry.get("check")
+    return f"{check['tokens']} {'ok' if check['passed'] else 'FAILED'}" if check else "-"
+
+
+def _baseline(cell: str) -> Callable[[Entry], str]:
+    return lambda e: _FORMATTER.vformat(cell, (), e["baselines"][0]) if e["baselines"] else "-"
+
+
+def _over_budget(entry: Entry) -> str:
+    budget = entry["step_budget"]
+    return "-" if budget is None else f"{budget['over_budget']} of {budget['n']}"
+
+
+_FORMATTER = _Formatter()
+_KIND: dict[str, Cell] = {
+    "model": "{model}",
+    "dtype": "{dtype}",
+    "weights": "{weight_dtype}",
+    "KV": "{kv_dtype}",
+    "mode": _mode,
+    "output": "{output_len}",
+}
+"""Columns that are left out of a table, and stand above it, where all entries are equal."""
+_SIZES: dict[str, Cell] = {"batch": "{batch_size}", "input": "{input_len}"}
+_STEP, _ITL, _TTFT = "step ms p50 / p90 / p99", "ITL ms p50 / p90 / p99", "TTFT ms p50"
+_VERBOSE: dict[str, Cell] = {
+    _ITL: "{itl_ms:dist}",
+    "tok/s": "{tokens_per_second:.1f}",
+    "prefill tok/s": "{prefill_tokens_per_second:.0f}",
+    "MB/step": "{roofline[bytes_per_step]:MB}",
+    "roofline": "{roofline[fraction]:.0%}",
+    "padding": "{padding:.0%}",
+    "KV MB": "{kv_bytes:MB}",
+}
+_OPTIONAL: dict[str, Cell] = {
+    "= eager": "{correct[tokens_equal_eager]:.0%}",
+    "max logit error": "{correct[max_abs_logit_error]:.2g}",
+    "tokens checked": _check,
+    "transformers step ms p50 (n)": _baseline("{step_ms[p50]:.2f} ({step_ms[n]})"),
+    "times faster": _baseline("{speedup:.2f}"),
+    "= transformers": _baseline("{tokens_equal:.0%}"),
+}
+"""Columns that a table of steady has if a case has values for them."""
+TABLES: dict[str, dict[str, Cell]] = {
+    "interference": {
+        **_SIZES,
+        "max ITL ms": "{max_itl_ms:g}",
+        "chunk tokens p50": "{chunk_tokens[p50]:.0f}",
+        "decode ms p50": "{decode_step_ms[p50]:.2f}",
+        "with prefill": "{prefill_step_ms[p50]:.2f}",
+        _ITL: "{itl_ms:dist}",
+        "max": "{itl_ms[max]:.2f}",
+        "over budget": _over_budget,
+        "roofline": "{roofline[fraction]:.0%}",
+        _TTFT: "{ttft_ms[p50]:.1f}",
+        "served": "{first_tokens} of {arrivals}",
+    },
+    "neighbours": {
+        **_SIZES,
+        "busy": "{neighbours}",
+        "runtime": "{name}",
+        _STEP: "{step_ms:dist}",
+        "p50 to peer": "{ratio_p50:.2f}",
+        "p90 to peer": "{ratio_p90:.2f}",
+        "p99 / p50": "{p99_to_p50:.2f}",
+        "n": "{step_ms[n]}",
+        "spread": "{spread:.1%}",
+    },
+    "serve": {
+        "max ITL ms": "{max_itl_ms:g}",
+        "transport": "{transport}",
+        "of capacity": "{fraction:g}",
+        "req/s": "{rate:.2f}",
+        "TTFT ms p50 / p90 / p99": "{ttft_ms:dist}",
+        _ITL: "{itl_ms:dist}",
+        "goodput/s": "{goodput:.2f}",
+        "good": "{good} of {requests}",
+        "shed": "{shed}",
+        "missed": "{missed}",
+        "failed": "{failed}",
+        "unfinished": "{unfinished}",
+        "SLO ms TTFT, ITL": "{slo_ttft_ms:.0f}, {slo_itl_ms:.0f}",
+        "lag ms p99": "{lag_ms[p99]:.2f}",
+    },
+    "host": {
+        "rows": "{rows}",
+        "queued": "{queued:,}",
+        "blocks": "{num_blocks:,}",
+        "host µs p50 / p90 / p99": "{host_us:dist}",
+        "min": "{host_us[min]:.1f}",
+        "n": "{host_us[n]}",
+    },
+    "cases": {
+        **_SIZES,
+        _STEP: "{step_ms:dist}",
+        _TTFT: "{ttft_ms[p50]:.1f}",
+        "host µs": "{host_us[p50]:.0f}",
+        "n": "{step_ms[n]}",
+        "spread": "{spread:.1%}",
+    },
+}
+"""By the name of the list in the document; `cases` is that of steady."""
+TEXT_COLUMNS = {"model", "dtype", "weights", "KV", "mode", "runtime", "transport"}
+
+
+def table_rows(document: Entry, *, verbose: bool = False) -> tuple[str, list[dict[str, str]]]:
+    """Return what all entries of the document share, and the cells of the others by column."""
+    name = next(name for name in TABLES if document.get(name) or name == "cases")
+    entries = document[name]
+    if name == "neighbours":
+        entries = [{"name": "stepgraph", **e} | p for e in entries for p in ({}, *e["peers"])]
+    columns = TABLES[name] if name == "host" else _KIND | TABLES[name]
+    if name == "cases":
+        columns = columns | (_VERBOSE if verbose else {}) | _OPTIONAL
+    rows = [
+        {
+            head: _FORMATTER.vformat(cell, (), entry) if isinstance(cell, str) else cell(entry)
+            for head, cell in columns.items()
+        }
+        for entry in entries
+    ]
+    found = {head: [row[head] for row in rows] for head in columns}
+    shared = {h: v[0] for h, v in found.items() if h in _KIND and len(set(v)) == 1}
+    empty = {h for h, v in found.items() if h in _OPTIONAL and set(v) == {"-"}}
+    named = [
+        f"{head} {value}" if head in ("weights", "KV", "output") else value
+        for head, value in shared.items()
+        if not (head in ("weights", "KV") and value == shared.get("dtype")) and value != "-"
+    ]
+    keep = [head for head in columns if head not in shared and head not in empty]
+    return ", ".join(named), [{head: row[head] for head in keep} for row in rows]
+
+
+def report(document: Entry, *, verbose: bool = False) -> str:
+    """Return the headlines of steady, the table, the hardware and the comparison, as Markdown."""
+    shared, rows = table_rows(document, verbose=verbose)
+    lines = [shared, ""] if shared else []
+    environment = document["environment"]
+    if "host" not in document and document["cases"]:
+        lines += [*_headlines(document, rows), ""]
+    if rows:
+        heads = list(rows[0])
+        texts = len([*itertools.takewhile(TEXT_COLUMNS.__contains__, heads)])
+        lines += [*aligned(heads, [list(row.values()) for row in rows], texts), ""]
+    lines.append(
+        "{device}, {threads} threads, reads {bandwidth_gb_s:.1f} GB/s (measured)".format_map(
+            environment
+        )
+    )
+    lines.append("torch {torch}, Python {python}; {command}".format_map(environment))
+    if "comparison" in document:
+        lines += ["", comparison_text(document["comparison"])]
+    return "\n".join(lines)
+
+
+def _headlines(document: Entry, rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    reads = document["environment"]["bandwidth_gb_s"]
+    for case, row in zip(document["cases"], rows, strict=True):
+        own = ", ".join(row[head] for head in _KIND if head in row)
+        yield (
+            f"- {own + ', ' if own else ''}batch {case['batch_size']}, input"
+            f" {case['input_len']:,}: {case['tokens_per_second']:,.0f} tok/s,"
+            f" {100 * case['roofline']['fraction']:.0f} % of the {reads:,.1f} GB/s this machine"
+            f" reads; prefill {case['prefill_tokens_per_second']:,.0f} tok/s"
+        )
+    if any(case["roofline"]["fraction"] > 1 for case in document["cases"]):
+        yield ""
+        yield (
+            "Above 100 %: what a step reads fits into the cache of the processor, which is faster"
+            " than the\nmemory that the bandwidth is measured on."
+        )
+
+
+def warnings(document: Entry) -> list[str]:
+    """Return a line for each kind of warning, and for each case that was throttled."""
+    return [
+        *failed_checks(document),
+        *_noise(document),
+        *_unequal_bandwidths(document["environment"]),
+        *_not_interleaved(document["cases"]),
+        *_throttling(document),
+        *_late_generators(document),
+    ]
+
+
+def failed_checks(document: Entry) -> list[str]:
+    """Return a line for each case whose tokens differ from those of the reference."""
+    lines = []
+    for case in document["cases"]:
+        check = case.get("check")
+        if check is not None and not check["passed"]:
+            gap = "not finite" if check["worst_gap"] is None else f"{check['worst_gap']:.2g}"
+            why = check["error"] or (
+                f"a token's reference logit lies {gap} standard deviations below the largest,"
+                f" {check['tolerance']:g} are allowed; {check['equal']} of {check['tokens']} tokens"
+                " equal the reference's"
+            )
+            lines.append(f"FAILED: {_name(case)}: its times do not count: {why}")
+    return lines
+
+
+def _entries(document: Entry) -> Iterator[dict[str, Any]]:
+    return itertools.chain.from_iterable(v for v in document.values() if isinstance(v, list))
+
+
+def _noise(document: Entry) -> Iterator[str]:
+    cases = document["cases"]
+    noisy = [case for case in cases if (case["spread"] or 0.0) > SPREAD_LIMIT]
+    if noisy:
+        named = ", ".join(f"{_name(case)} ({case['spread']:.1%})" for case in noisy)
+        yield (
+            f"Warning: the repetitions of {len(noisy)} of {len(cases)} cases lie more than"
+            f" {SPREAD_LIMIT:.0%} apart (spread): {named}"
+        )
+
+
+def _unequal_bandwidths(environment: Entry) -> Iterator[str]:
+    both = [environment.get(f"bandwidth_{when}_gb_s") for when in ("before", "after")]
+    before, after = (value or environment["bandwidth_gb_s"] for value in both)
+    if max(before, after) > (1 + BANDWIDTH_LIMIT) * min(before, after):
+        yield (
+            f"Warning: memory was read at {before:.1f} GB/s before the cases and {after:.1f} after"
+            " them: other work disturbed the machine; repeat this when it is idle"
+        )
+
+
+def _not_interleaved(cases: Sequence[Entry]) -> Iterator[str]:
+    # If the modes of a kind did not fit together, none of its cases were interleaved.
+    kinds = {_kind(case): case["interleaved"] for case in cases}
+    modes = {kind: {c["mode"] for c in cases if _kind(c) == kind} for kind in kinds}
+    apart = [kind for kind, turns in kinds.items() if not turns and len(modes[kind]) > 1]
+    if apart:
+        named = ", ".join(" ".join(dict.fromkeys(kind)) for kind in apart)
+        yield (
+            "Warning: modes ran one after the other, as they do not fit into memory together, so"
+            f" a disturbance of the machine may have affected only one of them: {named}"
+        )
+
+
+def _throttling(document: Entry) -> Iterator[str]:
+    for entry in _entries(document):
+        state = entry.get("device_state")
+        held = state and describe_throttling(state["before"], state["after"])
+        if held:
+            yield f"Warning: {_name(entry)}: {held}"
+
+
+def _late_generators(document: Entry) -> Iterator[str]:
+    late = [e for e in document.get("serve", ()) if e.get("generator_behind")]
+    if late:
+        named = ", ".join(f"{e['transport']} at {e['fraction']:g}" for e in late)
+        yield (
+            "Warning: the load generator fell behind its schedule; latencies contain its own delay"
+            f" (see lag): {named}"
+        )
+
+
+def _kind(entry: Entry) -> tuple[str, ...]:
+    return tuple(entry[name] for name in ("model", "dtype", "weight_dtype", "kv_dtype"))
+
+
+def _name(entry: Entry) -> str:
+    names = ("batch_size", "input_len", "output_len")
+    sizes = " x ".join(str(entry[name]) for name in names if name in entry)
+    return f"{' '.join(dict.fromkeys(_kind(entry)))} {entry['mode']} {sizes}"

@@ -1,1 +1,0 @@
-"""The JSON document of the benchmark, comparisons of two, and the tables."""

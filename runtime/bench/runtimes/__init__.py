@@ -1,1 +1,0 @@
-"""Other runtimes that the benchmark compares with."""

@@ -1,0 +1,130 @@
+"""Saves the random weights of a preset as a checkpoint that other runtimes load."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ..loading.checkpoint import INDEX_FILE
+from ..loading.loader import random_weights, resolve_source
+from ..models.config import ModelConfig
+from ..models.layout import fused_layout
+from .peers import PeerError
+
+__all__ = ["checkpoint_of", "save_random_weights"]
+
+FILE_BYTES = 2 << 30
+"""Of a file, about: as much is in memory at a time."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Model types whose presets can be saved."""
+_SAME_NAME = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "hidden_act")
+_SAME_NAME += ("max_position_embeddings", "tie_word_embeddings", "bos_token_id", "head_dim")
+
+
+@contextmanager
+def checkpoint_of(
+    model: str, dtype: str, seed: int, device: torch.device | str = "cpu"
+) -> Iterator[Path]:
+    """Yield the directory of a model; a preset is saved in one that is removed afterwards.
+
+    Raises:
+        PeerError: a preset of a family that is not saved.
+    """
+    source = resolve_source(model)
+    if source.directory is not None:
+        yield source.directory
+        return
+    config = source.native
+    with tempfile.TemporaryDirectory(prefix="stepgraph-checkpoint-") as scratch:
+        stored = getattr(torch, config.torch_dtype if dtype == "auto" else dtype)
+        save_random_weights(config, Path(scratch), stored, seed, device=device)
+        yield Path(scratch)
+
+
+def save_random_weights(
+    config: ModelConfig,
+    directory: Path,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    device: torch.device | str = "cpu",
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write a config.json and the weights of `random_weights`, file by file.
+
+    Raises:
+        PeerError: the family is not one of `FAMILIES`.
+    """
+    fields = _hf_fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
+    (directory / "config.json").write_text(json.dumps(fields))
+    layout = fused_layout(config)
+    missing = Counter(part.name for fused in layout.values() for part in fused.sources)
+    unfinished: dict[str, torch.Tensor] = {}
+    finished: dict[str, torch.Tensor] = {}
+    files: dict[str, str] = {}
+
+    def write() -> None:
+        name = f"model-{len(set(files.values())):05d}.safetensors"
+        save_file(finished, directory / name, metadata={"format": "pt"})
+        files.update(dict.fromkeys(finished, name))
+        finished.clear()
+
+    for name, tensor in random_weights(config, dtype, seed, device=device):
+        for part, values in layout[name].parts(tensor):
+            if part.name is None:
+                continue  # zeros that checkpoints leave out
+            if part.name not in unfinished:
+                unfinished[part.name] = torch.empty(part.shape, dtype=dtype)
+            part.write(unfinished[part.name], values.cpu())
+            missing[part.name] -= 1
+            if not missing[part.name]:
+                finished[part.name] = unfinished.pop(part.name)
+        if sum(tensor.nbytes for tensor in finished.values()) >= file_bytes:
+            write()
+    if finished:
+        write()
+    total = sum((directory / file).stat().st_size for file in set(files.values()))
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (directory / INDEX_FILE).write_text(json.dumps(index))
+
+
+def _hf_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the config.json of a model in the form of transformers."""
+    rope = config.rope_scaling
+    if config.model_type not in FAMILIES or rope.type not in ("default", "llama3"):
+        raise PeerError(
+            f"a preset of {config.model_type} cannot be compared with other runtimes: give a"
+            f" checkpoint, or a preset of {', '.join(FAMILIES)}"
+        )
+    fields = {name: getattr(config, name) for name in _SAME_NAME} | {
+        "model_type": config.model_type,
+        "architectures": [config.family.architecture],
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "eos_token_id": list(config.eos_token_ids),
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": rope.type, "rope_theta": config.rope_theta},
+        "sliding_window": config.sliding_window,
+    }
+    if rope.type == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        scaling = dataclasses.asdict(rope)
+        for name in (*names, "original_max_position_embeddings"):
+            fields["rope_parameters"][name] = scaling[name]
+    if config.experts is not None:
+        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        fields |= {name: getattr(config.experts, name) for name in names}
+        fields["mlp_only_layers"] = list(config.experts.dense_layers)
+    return fields
