@@ -127,8 +127,8 @@ class EngineForkedError(EngineClosedError):
 class EngineBusyError(StepgraphError, RuntimeError):
     """The call cannot run now, because another call runs the engine. Nothing has changed.
 
-    Two threads call `step`; or a signal handler or a callback calls the engine during a call of its
-    own thread, for which it cannot wait; or two tasks wait in one stream of an `AsyncEngine`.
+    A signal handler or a callback calls the engine during a call of its own thread, for which it
+    cannot wait; or two tasks wait in one stream of an `AsyncEngine`.
     """
 
 

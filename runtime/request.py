@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..cache.prefix_hashes import PrefixHashes
 from .loading.detokenizer import IncrementalDetokenizer
@@ -312,6 +312,10 @@ class RequestGroup:
     id: str
     prompt_ids: list[int]
     requests: list[Request]
+    deliver: Callable[[Any], object] | None = None
+    """Takes its last `RequestOutput`; None: `step` returns all of its outputs."""
+    abort_posted: bool = False
+    """Whether the next step ends it."""
 
     @property
     def finished(self) -> bool:

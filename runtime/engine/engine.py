@@ -1,15 +1,24 @@
-"""The synchronous engine, the public interface: requests in, outputs out.
+"""The public interface: requests in, outputs out.
 
-`Intake` makes requests of prompts, `StepLoop` runs the steps (see `loop.py`), and `SharedLoop`
-makes it safe for several threads. `StartedEngine` has the methods that concern no request.
+`RequestBuilder` makes requests of prompts, and `StepLoop` runs the steps (see `loop.py`). `Engine`
+is a lock around the loop. Any thread may post requests and aborts at any time; whoever runs the
+next step applies them. One call at a time runs the loop: `step`, an operation between two steps, or
+`generate` for as many steps as it needs. Calls of `generate` share the batch: one of them runs the
+steps for all, and lets others in between two steps.
+
+An exception that interrupts a step or an operation leaves the loop in an undefined state. The
+engine has failed then, and every later call raises.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from _thread import get_ident
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -30,14 +39,17 @@ from ..arguments import (
     check_number,
     check_type,
 )
+from ..bounded_repr import bounded_repr
 from ..config import EngineConfig
 from ..errors import (
+    EngineBusyError,
     EngineClosedError,
     EngineFailedError,
     EngineForkedError,
     OverloadedError,
     RankError,
     RequestError,
+    StepgraphError,
 )
 from ..loading.chat_template import ChatPrompt, Message, chat_prompts
 from ..loading.opened_source import OpenedSource
@@ -48,10 +60,10 @@ from ..prompt_ids import plain_batch, type_name
 from ..request import AbortReason, RequestGroup
 from ..sampling_params import SamplingDefaults, SamplingParams
 from ..structured_output import StructuredOutput
-from .access import LoopAccess
 from .engine_stats import EngineCounters, EngineGauges, engine_stats
 from .forks import call_in_children
-from .intake import Intake, Prompt
+from .generate_call import GenerateCall
+from .intake import Prompt, RequestBuilder
 from .loop import StepLoop
 from .rank_start import agree_on_weights, ended_by_failures
 from .request_output import RequestOutput
@@ -64,411 +76,35 @@ from .startup import (
     overwriting,
     start,
 )
-from .tickets import GenerateCall, Ticket, Tickets
 
-__all__ = ["EncodedContents", "Engine", "MakeGroup", "SharedLoop", "StartedEngine"]
-
-
-# The cache of encoder outputs for images and other contents, safe for several threads.
+__all__ = ["Engine"]
 
 T = TypeVar("T")
 
 
-class EncodedContents:
-    """Runs an encoder for contents that are not cached. Thread-safe."""
+class Engine:
+    """Decodes batches of requests. Several engines may coexist.
 
-    def __init__(self, max_bytes: int, hidden_size: int, dtype: torch.dtype) -> None:
-        """Cache at most `max_bytes` bytes of embeddings `[tokens, hidden_size]` of a dtype."""
-        self.cache = EncoderOutputCache(max_bytes)
-        self._hidden_size = hidden_size
-        self._dtype = dtype
-        self._access = LoopAccess()
+    Create one with `from_pretrained`. Use it as a context manager, or call `close` at the end.
 
-    def encode(self, content: bytes, encoder: Callable[[bytes], torch.Tensor]) -> EncodedContent:
-        """Return the embeddings of a content; see `Engine.encode`.
+    Threads: `add_request`, `abort`, `stats` and `has_unfinished` may be called at any time by any
+    thread, signal handler or callback. Any number of threads may call `generate`; their requests
+    share the batch. Methods that run the loop or change it wait for the current step of another
+    thread, and raise `EngineBusyError` within a step of their own thread. In a forked child every
+    call except `close` raises `EngineForkedError`.
 
-        Raises:
-            RequestError: `content` is not bytes, or `encoder` returned no embeddings.
-        """
-        if not isinstance(content, bytes):
-            raise RequestError(
-                f"content must be bytes, not {type(content).__name__}", field="content"
-            )
-        check_callable("encoder", encoder, "bytes that returns embeddings")
-        key = content_key(content, "encoded")
-        embeds = self._use(lambda cache: cache.get(key))
-        if embeds is None:
-            encoded = encoder(content)
-            made = check_embeds(
-                encoded, self._hidden_size, self._dtype, "the encoder gave", "encoder"
-            )
-            self._use(lambda cache: cache.put(key, made))
-            embeds = made
-        return EncodedContent(embeds, key)
-
-    def clear(self) -> None:
-        """Drop what is cached."""
-        self._use(EncoderOutputCache.clear)
-
-    def _use(self, operation: Callable[[EncoderOutputCache], T]) -> T:
-        """Run an operation on the cache, one thread at a time."""
-        try:
-            self._access.enter("encode")
-            return operation(self.cache)
-        except BaseException:
-            self.cache.clear()  # an interrupt may have left it inconsistent
-            raise
-        finally:
-            self._access.leave()
-
-
-# The step loop of an engine, safe for several threads, signal handlers and forks.
-#
-# Any thread may post requests and aborts at any time; the call that runs the loop applies them. One
-# call at a time runs the loop (see `access.py`): `step`, a call of `generate` for as many steps as
-# it needs, or an operation between two steps. Calls of `generate` share the batch: one of them runs
-# the steps for all, and when its own requests have ended another one continues.
-#
-# If an exception interrupts an operation, the loop is not `intact` any more: it has failed, and
-# every later call raises.
-
-MakeGroup = Callable[[str], RequestGroup]
-
-"""Makes the requests of a prompt under an id; raises `RequestError` if it cannot be served."""
-
-
-class SharedLoop:
-    """A `StepLoop` for any number of threads, until it is closed, fails, or the process forks."""
-
-    def __init__(self, loop: StepLoop) -> None:
-        self._loop: StepLoop | None = loop
-        self._access = LoopAccess()
-        self._tickets = Tickets()
-        self._failure: BaseException | None = None
-        self._ended: EngineClosedError | None = None
-        self.forked = False
-        """Whether this is a copy in a forked child."""
-        call_in_children(self)
-
-    def after_fork(self) -> None:
-        """Refuse every use: the threads of the parent do not exist in a child."""
-        self.forked = True
-        self._ended = EngineForkedError(
-            "the engine belongs to the parent of this process, and cannot be used after a fork:"
-            " make a new one here, or start processes by spawn"
-        )
-
-    @property
-    def open_loop(self) -> StepLoop:
-        """The loop. Raises `EngineClosedError` or `EngineForkedError`."""
-        loop = self._loop  # first: another thread may close it
-        if self._ended is not None:
-            raise type(self._ended)(*self._ended.args)
-        assert loop is not None
-        return loop
-
-    @property
-    def healthy(self) -> bool:
-        """Whether no operation has failed or was interrupted."""
-        loop = self._loop
-        if self._failure is not None or loop is None or loop.lost_ranks:
-            return False
-        # An operation may end between the two checks, which looks like an interrupted one: retry.
-        return any(loop.intact or self._access.held for _ in range(8))
-
-    def check_usable(self) -> StepLoop:
-        """Return the loop, unless it is closed or failed."""
-        loop = self._loop
-        if loop is None or self._ended is not None:
-            return self.open_loop  # which raises
-        if self._failure is not None:
-            raise EngineFailedError(
-                f"the engine failed earlier ({self._failure!r}): close it and make a new one"
-            ) from self._failure
-        return loop
-
-    def has_unfinished(self) -> bool:
-        """Whether `step` has requests to run or outputs to return."""
-        loop = self.open_loop
-        return bool(self._tickets) or loop.has_unfinished
-
-    def submit(
-        self, make_group: MakeGroup, request_id: str | None, call: GenerateCall | None = None
-    ) -> str:
-        """Queue the requests of a prompt, and return their id: a new one for None.
-
-        Raises:
-            RequestError: from `make_group`, or the id is invalid or in use; nothing was queued.
-        """
-        loop = self.check_usable()
-        ticket = Ticket(call)
-        group: RequestGroup | None = None
-        try:
-            if call is not None:
-                call.tickets.append(ticket)
-            request_id = self._tickets.reserve(ticket, request_id)
-            group = make_group(request_id)
-            loop.post_add(group)
-            ticket.group = group  # it can be aborted from now on
-            self._settle("add_request")
-            return request_id
-        except BaseException:
-            if group is not None:
-                loop.post_discard(group)
-            self._tickets.release(ticket)
-            raise
-
-    def abort(self, request_id: str, reason: AbortReason = "abort") -> bool:
-        """End a request; see `Engine.abort`."""
-        loop = self.open_loop
-        ticket = self._tickets.get(request_id)
-        if ticket is None or ticket.group is None or ticket.group.finished or ticket.abort_posted:
-            return False
-        loop.post_abort(ticket.group, reason)
-        ticket.abort_posted = True
-        self._settle("abort")
-        return True
-
-    def pause(self, request_id: str, *, resume: bool = False) -> None:
-        """Pause a request, or resume it; see `Engine.pause`."""
-        loop = self.check_usable()
-        ticket = self._tickets.get(request_id)
-        if ticket is not None and ticket.group is not None:
-            (loop.post_resume if resume else loop.post_pause)(ticket.group)
-
-    def _settle(self, name: str) -> None:
-        """Apply posted changes, unless another call holds the loop and applies them."""
-        if self._failure is not None:
-            return
-        try:
-            if self._access.try_enter(name) and self._ended is None:
-                self._change(StepLoop.settle)
-        finally:
-            self._access.leave()
-
-    def step(self) -> list[RequestOutput]:
-        """Run one step; see `Engine.step`."""
-        loop = self.check_usable()
-        requests = loop.requests
-        outputs: list[RequestOutput] = []
-        try:
-            try:
-                part_of_generate = self._access.enter("step")
-                if self._ended is not None or self._failure is not None or not loop.intact:
-                    self._refuse()  # it changed while this call waited
-                try:
-                    loop.advance()
-                except BaseException as error:
-                    self._fail(error)
-                    raise
-                if self._tickets.calls:
-                    self._tickets.route(requests.ready)
-                if part_of_generate:  # which returns no outputs of others
-                    return outputs
-                outputs, requests.ready = requests.ready, outputs
-                any_finished, requests.any_finished = requests.any_finished, False
-            finally:
-                self._access.leave()
-            if any_finished:
-                self._tickets.hand_over(outputs)
-            return outputs
-        except BaseException:
-            if outputs:  # the next step returns them
-                self._tickets.take_back(outputs)
-                requests.ready[:0] = outputs
-                requests.any_finished = True
-            self._access.leave()  # if the first one was interrupted
-            raise
-
-    def generate(
-        self, prompts: Iterable[MakeGroup], step: Callable[[], object]
-    ) -> list[RequestOutput]:
-        """Decode prompts to their end and return their last outputs, in order.
-
-        Args:
-            prompts: if one raises `RequestError`, that is the `error` of its output.
-            step: runs a step, by `SharedLoop.step`.
-        """
-        self.check_usable()
-        self._access.refuse_reentry("generate")
-        call = GenerateCall()
-        try:
-            self._tickets.calls.add(call)
-            for make_group in prompts:
-                self._submit_for(call, make_group)
-            while not call.complete:
-                self._drive(call, step)
-            outputs = call.outputs()
-            for ticket in call.tickets:
-                self._tickets.release(ticket)
-            self._tickets.calls.discard(call)
-            return outputs
-        except BaseException:
-            self._abandon(call)
-            raise
-
-    def _submit_for(self, call: GenerateCall, make_group: MakeGroup) -> None:
-        """Queue a prompt of a call; if it cannot be served, deliver an output with the error."""
-        try:
-            self.submit(make_group, None, call)
-        except (RequestError, OverloadedError) as error:
-            refused = call.tickets[-1].id
-            call.deliver(RequestOutput(refused, [], (), True, error=error))
-
-    def _drive(self, call: GenerateCall, step: Callable[[], object]) -> None:
-        """Run steps until the call is complete or another one needs the loop; or wait."""
-        self.check_usable()
-        try:
-            if self._access.claim("generate", call):
-                while not (call.complete or self._access.wanted):
-                    step()
-        finally:
-            self._access.leave()
-
-    def _abandon(self, call: GenerateCall) -> None:
-        """Abort the requests of a call of `generate`; the next `step` returns their outputs."""
-        loop = self.open_loop
-        for ticket in call.tickets:
-            if ticket.group is not None:
-                loop.post_abort(ticket.group)
-        self._tickets.calls.discard(call)
-        for ticket in call.tickets:
-            ticket.call = None
-        if self._failure is not None:
-            return
-        try:
-            self._access.enter("generate")
-            self._change(StepLoop.settle)
-            loop.requests.ready += [output for output in call.done.values() if output.error is None]
-            loop.requests.any_finished = True
-        finally:
-            self._access.leave()
-
-    def score(self, make_group: MakeGroup, forced: Sequence[int]) -> torch.Tensor:
-        """Return the logits of a single request; see `Engine.score`."""
-        loop = self.check_usable()
-        ticket = Ticket()
-        logits: list[torch.Tensor] = []
-        group: RequestGroup | None = None
-        try:
-            self._access.claim("score")
-            self.run("score", StepLoop.settle)
-            if self.has_unfinished():
-                raise RequestError("score needs an idle engine: finish or abort its requests first")
-            group = make_group(self._tickets.reserve(ticket, None))
-            (request,) = group.requests
-            loop.post_add(group)
-            self.run("score", StepLoop.settle)
-            while not group.finished:
-                self.run("score", lambda loop: loop.score_step(request, forced, logits))
-            if request.error is not None:
-                raise request.error
-            return torch.stack(logits)
-        finally:
-            try:
-                self._tickets.release(ticket)
-                if group is not None and self._failure is None:
-                    loop.post_discard(group)
-                    self.run("score", StepLoop.settle)
-            finally:
-                self._access.leave()
-
-    def run(self, name: str, change: Callable[[StepLoop], T]) -> T:
-        """Run an operation between two steps, once the loop is free; return its result.
-
-        Raises:
-            EngineBusyError: a callback called `name` within a call that holds the loop.
-        """
-        self.check_usable()  # in a fork the holder of the loop never ends
-        try:
-            self._access.enter(name)
-            return self._change(change, name)
-        finally:
-            self._access.leave()
-
-    def run_idle(self, name: str, change: Callable[[StepLoop], T]) -> T:
-        """As `run`, for an operation that needs an engine without unfinished requests.
-
-        Raises:
-            RequestError: there are unfinished requests.
-        """
-
-        def checked(loop: StepLoop) -> T:
-            loop.settle()
-            if self.has_unfinished():
-                raise RequestError(
-                    f"{name} needs an idle engine: finish or abort its requests first"
-                )
-            return change(loop)
-
-        return self.run(name, checked)
-
-    def _change(self, change: Callable[[StepLoop], T], name: str | None = None) -> T:
-        """Run an operation on the loop, which this call holds."""
-        loop = self.check_usable()
-        if not loop.intact:
-            self._refuse()
-        try:
-            return change(loop)
-        except BaseException as error:
-            self._fail(error, name)
-            raise
-
-    def _refuse(self) -> None:
-        """Raise the error of a loop that is closed or failed."""
-        loop = self.check_usable()
-        if not loop.intact:
-            self._failure = EngineFailedError("an exception interrupted an operation")
-        self.check_usable()
-
-    def _fail(self, error: BaseException, name: str | None = None) -> None:
-        """Record the failure of an operation; raise `EngineFailedError` for an `Exception`.
-
-        `name` is the operation in the message; None for the current step. The failure of a rank is
-        a `RankError`, which is raised as it is.
-        """
-        loop = self.open_loop
-        if loop.intact:
-            return
-        if loop.group is not None:
-            error = loop.group.end(error)
-        self._failure = error
-        if isinstance(error, RankError):
-            raise error
-        if isinstance(error, Exception):
-            failed = name or f"step {loop.num_steps}"
-            raise EngineFailedError(f"{failed} failed: {str(error) or repr(error)}") from error
-
-    def close(self, release_memory: Callable[[StepLoop], None]) -> None:
-        """Refuse every later use and free the memory of the engine. Idempotent.
-
-        Waits for the current step of another thread. After an interrupt it can be called again.
-
-        Raises:
-            EngineBusyError: a callback called it within a call that holds the loop.
-        """
-        if self.forked:
-            return
-        try:
-            self._access.enter("close")
-            if self._loop is not None:
-                self._ended = EngineClosedError("the engine is closed: make a new one")
-                release_memory(self._loop)
-                # The traceback of a failure holds frames, and those the tensors.
-                self._failure = self._loop = None
-                self._tickets = Tickets()
-        finally:
-            self._access.leave()
-
-
-# The parts of a started engine: their lifetime, and what they report.
-
-
-class StartedEngine:
-    """Owns the parts and the loop over them, until `close`."""
+    Ctrl-C during `generate`, `chat` or `score` in the main thread takes effect at the end of the
+    current step and leaves the engine usable. See docs/embedding.md.
+    """
 
     def __init__(self, parts: EngineParts) -> None:
-        """Take the parts that `startup.start` made, and make the loop."""
+        """Take the parts that `startup.start` made. Use `from_pretrained` instead."""
+        if not hasattr(parts, "runner"):
+            name = type(self).__name__
+            raise TypeError(
+                f"{name}() takes no model or configuration: load a model with"
+                f" {name}.from_pretrained('path/to/checkpoint', EngineConfig(...))"
+            )
         config = parts.config
         self.config = config
         self.model_config: DecoderConfig = parts.model.config
@@ -478,11 +114,19 @@ class StartedEngine:
         with ended_by_failures(parts.group):
             self._step_budget = calibrated_step_budget(parts.runner, parts.groups, config)
             speculator = calibrated_speculator(parts.runner, config)
-            self._shared = SharedLoop(make_loop(parts, self._step_budget, speculator))
-        self._encoded = EncodedContents(
-            config.encoder_cache_bytes, parts.model.config.hidden_size, config.dtype
-        )
-        self._intake = Intake(
+            self._open_loop: StepLoop | None = make_loop(parts, self._step_budget, speculator)
+        self._lock = threading.Lock()  # held by the call that runs the loop
+        self._owner: int | None = None
+        """The thread that holds the lock."""
+        self._running: dict[int, str] = {}
+        """The call of each thread that holds the lock or waits for it."""
+        self._calls: set[GenerateCall] = set()
+        self._numbers = itertools.count(1)
+        self._failure: BaseException | None = None
+        self._ended: EngineClosedError | None = None
+        self._encoder_cache = EncoderOutputCache(config.encoder_cache_bytes)
+        self._encoder_lock = threading.RLock()
+        self._intake = RequestBuilder(
             parts.model.config,
             parts.tokenizer,
             longest_sequence=self.max_model_len,
@@ -494,9 +138,34 @@ class StartedEngine:
         )
         if config.user.structured_output:
             self._intake.make_grammars()  # it warns of a tokenizer that cannot have any
+        call_in_children(self)
         if config.freeze_gc:
             gc.collect()  # garbage that is frozen is never freed
             gc.freeze()
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str | Path, config: EngineConfig | None = None, *, progress: bool = False
+    ) -> Engine:
+        """Load a model and prepare every step.
+
+        Args:
+            source: a directory in the Hugging Face layout, a hub id, `preset:NAME` (random
+                weights) or `demo`.
+            config: the configuration; None for the defaults.
+            progress: show progress bars on stderr while loading and preparing, if it is a terminal.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, damaged, unsupported or inconsistent.
+            ConfigError: the device or the model does not support the configuration.
+            MemoryBudgetError: the budget is too small for the smallest cache, or memory ran out.
+            KernelBuildError: the C++ kernels could not be built.
+            KernelSelfTestError: a kernel required by `kernels="native"` failed its self-test, or a
+                kernel made the device unusable.
+            StepPreparationError: a step could not be compiled or captured.
+        """
+        check_config("config", config, EngineConfig)
+        return cls(start(source, config or EngineConfig(), progress=progress))
 
     def __enter__(self) -> Self:
         self._open_parts()
@@ -514,33 +183,426 @@ class StartedEngine:
         """Free all memory. Unfinished requests end without an output. Idempotent.
 
         Waits for the current step of another thread; calls of `generate` there raise
-        `EngineClosedError`. Does nothing in a forked child.
+        `EngineClosedError`. Does nothing in a forked child. After an interrupt it can be called
+        again.
 
         Raises:
             EngineBusyError: called by a signal handler or a callback within a step.
         """
-        self._shared.close(self._release_memory)
+        if not isinstance(self._ended, EngineForkedError):
+            self._exclusive("close", self._release_memory)
 
-    def _release_memory(self, loop: StepLoop) -> None:
+    def _release_memory(self) -> None:
         """Free everything. May be repeated after an interrupt."""
-        if self._parts is None:
+        loop, parts = self._open_loop, self._parts
+        if loop is None:
             return
         device = self.config.device
-        if device.type == "cuda" and self._shared.healthy:
+        if device.type == "cuda" and self.healthy:
             torch.cuda.synchronize(device)  # launched steps still write to the arena
+        self._ended = EngineClosedError("the engine is closed: make a new one")
         loop.close()
-        if self._parts.group is not None:
-            _end_ranks(self._parts)
-        if self._parts.model.stack is not None:
-            self._parts.model.stack.close()
-        if self._parts.model.kernels.collectives is not None:
-            self._parts.model.kernels.collectives.close()
-        if self._parts.runner.host_arena is not None:
-            self._parts.runner.host_arena.close()
-        self._parts = None
-        self._encoded.cache.clear()
+        if parts is not None:
+            if parts.group is not None:
+                if parts.runner.commands is not None:
+                    with suppress(RankError):  # they have ended
+                        parts.runner.commands.close()
+                parts.group.close()
+            if parts.model.stack is not None:
+                parts.model.stack.close()
+            if parts.model.kernels.collectives is not None:
+                parts.model.kernels.collectives.close()
+            if parts.runner.host_arena is not None:
+                parts.runner.host_arena.close()
+        self._encoder_cache.clear()
+        # The traceback of a failure holds frames, and these the tensors.
+        self._failure = self._parts = self._open_loop = None
         if device.type == "cuda":
+            del loop, parts
             torch.cuda.empty_cache()
+
+    def after_fork(self) -> None:
+        """Refuse every use in a child, which has none of the parent's threads."""
+        self._ended = EngineForkedError(
+            "the engine belongs to the parent of this process, and cannot be used after a fork:"
+            " make a new one here, or start processes by spawn"
+        )
+
+    # Requests.
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> str:
+        """Queue a request for a prompt and return the request's id.
+
+        Requests of smaller `priority` are served first, and preempted last. Only requests with the
+        same `cache_salt` share the cached blocks of a common prefix. Give each tenant a salt that
+        others cannot guess: otherwise the time to first token reveals whether another tenant sent
+        the same prefix.
+
+        Raises:
+            RequestError: the request is invalid, its id is in use until its last output has been
+                returned, or it can never be served. It was not queued.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
+        """
+        loop = self._usable_loop()
+        if request_id is None:
+            request_id = self._new_id(loop)
+        elif not isinstance(request_id, str) or not request_id:
+            raise RequestError(
+                f"request_id must be a non-empty string, not {bounded_repr(request_id)}",
+                field="request_id",
+            )
+        loop.post_add(self._intake.accept(request_id, prompt, params, priority, cache_salt))
+        return request_id
+
+    def _new_id(self, loop: StepLoop) -> str:
+        return next(
+            name
+            for name in map("request-{}".format, self._numbers)
+            if name not in loop.requests.groups
+        )
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestGroup:
+        """Check and tokenise a prompt, for a later `queue`. Any thread may call it at any time.
+
+        Raises:
+            RequestError: as `add_request`.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
+        """
+        self._usable_loop()
+        check_type("request_id", request_id, str, "a string")
+        return self._intake.accept(request_id, prompt, params, priority, cache_salt)
+
+    def has_compiled(self, structured: StructuredOutput) -> bool:
+        """Return whether `prepare` finds the grammar of a request in the cache. For any thread."""
+        check_type("structured", structured, StructuredOutput, "a StructuredOutput")
+        return self._intake.has_compiled(structured)
+
+    def queue(self, group: RequestGroup) -> None:
+        """Queue a prepared request, once.
+
+        Raises:
+            RequestError: its id is in use, or it is none that `prepare` returned.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
+        """
+        check_type("group", group, RequestGroup, "a request that `prepare` returned")
+        self._usable_loop().post_add(group)
+
+    def abort(self, request_id: str, reason: AbortReason = "abort") -> bool:
+        """End a request; the next `step` returns its final output, with the reason given.
+
+        Its row and blocks are free when this returns, or from the next step on if another call runs
+        the loop. If the current step ends the request, the reason is that of the step.
+
+        Returns False, and does nothing, if there is no unfinished request of this id.
+
+        Raises:
+            RequestError: the id is not a string, or the reason is unknown.
+        """
+        check_type("request_id", request_id, str, "a string")
+        check_choice("reason", reason, get_args(AbortReason))
+        loop = self._loop
+        group = loop.requests.groups.get(request_id)
+        if group is None or group.finished or group.abort_posted:
+            return False
+        loop.post_abort(group, reason)
+        group.abort_posted = True
+        if self._failure is None and not self._lock.locked():
+            self._run("abort", StepLoop.settle)
+        return True
+
+    def pause(self, request_id: str) -> None:
+        """Take the row and the blocks of a request before the next step, until `resume`.
+
+        It keeps its tokens and goes on with the same ones. Does nothing if there is no unfinished
+        request of this id.
+        """
+        loop = self._usable_loop()
+        if (group := loop.requests.groups.get(request_id)) is not None:
+            loop.post_pause(group)
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request wait for a row again. Does nothing for others."""
+        loop = self._usable_loop()
+        if (group := loop.requests.groups.get(request_id)) is not None:
+            loop.post_resume(group)
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has requests to run or outputs to return."""
+        return self._loop.has_unfinished
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step, and return the outputs that changed since the last call.
+
+        If another thread is in `step` or `generate`, the calls alternate, and all requests share
+        the steps.
+
+        Raises:
+            EngineBusyError: a signal handler or a callback called it within a step. Nothing has
+                changed.
+            EngineFailedError: the step failed. All unfinished requests are lost, and the engine
+                cannot be used any more.
+            EngineClosedError: the engine is closed.
+        """
+        return self._run("step", StepLoop.step)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Decode prompts to their end and return their outputs, in order.
+
+        Args:
+            prompts: one prompt (see `Prompt`), or a sequence of prompts. A list of integers is one
+                prompt of token ids.
+            params: one for all, or one for each prompt.
+
+        If one of several prompts cannot be served, the others are not affected: its output has no
+        completions, `finish_reason` `error`, and the `RequestError` in `error`, and a warning
+        counts such prompts. A single prompt raises.
+
+        Several threads may call it; one of them runs the steps for all. An exception such as
+        `KeyboardInterrupt` ends the call and aborts its requests; the next `step` returns their
+        outputs.
+
+        Raises:
+            RequestError: the only prompt cannot be served; `params` has another length than
+                `prompts`; or `prompts` is not a sequence.
+            EngineBusyError: called by a signal handler or a callback within a step.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
+        """
+        self._usable_loop()
+        batch = cast("list[Prompt]", plain_batch(prompts, (str, PromptEmbeds, ChatPrompt)))
+        each = _one_each(params, len(batch))
+        self._refuse_reentry("generate")
+        with GenerateCall() as call:
+            try:
+                self._calls.add(call)
+                for prompt, own in zip(batch, each, strict=True):
+                    self._submit(call, prompt, own)
+                while not call.complete:
+                    self._advance(call)
+                call.check_interrupt()
+            except BaseException:
+                self._abandon(call)
+                raise
+            finally:
+                self._calls.discard(call)
+        outputs = call.outputs()
+        refused = [output.error for output in outputs if isinstance(output.error, RequestError)]
+        if refused and len(batch) == 1:
+            raise refused[0]
+        if refused:
+            warnings.warn(
+                f"{len(refused)} of {len(batch)} prompts were refused, see RequestOutput.error;"
+                f" the first: {refused[0]}",
+                stacklevel=2,
+            )
+        return outputs
+
+    def _submit(self, call: GenerateCall, prompt: Prompt, params: SamplingParams) -> None:
+        """Queue a prompt of a call; if it cannot be served, deliver an output with the error."""
+        call.check_interrupt()
+        loop = self._usable_loop()
+        name = self._new_id(loop)
+        call.request_ids.append(name)
+        try:
+            group = self._intake.accept(name, prompt, params)
+            group.deliver = call.deliver
+            loop.post_add(group)
+        except (RequestError, OverloadedError) as error:
+            call.deliver(RequestOutput(name, [], (), True, error=error))
+
+    def _advance(self, call: GenerateCall) -> None:
+        """Run steps until the call is complete or another one needs the loop; or wait for it."""
+        call.check_interrupt()
+        if self._running:
+            call.wait()
+        else:
+            self._run("generate", partial(self._run_steps, call))
+
+    def _run_steps(self, call: GenerateCall, loop: StepLoop) -> None:
+        while not (call.complete or call.interrupted):
+            loop.advance()
+            if len(self._running) > 1:
+                return
+
+    def _abandon(self, call: GenerateCall) -> None:
+        """Abort the requests of a call; the next `step` returns their outputs."""
+
+        def take_back(loop: StepLoop) -> None:
+            loop.settle()
+            for name in call.request_ids:
+                if (group := loop.requests.groups.get(name)) is not None:
+                    group.deliver = None
+                    loop.post_abort(group)
+            loop.settle()
+            loop.requests.ready += [output for output in call.outputs() if output.error is None]
+
+        with suppress(StepgraphError):  # closed or failed: there is nothing to return
+            self._run("generate", take_back)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str = False,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Decode the reply to a conversation, or to each of a list; return outputs in order.
+
+        The checkpoint's chat template renders the messages to a prompt. To stream, give a
+        `ChatPrompt` to `add_request`.
+
+        Args:
+            messages: dicts with `role` and `content`, or a list of such conversations.
+            params: one for all, or one for each conversation.
+            tools: JSON schemas of functions that the model may call.
+            documents: texts for templates that support them.
+            add_generation_prompt: end the prompt with the header of an assistant message. None:
+                True, unless the last message is continued.
+            continue_final_message: let the model continue the last message.
+            chat_template: the name of one of the checkpoint's templates.
+            template_kwargs: additional variables for the template.
+
+        Raises:
+            RequestError: as `generate`; a conversation that cannot be rendered counts as a prompt
+                that cannot be served.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
+        """
+        check_type("continue_final_message", continue_final_message, bool | str, "a bool or a str")
+        check_type("template_kwargs", template_kwargs, Mapping | None, "a mapping or None")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        prompts = chat_prompts(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_kwargs=template_kwargs or {},
+        )
+        return self.generate(prompts, params)
+
+    def encode(self, content: bytes, encoder: Callable[[bytes], torch.Tensor]) -> EncodedContent:
+        """Return the embeddings of a content, for the spans of a `PromptEmbeds`.
+
+        They are cached by content in `encoder_cache_bytes` of host memory. The encoder runs only
+        for contents that are not cached, in the calling thread. Other threads can run steps
+        meanwhile. The cache does not distinguish encoders, so use one encoder per engine.
+
+        Args:
+            content: the bytes of an image, for instance.
+            encoder: returns embeddings `[tokens, hidden_size]`, floating point, on any device.
+
+        Raises:
+            RequestError: `content` is not bytes, or the encoder did not return embeddings of this
+                shape that are finite in the model's dtype.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
+        """
+        self._usable_loop()
+        if not isinstance(content, bytes):
+            raise RequestError(
+                f"content must be bytes, not {type(content).__name__}", field="content"
+            )
+        check_callable("encoder", encoder, "bytes that returns embeddings")
+        key = content_key(content, "encoded")
+        with self._encoder_lock:
+            embeds = self._encoder_cache.get(key)
+        if embeds is None:
+            hidden_size, dtype = self.model_config.hidden_size, self.config.dtype
+            encoded = encoder(content)
+            embeds = check_embeds(encoded, hidden_size, dtype, "the encoder gave", "encoder")
+            with self._encoder_lock:
+                try:
+                    self._encoder_cache.put(key, embeds)
+                except BaseException:
+                    self._encoder_cache.clear()  # an interrupt may have left it inconsistent
+                    raise
+        return EncodedContent(embeds, key)
+
+    def score(self, token_ids: Sequence[int], prompt_len: int = 1) -> torch.Tensor:
+        """Return the logits under teacher forcing, float32 `[len(token_ids) - prompt_len + 1, V]`.
+
+        V: vocabulary size. The first `prompt_len` tokens are prefilled. Each further token replaces
+        the sampled token of a decode step: row i of the result has the logits after token
+        `prompt_len - 1 + i`. The steps are the same as for requests.
+
+        Raises:
+            RequestError: as `add_request`; `prompt_len` is not from 1 to `len(token_ids)`; or
+                other requests are unfinished.
+            NonFiniteLogitsError: a row of logits holds NaN or +inf, or nothing but -inf.
+            EngineBusyError: called by a signal handler or a callback within a step.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
+        """
+        self._usable_loop()
+        token_ids = self._intake.check_token_ids(token_ids)
+        if not token_ids:
+            raise RequestError("token_ids is empty: give at least one token", field="token_ids")
+        prompt_len = check_integer(
+            "prompt_len", prompt_len, 1, len(token_ids), ", the tokens given"
+        )
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"{len(token_ids)} tokens to score, but sequences have at most"
+                f" {self.max_model_len}, one predicted token included",
+                field="token_ids",
+                code="context_length_exceeded",
+            )
+        forced = token_ids[prompt_len:]
+        # Greedy steps of a tensor-parallel group do not gather the logits of all ranks.
+        logprobs = None if self.config.user.tensor_parallel == 1 else 0
+        params = SamplingParams(
+            max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True, logprobs=logprobs
+        ).resolved()
+        name = self._new_id(self._loop)
+        group = self._intake.accept(name, token_ids[:prompt_len], params)
+        with GenerateCall() as call:
+            return self._run("score", partial(self._score, group, forced, call))
+
+    def _score(
+        self, group: RequestGroup, forced: Sequence[int], call: GenerateCall, loop: StepLoop
+    ) -> torch.Tensor:
+        self._check_idle("score", loop)
+        (request,) = group.requests
+        logits: list[torch.Tensor] = []
+        try:
+            loop.post_add(group)
+            loop.settle()
+            while not group.finished:
+                call.check_interrupt()
+                loop.score_step(request, forced, logits)
+            if request.error is not None:
+                raise request.error
+            return torch.stack(logits)
+        finally:
+            if loop.intact:
+                loop.post_discard(group)
+                loop.settle()
+
+    # Operations between two steps.
 
     def reset_prefix_cache(self) -> None:
         """Drop the prefix cache: the next requests compute their whole prompts.
@@ -552,7 +614,7 @@ class StartedEngine:
             EngineBusyError: called by a signal handler or a callback within a step.
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
-        self._shared.run("reset_prefix_cache", StepLoop.forget_contents)
+        self._run("reset_prefix_cache", StepLoop.forget_contents)
 
     def cached_hashes(self) -> Callable[[int], list[bytes]]:
         """Return a function that lists the hashes of the cached blocks at this moment.
@@ -565,9 +627,7 @@ class StartedEngine:
             EngineBusyError: called by a signal handler or a callback within a step.
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
-        keys, suffix = self._shared.run(
-            "cached_hashes", lambda loop: loop.scheduler.cache.cached_keys()
-        )
+        keys, suffix = self._run("cached_hashes", lambda loop: loop.scheduler.cache.cached_keys())
 
         def latest(most: int) -> list[bytes]:
             return keys.latest(check_integer("most", most, 0, MAX_COUNT), suffix)
@@ -599,13 +659,14 @@ class StartedEngine:
             EngineFailedError: a step failed, or reading the weights did: some of them are replaced,
                 and the engine cannot be used any more.
         """
-        self._shared.check_usable()
+        self._usable_loop()
         parts = self._open_parts()
         with open_replacement(source, parts.model.config, parts.config.user) as new:
-            self._shared.run_idle("reload_weights", partial(self._take_model, new))
+            self._run("reload_weights", partial(self._take_model, new))
 
     def _take_model(self, new: OpenedSource, loop: StepLoop) -> None:
         """Replace the weights, and all that reads the tokenizer or the config."""
+        self._check_idle("reload_weights", loop)
         parts = self._open_parts()
         config = parts.config
         overwrite = overwriting(parts.model, new, config)
@@ -625,9 +686,119 @@ class StartedEngine:
                 parts, tokenizer=new.tokenizer, sampling_defaults=defaults
             )
             self._intake = self._intake.for_model(new.config, new.tokenizer, defaults)
-            self._encoded.clear()
+            self._encoder_cache.clear()
 
         loop.change_weights(change)
+
+    def check_ranks(self) -> None:
+        """Raise `RankError` if another process of a tensor-parallel engine has failed."""
+        self._run("check_ranks", StepLoop.check_ranks)
+
+    def check_integrity(self) -> None:
+        """Assert all invariants that hold between two steps. For tests."""
+        self._run("check_integrity", StepLoop.check_integrity)
+
+    def _run(self, name: str, change: Callable[[StepLoop], T]) -> T:
+        """Run an operation on the loop while no other call does; return its result.
+
+        Raises:
+            EngineBusyError: a callback called `name` within a call that runs the loop.
+        """
+        self._usable_loop()  # in a fork the holder of the lock never ends
+
+        def checked() -> T:
+            loop = self._usable_loop()  # it may have ended while this call waited
+            if not loop.intact:
+                self._failure = EngineFailedError("an exception interrupted an operation")
+                self._usable_loop()
+            try:
+                return change(loop)
+            except BaseException as error:
+                self._fail(loop, error, name)
+                raise
+
+        return self._exclusive(name, checked)
+
+    def _exclusive(self, name: str, change: Callable[[], T]) -> T:
+        """Call a function that holds the lock."""
+        thread = get_ident()
+        self._refuse_reentry(name)
+        try:
+            self._running[thread] = name
+            with self._lock:
+                self._owner = thread
+                try:
+                    return change()
+                finally:
+                    self._owner = None
+        finally:
+            self._running.pop(thread, None)
+            for call in tuple(self._calls):
+                call.wake()
+
+    def _refuse_reentry(self, name: str) -> None:
+        """Raise `EngineBusyError` if this thread runs the loop."""
+        if self._owner == get_ident() and self._lock.locked():
+            raise EngineBusyError(
+                f"{name}() was called within {self._running.get(get_ident())}() of the same engine,"
+                " by a signal handler or a callback, which may only call add_request, abort, stats"
+                " and has_unfinished"
+            )
+
+    def _check_idle(self, name: str, loop: StepLoop) -> None:
+        """Raise `RequestError` if there are unfinished requests."""
+        loop.settle()
+        if loop.has_unfinished:
+            raise RequestError(f"{name} needs an idle engine: finish or abort its requests first")
+
+    def _fail(self, loop: StepLoop, error: BaseException, name: str) -> None:
+        """Record an exception that interrupted an operation; raise `EngineFailedError` for it.
+
+        Only for an `Exception`; the failure of a rank is a `RankError`, which is raised as it is.
+        """
+        if loop.intact:
+            return
+        if loop.group is not None:
+            error = loop.group.end(error)
+        self._failure = error
+        if isinstance(error, RankError):
+            raise error
+        if isinstance(error, Exception):
+            failed = f"step {loop.num_steps}" if name in ("step", "generate") else name
+            raise EngineFailedError(f"{failed} failed: {str(error) or repr(error)}") from error
+
+    @property
+    def _loop(self) -> StepLoop:
+        """The loop. Raises `EngineClosedError` or `EngineForkedError`."""
+        loop = self._open_loop  # first: another thread may close it
+        if self._ended is not None:
+            raise type(self._ended)(*self._ended.args)
+        assert loop is not None
+        return loop
+
+    def _usable_loop(self) -> StepLoop:
+        """Return the loop, unless the engine is closed or failed."""
+        loop = self._open_loop
+        if loop is None or self._ended is not None:
+            return self._loop  # which raises
+        if self._failure is not None:
+            raise EngineFailedError(
+                f"the engine failed earlier ({self._failure!r}): close it and make a new one"
+            ) from self._failure
+        return loop
+
+    def _open_parts(self) -> EngineParts:
+        _ = self._loop
+        assert self._parts is not None
+        return self._parts
+
+    # What it reports.
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no operation has failed or was interrupted."""
+        loop = self._open_loop
+        return self._failure is None and loop is not None and not loop.lost_ranks
 
     def timeline(self) -> Timeline:
         """Return a live view of the times of the last steps.
@@ -741,10 +912,10 @@ class StartedEngine:
         return engine_stats(
             self._open_parts(),
             self._loop,
-            self._encoded.cache,
+            self._encoder_cache,
             self._step_budget,
             max_model_len=self.max_model_len,
-            healthy=self._shared.healthy,
+            healthy=self.healthy,
         )
 
     def gauges(self) -> EngineGauges:
@@ -773,343 +944,6 @@ class StartedEngine:
     def has_ranks(self) -> bool:
         """Whether other processes share the model (`tensor_parallel`)."""
         return self._loop.group is not None
-
-    def check_ranks(self) -> None:
-        """Raise `RankError` if another process of a tensor-parallel engine has failed."""
-        self._shared.run("check_ranks", StepLoop.check_ranks)
-
-    def check_integrity(self) -> None:
-        """Assert all invariants that hold between two steps. For tests."""
-        self._shared.run("check_integrity", StepLoop.check_integrity)
-
-    @property
-    def _loop(self) -> StepLoop:
-        return self._shared.open_loop
-
-    def _open_parts(self) -> EngineParts:
-        _ = self._loop
-        assert self._parts is not None
-        return self._parts
-
-
-def _end_ranks(parts: EngineParts) -> None:
-    """End the other processes of a tensor-parallel engine."""
-    assert parts.group is not None
-    if parts.runner.commands is not None:
-        with suppress(RankError):  # they have ended
-            parts.runner.commands.close()
-    parts.group.close()
-
-
-class Engine(StartedEngine):
-    """Decodes batches of requests. Several engines may coexist.
-
-    Create one with `from_pretrained`. Use it as a context manager, or call `close` at the end.
-
-    Threads: `add_request`, `abort`, `stats` and `has_unfinished` may be called at any time by any
-    thread, signal handler or callback; they do not wait for a step. Any number of threads may call
-    `generate`; their requests share the batch. Call `step` from one thread. Methods that run the
-    loop or change it wait for the current step of another thread. `EngineBusyError` is raised by a
-    second concurrent `step`, and by a call from within a step that would have to wait for that
-    step. In a forked child every call except `close` raises `EngineForkedError`.
-
-    Ctrl-C takes effect at the end of the current step and leaves the engine usable. See
-    docs/embedding.md.
-    """
-
-    def __new__(cls, *arguments: object, **more: object) -> Self:
-        """Refuse a model or a configuration, which `from_pretrained` takes."""
-        if more or len(arguments) != 1 or not hasattr(arguments[0], "runner"):
-            raise TypeError(
-                f"{cls.__name__}() takes no model or configuration: load a model with"
-                f" {cls.__name__}.from_pretrained('path/to/checkpoint', EngineConfig(...))"
-            )
-        return super().__new__(cls)
-
-    @classmethod
-    def from_pretrained(
-        cls, source: str | Path, config: EngineConfig | None = None, *, progress: bool = False
-    ) -> Engine:
-        """Load a model and prepare every step.
-
-        Args:
-            source: a directory in the Hugging Face layout, a hub id, `preset:NAME` (random
-                weights) or `demo`.
-            config: the configuration; None for the defaults.
-            progress: show progress bars on stderr while loading and preparing, if it is a terminal.
-
-        Raises:
-            CheckpointError: the checkpoint is missing, damaged, unsupported or inconsistent.
-            ConfigError: the device or the model does not support the configuration.
-            MemoryBudgetError: the budget is too small for the smallest cache, or memory ran out.
-            KernelBuildError: the C++ kernels could not be built.
-            KernelSelfTestError: a kernel required by `kernels="native"` failed its self-test, or a
-                kernel made the device unusable.
-            StepPreparationError: a step could not be compiled or captured.
-        """
-        check_config("config", config, EngineConfig)
-        return cls(start(source, config or EngineConfig(), progress=progress))
-
-    def add_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> str:
-        """Queue a request for a prompt and return the request's id.
-
-        Requests of smaller `priority` are served first, and preempted last. Only requests with the
-        same `cache_salt` share the cached blocks of a common prefix. Give each tenant a salt that
-        others cannot guess: otherwise the time to first token reveals whether another tenant sent
-        the same prefix.
-
-        Raises:
-            RequestError: the request is invalid, or can never be served. It was not queued.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
-        """
-        self._shared.check_usable()
-        accept = partial(
-            self._intake.accept,
-            prompt=prompt,
-            params=params,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        return self._shared.submit(accept, request_id)
-
-    def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> RequestGroup:
-        """Check and tokenise a prompt, for a later `queue`. Any thread may call it at any time.
-
-        Raises:
-            RequestError: as `add_request`.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
-        """
-        self._shared.check_usable()
-        check_type("request_id", request_id, str, "a string")
-        return self._intake.accept(request_id, prompt, params, priority, cache_salt)
-
-    def has_compiled(self, structured: StructuredOutput) -> bool:
-        """Return whether `prepare` finds the grammar of a request in the cache. For any thread."""
-        check_type("structured", structured, StructuredOutput, "a StructuredOutput")
-        return self._intake.has_compiled(structured)
-
-    def queue(self, group: RequestGroup) -> None:
-        """Queue a prepared request, once.
-
-        Raises:
-            RequestError: its id is in use, or it is none that `prepare` returned.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
-        """
-        check_type("group", group, RequestGroup, "a request that `prepare` returned")
-        self._shared.submit(lambda _: group, group.id)
-
-    def abort(self, request_id: str, reason: AbortReason = "abort") -> bool:
-        """End a request; the next `step` returns its final output, with the reason given.
-
-        Its row and blocks are free when this returns, or from the next step on if another call runs
-        the loop. If the current step ends the request, the reason is that of the step.
-
-        Returns False, and does nothing, if there is no unfinished request of this id.
-
-        Raises:
-            RequestError: the id is not a string, or the reason is unknown.
-        """
-        check_type("request_id", request_id, str, "a string")
-        check_choice("reason", reason, get_args(AbortReason))
-        return self._shared.abort(request_id, reason)
-
-    def pause(self, request_id: str) -> None:
-        """Take the row and the blocks of a request before the next step, until `resume`.
-
-        It keeps its tokens and goes on with the same ones. Does nothing if there is no unfinished
-        request of this id.
-        """
-        self._shared.pause(request_id)
-
-    def resume(self, request_id: str) -> None:
-        """Let a paused request wait for a row again. Does nothing for others."""
-        self._shared.pause(request_id, resume=True)
-
-    def has_unfinished(self) -> bool:
-        """Whether `step` has requests to run or outputs to return."""
-        return self._shared.has_unfinished()
-
-    def step(self) -> list[RequestOutput]:
-        """Run one step, and return the outputs that changed since the last call.
-
-        The next call returns outputs that an interrupt withheld. If another thread is in
-        `generate`, the two calls alternate, and all requests share the steps of both.
-
-        Raises:
-            EngineBusyError: another thread is in `step`, or a signal handler or a callback called
-                it within a step. Nothing has changed.
-            EngineFailedError: the step failed. All unfinished requests are lost, and the engine
-                cannot be used any more.
-            EngineClosedError: the engine is closed.
-        """
-        return self._shared.step()
-
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[RequestOutput]:
-        """Decode prompts to their end and return their outputs, in order.
-
-        Args:
-            prompts: one prompt (see `Prompt`), or a sequence of prompts. A list of integers is one
-                prompt of token ids.
-            params: one for all, or one for each prompt.
-
-        If one of several prompts cannot be served, the others are not affected: its output has no
-        completions, `finish_reason` `error`, and the `RequestError` in `error`, and a warning
-        counts such prompts. A single prompt raises.
-
-        Several threads may call it; one of them runs the steps for all. An exception such as
-        `KeyboardInterrupt` ends the call and aborts its requests; the next `step` returns their
-        outputs.
-
-        Raises:
-            RequestError: the only prompt cannot be served; `params` has another length than
-                `prompts`; or `prompts` is not a sequence.
-            EngineBusyError: called by a signal handler or a callback within a step.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
-        """
-        self._shared.check_usable()
-        batch = cast("list[Prompt]", plain_batch(prompts, (str, PromptEmbeds, ChatPrompt)))
-        accept = self._intake.accept
-        outputs = self._shared.generate(
-            [
-                partial(accept, prompt=prompt, params=own)
-                for prompt, own in zip(batch, _one_each(params, len(batch)), strict=True)
-            ],
-            self.step,
-        )
-        refused = [output.error for output in outputs if isinstance(output.error, RequestError)]
-        if refused and len(batch) == 1:
-            raise refused[0]
-        if refused:
-            warnings.warn(
-                f"{len(refused)} of {len(batch)} prompts were refused, see RequestOutput.error;"
-                f" the first: {refused[0]}",
-                stacklevel=2,
-            )
-        return outputs
-
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | str = False,
-        chat_template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
-        """Decode the reply to a conversation, or to each of a list; return outputs in order.
-
-        The checkpoint's chat template renders the messages to a prompt. To stream, give a
-        `ChatPrompt` to `add_request`.
-
-        Args:
-            messages: dicts with `role` and `content`, or a list of such conversations.
-            params: one for all, or one for each conversation.
-            tools: JSON schemas of functions that the model may call.
-            documents: texts for templates that support them.
-            add_generation_prompt: end the prompt with the header of an assistant message. None:
-                True, unless the last message is continued.
-            continue_final_message: let the model continue the last message.
-            chat_template: the name of one of the checkpoint's templates.
-            template_kwargs: additional variables for the template.
-
-        Raises:
-            RequestError: as `generate`; a conversation that cannot be rendered counts as a prompt
-                that cannot be served.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
-        """
-        check_type("continue_final_message", continue_final_message, bool | str, "a bool or a str")
-        check_type("template_kwargs", template_kwargs, Mapping | None, "a mapping or None")
-        if add_generation_prompt is None:
-            add_generation_prompt = not continue_final_message
-        prompts = chat_prompts(
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            template_kwargs=template_kwargs or {},
-        )
-        return self.generate(prompts, params)
-
-    def encode(self, content: bytes, encoder: Callable[[bytes], torch.Tensor]) -> EncodedContent:
-        """Return the embeddings of a content, for the spans of a `PromptEmbeds`.
-
-        They are cached by content in `encoder_cache_bytes` of host memory. The encoder runs only
-        for contents that are not cached, in the calling thread. Other threads can run steps
-        meanwhile. The cache does not distinguish encoders, so use one encoder per engine.
-
-        Args:
-            content: the bytes of an image, for instance.
-            encoder: returns embeddings `[tokens, hidden_size]`, floating point, on any device.
-
-        Raises:
-            RequestError: `content` is not bytes, or the encoder did not return embeddings of this
-                shape that are finite in the model's dtype.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
-        """
-        self._shared.check_usable()
-        return self._encoded.encode(content, encoder)
-
-    def score(self, token_ids: Sequence[int], prompt_len: int = 1) -> torch.Tensor:
-        """Return the logits under teacher forcing, float32 `[len(token_ids) - prompt_len + 1, V]`.
-
-        V: vocabulary size. The first `prompt_len` tokens are prefilled. Each further token replaces
-        the sampled token of a decode step: row i of the result has the logits after token
-        `prompt_len - 1 + i`. The steps are the same as for requests.
-
-        Raises:
-            RequestError: as `add_request`; `prompt_len` is not from 1 to `len(token_ids)`; or
-                other requests are unfinished.
-            NonFiniteLogitsError: a row of logits holds NaN or +inf, or nothing but -inf.
-            EngineBusyError: called by a signal handler or a callback within a step.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
-        """
-        self._shared.check_usable()
-        token_ids = self._intake.check_token_ids(token_ids)
-        if not token_ids:
-            raise RequestError("token_ids is empty: give at least one token", field="token_ids")
-        prompt_len = check_integer(
-            "prompt_len", prompt_len, 1, len(token_ids), ", the tokens given"
-        )
-        if len(token_ids) >= self.max_model_len:
-            raise RequestError(
-                f"{len(token_ids)} tokens to score, but sequences have at most"
-                f" {self.max_model_len}, one predicted token included",
-                field="token_ids",
-                code="context_length_exceeded",
-            )
-        forced = token_ids[prompt_len:]
-        # Greedy steps of a tensor-parallel group do not gather the logits of all ranks.
-        logprobs = None if self.config.user.tensor_parallel == 1 else 0
-        params = SamplingParams(
-            max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True, logprobs=logprobs
-        ).resolved()
-        accept = partial(self._intake.accept, prompt=token_ids[:prompt_len], params=params)
-        return self._shared.score(accept, forced)
 
 
 def _one_each(

@@ -36,7 +36,7 @@ from ..structured.list_matcher import ListMatcher, TokenLists, word_tokens
 from ..structured.matcher import TokenMatcher
 from ..structured_output import StructuredOutput
 
-__all__ = ["Intake", "Prompt"]
+__all__ = ["RequestBuilder", "Prompt"]
 
 Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | PromptEmbeds | ChatPrompt
 """Text, token ids (see `prompt_ids` for the types), `PromptEmbeds`, or a conversation."""
@@ -44,7 +44,7 @@ Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | PromptEmbeds | ChatPr
 MAX_SALT_CHARS = 256
 
 
-class Intake:
+class RequestBuilder:
     """Checks prompts and parameters against the limits of an engine."""
 
     def __init__(
@@ -81,8 +81,8 @@ class Intake:
 
     def for_model(
         self, config: DecoderConfig, tokenizer: TextTokenizer | None, defaults: SamplingDefaults
-    ) -> Intake:
-        """Return an intake for a model of the same sizes; it continues the order of arrivals."""
+    ) -> RequestBuilder:
+        """Return a builder for a model of the same sizes; it continues the order of arrivals."""
         other = copy.copy(self)
         other._config, other._tokenizer, other._defaults = config, tokenizer, defaults
         other._grammars = None

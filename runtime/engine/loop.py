@@ -31,7 +31,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from typing import Any
 
 import torch
 
@@ -39,7 +39,7 @@ from ...profiling import ranges
 from ...profiling.collector import CollectorWatch
 from ...profiling.timeline import Timeline
 from ..distributed.rank_group import RankGroup
-from ..errors import NonFiniteLogitsError, RankError, StructuredOutputError
+from ..errors import NonFiniteLogitsError, RankError, RequestError, StructuredOutputError
 from ..execution.outputs import LaunchedStep, Sampled
 from ..execution.prompt_scorer import Score
 from ..execution.runner import BlockCopies, Runner
@@ -51,7 +51,7 @@ from ..scheduling.step_budget import StepBudget
 from ..speculation.speculator import DrafterSpeculator, Speculator
 from .request_output import RequestOutput
 
-__all__ = ["OpenRequests", "PlanCopies", "StepLoop"]
+__all__ = ["PlanCopies", "RequestTracker", "StepLoop"]
 
 
 # The unfinished requests of an engine: their tokens, end and outputs.
@@ -61,26 +61,24 @@ logger = logging.getLogger("stepgraph.runtime")
 _FINISHED = RequestStatus.FINISHED
 
 
-class OpenRequests:
+class RequestTracker:
     """Queues requests, appends their tokens, ends them and creates their outputs."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.groups: dict[str, RequestGroup] = {}
-        """The requests of each prompt by id, until their last output was made."""
+        """The requests of each prompt by id, until their last output has been returned."""
         self.counts = dict.fromkeys(
             ("requests", "finished", "output_tokens", "scored_prompt_tokens", "non_finite"), 0
         )
         self.ready: list[RequestOutput] = []
         """Outputs that have not been returned yet, in order."""
-        self.any_finished = False
-        """Whether `ready` may contain the last output of a request."""
         self._scheduler = scheduler
         self._group_of: dict[Request, RequestGroup] = {}
         self._changed: dict[RequestGroup, None] = {}  # changed since their last output, in order
 
     def add(self, group: RequestGroup) -> None:
         """Queue the requests of a group."""
-        self.groups[group.id] = group
+        self.groups.setdefault(group.id, group)
         for request in group.requests:
             self._group_of[request] = group
             self._scheduler.add(request)
@@ -88,12 +86,9 @@ class OpenRequests:
 
     def abort(self, group: RequestGroup, reason: AbortReason = "abort") -> None:
         """End the unfinished requests of a group. The next step returns their output."""
-        if self.groups.get(group.id) is not group or group.finished:
-            return
-        for request in group.requests:
-            if request.status is not _FINISHED:
-                self._finish(request, reason)
-        self._changed[group] = None
+        for request in self._unfinished(group):
+            self._finish(request, reason)
+            self._changed[group] = None
 
     def discard(self, group: RequestGroup) -> None:
         """End the requests of a group, if it is known, without an output."""
@@ -117,9 +112,8 @@ class OpenRequests:
                 self._scheduler.resume(request)
 
     def _unfinished(self, group: RequestGroup) -> list[Request]:
-        if self.groups.get(group.id) is not group:
-            return []
-        return [request for request in group.requests if request.status is not _FINISHED]
+        """Return the requests of a group that are queued or running."""
+        return [request for request in group.requests if request in self._group_of]
 
     def append(self, sampled: Iterable[Sampled], now_ns: int) -> None:
         """Append the tokens of a committed step to their requests, and end those that stop.
@@ -184,14 +178,22 @@ class OpenRequests:
         self._finish(request, "stop" if error is None else "error")
 
     def collect(self) -> None:
-        """Create outputs for changed groups, and remove finished groups."""
-        outputs = [RequestOutput.of(group) for group in self._changed]
+        """Create the outputs of changed groups: in `ready`, or the last one for `deliver`."""
+        for group in self._changed:
+            if group.deliver is None:
+                self.ready.append(RequestOutput.of(group))
+            elif group.finished:
+                del self.groups[group.id]
+                group.deliver(RequestOutput.of(group))
         self._changed.clear()
+
+    def take(self) -> list[RequestOutput]:
+        """Return the outputs that are ready. The ids of ended requests are free from now on."""
+        outputs, self.ready = self.ready, []
         for output in outputs:
             if output.finished:
-                del self.groups[output.request_id]
-                self.any_finished = True
-        self.ready += outputs
+                self.groups.pop(output.request_id, None)
+        return outputs
 
     def clear(self) -> None:
         """Release all requests."""
@@ -319,13 +321,14 @@ class StepLoop:
         self.group = group
         self.timeline = Timeline(TIMELINE_STEPS, is_async_device=in_flight > 0)
         self.collector = CollectorWatch()
-        self.requests = OpenRequests(scheduler)
+        self.requests = RequestTracker(scheduler)
         self.num_steps = 0
         self._counts = {"multi_step_launches": 0, "preemptions": 0}
         self._copies = PlanCopies(scheduler, runner.blocks)
         self.intact = True
         """Whether no operation was interrupted by an exception."""
-        self._posted: deque[tuple[Callable[[RequestGroup], None], RequestGroup]] = deque()
+        self._add = self.requests.add
+        self._posted: deque[tuple[Any, ...]] = deque()
         self._in_flight = in_flight
         self._step_budget = step_budget
         self.speculator = speculator
@@ -340,7 +343,7 @@ class StepLoop:
     @property
     def has_unfinished(self) -> bool:
         """Whether the next step has work or outputs."""
-        return bool(self.requests.groups or self._launched)
+        return bool(self.requests.groups or self.requests.ready or self._launched)
 
     @property
     def lost_ranks(self) -> bool:
@@ -356,15 +359,29 @@ class StepLoop:
     def num_posted(self) -> int:
         """Posted requests that the next step will queue."""
         posted = tuple(self._posted)
-        return sum(len(group.requests) for change, group in posted if change == self.requests.add)
+        return sum(len(group.requests) for change, group, *_ in posted if change == self._add)
 
     def post_add(self, group: RequestGroup) -> None:
-        """Queue the requests of a group in the next step. Any thread may call it at any time."""
-        self._posted.append((self.requests.add, group))
+        """Queue the requests of a group in the next step. Any thread may call it at any time.
+
+        Raises:
+            RequestError: the id of the group is in use.
+        """
+        try:
+            if self.requests.groups.setdefault(group.id, group) is not group:
+                raise RequestError(
+                    f"request_id {group.id!r} is already in use until its last output has been"
+                    " returned: choose another, or leave it out",
+                    field="request_id",
+                )
+            self._posted.append((self._add, group))
+        except BaseException:
+            self.post_discard(group)
+            raise
 
     def post_abort(self, group: RequestGroup, reason: AbortReason = "abort") -> None:
         """End the requests of a group in the next step, with an output. Any thread, any time."""
-        self._posted.append((partial(self.requests.abort, reason=reason), group))
+        self._posted.append((self.requests.abort, group, reason))
 
     def post_pause(self, group: RequestGroup) -> None:
         """Take the rows of a group before the next step. Any thread may call it at any time."""
@@ -379,11 +396,11 @@ class StepLoop:
         self._posted.append((self.requests.discard, group))
 
     def settle(self) -> None:
-        """Apply the posted additions and aborts."""
+        """Apply what was posted."""
         self.intact = False
         while self._posted:
-            change, group = self._posted[0]
-            change(group)
+            change, *arguments = self._posted[0]
+            change(*arguments)
             self._posted.popleft()
         self.intact = True
 
@@ -404,9 +421,7 @@ class StepLoop:
     def step(self) -> list[RequestOutput]:
         """Run one step and return the outputs of requests that changed since the last one."""
         self.advance()
-        requests = self.requests
-        outputs, requests.ready, requests.any_finished = requests.ready, [], False
-        return outputs
+        return self.requests.take()
 
     def advance(self) -> None:
         """Run one step; append the outputs of requests that changed to `requests.ready`."""

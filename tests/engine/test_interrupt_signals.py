@@ -1,4 +1,4 @@
-"""Real signals: SIGINT takes effect at the end of the step, wherever it arrives."""
+"""Real signals: SIGINT during `generate` takes effect at the end of the step it arrives in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from stepgraph.runtime import Engine, RequestOutput
+from stepgraph.runtime import Engine
 
 from ..rigs.engine_rig import run
 from ..rigs.fake_engine import check_serves, expected, fake_engine, params
@@ -50,24 +50,7 @@ def handlers() -> Iterator[Callable[[Any], None]]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_step_runs_to_its_end_and_the_next_one_returns_its_outputs() -> None:
-    engine = fake_engine()
-    engine.add_request([1, 2, 3], params(1, 2), "it")
-    in_launch(engine, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    assert engine.stats()["steps"] == 1
-    in_launch(engine, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()  # the last one
-    assert engine.has_unfinished()
-    first, last = engine.step()
-    assert (len(first.token_ids), first.finished) == (1, False)
-    assert last.token_ids == expected(engine, [1, 2, 3], params(1, 2))
-    check_serves(engine)
-
-
-def test_generate_ends_and_the_prefix_cache_stays() -> None:
+def test_interrupt_ends_generate_and_keeps_the_prefix_cache() -> None:
     engine = fake_engine()
     engine.add_request([5, 5], params(5, 30), "other")
     in_launch(engine, interrupt)
@@ -75,6 +58,7 @@ def test_generate_ends_and_the_prefix_cache_stays() -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.generate([prompt, [2]], params(1, 30))
     stats = engine.stats()
+    assert stats["steps"] == 1
     assert (stats["running"], stats["waiting"]) == (1, 0), "only its own requests have ended"
     (again,) = engine.generate([prompt], params(1))
     assert again.cached_tokens == 8
@@ -84,90 +68,73 @@ def test_generate_ends_and_the_prefix_cache_stays() -> None:
     check_serves(engine)
 
 
-def test_a_handler_of_the_application_is_called_after_the_step(
-    handlers: Callable[[Any], None],
-) -> None:
+def test_interrupt_in_the_last_step_loses_no_output() -> None:
     engine = fake_engine()
-    calls: list[tuple[int, bool]] = []
-
-    def handle(signum: int, frame: object) -> None:
-        calls.append((signum, engine.stats()["steps"] == 1))
-        assert engine.abort("it") is True
-
-    handlers(handle)
-    engine.add_request([1, 2, 3], params(1), "it")
     in_launch(engine, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2, 3]], params(1, 1))
     (output,) = engine.step()
-    assert len(output.token_ids) == 1
-    assert calls == [(signal.SIGINT, True)]
-    assert run(engine)["it"].finish_reason == "abort"
+    assert output.token_ids == expected(engine, [1, 2, 3], params(1, 1))
     check_serves(engine)
 
 
-def test_a_handler_that_is_installed_within_a_step_stays(handlers: Callable[[Any], None]) -> None:
+def test_handler_of_the_application_is_called_between_steps(
+    handlers: Callable[[Any], None],
+) -> None:
     engine = fake_engine()
-    calls: list[str] = []
+    calls: list[int] = []
 
-    def install() -> None:
-        interrupt()
-        handlers(lambda *_: calls.append("new"))
+    def handle(signum: int, frame: object) -> None:
+        calls.append(signum)
+        assert engine.stats()["steps"] == 1
+        assert engine.abort("request-1") is True
 
-    handlers(lambda *_: calls.append("old"))
-    engine.add_request([1, 2, 3], params(1), "it")
-    in_launch(engine, install)
-    engine.step()
-    assert calls == ["new"]
-    interrupt()
-    assert calls == ["new", "new"]
+    handlers(handle)
+    in_launch(engine, interrupt)
+    (output,) = engine.generate([[1, 2, 3]], params(1))
+    assert (len(output.token_ids), output.finish_reason) == (1, "abort")
+    assert calls == [signal.SIGINT]
     check_serves(engine)
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
-def test_engines_within_each_other(handlers: Callable[[Any], None], handler: Any) -> None:
-    """A signal that arrives in a step within a step of another engine waits for both."""
+def test_interrupt_waits_for_nested_engines(handlers: Callable[[Any], None], handler: Any) -> None:
+    """A signal in a step within a step of another engine waits for both."""
     handlers(handler)
     inner, outer = fake_engine(), fake_engine()
-    inner.add_request([1], params(1), "inner")
-    outer.add_request([1], params(1), "outer")
     in_launch(inner, interrupt)
-    done: list[RequestOutput] = []
-    in_launch(outer, lambda: done.extend(inner.step()))
+    done: list[object] = []
+    in_launch(outer, lambda: done.extend(inner.generate([[1]], params(1))))
     if handler is signal.SIG_IGN:
-        outer.step()
+        outer.generate([[1]], params(1))
     else:
         with pytest.raises(KeyboardInterrupt):
-            outer.step()
+            outer.generate([[1]], params(1))
     assert len(done) == 1
-    assert signal.getsignal(signal.SIGINT) is handler
     check_serves(inner)
     check_serves(outer)
 
 
-def test_other_threads_leave_the_handler_alone() -> None:
+def test_generate_in_other_threads_leaves_the_handler_alone() -> None:
     engine = fake_engine()
-    engine.add_request([1, 2, 3], params(1), "it")
     seen: list[object] = []
     in_launch(engine, lambda: seen.append(signal.getsignal(signal.SIGINT)))
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(engine.step).result()
+        pool.submit(engine.generate, [[1, 2, 3]], params(1)).result()
     assert seen == [signal.getsignal(signal.SIGINT)]
     check_serves(engine)
 
 
-@pytest.mark.parametrize("name", ["step", "generate", "score", "add_request", "reset_prefix_cache"])
-def test_signals_at_random_moments(name: str) -> None:
-    """Of SIGINT no moment makes an engine fail, and nothing is lost."""
+@pytest.mark.parametrize("name", ["generate", "score"])
+def test_interrupt_at_random_moments(name: str) -> None:
+    """At no moment does SIGINT make an engine fail."""
     rng = random.Random(name)
     engine = fake_engine()
     uses: dict[str, Callable[[Engine], object]] = {
-        "step": lambda engine: [engine.add_request([1, 2], params(1)), engine.step()],
         "generate": lambda engine: engine.generate([[1, 2, 3, 4, 5], [6]], params(2)),
         "score": lambda engine: engine.score([1, 2, 3], 2),
-        "add_request": lambda engine: engine.add_request([1, 2, 3], params(4)),
-        "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
     }
     started = time.perf_counter()
-    run(engine)
     uses[name](engine)
     seconds = time.perf_counter() - started
     interrupted = 0
@@ -179,8 +146,6 @@ def test_signals_at_random_moments(name: str) -> None:
                 pool.submit(send, delay)
                 while True:
                     uses[name](engine)
-                    if name in ("score", "add_request"):
-                        run(engine)
             except KeyboardInterrupt:
                 interrupted += 1
         check_serves(engine)
@@ -193,7 +158,7 @@ def send(delay: float) -> None:
     signal.pthread_kill(MAIN, signal.SIGINT)
 
 
-def test_signals_while_other_threads_generate() -> None:
+def test_interrupt_while_other_threads_generate() -> None:
     """The interrupted call hands the steps over, whether it ran them or slept."""
     rng = random.Random(4)
     engine = fake_engine(max_num_seqs=6)

@@ -138,19 +138,12 @@ def test_generate_from_many_threads() -> None:
     check_serves(engine)
 
 
-def test_two_steps_at_once_are_refused() -> None:
-    engine = fake_engine()
-    with step_under_way(engine), pytest.raises(EngineBusyError, match="another thread"):
-        engine.step()
-    assert run(engine)["under way"].token_ids == expected(engine, [1, 2], params(1))
-    check_serves(engine)
-
-
 def test_operations_wait_for_the_step_of_another_thread() -> None:
     engine = fake_engine()
     uses: list[Callable[[], object]] = [
         engine.reset_prefix_cache,
         engine.check_integrity,
+        lambda: engine.step() and None,
         lambda: engine.generate([[1, 2]], params(4))[0].token_ids,
         engine.close,
     ]
@@ -218,7 +211,7 @@ def test_encoders_run_in_any_thread() -> None:
     with ThreadPoolExecutor(6) as pool:
         for each in [pool.submit(encode, number) for number in range(6)]:
             each.result(SECONDS)
-    engine._encoded.cache.check_integrity()
+    engine._encoder_cache.check_integrity()
 
 
 # Re-entry ----------------------------------------------------------------------------------------
@@ -239,7 +232,7 @@ def test_a_callback_within_a_step(outer: str) -> None:
 
     def callback() -> None:
         for use in refused:
-            with pytest.raises(EngineBusyError, match="within"):
+            with pytest.raises(EngineBusyError):
                 use()
         seen.append(engine.add_request([9, 9], params(9), "added"))
         seen.append(engine.add_request([9, 9], params(9), "aborted"))

@@ -14,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stepgraph.runtime import EngineFailedError, RequestError, RequestOutput, SamplingParams
 
 from ..rigs.fake_engine import check_serves, expected, fake_engine, params
-from ..rigs.line_faults import LineFault
 from .test_shared_engine import in_launch
 
 PROMPTS = st.lists(st.integers(0, 10), min_size=1, max_size=14)
 SECONDS = 120
+MAIN = threading.main_thread().ident
+assert MAIN is not None
 
 
 class SharedEngine(RuleBasedStateMachine):
@@ -87,16 +88,6 @@ class SharedEngine(RuleBasedStateMachine):
         self.take(self.engine.step())
 
     @precondition(lambda self: not self.failed)
-    @rule()
-    def step_with_a_signal(self) -> None:
-        if not self.open or self.calls:
-            return
-        in_launch(self.engine, lambda: signal.raise_signal(signal.SIGINT))
-        with suppress(KeyboardInterrupt):
-            self.take(self.engine.step())
-        vars(self.engine._open_parts().runner).pop("launch", None)
-
-    @precondition(lambda self: not self.failed)
     @rule(prompt=PROMPTS, seed=st.integers(0, 9))
     def generate(self, prompt: list[int], seed: int) -> None:
         (output,) = self.engine.generate([prompt], params(seed))
@@ -108,17 +99,22 @@ class SharedEngine(RuleBasedStateMachine):
         call = self.pool.submit(self.engine.generate, [prompt], params(seed))
         self.calls.append((call, prompt, params(seed)))
 
+    @precondition(lambda self: not self.failed)
+    @rule(prompt=PROMPTS)
+    def generate_with_a_signal(self, prompt: list[int]) -> None:
+        in_launch(self.engine, lambda: signal.pthread_kill(MAIN, signal.SIGINT))
+        with suppress(KeyboardInterrupt):
+            self.engine.generate([prompt], params(1, 20))
+        vars(self.engine._open_parts().runner).pop("launch", None)
+
     @precondition(lambda self: not self.failed and not self.calls)
-    @rule(
-        prompt=PROMPTS,
-        at=st.integers(1, 1500),
-        error=st.sampled_from([KeyboardInterrupt, MemoryError]),
-    )
-    def generate_with_a_fault(self, prompt: list[int], at: int, error: type[BaseException]) -> None:
-        # A fault while the prompt is read refuses the prompt.
-        with suppress(error, EngineFailedError, RequestError), LineFault(at, error):
-            self.engine.generate([prompt], params(1))
-        self.failed = not self.engine.stats()["healthy"]
+    @rule()
+    def fail(self) -> None:
+        self.engine.add_request([1], params(1))
+        in_launch(self.engine, lambda: 1 // 0)
+        with pytest.raises(EngineFailedError):
+            self.engine.step()
+        self.failed = True
 
     @precondition(lambda self: self.failed)
     @rule()

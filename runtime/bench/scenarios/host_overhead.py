@@ -24,7 +24,7 @@ from ....graphs.library import StepLibrary
 from ....graphs.steps import EagerStep, Step
 from ....profiling.stats import Summary
 from ...config import EngineConfig
-from ...engine.intake import Intake
+from ...engine.intake import RequestBuilder
 from ...engine.loop import StepLoop
 from ...engine.startup import layer_groups
 from ...execution.runner import Runner
@@ -142,7 +142,7 @@ class HostRig:
             max_prefill_rows=self.runner.max_prefill_rows,
         )
         self.loop = StepLoop(scheduler, self.runner, in_flight=in_flight)
-        self._intake = Intake(
+        self._intake = RequestBuilder(
             MODEL,
             None,
             longest_sequence=MODEL.max_position_embeddings,

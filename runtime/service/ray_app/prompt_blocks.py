@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from ...engine.intake import Intake, Prompt
+from ...engine.intake import Prompt, RequestBuilder
 from ...errors import StepgraphError
 from ...loading.opened_source import find_source
 from ...loading.tokenizer import load_tokenizer
@@ -35,7 +35,7 @@ class PromptBlocks:
         tokenizer = None
         if found.directory is not None:
             tokenizer = load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
-        self._intake = Intake(
+        self._intake = RequestBuilder(
             found.config,
             tokenizer,
             longest_sequence=engine.max_model_len or found.config.longest_context,
