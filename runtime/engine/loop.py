@@ -577,17 +577,17 @@ class StepLoop:
         else:
             speculator.begin_plan()
         if drafts:
-            self.scheduler.extra_tokens.verify(plan, drafts, speculator.sizes(len(plan.decode)))
+            self.scheduler.verify(plan, drafts, speculator.sizes(len(plan.decode)))
         if not isinstance(speculator, DrafterSpeculator):
             return
         assert self.runner.drafter is not None, "its drafts are chosen"
-        group, extra_tokens = self.runner.drafter.group, self.scheduler.extra_tokens
+        group = self.runner.drafter.group
         if speculator.proposes:
-            extra_tokens.propose(plan, speculator.proposes, group)
+            self.scheduler.propose(plan, speculator.proposes, group)
         if plan.prefill and self._step_budget is None:
             count = speculator.prompt_drafts(plan.prefill)
             if count:
-                extra_tokens.propose_after_prompts(plan, count, group)
+                self.scheduler.propose_after_prompts(plan, count, group)
 
     def _commit_until(self, most: int) -> int:
         """Commit launched steps until `most` are in flight; return the nanoseconds waited."""
@@ -637,4 +637,4 @@ class StepLoop:
                 continue
             request.advanced(count, accepted)
             if accepted < count:
-                self.scheduler.fell_short(request)
+                self.scheduler.on_rejected_drafts(request)

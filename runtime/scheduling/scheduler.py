@@ -1,21 +1,22 @@
-"""Scheduler: admission, chunked prefill, priorities and preemption.
+"""Scheduler: admission, chunked prefill, priorities, preemption, and tokens beyond one a row.
 
 A plan has a decode part and a prefill part. Every request whose prompt is computed decodes one
 token. The remaining token budget of the step goes to prefill chunks. Requests are served in the
 order of `(priority, arrival)`. Admission allocates the blocks of all known tokens (in
-sliding-window layers those of the next chunk), so most later allocations are for decoding. If no
+sliding-window layers of the next chunk only), so most later allocations are for decoding. If no
 block is free, the running request that is last in the order of service is preempted: its blocks are
 swapped to the host, or its tokens are recomputed later (see `step_budget.py`).
 
-A step processes only the requests whose next event is due (see `scheduler.py`), prefilling
-requests, and the head of the queue. `scheduler.py` adds tokens to the decode part.
+Most decoding requests need no work per step. The earliest step at which a request can need a block,
+publish one or sample its last token is known in advance (`WakeTimes`), so a step processes only the
+requests that are due, prefilling requests, and the head of the queue.
 
 A sequence that outgrows the context of its rotary parameters can lose its keys and values (see
 `RopeLengths.recompute_above`). It is preempted without a copy, and recomputed at its next
 admission.
 
-An admitted request reuses what is cached: its own swapped blocks, the prompt of a sibling, or
-blocks with the same content (see `cache/kv_cache.py`).
+An admitted request reuses cached state: its own swapped blocks, the prompt of a sibling, or blocks
+with the same content (see `cache/kv_cache.py`). Does not import torch.
 """
 
 from __future__ import annotations
@@ -34,28 +35,13 @@ from ..rope_lengths import RopeLengths
 from .plan import Admission, Preemption, RowSpan, StepPlan, TableUpdate
 from .step_budget import PreemptionPolicy, StepBudget
 
-__all__ = [
-    "AdmissionControl",
-    "ExtraTokens",
-    "Headroom",
-    "NextEvents",
-    "Publishing",
-    "RowBlocks",
-    "RunningRequests",
-    "Scheduler",
-    "WaitingQueue",
-    "order_of",
-]
+__all__ = ["Scheduler"]
+
+order_of = attrgetter("order")
 
 
-# Blocks that admission reserves for running requests. Does not import torch.
-
-
-class Headroom:
-    """Number of layer groups of each running request that may still need another block.
-
-    A request that holds all blocks that it can use has none.
-    """
+class ReservedBlocks:
+    """Blocks that admission reserves: of each running request, layer groups that may grow."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -92,16 +78,14 @@ class Headroom:
         self.num_releases += blocks < before
 
 
-# Publishes full blocks of running requests in the prefix cache, and withdraws invalid ones.
-#
-# A block is published once launched steps have computed all of its tokens, before their logits are
-# known. A block is verified once finite logits were computed from it. When a request has non-finite
-# logits, the blocks that it computed since its last finite logits are withdrawn. So are the cached
-# blocks that it reused, unless a request has verified them.
+class PrefixPublisher:
+    """Publishes full blocks of running requests in the prefix cache, and withdraws invalid ones.
 
-
-class Publishing:
-    """The next block that each running request publishes, and its last finite logits."""
+    A block is published once launched steps have computed all of its tokens, before their logits
+    are known. It is verified once finite logits were computed from it. When a request has
+    non-finite logits, the blocks that it computed since its last finite logits are withdrawn. So
+    are the cached blocks that it reused, unless a request has verified them.
+    """
 
     def __init__(self, cache: KVCache) -> None:
         self.num_prompts = 0
@@ -178,13 +162,8 @@ class Publishing:
         return request.num_tokens - 1 if sampled else 0
 
 
-# Requests with a row, and the phase of each: prefilling, decoding or ending. No torch.
-
-order_of = attrgetter("order")
-
-
 class RunningRequests:
-    """The rows of the decode batch. All lists are in the order of service."""
+    """Requests with a row: prefilling, decoding or ending. Lists are in the order of service."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.rows: dict[Request, int] = {}
@@ -262,85 +241,8 @@ class RunningRequests:
         assert self._shown is None or self._shown == self._decoding
 
 
-# Decides whether the first waiting request gets blocks, and what it shares. No torch.
-
-
-class AdmissionControl:
-    """Allocates the blocks of waiting requests, unless running ones may need them.
-
-    Running requests that are served before a waiting one must still be able to allocate the next
-    block that they may need. Otherwise it would be preempted one step later. No block is reserved
-    for requests that are served after it, because they are preempted first.
-    """
-
-    def __init__(
-        self, cache: KVCache, running: RunningRequests, publishing: Publishing, headroom: Headroom
-    ) -> None:
-        self._cache = cache
-        self._running = running
-        self._publishing = publishing
-        self._headroom = headroom
-        # The request that was refused last, with the state at that time: siblings to fork from,
-        # prompts published, headroom released, free blocks.
-        self._refused: tuple[Request, int, int, int, int] | None = None
-
-    def admit(self, head: Request, chunk: int) -> Admitted | None:
-        """Allocate the blocks of the first waiting request; None if there are not enough.
-
-        A refused request is not tried again until there are more cached tokens or free blocks.
-        """
-        siblings = self._siblings(head)
-        free = self._cache.num_free_blocks
-        state = (head, len(siblings), self._publishing.num_prompts, self._headroom.num_releases)
-        if self._refused is not None and self._refused[:4] == state and free <= self._refused[4]:
-            return None
-        found = self._cache.admit(
-            head.id,
-            head.num_tokens,
-            chunk=chunk,
-            headroom=self._headroom.before(head.order),
-            hashes=head.hashes_of(head.num_tokens),
-            siblings=siblings,
-            reusable_tokens=head.reusable_tokens,
-        )
-        self._refused = (*state, free) if found is None else None
-        return found
-
-    def waits_for_sibling(self, request: Request) -> bool:
-        """Whether siblings are prefilling the request's prompt and none has finished."""
-        shared = len(request.prompt_ids) - 1
-        running = self._may_fork(request)
-        return bool(running) and all(s.num_computed < shared for s in running)
-
-    def _siblings(self, request: Request) -> list[tuple[str, int]]:
-        """Return the sibling that has computed the request's prompt, and the tokens to share.
-
-        Shares all tokens but the last, whose logits the request needs to sample its own token.
-        """
-        shared = len(request.prompt_ids) - 1
-        return [(s.id, shared) for s in self._may_fork(request) if s.num_computed >= shared]
-
-    def _may_fork(self, request: Request) -> list[Request]:
-        """Return the running requests that a waiting request can fork from, now or later."""
-        if (
-            not request.may_fork
-            or len(request.prompt_ids) == 1
-            or request.reusable_tokens is not None
-            or self._cache.is_swapped(request.id)
-        ):
-            return []
-        return [
-            sibling
-            for sibling in request.siblings
-            if sibling in self._running.rows and sibling.rope_length == request.rope_length
-        ]
-
-
-# The earliest step at which a decoding request needs blocks, shares a block or ends. No torch.
-
-
-class NextEvents:
-    """At most one scheduled step per request; lookup by step and by request."""
+class WakeTimes:
+    """The earliest step at which each decoding request needs blocks, publishes one or ends."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -385,232 +287,6 @@ class NextEvents:
         by_step = {request: step for step, due in self._due.items() for request in due}
         assert by_step == self._steps
         assert all(self._due.values()), "a step without requests"
-
-
-# The blocks of running requests, and when each of them needs others. No torch.
-#
-# Most decoding requests need no work per step. The earliest step at which a request can need a
-# block, publish one or sample its last token is known in advance, so its next event is scheduled
-# for that step.
-
-
-class RowBlocks:
-    """Allocates and frees blocks of requests with a row, and writes the changes into plans."""
-
-    def __init__(
-        self,
-        cache: KVCache,
-        running: RunningRequests,
-        events: NextEvents,
-        publishing: Publishing,
-        headroom: Headroom,
-    ) -> None:
-        """Change the blocks of `running`, and what the others derive from these."""
-        self._cache, self._running, self._events = cache, running, events
-        self._publishing, self._headroom = publishing, headroom
-
-    def admit(self, plan: StepPlan, request: Request) -> int:
-        """Give an admitted request a row, with the blocks that it has; return the row."""
-        row = self._running.join(request)
-        self._publishing.admit(request)
-        self._headroom.update(request)
-        self._update_tables(plan, request, self._cache.table_of(request.id))
-        return row
-
-    def leave(self, request: Request) -> None:
-        """Take the row of a request, whose blocks the caller frees."""
-        self._running.leave(request)
-        self._events.cancel(request)
-        self._headroom.forget(request)
-        self._publishing.leave(request)
-
-    def grow(self, plan: StepPlan, request: Request, stop: int) -> bool:
-        """Allocate the blocks of tokens up to `stop`, if so many are free."""
-        grown = self._cache.grow(request.id, stop)
-        if grown is None:
-            return False
-        self._update_tables(plan, request, grown)
-        self._headroom.update(request)
-        return True
-
-    def grow_decoding(self, plan: StepPlan, request: Request, tokens: int, count: int) -> bool:
-        """Allocate the blocks of a decoding request's next `tokens`, if so many are free.
-
-        This step computes `count` of them.
-        """
-        stop = request.num_computed + tokens
-        if self._cache.lacking(request.id, stop) > self._cache.num_free_blocks:
-            return False
-        self._events.cancel(request)
-        grown = self.grow(plan, request, stop)
-        assert grown, "there were enough blocks"
-        self.schedule_next(request, count=count)
-        return True
-
-    def slide(self, plan: StepPlan, request: Request) -> None:
-        """Free the blocks that the request's next and later tokens do not read."""
-        dropped = self._cache.slide(request.id, request.least_computed)
-        self._update_tables(plan, request, dropped)
-
-    def schedule_next(self, request: Request, least: int = 1, *, count: int = 1) -> None:
-        """Schedule the next event of a request that decodes from this step on.
-
-        It needs nothing during the first `least` steps. This step computes `count` of its tokens if
-        all drafts are accepted, and each later one a token, unless it verifies drafts too.
-        """
-        tokens = min(self._quiet_until(request) - request.num_computed, request.num_unsampled)
-        self._events.schedule(request, self._events.num_steps + max(least, tokens - count + 1))
-
-    def check_integrity(self) -> None:
-        """Assert that events are in time, and that exactly the decoding requests have one."""
-        self._events.check_integrity()
-        events, ending = self._events.all(), self._running.ending
-        for request in ending:
-            assert request.decoding
-            assert request.reached_max_tokens == (request not in events)
-        assert events.keys() - ending == set(self._running.decoding())
-        for request, number in events.items():
-            tokens = number - self._events.num_steps - 1  # decoded before, if no step verifies
-            assert 0 <= tokens <= request.num_unsampled
-            last = request.num_computed + tokens - 1
-            assert tokens == 0 or last < self._quiet_until(request)
-
-    def _quiet_until(self, request: Request) -> int:
-        """First position whose token requires a change of the request's blocks."""
-        return min(
-            self._cache.quiet_until(request.id),
-            self._publishing.next_at(request),
-            request.outgrown_at,
-        )
-
-    def _update_tables(self, plan: StepPlan, request: Request, changes: list[TableChange]) -> None:
-        if changes:
-            row = self._running.rows[request]
-            for group, column, block in changes:
-                plan.table_updates.append(TableUpdate(group, row, column, block))
-
-
-# Lets decoding rows compute more than one token in a launch. No torch.
-#
-# `verify` makes a plan verify drafts of some rows, as far as blocks and tokens are free: no request
-# is preempted for drafts. The number of accepted tokens is known when the step is committed. Until
-# then blocks are allocated for the largest possible number, and freed or shared for the smallest. A
-# request that may have sampled all of its tokens is not planned; it decodes again if the commit
-# rejects drafts (`Scheduler.fell_short`).
-#
-# With `steps_per_launch` a plan decodes that many tokens per row if no request prefills, no row
-# follows a grammar (its next token needs the one before), every row has that many tokens to go, and
-# the blocks for them are free. Otherwise it decodes one token per row. So the last tokens of a
-# request are decoded one per launch, and no request is preempted for tokens of later steps. Waiting
-# requests do not prevent such launches. They wait longer, because a row that ends within a launch
-# is freed only after it.
-
-
-class ExtraTokens:
-    """Adds tokens to a plan of one decode step, for which there are blocks without preemption."""
-
-    def __init__(
-        self, cache: KVCache, blocks: RowBlocks, events: NextEvents, max_batch_tokens: int
-    ) -> None:
-        """Plan at most `max_batch_tokens` tokens in a step."""
-        self._cache, self._blocks, self._events = cache, blocks, events
-        self._max_batch_tokens = max_batch_tokens
-
-    def verify(self, plan: StepPlan, drafts: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
-        """Let the decoding rows of a plan verify drafts, those that there is room for.
-
-        Args:
-            plan: the current plan, of one decode step.
-            drafts: of each of `plan.decode`; may be empty.
-            sizes: the tokens per row that verify steps of so many rows exist for, ascending.
-        """
-        assert plan.steps == 1
-        spare = self._max_batch_tokens - plan.prefill_tokens - len(plan.decode)
-        kept = [
-            own[: self._room_for(plan, request, min(len(own), spare // len(plan.decode)))]
-            for request, own in zip(plan.decode, drafts, strict=True)
-        ]
-        counts = [1 + len(own) for own in kept]
-        if (most := max(counts)) > 1:
-            plan.drafts, plan.decode_counts = kept, counts
-            plan.tokens_per_row = next(size for size in sizes if size >= most)
-
-    def propose(self, plan: StepPlan, drafts: int, group: int) -> None:
-        """Let a drafter propose `drafts` tokens for each decoding row of a plan.
-
-        It stores their keys and values in blocks of a layer group. A row for which too few of them
-        are free gets fewer drafts (`StepPlan.draft_stops`).
-        """
-        size = self._cache.block_size
-        stops = []
-        for request, count in zip(
-            plan.decode, plan.decode_counts or repeat(1, len(plan.decode)), strict=True
-        ):
-            ahead = _next_count(request, count + drafts + 1)
-            table = self._cache.block_table(request.id, group)
-            if ahead > count and request.num_computed + ahead > len(table) * size:
-                self._blocks.grow_decoding(plan, request, ahead, count)
-            stops.append(len(table) * size)
-        plan.proposes, plan.draft_stops = drafts, stops
-
-    def propose_after_prompts(self, plan: StepPlan, drafts: int, group: int) -> None:
-        """Let a drafter propose `drafts` tokens after each prompt that ends in a plan.
-
-        As `propose`. Siblings share the blocks of their prompt, so that none are added for drafts.
-        """
-        cache = self._cache
-        for index, chunk in enumerate(plan.prefill):
-            if not chunk.samples:
-                continue
-            request, end = chunk.request, chunk.start + chunk.count
-            table = cache.block_table(request.id, group)
-            stop = min(end + min(drafts + 1, request.num_unsampled - 1), request.outgrown_at)
-            lacking = 0 if request.siblings else cache.lacking(request.id, stop)
-            if 0 < lacking <= cache.num_free_blocks:
-                grown = self._blocks.grow(plan, request, stop)
-                assert grown, "there were enough blocks"
-            plan.prefill[index] = replace(chunk, draft_stop=len(table) * cache.block_size)
-        plan.prompt_drafts = drafts
-
-    def decode_several(self, plan: StepPlan, steps: int) -> None:
-        """Let a plan without prefill decode `steps` tokens per row, if every row can.
-
-        A request without an event before the end of these steps has enough tokens and blocks.
-        Requests with a grammar or `logprob_token_ids` need each token before the next one.
-        """
-        if any(r.matcher is not None or r.params.logprob_token_ids for r in plan.decode):
-            return
-        events, cache, first = self._events, self._cache, self._events.num_steps
-        soon = events.between(first + 1, first + steps)
-        lacking = 0
-        for request in soon:
-            if _next_count(request, steps) < steps:
-                return
-            lacking += cache.lacking(request.id, request.num_computed + steps)
-        if lacking > cache.num_free_blocks:
-            return
-        for request in soon:
-            events.cancel(request)
-            grown = self._blocks.grow(plan, request, request.num_computed + steps)
-            assert grown, "there were enough blocks"
-            self._blocks.schedule_next(request, steps)
-        plan.steps = steps
-        events.num_steps += steps - 1
-
-    def _room_for(self, plan: StepPlan, request: Request, drafts: int) -> int:
-        """Return how many drafts a decoding request of the plan verifies; allocate their blocks."""
-        count = _next_count(request, 1 + drafts) if drafts > 0 else 1
-        if count <= 1:
-            return 0
-        return count - 1 if self._blocks.grow_decoding(plan, request, count, count) else 0
-
-
-def _next_count(request: Request, most: int) -> int:
-    """Return the number of tokens that a decoding request can compute next, at most `most`."""
-    return min(most, request.num_unsampled, request.outgrown_at - request.num_computed)
-
-
-# The requests without a row: waiting ones in the order of service, and paused ones. No torch.
 
 
 def _is_alive(request: Request) -> bool:
@@ -723,14 +399,13 @@ class Scheduler:
         self._rope_lengths = rope_lengths or RopeLengths()
         self._waiting = WaitingQueue()
         self._pausing: list[Request] = []  # paused, with a row
-        self._next_events = NextEvents()
+        self._wakes = WakeTimes()
         self._running = RunningRequests(max_num_seqs)
-        self._headroom = Headroom(cache)
-        self._publishing = Publishing(cache)
-        parts = self._publishing, self._headroom
-        self._admission = AdmissionControl(cache, self._running, *parts)
-        self._blocks = RowBlocks(cache, self._running, self._next_events, *parts)
-        self.extra_tokens = ExtraTokens(cache, self._blocks, self._next_events, max_batch_tokens)
+        self._reserved = ReservedBlocks(cache)
+        self._publisher = PrefixPublisher(cache)
+        # The request that was refused last, with the state at that time: siblings to fork from,
+        # prompts published, reservations released, free blocks.
+        self._refused: tuple[Request, int, int, int, int] | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -760,8 +435,8 @@ class Scheduler:
         """
         assert request.status is RequestStatus.FINISHED
         if request in self._running.rows:
-            self._publishing.publish(request, ends=True)
-            self._blocks.leave(request)
+            self._publisher.publish(request, ends=True)
+            self._leave(request)
             if request.paused:
                 self._pausing.remove(request)
             self.cache.release(request.id)
@@ -794,7 +469,7 @@ class Scheduler:
         plan.
         """
         plan, running = StepPlan(), self._running
-        due = self._next_events.begin_step()
+        due = self._wakes.begin_step()
         if self._pausing:
             self._pause_rows(plan)
         if due is not None or running.prefilling:
@@ -805,18 +480,18 @@ class Scheduler:
             if plan.preempted:
                 plan.decode = running.decoding()
         if self.steps_per_launch > 1 and not single and plan.decode and not running.prefilling:
-            self.extra_tokens.decode_several(plan, self.steps_per_launch)
+            self._decode_several(plan, self.steps_per_launch)
         return plan
 
-    def fell_short(self, request: Request) -> None:
+    def on_rejected_drafts(self, request: Request) -> None:
         """Handle a committed step that advanced a running request by less than was launched.
 
         Its next event is now earlier than necessary, which is harmless. If the launched steps could
         have sampled all of its tokens, it decodes again from the next plan on.
         """
         if request in self._running.ending and not request.reached_max_tokens:
-            self._next_events.cancel(request)
-            self._next_events.schedule(request, self._next_events.num_steps + 1)
+            self._wakes.cancel(request)
+            self._wakes.schedule(request, self._wakes.num_steps + 1)
 
     def undo(self, plan: StepPlan, admission: Admission) -> None:
         """Undo an admission of the current plan whose copies failed; the request waits again.
@@ -828,31 +503,114 @@ class Scheduler:
         plan.admitted.remove(admission)
         plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not request]
         plan.table_updates = [update for update in plan.table_updates if update.row != row]
-        self._blocks.leave(request)
+        self._leave(request)
         self.cache.release(request.id)
         self._waiting.push(request)
 
     def forget_contents(self) -> None:
         """Clear the prefix cache, and exclude tokens computed so far from later sharing."""
         self.cache.forget_contents()
-        self._publishing.forget_contents()
+        self._publisher.forget_contents()
         for request in (*self._running, *self._waiting):
             request.prefix_hashes = None
 
     def withdraw(self, request: Request) -> None:
         """Withdraw the blocks that a request's non-finite logits may come from.
 
-        The request is about to end, and may have been preempted. See `scheduler.py`.
+        The request is about to end, and may have been preempted. See
+        `PrefixPublisher`.
         """
-        self._publishing.withdraw(request)
+        self._publisher.withdraw(request)
+
+    def verify(self, plan: StepPlan, drafts: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
+        """Let the decoding rows of a plan verify drafts, as far as blocks and tokens are free.
+
+        No request is preempted for drafts. The number of accepted tokens is known when the step is
+        committed. Until then blocks are allocated for the largest possible number, and freed or
+        shared for the smallest. A request that may have sampled all of its tokens is not planned;
+        it decodes again if the commit rejects drafts (`on_rejected_drafts`).
+
+        Args:
+            plan: the current plan, of one decode step.
+            drafts: of each of `plan.decode`; may be empty.
+            sizes: the tokens per row that verify steps of so many rows exist for, ascending.
+        """
+        assert plan.steps == 1
+        spare = self.max_batch_tokens - plan.prefill_tokens - len(plan.decode)
+        kept = [
+            own[: self._room_for(plan, request, min(len(own), spare // len(plan.decode)))]
+            for request, own in zip(plan.decode, drafts, strict=True)
+        ]
+        counts = [1 + len(own) for own in kept]
+        if (most := max(counts)) > 1:
+            plan.drafts, plan.decode_counts = kept, counts
+            plan.tokens_per_row = next(size for size in sizes if size >= most)
+
+    def propose(self, plan: StepPlan, drafts: int, group: int) -> None:
+        """Let a drafter propose `drafts` tokens for each decoding row of a plan.
+
+        It stores their keys and values in blocks of a layer group. A row for which too few of them
+        are free gets fewer drafts (`StepPlan.draft_stops`).
+        """
+        size = self.cache.block_size
+        stops = []
+        for request, count in zip(
+            plan.decode, plan.decode_counts or repeat(1, len(plan.decode)), strict=True
+        ):
+            ahead = _next_count(request, count + drafts + 1)
+            table = self.cache.block_table(request.id, group)
+            if ahead > count and request.num_computed + ahead > len(table) * size:
+                self._grow_decoding(plan, request, ahead, count)
+            stops.append(len(table) * size)
+        plan.proposes, plan.draft_stops = drafts, stops
+
+    def propose_after_prompts(self, plan: StepPlan, drafts: int, group: int) -> None:
+        """Let a drafter propose `drafts` tokens after each prompt that ends in a plan.
+
+        As `propose`. Siblings share the blocks of their prompt, so that none are added for drafts.
+        """
+        cache = self.cache
+        for index, chunk in enumerate(plan.prefill):
+            if not chunk.samples:
+                continue
+            request, end = chunk.request, chunk.start + chunk.count
+            table = cache.block_table(request.id, group)
+            stop = min(end + min(drafts + 1, request.num_unsampled - 1), request.outgrown_at)
+            lacking = 0 if request.siblings else cache.lacking(request.id, stop)
+            if 0 < lacking <= cache.num_free_blocks:
+                grown = self._grow(plan, request, stop)
+                assert grown, "there were enough blocks"
+            plan.prefill[index] = replace(chunk, draft_stop=len(table) * cache.block_size)
+        plan.prompt_drafts = drafts
+
+    def check_integrity(self) -> None:
+        """Assert that rows, queues and blocks are consistent, and events are in time."""
+        self.cache.check_integrity()
+        self._running.check_integrity()
+        self._publisher.check_integrity(self._running.rows)
+        self._reserved.check_integrity(self._running.rows)
+        self._waiting.check_integrity()
+        assert not any(request in self._running.rows for request in self._waiting)
+        assert set(self._pausing) == {request for request in self._running.rows if request.paused}
+        self._wakes.check_integrity()
+        wakes, ending = self._wakes.all(), self._running.ending
+        for request in ending:
+            assert request.decoding
+            assert request.reached_max_tokens == (request not in wakes)
+        assert wakes.keys() - ending == set(self._running.decoding())
+        for request, number in wakes.items():
+            tokens = number - self._wakes.num_steps - 1  # decoded before, if no step verifies
+            assert 0 <= tokens <= request.num_unsampled
+            last = request.num_computed + tokens - 1
+            assert tokens == 0 or last < self._next_change_position(request)
 
     def _look_at(self, plan: StepPlan, due: dict[Request, None]) -> None:
         """Process the due events of decoding requests, and add requests that begin to decode."""
         running = self._running
         joining = [request for request in running.prefilling if request.decoding]
         for request in (*due, *running.prefilling):
-            if request.least_computed >= self._publishing.next_at(request):
-                self._publishing.publish(request)
+            if request.least_computed >= self._publisher.next_at(request):
+                self._publisher.publish(request)
         if joining:
             running.prefilling = [request for request in running.prefilling if not request.decoding]
         for request in sorted((*due, *joining), key=order_of):
@@ -870,7 +628,7 @@ class Scheduler:
             if self._make_room(plan, request, stop, may_leave=True):
                 if request not in due or request in running.ending:
                     running.begin_decoding(request)
-                self._blocks.schedule_next(request)
+                self._schedule_next(request)
 
     def _outgrow(self, request: Request) -> None:
         """Before an admission: let a sequence that became too long be computed for its length."""
@@ -902,15 +660,15 @@ class Scheduler:
             if head is None:
                 break
             self._outgrow(head)
-            if self._admission.waits_for_sibling(head):  # does not block later requests
+            if self._waits_for_sibling(head):  # does not block later requests
                 self._waiting.pop()
                 aside.append(head)
                 continue
-            found = self._admission.admit(head, budget)
+            found = self._admit(head, budget)
             if found is None:
                 break
             self._waiting.pop()
-            plan.admitted.append(Admission(head, self._blocks.admit(plan, head), found))
+            plan.admitted.append(Admission(head, self._join(plan, head), found))
             budget = self._add_chunk(plan, head, found.num_tokens, budget)
         for request in aside:
             self._waiting.push(request)
@@ -943,15 +701,15 @@ class Scheduler:
         # next token does not read. That block is kept for them if enough blocks are free.
         slid = not request.siblings or request.least_computed != len(request.prompt_ids)
         if slid:
-            self._blocks.slide(plan, request)
-        while not self._blocks.grow(plan, request, num_tokens):
+            self._slide(plan, request)
+        while not self._grow(plan, request, num_tokens):
             if not slid:
-                self._blocks.slide(plan, request)
+                self._slide(plan, request)
                 slid = True
                 continue
             victim = self._running.last
             if victim is request and not may_leave:
-                self._headroom.update(request)
+                self._reserved.update(request)
                 return False
             self._preempt(plan, victim)
             if victim is request:
@@ -966,7 +724,7 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, victim: Request, *, may_swap: bool = True) -> None:
         plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not victim]
-        self._publishing.publish(victim)
+        self._publisher.publish(victim)
         pairs = None
         num_tokens = victim.least_computed
         num_blocks = self.cache.num_blocks_of(victim.id, num_tokens)
@@ -974,19 +732,168 @@ class Scheduler:
             pairs = self.cache.swap_out(victim.id, num_tokens)
         if pairs is None:
             self.cache.release(victim.id)
-        self._blocks.leave(victim)
+        self._leave(victim)
         if victim.paused:
             self._pausing.remove(victim)
         self._waiting.push(victim)
         plan.preempted.append(Preemption(victim, pairs))
 
-    def check_integrity(self) -> None:
-        """Assert that rows, queues and blocks are consistent, and events are in time."""
-        self.cache.check_integrity()
-        self._running.check_integrity()
-        self._publishing.check_integrity(self._running.rows)
-        self._headroom.check_integrity(self._running.rows)
-        self._waiting.check_integrity()
-        assert not any(request in self._running.rows for request in self._waiting)
-        assert set(self._pausing) == {request for request in self._running.rows if request.paused}
-        self._blocks.check_integrity()
+    def _admit(self, head: Request, chunk: int) -> Admitted | None:
+        """Allocate the blocks of the first waiting request; None if there are not enough.
+
+        Running requests that are served before it must still be able to allocate the next block
+        that they may need. Otherwise it would be preempted one step later. A refused request is not
+        tried again until there are more cached tokens or free blocks.
+        """
+        siblings = self._siblings(head)
+        free = self.cache.num_free_blocks
+        state = (head, len(siblings), self._publisher.num_prompts, self._reserved.num_releases)
+        if self._refused is not None and self._refused[:4] == state and free <= self._refused[4]:
+            return None
+        found = self.cache.admit(
+            head.id,
+            head.num_tokens,
+            chunk=chunk,
+            headroom=self._reserved.before(head.order),
+            hashes=head.hashes_of(head.num_tokens),
+            siblings=siblings,
+            reusable_tokens=head.reusable_tokens,
+        )
+        self._refused = (*state, free) if found is None else None
+        return found
+
+    def _waits_for_sibling(self, request: Request) -> bool:
+        """Whether siblings are prefilling the request's prompt and none has finished."""
+        shared = len(request.prompt_ids) - 1
+        running = self._may_fork(request)
+        return bool(running) and all(s.num_computed < shared for s in running)
+
+    def _siblings(self, request: Request) -> list[tuple[str, int]]:
+        """Return the sibling that has computed the request's prompt, and the tokens to share.
+
+        Shares all tokens but the last, whose logits the request needs to sample its own token.
+        """
+        shared = len(request.prompt_ids) - 1
+        return [(s.id, shared) for s in self._may_fork(request) if s.num_computed >= shared]
+
+    def _may_fork(self, request: Request) -> list[Request]:
+        """Return the running requests that a waiting request can fork from, now or later."""
+        if (
+            not request.may_fork
+            or len(request.prompt_ids) == 1
+            or request.reusable_tokens is not None
+            or self.cache.is_swapped(request.id)
+        ):
+            return []
+        return [
+            sibling
+            for sibling in request.siblings
+            if sibling in self._running.rows and sibling.rope_length == request.rope_length
+        ]
+
+    def _join(self, plan: StepPlan, request: Request) -> int:
+        """Give an admitted request a row, with the blocks that it has; return the row."""
+        row = self._running.join(request)
+        self._publisher.admit(request)
+        self._reserved.update(request)
+        self._update_tables(plan, request, self.cache.table_of(request.id))
+        return row
+
+    def _leave(self, request: Request) -> None:
+        """Take the row of a request, whose blocks the caller frees."""
+        self._running.leave(request)
+        self._wakes.cancel(request)
+        self._reserved.forget(request)
+        self._publisher.leave(request)
+
+    def _grow(self, plan: StepPlan, request: Request, stop: int) -> bool:
+        """Allocate the blocks of tokens up to `stop`, if so many are free."""
+        grown = self.cache.grow(request.id, stop)
+        if grown is None:
+            return False
+        self._update_tables(plan, request, grown)
+        self._reserved.update(request)
+        return True
+
+    def _grow_decoding(self, plan: StepPlan, request: Request, tokens: int, count: int) -> bool:
+        """Allocate the blocks of a decoding request's next `tokens`, if so many are free.
+
+        This step computes `count` of them.
+        """
+        stop = request.num_computed + tokens
+        if self.cache.lacking(request.id, stop) > self.cache.num_free_blocks:
+            return False
+        self._wakes.cancel(request)
+        grown = self._grow(plan, request, stop)
+        assert grown, "there were enough blocks"
+        self._schedule_next(request, count=count)
+        return True
+
+    def _slide(self, plan: StepPlan, request: Request) -> None:
+        """Free the blocks that the request's next and later tokens do not read."""
+        dropped = self.cache.slide(request.id, request.least_computed)
+        self._update_tables(plan, request, dropped)
+
+    def _schedule_next(self, request: Request, least: int = 1, *, count: int = 1) -> None:
+        """Schedule the next event of a request that decodes from this step on.
+
+        It needs nothing during the first `least` steps. This step computes `count` of its tokens if
+        all drafts are accepted, and each later one a token, unless it verifies drafts too.
+        """
+        tokens = min(
+            self._next_change_position(request) - request.num_computed, request.num_unsampled
+        )
+        self._wakes.schedule(request, self._wakes.num_steps + max(least, tokens - count + 1))
+
+    def _next_change_position(self, request: Request) -> int:
+        """First position whose token requires a change of the request's blocks."""
+        return min(
+            self.cache.quiet_until(request.id),
+            self._publisher.next_at(request),
+            request.outgrown_at,
+        )
+
+    def _update_tables(self, plan: StepPlan, request: Request, changes: list[TableChange]) -> None:
+        if changes:
+            row = self._running.rows[request]
+            for group, column, block in changes:
+                plan.table_updates.append(TableUpdate(group, row, column, block))
+
+    def _decode_several(self, plan: StepPlan, steps: int) -> None:
+        """Let a plan without prefill decode `steps` tokens per row, if every row can.
+
+        No row may follow a grammar (its next token needs the one before), every row must have that
+        many tokens to go, and the blocks for them must be free. Otherwise it decodes one token per
+        row. Waiting requests do not prevent such launches; they wait longer, because a row that
+        ends within a launch is freed only after it.
+        """
+        if any(r.matcher is not None or r.params.logprob_token_ids for r in plan.decode):
+            return
+        events, cache, first = self._wakes, self.cache, self._wakes.num_steps
+        soon = events.between(first + 1, first + steps)
+        lacking = 0
+        for request in soon:
+            if _next_count(request, steps) < steps:
+                return
+            lacking += cache.lacking(request.id, request.num_computed + steps)
+        if lacking > cache.num_free_blocks:
+            return
+        for request in soon:
+            events.cancel(request)
+            grown = self._grow(plan, request, request.num_computed + steps)
+            assert grown, "there were enough blocks"
+            self._schedule_next(request, steps)
+        plan.steps = steps
+        events.num_steps += steps - 1
+
+    def _room_for(self, plan: StepPlan, request: Request, drafts: int) -> int:
+        """Return how many drafts a decoding request of the plan verifies; allocate their blocks."""
+        count = _next_count(request, 1 + drafts) if drafts > 0 else 1
+        if count <= 1:
+            return 0
+        return count - 1 if self._grow_decoding(plan, request, count, count) else 0
+
+
+def _next_count(request: Request, most: int) -> int:
+    """Return the number of tokens that a decoding request can compute next, at most `most`."""
+    return min(most, request.num_unsampled, request.outgrown_at - request.num_computed)

@@ -106,9 +106,9 @@ def test_inputs_are_copied_only_when_something_changed() -> None:
     quiet = 0
     for _ in range(64):
         before = rig.runner.inputs.copies
-        known = rig.loop.scheduler._next_events.all().values()
+        known = rig.loop.scheduler._wakes.all().values()
         ops = ops_of(rig, 1)
-        if rig.loop.scheduler._next_events.num_steps not in known:
+        if rig.loop.scheduler._wakes.num_steps not in known:
             quiet += 1
             assert (ops, rig.runner.inputs.copies) == ({}, before)
         else:

@@ -109,8 +109,8 @@ def sizes_of(rig: Rig) -> dict[str, int]:
     owners = {
         "scheduler": rig.scheduler,
         "running": rig.scheduler._running,
-        "publishing": rig.scheduler._publishing,
-        "headroom": rig.scheduler._headroom,
+        "publishing": rig.scheduler._publisher,
+        "headroom": rig.scheduler._reserved,
         "loop": rig.loop,
         "requests": rig.loop.requests,
         "cache": rig.cache,

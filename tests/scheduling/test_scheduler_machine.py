@@ -78,7 +78,7 @@ def watch_admission(rig: Rig) -> None:
             and not made.preempted
             and made.prefill_tokens < budget
             and len(made.prefill) < scheduler.max_prefill_rows
-            and not scheduler._admission.waits_for_sibling(head)
+            and not scheduler._waits_for_sibling(head)
         ):
             needed = -(-head.num_tokens // cache.block_size)
             assert needed + reserved_for(head) > cache.num_free_blocks, "there was room for it"
