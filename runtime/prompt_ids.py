@@ -1,13 +1,7 @@
-"""Converts token ids of users to plain integers, without calling methods of untrusted objects.
-
-`__len__`, `__iter__`, `__index__`, `__eq__` and `__repr__` of a prompt may raise, or return other
-values each time. So only the types below are accepted, and read by methods of the built-in types;
-messages name the type of anything else.
-"""
+"""Converts token ids of users to plain integers."""
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
@@ -17,31 +11,19 @@ import torch
 
 from .errors import RequestError
 
-__all__ = ["plain_batch", "plain_text", "plain_token_ids", "too_long", "type_name"]
+__all__ = ["plain_batch", "plain_token_ids", "too_long", "type_name"]
 
 ACCEPTED = (
     "text, or token ids as a list, tuple or range of integers, an array.array, or a one-dimensional"
     " NumPy array or CPU tensor of integers"
 )
+_ARRAYS = (np.ndarray, torch.Tensor)
 _MAX_NAME_CHARS = 80
-_INTEGER_DTYPES = frozenset(
-    {
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-    }
-)
 
 
 def type_name(value: object) -> str:
     """Return the name of a value's type, at most 80 characters."""
-    name: str = type.__dict__["__name__"].__get__(type(value))
-    return name[:_MAX_NAME_CHARS]
+    return type(value).__name__[:_MAX_NAME_CHARS]
 
 
 def plain_batch(prompts: object, single: tuple[type, ...]) -> list[object]:
@@ -72,27 +54,17 @@ def plain_batch(prompts: object, single: tuple[type, ...]) -> list[object]:
 def _are_token_ids(prompts: object) -> bool:
     """Whether the prompts of a batch are the token ids of one prompt."""
     kind = type(prompts)
-    if kind is range or kind is array:
-        return True
-    if kind is np.ndarray or kind is np.memmap or kind is torch.Tensor:
+    if issubclass(kind, _ARRAYS):
         return cast("np.ndarray", prompts).ndim <= 1
-    values: Sequence[object] = ()
-    if issubclass(kind, list):
-        values = list.__getitem__(cast("list[object]", prompts), slice(None))
-    elif issubclass(kind, tuple):
-        values = tuple.__getitem__(cast("tuple[object, ...]", prompts), slice(None))
-    return bool(values) and all(_is_integer(type(value)) for value in values)
+    if issubclass(kind, (list, tuple)):
+        values = cast("Sequence[object]", prompts)
+        return bool(values) and all(map(_is_integer, values))
+    return kind is range or kind is array
 
 
-def _is_integer(kind: type) -> bool:
-    return (issubclass(kind, int) and kind is not bool) or (
-        issubclass(kind, np.integer) and kind.__module__ == "numpy"
-    )
-
-
-def plain_text(value: object) -> str | None:
-    """Return a string as an exact `str`, None for anything else."""
-    return str.__str__(value) if issubclass(type(value), str) else None
+def _is_integer(value: object) -> bool:
+    kind = type(value)
+    return issubclass(kind, (int, np.integer)) and kind is not bool
 
 
 def plain_token_ids(prompt: object, vocab_size: int, longest: int) -> list[int]:
@@ -106,101 +78,55 @@ def plain_token_ids(prompt: object, vocab_size: int, longest: int) -> list[int]:
     Raises:
         RequestError: a wrong type, too many ids, or one outside the vocabulary.
     """
+    kind = type(prompt)
+    if not issubclass(kind, (list, tuple, range, array, *_ARRAYS)):
+        raise RequestError(
+            f"the prompt must be {ACCEPTED}, not {type_name(prompt)}", field="prompt"
+        )
+    sequence = cast("Any", prompt)
     try:
-        values = _values(prompt, longest)
+        if issubclass(kind, _ARRAYS) and sequence.ndim != 1:
+            shape = str(tuple(sequence.shape))[:_MAX_NAME_CHARS]
+            raise RequestError(
+                f"the prompt must be {ACCEPTED}, not a {type_name(prompt)} of shape {shape}",
+                field="prompt",
+            )
+        if len(sequence) >= longest:
+            raise too_long(f"{len(sequence)} tokens", longest)
+        values: list[object] = (
+            list(sequence) if issubclass(kind, (list, tuple, range)) else sequence.tolist()
+        )
     except RequestError:
         raise
-    except Exception as error:  # for example of an array without memory
+    except Exception as error:  # for example of a sparse tensor
         raise RequestError(
             f"the prompt of type {type_name(prompt)} cannot be read: {type_name(error)}",
             field="prompt",
         ) from error
-    if set(map(type, values)) == {int}:  # the common case, without a call for each
-        plain = cast("Sequence[int]", values)
-        if min(plain) >= 0 and max(plain) < vocab_size:
-            return list(plain)
-    token_ids = []
-    for position, value in enumerate(values):
-        token = _plain_integer(value, position)
-        if not 0 <= token < vocab_size:
-            shown = token if token.bit_length() < 128 else f"of {token.bit_length()} bits"
-            raise RequestError(
-                f"token {shown} at position {position} of the prompt is outside the"
-                f" vocabulary of {vocab_size}",
-                field="prompt",
-            )
-        token_ids.append(token)
+    if set(map(type, values)) != {int}:
+        values = [_plain_integer(value, position) for position, value in enumerate(values)]
+    token_ids = cast("list[int]", values)
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        position = next(i for i, token in enumerate(token_ids) if not 0 <= token < vocab_size)
+        token = token_ids[position]
+        shown = token if token.bit_length() < 128 else f"of {token.bit_length()} bits"
+        raise RequestError(
+            f"token {shown} at position {position} of the prompt is outside the vocabulary of"
+            f" {vocab_size}",
+            field="prompt",
+        )
     return token_ids
 
 
-def _values(prompt: object, longest: int) -> Sequence[object]:
-    kind = type(prompt)
-    if issubclass(kind, list):  # a subclass may override `__iter__`
-        values = cast("list[object]", prompt)
-        _check_length(list.__len__(values), longest)
-        return list.__getitem__(values, slice(None))
-    if issubclass(kind, tuple):
-        several = cast("tuple[object, ...]", prompt)
-        _check_length(tuple.__len__(several), longest)
-        return tuple.__getitem__(several, slice(None))
-    if kind is range:
-        assert isinstance(prompt, range)
-        length = -((prompt.start - prompt.stop) // prompt.step)  # rounded up; `len` may overflow
-        _check_length(min(length, sys.maxsize), longest)
-        return prompt
-    if kind is array:
-        assert isinstance(prompt, array)
-        if prompt.typecode not in "bBhHiIlLqQ":
-            raise _refusal(f"an array.array of type code {prompt.typecode!r}")
-        _check_length(len(prompt), longest)
-        return prompt.tolist()
-    if kind is np.ndarray or kind is np.memmap:
-        assert isinstance(prompt, np.ndarray)
-        if prompt.dtype.kind not in "iu" or prompt.ndim != 1:
-            raise _refusal(f"a NumPy array of {str(prompt.dtype)[:_MAX_NAME_CHARS]}", prompt.shape)
-        _check_length(prompt.shape[0], longest)
-        return cast("list[object]", prompt.tolist())
-    if kind is torch.Tensor:
-        assert isinstance(prompt, torch.Tensor)
-        return _tensor_values(prompt, longest)
-    raise _refusal(type_name(prompt))
-
-
-def _tensor_values(tensor: torch.Tensor, longest: int) -> Sequence[object]:
-    what = f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
-    if (
-        tensor.layout is not torch.strided
-        or tensor.device.type != "cpu"
-        or tensor.dtype not in _INTEGER_DTYPES
-    ):
-        raise _refusal(what)
-    if tensor.ndim != 1:
-        raise _refusal(what, tuple(tensor.shape))
-    _check_length(tensor.shape[0], longest)
-    last = tensor.storage_offset() + max(tensor.shape[0] - 1, 0) * tensor.stride(0)
-    if tensor.shape[0] and tensor.untyped_storage().nbytes() <= last * tensor.element_size():
-        raise _refusal(f"{what} without memory")
-    values: list[object] = tensor.tolist()
-    return values
-
-
 def _plain_integer(value: object, position: int) -> int:
-    kind = type(value)
-    if issubclass(kind, int) and kind is not bool:
-        return int.__index__(cast(int, value))
-    if issubclass(kind, np.integer) and kind.__module__ == "numpy":
-        return int(cast("np.integer[Any]", value))
-    hint = ": give one prompt a call" if issubclass(kind, (str, list, tuple)) else ""
+    if _is_integer(value):
+        return int(cast("int", value))
+    hint = ": give one prompt a call" if issubclass(type(value), (str, list, tuple)) else ""
     raise RequestError(
         f"the prompt must be a sequence of integer token ids, but position {position} holds a"
         f" {type_name(value)}{hint}",
         field="prompt",
     )
-
-
-def _check_length(length: int, longest: int) -> None:
-    if length >= longest:
-        raise too_long(f"{length} tokens", longest)
 
 
 def too_long(tokens: str, longest: int, field: str = "prompt") -> RequestError:
@@ -212,8 +138,3 @@ def too_long(tokens: str, longest: int, field: str = "prompt") -> RequestError:
         field=field,
         code="context_length_exceeded",
     )
-
-
-def _refusal(what: str, shape: tuple[int, ...] | None = None) -> RequestError:
-    shown = what if shape is None else f"{what} of shape {str(shape)[:_MAX_NAME_CHARS]}"
-    return RequestError(f"the prompt must be {ACCEPTED}, not {shown}", field="prompt")

@@ -22,7 +22,7 @@ from ..logprobs import PromptLogprobs
 from ..models.decoder_model import DecoderConfig
 from ..models.rope_by_length import rope_lengths
 from ..prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
-from ..prompt_ids import plain_text, plain_token_ids, too_long, type_name
+from ..prompt_ids import plain_token_ids, too_long, type_name
 from ..request import OutputMatcher, Request, RequestGroup
 from ..sampling.sampling_state import MAX_ROW_STOP_IDS
 from ..sampling_params import (
@@ -278,8 +278,8 @@ class RequestBuilder:
                 field = "messages"
                 rendered = self._with_tokenizer(field).render(prompt)
                 token_ids = self._encode(rendered, bool(special), most, field)
-            elif (text := plain_text(prompt)) is not None:
-                token_ids = self._encode(text, special is not False, most, field)
+            elif issubclass(kind, str):
+                token_ids = self._encode(str(prompt), special is not False, most, field)
             else:
                 token_ids = plain_token_ids(prompt, self._config.vocab_size, most)
             return self._not_empty(self._truncated(token_ids, params), field), ()
