@@ -16,8 +16,6 @@ from stepgraph.runtime import (
     ChatPrompt,
     CheckpointError,
     ConfigError,
-    EmbeddedSpan,
-    EncodedContent,
     Engine,
     EngineConfig,
     PromptEmbeds,
@@ -68,7 +66,6 @@ TABLE: dict[str, tuple[str | None, list[Any], Call]] = {
         lambda e, v: e.add_request([1], GREEDY, cache_salt=v),
     ),
     "prepare request_id": ("request_id", NOT_TEXT, lambda e, v: e.prepare([1], GREEDY, v)),
-    "prepare prompt": (None, NO_PROMPT, lambda e, v: e.prepare(v, GREEDY, "x")),
     "queue": ("group", [*NOT_TEXT, "x"], lambda e, v: e.queue(v)),
     "has_compiled": ("structured", [*NOT_TEXT, "x"], lambda e, v: e.has_compiled(v)),
     "abort request_id": ("request_id", NOT_TEXT, lambda e, v: e.abort(v)),
@@ -84,11 +81,6 @@ TABLE: dict[str, tuple[str | None, list[Any], Call]] = {
         "continue_final_message",
         [None, 7, 1.5, [1], torch.zeros(2)],
         lambda e, v: e.chat(MESSAGES, GREEDY, continue_final_message=v),
-    ),
-    "chat template_kwargs": (
-        "template_kwargs",
-        [7, "x", [1], torch.zeros(2)],
-        lambda e, v: e.chat(MESSAGES, GREEDY, template_kwargs=v),
     ),
     "encode content": (
         "content",
@@ -109,35 +101,9 @@ TABLE: dict[str, tuple[str | None, list[Any], Call]] = {
     "score prompt_len": ("prompt_len", [*NO_COUNT, 0, 4], lambda e, v: e.score([1, 2, 3], v)),
     "weight_bytes_read": ("rows", NO_NUMBER, lambda e, v: e.weight_bytes_read(v)),
     "kv_bytes_read": ("context", NO_COUNT, lambda e, v: e.kv_bytes_read(v)),
-    "positions_read": ("context", NO_COUNT, lambda e, v: e.positions_read(v)),
     "num_cached_tokens": ("group", [None, 7, "x", [1]], lambda e, v: e.num_cached_tokens(v)),
     "cached_hashes": ("most", NO_COUNT, lambda e, v: e.cached_hashes()(v)),
     "reload_weights": (None, [None, True, 7, "", [1]], lambda e, v: e.reload_weights(v)),
-    "tokenizer encode": ("text", NOT_TEXT, lambda e, v: e.tokenizer.encode(v)),
-    "tokenizer decode": (None, [None, 7, "x", [None], [-1]], lambda e, v: e.tokenizer.decode(v)),
-    "tokenizer spelling": ("token_id", NO_COUNT, lambda e, v: e.tokenizer.spelling(v)),
-    "tokenizer least_tokens text": ("text", NOT_TEXT, lambda e, v: e.tokenizer.least_tokens(v, 5)),
-    "tokenizer least_tokens enough": (
-        "enough",
-        NO_COUNT,
-        lambda e, v: e.tokenizer.least_tokens("x", v),
-    ),
-    "tokenizer text_stream": (
-        None,
-        [None, 7, 1.5, {1}, [None], ["x"], torch.zeros(2)],
-        lambda e, v: e.tokenizer.text_stream(v),
-    ),
-    "tokenizer apply_chat_template": (
-        None,
-        [None, 7, "x", [7]],
-        lambda e, v: e.tokenizer.apply_chat_template(v),
-    ),
-    "EncodedContent.of": (
-        "embeds",
-        [*NOT_TEXT[:-1], "x", torch.zeros(2, 2, device="meta")],
-        lambda e, v: EncodedContent.of(v),
-    ),
-    "EmbeddedSpan.stop": ("content", [None, 7, "x"], lambda e, v: EmbeddedSpan(0, v).stop),
     "from_pretrained config": (
         "config",
         [True, 7, "x", {}, [], torch.zeros(2), SamplingParams()],
@@ -151,16 +117,11 @@ TABLE: dict[str, tuple[str | None, list[Any], Call]] = {
 }
 ASYNC: dict[str, tuple[str | None, list[Any], Call]] = {
     "generate prompt": (None, NO_PROMPT, lambda e, v: e.generate(v, GREEDY)),
-    "generate params": (None, NO_PARAMS, lambda e, v: e.generate([1], v)),
-    "stream prompt": (None, NO_PROMPT, lambda e, v: e.stream(v, GREEDY).finish()),
-    "chat messages": (None, [None, 7, "hi", [], [7], [{}]], lambda e, v: e.chat(v, GREEDY)),
     "request_id": (
         "request_id",
         [*NOT_TEXT[1:], ""],
         lambda e, v: e.generate([1], GREEDY, request_id=v),
     ),
-    "priority": ("priority", NO_PRIORITY, lambda e, v: e.generate([1], GREEDY, priority=v)),
-    "cache_salt": (None, NO_SALT, lambda e, v: e.generate([1], GREEDY, cache_salt=v)),
     "tenant": ("tenant", NOT_TEXT[1:], lambda e, v: e.generate([1], GREEDY, tenant=v)),
     "traceparent": (
         "traceparent",
@@ -168,29 +129,17 @@ ASYNC: dict[str, tuple[str | None, list[Any], Call]] = {
         lambda e, v: e.generate([1], GREEDY, traceparent=v),
     ),
     "deadline": ("deadline", NO_SECONDS, lambda e, v: e.generate([1], GREEDY, deadline=v)),
-    "first_token_deadline": (
-        "first_token_deadline",
-        NO_SECONDS,
-        lambda e, v: e.generate([1], GREEDY, first_token_deadline=v),
-    ),
     "submit callback": (
         "callback",
         NO_FUNCTION[1:],
         lambda e, v: e.submit([1], GREEDY, callback=v),
-    ),
-    "submit prompt": (
-        None,
-        NO_PROMPT,
-        lambda e, v: asyncio.wrap_future(e.submit(v, GREEDY)),
     ),
     "abort": ("request_id", NOT_TEXT, lambda e, v: e.abort(v)),
     "add_listener": ("listener", NO_FUNCTION, lambda e, v: e.add_listener(v)),
     "cached_hashes": ("most", NO_COUNT, lambda e, v: e.cached_hashes(v)),
     "run_in_pool": ("function", NO_FUNCTION, lambda e, v: e.run_in_pool(v)),
     "drain": ("timeout", NO_SECONDS, lambda e, v: e.drain(v)),
-    "sleep": ("timeout", NO_SECONDS, lambda e, v: e.sleep(v)),
     "reload source": (None, [None, 7, "", [1]], lambda e, v: e.reload(v)),
-    "reload timeout": ("timeout", NO_SECONDS, lambda e, v: e.reload("demo", v)),
     "from_pretrained source": (
         None,
         [None, True, 7, "", [1]],
@@ -200,11 +149,6 @@ ASYNC: dict[str, tuple[str | None, list[Any], Call]] = {
         "config",
         [True, 7, "x", {}, SamplingParams()],
         lambda e, v: AsyncEngine.from_pretrained("demo", v),
-    ),
-    "from_pretrained service_config": (
-        "service_config",
-        [True, 7, "x", {}, EngineConfig()],
-        lambda e, v: AsyncEngine.from_pretrained("demo", None, v),
     ),
 }
 TYPED = (RequestError, ConfigError, CheckpointError)

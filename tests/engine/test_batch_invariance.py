@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from stepgraph.cache.arena import Storage
-from stepgraph.runtime import ConfigError, Engine, EngineConfig, RequestOutput, SamplingParams
+from stepgraph.runtime import ConfigError, Engine, RequestOutput, SamplingParams
 from stepgraph.runtime.kernels import (
     KernelChoice,
     Kernels,
@@ -22,7 +22,6 @@ from stepgraph.runtime.kernels import (
 
 from ..conftest import TinyModel
 from ..rigs.invariance_rig import Forced, decode_steps, random_steps, same_bits
-from ..rigs.tiny_models import VARIANTS
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
 
@@ -92,19 +91,6 @@ def test_a_token_has_the_same_logits_in_any_step(tiny: Tiny, case: Case) -> None
     model = Forced(directory, case.dtype, kernels, case.lengths, storage=case.storage)
     assert count_unequal(model, case.lengths, range(3)) == 0
     model.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_all_families_have_the_same_logits_in_any_step(
-    tiny: Tiny, variant: str, dtype: torch.dtype
-) -> None:
-    for storage, weights in (("model", "model"), ("int8", "int8"), ("fp8", "model")):
-        kernels = native(dtype, weights)
-        model = Forced(tiny(variant).directory, dtype, kernels, (150, 30, 61), storage=storage)
-        assert count_unequal(model, (150, 30, 61), range(6)) == 0
-        model.close()
 
 
 @pytest.mark.parametrize(
@@ -208,14 +194,3 @@ def test_what_cannot_be_invariant_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         open_engine(variant, **({"mode": "auto", "batch_invariant": True} | settings))
-
-
-def test_the_option_is_a_bool() -> None:
-    with pytest.raises(ConfigError, match="batch_invariant must be True or False"):
-        EngineConfig(batch_invariant=1)  # type: ignore[arg-type]
-
-
-def test_it_selects_native_kernels_for_eager_steps(open_engine: Callable[..., Engine]) -> None:
-    engine = open_engine("base", mode="eager", batch_invariant=True)
-    assert engine.stats()["mode"] == "eager"
-    assert engine._open_parts().model.stack is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -59,15 +58,3 @@ EncoderOutputMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None
 )
 TestEncoderOutputs = EncoderOutputMachine.TestCase
-
-
-def test_keys_tell_contents_apart() -> None:
-    contents = (b"", b"a", b"b", b"ab", b"a" * 1000)
-    keys = {content_key(content, kind) for content in contents for kind in ("one", "other")}
-    assert len(keys) == 10
-    assert {len(key) for key in keys} == {32}
-
-
-def test_bad_bound() -> None:
-    with pytest.raises(ValueError, match="max_bytes must not be negative, got -1"):
-        EncoderOutputCache(-1)

@@ -72,21 +72,6 @@ def test_generate_loses_no_output_of_other_requests(
     assert final[long].token_ids == expected[1]
 
 
-def test_generate_does_not_take_the_output_of_another_request_for_its_own(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
-    """A name that the user chose and `generate` would choose, freed while its output waits."""
-    engine = open_engine("base")
-    prompts = base.prompts(5, 6, 7, seed=64)
-    expected = base.greedy(prompts, 10)
-    engine.add_request(prompts[0], greedy(2), "request-2")
-    (first,) = engine.generate([prompts[1]], greedy(10))
-    (second,) = engine.generate([prompts[2]], greedy(10))
-    assert first.token_ids == expected[1]
-    assert second.token_ids == expected[2]
-    assert run(engine)["request-2"].token_ids == expected[0][:2]
-
-
 def test_smaller_priority_is_served_first(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, RequestError, RequestOutput, SamplingParams
+from stepgraph.runtime import Engine, RequestOutput, SamplingParams
 
 from ..rigs.engine_rig import greedy, run
 
@@ -76,20 +76,6 @@ def test_prefix_cache_changes_no_token(
         assert stats["blocks"]["cached"] > 0
 
 
-def test_what_is_generated_can_be_shared(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
-    """A conversation goes on: the next prompt is the last one and its output."""
-    engine = open_engine("base", block_size=4)
-    (prompt,) = base.prompts(10, seed=32)
-    (output,) = engine.generate([prompt], GREEDY)
-    longer = prompt + output.token_ids
-    (again,) = engine.generate([longer], GREEDY)
-    # The newest token was sampled and never computed.
-    assert again.cached_tokens == (len(longer) - 1) // 4 * 4
-    assert [again.token_ids] == base.greedy([longer], NEW_TOKENS)
-
-
 def test_salts_keep_tenants_apart(open_engine: Callable[..., Engine], base: TinyModel) -> None:
     engine = open_engine("base", block_size=4)
     (prompt,) = base.prompts(30, seed=34)
@@ -100,24 +86,6 @@ def test_salts_keep_tenants_apart(open_engine: Callable[..., Engine], base: Tiny
         cached.append(output.cached_tokens)
         assert [output.token_ids] == base.greedy([prompt], NEW_TOKENS)
     assert cached == [0, 0, 0, 28, 28, 28]
-
-
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_a_malformed_salt_is_refused(
-    open_engine: Callable[..., Engine], prefix_cache: bool
-) -> None:
-    engine = open_engine("base", prefix_cache=prefix_cache)
-    wrong: list[tuple[Any, str]] = [
-        ("", "1 to 256 characters"),
-        ("x" * 257, "not a string of 257 characters"),
-        (b"bytes", "not a bytes"),
-        (7, "not an? int"),
-        ("\ud800", "UTF-8"),
-    ]
-    for salt, message in wrong:
-        with pytest.raises(RequestError, match=message):
-            engine.add_request([1, 2, 3], cache_salt=salt)
-    assert not engine.has_unfinished()
 
 
 @pytest.mark.sampled(4)
@@ -208,76 +176,6 @@ def test_preemption_changes_no_token(
         assert (stats["cache"]["swapped_out"] > 0) == (preemption == "swap")
     assert stats["cache"]["swapped_in"] == stats["cache"]["swapped_out"]
     assert stats["blocks"]["host_free"] == stats["blocks"]["host"]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("in_call", [0, 1, 2])
-@pytest.mark.parametrize("where", ["swap_out", "swap_in", "copy_blocks"])
-def test_copies_that_fail_cost_time_and_nothing_else(
-    open_engine: Callable[..., Engine],
-    base: TinyModel,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    where: str,
-    in_call: int,
-) -> None:
-    """The copy stops in the middle, having copied some blocks and not others."""
-    engine = open_engine(
-        "base", block_size=4, num_blocks=41, preemption="swap", host_cache_bytes=1 << 20
-    )
-    poison(engine)
-    runner = engine._parts.runner
-    owner = engine._parts.arena if where == "copy_blocks" else runner.host_arena
-    real, calls = getattr(owner, where), []
-
-    def failing(pairs: list[tuple[int, int]]) -> None:
-        calls.append(len(pairs))
-        if len(calls) - 1 == in_call:
-            real(pairs[: len(pairs) // 2])
-            raise RuntimeError("the bus is down")
-        real(pairs)
-
-    monkeypatch.setattr(owner, where, failing)
-    addresses = runner.addresses()
-    prompts = base.prompts(20, 31, 30, 7, seed=38)
-    params = greedy(40, n=2)
-    requests = {engine.add_request(p, params): p for p in prompts}
-    done = run(engine, checked=True)
-    for request_id, prompt in requests.items():
-        assert texts([done[request_id]]) == [base.greedy([prompt], 40) * 2]
-        assert done[request_id].finish_reason == "length"
-    assert len(calls) > in_call, "the copy that should have failed was never made"
-    assert engine.stats()["failed_copies"] == 1
-    assert "computed again" in caplog.text
-    assert runner.addresses() == addresses
-    assert engine.stats()["blocks"]["host_free"] == engine.stats()["blocks"]["host"]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
-@pytest.mark.parametrize("block_size", [1, 16])
-def test_quantised_cache_is_shared_and_swapped_too(
-    open_engine: Callable[..., Engine], base: TinyModel, storage: str, block_size: int
-) -> None:
-    """The bytes of a block travel as they are: nothing is quantised twice."""
-    prompts = base.prompts(20, 31, 32, 7, seed=40)
-    settings = {"kv_dtype": storage, "block_size": block_size, "max_num_seqs": 4}
-    alone = open_engine("base", prefix_cache=False, **settings)
-    poison(alone)
-    expected = [o.token_ids for o in alone.generate(prompts, GREEDY)]
-    engine = open_engine(
-        "base",
-        **settings,
-        num_blocks=1 + 160 // block_size,
-        preemption="swap",
-        host_cache_bytes=1 << 20,
-    )
-    poison(engine)
-    for _ in range(2):
-        assert [o.token_ids for o in engine.generate(prompts, GREEDY)] == expected
-    stats = engine.stats()
-    assert stats["cache"]["swapped_in"] > 0
-    assert stats["cache"]["hit_tokens"] > 0
 
 
 @pytest.mark.sampled(8)

@@ -19,7 +19,6 @@ from stepgraph.runtime import (
     MemoryBudgetError,
     RequestError,
     SamplingParams,
-    StepgraphError,
 )
 
 if TYPE_CHECKING:
@@ -137,32 +136,6 @@ def test_memory_budget_too_small(base: TinyModel) -> None:
 # Requests ----------------------------------------------------------------------------------------
 
 
-def accepted(engine: Engine) -> int:
-    return int(engine.stats()["requests"])
-
-
-@pytest.mark.parametrize(
-    ("prompt", "parts"),
-    [
-        ([], ["empty", "at least one token"]),
-        ([3, 97], ["token 97", "position 1", "vocabulary of 97"]),
-        ([-1], ["token -1", "position 0"]),
-        ([1.5], ["integer token ids"]),
-        ([None], ["integer token ids"]),
-        (7, ["token ids", "not int"]),
-        ("text", ["text", "tokenizer.json", "token ids"]),
-        ([1] * 32, ["32 tokens", "at most 32", "max_model_len"]),
-        ([1] * 1000, ["1000 tokens", "at most 32"]),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_prompt_that_cannot_be_served(engine: Engine, prompt: Any, parts: list[str]) -> None:
-    before = accepted(engine)
-    refusal(RequestError, lambda: engine.add_request(prompt), *parts)
-    assert accepted(engine) == before
-    assert not engine.has_unfinished()
-
-
 def test_prompt_larger_than_the_cache(base: TinyModel) -> None:
     with start(base.directory, num_blocks=6, block_size=4, max_num_seqs=2) as engine:
         assert engine.max_model_len == 20
@@ -173,22 +146,6 @@ def test_prompt_larger_than_the_cache(base: TinyModel) -> None:
         # The longest one that fits is served, to the last slot of the cache.
         (output,) = engine.generate([[1] * 19], SamplingParams(max_tokens=9))
         assert (len(output.token_ids), output.finish_reason) == (1, "length")
-
-
-@pytest.mark.parametrize(
-    ("params", "parts"),
-    [
-        ({"stop_token_ids": [97]}, ["stop_token_ids", "97"]),
-        ({"logit_bias": {100: 1.0}}, ["logit_bias", "100", "0 to 96"]),
-        ({"stop": "end"}, ["stop", "tokenizer"]),
-    ],
-    ids=str,
-)
-def test_parameters_that_do_not_fit_the_model(
-    engine: Engine, params: dict[str, Any], parts: list[str]
-) -> None:
-    refusal(RequestError, lambda: engine.add_request([1], SamplingParams(**params)), *parts)
-    assert not engine.has_unfinished()
 
 
 def test_request_id_and_priority(engine: Engine) -> None:
@@ -219,35 +176,6 @@ def test_a_bad_request_does_not_touch_the_good_ones(engine: Engine, base: TinyMo
         assert (output.token_ids, output.text, output.timing) == ([], "", None)
         assert output.completions == ()
     assert all(outputs[i].error is None for i in (0, 2, 6))
-
-
-def test_generate_with_the_wrong_number_of_params(engine: Engine) -> None:
-    refusal(
-        RequestError,
-        lambda: engine.generate([[1], [2]], [GREEDY] * 3),
-        "2 prompts",
-        "3 SamplingParams",
-    )
-
-
-def test_score_that_cannot_be_computed(engine: Engine) -> None:
-    refusal(RequestError, lambda: engine.score([1, 2, 3], 0), "prompt_len", "1 to 3", "not 0")
-    refusal(RequestError, lambda: engine.score([1, 2, 3], 4), "prompt_len", "not 4")
-    refusal(RequestError, lambda: engine.score([]), "token_ids", "empty")
-    refusal(RequestError, lambda: engine.score([1, 99]), "token 99", "position 1")
-    refusal(RequestError, lambda: engine.score([1] * 32), "32")
-    request_id = engine.add_request([1], GREEDY)
-    refusal(RequestError, lambda: engine.score([1, 2]), "idle")
-    engine.abort(request_id)
-    engine.step()
-    assert engine.score([1] * 31, 31).shape == (1, 97)
-
-
-def test_errors_are_what_callers_may_already_catch() -> None:
-    assert issubclass(RequestError, ValueError)
-    assert issubclass(ConfigError, ValueError)
-    assert issubclass(MemoryBudgetError, ValueError)
-    assert issubclass(CheckpointError, StepgraphError)
 
 
 def test_a_tied_head_that_differs(checkpoint: Path, base: TinyModel) -> None:

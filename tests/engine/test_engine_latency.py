@@ -107,26 +107,6 @@ def test_steps_beside_decoding_rows_stay_within_the_budget(
     assert engine.stats()["fallbacks"] == 0
 
 
-def test_a_budget_that_nothing_fits_still_serves(
-    open_engine: Callable[..., Engine], base: TinyModel, clock: Clock
-) -> None:
-    tokens, _ = serve(open_engine("base", prefill_chunk=64), base, clock)
-    engine = open_engine("base", prefill_chunk=64, max_itl_ms=0.5)
-    again, _ = serve(engine, base, clock)
-    assert again == tokens
-    stats = engine.stats()["step_budget"]
-    assert stats["forced"] == stats["n"] == stats["over_budget"] == 6  # 90 tokens, 16 at a time
-
-
-def test_calibration_leaves_nothing_behind(open_engine: Callable[..., Engine]) -> None:
-    engine = open_engine("base", prefill_chunk=64, max_itl_ms=50)
-    engine.check_integrity()
-    stats = engine.stats()
-    assert stats["step_budget"]["calibration_seconds"] > 0
-    assert stats["step_budget"]["costs"]["prefill"]["sizes"] == [16, 24, 32, 48, 64]
-    assert stats["padding"] == 0.0
-
-
 def test_steps_leave_no_cyclic_garbage(open_engine: Callable[..., Engine], base: TinyModel) -> None:
     """Requests that come, decode and go; prompts in several chunks."""
     engine = open_engine("base", prefill_chunk=16, max_itl_ms=500.0)

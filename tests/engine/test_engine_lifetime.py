@@ -19,7 +19,6 @@ from stepgraph.runtime import (
     EngineClosedError,
     EngineConfig,
     EngineFailedError,
-    RequestOutput,
 )
 
 from ..rigs.engine_rig import greedy
@@ -55,27 +54,6 @@ def test_closed_engine_says_so(open_engine: Callable[..., Engine]) -> None:
     for use in uses:
         with pytest.raises(EngineClosedError, match="closed: make a new one"):
             use()
-
-
-def test_two_engines_in_one_process(
-    open_engine: Callable[..., Engine], base: TinyModel, tiny: Callable[[str], TinyModel]
-) -> None:
-    """They take turns, one is closed in the middle, and neither notices."""
-    other = tiny("biases")
-    first, second = open_engine("base"), open_engine("biases", block_size=4)
-    prompts = base.prompts(5, 18, seed=81)
-    for prompt in prompts:
-        first.add_request(prompt, greedy(16))
-        second.add_request(prompt, greedy(16))
-    final: list[dict[str, RequestOutput]] = [{}, {}]
-    for _ in range(40):
-        for engine, outputs in zip((first, second), final, strict=True):
-            outputs |= {o.request_id: o for o in engine.step()}
-    assert [o.token_ids for o in final[0].values()] == base.greedy(prompts, 16)
-    assert [o.token_ids for o in final[1].values()] == other.greedy(prompts, 16)
-    first.close()
-    outputs = second.generate(prompts, greedy(16))
-    assert [o.token_ids for o in outputs] == other.greedy(prompts, 16)
 
 
 def test_close_gives_memory_back(base: TinyModel) -> None:
@@ -200,12 +178,3 @@ def test_checkpoint_may_go_once_it_is_loaded(base: TinyModel, tmp_path: Path) ->
         path.write_bytes(b"\0" * path.stat().st_size)
         (output,) = engine.generate([prompt], greedy())
         assert [output.token_ids] == base.greedy([prompt], 12)
-
-
-@pytest.mark.slow
-def test_engines_do_not_use_up_each_others_compilations(base: TinyModel) -> None:
-    """torch compiles a code object eight times at most; five engines are more than that."""
-    for rows in range(2, 7):
-        config = EngineConfig(device="cpu", mode="compile", max_num_seqs=rows)
-        with Engine.from_pretrained(base.directory, config) as engine:
-            assert engine.generate([[1, 2]], greedy(4))[0].token_ids == base.greedy([[1, 2]], 4)[0]

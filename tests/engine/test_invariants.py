@@ -118,35 +118,6 @@ def test_tokens_do_not_depend_on_the_shape_of_the_engine(
     engine.check_integrity()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block_size", [1, 4, 16, 32])
-@pytest.mark.parametrize("prefill_chunk", [1, 3, 7, 64])
-@pytest.mark.parametrize("max_num_seqs", [1, 4, 16])
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_tokens_do_not_depend_on_the_shape_of_the_engine_sweep(
-    open_engine: Callable[..., Engine],
-    prompts: list[list[int]],
-    alone: Tokens,
-    block_size: int,
-    prefill_chunk: int,
-    max_num_seqs: int,
-    in_flight: int,
-) -> None:
-    blocks = 1 + -(-80 // block_size)
-    for num_blocks in (None, blocks, 2 * blocks):
-        engine = open_engine(
-            MODEL,
-            block_size=block_size,
-            prefill_chunk=prefill_chunk,
-            max_num_seqs=max_num_seqs,
-            num_blocks=num_blocks,
-        )
-        engine._loop._in_flight = in_flight
-        assert tokens_of(engine.generate(prompts, PARAMS)) == alone
-        engine.check_integrity()
-        engine.close()
-
-
 def test_tokens_do_not_depend_on_the_mode(
     compiled: Callable[[str], Engine], prompts: list[list[int]], alone: Tokens
 ) -> None:
@@ -179,22 +150,6 @@ def test_tokens_do_not_depend_on_preemptions(
     preemptions = engine.stats()["preemptions"]
     assert preemptions > 0
     assert sum(output.num_preemptions for output in outputs) == preemptions
-    engine.check_integrity()
-
-
-def test_compiled_tokens_survive_preemption(
-    compiled: Callable[[str], Engine], prompts: list[list[int]], alone: Tokens
-) -> None:
-    engine = compiled(MODEL)
-    cache = engine._loop.scheduler.cache
-    before = engine.stats()["preemptions"]
-    # Somebody else holds all but 12 blocks.
-    cache.admit("somebody", (cache.usable_blocks - 12) * cache.block_size, chunk=1)
-    try:
-        assert tokens_of(engine.generate(prompts, PARAMS)) == alone
-    finally:
-        cache.release("somebody")
-    assert engine.stats()["preemptions"] > before
     engine.check_integrity()
 
 

@@ -7,19 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.engine.startup import preemption_policy
 from stepgraph.runtime.scheduling.step_budget import PreemptionPolicy
-
-
-@given(st.integers(0, 100), st.integers(0, 1000))
-def test_a_choice_is_kept_whatever_the_size(num_blocks: int, num_tokens: int) -> None:
-    """Without computed tokens there is nothing to swap."""
-    assert PreemptionPolicy("swap").swaps(num_blocks, num_tokens) == (num_tokens > 0)
-    assert not PreemptionPolicy("recompute").swaps(num_blocks, num_tokens)
-    assert not PreemptionPolicy().swaps(num_blocks, num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +73,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_auto_measures_both_ways(clock: list[float], host_blocks: int, arena_blocks: int) -> None:
     policy = preemption_policy(fake_runner(clock, host_blocks, arena_blocks), "auto")
     assert policy == PreemptionPolicy("auto", block_seconds=1.0, token_seconds=0.25 / 32)
-
-
-@pytest.mark.parametrize("choice", ["swap", "recompute"])
-def test_a_choice_takes_no_measurement(clock: list[float], choice: Any) -> None:
-    assert preemption_policy(fake_runner(clock, 50), choice) == PreemptionPolicy(choice)
-    assert clock == [0.0]
 
 
 @pytest.mark.parametrize("choice", ["auto", "swap", "recompute"])

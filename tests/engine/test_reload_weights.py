@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,13 +23,12 @@ from stepgraph.runtime import Engine, EngineConfig, RequestOutput, SamplingParam
 from stepgraph.runtime.errors import (
     CheckpointError,
     ConfigError,
-    EngineBusyError,
     RequestError,
 )
 from stepgraph.runtime.loading.opened_source import OpenedSource
 from stepgraph.runtime.models.layout import fused_layout
 
-from ..rigs.engine_rig import greedy, run
+from ..rigs.engine_rig import greedy
 from ..rigs.reload_rig import (  # noqa: F401
     TOKENS,
     Write,
@@ -85,22 +83,6 @@ def test_equals_a_fresh_engine(
         engine.check_integrity()  # compares the addresses of all other static tensors
 
 
-def test_shared_blocks_are_those_of_the_new_weights(
-    tiny: Callable[[str], TinyModel], write: Write
-) -> None:
-    prompt, second = (TOKENS * 8)[:70], write()
-    with opened(second, block_size=4) as fresh:
-        expected = fresh.generate([prompt], greedy())[0].token_ids
-    with opened(tiny("base").directory, block_size=4) as engine:
-        for _ in range(2):
-            engine.generate([prompt], greedy())
-        engine.reload_weights(second)
-        output = engine.generate([prompt], greedy())[0]
-        assert output.token_ids == expected
-        assert output.cached_tokens == 0
-        assert engine.generate([prompt], greedy())[0].token_ids == expected
-
-
 def test_text_and_ends_are_those_of_the_new_checkpoint(
     tiny: Callable[[str], TinyModel], write: Write
 ) -> None:
@@ -132,21 +114,6 @@ def test_text_and_ends_are_those_of_the_new_checkpoint(
         assert engine.tokenizer is None
         with pytest.raises(RequestError, match=r"no tokenizer\.json"):
             engine.generate("other words")
-
-
-def test_encoder_outputs_are_forgotten(base: TinyModel, write: Write) -> None:
-    runs: list[bytes] = []
-
-    def encoder(content: bytes) -> torch.Tensor:
-        runs.append(content)
-        return torch.ones(2, 48)
-
-    with opened(base.directory, prompt_embeds=True, encoder_cache_bytes=1 << 20) as engine:
-        for _ in range(2):
-            engine.encode(b"image", encoder)
-        engine.reload_weights(write())
-        engine.encode(b"image", encoder)
-    assert len(runs) == 2
 
 
 def test_what_the_configuration_overrides_may_differ(base: TinyModel, write: Write) -> None:
@@ -182,67 +149,6 @@ def test_weights_are_in_memory_one_at_a_time(
         monkeypatch.setattr(OpenedSource, "weights", watched)
         engine.reload_weights(write())
         assert seen == len(fused_layout(engine.model_config))
-
-
-def test_needs_an_engine_without_requests(base: TinyModel, write: Write) -> None:
-    second = write()
-    with opened(second) as fresh:
-        expected = fresh.generate([TOKENS], greedy(30))[0].token_ids
-    with opened(base.directory) as engine:
-        engine.add_request(TOKENS, greedy(30))
-        engine.step()
-        with pytest.raises(RequestError, match="reload_weights needs an idle engine"):
-            engine.reload_weights(second)
-        (output,) = run(engine).values()
-        assert output.token_ids == base.greedy([TOKENS], 30)[0]
-        engine.reload_weights(second)
-        assert engine.generate([TOKENS], greedy(30))[0].token_ids == expected
-
-
-def test_refuses_to_run_within_a_step(
-    base: TinyModel, write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(base.directory) as engine, unchanged(engine):
-        launch = engine._loop.runner.launch
-
-        def reenter(*args: Any) -> Any:
-            with pytest.raises(EngineBusyError):
-                engine.reload_weights(base.directory)
-            return launch(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(engine._loop.runner, "launch", reenter)
-            engine.generate([TOKENS], greedy(2))
-
-
-def test_requests_of_other_threads_see_one_model(base: TinyModel, write: Write) -> None:
-    """A request runs on the old weights or on the new ones."""
-    second = write()
-    known = [base.greedy([TOKENS], 6)[0]]
-    with opened(second) as fresh:
-        known.append(fresh.generate([TOKENS], greedy(6))[0].token_ids)
-    with opened(base.directory) as engine:
-        ended, found = threading.Event(), list[list[int]]()
-
-        def client() -> None:
-            while not ended.is_set():
-                found.append(engine.generate([TOKENS], greedy(6))[0].token_ids)
-                ended.wait(0.002)
-
-        client_thread = threading.Thread(target=client)
-        client_thread.start()
-        reloads = 0
-        while reloads < 10:
-            try:
-                engine.reload_weights((second, base.directory)[reloads % 2])
-                reloads += 1
-            except RequestError:
-                ended.wait(0.001)
-        ended.set()
-        client_thread.join()
-        assert found
-        assert all(tokens in known for tokens in found)
-        engine.check_integrity()
 
 
 class Reloads(RuleBasedStateMachine):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.runtime.engine.request_output import RequestOutput
-from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent
 from stepgraph.runtime.request import (
     Request,
     RequestGroup,
@@ -46,23 +43,3 @@ def test_timing_is_that_of_the_tokens_shown() -> None:
     later = RequestOutput.of(group).timing
     assert later is not None
     assert later.itl_ms == [5.0, 20.0, 10.0]
-
-
-def test_hashes_tell_embeddings_apart() -> None:
-    """By content, and by where in it a block begins; what stands behind a block is not its own."""
-
-    def hashes(*spans: tuple[int, float]) -> list[bytes]:
-        embeds = tuple(
-            EmbeddedSpan(position, EncodedContent.of(torch.full((3, 4), value)))
-            for position, value in spans
-        )
-        request = make_request([7] * 8, prefix_hashes=PrefixHashes(2), embeds=embeds)
-        found = request.hashes_of(8)
-        assert found is not None
-        return [found[block] for block in range(4)]
-
-    plain, one, other, later = hashes(), hashes((2, 0.5)), hashes((2, 0.25)), hashes((3, 0.5))
-    assert plain[0] == one[0] == other[0] == later[0]
-    assert len({plain[1], one[1], other[1], later[1]}) == 4
-    assert hashes((2, 0.5)) == one
-    assert hashes((2, 0.5), (6, 1.0))[:3] == one[:3]

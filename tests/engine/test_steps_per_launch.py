@@ -43,18 +43,6 @@ def test_the_last_tokens_are_decoded_singly(
     assert request.output_ids == oracle(request)[0]
 
 
-def test_nobody_decodes_several_tokens_while_somebody_is_prefilled() -> None:
-    rig = Rig(steps_per_launch=4, prefill_chunk=4)
-    first = rig.add(3, max_tokens=30)
-    rig.step(3)
-    second = rig.add(14, max_tokens=12)
-    rig.drain()
-    #                         chunks of 4    three left of the second
-    assert steps_of(rig) == [0, 4, 4, 1, 1, 1, 1, 4, 4, 1, 1, 1, 4, 1, 1]
-    for request in (first, second):
-        assert request.output_ids == oracle(request)[0]
-
-
 def test_where_blocks_are_short_there_are_single_steps() -> None:
     """A window of three tokens fits, eight more beside it do not; nobody loses blocks for them."""
     rigs = [
@@ -136,21 +124,6 @@ def test_tokens_are_those_of_single_steps(
     several.check_integrity()
 
 
-def test_a_launch_reads_as_wide_as_its_last_step(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
-    """Where kernels read as many columns as a step is prepared for."""
-    engine = open_engine("base", kernels="torch", block_size=4, steps_per_launch=7)
-    widths = list(engine._loop.runner.sizes.read_blocks)
-    assert widths[0] * 4 == 128
-    assert len(widths) > 1
-    prompts = base.prompts(3, 9, 31)  # tokens 123 to 129 of the last one are one launch
-    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
-    outputs = engine.generate(prompts, params)
-    assert [output.token_ids for output in outputs] == base.greedy(prompts, 100)
-    assert engine.stats()["multi_step_launches"] > 10
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("choice", ["swap", "recompute"])
 def test_preemption_and_a_cached_prefix(
@@ -202,12 +175,3 @@ def test_a_steady_launch_is_one_replay(
         record = engine.timeline().records()[-1]
         assert (record.steps, record.rows, record.bucket) == (4, 3, 4)
     assert engine.generate(prompts[:1], params)[0].token_ids == base.greedy(prompts[:1], 60)[0]
-
-
-def test_forced_tokens_are_decoded_one_by_one(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
-    engine, several = (open_engine("base", steps_per_launch=k) for k in (1, 4))
-    (token_ids,) = base.prompts(30)
-    assert several.score(token_ids, 3).equal(engine.score(token_ids, 3))
-    assert several.stats()["multi_step_launches"] == 0

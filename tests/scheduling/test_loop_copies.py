@@ -9,7 +9,7 @@ import pytest
 from stepgraph.runtime.request import Request, RequestStatus
 from stepgraph.runtime.scheduling.step_budget import PreemptionPolicy
 
-from ..rigs.fake_device import oracle, swapped
+from ..rigs.fake_device import oracle
 from ..rigs.scheduler_rig import Rig
 
 WINDOWS = [(None,), (3,), (None, 5)]
@@ -78,38 +78,6 @@ def test_a_swapped_request_goes_on_where_it_was(windows: Any, in_flight: int) ->
     check_all(rig, requests)
 
 
-def test_blocks_are_handed_on_in_the_plan_that_takes_them_to_the_host() -> None:
-    """So the copies to the host must come first; that they do is seen in the tokens."""
-    rig = swapping_rig(**tight((None,), 4))
-    requests = [rig.add(4, max_tokens=14), rig.add(4, max_tokens=14)]
-    until_preempted(rig, requests)
-    plan = rig.runner.plans[-1]
-    handed_on = {update.block for update in plan.table_updates}
-    rig.step(6)
-    handed_on |= {u.block for later in rig.runner.plans[-6:] for u in later.table_updates}
-    assert handed_on & {block for block, _ in swapped(plan)}
-    check_all(rig, requests)
-
-
-def test_without_room_on_the_host_it_is_computed_again() -> None:
-    rig = swapping_rig(**tight((None,), 4), host_blocks=1)
-    requests = [rig.add(4, max_tokens=14), rig.add(4, max_tokens=14)]
-    last = until_preempted(rig, requests)
-    assert rig.cache.host.find(last.id) is None
-    check_all(rig, requests)
-    assert rig.runner.seen["swap"] == 0
-
-
-def test_an_aborted_request_leaves_the_host() -> None:
-    rig = swapping_rig(**tight((None,), 4))
-    requests = [rig.add(4, max_tokens=14), rig.add(4, max_tokens=14)]
-    until_preempted(rig, requests)
-    assert rig.cache.host.num_free < rig.cache.host.num_blocks
-    rig.loop.requests.abort(rig.loop.requests.groups["request-2"])
-    assert rig.cache.host.num_free == rig.cache.host.num_blocks
-    check_all(rig, requests[:1])
-
-
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("after", [0, 1, 99])
 @pytest.mark.parametrize("windows", [(None,), (None, 5)], ids=str)
@@ -173,16 +141,6 @@ def test_a_fork_that_fails_disturbs_nobody_else(
     assert [child.num_cached_tokens for child in children] == [0, 0]
     check_all(rig, [decoding, first, *children, stranger])
     assert rig.loop.counts["failed_copies"] == 1
-
-
-def test_a_fork_that_fails_still_shares_blocks_of_equal_contents() -> None:
-    rig = Rig(prefix=True)
-    first, child = rig.add_group(14, n=2, max_tokens=6)
-    rig.step()
-    fail_once(rig, "copy_in", 0)
-    rig.step(2)
-    assert child.num_cached_tokens == 12
-    check_all(rig, [first, child])
 
 
 @pytest.mark.parametrize("name", ["swap_out", "copy_in"])

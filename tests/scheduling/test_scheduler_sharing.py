@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from stepgraph.cache.blocks import NULL_BLOCK
 from stepgraph.runtime.request import Request, RequestStatus
 
 from ..rigs.fake_device import oracle
@@ -55,33 +54,6 @@ def test_what_a_sibling_has_given_back_is_computed_or_found_in_the_cache(prefix:
     check_all(rig, first, second)
 
 
-def test_a_prompt_of_one_token_is_not_shared() -> None:
-    rig = Rig()
-    requests = rig.add_group(1, n=3)
-    assert len(rig.step().admitted) == 3
-    check_all(rig, *requests)
-
-
-def test_completions_share_the_full_blocks_of_their_prompt() -> None:
-    rig = Rig(block_size=4)
-    rig.add_group(10, n=3)
-    rig.step(2)
-    tables = [rig.cache.block_table(f"request-1/{index}") for index in range(3)]
-    assert len({tuple(table[:2]) for table in tables}) == 1
-    assert len({table[2] for table in tables}) == 3
-    assert rig.cache.counts["copied_blocks"] == 2
-
-
-def test_a_completion_waits_for_nobody_who_waits_himself() -> None:
-    """The first one is gone before the second is admitted, so that one computes the prompt."""
-    rig = Rig(max_num_seqs=1, max_batch_tokens=40)
-    first, second = rig.add_group(9, n=2, max_tokens=2)
-    rig.drain()
-    assert first.output_ids == oracle(first)[0]
-    assert second.output_ids == oracle(second)[0]
-    assert rig.cache.counts["forks"] == 0
-
-
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
 @pytest.mark.parametrize(
     ("prompt_len", "shared", "cached"),
@@ -100,46 +72,6 @@ def test_a_prompt_begins_with_the_full_blocks_of_another(
     assert outputs["request-1"].cached_tokens == 0
     assert outputs["request-2"].cached_tokens == cached
     check_all(rig, first, second)
-
-
-@pytest.mark.parametrize("windows", WINDOWS, ids=str)
-def test_what_is_left_of_ended_requests_is_found(windows: Any) -> None:
-    rig = Rig(windows=windows, prefix=True)
-    first = rig.add(10, max_tokens=9)
-    rig.drain()
-    conversation = rig.group(22, max_tokens=5)
-    (second,) = conversation.requests
-    known = first.prompt_ids + first.output_ids  # of the last one, nothing is computed
-    second.prompt_ids[: len(known)] = known
-    rig.loop.requests.add(conversation)
-    rig.step()
-    assert chunk_of(rig, second) == (16, 6)
-    check_all(rig, second)
-
-
-def test_a_prompt_is_shared_while_its_tail_is_computed() -> None:
-    rig = Rig(prefix=True, prefill_chunk=10)
-    first = rig.add(38, shared=38)
-    rig.step(2)
-    second = rig.add(18, shared=18)
-    rig.loop.requests.abort(rig.loop.requests.groups["request-1"])
-    rig.step()
-    assert first.num_computed == 20
-    assert chunk_of(rig, second) == (16, 2)
-    check_all(rig, second)
-
-
-def test_behind_a_window_no_block_is_held() -> None:
-    rig = Rig(windows=(None, 6), prefix=True)
-    rig.add(21, shared=21)
-    rig.step(2)
-    second = rig.add(21, shared=21)
-    rig.step()
-    full, sliding = (rig.cache.block_table(second.id, group) for group in range(2))
-    assert len(full) == len(sliding) == 6
-    assert NULL_BLOCK not in full
-    assert [block == NULL_BLOCK for block in sliding] == [True] * 3 + [False] * 3
-    check_all(rig, second)
 
 
 @pytest.mark.parametrize(("salt", "prefix"), [("tenant", True), ("", False)])

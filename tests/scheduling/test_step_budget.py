@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import RowSpan, StepPlan
 from stepgraph.runtime.scheduling.step_budget import (
     SHARE_AFTER,
-    SUM_EVERY,
     PhaseCosts,
     StepBudget,
     StepCosts,
@@ -41,12 +39,6 @@ def costs_of(
 
 def budget_of(max_itl_ms: float, **costs: float) -> StepBudget:
     return StepBudget(max_itl_ms, costs_of(**costs))  # type: ignore[arg-type]
-
-
-def flat_until(size: int) -> PhaseCosts:
-    """Prefill whose buckets up to `size` tokens take the same."""
-    tokens = costs_of().prefill[False].sizes
-    return PhaseCosts(tokens, [1e-4 * max(size, bucket) for bucket in tokens], 0.0, 10)
 
 
 def request_of(num_computed: int = 0, *, sampled: bool = False) -> Request:
@@ -122,70 +114,12 @@ def test_progress_beats_the_budget_and_is_said_once(caplog) -> None:
     assert "max_itl_ms=0.5 leaves 0.00 ms" in caplog.text
 
 
-def test_a_chunk_that_nothing_fits_fills_what_costs_as_much() -> None:
-    budget = budget_of(0.5)
-    budget.costs = replace(budget.costs, prefill=(flat_until(12), flat_until(8)))
-    assert chunk_of(budget) == 12
-    assert chunk_of(budget, 9) == 9
-    assert chunk_of(budget, sampled=True) == 8
-
-
-def test_a_smallest_bucket_is_filled_even_behind_a_long_context() -> None:
-    """A chunk of fewer tokens would cost nearly as much: only its attention is less."""
-    budget = budget_of(1.5, position=1e-9)
-    start = 8000
-    smallest = with_chunk(decoding(), request_of(), start, SMALLEST)
-    one = with_chunk(decoding(), request_of(), start, 1)
-    middle = (budget.predict(smallest) + budget.predict(one)) / 2
-    budget = budget_of(1e3 * middle, position=1e-9)
-    assert chunk_of(budget, start=start) == SMALLEST
-    assert budget.stats()["forced"] == 1
-
-
-def test_a_burst_does_not_make_chunks_small_for_ever() -> None:
-    budget = budget_of(4.0, position=0.0)
-    request = request_of()
-
-    def step(slower: float) -> int:
-        plan = decoding()
-        count = budget.fit(plan, request, 0, 32)
-        plan = with_chunk(plan, request, 0, count)
-        bucket = budget.costs.prefill[False].sizes.fit(count)
-        assert bucket is not None
-        budget.learn(plan, slower * (1e-3 + 1e-4 * bucket))
-        return count
-
-    calm = [step(1.0) for _ in range(20)]
-    assert set(calm) == {28}
-    assert min(step(2.5) for _ in range(15)) < 16
-    after = [step(1.0) for _ in range(400)]
-    assert set(after[300:]) == {28}
-
-
-def test_a_step_that_does_both_teaches_by_the_part_that_prefills() -> None:
-    """However long it decodes: else one stalled step would change a small part manifold."""
-    budget = budget_of(50.0, base=0.1, position=0.0)
-    plan = mixed(4)
-    before = budget.costs.prefill[False].seconds[0]
-    budget.learn(plan, 1.0)
-    assert before < budget.costs.prefill[False].seconds[0] <= 1.11 * before
-
-
 def test_the_full_sampler_has_costs_of_its_own() -> None:
     budget = budget_of(2.7, position=0.0)
     learn(budget, 4e-3, with_chunk(StepPlan(), request_of(sampled=True), 0, 16), times=50)
     assert chunk_of(budget) == 16
     assert chunk_of(budget, sampled=True) < 16
     assert budget.fit(mixed(4, sampled=True), request_of(), 0, 12) < 12
-
-
-@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0, 0.0])
-def test_times_that_cannot_be_teach_nothing(seconds: float) -> None:
-    budget = budget_of(5.0)
-    before = budget.predict(mixed())
-    budget.learn(mixed(), seconds)
-    assert budget.predict(mixed()) == before
-    assert (budget.stats()["ignored"], budget.stats()["n"]) == (1, 0)
 
 
 @given(st.floats(1e-9, 1e9), st.booleans(), st.booleans())
@@ -228,38 +162,6 @@ def test_where_no_step_only_decodes_each_part_learns_its_share() -> None:
     assert budget.predict(decoding()) == decode
 
 
-def test_the_same_rows_are_not_asked_in_every_step() -> None:
-    """There may be hundreds of them, and the loop has less time than a call for each."""
-    asked: list[int] = []
-
-    def reach(context: int) -> int:
-        asked.append(context)
-        return context
-
-    budget = StepBudget(5.0, replace(costs_of(), reach=reach))
-    plan = decoding(rows=8, context=100)
-    for _ in range(10 * SUM_EVERY):
-        budget.learn(StepPlan(decode=plan.decode), 2e-3)
-        for request in plan.decode:
-            request.num_computed += 1
-    assert len(asked) == 10 * len(plan.decode)
-    exact = budget.costs.decode[False].predict(8, 8 * (100 + 10 * SUM_EVERY + 1))
-    assert budget.predict(plan) == pytest.approx(exact)
-    asked.clear()
-    budget.predict(StepPlan(decode=plan.decode[:5]))  # somebody has left
-    assert len(asked) == 5
-
-
-def test_the_sampler_of_other_rows_is_looked_at_anew() -> None:
-    budget = budget_of(5.0, position=0.0)
-    sampled, greedy = decoding(1, sampled=True), decoding(1)
-    for _ in range(50):
-        learn(budget, 3e-3, sampled)
-        learn(budget, 1e-3, greedy)
-    assert budget.predict(sampled) == pytest.approx(3e-3, rel=0.01)
-    assert budget.predict(greedy) == pytest.approx(1e-3)
-
-
 @pytest.mark.parametrize(
     ("steps", "spans", "took"),
     [
@@ -280,25 +182,6 @@ def test_a_step_begins_when_the_one_before_it_has_ended(
     for launched, arrived in spans:
         budget.observe(plan, launched, arrived)
     assert learned == took
-
-
-def test_stats_set_observed_against_predicted() -> None:
-    budget = budget_of(3.0, position=0.0)
-    budget.calibration_seconds = 1.5
-    plan = mixed()  # predicted: 2.6 ms
-    budget.learn(plan, 2.7e-3)
-    budget.learn(decoding(), 1e-3)
-    budget.learn(plan, 3.5e-3)
-    stats = budget.stats()
-    assert stats["max_itl_ms"] == 3.0
-    assert stats["calibration_seconds"] == 1.5
-    assert (stats["n"], stats["over_budget"]) == (2, 1)
-    assert stats["observed_ms"] == pytest.approx(3.1)
-    assert stats["predicted_ms"] == pytest.approx(2.6, rel=0.02)
-    assert stats["mean_error_ms"] == pytest.approx(0.5, rel=0.1)
-    prefill = stats["costs"]["prefill"]
-    assert sum(prefill["seen"]) == 2
-    assert len(prefill["sizes"]) == len(prefill["ms"]) == len(prefill["seen"])
 
 
 @settings(deadline=None, max_examples=60)
@@ -346,23 +229,3 @@ def test_everybody_is_served_and_decoding_never_waits(
     rig.drain()
     for request in made:
         assert (request.output_ids, request.finish_reason) == oracle(request, windows)
-
-
-def test_a_prompt_found_in_the_cache_is_priced_where_it_goes_on() -> None:
-    """Admission finds it; a chunk that no longer fits waits in its row, and nothing is lost."""
-    budget = budget_of(1 + 0.8 + 0.3, position=2e-6)
-    rig = Rig(prefix=True, step_budget=budget, block_size=4)
-    first = rig.add(30, max_tokens=2, shared=29)
-    rig.drain()
-    runner = rig.add(3, max_tokens=30)
-    rig.step()
-    second = rig.add(31, max_tokens=2, shared=29)
-    starts = []
-    while second.finish_reason is None:
-        plan = rig.step()
-        starts += [(c.start, c.count) for c in plan.prefill if c.request is second]
-        assert runner in plan.decode or runner.finish_reason
-    rig.drain()
-    assert starts[0][0] == 28
-    assert first.output_ids == oracle(first)[0]
-    assert second.output_ids == oracle(second)[0]

@@ -82,54 +82,6 @@ def test_calibration_finds_what_the_machine_does() -> None:
                 assert pair[True].predict(size, attended) == pair[False].predict(size, attended)
 
 
-def test_calibration_over_few_positions_leaves_steps_most_of_their_time() -> None:
-    """The step further back seemed slower by chance, and the difference is of few positions."""
-
-    def time_step(phase: str, size: int, context: int) -> float:
-        return 0.05 if context else 0.01
-
-    costs = calibrate(
-        time_step, rows=ROWS, tokens=TOKENS, reach=reach, context=2, useful_seconds=1.0
-    ).prefill[False]
-    assert costs.seconds[3] >= 0.005
-    assert costs.predict(128, 128 * reach(64)) == pytest.approx(0.01)
-
-
-def test_where_nothing_is_attended_to_there_is_no_slope() -> None:
-    costs = calibrate(
-        lambda phase, size, context: 0.01 + 0.01 * bool(context),
-        rows=ROWS,
-        tokens=TOKENS,
-        reach=lambda context: 0,
-        context=1000,
-        useful_seconds=1.0,
-    )
-    assert (costs.decode[False].slope, costs.prefill[False].slope) == (0.0, 0.0)
-
-
-def test_calibration_takes_turns_and_the_fastest_round_counts() -> None:
-    machine = Machine()
-    machine.noise = 5.0
-    costs = calibrated(machine).prefill[False]
-    rounds = machine.measured.count(("prefill", 16, 0))
-    first = machine.measured[: len(machine.measured) // rounds]
-    assert machine.measured == first * rounds
-    assert len(set(first)) == len(first) == len(ROWS) + len(TOKENS) + 2
-    assert all(t < 3 * (0.01 + 1e-4 * s) for s, t in zip(costs.sizes, costs.seconds, strict=True))
-
-
-def test_a_bucket_disturbed_while_measured_is_no_slower_than_a_larger_one() -> None:
-    costs = PhaseCosts(TOKENS, [1e-3, 9e-3, 3e-3, 4e-3], 0.0, 10)
-    assert costs.seconds == (1e-3, 3e-3, 3e-3, 4e-3)
-
-
-def test_steps_that_no_budget_has_time_for_are_measured_twice() -> None:
-    machine = Machine()
-    calibrated(machine, useful_seconds=0.008)  # steps of 128 tokens take 0.0228
-    assert machine.measured.count(("prefill", 128, 0)) == 2
-    assert machine.measured.count(("prefill", 16, 0)) > 2
-
-
 @pytest.mark.parametrize("speed", [0.4, 3.0])
 def test_it_follows_a_machine_whose_speed_changes(speed: float) -> None:
     machine = Machine()
@@ -151,17 +103,6 @@ def test_it_follows_a_machine_whose_speed_changes(speed: float) -> None:
             assert costs.predict(tokens, attended) == pytest.approx(expected, rel=0.05)
 
 
-def test_a_bucket_never_used_follows_its_neighbour() -> None:
-    """Else one that a noisy moment at start made look slow would never be tried."""
-    costs = calibrated(Machine()).prefill[False]
-    before = costs.seconds
-    for _ in range(500):
-        observe(costs, 16, 0, before[0] / 2)
-    after = costs.seconds
-    assert after[0] == pytest.approx(before[0] / 2, rel=0.01)
-    assert after[3] == pytest.approx(before[3] / 2, rel=0.01)
-
-
 def test_a_bucket_not_used_any_more_forgets_its_noise() -> None:
     """One that was used goes a little of the way with every step of another."""
     costs = calibrated(Machine()).prefill[False]
@@ -177,23 +118,6 @@ def test_a_bucket_not_used_any_more_forgets_its_noise() -> None:
     assert costs.seconds == pytest.approx(before, rel=0.02)
 
 
-def test_a_smaller_bucket_is_no_slower_than_a_larger_one_just_seen() -> None:
-    costs = calibrated(Machine()).prefill[False]
-    before = costs.seconds
-    for _ in range(20):
-        observe(costs, 16, 0, 5 * before[3])
-    assert costs.seconds[0] == costs.predict(16, 0) > before[3]
-    for _ in range(400):
-        observe(costs, 128, 0, before[3])
-    assert costs.seconds == pytest.approx(before, rel=0.05)
-
-
-def test_the_least_lanes_are_all_that_cost_no_more_than_the_smallest() -> None:
-    assert PhaseCosts(TOKENS, [1e-3, 2e-3, 3e-3, 4e-3], 0.0, 10).least_lanes == 16
-    assert PhaseCosts(TOKENS, [2e-3, 2e-3, 3e-3, 4e-3], 0.0, 10).least_lanes == 32
-    assert PhaseCosts(TOKENS, [9e-3, 9e-3, 5e-3, 5e-3], 0.0, 10).least_lanes == 128
-
-
 @given(observations, st.integers(1, 128), st.integers(0, 10**6), st.floats(0, 1e6))
 def test_one_step_moves_its_own_prediction_by_a_share(seen, tokens, attended, seconds) -> None:
     costs = calibrated(Machine()).prefill[False]
@@ -207,24 +131,3 @@ def test_one_step_moves_its_own_prediction_by_a_share(seen, tokens, attended, se
         assert -slack <= moved <= 0.21 * (seconds - predicted) + slack
     else:
         assert -0.06 * (predicted - seconds) - slack <= moved <= slack
-
-
-def test_predictions_lie_above_the_middle_of_noisy_steps() -> None:
-    machine = Machine()
-    costs = calibrated(machine).prefill[False]
-    machine.noise = 0.4
-    later = 0
-    for step in range(4000):
-        seconds = machine.seconds("prefill", 64, 0)
-        if step > 1000:
-            later += seconds > costs.predict(64, 0)
-        observe(costs, 64, 0, seconds)
-    assert 0.2 < later / 3000 < 0.45
-
-
-def test_the_copy_for_the_full_sampler_learns_on_its_own() -> None:
-    costs = calibrated(Machine())
-    before = costs.prefill[False].seconds
-    observe(costs.prefill[True], 16, 0, 1.0)
-    assert costs.prefill[False].seconds == before
-    assert costs.prefill[True].seconds != before
