@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ...cache.encoder_outputs import EncoderOutputCache
 from ..scheduling.step_budget import StepBudget
 from .loop import StepLoop
 from .startup import EngineParts
 
-if TYPE_CHECKING:
-    from .loop import StepLoop
-    from .startup import EngineParts
-
 __all__ = ["EngineCounters", "EngineGauges", "engine_stats"]
-
-
-# Sizes and counters of an engine that any thread may read at any time. Does not import torch.
 
 
 class EngineGauges(NamedTuple):
@@ -171,7 +164,7 @@ def engine_stats(
             "seconds": parts.start_seconds,
             "phases": {phase.name: phase.seconds for phase in parts.phases},
             "kernels_built": None if library_file is None else library_file.built,
-            "code_cache": asdict(parts.code_cache),
+            "code_cache": parts.code_cache,
             "compiled_kernels": None
             if parts.compiled_kernels is None
             else asdict(parts.compiled_kernels),

@@ -115,26 +115,18 @@ if TYPE_CHECKING:
     from ..kernels.triton.precompile import CompiledKernels
 
 __all__ = [
-    "CodeCache",
-    "EngineParts",
-    "FoundDrafter",
     "RESERVE_BYTES",
+    "EngineParts",
     "calibrated_speculator",
     "calibrated_step_budget",
-    "check_replaceable",
-    "checked_kernels",
     "find_engine_drafter",
-    "follow",
     "layer_groups",
-    "main",
     "make_loop",
     "open_replacement",
     "overwriting",
     "plan_engine",
     "planned_kernels",
     "preemption_policy",
-    "reload_rank",
-    "resolved_source",
     "start",
 ]
 
@@ -208,16 +200,15 @@ def calibrated_step_budget(
             context = blocks * block_size
         return sum(group.positions_read(context) for group in groups)
 
-    steps = _NullSteps(runner, config.max_model_len)
     costs = calibrate(
-        steps.seconds,
+        partial(null_step_seconds, runner, config.max_model_len - 1),
         rows=runner.sizes.rows,
         tokens=runner.sizes.tokens,
         reach=reach,
         context=min(CONTEXT, config.max_model_len // 2),
         useful_seconds=config.max_itl_ms / 1e3,
     )
-    steps.clean()
+    runner.place_padding(0, 0, 0, 0)
     return StepBudget(config.max_itl_ms, costs, calibration_seconds=time.perf_counter() - began)
 
 
@@ -286,36 +277,24 @@ def calibrated_speculator(
     )
 
 
-class _NullSteps:
-    """Runs steps of the null row at any position; all its positions are in the null block.
+def null_step_seconds(
+    runner: Runner, last: int, phase: Literal["decode", "prefill"], size: int, context: int
+) -> float:
+    """Return the time of a step of the null row whose tokens follow `context` positions.
 
-    That block stays in a processor cache, so the measured cost of a context is a lower bound, which
-    the times of served steps correct.
+    All its positions are in the null block, which stays in a processor cache. So the measured cost
+    of a context is a lower bound, which the times of served steps correct. Positions stop at
+    `last`, the last one of a sequence, for buckets that hold several prompts.
     """
-
-    def __init__(self, runner: Runner, max_model_len: int) -> None:
-        self._runner = runner
-        self._last = max_model_len - 1
-
-    def seconds(self, phase: Literal["decode", "prefill"], size: int, context: int) -> float:
-        """Return the time of a step of a bucket whose tokens follow `context` positions.
-
-        Positions stop at the last one of a sequence, for buckets that hold several prompts.
-        """
-        runner, sizes = self._runner, self._runner.sizes
-        last = min(context + (size - 1 if phase == "prefill" else 0), self._last)
-        blocks = last // runner.block_size + 1
-        if phase == "decode":
-            key = sizes.decode_key(size, blocks, False)
-            runner.place_padding(last, 0, 0, 0)  # the step itself puts it back
-        else:
-            key = sizes.prefill_key(size, blocks, False)
-            runner.place_padding(0, context, size, last)
-        return _seconds(partial(runner.run, key), runner.device)
-
-    def clean(self) -> None:
-        """Reset the inputs."""
-        self._runner.place_padding(0, 0, 0, 0)
+    last = min(context + (size - 1 if phase == "prefill" else 0), last)
+    blocks = last // runner.block_size + 1
+    if phase == "decode":
+        key = runner.sizes.decode_key(size, blocks, False)
+        runner.place_padding(last, 0, 0, 0)  # the step itself puts it back
+    else:
+        key = runner.sizes.prefill_key(size, blocks, False)
+        runner.place_padding(0, context, size, last)
+    return _seconds(partial(runner.run, key), runner.device)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -465,23 +444,11 @@ _TERM_OF_PHASE = {"load": "weights", "cache": "cache", "static_buffers": "static
 """The phases of a start that allocate permanent memory of the device, and its term."""
 
 
-@dataclass(frozen=True, slots=True)
-class CodeCache:
-    """Hits and misses of the code cache of `torch.compile`."""
-
-    hits: int
-    misses: int
-
-    @classmethod
-    def now(cls) -> CodeCache:
-        """Read the counters of this process, which include other engines that start meanwhile."""
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        counts = {} if dynamo is None else dynamo.counters["inductor"]
-        return cls(counts.get("fxgraph_cache_hit", 0), counts.get("fxgraph_cache_miss", 0))
-
-    def since(self, before: CodeCache) -> CodeCache:
-        """Return the difference."""
-        return CodeCache(self.hits - before.hits, self.misses - before.misses)
+def _code_cache() -> tuple[int, int]:
+    """Hits and misses of torch's code cache in this process, other engines included."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    counts = {} if dynamo is None else dynamo.counters["inductor"]
+    return counts.get("fxgraph_cache_hit", 0), counts.get("fxgraph_cache_miss", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,7 +471,8 @@ class EngineParts:
     is one, "static_buffers", "compile_kernels" on CUDA, "prepare", "measure"."""
     start_seconds: float
     """Seconds of the start, without the calibration for `max_itl_ms`."""
-    code_cache: CodeCache
+    code_cache: dict[str, int]
+    """Hits and misses of the code cache of `torch.compile` during the start."""
     compiled_kernels: CompiledKernels | None = None
     """Triton kernels that were compiled ahead of the steps; None where there are none."""
     group: RankGroup | None = None
@@ -847,12 +815,12 @@ def _overwrite_native(
 def check_replaceable(
     name: str, old: DecoderConfig, new: DecoderConfig, config: EngineConfig
 ) -> None:
-    """Raise `ConfigError` for the first field that forbids to replace only the weights.
+    """Raise `ConfigError` for the first field that rules out a weights-only reload.
 
     Args:
         name: of the new model, for the message.
         old: the config of the engine's model.
-        new: that of the model to take the weights of.
+        new: the config of the model to take the weights of.
         config: the configuration of the engine.
     """
     ignored = set(_REPLACEABLE)
@@ -860,38 +828,30 @@ def check_replaceable(
         ignored.add("torch_dtype")
     if isinstance(old, TransformersConfig):
         assert isinstance(new, TransformersConfig)
-        differences = _items_that_differ(old.constants(), new.constants())
+        before, after = old.constants(), new.constants()
     else:
-        differences = _differences(old, new)
+        before, after = _flat(old), _flat(new)
         if config.max_model_len is not None and config.max_model_len <= new.longest_context:
             ignored.add("max_position_embeddings")
-    for field, before, after in differences:
-        if field not in ignored:
+    for field in {**before, **after}:
+        if before.get(field) != after.get(field) and field not in ignored:
             raise ConfigError(
                 f"the weights of {bounded_text(name)} cannot replace those of this engine:"
-                f" {config_json_name(field)} is {bounded_repr(after)}, and the steps were prepared"
-                f" for {bounded_repr(before)}. Start a new engine for it"
+                f" {config_json_name(field)} is {bounded_repr(after.get(field))}, and the steps"
+                f" were prepared for {bounded_repr(before.get(field))}. Start a new engine for it"
             )
 
 
-def _items_that_differ(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, old and new value of each item in which two dictionaries differ."""
-    for name in {**old, **new}:
-        before, after = old.get(name), new.get(name)
-        if before != after:
-            yield name, before, after
-
-
-def _differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, old and new value of each field in which two dataclasses differ."""
-    for field in fields(old):
-        before, after = getattr(old, field.name), getattr(new, field.name)
-        if before == after:
-            continue
-        if is_dataclass(before) and is_dataclass(after):
-            yield from _differences(before, after, f"{prefix}{field.name}.")
+def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the fields of a dataclass and of the dataclasses in it, by name with dots."""
+    found: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            found |= _flat(value, f"{prefix}{field.name}.")
         else:
-            yield prefix + field.name, before, after
+            found[prefix + field.name] = value
+    return found
 
 
 logger = logging.getLogger("stepgraph.runtime")
@@ -964,7 +924,7 @@ def _start(
     *,
     progress: bool,
 ) -> EngineParts:
-    code_before, config = CodeCache.now(), resolved.user
+    (hits, misses), config = _code_cache(), resolved.user
     groups = layer_groups(found.config, resolved)
     found_drafter: FoundDrafter | None = None
 
@@ -1056,6 +1016,7 @@ def _start(
             have_run = resolved.mode != "eager"
             step_memory = measure_steps(runner, kernels, captured, have_run=have_run)
             step_memory = add_scoring(step_memory, runner)
+    all_hits, all_misses = _code_cache()
     parts = EngineParts(
         resolved,
         model,
@@ -1068,7 +1029,7 @@ def _start(
         step_memory,
         tuple(log.phases),
         time.perf_counter() - began,
-        CodeCache.now().since(code_before),
+        {"hits": all_hits - hits, "misses": all_misses - misses},
         compiled_kernels,
         group,
     )

@@ -48,13 +48,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for module in (startup, loop, runner, runner):
         monkeypatch.setattr(module, "time", clock)
-    seconds = startup._NullSteps.seconds
+    seconds = startup.null_step_seconds
 
-    def timed(self: Any, phase: Any, size: int, context: int) -> float:
-        assert seconds(self, phase, size, context) == 0.0  # it has run
+    def timed(runner: Any, last: int, phase: Any, size: int, context: int) -> float:
+        assert seconds(runner, last, phase, size, context) == 0.0  # it has run
         return clock.seconds(phase, size)
 
-    monkeypatch.setattr(startup._NullSteps, "seconds", timed)
+    monkeypatch.setattr(startup, "null_step_seconds", timed)
     return clock
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.bench.scenarios.host_overhead import MODEL
-from stepgraph.runtime.engine.startup import CodeCache
 from stepgraph.runtime.loading.tokenizer import TextTokenizer
 from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling_params import SamplingDefaults
@@ -103,7 +102,7 @@ def fake_engine(
         phases=(),
         load_seconds=0.0,
         start_seconds=0.0,
-        code_cache=CodeCache(0, 0),
+        code_cache={"hits": 0, "misses": 0},
         compiled_kernels=None,
         group=None,
     )
