@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # the scheduler reads this file, and needs neither torch nor 
     from .speculation.request_drafter import RequestDrafter, RowDrafts
 
 __all__ = [
-    "OWN_DRAFT",
+    "DRAFT_ON_DEVICE",
     "AbortReason",
     "FinishReason",
     "OutputMatcher",
@@ -64,7 +64,7 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
-OWN_DRAFT = -1
+DRAFT_ON_DEVICE = -1
 """In the place of a draft: the one that a drafter has left in the row's state on the device."""
 
 TOKENS_AT_A_TIME = 1024
@@ -191,7 +191,7 @@ class Request:
 
     def known_drafts(self, drafts: Sequence[int]) -> Sequence[int]:
         """Return the drafts of a launched verify step, once all steps before it are committed."""
-        if not drafts or drafts[0] != OWN_DRAFT:
+        if not drafts or drafts[0] != DRAFT_ON_DEVICE:
             return drafts
         if self.proposed is None:  # it has ended
             return ()
@@ -247,7 +247,7 @@ class Request:
         self._token_ns[count] = at_ns
         self.num_output = count + 1
 
-    def shed(self) -> None:
+    def release_buffers(self) -> None:
         """Free data that only the engine needs, because outputs can keep a request alive."""
         del self._output_ids[self.num_output :]
         del self._token_ns[self.num_output :]

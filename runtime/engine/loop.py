@@ -48,7 +48,7 @@ from ..request import AbortReason, FinishReason, Request, RequestGroup, RequestS
 from ..scheduling.plan import StepPlan
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
-from ..speculation.speculator import DrafterSpeculator, Speculator
+from ..speculation.speculator import Speculator
 from .request_output import RequestOutput
 
 __all__ = ["PlanCopies", "RequestTracker", "StepLoop"]
@@ -238,7 +238,7 @@ class RequestTracker:
         request.row = None
         request.siblings = []
         self._scheduler.remove(request)
-        request.shed()
+        request.release_buffers()
         del self._group_of[request]
         self.counts["finished"] += 1
 
@@ -302,7 +302,7 @@ class StepLoop:
         *,
         in_flight: int,
         step_budget: StepBudget | None = None,
-        speculator: Speculator | DrafterSpeculator | None = None,
+        speculator: Speculator | None = None,
         group: RankGroup | None = None,
     ) -> None:
         """Create a loop over a scheduler and a runner.
@@ -561,7 +561,7 @@ class StepLoop:
                 chunk.request.prompt_logprobs.launch(chunk.scored)
         return step
 
-    def _verify_drafts(self, plan: StepPlan, speculator: Speculator | DrafterSpeculator) -> None:
+    def _verify_drafts(self, plan: StepPlan, speculator: Speculator) -> None:
         """Let the rows of a plan verify drafts and get new ones, if that is expected to be faster.
 
         Where a latency budget sizes chunks, a step with one of them verifies and proposes nothing.
@@ -578,16 +578,15 @@ class StepLoop:
             speculator.begin_plan()
         if drafts:
             self.scheduler.verify(plan, drafts, speculator.sizes(len(plan.decode)))
-        if not isinstance(speculator, DrafterSpeculator):
+        drafter = self.runner.drafter
+        if drafter is None:
             return
-        assert self.runner.drafter is not None, "its drafts are chosen"
-        group = self.runner.drafter.group
         if speculator.proposes:
-            self.scheduler.propose(plan, speculator.proposes, group)
+            self.scheduler.propose(plan, speculator.proposes, drafter.group)
         if plan.prefill and self._step_budget is None:
             count = speculator.prompt_drafts(plan.prefill)
             if count:
-                self.scheduler.propose_after_prompts(plan, count, group)
+                self.scheduler.propose_after_prompts(plan, count, drafter.group)
 
     def _commit_until(self, most: int) -> int:
         """Commit launched steps until `most` are in flight; return the nanoseconds waited."""
@@ -626,7 +625,7 @@ class StepLoop:
                 self.requests.append_scores(self.runner.read_scores(step))
             self.requests.append(sampled, arrived)
             if step.plan.proposes or step.plan.prompt_drafts:
-                assert isinstance(self.speculator, DrafterSpeculator), "it has made the drafts"
+                assert self.speculator is not None, "it has made the drafts"
                 self.speculator.received(self.runner.read_drafts(step))
         return arrived - started if is_async_device else 0
 

@@ -90,7 +90,13 @@ from ..resolved_config import ResolvedConfig
 from ..sampling_params import SamplingDefaults
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import PreemptionPolicy, StepBudget, calibrate
-from ..speculation.speculator import BatchCosts, DrafterSpeculator, Speculator, VerifyCosts
+from ..speculation.speculator import (
+    BatchCosts,
+    DrafterSpeculator,
+    LookupSpeculator,
+    Speculator,
+    VerifyCosts,
+)
 from ..structured.compiler import check_installed
 from .loop import StepLoop
 from .rank_start import (
@@ -212,9 +218,7 @@ def calibrated_step_budget(
     return StepBudget(config.max_itl_ms, costs, calibration_seconds=time.perf_counter() - began)
 
 
-def calibrated_speculator(
-    runner: Runner, config: ResolvedConfig
-) -> Speculator | DrafterSpeculator | None:
+def calibrated_speculator(runner: Runner, config: ResolvedConfig) -> Speculator | None:
     """Return the speculator of a prepared runner without requests; None without speculation.
 
     Decode and verify steps are run on padding, in interleaved rounds, of which the fastest counts.
@@ -225,7 +229,7 @@ def calibrated_speculator(
         return None
     began = time.perf_counter()
     sizes, blocks = runner.sizes, runner.sizes.read_blocks.sizes[0]
-    functions = runner.steps.functions
+    functions = runner.functions
     keys: dict[tuple[int, int, str], StepKey] = {}
     """By rows, tokens per row, and what sets the step apart."""
     for rows in sizes.rows:
@@ -255,7 +259,7 @@ def calibrated_speculator(
         VerifyCosts(sizes.rows, sampled, padded=padded),
     )
     if not config.speculation.uses_drafter:
-        return Speculator(
+        return LookupSpeculator(
             config.speculation,
             sizes.verifying,
             costs,
@@ -998,7 +1002,7 @@ def _start(
     compiled_kernels = None
     if resolved.device.type == "cuda" and resolved.mode != "eager" and find_spec("triton"):
         with log.phase("compile_kernels"):
-            compiled_kernels = runner.steps.compile_kernels(progress=progress)
+            compiled_kernels = runner.compile_kernels(progress=progress)
     with log.phase("prepare"):
         captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
         compiles = resolved.compiled and (model.stack is None or kernels.sampler == "torch")
@@ -1042,7 +1046,7 @@ def _start(
 def make_loop(
     parts: EngineParts,
     step_budget: StepBudget | None,
-    speculator: Speculator | DrafterSpeculator | None = None,
+    speculator: Speculator | None = None,
 ) -> StepLoop:
     """Return the loop over the parts of an engine, with an empty cache and no requests."""
     config, host = parts.config, parts.runner.host_arena

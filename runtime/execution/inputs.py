@@ -29,7 +29,7 @@ from ...graphs.buffers import TensorSpec
 from ..kernels.ops.token_masks import MASK_BITS
 from ..models.decoder_model import DecoderConfig
 from ..models.plan import plan_of
-from ..request import OWN_DRAFT
+from ..request import DRAFT_ON_DEVICE
 from ..resolved_config import ResolvedConfig
 from ..sampling.sampling_state import SamplingState
 from ..scheduling.plan import RowSpan, TableUpdate
@@ -161,8 +161,8 @@ class RowState:
     masks: MaskState | None = None
     """Token masks of rows whose output follows a grammar; None without structured output."""
     drafts: torch.Tensor | None = None
-    """int64 `[R, K]`: what a drafter proposed last to follow the newest token; `OWN_DRAFT` where a
-    row has none. None without a drafter, or if the host always sends the drafts."""
+    """int64 `[R, K]`: what a drafter proposed last to follow the newest token; `DRAFT_ON_DEVICE`
+    where a row has none. None without a drafter, or if the host always sends the drafts."""
 
     @classmethod
     def allocate(
@@ -194,7 +194,7 @@ class RowState:
             sampling=SamplingState.allocate(max_num_seqs, vocab_size, device),
             rope_lengths=rope_lengths,
             masks=None if masked is None else MaskState.allocate(masked, device),
-            drafts=torch.full((rows, drafts), OWN_DRAFT, device=device) if drafts else None,
+            drafts=torch.full((rows, drafts), DRAFT_ON_DEVICE, device=device) if drafts else None,
         )
 
     @property
@@ -256,13 +256,13 @@ class RowState:
     def chosen_drafts(self, rows_B: torch.Tensor, given_BK: torch.Tensor) -> torch.Tensor:
         """Return the drafts that a step verifies, int64 `[B, K]`.
 
-        The given ones, and where these are `OWN_DRAFT`, those of the rows. A row without any gets
-        token 0.
+        The given ones, and where these are `DRAFT_ON_DEVICE`, the drafts that the rows keep. A row
+        without any gets token 0.
         """
         if self.drafts is None:
             return given_BK
         own_BK = self.drafts[rows_B, : given_BK.shape[1]]
-        return torch.where(given_BK == OWN_DRAFT, own_BK, given_BK).clamp(min=0)
+        return torch.where(given_BK == DRAFT_ON_DEVICE, own_BK, given_BK).clamp(min=0)
 
     def keep_drafts(self, rows_B: torch.Tensor, drafts_BK: torch.Tensor) -> None:
         """Keep what a drafter has proposed for rows, if rows keep drafts."""
@@ -272,7 +272,7 @@ class RowState:
     def forget_drafts(self, row: int) -> None:
         """Remove the drafts of a row's last request."""
         if self.drafts is not None:
-            self.drafts[row].fill_(OWN_DRAFT)
+            self.drafts[row].fill_(DRAFT_ON_DEVICE)
 
     def update_tables(self, updates_U4: torch.Tensor) -> None:
         """Write (group, row, column, block) entries into the block tables."""
@@ -367,7 +367,7 @@ class DraftInputs(Generic[A]):
 
     token_ids: A
     """int64 `[max_num_seqs, K]`: draft tokens after the newest token of each of `decode_rows`; 0
-    where a row has fewer, and `OWN_DRAFT` for those that the state of the row has."""
+    where a row has fewer, and `DRAFT_ON_DEVICE` for those that the state of the row has."""
     counts: A
     """int64 `[max_num_seqs]`: valid tokens of each row, the newest one included; 1 for padding."""
     stops: A

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -17,10 +17,11 @@ from ..request import Request
 from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import Proposed, StepPlan
-from .step_key import StepOutput
+from .step_key import PlannedPart, StepKey, StepOutput
 
 if TYPE_CHECKING:
     from .prompt_scorer import LaunchedScores
+    from .token_masks import TokenMasks
 
 __all__ = [
     "GrammarEnd",
@@ -28,7 +29,6 @@ __all__ = [
     "LaunchedStep",
     "OutputEvents",
     "Sampled",
-    "UnfinishedLaunch",
     "accepted_counts",
     "checked_tokens",
     "current_stream",
@@ -53,14 +53,7 @@ GrammarEnd: TypeAlias = tuple[Request, StructuredOutputError | None]
 """A request that ends before its next token: with an error, or None if its grammar is complete."""
 
 
-class UnfinishedLaunch(Protocol):
-    """A launch up to its first token masks; see `runner.py`."""
-
-    def finish(self, step: LaunchedStep) -> LaunchedStep:
-        """Run the rest. Returns the whole step."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaunchedStep:
     """A step in flight: the requests that get tokens, and the buffers of these tokens."""
 
@@ -68,14 +61,14 @@ class LaunchedStep:
     plan: StepPlan
     bucket: int
     """Rows of the decode step; without one, tokens of the prefill step."""
-    launched_ns: int
+    launched_ns: int = 0
     """Launch time of the first part, by `time.perf_counter_ns`."""
-    parts: tuple[tuple[Sequence[Request | None], StepOutput], ...]
+    parts: list[tuple[Sequence[Request | None], StepOutput]] = field(default_factory=list)
     """Request of each lane (None: padding, or a chunk that does not sample), and the output, which
     is on the host or being copied to it."""
-    arrived: torch.cuda.Event | None
+    arrived: torch.cuda.Event | None = None
     """Event after the copies to the host; None on a CPU."""
-    device_ns: int
+    device_ns: int = 0
     """Time that the launching thread ran the step itself; 0 for an asynchronous device."""
     advanced: list[int] | None = None
     """Tokens that each row of `plan.decode` advanced by, filled in when they are read; None: as
@@ -84,8 +77,10 @@ class LaunchedStep:
     """Event before the first part; None on a CPU, or without device timing."""
     scores: LaunchedScores | None = None
     """Scores of prompt tokens, if a chunk of the plan has any."""
-    unfinished: UnfinishedLaunch | None = None
+    unfinished: list[tuple[StepKey, PlannedPart]] | None = None
     """The rest of the launch, which needs token masks; `Runner.finish` runs it."""
+    masks: TokenMasks | None = None
+    """Computes the token masks of the step, if it has any."""
     ends: Sequence[GrammarEnd] = ()
     """Requests that end before the tokens of this step."""
 

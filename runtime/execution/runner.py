@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
@@ -64,10 +64,10 @@ from .outputs import (
     report_token_ids,
     sampled_tokens,
 )
-from .prompt_scorer import LaunchedScores, PromptScorer, Score
+from .prompt_scorer import PromptScorer, Score
 from .rank_commands import BlockCopy, CommandSender, InputBuffer
 from .step_functions import DraftStep, StepFunctions
-from .step_key import PlannedPart, PlanParts, StepKey, StepOutput, StepSizes, most_table_updates
+from .step_key import PlanParts, StepKey, StepOutput, StepSizes, most_table_updates
 from .token_masks import FollowedMasks, HostMasks, TokenMasks
 
 if TYPE_CHECKING:
@@ -77,9 +77,7 @@ __all__ = [
     "BlockCopies",
     "DrafterCache",
     "InputWriter",
-    "PreparedSteps",
     "Runner",
-    "StepLaunch",
     "new_blocks",
 ]
 
@@ -380,56 +378,6 @@ class InputWriter:
             self._state.update_tables(self.inputs.device.table_updates[:updates])
 
 
-# Makes the steps of a runner, which its library compiles and captures at the start.
-
-
-class PreparedSteps:
-    """The steps of a mode. Keys without a prepared step run as plain PyTorch."""
-
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        keys: Sequence[StepKey],
-        make_functions: Callable[[bool], StepFunctions],
-    ) -> None:
-        """`make_functions`: returns the step functions of a runner, compiled or eager."""
-        self._keys = keys
-        self.functions, self._eager = make_functions(config.compiled), make_functions(False)
-        self._capturer = CudaGraphCapturer(config.device) if config.mode == "graph" else None
-        self.library = _library(config, self.functions, self._eager, self._capturer, keys)
-
-    @property
-    def captures(self) -> bool:
-        """Whether steps are captured, with memory of their own."""
-        return self._capturer is not None
-
-    def compile_kernels(self, *, progress: bool = False) -> CompiledKernels:
-        """Compile the Triton kernels of all steps in parallel, before they are prepared."""
-        from ..kernels.triton.precompile import (
-            compile_kernels,  # imports triton, which CUDA kernels need
-        )
-
-        # Several steps per launch use the kernels of one step. The plain PyTorch sampler has no
-        # Triton kernels, and run eagerly it exceeds the planned memory of its compiled form.
-        native = self._eager.model.kernels.sampler == "triton"
-        needed = dict.fromkeys(
-            dataclasses.replace(key, steps=1, full_sampler=native and key.full_sampler)
-            for key in self._keys
-        )
-        steps = [(str(key), self._eager.bind(key)) for key in needed]
-        if self._capturer is None:
-            return compile_kernels(steps, progress=progress)
-        # Libraries keep a workspace per stream, so use the stream that captures need anyway.
-        compiled: list[CompiledKernels] = []
-        self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps, progress=progress)))
-        return compiled[0]
-
-    def close(self) -> None:
-        """Release all steps and their compiled code."""
-        self.library.close()
-        self.functions.close()
-
-
 def _library(
     config: ResolvedConfig,
     functions: StepFunctions,
@@ -437,7 +385,10 @@ def _library(
     capturer: GraphCapturer | None,
     keys: Sequence[StepKey],
 ) -> StepLibrary[StepKey, StepOutput]:
-    """Return the unprepared step library of the mode, which refers to no `PreparedSteps`."""
+    """Return the unprepared steps of the mode, without a reference to the runner.
+
+    Keys without a prepared step run as plain PyTorch.
+    """
 
     def make_step(key: StepKey) -> Step[StepOutput]:
         if config.mode == "eager":
@@ -466,117 +417,6 @@ def _library(
 # On a CPU these tokens are known before the step, which waits for the masks before it samples. On
 # CUDA they arrive while the device runs the forward part of step N, so that one step stays in
 # flight: the launch stops before the first part that needs masks, and `finish` runs the rest.
-
-
-class Runs(Protocol):
-    """What a launch uses of a `Runner`."""
-
-    outputs: HostOutputs | None
-    sizes: StepSizes
-    scorer: PromptScorer
-    library: StepLibrary[StepKey, StepOutput]
-    masks: TokenMasks | None
-
-    def run(self, key: StepKey, lanes: int = 0) -> StepOutput:
-        """See `Runner.run`."""
-
-    def copy_outputs(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
-        """See `Runner.copy_outputs`."""
-
-
-class StepLaunch:
-    """Runs the parts of a plan, whose inputs have been written."""
-
-    def __init__(
-        self, runner: Runs, number: int, plan: StepPlan, parts: Sequence[PlannedPart]
-    ) -> None:
-        """Prepare the launch of step `number`."""
-        self._runner, self._number, self._plan = runner, number, plan
-        self._masked = any(part.key.masked for part in parts)
-        self._bucket = parts[0].key.size
-        self._runs = [(key, part) for part in parts for key in runner.sizes.parts(part.key)]
-        self._outputs: list[tuple[Sequence[Request | None], StepOutput]] = []
-        self._scores: LaunchedScores | None = None
-        self._launched_ns = self._worked_ns = 0
-
-    def begin(self) -> LaunchedStep:
-        """Run everything before the first masks that have to be waited for."""
-        runner, is_async_device = self._runner, self._runner.outputs is not None
-        began = None if runner.outputs is None else runner.outputs.begin(self._number)
-        if self._masked and not is_async_device:
-            self._masks.prepare(self._plan)
-        finished = self._run(with_masks=not is_async_device)
-        step = LaunchedStep(
-            self._number,
-            self._plan,
-            self._bucket,
-            self._launched_ns,
-            (),
-            None,
-            0,
-            [] if self._plan.drafts else None,
-            began=began,
-            unfinished=self,
-        )
-        return self._completed(step) if finished else step
-
-    def finish(self, step: LaunchedStep) -> LaunchedStep:
-        """Compute the masks and run the rest. All earlier steps have been committed."""
-        self._masks.prepare(self._plan)
-        self._masks.wait()
-        self._run(with_masks=True)
-        return self._completed(step)
-
-    def _run(self, with_masks: bool) -> bool:
-        """Run what remains, without masks up to the first part that needs them; whether all did."""
-        plan, runner, number, clock = self._plan, self._runner, self._number, time.perf_counter_ns
-        while self._runs:
-            key, part = self._runs[0]
-            if key.part == "sample" and not with_masks:
-                return False
-            del self._runs[0]
-            decodes = key.phase == "decode"
-            requests, tokens, padding = part.requests, part.tokens, part.room - part.tokens
-            if key.part == "sample":
-                span: AbstractContextManager[None] = nullcontext()
-            else:
-                rows, blocks = len(requests) if decodes else 0, plan.blocks_in_use
-                span = ranges.step_span(part.name, number, rows, key.size, tokens, blocks, padding)
-            with span:
-                started = clock()
-                self._launched_ns = self._launched_ns or started
-                output = runner.run(key, 0 if key.part == "forward" else len(requests))
-                if key.part != "forward":
-                    if output.details is not None and any(
-                        request is not None and request.params.logprob_token_ids
-                        for request in requests
-                    ):
-                        report_token_ids(requests, output)
-                    output = runner.copy_outputs(number, key, output)
-                    if not decodes:
-                        self._scores = runner.scorer.launch(number, plan.prefill)
-                    self._outputs.append((requests, output))
-                    runner.library.record_padding(tokens, part.room)
-                self._worked_ns += clock() - started
-        return True
-
-    def _completed(self, step: LaunchedStep) -> LaunchedStep:
-        """Return a step whose parts have all been launched."""
-        outputs = self._runner.outputs
-        return dataclasses.replace(
-            step,
-            parts=tuple(self._outputs),
-            arrived=None if outputs is None else outputs.record_event(self._number, step.began),
-            device_ns=self._worked_ns if outputs is None else 0,
-            scores=self._scores,
-            ends=self._masks.ends if self._masked else (),
-            unfinished=None,
-        )
-
-    @property
-    def _masks(self) -> TokenMasks:
-        assert self._runner.masks is not None, "this engine has no token masks"
-        return self._runner.masks
 
 
 class Runner:
@@ -694,13 +534,15 @@ class Runner:
             ),
             masks_thread=None if config.is_async_device else self.masks or self.followed_masks,
         )
-        self.steps = PreparedSteps(config, self.sizes.keys(), make_functions)
-        self.library = self.steps.library
+        self._keys = self.sizes.keys()
+        self.functions, self._eager = make_functions(config.compiled), make_functions(False)
+        self._capturer = CudaGraphCapturer(device) if config.mode == "graph" else None
+        self.library = _library(config, self.functions, self._eager, self._capturer, self._keys)
         self._parts = PlanParts(
             self.sizes,
             config.block_size,
             config.max_blocks_per_row * config.block_size,
-            ragged=self.steps.functions.ragged,
+            ragged=self.functions.ragged,
         )
 
     @property
@@ -750,7 +592,34 @@ class Runner:
             self.masks.close()
         if self.drafter is not None:
             self.drafter.close()
-        self.steps.close()
+        self.library.close()
+        self.functions.close()
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured, with memory of their own."""
+        return self._capturer is not None
+
+    def compile_kernels(self, *, progress: bool = False) -> CompiledKernels:
+        """Compile the Triton kernels of all steps in parallel, before they are prepared."""
+        from ..kernels.triton.precompile import (
+            compile_kernels,  # imports triton, which CUDA kernels need
+        )
+
+        # Several steps per launch use the kernels of one step. The plain PyTorch sampler has no
+        # Triton kernels, and run eagerly it exceeds the planned memory of its compiled form.
+        native = self._eager.model.kernels.sampler == "triton"
+        needed = dict.fromkeys(
+            dataclasses.replace(key, steps=1, full_sampler=native and key.full_sampler)
+            for key in self._keys
+        )
+        steps = [(str(key), self._eager.bind(key)) for key in needed]
+        if self._capturer is None:
+            return compile_kernels(steps, progress=progress)
+        # Libraries keep a workspace per stream, so use the stream that captures need anyway.
+        compiled: list[CompiledKernels] = []
+        self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps, progress=progress)))
+        return compiled[0]
 
     def run(self, key: StepKey, lanes: int = 0) -> StepOutput:
         """Run the step for `key` on all ranks, and return its output.
@@ -786,14 +655,74 @@ class Runner:
         rows = self._parts.decode_rows
         if plan.table_updates or plan.prefill or rows != writer.decode_rows:
             writer.write(plan, rows, parts[-1].key if plan.prefill else None)
-        if plan.drafting:
+        if plan.drafts or plan.proposes:
             writer.write_drafts(plan.drafts, plan.draft_stops)
-        return StepLaunch(self, number, plan, parts).begin()
+        step, outputs = LaunchedStep(number, plan, parts[0].key.size), self.outputs
+        step.unfinished = runs = []
+        for part in parts:
+            if part.key.masked:
+                step.masks = self.masks
+                runs += [(key, part) for key in self.sizes.parts(part.key)]
+            else:
+                runs.append((part.key, part))
+        if plan.drafts:
+            step.advanced = []
+        if outputs is not None:
+            step.began = outputs.begin(number)
+        elif step.masks is not None:
+            step.masks.prepare(plan)
+        self._run_parts(step, with_masks=outputs is None)
+        return step
 
     def finish(self, step: LaunchedStep) -> LaunchedStep:
         """Run the rest of a launch that is `unfinished`; all earlier steps have been committed."""
-        assert step.unfinished is not None, "the step was launched as a whole"
-        return step.unfinished.finish(step)
+        assert step.masks is not None, "the step was launched as a whole"
+        step.masks.prepare(step.plan)
+        step.masks.wait()
+        self._run_parts(step, with_masks=True)
+        return step
+
+    def _run_parts(self, step: LaunchedStep, *, with_masks: bool) -> None:
+        """Run what remains of a launch, without masks up to the first part that needs them."""
+        plan, number, runs = step.plan, step.number, step.unfinished
+        outputs, clock, worked_ns = self.outputs, time.perf_counter_ns, 0
+        while runs:
+            key, part = runs[0]
+            if key.part == "sample" and not with_masks:
+                return
+            del runs[0]
+            decodes, requests, tokens = key.phase == "decode", part.requests, part.tokens
+            if key.part == "sample":
+                span: AbstractContextManager[None] = nullcontext()
+            else:
+                rows, blocks = len(requests) if decodes else 0, plan.blocks_in_use
+                span = ranges.step_span(
+                    *(part.name, number, rows, key.size, tokens, blocks, part.room - tokens)
+                )
+            with span:
+                started = clock()
+                step.launched_ns = step.launched_ns or started
+                output = self.run(key, 0 if key.part == "forward" else len(requests))
+                if key.part != "forward":
+                    if output.details is not None and any(
+                        request is not None and request.params.logprob_token_ids
+                        for request in requests
+                    ):
+                        report_token_ids(requests, output)
+                    if outputs is not None:  # before another launch can overwrite it
+                        output = outputs.copy_async(number, key.phase, output)
+                    if not decodes:
+                        step.scores = self.scorer.launch(number, plan.prefill)
+                    step.parts.append((requests, output))
+                    self.library.record_padding(tokens, part.room)
+                worked_ns += clock() - started
+        step.unfinished = None
+        if outputs is None:
+            step.device_ns = worked_ns
+        else:
+            step.arrived = outputs.record_event(number, step.began)
+        if step.masks is not None:
+            step.ends = step.masks.ends
 
     @property
     def times_device(self) -> bool:
@@ -846,12 +775,6 @@ class Runner:
     def read_scores(self, step: LaunchedStep) -> Iterable[Score]:
         """Return the scores of prompt tokens of a launch, after `read`."""
         return () if step.scores is None else step.scores.read()
-
-    def copy_outputs(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
-        """Issue the copy of an output to the host, before another launch can overwrite it."""
-        return (
-            output if self.outputs is None else self.outputs.copy_async(number, key.phase, output)
-        )
 
     def force_token(self, row: int, token_id: int) -> None:
         """Replace the last sampled token of a row."""

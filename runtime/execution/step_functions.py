@@ -31,18 +31,17 @@ import dataclasses
 import itertools
 import re
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from ...graphs.compilation import StepCompilationError
 from ..bounded_repr import bounded_text
-from ..kernels import DecodeResult, DecodeStep, RaggedBatch
+from ..kernels import DecodeStep, RaggedBatch
 from ..kernels.cpu.drafted import drafted_inputs, newest_tokens
 from ..kernels.cpu.verify import VerifyInputs, accept_drafts, verify_inputs
 from ..kernels.ops.feedback import Feedback
@@ -63,16 +62,12 @@ from ..sampling.sample_output import SampleOutput
 from ..sampling.samplers import SAMPLERS, torch_sampler
 from .inputs import DraftInputs, EmbedInputs, MaskState, RowState, StepInputs
 from .step_key import StepKey, StepOutput
+from .token_masks import FollowedMasks, TokenMasks
 
 __all__ = [
     "CompiledParts",
     "DraftStep",
-    "Lanes",
-    "MasksThread",
-    "RaggedSteps",
     "StepFunctions",
-    "StepParts",
-    "VerifySteps",
     "batch_of_slots",
     "compile_settings",
     "on_device",
@@ -473,40 +468,53 @@ def reference_newest_tokens(
     return sampled_T, sampled_T[index_B], token_ids_T[index_B], index_B
 
 
-# What the steps of a model have in common: the forward pass, and sampling.
+# The steps.
 
 
-class Lanes(NamedTuple):
-    """The tokens of a verify step row by row. T: rows times tokens per row."""
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a CUDA device current, because Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _verifies(key: StepKey) -> bool:
+    """Whether a step accepts drafts or proposes them."""
+    return key.phase == "decode" and (key.tokens_per_row > 1 or key.drafts > 0)
+
+
+class Forward(NamedTuple):
+    """A forward pass and, in a greedy step, its tokens. B: tokens to sample.
+
+    A verify step samples after each of its tokens, row by row.
+    """
 
     logits: torch.Tensor
-    """`[T, vocab_size]`, or those of the rank's own tokens."""
-    rows: torch.Tensor
-    """int64 `[T]`: the row that samples after each token; the null row for padding."""
+    """`[B, vocab_size]`, or those of the rank's own tokens."""
     positions: torch.Tensor
-    """int64 `[T]`: the positions after which tokens are sampled."""
-    token_ids: torch.Tensor
-    """int64 `[T]`: these tokens."""
+    """int64 `[B]`: the positions after which tokens are sampled."""
     tokens: torch.Tensor | None
-    """int64 `[T]`: greedy tokens; None: not sampled yet."""
-    slots: torch.Tensor
-    """int64 `[G, T]`: the write index."""
-    features: torch.Tensor | None
-    """`[T, F]`: those that the drafter reads."""
+    """int64 `[B]`: greedy tokens; None: not sampled yet."""
+    features: torch.Tensor | None = None
+    """`[T, F]`: the hidden states that the drafter reads, of all tokens of the step."""
+    rows: torch.Tensor | None = None
+    """int64 `[B]`: the rows that sample; the null row for padding."""
+    token_ids: torch.Tensor | None = None
+    """int64 `[B]`: the tokens of a verify step."""
+    slots: torch.Tensor | None = None
+    """int64 `[G, B]`: the write index of a verify step."""
 
 
-class MasksThread(Protocol):
-    """Computes the token masks of a step while it runs, on a CPU."""
+_NO_TOKEN = -2
 
-    def start(self) -> None:
-        """Start to compute the masks, if the step has any and they have not been started."""
-
-    def wait(self) -> None:
-        """Wait for the masks."""
+"""Differs from every token, and from `NON_FINITE`."""
 
 
-class StepParts(ABC):
-    """The tensors of steps, and the parts that several kinds of steps have."""
+class StepFunctions:
+    """The steps of one model over one arena and one set of buffers.
+
+    Each step reads its inputs, runs the model, samples, and advances its rows. `ragged` steps do so
+    on the C++ operators of a CPU without padding between rows. Other steps pad: `_forward` computes
+    logits, and in greedy steps tokens; what samples and advances rows follows.
+    """
 
     def __init__(
         self,
@@ -520,7 +528,7 @@ class StepParts(ABC):
         drafts: DraftInputs[torch.Tensor] | None = None,
         hidden: torch.Tensor | None = None,
         drafting: DraftStep | None = None,
-        masks_thread: MasksThread | None = None,
+        masks_thread: TokenMasks | FollowedMasks | None = None,
     ) -> None:
         """Bind the tensors. With `compiled`, steps are compiled at their first call.
 
@@ -537,6 +545,9 @@ class StepParts(ABC):
         self.embeds = embeds
         self.drafts = drafts
         self.hidden = hidden
+        self.ragged = model.stack is not None and model.kernels.library is not None
+        """Whether decode and verify steps have no padding between rows: on the C++ operators, whose
+        sizes are not captured."""
         self._drafting = drafting
         self._taps = () if drafting is None else drafting.taps
         self._masks_thread = masks_thread
@@ -546,22 +557,263 @@ class StepParts(ABC):
         self._ones = inputs.decode_rows.new_ones(lanes)
         static = (arena, *state.tensors().values(), *(() if hidden is None else (hidden,)))
         self._parts = CompiledParts(static)
-        if compiled and model.stack is None and model.kernels.sampler == "triton":
-            self._sampler = SAMPLERS["torch"]  # torch.compile cannot trace launches of Triton
-        self._compile_parts(compiled)
+        if not compiled:
+            return
+        if model.stack is None:
+            if model.kernels.sampler == "triton":
+                self._sampler = SAMPLERS["torch"]  # torch.compile cannot trace Triton launches
+            self._parts.add(self._decode_parts, few_tokens=True)
+            self._parts.add(self._prefill_parts)
+            if drafts is not None:
+                self._parts.add(self._verify_parts)
+        if self._sampler is torch_sampler:
+            self._parts.add(self._sampled if drafts is None else self._drawn_lanes)
+            if state.masks is not None:
+                for part in (self._masked_logits, self._greedy_step, self._largest):
+                    self._parts.add(part)
 
-    @abstractmethod
-    def _compile_parts(self, compiled: bool) -> None:
-        """Add the methods that are to be compiled to `_parts`; `compiled`: see `__init__`."""
+    def close(self) -> None:
+        """Release compiled code, which references this object."""
+        self._parts.close()
+
+    def has_own_code(self, key: StepKey) -> bool:
+        """Whether a step may compile what the same step without masks does not."""
+        return not (key.masked and self._sampler.takes_masks)
+
+    def bind(self, key: StepKey) -> Callable[[], StepOutput]:
+        """Return the step of a key as a callable without arguments."""
+        step: Callable[[StepKey], StepOutput] = self._padded
+        if key.part == "sample":
+            step = self._sample_part
+        elif key.steps > 1:
+            step = self._several
+        elif self.ragged and key.phase == "decode" and key.part == "whole":
+            step = self._unpadded
+        device, kernels = self.arena.device, self.model.kernels
+
+        def run() -> StepOutput:
+            with torch.inference_mode(False), torch.no_grad():
+                return step(key)
+
+        def run_kernels() -> StepOutput:
+            with on_device(device), dependent_launch(kernels.dependent_launch):
+                return run()
+
+        return run_kernels if kernels.library is None else run
+
+    def _several(self, key: StepKey) -> StepOutput:
+        """Decode `key.steps` tokens, one after the other, for each of `decode_rows`.
+
+        The rows are the only host input of a step, so several steps in one launch compute the same
+        as several launches.
+        """
+        step = self._unpadded if self.ragged else self._padded
+        outputs = [step(key) for _ in range(key.steps)]
+        logits, details = outputs[-1].logits, [o.details for o in outputs if o.details is not None]
+        with operation("outputs"):
+            if not details:
+                return StepOutput(torch.stack([o.tokens for o in outputs]), logits, None)
+            stacked = SampleOutput.stack(details)
+            return StepOutput(stacked.tokens, logits, stacked)
+
+    # Steps with padding.
+
+    def _padded(self, key: StepKey) -> StepOutput:
+        """Run a decode, verify or prefill step, up to the logits if it is a forward part."""
+        if key.masked and self._masks_thread is not None and self.model.stack is None:
+            self._masks_thread.start()
+        forward = self._forward(key)
+        if key.part == "forward":
+            return self._forward_part(key, forward)
+        if key.masked:
+            if self._masks_thread is not None:
+                self._masks_thread.wait()
+            output = self._sample_masked(forward.logits, forward.positions, key)
+        elif _verifies(key):
+            output = self._sample_verified(forward, key)
+        elif key.full_sampler:
+            logits_BV = self._gathered(forward.logits)
+            output = self._call(self._sampled, logits_BV, forward.rows, forward.positions)
+        else:
+            assert forward.tokens is not None
+            output = StepOutput(forward.tokens, forward.logits, None)
+        if key.phase == "prefill" and self._drafting is not None:
+            drafts = self._drafting.after_prefill(
+                self.inputs, key, output.tokens, forward.features, ragged=self.ragged
+            )
+            if key.drafts:
+                return dataclasses.replace(output, drafts=drafts)
+        return output
+
+    def _forward_part(self, key: StepKey, forward: Forward) -> StepOutput:
+        """Store the logits of a step; `_sample_part` continues."""
+        masks = self._masks
+        if key.phase == "prefill" and self._drafting is not None:
+            # The drafter takes the most probable token for the one that the grammar will allow.
+            likely_P = self._greedy_tokens(forward.logits, self.model.vocabulary)
+            self._drafting.after_prefill(
+                self.inputs, key, likely_P, forward.features, ragged=self.ragged
+            )
+        with operation("outputs"):
+            masks.store(forward.logits, forward.positions)
+        count = len(forward.positions)
+        return StepOutput(masks.positions[:count], masks.logits[:count], None)
+
+    def _sample_part(self, key: StepKey) -> StepOutput:
+        """Sample from the logits of the last forward part, and update the rows' state."""
+        lanes, masks, part = key.size * key.tokens_per_row, self._masks, self._masked_logits
+        (logits_TV,) = self._parts.inputs(part, masks.logits[:lanes])
+        return self._sample_masked(logits_TV, masks.positions[:lanes], key)
+
+    def _forward(self, key: StepKey) -> Forward:
+        """Run a step up to the logits, or to greedy tokens."""
+        parts = self._parts
+        if key.phase == "prefill":
+            return self._prefill_forward(key)
+        if _verifies(key):
+            rows_B, drafts_BK, counts_B = self._drafts(key)
+            token_ids_BN = self._with_newest(rows_B, drafts_BK)
+            part = self._verify_parts
+            rows_B, counts_B = parts.inputs(part, rows_B, counts_B)
+            constants = key.read_blocks, self._greedy(part, key)
+            verified: Forward = parts.call(part, rows_B, token_ids_BN, counts_B, *constants)
+            return verified
+        rows_B = self.inputs.decode_rows[: key.size]
+        if self.model.decode_step is not None:
+            return self._fused_forward(self.model.decode_step, rows_B, key)
+        (rows_B,) = parts.inputs(self._decode_parts, rows_B)
+        constants = key.read_blocks, self._greedy(self._decode_parts, key)
+        decoded: Forward = parts.call(self._decode_parts, rows_B, *constants)
+        return decoded._replace(rows=rows_B)
+
+    def _fused_forward(
+        self, decode_step: DecodeStep, rows_B: torch.Tensor, key: StepKey
+    ) -> Forward:
+        """A decode step whose kernels read the state and, if greedy, update it."""
+        state = self.state
+        result = decode_step.run(
+            *(rows_B, state.token_ids, state.positions, state.block_tables),
+            *(self.arena, key.read_blocks, self.block_size),
+        )
+        tokens = None
+        if not (key.full_sampler or key.masked or key.part == "forward"):
+            tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
+        if key.full_sampler and not self._sampler.full_step:
+            rows_B = rows_B.clone()
+        return Forward(result.logits, result.positions, tokens, rows=rows_B)
+
+    def _prefill_forward(self, key: StepKey) -> Forward:
+        inputs, size, part = self.inputs, key.size, self._prefill_parts
+        tensors = self._parts.inputs(
+            part,
+            inputs.token_ids[:size],
+            inputs.positions[:size],
+            inputs.token_rows[:size],
+            inputs.prefill_rows,
+            inputs.query_start_loc,
+            inputs.sample_rows,
+        )
+        embeds: Sequence[torch.Tensor] = ()
+        if self.embeds is not None:
+            given = self.embeds.embeds[:size], self.embeds.mask[:size]
+            embeds = self._parts.inputs(part, *given)
+        constants = key.read_blocks, self._greedy(part, key)
+        forward: Forward = self._parts.call(part, *tensors, *constants, *embeds)
+        return forward._replace(rows=tensors[-1])
+
+    def _decode_parts(self, rows_B: torch.Tensor, read_blocks: int, greedy: bool) -> Forward:
+        """A decode step of the rows `[B]`, int64; with `greedy`, it samples."""
+        with operation("inputs"):
+            positions_B, token_ids_B = self.state.positions[rows_B], self.state.token_ids[rows_B]
+        batch = ragged_batch(
+            *(self.state, self.block_size, positions_B, rows_B, rows_B, read_blocks),
+            tokens_per_row=1,
+        )
+        hidden_BD = self.model.decode(self._embedded(token_ids_B), self.arena, batch)
+        return self._with_logits(hidden_BD, rows_B, positions_B, greedy)
+
+    def _prefill_parts(
+        self,
+        token_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        token_rows_T: torch.Tensor,
+        rows_R: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        sample_rows_R: torch.Tensor,
+        read_blocks: int,
+        greedy: bool,
+        *embeds: torch.Tensor,
+    ) -> Forward:
+        """A prefill step; with `greedy`, it samples after the last token of each chunk."""
+        batch = ragged_batch(
+            *(self.state, self.block_size, positions_T, token_rows_T, rows_R, read_blocks),
+            query_start_loc=query_start_loc,
+        )
+        hidden_TD, features_TF = self._forward_pass(token_ids_T, batch, *embeds)
+        with operation("last_tokens"):
+            if self.hidden is not None:
+                self.hidden[: hidden_TD.shape[0]].copy_(hidden_TD)
+            # Rows of padding have no tokens; clamp their index, which can be -1.
+            last_R = (query_start_loc[1:] - 1).clamp(min=0)
+            hidden_RD, positions_R = hidden_TD[last_R], positions_T[last_R]
+        forward = self._with_logits(hidden_RD, sample_rows_R, positions_R, greedy)
+        return forward._replace(features=features_TF)
+
+    def _verify_parts(
+        self,
+        rows_B: torch.Tensor,
+        token_ids_BN: torch.Tensor,
+        counts_B: torch.Tensor,
+        read_blocks: int,
+        greedy: bool,
+    ) -> Forward:
+        """A verify step. `counts_B` tokens of each row are valid: the newest one and its drafts.
+
+        The other tokens, and rows of padding, write to the null block. They have the row's last
+        position, so that they read only slots that the row reads.
+        """
+        state, n = self.state, token_ids_BN.shape[1]
+        with operation("inputs"):
+            step_N = torch.arange(n, device=rows_B.device)
+            valid_BN = step_N < counts_B[:, None]
+            steps_BN = torch.minimum(step_N, counts_B[:, None] - 1)
+            positions_T = (state.positions[rows_B][:, None] + steps_BN).flatten()
+            token_rows_BN = rows_B[:, None].expand(-1, n).contiguous()
+        batch = ragged_batch(
+            *(state, self.block_size, positions_T, token_rows_BN.flatten(), rows_B, read_blocks),
+            tokens_per_row=n,
+            valid_T=valid_BN.flatten(),
+        )
+        hidden_TD, features_TF = self._forward_pass(token_ids_BN.flatten(), batch)
+        logits_TV = self.model.own_logits(hidden_TD)
+        tokens_T = None
+        if greedy:
+            with operation("greedy"):
+                tokens_T = self._greedy_tokens(logits_TV, self.model.vocabulary)
+        sampled_rows_T = torch.where(valid_BN, token_rows_BN, state.null_row).flatten()
+        return Forward(
+            *(logits_TV, positions_T, tokens_T, features_TF),
+            *(sampled_rows_T, token_ids_BN.flatten(), batch.slots),
+        )
+
+    def _with_logits(
+        self,
+        hidden_BD: torch.Tensor,
+        rows_B: torch.Tensor,
+        positions_B: torch.Tensor,
+        greedy: bool,
+    ) -> Forward:
+        """Compute logits, and with `greedy` sample."""
+        logits_BV = self.model.own_logits(hidden_BD)
+        tokens_B, lanes = None, (logits_BV, rows_B, positions_B)
+        if greedy:
+            tokens_B = self._greedy_step(*lanes, self.model.vocabulary)
+        return Forward(logits_BV, positions_B, tokens_B)
 
     def _greedy(self, part: Callable[..., object], key: StepKey) -> bool:
         """Whether a part samples greedy tokens; compiled ones always do, to be one version."""
         later = key.full_sampler or key.masked or key.part == "forward"
         return self._parts.compiles(part) or not later
-
-    @property
-    def _batch(self) -> Callable[..., RaggedBatch]:
-        return partial(ragged_batch, self.state, self.block_size)
 
     def _forward_pass(
         self,
@@ -591,6 +843,57 @@ class StepParts(ABC):
             self._masks_thread.start()  # not earlier: the thread needs Python's lock to start
         return x_TD
 
+    # Sampling.
+
+    def _sample_verified(self, forward: Forward, key: StepKey) -> StepOutput:
+        """Sample after the newest token of each of `decode_rows`, and after each of its drafts.
+
+        A draft is accepted if all drafts before it are, and if it is the token that is sampled in
+        its place. So the accepted tokens, and the one sampled after them, are those that decode
+        steps would sample one by one. Each row advances by these.
+        """
+        if key.full_sampler:
+            assert forward.rows is not None
+            assert forward.token_ids is not None
+            output = self._drawn(
+                self._gathered(forward.logits),
+                forward.rows,
+                forward.positions,
+                forward.token_ids.view(key.size, key.tokens_per_row),
+            )
+        else:
+            assert forward.tokens is not None
+            output = StepOutput(forward.tokens, forward.logits, None)
+        return self._accepted(output, key, forward)
+
+    def _sample_masked(
+        self, logits_TV: torch.Tensor, positions_T: torch.Tensor, key: StepKey
+    ) -> StepOutput:
+        """Sample from the logits of a step with the masks of its rows, which are ready."""
+        if key.tokens_per_row > 1:
+            with operation("inputs"):
+                rows_B, drafts_BK, counts_B = self._drafts(key)
+                step_N = torch.arange(key.tokens_per_row, device=rows_B.device)
+                mask_rows_T = (rows_B[:, None] + self.state.token_ids.shape[0] * step_N).flatten()
+                valid_BN = step_N < counts_B[:, None]
+                rows_T = torch.where(valid_BN, rows_B[:, None], self.state.null_row).flatten()
+            logits_TV, masks = self._apply(logits_TV, mask_rows_T)
+            if not key.full_sampler:
+                return self._accepted(self._parts.call(self._largest, logits_TV, masks), key)
+            token_ids_BN = self._with_newest(rows_B, drafts_BK)
+            (positions_T,) = self._parts.inputs(self._drawn_lanes, positions_T)
+            lanes = logits_TV, rows_T, positions_T
+            return self._accepted(self._drawn(*lanes, token_ids_BN, masks), key)
+        rows_T = self.inputs.decode_rows if key.phase == "decode" else self.inputs.sample_rows
+        rows_T = rows_T[: len(positions_T)]
+        logits_TV, masks = self._apply(logits_TV, rows_T)
+        rows_T, positions_T = self._parts.inputs(self._masked_logits, rows_T, positions_T)
+        lanes = logits_TV, rows_T, positions_T
+        if key.full_sampler:
+            return self._call(self._sampled, *lanes, masks)
+        tokens_T = self._parts.call(self._greedy_step, *lanes, None, masks)
+        return StepOutput(tokens_T, logits_TV, None)
+
     def _call(self, part: Callable[..., StepOutput], *arguments: Any) -> StepOutput:
         output: StepOutput = self._parts.call(part, *arguments)
         if output.details is None or not output.logits.is_cuda:
@@ -608,8 +911,8 @@ class StepParts(ABC):
     ) -> tuple[torch.Tensor, LaneMasks | None]:
         """Return the logits of the whole vocabulary, and the masks that the sampler is to apply.
 
-        Samplers without masks get masked logits. So they have the same compiled code in steps with
-        masks and in others.
+        Samplers that cannot apply masks receive masked logits, so one compiled version serves both
+        cases.
         """
         logits_BV = self._gathered(logits_BV)
         if mask_rows_B is None:
@@ -625,9 +928,57 @@ class StepParts(ABC):
         assert self.state.masks is not None, "these steps were made without token masks"
         return self.state.masks
 
-    def _wait_for_masks(self) -> None:
-        if self._masks_thread is not None:
-            self._masks_thread.wait()
+    def _gathered(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole vocabulary, as masks and the full sampler need them."""
+        vocabulary = self.model.vocabulary
+        if vocabulary is None:
+            return logits_BV
+        with operation("sample"):
+            return vocabulary.gather(logits_BV)
+
+    def _greedy_tokens(
+        self,
+        logits_BV: torch.Tensor,
+        vocabulary: ShardedVocabulary | None,
+        *masks: LaneMasks,
+    ) -> torch.Tensor:
+        """Return the most probable tokens, int64 `[B]`, of logits or of a rank's part of them."""
+        sample = self._sampler.greedy
+        if vocabulary is None:
+            return sample(logits_BV, *masks)
+        return vocabulary.greedy(logits_BV, sample)
+
+    def _greedy_step(
+        self,
+        logits_BV: torch.Tensor,
+        rows_B: torch.Tensor,
+        positions_B: torch.Tensor,
+        vocabulary: ShardedVocabulary | None,
+        masks: LaneMasks | None = None,
+    ) -> torch.Tensor:
+        """Take the most probable token after each position, and store it as the row's newest.
+
+        The logits are those of the whole vocabulary, or with `vocabulary` the rank's own.
+        """
+        fused, own = self._sampler.greedy_step, () if masks is None else (masks,)
+        feedback = Feedback(rows_B, positions_B, self.state.token_ids, self.state.positions)
+        with operation("greedy"):
+            if fused is not None and vocabulary is None:
+                return fused(logits_BV, feedback, *own)
+            tokens_B = self._greedy_tokens(logits_BV, vocabulary, *own)
+            feedback.store(tokens_B)
+            return tokens_B
+
+    def _largest(
+        self,
+        logits_TV: torch.Tensor,
+        masks: LaneMasks | None = None,
+        vocabulary: ShardedVocabulary | None = None,
+    ) -> StepOutput:
+        """Take the most probable token of each lane, of logits or of a rank's part of them."""
+        own = () if masks is None else (masks,)
+        with operation("greedy"):
+            return StepOutput(self._greedy_tokens(logits_TV, vocabulary, *own), logits_TV, None)
 
     def _sampled(
         self,
@@ -652,47 +1003,6 @@ class StepParts(ABC):
                 details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1, *own)
                 feedback.store(details.tokens)
             return StepOutput(details.tokens, logits_BV, details)
-
-    def _greedy_step(
-        self,
-        logits_BV: torch.Tensor,
-        rows_B: torch.Tensor,
-        positions_B: torch.Tensor,
-        vocabulary: ShardedVocabulary | None,
-        masks: LaneMasks | None = None,
-    ) -> torch.Tensor:
-        """Take the most probable token after each position, and store it as the row's newest.
-
-        The logits are those of the whole vocabulary, or with `vocabulary` the rank's own.
-        """
-        fused, own = self._sampler.greedy_step, () if masks is None else (masks,)
-        feedback = Feedback(rows_B, positions_B, self.state.token_ids, self.state.positions)
-        with operation("greedy"):
-            if fused is not None and vocabulary is None:
-                return fused(logits_BV, feedback, *own)
-            tokens_B = self._greedy_tokens(logits_BV, vocabulary, *own)
-            feedback.store(tokens_B)
-            return tokens_B
-
-    def _gathered(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the whole vocabulary, as masks and the full sampler need them."""
-        vocabulary = self.model.vocabulary
-        if vocabulary is None:
-            return logits_BV
-        with operation("sample"):
-            return vocabulary.gather(logits_BV)
-
-    def _greedy_tokens(
-        self,
-        logits_BV: torch.Tensor,
-        vocabulary: ShardedVocabulary | None,
-        *masks: LaneMasks,
-    ) -> torch.Tensor:
-        """Return the most probable tokens, int64 `[B]`, of logits or of a rank's part of them."""
-        sample = self._sampler.greedy
-        if vocabulary is None:
-            return sample(logits_BV, *masks)
-        return vocabulary.greedy(logits_BV, sample)
 
     def _drawn(
         self,
@@ -726,69 +1036,7 @@ class StepParts(ABC):
         lanes = rows_T, positions_T + 1, tokens_TN, place_T
         return sample_lanes(logits_TV, self.state.sampling, *lanes)
 
-    def _largest(
-        self,
-        logits_TV: torch.Tensor,
-        masks: LaneMasks | None = None,
-        vocabulary: ShardedVocabulary | None = None,
-    ) -> StepOutput:
-        """Take the most probable token of each lane, of logits or of a rank's part of them."""
-        own = () if masks is None else (masks,)
-        with operation("greedy"):
-            return StepOutput(self._greedy_tokens(logits_TV, vocabulary, *own), logits_TV, None)
-
-    @property
-    def ragged(self) -> bool:
-        """Whether decode and verify steps run on the C++ operators, without padding between rows:
-        their sizes are not captured."""
-        kernels = self.model.kernels
-        return self.model.stack is not None and kernels.library is not None
-
-    def _proposed(
-        self, key: StepKey, tokens: FollowedTokens, first_B: torch.Tensor
-    ) -> Drafts | None:
-        """Let the drafter continue the rows of a step, if it is to; `first_B`: their first tokens.
-
-        The rows have advanced already. They keep the drafts.
-        """
-        if not key.drafts:
-            return None
-        assert self._drafting is not None, "these steps were made without a drafter"
-        assert self.drafts is not None, "a drafter needs room for its drafts"
-        rows_B, stops_B = tokens.batch.rows, self.drafts.stops[: key.size]
-        return self._drafting.propose(key, tokens, rows_B, first_B, stops_B)
-
-    def close(self) -> None:
-        """Release compiled code, which references this object."""
-        self._parts.close()
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a CUDA device current, because Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-# Verify steps with as many tokens for each row.
-
-
-class VerifySteps(StepParts):
-    """Steps that verify drafts, and accept those that were sampled too."""
-
-    def verify(self, key: StepKey) -> StepOutput:
-        """Sample after the newest token of each of `decode_rows`, and after each of its drafts.
-
-        A draft is accepted if all drafts before it are, and if it is the token that is sampled in
-        its place. So the accepted tokens, and the one sampled after them, are those that decode
-        steps would sample one by one. Each row advances by these.
-        """
-        lanes, shape = self._verify_forward(key), (key.size, key.tokens_per_row)
-        if key.full_sampler:
-            token_ids_BN, logits_TV = lanes.token_ids.view(shape), self._gathered(lanes.logits)
-            output = self._drawn(logits_TV, lanes.rows, lanes.positions, token_ids_BN)
-        else:
-            assert lanes.tokens is not None
-            output = StepOutput(lanes.tokens, lanes.logits, None)
-        return self._accepted(output, key, lanes)
+    # Drafts.
 
     def _drafts(
         self, key: StepKey, drafts_BK: torch.Tensor | None = None
@@ -807,16 +1055,6 @@ class VerifySteps(StepParts):
                 drafts_BK = self.state.chosen_drafts(rows_B, sent_BK)
         return rows_B, drafts_BK, drafts.counts[:size]
 
-    def _verify_forward(self, key: StepKey) -> Lanes:
-        """Run a verify step up to the logits, or to greedy tokens."""
-        part = self._verify_parts
-        rows_B, drafts_BK, counts_B = self._drafts(key)
-        token_ids_BN = self._with_newest(rows_B, drafts_BK)
-        rows_B, counts_B = self._parts.inputs(part, rows_B, counts_B)
-        constants = key.read_blocks, self._greedy(part, key)
-        lanes: Lanes = self._parts.call(part, rows_B, token_ids_BN, counts_B, *constants)
-        return lanes
-
     def _with_newest(self, rows_B: torch.Tensor, drafts_BK: torch.Tensor) -> torch.Tensor:
         """Return the tokens `[B, 1 + K]` of a verify step: the newest of each row and its drafts.
 
@@ -826,15 +1064,35 @@ class VerifySteps(StepParts):
         with operation("inputs"):
             return torch.cat((self.state.token_ids[rows_B][:, None], drafts_BK), dim=1)
 
-    def _accepted(self, output: StepOutput, key: StepKey, lanes: Lanes | None = None) -> StepOutput:
-        """Accept drafts, and return the output by position. With lanes, new drafts may follow."""
-        shape = key.size, key.tokens_per_row
-        drafts_BK = None if lanes is None else lanes.token_ids.view(shape)[:, 1:]
-        inputs = self._drafts(key, drafts_BK)
+    def _accepted(
+        self, output: StepOutput, key: StepKey, forward: Forward | None = None
+    ) -> StepOutput:
+        """Advance the rows of a verify step by their accepted drafts and the token after them.
+
+        Returns the output by position. After a whole step, new drafts may follow.
+        """
+        shape, drafts_BK, proposed = (key.size, key.tokens_per_row), None, None
+        if forward is not None:
+            assert forward.token_ids is not None
+            drafts_BK = forward.token_ids.view(shape)[:, 1:]
+        rows_B, drafts_BK, counts_B = self._drafts(key, drafts_BK)
         with operation("accept"):
             tokens_BN = output.tokens.view(shape)
-            self._accept(*inputs, tokens_BN)
-        proposed = None if lanes is None else self._proposed_after(key, lanes, output.tokens)
+            number_K = torch.arange(1, 1 + drafts_BK.shape[1], device=rows_B.device)
+            equal_BK = (tokens_BN[:, :-1] == drafts_BK) & (number_K < counts_B[:, None])
+            self.state.accept(rows_B, tokens_BN, 1 + equal_BK.cumprod(dim=1).sum(dim=1))
+        if forward is not None and key.drafts:
+            assert forward.token_ids is not None
+            assert forward.slots is not None
+            token_rows_T = rows_B[:, None].expand(-1, key.tokens_per_row).contiguous().flatten()
+            batch = batch_of_slots(
+                *(self.state, self.block_size, forward.positions, forward.slots),
+                *(token_rows_T, rows_B, key.read_blocks),
+                tokens_per_row=key.tokens_per_row,
+            )
+            followed = forward.token_ids, output.tokens, forward.features, batch
+            first_B = torch.arange(key.size, device=rows_B.device) * key.tokens_per_row
+            proposed = self._proposed(key, FollowedTokens(*followed), first_B)
         with operation("outputs"):
             logits_NBV = output.logits.unflatten(0, shape).transpose(0, 1)
             if output.details is None:
@@ -844,111 +1102,29 @@ class VerifySteps(StepParts):
                 details = details.pack()  # so that one copy transfers them to the host
         return StepOutput(details.tokens, logits_NBV, details, proposed)
 
-    def _proposed_after(self, key: StepKey, lanes: Lanes, tokens_T: torch.Tensor) -> Drafts | None:
-        """As `_proposed`, after a verify step with padding."""
-        rows_B = self.inputs.decode_rows[: key.size]
-        token_rows_T = rows_B[:, None].expand(-1, key.tokens_per_row).contiguous().flatten()
-        batch = batch_of_slots(
-            *(self.state, self.block_size, lanes.positions, lanes.slots, token_rows_T, rows_B),
-            key.read_blocks,
-            tokens_per_row=key.tokens_per_row,
-        )
-        tokens = FollowedTokens(lanes.token_ids, tokens_T, lanes.features, batch)
-        first_B = torch.arange(key.size, device=rows_B.device) * key.tokens_per_row
-        return self._proposed(key, tokens, first_B)
+    def _proposed(self, key: StepKey, tokens: FollowedTokens, first_B: torch.Tensor) -> Drafts:
+        """Let the drafter continue the rows of a step; `first_B`: their first tokens.
 
-    def _verify_parts(
-        self,
-        rows_B: torch.Tensor,
-        token_ids_BN: torch.Tensor,
-        counts_B: torch.Tensor,
-        read_blocks: int,
-        greedy: bool,
-    ) -> Lanes:
-        """A verify step. `counts_B` tokens of each row are valid: the newest one and its drafts.
-
-        The other tokens, and rows of padding, write to the null block. They have the row's last
-        position, so that they read only slots that the row reads.
+        The rows have advanced already. They keep the drafts.
         """
-        state, n = self.state, token_ids_BN.shape[1]
-        with operation("inputs"):
-            step_N = torch.arange(n, device=rows_B.device)
-            valid_BN = step_N < counts_B[:, None]
-            steps_BN = torch.minimum(step_N, counts_B[:, None] - 1)
-            positions_T = (state.positions[rows_B][:, None] + steps_BN).flatten()
-            token_rows_BN = rows_B[:, None].expand(-1, n).contiguous()
-        batch = self._batch(
-            positions_T,
-            token_rows_BN.flatten(),
-            rows_B,
-            read_blocks,
-            tokens_per_row=n,
-            valid_T=valid_BN.flatten(),
-        )
-        hidden_TD, features_TF = self._forward_pass(token_ids_BN.flatten(), batch)
-        logits_TV = self.model.own_logits(hidden_TD)
-        tokens_T = None
-        if greedy:
-            with operation("greedy"):
-                tokens_T = self._greedy_tokens(logits_TV, self.model.vocabulary)
-        sampled_rows_T = torch.where(valid_BN, token_rows_BN, state.null_row).flatten()
-        return Lanes(
-            logits_TV,
-            sampled_rows_T,
-            positions_T,
-            token_ids_BN.flatten(),
-            tokens_T,
-            batch.slots,
-            features_TF,
-        )
+        assert self._drafting is not None, "these steps were made without a drafter"
+        assert self.drafts is not None, "a drafter needs room for its drafts"
+        rows_B, stops_B = tokens.batch.rows, self.drafts.stops[: key.size]
+        return self._drafting.propose(key, tokens, rows_B, first_B, stops_B)
 
-    def _accept(
-        self,
-        rows_B: torch.Tensor,
-        drafts_BK: torch.Tensor,
-        counts_B: torch.Tensor,
-        tokens_BN: torch.Tensor,
-    ) -> None:
-        """Advance each row by its accepted drafts and the token after them."""
-        number_K = torch.arange(1, 1 + drafts_BK.shape[1], device=rows_B.device)
-        equal_BK = (tokens_BN[:, :-1] == drafts_BK) & (number_K < counts_B[:, None])
-        accepted_B = 1 + equal_BK.cumprod(dim=1).sum(dim=1)
-        self.state.accept(rows_B, tokens_BN, accepted_B)
+    # Steps without padding between rows, see `kernels/cpu/verify.py`.
 
+    def _unpadded(self, key: StepKey) -> StepOutput:
+        """Run a decode or verify step on the C++ operators of a CPU.
 
-# Decode and verify steps on the C++ operators of a CPU, without padding between rows.
-
-_NO_TOKEN = -2
-
-"""Differs from every token, and from `NON_FINITE`."""
-
-
-class RaggedSteps(VerifySteps):
-    """Steps whose rows have as many tokens as drafts they verify, and one more."""
-
-    def verify(self, key: StepKey) -> StepOutput:
-        """See `VerifySteps.verify`."""
-        return self._verify_ragged(key) if self.ragged else super().verify(key)
-
-    def _decode_ragged(self, key: StepKey) -> StepOutput:
-        """As `_decode_step`, on the C++ operators."""
-        return self._run_ragged(key, self._no_drafts[: key.size], self._ones[: key.size])[0]
-
-    def _verify_ragged(self, key: StepKey) -> StepOutput:
-        """As `verify`, without padding between rows."""
-        _, drafts_BK, counts_B = self._drafts(key)
-        result, lanes_NB = self._run_ragged(key, drafts_BK, counts_B)
-        if result.details is None:
-            return StepOutput(result.tokens.take(lanes_NB), result.logits, None, result.drafts)
-        details = result.details.at(lanes_NB)
-        return StepOutput(details.tokens, result.logits, details, result.drafts)
-
-    def _run_ragged(
-        self, key: StepKey, drafts_BK: torch.Tensor, counts_B: torch.Tensor
-    ) -> tuple[StepOutput, torch.Tensor]:
-        """Run a step of the C++ operators; return its output token by token, and the lanes of it by
-        position; see `kernels/cpu/verify.py`."""
-        state, rows_B, kept_B = self.state, self.inputs.decode_rows[: key.size], counts_B
+        Rows have as many tokens as drafts that they verify, and one more.
+        """
+        state, rows_B = self.state, self.inputs.decode_rows[: key.size]
+        drafts_BK, counts_B = self._no_drafts[: key.size], self._ones[: key.size]
+        verifies = _verifies(key)
+        if verifies:
+            _, drafts_BK, counts_B = self._drafts(key)
+        kept_B = counts_B
         if key.masked:
             counts_B = counts_B.clone()  # waiting for masks may take drafts out of the inputs
         with operation("inputs"):
@@ -969,7 +1145,8 @@ class RaggedSteps(VerifySteps):
         logits_TV = self.model.own_logits(hidden_TD)
         rows_T, mask_rows_T, masks = inputs.token_rows, None, None
         if key.masked:
-            self._wait_for_masks()
+            if self._masks_thread is not None:
+                self._masks_thread.wait()
             with operation("inputs"):
                 rows_T, drafts_BK, mask_rows_T = self._masked_lanes(
                     inputs, counts_B, kept_B, drafts_BK
@@ -985,11 +1162,16 @@ class RaggedSteps(VerifySteps):
             lanes_NB = accept_drafts(
                 output.tokens, rows_B, drafts_BK, counts_B, state.token_ids, state.positions
             )
+        if not verifies:
+            return output
+        proposed = None
         if key.drafts:
             tokens = FollowedTokens(inputs.token_ids, output.tokens, features_TF, batch)
             proposed = self._proposed(key, tokens, lanes_NB[0])
-            output = StepOutput(output.tokens, output.logits, output.details, proposed)
-        return output, lanes_NB
+        if output.details is None:
+            return StepOutput(output.tokens.take(lanes_NB), output.logits, None, proposed)
+        details = output.details.at(lanes_NB)
+        return StepOutput(details.tokens, output.logits, details, proposed)
 
     def _masked_lanes(
         self,
@@ -1013,285 +1195,3 @@ class RaggedSteps(VerifySteps):
         number_K = torch.arange(1, 1 + drafts_BK.shape[1])
         drafts_BK = torch.where(number_K < kept_B[:, None], drafts_BK, _NO_TOKEN)
         return torch.where(kept_T, rows_T, self.state.null_row), drafts_BK, mask_rows_T
-
-
-class _Forward(NamedTuple):
-    """A forward pass with its logits, and perhaps greedy tokens. B: tokens to sample."""
-
-    logits: torch.Tensor
-    """`[B, vocab_size]`, or those of the rank's own tokens."""
-    positions: torch.Tensor
-    """int64 `[B]`: the positions after which tokens are sampled."""
-    tokens: torch.Tensor | None
-    """int64 `[B]`: greedy tokens, which are stored; None: not sampled yet."""
-    features: torch.Tensor | None = None
-    """`[T, F]`: those that the drafter reads, of all tokens of a prefill step."""
-
-
-class StepFunctions(RaggedSteps):
-    """The steps of one model over one arena and one set of buffers."""
-
-    def _compile_parts(self, compiled: bool) -> None:
-        if compiled and self.model.stack is None:
-            self._parts.add(self._decode_parts, few_tokens=True)
-            self._parts.add(self._prefill_parts)
-            if self.drafts is not None:
-                self._parts.add(self._verify_parts)
-        if compiled and self._sampler is torch_sampler:
-            self._parts.add(self._sampled if self.drafts is None else self._drawn_lanes)
-            if self.state.masks is not None:
-                for part in (self._masked_logits, self._greedy_step, self._largest):
-                    self._parts.add(part)
-
-    def has_own_code(self, key: StepKey) -> bool:
-        """Whether a step may compile what the same step without masks does not."""
-        return not (key.masked and self._sampler.takes_masks)
-
-    def bind(self, key: StepKey) -> Callable[[], StepOutput]:
-        """Return the step of a key as a callable without arguments."""
-        step = self.decode if key.phase == "decode" else self.prefill
-        if key.phase == "decode" and (key.tokens_per_row > 1 or key.drafts):
-            step = self.verify
-        if key.masked:
-            step = self.sample_part if key.part == "sample" else self.masked
-        elif key.part == "forward":
-            step = self.forward_part
-
-        def run() -> StepOutput:
-            with (
-                on_device(self.arena.device),
-                dependent_launch(self.model.kernels.dependent_launch),
-                torch.inference_mode(False),
-                torch.no_grad(),
-            ):
-                return step(key)
-
-        return run
-
-    def decode(self, key: StepKey) -> StepOutput:
-        """Decode `key.steps` tokens, one after the other, for each of `decode_rows`.
-
-        The rows are the only host input of a step, so several steps in one launch compute the same
-        as several launches.
-        """
-        if key.steps == 1:
-            return self._decode_step(key)
-        tokens: list[torch.Tensor] = []
-        details: list[SampleOutput] = []
-        for _ in range(key.steps):
-            output = self._decode_step(key)
-            tokens.append(output.tokens)
-            if output.details is not None:
-                details.append(output.details)
-        with operation("outputs"):
-            stacked = SampleOutput.stack(details) if details else None
-            if stacked is None:
-                return StepOutput(torch.stack(tokens), output.logits, None)
-            return StepOutput(stacked.tokens, output.logits, stacked)
-
-    def _decode_step(self, key: StepKey) -> StepOutput:
-        if self.model.decode_step is not None:
-            return self._decode_fused(self.model.decode_step, key)
-        if self.ragged:
-            return self._decode_ragged(key)
-        return self._finished(*self._decode_forward(key), key)
-
-    def _decode_forward(self, key: StepKey) -> tuple[_Forward, torch.Tensor]:
-        """Run a decode step up to the logits, or to greedy tokens; return it with its rows."""
-        part, rows_B = self._decode_parts, self.inputs.decode_rows[: key.size]
-        (rows_B,) = self._parts.inputs(part, rows_B)
-        return self._parts.call(part, rows_B, key.read_blocks, self._greedy(part, key)), rows_B
-
-    def _decode_parts(self, rows_B: torch.Tensor, read_blocks: int, greedy: bool) -> _Forward:
-        """A decode step of the rows `[B]`, int64; with `greedy`, it samples."""
-        with operation("inputs"):
-            positions_B, token_ids_B = self.state.positions[rows_B], self.state.token_ids[rows_B]
-        batch = self._batch(positions_B, rows_B, rows_B, read_blocks, tokens_per_row=1)
-        hidden_BD = self.model.decode(self._embedded(token_ids_B), self.arena, batch)
-        return self._forward_output(hidden_BD, rows_B, positions_B, greedy)
-
-    def _forward_output(
-        self,
-        hidden_BD: torch.Tensor,
-        rows_B: torch.Tensor,
-        positions_B: torch.Tensor,
-        greedy: bool,
-        features_TF: torch.Tensor | None = None,
-    ) -> _Forward:
-        """Compute logits, and with `greedy` sample."""
-        logits_BV = self.model.own_logits(hidden_BD)
-        tokens_B, lanes = None, (logits_BV, rows_B, positions_B)
-        if greedy:
-            tokens_B = self._greedy_step(*lanes, self.model.vocabulary)
-        return _Forward(logits_BV, positions_B, tokens_B, features_TF)
-
-    def _finished(self, result: _Forward, rows_B: torch.Tensor, key: StepKey) -> StepOutput:
-        """Sample with the full sampler if the step needs it."""
-        if key.full_sampler:
-            logits_BV = self._gathered(result.logits)
-            return self._call(self._sampled, logits_BV, rows_B, result.positions)
-        assert result.tokens is not None
-        return StepOutput(result.tokens, result.logits, None)
-
-    def _decode_fused(self, decode_step: DecodeStep, key: StepKey) -> StepOutput:
-        """As `_decode_step`, with kernels that read the state and, if greedy, update it."""
-        state, rows_B = self.state, self.inputs.decode_rows[: key.size]
-        result = self._run_fused(decode_step, key)
-        if key.full_sampler:
-            rows_B = rows_B if self._sampler.full_step else rows_B.clone()
-            logits_BV = self._gathered(result.logits)
-            return self._call(self._sampled, logits_BV, rows_B, result.positions)
-        tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
-        return StepOutput(tokens, result.logits, None)
-
-    def _run_fused(self, decode_step: DecodeStep, key: StepKey) -> DecodeResult:
-        state = self.state
-        return decode_step.run(
-            self.inputs.decode_rows[: key.size],
-            state.token_ids,
-            state.positions,
-            state.block_tables,
-            self.arena,
-            key.read_blocks,
-            self.block_size,
-        )
-
-    def masked(self, key: StepKey) -> StepOutput:
-        """Run a step, and sample the tokens that the masks of its rows allow."""
-        if self.ragged and key.phase == "decode":
-            return self._verify_ragged(key) if key.tokens_per_row > 1 else self._decode_ragged(key)
-        if self._masks_thread is not None and self.model.stack is None:
-            self._masks_thread.start()
-        forward = self._forward(key)
-        self._wait_for_masks()
-        output = self._sample_masked(forward.logits, forward.positions, key)
-        if key.phase == "prefill":
-            self._follow_prefill(key, output.tokens, forward)
-        return output
-
-    def forward_part(self, key: StepKey) -> StepOutput:
-        """Run a step up to its logits, and store these; `sample_part` continues."""
-        masks, forward = self._masks, self._forward(key)
-        if key.phase == "prefill" and self._drafting is not None:
-            # The drafter takes the most probable token for the one that the grammar will allow.
-            likely_P = self._greedy_tokens(forward.logits, self.model.vocabulary)
-            self._follow_prefill(key, likely_P, forward)
-        with operation("outputs"):
-            masks.store(forward.logits, forward.positions)
-        count = len(forward.positions)
-        return StepOutput(masks.positions[:count], masks.logits[:count], None)
-
-    def sample_part(self, key: StepKey) -> StepOutput:
-        """Sample from the logits of the last forward part, and update the rows' state."""
-        lanes, masks, part = key.size * key.tokens_per_row, self._masks, self._masked_logits
-        (logits_TV,) = self._parts.inputs(part, masks.logits[:lanes])
-        return self._sample_masked(logits_TV, masks.positions[:lanes], key)
-
-    def _forward(self, key: StepKey) -> _Forward:
-        """Run a step up to its logits, those of a verify step row by row."""
-        if key.phase == "prefill":
-            return self._prefill_forward(key)[0]
-        if key.tokens_per_row > 1:
-            lanes = self._verify_forward(key)
-            return _Forward(lanes.logits, lanes.positions, None)
-        if self.model.decode_step is not None:
-            result = self._run_fused(self.model.decode_step, key)
-            return _Forward(result.logits, result.positions, None)
-        return self._decode_forward(key)[0]
-
-    def _sample_masked(
-        self, logits_TV: torch.Tensor, positions_T: torch.Tensor, key: StepKey
-    ) -> StepOutput:
-        """Sample from the logits of a step with the masks of its rows, which are ready."""
-        if key.tokens_per_row > 1:
-            return self._verify_masked(logits_TV, positions_T, key)
-        rows_T = self.inputs.decode_rows if key.phase == "decode" else self.inputs.sample_rows
-        rows_T = rows_T[: len(positions_T)]
-        logits_TV, masks = self._apply(logits_TV, rows_T)
-        rows_T, positions_T = self._parts.inputs(self._masked_logits, rows_T, positions_T)
-        if key.full_sampler:
-            return self._call(self._sampled, logits_TV, rows_T, positions_T, masks)
-        lanes = logits_TV, rows_T, positions_T
-        tokens_T = self._parts.call(self._greedy_step, *lanes, None, masks)
-        return StepOutput(tokens_T, logits_TV, None)
-
-    def _verify_masked(
-        self, logits_TV: torch.Tensor, positions_T: torch.Tensor, key: StepKey
-    ) -> StepOutput:
-        """As `_sample_masked`, for a verify step."""
-        with operation("inputs"):
-            rows_B, drafts_BK, counts_B = self._drafts(key)
-            step_N = torch.arange(key.tokens_per_row, device=rows_B.device)
-            mask_rows_T = (rows_B[:, None] + self.state.token_ids.shape[0] * step_N).flatten()
-            valid_BN = step_N < counts_B[:, None]
-            rows_T = torch.where(valid_BN, rows_B[:, None], self.state.null_row).flatten()
-        logits_TV, masks = self._apply(logits_TV, mask_rows_T)
-        if key.full_sampler:
-            token_ids_BN = self._with_newest(rows_B, drafts_BK)
-            (positions_T,) = self._parts.inputs(self._drawn_lanes, positions_T)
-            lanes = logits_TV, rows_T, positions_T, token_ids_BN
-            return self._accepted(self._drawn(*lanes, masks), key)
-        return self._accepted(self._parts.call(self._largest, logits_TV, masks), key)
-
-    def prefill(self, key: StepKey) -> StepOutput:
-        """Write the keys and values of the chunks; sample a token for each chunk that samples."""
-        forward, rows_P = self._prefill_forward(key)
-        output = self._finished(forward, rows_P, key)
-        drafts = self._follow_prefill(key, output.tokens, forward)
-        return dataclasses.replace(output, drafts=drafts) if key.drafts else output
-
-    def _follow_prefill(
-        self, key: StepKey, tokens_P: torch.Tensor, forward: _Forward
-    ) -> Drafts | None:
-        if self._drafting is None:
-            return None
-        return self._drafting.after_prefill(
-            self.inputs, key, tokens_P, forward.features, ragged=self.ragged
-        )
-
-    def _prefill_forward(self, key: StepKey) -> tuple[_Forward, torch.Tensor]:
-        """As `_decode_forward`, for a prefill step."""
-        inputs, size, part = self.inputs, key.size, self._prefill_parts
-        tensors = self._parts.inputs(
-            part,
-            inputs.token_ids[:size],
-            inputs.positions[:size],
-            inputs.token_rows[:size],
-            inputs.prefill_rows,
-            inputs.query_start_loc,
-            inputs.sample_rows,
-        )
-        embeds = self._parts.inputs(part, *self._embeds(size))
-        constants = key.read_blocks, self._greedy(part, key)
-        return self._parts.call(part, *tensors, *constants, *embeds), tensors[-1]
-
-    def _prefill_parts(
-        self,
-        token_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        token_rows_T: torch.Tensor,
-        rows_R: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        sample_rows_R: torch.Tensor,
-        read_blocks: int,
-        greedy: bool,
-        *embeds: torch.Tensor,
-    ) -> _Forward:
-        """A prefill step; with `greedy`, it samples after the last token of each chunk."""
-        batch = self._batch(
-            positions_T, token_rows_T, rows_R, read_blocks, query_start_loc=query_start_loc
-        )
-        hidden_TD, features_TF = self._forward_pass(token_ids_T, batch, *embeds)
-        with operation("last_tokens"):
-            if self.hidden is not None:
-                self.hidden[: hidden_TD.shape[0]].copy_(hidden_TD)
-            # Rows of padding have no tokens; clamp their index, which can be -1.
-            last_R = (query_start_loc[1:] - 1).clamp(min=0)
-            hidden_RD, positions_R = hidden_TD[last_R], positions_T[last_R]
-        return self._forward_output(hidden_RD, sample_rows_R, positions_R, greedy, features_TF)
-
-    def _embeds(self, size: int) -> tuple[torch.Tensor, ...]:
-        """Return embeddings and mask of a prefill step, or () without `prompt_embeds`."""
-        if self.embeds is None:
-            return ()
-        return self.embeds.embeds[:size], self.embeds.mask[:size]

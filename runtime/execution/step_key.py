@@ -282,39 +282,41 @@ class PlanParts:
         self._sizes, self._block_size = sizes, block_size
         self._most_positions, self._ragged = most_positions, ragged
         self._decoding = _Decoding([])
-
-    @property
-    def decode_rows(self) -> list[int]:
+        self.decode_rows = self._decoding.rows
         """The rows that the last plan decodes, in their order."""
-        return self._decoding.rows
 
     def of(self, plan: StepPlan) -> list[PlannedPart]:
         """Return the parts in the order of their launch: decode, then prefill."""
         decoding = self._decoding
         if plan.decode is not decoding.requests:
             self._decoding = _Decoding(plan.decode)
+            self.decode_rows = self._decoding.rows
         elif decoding.changed:
             decoding.find_longest()
         parts = []
         if plan.decode:
-            parts.append(self._verify_part(plan) if plan.drafting else self._decode_part(plan))
+            drafting = plan.drafts or plan.proposes
+            parts.append(self._verify_part(plan) if drafting else self._decode_part(plan))
         if plan.prefill:
             parts.append(self._prefill_part(plan))
         return parts
 
     def _decode_part(self, plan: StepPlan) -> PlannedPart:
-        decoding, steps, key = self._decoding, plan.steps, self._decoding.key
+        decoding, steps, part = self._decoding, plan.steps, self._decoding.part
         assert decoding.longest is not None, "the plan has no decoding row"
         positions, rows = decoding.longest.num_computed + steps, len(plan.decode)
-        if key is None or key.steps != steps or positions > key.read_blocks * self._block_size:
-            key = decoding.key = self._sizes.decode_key(
-                rows,
-                -(-positions // self._block_size),
-                decoding.full_sampler,
-                steps,
-                masked=decoding.masked,
+        if (
+            part is None
+            or part.key.steps != steps
+            or positions > part.key.read_blocks * self._block_size
+        ):
+            blocks = -(-positions // self._block_size)
+            key = self._sizes.decode_key(
+                rows, blocks, decoding.full_sampler, steps, masked=decoding.masked
             )
-        return PlannedPart(ranges.REPLAY, key, plan.decode, steps * rows, steps * key.size)
+            lanes = steps * rows, steps * key.size
+            part = decoding.part = PlannedPart(ranges.REPLAY, key, plan.decode, *lanes)
+        return part
 
     def _verify_part(self, plan: StepPlan) -> PlannedPart:
         """The part of a step that drafts, after which another row may be longest."""
@@ -355,7 +357,7 @@ class PlanParts:
 class _Decoding:
     """The decoding requests, and values derived from them while none joins or leaves."""
 
-    __slots__ = ("changed", "full_sampler", "key", "longest", "masked", "requests", "rows")
+    __slots__ = ("changed", "full_sampler", "longest", "masked", "part", "requests", "rows")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
@@ -363,7 +365,7 @@ class _Decoding:
         assert len(self.rows) == len(requests), "a request that decodes holds a row"
         self.full_sampler = any(request.params.needs_full_sampler for request in requests)
         self.masked = any(request.matcher is not None for request in requests)
-        self.key: StepKey | None = None
+        self.part: PlannedPart | None = None
         self.find_longest()
 
     def find_longest(self) -> None:
@@ -372,4 +374,4 @@ class _Decoding:
         self.changed = any(request.num_unsure for request in self.requests)
         """Whether another row may be longest: in the step after a verify step, and while the host
         does not know how many tokens one has accepted."""
-        self.key = None
+        self.part = None

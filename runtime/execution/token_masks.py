@@ -153,10 +153,10 @@ class FollowedMasks:
         """Waits for the masks of the step that is about to run; None: it needs no new ones."""
 
     def start(self) -> None:
-        """See `MasksThread.start`; rank 0 computes them."""
+        """See `TokenMasks.start`; rank 0 computes them."""
 
     def wait(self) -> None:
-        """See `MasksThread.wait`."""
+        """See `TokenMasks.wait`."""
         receive, self.receive = self.receive, None
         if receive is not None:
             receive()

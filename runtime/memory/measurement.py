@@ -180,7 +180,7 @@ def add_scoring(memory: StepMemory, runner: Runner) -> StepMemory:
     logits = memory.measured.get("logits")
     if peak is None or logits is None:
         return memory
-    logits = logits + peak if runner.steps.captures else max(logits, peak)
+    logits = logits + peak if runner.captures else max(logits, peak)
     return StepMemory({**memory.measured, "logits": logits}, memory.notes)
 
 

@@ -90,7 +90,7 @@ class StepPlan:
     """Verify steps: valid tokens of each row, 1 to `tokens_per_row`; the rest is padding."""
     drafts: Sequence[Sequence[int]] = ()
     """Verify steps: the drafts of each row, one fewer than its valid tokens. Those that the
-    host does not know are `OWN_DRAFT`."""
+    host does not know are `DRAFT_ON_DEVICE`."""
     proposes: int = 0
     """Drafts of each row that a drafter proposes at the end of the step."""
     draft_stops: Sequence[int] = ()

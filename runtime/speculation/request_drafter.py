@@ -213,7 +213,7 @@ _FIRST_WEIGHT = 4.0
 
 """Drafts that an assumed rate counts as, and the rate of all rows in that of a row."""
 
-_MOST_TRIALS = 64.0
+_MOST_COUNTED = 64.0
 
 """Drafts after which counts are halved, so that a row that changes is noticed."""
 
@@ -265,7 +265,7 @@ class Acceptance:
     def _count(self, kind: int, trials: int, hits: int) -> None:
         if not trials:
             return
-        if self._trials[kind] >= _MOST_TRIALS:
+        if self._trials[kind] >= _MOST_COUNTED:
             self._trials[kind] /= 2
             self._hits[kind] /= 2
         self._trials[kind] += trials
@@ -287,11 +287,11 @@ _PRIOR_WEIGHT = 8.0
 
 """Drafts that the first rates count as: a drafter is assumed to know how often it is right."""
 
-_MOST_SHARED_TRIALS = 256.0
+_MOST_SHARED = 256.0
 
 """Drafts after which counts are halved, so that a change is noticed."""
 
-_FIRST_RATE, _RATE_WEIGHT, _MOST_ROW_TRIALS = 0.6, 4.0, 16.0
+_FIRST_RATE, _RATE_WEIGHT, _MOST_OF_ROW = 0.6, 4.0, 16.0
 
 """By number: the rate assumed for the first draft, the drafts that an assumed rate counts as, and
 the drafts of a row after which its counts are halved. For later drafts the rate of the draft before
@@ -321,7 +321,7 @@ class DrafterAcceptance:
         """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
         for draft, probability, token in zip(drafts, probabilities, tokens, strict=False):
             kind, right = _kind(probability), draft == token
-            if self._trials[kind] >= _MOST_SHARED_TRIALS:
+            if self._trials[kind] >= _MOST_SHARED:
                 self._trials[kind] /= 2
                 self._hits[kind] /= 2
             self._trials[kind] += 1
@@ -349,7 +349,7 @@ class PositionAcceptance:
 
     def judge(self, drafts: Sequence[int], tokens: Sequence[int]) -> None:
         """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
-        most = _MOST_SHARED_TRIALS if self._everywhere is None else _MOST_ROW_TRIALS
+        most = _MOST_SHARED if self._everywhere is None else _MOST_OF_ROW
         for index, (draft, token) in enumerate(zip(drafts, tokens, strict=False)):
             if self._trials[index] >= most:
                 self._trials[index] /= 2
@@ -406,7 +406,7 @@ MAX_PAUSE = 32
 
 
 class Pause:
-    """Steps to rest, twice as many each time."""
+    """Steps until the next lookup, twice as many each time."""
 
     __slots__ = ("_steps",)
 
@@ -414,7 +414,7 @@ class Pause:
         """Begin with one step."""
         self._steps = 1
 
-    def next_look(self, step: int, most: int) -> int:
+    def next_lookup(self, step: int, most: int) -> int:
         """Return the step to look at again, after a look in vain at `step`.
 
         It is a multiple of the pause, at most `most`, so that rows look before the same steps.
@@ -581,7 +581,7 @@ class RequestDrafter:
         """What may follow the tokens known at the last `catch_up`."""
         self._chances: list[float] = []
         """Of what is left of the draft."""
-        self.rests_until = 0
+        self.paused_until = 0
         """The step for which drafts are looked for again, by the caller's count."""
         self._pause = Pause()
         self._proposer = proposer
@@ -667,12 +667,12 @@ class RequestDrafter:
             self._guess(draft, self.acceptance.chances(draft))
 
     def is_promising(self, least: float, step: int, most_pause: int) -> bool:
-        """Return whether at least so many drafts are expected to be accepted; otherwise rest.
+        """Return whether at least so many drafts are expected to be accepted; otherwise pause.
 
-        `step` and `most_pause`: see `Pause.next_look`.
+        `step` and `most_pause`: see `Pause.next_lookup`.
         """
         if sum(self.guess.chances) >= least:
             self._pause = Pause()
             return True
-        self.rests_until = self._pause.next_look(step, most_pause)
+        self.paused_until = self._pause.next_lookup(step, most_pause)
         return False

@@ -1,38 +1,23 @@
 """Decides before each step which rows verify how many drafts. No torch.
 
-Every row's proposer drafts after each token, and learns from the next ones whether it was right
-(`request_drafter.py`). `VerifyCosts` compares what a step with drafts is expected to gain with the
-time that it takes longer.
-
-Drafts of the host continue the newest token, which on an asynchronous device is known only once the
-step in flight is committed. While drafts are expected to pay, the loop commits it before it plans
-the next step (`waits`): the device then idles for the work of the host, which the measured times of
-these steps contain. Otherwise one step stays in flight as without speculation.
-
-Speculation keeps an account of time, in decode steps. Looking for drafts is paid from it twice, and
-a verify step adds what it gained, or subtracts what it lost, compared with decode steps of as many
-tokens. Decode steps add 1 % of their time. Without credit no drafts are looked for, but tokens that
-a grammar forces are verified. So even if too much is expected of drafts, they cost little more than
-this. Prompts are indexed in the steps that compute them, which is not charged.
-
-Nearly all of that is saved where drafts do not pay. A row whose drafts are not promising rests for
-1, 2, 4, ... steps, at most 32, before it looks for drafts again, with the tokens of these steps at
-once; so does a batch whose drafts are not verified. While all rows rest, a step costs a comparison.
-Unproductive lookups therefore happen in only a few percent of steps; a verify step resets the
-backoff.
+`VerifyCosts` compares what a step with drafts is expected to gain with the time that it takes
+longer. A speculator keeps an account of that time, in decode steps: verify steps add what they
+gained or subtract what they lost, drafting is paid from it, and decode steps add a small share of
+their time. So drafts that do not pay cost little more than this share. See docs/architecture.md.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...graphs.buckets import Buckets
-from ..request import OWN_DRAFT, Request, RequestStatus
+from ..request import DRAFT_ON_DEVICE, Request, RequestStatus
 from ..scheduling.plan import Proposed, RowSpan, StepPlan
 from .config import Speculation
 from .request_drafter import (
@@ -55,8 +40,8 @@ __all__ = [
     "BatchCosts",
     "DrafterSpeculator",
     "LARGEST_ERROR",
+    "LookupSpeculator",
     "Speculator",
-    "StepCounter",
     "StepTime",
     "VerifyCosts",
     "with_grammar",
@@ -76,74 +61,6 @@ def with_grammar(request: Request, guess: Guess, most: int) -> Guess:
     tokens, forced = request.matcher.drafts(request, guess.tokens)
     tokens = tokens[:most]
     return Guess(tokens, [1.0] * len(tokens) if forced else guess.chances[: len(tokens)])
-
-
-# Counts drafts that steps verify and accept, and measures the time of each step. No torch.
-
-
-class StepTime(NamedTuple):
-    """How long a step took."""
-
-    seconds: float
-    look_seconds: float
-    """That the host has looked for drafts before; not part of the time."""
-
-
-class StepCounter:
-    """Follows the steps of a loop from launch to commit."""
-
-    def __init__(self, most_drafts: int) -> None:
-        """Count drafts of a row by their number, up to `most_drafts`."""
-        self._launched: deque[tuple[StepPlan, int, float]] = deque()
-        self._arrived_ns = 0
-        self._verify_steps = self._verified_rows = 0
-        self._drafted = [0] * most_drafts
-        self._accepted = [0] * most_drafts
-
-    def launched(self, plan: StepPlan, started_ns: int, look_seconds: float = 0.0) -> None:
-        """Note when the loop began with a step, and how long it had looked for drafts before."""
-        self._launched.append((plan, started_ns, look_seconds))
-
-    def committed(
-        self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int
-    ) -> StepTime | None:
-        """Count a step; return how long it took, or None if its launch was not noted."""
-        began, self._arrived_ns = self._arrived_ns, arrived_ns
-        if advanced is not None:
-            self._verify_steps += 1
-            for drafts, count in zip(plan.drafts, advanced, strict=True):
-                self._verified_rows += len(drafts) > 0
-                for index in range(len(drafts)):
-                    self._drafted[index] += 1
-                    self._accepted[index] += index < count - 1
-        if not (self._launched and self._launched[0][0] is plan):  # of `score`
-            return None
-        _, started, look_seconds = self._launched.popleft()
-        # An asynchronous device begins a step when the previous one has ended.
-        return StepTime((arrived_ns - max(began, started)) / 1e9, look_seconds)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Verify steps, their rows with drafts, and the drafts that they verified and accepted."""
-        return {
-            "verify_steps": self._verify_steps,
-            "verified_rows": self._verified_rows,
-            "drafted": sum(self._drafted),
-            "accepted": sum(self._accepted),
-        }
-
-    @property
-    def accepted_by_position(self) -> tuple[int, ...]:
-        """Accepted drafts by their number in the draft of a row, the first one first."""
-        return tuple(self._accepted)
-
-    def stats(self) -> dict[str, Any]:
-        """Return the counts, in total and by position."""
-        return {
-            **self.counts,
-            "drafted_by_position": list(self._drafted),
-            "accepted_by_position": list(self._accepted),
-        }
 
 
 # Step times by rows and tokens, and the drafts that pay. No torch.
@@ -431,56 +348,185 @@ class BatchCosts:
         }
 
 
-# Decides when the drafter on the device proposes, and which rows verify how many drafts. No torch.
+# What decides which rows verify how many drafts. No torch.
+
+
+class StepTime(NamedTuple):
+    """How long a step took."""
+
+    seconds: float
+    lookup_seconds: float
+    """That the host has looked for drafts before; not part of the time."""
+
+
+class Speculator(ABC):
+    """Chooses which drafts are verified. Keeps an account of the time that they gain and cost.
+
+    Counts drafts, and follows the steps of a loop from launch to commit.
+    """
+
+    waits = False
+    """Whether the step in flight is to be committed before the next one is planned."""
+    proposes = 0
+    """Drafts that the step to be planned proposes for each row, on the device."""
+
+    def __init__(
+        self,
+        config: Speculation,
+        sizes: Callable[[int], Sequence[int]],
+        costs: BatchCosts,
+        *,
+        first_credit: float,
+        is_async_device: bool,
+        calibration_seconds: float = 0.0,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            config: the method, and whether to choose.
+            sizes: returns the tokens per row that verify steps of so many rows exist for.
+            costs: the times of decode steps and of verify steps.
+            first_credit: time that may be lost to drafts before they have gained any, in decode
+                steps.
+            is_async_device: whether steps stay in flight.
+            calibration_seconds: that measuring the times took.
+        """
+        self.config = config
+        self.sizes = sizes
+        self._costs = costs
+        self._credit = first_credit
+        self._is_async_device = is_async_device
+        self._calibration_seconds = calibration_seconds
+        self._is_timed = True
+        """Whether the time of the step to be planned counts."""
+        self._batch: Sequence[Request] = ()
+        """The rows of the last step, of which `_has_grammar` speaks."""
+        self._has_grammar = False
+        self._launched: deque[tuple[StepPlan, int, float]] = deque()
+        self._arrived_ns = 0
+        self._verify_steps = self._verified_rows = 0
+        self._drafted = [0] * config.num_speculative_tokens
+        self._accepted = [0] * config.num_speculative_tokens
+
+    @abstractmethod
+    def begin_plan(self) -> None:
+        """Begin with the next step, which may draft nothing."""
+
+    @abstractmethod
+    def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
+        """Return the drafts that each decoding request verifies; nothing if none does.
+
+        Decides too whether the step proposes.
+        """
+
+    def prompt_drafts(self, chunks: Sequence[RowSpan]) -> int:
+        """Return how many drafts the device proposes after each prompt that ends in a step."""
+        return 0
+
+    def received(self, proposed: Iterable[Proposed]) -> None:
+        """Take what a committed step proposed on the device."""
+        raise AssertionError("only a drafter proposes on the device")
+
+    @abstractmethod
+    def launched(self, plan: StepPlan, started_ns: int) -> None:
+        """Note when the loop began with a step that was launched."""
+
+    @abstractmethod
+    def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
+        """Count what a step accepted, and learn from its time; once for every launched step."""
+
+    def _begin_batch(self, requests: Sequence[Request]) -> None:
+        """Take the rows of the next step: the same list until a request joins or leaves."""
+        if requests is not self._batch:
+            self._batch = requests
+            self._has_grammar = any(request.matcher is not None for request in requests)
+
+    def _count(
+        self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int
+    ) -> StepTime | None:
+        """Count a committed step; return how long it took, or None if its launch was not noted."""
+        began, self._arrived_ns = self._arrived_ns, arrived_ns
+        if advanced is not None:
+            self._verify_steps += 1
+            for drafts, count in zip(plan.drafts, advanced, strict=True):
+                self._verified_rows += len(drafts) > 0
+                for index in range(len(drafts)):
+                    self._drafted[index] += 1
+                    self._accepted[index] += index < count - 1
+        if not (self._launched and self._launched[0][0] is plan):  # of `score`
+            return None
+        _, started, lookup_seconds = self._launched.popleft()
+        # An asynchronous device begins a step when the previous one has ended.
+        return StepTime((arrived_ns - max(began, started)) / 1e9, lookup_seconds)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Verify steps, their rows with drafts, and the drafts that they verified and accepted."""
+        return {
+            "verify_steps": self._verify_steps,
+            "verified_rows": self._verified_rows,
+            "drafted": sum(self._drafted),
+            "accepted": sum(self._accepted),
+        }
+
+    @property
+    def accepted_by_position(self) -> tuple[int, ...]:
+        """Accepted drafts by their number in the draft of a row, the first one first."""
+        return tuple(self._accepted)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and step times as plain numbers; see `Engine.stats`."""
+        return {
+            "method": self.config.method,
+            "calibration_seconds": self._calibration_seconds,
+            **self.counts,
+            "drafted_by_position": list(self._drafted),
+            "accepted_by_position": list(self._accepted),
+            **self._costs.stats(),
+        }
+
+
+# Drafts of a drafter on the device.
 #
 #     step        N                          N + 1                        N + 2
 #     device      decode, propose x y z      verify x y z, propose u v w  verify u v ...
 #     host        plan N + 1: verify 3       commit N, plan N + 2         commit N + 1
 #
-# A step that proposes takes longer than one that does not, whether or not its drafts are verified.
-# So the engine keeps an account of the time that drafts have gained and cost. Once it is overdrawn,
-# the drafter rests, until decode steps, each of which pays a little into it, have paid for a trial.
-# It is one step that proposes, unless its drafts promise more than decode steps, and then those
-# that verify them. Slow steps among fast ones are what a 99th percentile shows, so that trials in
-# vain become rarer. While the drafter works otherwise, drafts are verified unless a step that only
-# proposes would gain more.
+# A step that proposes takes longer, whether or not its drafts are verified. When the account is
+# overdrawn the drafter is paused. Each decode step refunds a little; once there is enough, one
+# probe step proposes, and drafting resumes if its drafts look profitable. Slow steps among fast
+# ones are what a 99th percentile shows, so unsuccessful probes become rarer.
 #
 # Steps with token masks propose nothing. Of rows whose output follows a grammar, tokens that it
-# forces are verified.
+# forces are verified. Only before such a step the loop commits the step in flight (`waits`).
 #
 # On an asynchronous device the next step is planned before the host has read the drafts. Their row
-# keeps them, and the host chooses how many are verified by how many it has accepted so far, by
-# number of the draft (`OWN_DRAFT`). Where steps run synchronously, and if the step was committed
-# before, it knows the drafts: it sends them, and chooses by the probabilities that the drafter gave
-# them.
-#
-# Only before a step with drafts and with rows whose output follows a grammar the loop commits the
-# step in flight (`waits`): what a grammar forces is known when its tokens are.
+# keeps them (`DRAFT_ON_DEVICE`), and the host chooses how many are verified by how many it has
+# accepted so far, by number of the draft. Where it knows the drafts, it sends them, and chooses by
+# the probabilities that the drafter gave them.
 
 DRAFT_SHARE, LEAST_SHARE = 0.006, 0.0015
 
-"""Share of the time of decode steps that may be spent on drafts that do not pay, until the drafter
-first rests, and the least. Each rest without a gain before it halves the share. A step that
-proposes takes two to three times as long as a decode step, so that in the end one in 1,000 does."""
+"""Share of the time of decode steps that may be spent on drafts that do not pay, until the first
+pause, and the least. Each pause without a gain before it halves the share."""
 
-FIRST_CREDIT, TRIAL, MOST_CREDIT = 64.0, 2.0, 128.0
+FIRST_DRAFTER_CREDIT, PROBE, MOST_DRAFTER_CREDIT = 64.0, 2.0, 128.0
 
-"""Time that may be lost to drafts before they have gained any, after a rest, and after they have
-gained much: in decode steps. Some steps of a text are easier to predict than others, so a few of
-them do not tell whether drafts pay."""
+"""Time that may be lost to drafts before they have gained any, after a pause, and after they have
+gained much: in decode steps."""
 
 DRAFTER_GAINING = 8.0
 
-"""Credit of a trial that shows that drafts pay again."""
+"""Credit at which a probe has shown that drafts pay again."""
 
-RESTING_TIME = 0.7
+PAUSED_TIME = 0.7
 
-"""Decode steps that a draft after a prompt must be worth while the drafter rests. The drafter was
-judged on other text, so weak promises do not count."""
+"""Decode steps that a draft after a prompt must be worth while the drafter is paused: it was judged
+on other text."""
 
-MOST_DEBT = 8.0
+MOST_DRAFTER_DEFICIT = 8.0
 
-"""How far below zero the credit may fall, in decode steps, before a drafter at rest no longer
+"""How far below zero the credit may fall, in decode steps, before a paused drafter no longer
 proposes after prompts."""
 
 FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
@@ -488,9 +534,9 @@ FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
 """Steps that propose after which some decode steps are run, at first and later, so that their time
 remains known; and how many. The first of them does not count: it finds the caches cold."""
 
-RESTING_TIMED = 16
+PAUSED_TIMED = 16
 
-"""While the drafter rests, one of so many steps is timed."""
+"""While the drafter is paused, one of this many steps is timed."""
 
 TIMED_RATE = 0.3
 
@@ -501,7 +547,7 @@ PROPOSING_RATE = 0.1
 """Share of an error by which the time of steps that propose and verify nothing is corrected."""
 
 
-class DrafterSpeculator:
+class DrafterSpeculator(Speculator):
     """Chooses how many of a drafter's proposals are verified, and when it proposes."""
 
     def __init__(
@@ -516,70 +562,54 @@ class DrafterSpeculator:
     ) -> None:
         """Start without requests.
 
-        Args:
-            config: the drafter, and whether to choose.
-            sizes: returns the tokens per row that verify steps of so many rows exist for.
-            costs: the times of decode steps and of verify steps with proposals.
-            proposing: returns the time of a step of so many rows that proposes and verifies
-                nothing, as a multiple of that of a decode step.
-            is_async_device: whether steps stay in flight.
-            calibration_seconds: that measuring the times took.
+        `proposing`: returns the time of a step of so many rows that proposes and verifies nothing,
+        as a multiple of the time of a decode step. Verify steps of `costs` propose.
         """
-        self.config = config
-        self.sizes = sizes
-        self.proposes = 0
-        """Drafts that the step to be planned proposes for each row."""
+        super().__init__(
+            config,
+            sizes,
+            costs,
+            first_credit=FIRST_DRAFTER_CREDIT,
+            is_async_device=is_async_device,
+            calibration_seconds=calibration_seconds,
+        )
         self._forces = False
         """Whether the step to be planned has drafts, and rows with a grammar."""
-        self._costs, self._proposing = costs, proposing
-        self._is_async_device = is_async_device
-        self._calibration_seconds = calibration_seconds
+        self._proposing = proposing
         self._acceptance = DrafterAcceptance()
         self._by_position = PositionAcceptance()
-        self._credit, self._rests, self._share = FIRST_CREDIT, False, DRAFT_SHARE
-        self._is_trial = False
-        """Whether the drafter works after a rest, and has not gained yet."""
+        self._paused, self._share = False, DRAFT_SHARE
+        self._is_probe = False
+        """Whether the drafter works after a pause, and has not gained yet."""
         self._untimed = TIMED_AFTER - FIRST_TIMED
         """Steps that proposed since the last decode steps that were timed."""
         self._plain = 0
         """Timed decode steps since the last step that proposed."""
-        self._is_timed = True
         self._skipped = 0
-        """Decode steps since the last one that was timed, at rest."""
+        """Decode steps since the last one that was timed, in a pause."""
         self._slowdown = 1.0
         """Measured times of steps that propose and verify nothing, relative to `proposing`."""
-        self._batch: Sequence[Request] = ()
-        """The rows of the last step, of which `_has_grammar` speaks."""
-        self._has_grammar = False
-        self._counter = StepCounter(config.num_speculative_tokens)
         self._proposing_steps = 0
 
     @property
-    def waits(self) -> bool:
+    def waits(self) -> bool:  # type: ignore[override]
         """Whether the step in flight is to be committed before the next one is planned."""
         return self._is_async_device and self._forces
 
     def begin_plan(self) -> None:
-        """Begin with the next step, which may draft nothing."""
         self.proposes, self._forces, self._is_timed = 0, False, True
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
-        """Return the drafts that each decoding request verifies; nothing if none does.
-
-        Decides too whether the step proposes.
-        """
         self.begin_plan()
-        if requests is not self._batch:  # the same list until a request joins or leaves
-            self._batch = requests
-            self._has_grammar = any(request.matcher is not None for request in requests)
-        has_grammar, rests = self._has_grammar, self._is_overdrawn
+        self._begin_batch(requests)
+        has_grammar, pauses = self._has_grammar, self._is_overdrawn
         if self.config.adaptive:
-            self._set_rest(rests)
+            self._set_pause(pauses)
             if self._untimed >= TIMED_AFTER and not has_grammar:  # whose steps are not timed
                 return ()
-        if rests and not (has_grammar or any(request.num_drafts for request in requests)):
+        if pauses and not (has_grammar or any(request.num_drafts for request in requests)):
             self._skipped += 1
-            self._is_timed = self._skipped >= RESTING_TIMED
+            self._is_timed = self._skipped >= PAUSED_TIMED
             return ()
         sizes = self.sizes(len(requests))
         if not sizes:
@@ -589,20 +619,20 @@ class DrafterSpeculator:
         counts = [len(own.tokens) for own in guesses]
         if self.config.adaptive and any(counts):
             chances, otherwise = [own.chances for own in guesses], 1.0
-            if rests and not has_grammar:
-                otherwise = RESTING_TIME
-            elif not (has_grammar or self._is_trial):
+            if pauses and not has_grammar:
+                otherwise = PAUSED_TIME
+            elif not (has_grammar or self._is_probe):
                 otherwise = self._propose_multiple(len(requests))
             counts = self._costs.of(requests).choose(chances, otherwise)
-            if self._is_trial and not any(counts):
-                rests = True
-                self._set_rest(rests)
+            if self._is_probe and not any(counts):
+                pauses = True
+                self._set_pause(pauses)
         verifies = any(counts)
         if has_grammar:
             self._forces = verifies
             if any(request.num_pending for request in requests):
                 return ()
-        elif verifies or not rests:
+        elif verifies or not pauses:
             self.proposes = min(self.config.num_speculative_tokens, sizes[-1] - 1)
         if not verifies:
             return ()
@@ -611,7 +641,7 @@ class DrafterSpeculator:
     def prompt_drafts(self, chunks: Sequence[RowSpan]) -> int:
         """Return how many drafts the drafter proposes after each prompt that ends in a step.
 
-        It does so at rest too, where the host reads drafts before it plans the next step: they
+        It does so in a pause too, where the host reads drafts before it plans the next step: they
         show whether this text is easier to predict, and no decode step is longer for them.
         """
         ending = [chunk.request for chunk in chunks if chunk.samples]
@@ -620,21 +650,21 @@ class DrafterSpeculator:
             return 0
         if any(request.matcher is not None for request in ending):
             return 0
-        if self._is_overdrawn and (self._is_async_device or self._credit < -MOST_DEBT):
+        if self._is_overdrawn and (self._is_async_device or self._credit < -MOST_DRAFTER_DEFICIT):
             return 0
         return min(self.config.num_speculative_tokens, sizes[-1] - 1)
 
     @property
     def _is_overdrawn(self) -> bool:
-        """Whether the drafter is to rest."""
-        return self.config.adaptive and self._credit < (TRIAL if self._rests else 0.0)
+        """Whether the drafter is to pause."""
+        return self.config.adaptive and self._credit < (PROBE if self._paused else 0.0)
 
-    def _set_rest(self, rests: bool) -> None:
-        """Begin or end a rest of the drafter, or continue as before."""
-        if rests == self._rests:
+    def _set_pause(self, pauses: bool) -> None:
+        """Begin or end a pause of the drafter, or continue as before."""
+        if pauses == self._paused:
             return
-        self._rests, self._is_trial = rests, not rests
-        if rests:
+        self._paused, self._is_probe = pauses, not pauses
+        if pauses:
             self._share = max(self._share / 2, LEAST_SHARE)
 
     def _guess(self, request: Request) -> Guess:
@@ -644,7 +674,8 @@ class DrafterSpeculator:
         drafts = request.proposed
         if request.num_pending:  # of the step in flight, which leaves them on the device
             acceptance = self._by_position if drafts is None else drafts.acceptance
-            return Guess([OWN_DRAFT] * request.num_drafts, acceptance.chances(request.num_drafts))
+            count = request.num_drafts
+            return Guess([DRAFT_ON_DEVICE] * count, acceptance.chances(count))
         if drafts is None or drafts.at != request.num_tokens:
             return NOTHING
         return Guess(drafts.tokens[: len(drafts.chances)], drafts.chances)
@@ -670,18 +701,16 @@ class DrafterSpeculator:
             request.proposed = RowDrafts(known, drafts, own, chances, acceptance)
 
     def launched(self, plan: StepPlan, started_ns: int) -> None:
-        """Note when the loop began with a step that was launched."""
         if not (self._is_timed or plan.prefill):
-            return  # at rest, no row has drafts to reset
-        self._counter.launched(plan, started_ns)
+            return  # in a pause, no row has drafts to reset
+        self._launched.append((plan, started_ns, 0.0))
         for request in plan.decode:
             request.num_drafts = plan.proposes
         for chunk in plan.prefill:
             chunk.request.num_drafts = plan.prompt_drafts if chunk.samples else 0
 
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
-        """Count what a step accepted, and learn from its time; once for every launched step."""
-        took = self._counter.committed(plan, advanced, arrived_ns)
+        took = self._count(plan, advanced, arrived_ns)
         if took is None:
             return
         self._proposing_steps += plan.proposes > 0 or plan.prompt_drafts > 0
@@ -717,33 +746,29 @@ class DrafterSpeculator:
                     self._slowdown *= 1 + PROPOSING_RATE * (seconds / expected - 1)
             gained = reached / rows - seconds / decode_seconds
             if self._credit > DRAFTER_GAINING:
-                self._share, self._is_trial = DRAFT_SHARE, False
-        self._credit = min(self._credit + gained, MOST_CREDIT)
+                self._share, self._is_probe = DRAFT_SHARE, False
+        self._credit = min(self._credit + gained, MOST_DRAFTER_CREDIT)
 
     def _propose_multiple(self, rows: int) -> float:
         """Return the time of a step that proposes and verifies nothing, in decode steps."""
         return max(self._slowdown * self._proposing(rows), 1.0)
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Verify steps, and the drafts that they verified and accepted."""
-        return self._counter.counts
-
-    @property
-    def accepted_by_position(self) -> tuple[int, ...]:
-        """Accepted drafts by their number in the draft of a row, the first one first."""
-        return self._counter.accepted_by_position
-
     def stats(self) -> dict[str, Any]:
-        """Return counters and step times as plain numbers; see `Engine.stats`."""
-        return {
-            "method": self.config.method,
-            "calibration_seconds": self._calibration_seconds,
-            "proposing_steps": self._proposing_steps,
-            **self._counter.stats(),
-            **self._costs.stats(),
-        }
+        """As `Speculator.stats`, with the steps that proposed."""
+        return {**super().stats(), "proposing_steps": self._proposing_steps}
 
+
+# Drafts that the host looks up.
+#
+# They continue the newest token, which on an asynchronous device is known only once the step in
+# flight is committed. While drafts are expected to pay, the loop commits it before it plans the
+# next step (`waits`): the device then idles for the work of the host, which the measured times of
+# these steps contain.
+#
+# Lookups are paid from the account. A row whose drafts are not promising pauses for 1, 2, 4, ...
+# steps, at most 32, before the next lookup; so does a batch whose drafts are not verified. While
+# all rows pause, a step costs a comparison. Prompts are indexed in the steps that compute them,
+# which is not charged.
 
 INDEXED_PER_STEP = 512
 
@@ -753,19 +778,19 @@ FEW_TOKENS = 32
 
 """Rows with no more new tokens are indexed at once: any step adds fewer."""
 
-LOOK_SHARE, LOOK_PRICE = 0.01, 2.0
+LOOKUP_SHARE, LOOKUP_PRICE = 0.01, 2.0
 
 """Share of the time of decode steps that is credited to speculation, and what a second of looking
 for drafts costs: so half of what drafts gain may be spent on looking for them."""
 
-LOOKS_IN_A_ROW = 7
+LOOKUPS_IN_A_ROW = 7
 
 """Decode steps in a row with a look for drafts, before one without. Looking fills the processor's
 caches and slows the step down: only steps without show how long plain decoding takes."""
 
 UNTIMED = 16
 
-"""While all rows rest, one of so many steps is timed."""
+"""While all rows pause, one of this many steps is timed."""
 
 LARGEST_DELAY = 0.5
 
@@ -777,19 +802,19 @@ FIRST_CREDIT, MOST_CREDIT = 2.0, 16.0
 """Time that may be lost to speculation before it has gained any, and after it has gained much: in
 decode steps."""
 
-NEW_CREDIT, MOST_DEBT = 0.5, 2.0
+NEW_CREDIT, MOST_DEFICIT = 0.5, 2.0
 
-"""The least credit of a batch of other requests, and the largest debt, which 200 decode steps pay:
-text that follows may be easier to predict."""
+"""The least credit of a batch of other requests, and the largest deficit, which 200 decode steps
+pay: text that follows may be easier to predict."""
 
 GAINING = 4.0
 
-"""Credit above which rows rest at most `SHORT_PAUSE` steps: drafts have gained lately."""
+"""Credit above which rows pause at most `SHORT_PAUSE` steps: drafts have gained lately."""
 
 SHORT_PAUSE = 4
 
 
-class Speculator:
+class LookupSpeculator(Speculator):
     """Proposes the drafts of all rows, and chooses how many are verified."""
 
     def __init__(
@@ -801,38 +826,24 @@ class Speculator:
         is_async_device: bool,
         calibration_seconds: float = 0.0,
     ) -> None:
-        """Start without requests.
-
-        Args:
-            config: the proposer, and whether to choose.
-            sizes: returns the tokens per row that verify steps of so many rows exist for.
-            costs: the times of steps.
-            is_async_device: whether steps stay in flight.
-            calibration_seconds: that measuring the times took.
-        """
-        self._calibration_seconds = calibration_seconds
-        self.config = config
-        self.sizes = sizes
-        self.waits = False
-        """Whether the step in flight is to be committed before the next one is planned."""
-        self.proposes = 0
-        """Drafts that the step proposes on the device; see `DrafterSpeculator`."""
-        self._costs = costs
-        self._is_async_device = is_async_device
-        self._credit = FIRST_CREDIT
-        self._look_ns = self._looks = 0
+        """Start without requests."""
+        super().__init__(
+            config,
+            sizes,
+            costs,
+            first_credit=FIRST_CREDIT,
+            is_async_device=is_async_device,
+            calibration_seconds=calibration_seconds,
+        )
+        self._lookup_ns = self._lookups = 0
         self._step = 0
         """Steps so far that could draft."""
         self._pause = Pause()
         """Of the batch, after drafts that were not worth a verify step."""
-        self._batch: Sequence[Request] = ()
-        """The rows of the last one, of which `_has_grammar` and `_rests_until` speak."""
-        self._has_grammar = False
-        self._rests_until = 0
+        self._paused_until = 0
         """The first step for which a row of the batch looks for drafts."""
         self._is_behind = False
         """Whether tokens of a row wait to be indexed."""
-        self._is_timed = True
         self._untimed = 0
         """Decode steps since the last one that was timed."""
         self._acceptance = Acceptance()
@@ -841,48 +852,45 @@ class Speculator:
         if config.share_outputs:
             self._shared = SharedOutputs(config.prompt_lookup_min, self._candidates)
         self._open: list[Request] = []
-        self._counter = StepCounter(config.num_speculative_tokens)
 
     def begin_plan(self) -> None:
-        """Begin with the next step, which may draft nothing."""
         self.waits, self._is_timed = False, True
-        self._look_ns = 0
+        self._lookup_ns = 0
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
-        """Return the drafts of each decoding request; nothing if no request should draft."""
         self.begin_plan()
         self._step = step = self._step + 1
         if requests is not self._batch:  # the same list until a request joins or leaves
             self._begin_batch(requests)
-        elif step < self._rests_until:
+        elif step < self._paused_until:
             self._is_timed = step % UNTIMED == 0
             self._untimed += not self._is_timed
             return ()
-        rests = self.config.adaptive and (self._credit < 0 or self._looks >= LOOKS_IN_A_ROW)
-        if rests and not self._has_grammar:
+        pauses = self.config.adaptive and (self._credit < 0 or self._lookups >= LOOKUPS_IN_A_ROW)
+        if pauses and not self._has_grammar:
             if self._credit < 0:  # until decode steps have paid
-                self._rests_until = step + min(math.ceil(-self._credit / LOOK_SHARE), MAX_PAUSE)
+                self._paused_until = step + min(math.ceil(-self._credit / LOOKUP_SHARE), MAX_PAUSE)
             return ()
         sizes = self.sizes(len(requests))
         if not sizes:
             return ()
-        if rests:  # nothing is looked for, but what a grammar forces is certain
+        if pauses:  # nothing is looked for, but what a grammar forces is certain
             return self._chosen(requests, [NOTHING] * len(requests), sizes[-1] - 1)
         began = time.perf_counter_ns()
         drafts = self._chosen(requests, self._looked(requests), sizes[-1] - 1)
         if drafts or self.waits:
             self._pause = Pause()
         elif self.config.adaptive and not (self._has_grammar or self._is_behind):
-            own = self._pause.next_look(step, self._most_pause())
-            self._rests_until = max(self._rests_until, own)
-        self._look_ns = time.perf_counter_ns() - began
+            own = self._pause.next_lookup(step, self._most_pause())
+            self._paused_until = max(self._paused_until, own)
+        self._lookup_ns = time.perf_counter_ns() - began
         return drafts
 
     def _begin_batch(self, requests: Sequence[Request]) -> None:
         if set(self._batch).isdisjoint(requests):
             self._pause, self._credit = Pause(), max(self._credit, NEW_CREDIT)
-        self._batch, self._rests_until = requests, 0
-        self._has_grammar = any(request.matcher is not None for request in requests)
+        self._paused_until = 0
+        super()._begin_batch(requests)
 
     def _chosen(
         self, requests: Sequence[Request], guesses: list[Guess], most: int
@@ -922,27 +930,26 @@ class Speculator:
             return
         # On an asynchronous device, looking overlaps with a step in flight, or delays the next one.
         if not self._is_async_device:
-            started_ns += self._look_ns
-        self._counter.launched(plan, started_ns, self._look_ns / 1e9)
+            started_ns += self._lookup_ns
+        self._launched.append((plan, started_ns, self._lookup_ns / 1e9))
 
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
-        """Count what a step accepted, and learn from its time; once for every launched step."""
-        took = self._counter.committed(plan, advanced, arrived_ns)
+        took = self._count(plan, advanced, arrived_ns)
         if took is None or not plan.decode:
             return
         rows, costs = len(plan.decode), self._costs.of(plan.decode)
         costs.count(plan.tokens_per_row)
-        looked = took.look_seconds > 0
+        looked = took.lookup_seconds > 0
         if not looked or advanced is not None:
-            self._looks = 0
+            self._lookups = 0
         if plan.prefill or any(request.matcher is not None for request in plan.decode):
             return  # chunks and masks take time of their own
         decode_seconds = costs.decode_seconds(rows)
         untimed, self._untimed = self._untimed, 0
         if advanced is None:
-            gained, most_credit = LOOK_SHARE * (1 + untimed), FIRST_CREDIT
+            gained, most_credit = LOOKUP_SHARE * (1 + untimed), FIRST_CREDIT
             if looked:
-                self._looks += 1
+                self._lookups += 1
                 gained += max(1 - took.seconds / decode_seconds, -LARGEST_DELAY)
             else:
                 decode_seconds = costs.observe_decode(rows, took.seconds, 1 + untimed)
@@ -952,31 +959,12 @@ class Speculator:
             costs.observe(rows, n, tokens, took.seconds)
             gained = sum(advanced) / rows - min(took.seconds, most) / decode_seconds
             most_credit = MOST_CREDIT  # only drafts earn more than the first credit
-        gained -= LOOK_PRICE * min(took.look_seconds / decode_seconds, LARGEST_DELAY)
+        gained -= LOOKUP_PRICE * min(took.lookup_seconds / decode_seconds, LARGEST_DELAY)
         most_credit = max(most_credit, self._credit)
-        self._credit = min(max(self._credit + gained, -MOST_DEBT), most_credit)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Verify steps, and the drafts that they verified and accepted."""
-        return self._counter.counts
-
-    @property
-    def accepted_by_position(self) -> tuple[int, ...]:
-        """Accepted drafts by their number in the draft of a row, the first one first."""
-        return self._counter.accepted_by_position
-
-    def stats(self) -> dict[str, Any]:
-        """Return counters and step times as plain numbers; see `Engine.stats`."""
-        return {
-            "method": self.config.method,
-            "calibration_seconds": self._calibration_seconds,
-            **self._counter.stats(),
-            **self._costs.stats(),
-        }
+        self._credit = min(max(self._credit + gained, -MOST_DEFICIT), most_credit)
 
     def _looked(self, requests: Sequence[Request]) -> list[Guess]:
-        """Return what may follow each request, of those that do not rest.
+        """Return what may follow each request that is not paused.
 
         Rows share the tokens that are indexed between two steps, those of long prompts after the
         newest ones of others, and outputs of other requests last.
@@ -985,12 +973,12 @@ class Speculator:
         adaptive, guesses = self.config.adaptive, [NOTHING] * len(requests)
         promising = self._costs.of(requests).least_drafts(len(requests)) if adaptive else 0.0
         most_pause = self._most_pause()
-        rests_until = step + MAX_PAUSE
+        paused_until = step + MAX_PAUSE
         for row, request in enumerate(requests):
             drafter = request.drafter
             if drafter is None:
                 drafter = self._new_drafter(request)
-            if step >= drafter.rests_until:
+            if step >= drafter.paused_until:
                 known = request.num_tokens
                 if known - drafter.seen > FEW_TOKENS:
                     behind.append((row, known))
@@ -998,20 +986,20 @@ class Speculator:
                 left -= drafter.catch_up(known, request.tokens, FEW_TOKENS)
                 if drafter.is_promising(promising, step, most_pause):
                     guesses[row] = drafter.guess
-            if drafter.rests_until < rests_until:
-                rests_until = drafter.rests_until
+            if drafter.paused_until < paused_until:
+                paused_until = drafter.paused_until
         for row, known in behind:
             drafter = requests[row].drafter
             assert drafter is not None, "it has looked for drafts"
             left -= drafter.catch_up(known, requests[row].tokens, max(left, 0))
             if drafter.seen == known and drafter.is_promising(promising, step, most_pause):
                 guesses[row] = drafter.guess
-            rests_until = min(rests_until, drafter.rests_until)
+            paused_until = min(paused_until, drafter.paused_until)
         self._is_behind = left <= 0 and bool(behind)
         if self._shared is not None:
             self._share_ended(self._shared)
             self._shared.index_some(left)
-        self._rests_until = 0 if self._has_grammar or not adaptive else rests_until
+        self._paused_until = 0 if self._has_grammar or not adaptive else paused_until
         return guesses
 
     def _index(self, plan: StepPlan) -> None:
@@ -1022,7 +1010,7 @@ class Speculator:
             drafter.read(chunk.start + chunk.count, request.tokens, chunk.count)
 
     def _most_pause(self) -> int:
-        """Return how long rows rest at most: hardly at all while drafts gain."""
+        """Return how long rows pause at most: hardly at all while drafts gain."""
         return SHORT_PAUSE if self._credit > GAINING else MAX_PAUSE
 
     def _share_ended(self, shared: SharedOutputs) -> None:

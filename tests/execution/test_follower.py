@@ -120,7 +120,7 @@ def test_a_follower_runs_masked_steps(
     runner = follower._loop.runner
     assert runner._host_masks is not None
     runner.followed_masks = FollowedMasks(runner._host_masks)
-    for functions in (runner.steps.functions, runner.steps._eager):
+    for functions in (runner.functions, runner._eager):
         functions._masks_thread = None if mode == "graph" else runner.followed_masks
 
     params = [
@@ -221,7 +221,7 @@ def test_a_step_that_gets_no_masks(open_engine: Callable[..., Engine]) -> None:
     runner = engine._loop.runner
     assert runner._host_masks is not None
     masks = runner.followed_masks = FollowedMasks(runner._host_masks)
-    for functions in (runner.steps.functions, runner.steps._eager):
+    for functions in (runner.functions, runner._eager):
         functions._masks_thread = masks
     group = FakeGroup(1, deque())
     (key, *_) = filter(lambda key: key.masked, runner.sizes.keys())

@@ -24,7 +24,7 @@ from stepgraph.runtime.kernels import have_compiler, select_kernels
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
-from stepgraph.runtime.request import OWN_DRAFT
+from stepgraph.runtime.request import DRAFT_ON_DEVICE
 
 from ..conftest import TinyModel
 
@@ -123,7 +123,7 @@ class Rig:
         for row in own:
             assert self.state.drafts is not None
             self.state.drafts[row, : len(drafts[row])] = torch.tensor(drafts[row])
-            drafts[row] = [OWN_DRAFT] * len(drafts[row])
+            drafts[row] = [DRAFT_ON_DEVICE] * len(drafts[row])
         arrays = DraftInputs(**{name: t.numpy() for name, t in vars(self.drafts).items()})
         write_drafts(drafts, (), arrays)
         output = self.steps[n]()

@@ -25,7 +25,7 @@ from stepgraph.cache.blocks import NULL_BLOCK
 from stepgraph.runtime.execution.outputs import Sampled
 from stepgraph.runtime.execution.prompt_scorer import Score
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
-from stepgraph.runtime.request import OWN_DRAFT, Request, RequestStatus
+from stepgraph.runtime.request import DRAFT_ON_DEVICE, Request, RequestStatus
 from stepgraph.runtime.rope_lengths import RopeLengths
 from stepgraph.runtime.scheduling.plan import Preemption, Proposed, StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
@@ -350,10 +350,10 @@ class FakeRunner:
         """Compute the newest token and drafts; return what is accepted."""
         device, row, count = self.device, request.row, 1 + len(drafts)
         assert row is not None
-        if OWN_DRAFT in drafts:
+        if DRAFT_ON_DEVICE in drafts:
             own = device.drafts[row]
             assert len(own) >= len(drafts), "drafts of an earlier step, or of another request"
-            drafts = [o if d == OWN_DRAFT else d for o, d in zip(own, drafts, strict=False)]
+            drafts = [o if d == DRAFT_ON_DEVICE else d for o, d in zip(own, drafts, strict=False)]
             self.seen["own drafts"] += 1
             self.seen["own drafts in flight"] += len(self.unread)
         first, token = device.positions[row], device.tokens[row]

@@ -174,7 +174,7 @@ def engine_kernels() -> dict[str, Any]:
         num_blocks=64,
     )
     runner = startup.start("demo", config, progress=False).runner
-    report = runner.steps.compile_kernels()
+    report = runner.compile_kernels()
     ahead = [*compiled]
     with FilledMemory(torch.Tensor.zero_):
         for report_of_step in runner.library.reports():

@@ -50,6 +50,9 @@ class Guesses:
         draw = self._rng.random
         return [t if draw() < self._right else self._rng.randrange(self._vocab) for t in drafts]
 
+    def prompt_drafts(self, chunks: object) -> int:
+        return 0
+
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         assert (plan.tokens_per_row > 1) == bool(plan.drafts)
         assert plan.tokens_per_row in (1, *self.sizes(len(plan.decode) or 1))

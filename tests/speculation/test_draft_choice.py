@@ -14,14 +14,12 @@ from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import RowSpan, StepPlan
-from stepgraph.runtime.speculation.config import MAX_DRAFTS, Speculation
+from stepgraph.runtime.speculation.config import Speculation
 from stepgraph.runtime.speculation.request_drafter import (
     AHEAD,
-    MAX_INDEXED_TOKENS,
     MAX_PAUSE,
     Acceptance,
     Draft,
-    Pause,
     RequestDrafter,
     SuffixIndex,
 )
@@ -31,7 +29,7 @@ from stepgraph.runtime.speculation.speculator import (
     LEAST_GAIN,
     VERIFY_IN_A_ROW,
     BatchCosts,
-    Speculator,
+    LookupSpeculator,
     VerifyCosts,
 )
 
@@ -56,16 +54,6 @@ def test_the_gain_decides() -> None:
         assert choose([sure] * 8) == [4] * 8
         assert choose([[0.7, 0.5, 0.3, 0.2]] * 8) == [0] * 8  # for one row it would pay
         assert choose([[0.7, 0.5, 0.3, 0.2]])[0] > 0
-
-
-def test_padding_decides() -> None:
-    """One row of eight: with padding seven rows would wait for it."""
-    chances = [[1.0] * 4, *[[]] * 6, [0.9, 0.3, 0.1, 0.02]]
-    assert costs().choose(chances) == [0] * 8
-    first, *others, last = costs(padded=False, slope=0.2).choose(chances)
-    assert first >= 3
-    assert not any(others)
-    assert last >= 1
 
 
 @given(
@@ -106,47 +94,6 @@ def test_rows_do_not_wait_for_a_few(padded: bool, slope: float) -> None:
     assert all(costs(padded=padded, slope=slope).choose(all_rows))
 
 
-def test_times_follow_the_steps() -> None:
-    learned = costs()
-    for _ in range(300):
-        learned.observe(1, 5, 5, 4.0)
-        learned.observe_decode(1, 1.0)
-    assert learned.seconds()["1x5"] / learned.seconds()["1x1"] == pytest.approx(4.0, rel=0.1)
-    assert learned.choose([[0.9, 0.8, 0.7, 0.6]]) != [4]
-    assert learned.seconds()["8x5"] == costs().seconds()["8x5"]
-    for bad in (0.0, -1.0, float("nan"), float("inf")):
-        before = learned.seconds()
-        learned.observe(1, 5, 5, bad)
-        learned.observe_decode(1, bad)
-        assert learned.seconds() == before
-
-
-def test_a_busy_machine_slows_all_steps_down() -> None:
-    """The decode step is measured, and the verify steps remain as much longer, nearly."""
-    learned = costs()
-    for _ in range(100):
-        learned.observe_decode(1, 2.0)
-    assert learned.seconds()["1x1"] == pytest.approx(2.0, rel=0.1)
-    assert learned.seconds()["1x5"] / learned.seconds()["1x1"] > 1.4 / 1.25
-
-
-def test_one_stalled_step_changes_little() -> None:
-    learned = costs()
-    for _ in range(20):
-        learned.observe(1, 5, 5, 1.4)
-    learned.observe(1, 5, 5, 1000.0)
-    assert learned.seconds()["1x5"] < 1.15 * costs().seconds()["1x5"]
-
-
-def test_the_first_verify_steps_count_most() -> None:
-    """What the host does for them was not measured at the start."""
-    learned = costs()
-    for _ in range(3):
-        learned.observe(1, 3, 3, 2.0)
-    assert learned.seconds()["1x3"] == pytest.approx(2.0, rel=0.15)
-    assert learned.seconds()["1x5"] > 1.8
-
-
 def test_decode_steps_remain_known() -> None:
     learned = costs()
     for _ in range(VERIFY_IN_A_ROW):
@@ -157,33 +104,6 @@ def test_decode_steps_remain_known() -> None:
     learned.count(1)
     learned.observe_decode(1, 1.0)
     assert learned.choose([[1.0] * 4]) == [4]
-
-
-def test_acceptance_is_that_of_the_row() -> None:
-    everywhere = Acceptance()
-    good, bad = Acceptance(everywhere), Acceptance(everywhere)
-    draft = Draft([1, 2, 3], 4, [True, True, False])
-    for _ in range(50):
-        good.judge(draft, [1, 2, 3, 4])
-        bad.judge(draft, [9])
-    assert good.chances(draft)[-1] > 0.7
-    assert bad.chances(draft)[0] < 0.1
-    fresh = Acceptance(everywhere).chances(draft)
-    assert bad.chances(draft)[0] < fresh[0] < good.chances(draft)[0]
-    assert fresh == sorted(fresh, reverse=True)
-    for _ in range(40):  # a row that changes
-        bad.judge(draft, [1, 2, 3])
-    assert bad.chances(draft)[0] > 0.4
-
-
-def test_a_long_prompt_is_indexed_in_parts() -> None:
-    tokens = [index % 7 for index in range(209)]
-    drafter = RequestDrafter(SuffixIndex(3), Acceptance(), 4, 0)
-    drafted = []
-    for _ in range(4):
-        drafter.catch_up(len(tokens), lambda start, stop: tokens[start:stop], 100)
-        drafted.append(drafter.draft is not None)
-    assert drafted == [False, False, True, True]
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=120), st.data())
@@ -215,26 +135,9 @@ def test_a_draft_is_followed_while_it_is_right(tokens: list[int], data: st.DataO
         assert [acceptance.rate(k) for k in range(10)] == [judged.rate(k) for k in range(10)]
 
 
-def test_the_longest_drafts_have_chances() -> None:
-    drafter = RequestDrafter(SuffixIndex(3), Acceptance(), MAX_DRAFTS, 0)
-    tokens = [1, 2, 3, 4] * 30
-    for known in (60, 70, 100):
-        drafter.catch_up(known, lambda start, stop: tokens[start:stop], 1000)
-        assert drafter.guess.tokens == tokens[known : known + MAX_DRAFTS]
-        assert len(drafter.guess.chances) == MAX_DRAFTS
-
-
-def test_pauses_grow_and_end_together() -> None:
-    pause, other, step, looks = Pause(), Pause(), 5, []
-    for _ in range(9):
-        looks.append(step := pause.next_look(step, MAX_PAUSE))
-    assert looks == [6, 8, 12, 16, 32, 64, 96, 128, 160]
-    assert [other.next_look(step, 2) for step in (7, 8, 10, 12)] == [8, 10, 12, 14]
-
-
 def test_rows_without_hope_rest() -> None:
     """Rows that repeat nothing are looked at seldom, and one that begins to repeat soon drafts."""
-    speculator = Speculator(
+    speculator = LookupSpeculator(
         Speculation(), lambda rows: SIZES[1:], BatchCosts(costs(), costs()), is_async_device=False
     )
     requests, now = [row([n]) for n in range(8)], 1
@@ -242,7 +145,7 @@ def test_rows_without_hope_rest() -> None:
     for step in range(1000):
         plan = StepPlan(decode=requests)
         drafts = speculator.propose(requests)
-        looks += speculator._look_ns > 0
+        looks += speculator._lookup_ns > 0
         if drafts and any(drafts):
             drafted_at = step
             break
@@ -258,7 +161,7 @@ def test_rows_without_hope_rest() -> None:
 
 
 def test_prompts_are_indexed_with_their_chunks() -> None:
-    speculator = Speculator(
+    speculator = LookupSpeculator(
         Speculation(), lambda rows: SIZES[1:], BatchCosts(costs(), costs()), is_async_device=False
     )
     request = row([n % 9 for n in range(1000)])
@@ -272,20 +175,8 @@ def test_prompts_are_indexed_with_their_chunks() -> None:
     assert speculator.propose([request])[0] == [n % 9 for n in range(1001, 1005)]
 
 
-def test_an_index_begins_anew_when_it_is_full() -> None:
-    index = SuffixIndex(3)
-    drafter = RequestDrafter(index, Acceptance(), 4, 0)
-    known = 0
-    for _ in range(MAX_INDEXED_TOKENS // 4096 + 2):
-        known += 4096
-        drafter.catch_up(known, lambda start, stop: [t % 7 for t in range(start, stop)], 4096)
-        assert len(index.tokens) <= MAX_INDEXED_TOKENS
-        assert drafter.draft is not None
-    assert len(index.tokens) == 2 * 4096
-
-
 def test_rows_share_the_tokens_that_a_step_indexes() -> None:
-    speculator = Speculator(
+    speculator = LookupSpeculator(
         Speculation(), lambda rows: SIZES[1:], BatchCosts(costs(), costs()), is_async_device=False
     )
     requests = [row([1, 2, 3, 4])] + [row([n % 9 for n in range(2000)]) for _ in range(7)]
@@ -330,9 +221,9 @@ def row(tokens: list[int]) -> Request:
     return request
 
 
-def served(guessable: bool, *, is_async_device: bool = False) -> tuple[Speculator, float]:
+def served(guessable: bool, *, is_async_device: bool = False) -> tuple[LookupSpeculator, float]:
     """Decode 600 tokens with the times of `costs`; tokens in a unit of time."""
-    speculator = Speculator(
+    speculator = LookupSpeculator(
         Speculation(num_speculative_tokens=4),
         lambda rows: SIZES[1:],
         BatchCosts(costs(), costs()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.graphs.buckets import Buckets
-from stepgraph.runtime.request import OWN_DRAFT, Request
+from stepgraph.runtime.request import DRAFT_ON_DEVICE, Request
 from stepgraph.runtime.scheduling.plan import Proposed, RowSpan, StepPlan
 from stepgraph.runtime.speculation.config import Speculation
-from stepgraph.runtime.speculation.request_drafter import DrafterAcceptance, PositionAcceptance
+from stepgraph.runtime.speculation.request_drafter import DrafterAcceptance
 from stepgraph.runtime.speculation.speculator import (
-    FIRST_CREDIT,
+    FIRST_DRAFTER_CREDIT,
     BatchCosts,
     DrafterSpeculator,
     VerifyCosts,
@@ -91,7 +90,7 @@ def test_a_bad_drafter_costs_next_to_nothing() -> None:
     """Once the first credit is spent, one step in a hundred is longer, by 0.4 of a step."""
     speculator, request = make(), row([1, 2, 3])
     first = serve(speculator, request, 0.02, 300)
-    assert first.seconds < 300 + FIRST_CREDIT + 1
+    assert first.seconds < 300 + FIRST_DRAFTER_CREDIT + 1
     served = serve(speculator, request, 0.02, 3800)
     assert 0 < served.proposing < 70
     assert served.seconds < 3500 * 1.01
@@ -157,24 +156,6 @@ def test_a_rest_ends_while_others_prefill(every: int) -> None:
     assert trials == 0 if every == 1 else 1 <= trials <= 20
 
 
-def test_prompts_that_get_no_drafts() -> None:
-    speculator, asynchronous = make(), make(is_async_device=True)
-    for own in (speculator, asynchronous):
-        chunk = RowSpan(row([1, 2, 3]), 0, 0, 3, samples=True)
-        assert own.prompt_drafts([chunk]) == DRAFTS
-        assert own.prompt_drafts([replace(chunk, samples=False)]) == 0
-        serve(own, row([1, 2, 3]), 0.02, 1000)
-    assert speculator.prompt_drafts([chunk]) == DRAFTS
-    assert asynchronous.prompt_drafts([chunk]) == 0, "at rest"
-    short = row([1, 2, 3])
-    short.max_tokens = 1
-    assert speculator.prompt_drafts([replace(chunk, request=short)]) == 0
-    assert speculator.prompt_drafts([replace(chunk, request=short), chunk]) == DRAFTS
-    follows: Any = row([1, 2, 3])
-    follows.matcher = SimpleNamespace()
-    assert speculator.prompt_drafts([chunk, replace(chunk, request=follows)]) == 0
-
-
 def test_forced_tokens_do_not_wait_for_decode_steps_to_be_timed() -> None:
     """After some steps that propose decode steps are timed, but not those with a grammar."""
     speculator, request = make(), row([1, 2, 3])
@@ -237,7 +218,7 @@ def test_drafts_in_flight_are_verified_unseen() -> None:
     request.num_pending = 1
     assert speculator.propose([request]) == ()
     speculator.launched(StepPlan(decode=[request], proposes=DRAFTS), 0)
-    assert speculator.propose([request]) == [[OWN_DRAFT] * DRAFTS]
+    assert speculator.propose([request]) == [[DRAFT_ON_DEVICE] * DRAFTS]
     speculator.launched(StepPlan(decode=[request]), 0)
     assert speculator.propose([request]) == ()
 
@@ -262,19 +243,6 @@ def test_the_number_of_unseen_drafts_follows_their_acceptance() -> None:
     assert counts[12] == DRAFTS
     assert counts[52] == 0
     assert counts[-1] == 1
-
-
-def test_a_row_begins_with_the_acceptance_of_all() -> None:
-    everywhere = PositionAcceptance()
-    good, bad = PositionAcceptance(everywhere), PositionAcceptance(everywhere)
-    for _ in range(30):
-        good.judge([1, 2, 3], [1, 2, 3])
-        bad.judge([1, 2, 3], [7])
-    new = PositionAcceptance(everywhere)
-    first = [own.chances(1)[0] for own in (bad, new, good)]
-    assert first[0] < 0.15 < 0.4 < first[1] < 0.6 < 0.85 < first[2]
-    assert new.chances(3) == everywhere.chances(3)
-    assert new.chances(3) == sorted(new.chances(3), reverse=True)
 
 
 @given(
