@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,13 +14,11 @@ from stepgraph.runtime.execution.inputs import (
     EmbedInputs,
     Int64Array,
     StepInputs,
-    write_decode_rows,
     write_embeds,
     write_prefill,
-    write_table_updates,
 )
 from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent
-from stepgraph.runtime.scheduling.plan import RowSpan, TableUpdate
+from stepgraph.runtime.scheduling.plan import RowSpan
 
 from ..rigs.request_rig import make_request
 
@@ -166,48 +163,3 @@ def test_embeds(prefill: tuple[list[RowSpan], int], places: list[tuple[int, int]
     )
     for index, row in enumerate(expected):
         assert row is None or torch.equal(host.embeds[index], row)
-
-
-def test_more_tokens_than_the_bucket_are_an_assertion() -> None:
-    chunk = RowSpan(make_request([1, 2, 3, 4, 5]), 0, 0, 5, True)
-    with pytest.raises(AssertionError):
-        write_prefill([chunk], 9, 4, poisoned())
-
-
-@given(st.permutations(range(9)), st.integers(0, 9))
-def test_decode_rows(order: list[int], count: int) -> None:
-    host = poisoned()
-    write_decode_rows(order[:count], 9, host)
-    assert host.decode_rows.tolist() == order[:count] + [9] * (9 - count)
-    assert untouched(host, "decode_rows")
-
-
-@given(st.lists(st.builds(TableUpdate, *[st.integers(0, 99)] * 4), min_size=1, max_size=5))
-def test_table_updates(updates: list[TableUpdate]) -> None:
-    host = poisoned()
-    rest = host.table_updates[len(updates) :].tolist()
-    write_table_updates(updates, host)
-    assert host.table_updates.tolist() == [list(update) for update in updates] + rest
-    assert untouched(host, "table_updates")
-
-
-def test_fresh_buffers_point_at_the_null_row() -> None:
-    layout = StepInputs.layout(max_num_seqs=3, prefill_tokens=4, prefill_rows=2, table_updates=5)
-    inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, "cpu").device
-    shapes = {field.name: tuple(getattr(inputs, field.name).shape) for field in fields(inputs)}
-    assert shapes == {
-        "decode_rows": (3,),
-        "token_ids": (4,),
-        "positions": (4,),
-        "token_rows": (4,),
-        "prefill_rows": (2,),
-        "sample_rows": (2,),
-        "query_start_loc": (3,),
-        "next_ids": (2,),
-        "draft_stops": (2,),
-        "table_updates": (5, 4),
-    }
-    for name in ("decode_rows", "token_rows", "prefill_rows", "sample_rows"):
-        assert (getattr(inputs, name) == 3).all(), name
-    for name in ("token_ids", "positions", "query_start_loc", "next_ids"):
-        assert not getattr(inputs, name).any(), name

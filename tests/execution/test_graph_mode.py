@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from stepgraph.runtime import (
-    EmbeddedSpan,
-    EncodedContent,
     Engine,
-    PromptEmbeds,
     RequestOutput,
     SamplingParams,
 )
@@ -249,22 +246,6 @@ def test_preempted_requests(
     check_captured(captured)
 
 
-def test_prompt_embeddings(
-    open_both: Callable[..., tuple[Engine, Engine]], base: TinyModel
-) -> None:
-    prompts = base.prompts(30, 21, 14)
-    embeddings = torch.randn(3, 9, 48, generator=torch.Generator().manual_seed(4))
-    batch = [
-        PromptEmbeds(prompt, [EmbeddedSpan(at, EncodedContent.of(vectors))])
-        for at, (prompt, vectors) in enumerate(zip(prompts, embeddings, strict=True), start=3)
-    ]
-    captured, eager = open_both("base", prompt_embeds=True, block_size=4, prefill_chunk=8)
-    assert shown(captured.generate(batch, GREEDY)) == shown(eager.generate(batch, GREEDY))
-    plain = [output.token_ids for output in captured.generate(prompts, GREEDY)]
-    assert plain == base.greedy(prompts, 20)
-    check_captured(captured)
-
-
 def test_logits_of_forced_tokens(
     open_both: Callable[..., tuple[Engine, Engine]], fake_graphs: FakeGraphs, base: TinyModel
 ) -> None:
@@ -277,18 +258,3 @@ def test_logits_of_forced_tokens(
             captured.score(token_ids, prompt_len), expected, rtol=0, atol=1e-4
         )
     check_captured(captured)
-
-
-@pytest.mark.slow
-def test_compiled_steps_are_captured(
-    open_captured: Callable[..., Engine],
-    fake_graphs: FakeGraphs,
-    tiny: Callable[[str], TinyModel],
-) -> None:
-    fake_graphs.records = False
-    micro = tiny("micro")
-    engine = open_captured("micro", compile=True, block_size=8, prefill_chunk=24)
-    prompts = micro.prompts(60, 3, 41, 7, 12)
-    outputs = engine.generate(prompts, GREEDY)
-    assert [output.token_ids for output in outputs] == micro.greedy(prompts, 20)
-    check_captured(engine)

@@ -131,19 +131,3 @@ def test_drafts_are_those_of_the_modules(
             )
             # The null block takes what several tokens write, in any order.
             torch.testing.assert_close(arena[:, :, 1:], rig.arena[:, :, 1:], rtol=1e-4, atol=1e-4)
-
-
-def test_refuses_steps_that_do_not_fit(base: TinyModel, tmp_path: Path) -> None:
-    target, chosen = load_target(base.directory, torch.float32)
-    config = find_drafter(write(tmp_path / "head")[0], target.config)
-    rig = DrafterRig(config, target, chosen, rows=ROWS)
-    state, tokens, first, rows = step_of(rig, 0)
-    step = DraftStep(rig.drafter, rig.arena, state, BLOCK_SIZE, native=True)
-    key = StepKey("decode", rows, LENGTH // BLOCK_SIZE, False, drafts=2)
-    with pytest.raises(IndexError, match="newest_tokens: first"):
-        step.propose(key, tokens, tokens.batch.rows, first + 100, first)
-    with pytest.raises(RuntimeError, match="drafted_inputs: stops"):
-        step.propose(key, tokens, tokens.batch.rows, first, first[:2])
-    rig.drafter.close()
-    with pytest.raises(RuntimeError, match="the model it belongs to is closed"):
-        step.propose(key, tokens, tokens.batch.rows, first, first)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +20,9 @@ import pytest
 import torch
 from stepgraph import cache, graphs, profiling, runtime
 from stepgraph.runtime import Engine, SamplingParams
-from stepgraph.runtime.bench.scenarios.host_overhead import HostRig, measure_host
+from stepgraph.runtime.bench.scenarios.host_overhead import HostRig
 from stepgraph.runtime.execution.outputs import HostOutputs
 from stepgraph.runtime.execution.step_key import StepOutput
-from stepgraph.runtime.request import TOKENS_AT_A_TIME, RequestStatus
 from stepgraph.runtime.sampling.sample_output import SampleOutput
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -116,21 +114,6 @@ def test_inputs_are_copied_only_when_something_changed() -> None:
     assert 40 < quiet < 64
 
 
-def test_plans_show_the_same_list_until_somebody_joins_or_leaves() -> None:
-    rig = HostRig(4, 10, 1000, num_steps=200, in_flight=1)
-    shown = []
-    for _ in range(40):
-        rig.run(1)
-        shown.append(rig.loop._launched[-1].plan.decode)
-    assert all(requests is shown[0] for requests in shown)
-    assert len(shown[0]) == 4
-    rig.loop.requests.abort(rig.loop.requests.groups["row 2"])
-    under_way = shown[-1].copy()
-    rig.run(1)
-    assert shown[-1] == under_way, "a step under way goes on showing who is in it"
-    assert len(rig.loop._launched[-1].plan.decode) == 3
-
-
 # Outputs on their way -----------------------------------------------------------------------------
 
 
@@ -146,24 +129,6 @@ def output_of(lanes: int, seed: int, full: bool) -> StepOutput:
         torch.randint(0, 50, (lanes, 20), generator=generator),
     )
     return StepOutput(tokens, torch.empty(0), details)
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-def test_outputs_in_one_piece_are_one_copy(steps: int) -> None:
-    outputs = HostOutputs(8, 2, 50, steps=3, device=torch.device("cpu"))
-    details = [output_of(lanes, lanes, True).details for lanes in (3, 3, 3)]
-    whole = [each.pack() for each in details if each is not None]
-    sent = SampleOutput.stack(whole) if steps else whole[0]
-    output = StepOutput(sent.tokens, torch.empty(0), sent)
-    outputs.copy_async(0, "decode", output)  # its views are known now
-    with Recorder() as recorder:
-        brought = outputs.copy_async(2, "decode", output)
-    assert recorder.ops == {"aten.copy_.default": 1}
-    assert brought.details is not None
-    assert torch.equal(brought.tokens, sent.tokens)
-    for index, each in enumerate(brought.details.unbind() if steps else [brought.details]):
-        for name in ("tokens", "logprob", "top_logprobs", "top_ids"):
-            assert torch.equal(getattr(each, name), getattr(details[index], name)), name
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -184,52 +149,7 @@ def test_a_step_under_way_keeps_what_it_brought(full: bool) -> None:
                     assert torch.equal(arrived, getattr(sent.details, name)), name
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 5), (8, 2, 50), (300, 8, 1024), (8, 2, 50, 64)])
-def test_the_memory_of_outputs_is_known_beforehand(sizes: tuple[int, ...]) -> None:
-    assert HostOutputs(*sizes, device=torch.device("cpu")).nbytes == HostOutputs.bytes_for(*sizes)
-
-
-def test_log_probabilities_are_those_of_their_lane() -> None:
-    rig = HostRig(5, 0, num_steps=20, params=SHOWN, **NO_BLOCKS)
-    rig.run(3)
-    for group in rig.loop.requests.groups.values():
-        (request,) = group.requests
-        assert [shown.token_id for shown in request.logprobs] == request.output_ids
-        assert all(len(shown.top) <= 3 for shown in request.logprobs)
-
-
 # Nothing is left behind ---------------------------------------------------------------------------
-
-
-def growth_of(run: Callable[[], object]) -> int:
-    """Bytes that Python holds more after `run`."""
-    gc.collect()
-    tracemalloc.start()
-    try:
-        run()  # what is made once, and kept for the next time
-        before = tracemalloc.get_traced_memory()[0]
-        run()
-        gc.collect()
-        return tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_thousands_of_steps_leave_only_the_memory_of_tokens(in_flight: int) -> None:
-    """A token and its time are 16 bytes, in memory that is taken for many at once."""
-    rows = 4
-    rig = HostRig(rows, 10, num_steps=3500, in_flight=in_flight, **NO_BLOCKS)
-    rig.run(TOKENS_AT_A_TIME - rig.loop.requests.groups["row 0"].requests[0].num_output + 1)
-    assert growth_of(lambda: rig.run(TOKENS_AT_A_TIME // 2 - 10)) < 2048, "nobody needs more"
-    grown = growth_of(lambda: rig.run(TOKENS_AT_A_TIME))
-    assert grown < rows * 16 * TOKENS_AT_A_TIME * 1.25 + 4096
-
-
-def test_requests_take_no_more_memory_than_their_tokens_need() -> None:
-    rig = HostRig(1, 0, num_steps=10, **NO_BLOCKS)
-    (request,) = rig.loop.requests.groups["row 0"].requests
-    assert len(request._output_ids) == len(request._token_ns) == request.max_tokens
 
 
 @contextmanager
@@ -316,38 +236,6 @@ def test_a_row_more_costs_a_few_lines() -> None:
 
 
 # The benchmark ------------------------------------------------------------------------------------
-
-
-def test_the_benchmark_measures_every_rig() -> None:
-    costs = measure_host((1, 3), (2, 20), (500, 800), num_steps=120)
-    points = [(2, 500), (20, 500), (2, 800)]
-    assert [(c.rows, c.queued, c.num_blocks) for c in costs] == [
-        (rows, *point) for rows in (1, 3) for point in points
-    ]
-    for cost in costs:
-        assert cost.host_us.n == 120
-        assert cost.host_us.p99 is not None
-        assert 0 < cost.host_us.min <= cost.host_us.p50 <= cost.host_us.p99
-
-
-def test_the_benchmark_refuses_what_it_cannot_measure() -> None:
-    with pytest.raises(ValueError, match=r"rows need .* blocks for .* steps, num_blocks is 10"):
-        measure_host((2,), (1,), (10,), num_steps=50)
-    with pytest.raises(ValueError, match=r"make sequences of \d+ tokens, .* no more than 4096"):
-        HostRig(1, 1, 10_000, num_steps=4000)
-    for wrong in ({"rows": ()}, {"queued": ()}, {"num_blocks": ()}, {"num_steps": 0}):
-        with pytest.raises(ValueError, match="must not be empty or 0"):
-            measure_host(**wrong)  # type: ignore[arg-type]
-
-
-def test_every_row_of_the_benchmark_decodes() -> None:
-    rig = HostRig(9, 4, 1000, num_steps=30, in_flight=1)
-    running = [g.requests[0] for g in rig.loop.requests.groups.values() if g.id.startswith("row")]
-    before = [request.num_output for request in running]
-    rig.run(30)
-    assert [request.num_output - 30 for request in running] == before
-    assert all(request.status is RequestStatus.RUNNING for request in running)
-    rig.loop.check_integrity()
 
 
 # On a device --------------------------------------------------------------------------------------

@@ -27,12 +27,6 @@ def test_a_start_whose_steps_are_operators_compiles_nothing(
     assert engine.stats()["prepared"]["steps"] > 0
 
 
-def test_eager_steps_have_no_kernels_to_build(open_engine: Callable[..., Engine]) -> None:
-    start = open_engine("base", mode="eager").stats()["start"]
-    assert start["kernels_built"] is None
-    assert start["code_cache"] == {"hits": 0, "misses": 0}
-
-
 @needs_compiler
 def test_steps_of_plain_torch_are_compiled_whole(open_engine: Callable[..., Engine]) -> None:
     prompts = [[3, 5, 7, 11, 13], [2, 4]]

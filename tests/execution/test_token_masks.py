@@ -93,7 +93,3 @@ def test_masks_that_are_slowest_end_first() -> None:
 @pytest.mark.usefixtures("short_steps")
 def test_masks_of_many_rows_that_are_not_slow_end_nothing() -> None:
     assert not any(run_steps([0.0009] * ROWS, False, 20))
-
-
-def test_masks_that_take_long_once_end_nothing() -> None:
-    assert run_steps([0.07], False, 1) == [[]]

@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.cache.arena import Storage
-from stepgraph.runtime.errors import CheckpointError, ConfigError
-from stepgraph.runtime.kernels import WeightStorage
-from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_source import find_drafter
 from torch import Tensor
 
@@ -135,66 +131,3 @@ def test_one_row(base: TinyModel, tmp_path: Path) -> None:
     reference = dflash(config, weights, base, torch.float32)
     rig.prefill(base.prompts(19))
     assert sum(rig.check(rig.verify(3, 2), reference, 1e-3) for _ in range(3)) > 3
-
-
-@pytest.mark.parametrize(
-    ("storage", "weights", "tolerance"),
-    [("model", "model", 0.15), ("int8", "model", 0.15), ("model", "int8", 0.2)],
-)
-def test_drafter_in_bfloat16(
-    base: TinyModel, storage: Storage, weights: WeightStorage, tolerance: float, tmp_path: Path
-) -> None:
-    directory, config, tensors = write(tmp_path / "drafter")
-    target, kernels = load_target(base.directory, torch.bfloat16, weights=weights)
-    rig = DrafterRig(find_drafter(directory, target.config), target, kernels, storage=storage)
-    reference = dflash(config, tensors, base, torch.bfloat16)
-    rig.prefill(base.prompts(1, 2, 17, 30))
-    compared = sum(rig.check(rig.verify(4, 3), reference, tolerance) for _ in range(5))
-    assert compared > 10
-
-
-def test_last_layer_is_normed(base: TinyModel, tmp_path: Path) -> None:
-    """The last layer of the target stands for its final hidden states, as in training."""
-    settings = {"mask_token_id": MASK, "target_layer_ids": [1, 2]}
-    directory, *_ = write(tmp_path / "drafter", dflash_config=settings)
-    assert find_drafter(directory, read_config(base.directory)).taps == (1, 3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"vocab_size": 96}, ConfigError, "vocab_size = 96.*97: use a drafter"),
-        ({"hidden_size": 64}, ConfigError, "hidden_size = 64.*48: use a drafter"),
-        ({"block_size": 1}, CheckpointError, "block_size = 1 must be at least 2"),
-        ({"model_type": "llama"}, CheckpointError, "'llama'; supported is qwen3"),
-        ({"dflash_config": {"target_layer_ids": [0, 1]}}, CheckpointError, "no mask_token_id"),
-        (
-            {"dflash_config": {"mask_token_id": 97, "target_layer_ids": [0, 1]}},
-            ConfigError,
-            "mask_token_id = 97 has no embedding",
-        ),
-        (
-            {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 3]}},
-            ConfigError,
-            r"target_layer_ids = \[0, 3\] must be ascending layers of the model, 0 to 2",
-        ),
-        ({"output_multiplier": 2.0}, CheckpointError, "output_multiplier = 2.0 is not supported"),
-        ({"without": "hidden_norm"}, CheckpointError, r"missing: hidden_norm\.weight \[48\]"),
-        (
-            {"more": {"candidate_selector.hidden_projection.weight": torch.ones(2, 2)}},
-            CheckpointError,
-            "DFlash 2, which is not supported",
-        ),
-        (
-            {**VARIANTS["windows"], "is_causal": False},
-            CheckpointError,
-            "a block that is not causal",
-        ),
-    ],
-)
-def test_refuses_drafters_that_do_not_fit(
-    base: TinyModel, changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    directory, *_ = write(tmp_path / "drafter", **changes)
-    with pytest.raises(error, match=message):
-        find_drafter(directory, read_config(base.directory))

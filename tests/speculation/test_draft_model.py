@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.cache.arena import Storage
-from stepgraph.runtime.errors import CheckpointError, ConfigError
+from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_source import find_drafter
 
@@ -57,17 +56,6 @@ def test_draft_model(tiny: Callable[[str], TinyModel], variant: str, mode: str) 
     assert rig.drafter.weight_bytes == config.weight_bytes(kernels, torch.float32)
 
 
-@pytest.mark.parametrize("storage", ["model", "int8"])
-def test_draft_model_in_bfloat16(base: TinyModel, storage: Storage) -> None:
-    target, kernels = load_target(base.directory, torch.bfloat16)
-    rig = DrafterRig(find_drafter(base.directory, target.config), target, kernels, storage=storage)
-    reference = greedy(base, torch.bfloat16)
-    rig.prefill(base.prompts(2, 3, 17, 30))
-    tolerance = 0.1 if storage == "model" else 0.3
-    compared = sum(rig.check(rig.verify(4, 4), reference, tolerance) for _ in range(4))
-    assert compared > 20
-
-
 def test_windowed_target(base: TinyModel) -> None:
     """The layers of a drafter attend to no more than the target's group keeps."""
     target, kernels = load_target(base.directory, torch.float32)
@@ -102,16 +90,3 @@ def test_refuses_other_vocabularies(
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match=r"another tokenizer.*has not the same id"):
         find_drafter(other, target, "draft_model", model)
-
-
-def test_refuses_what_is_no_drafter(base: TinyModel, tmp_path: Path) -> None:
-    target = read_config(base.directory)
-    with pytest.raises(CheckpointError, match="no checkpoint at"):
-        find_drafter(tmp_path / "absent", target)
-    with pytest.raises(ConfigError, match=r"unknown kind of drafter 'medusa'.*draft_model"):
-        find_drafter(base.directory, target, "medusa")
-    shutil.copytree(base.directory, tmp_path / "cut")
-    weights = tmp_path / "cut" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="truncated"):
-        find_drafter(tmp_path / "cut", target)

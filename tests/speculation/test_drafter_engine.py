@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from stepgraph.runtime import ConfigError, Engine, SamplingParams
+from stepgraph.runtime import Engine
 from stepgraph.runtime.execution.runner import new_blocks
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.scheduling.plan import StepPlan, TableUpdate
@@ -170,36 +170,3 @@ def test_a_drafter_that_does_not_pay_rests(
     stats = engine.stats()["speculation"]
     assert 0 < stats["proposing_steps"] < 20
     assert stats["verify_steps"] == 0
-
-
-@pytest.mark.parametrize(
-    ("speculation", "config", "message"),
-    [
-        ({"method": "draft_model"}, {}, "needs a model, as there is no .*drafter"),
-        ({"method": "eagle3"}, {}, "needs a model, as there is no .*drafter"),
-        ({"method": "draft_model", "model": "preset:llama-3.2-1b"}, {}, "vocab_size"),
-        ({"method": "suffix", "model": "demo"}, {}, "has no model"),
-        ({"method": "draft_model", "model": 3}, {}, "name of a checkpoint"),
-    ],
-)
-def test_drafters_that_cannot_be_are_refused(
-    open_engine: Callable[..., Engine], speculation: Any, config: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_engine("base", **config, speculation=speculation)
-
-
-def test_memory_of_the_drafter_is_planned(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
-    sizes = SIZES | {"num_blocks": 40, "host_cache_bytes": 1 << 20}
-    plain = open_engine("base", **sizes)
-    engine = open_engine("base", **sizes, speculation=drafting(base.directory, 2))
-    for term in ("weights", "cache"):
-        before, after = (e.memory_plan.terms()[term] for e in (plain, engine))
-        assert after == 2 * before
-    runner = engine._loop.runner
-    assert runner.drafter is not None
-    assert runner.drafter.nbytes == runner._arena.nbytes
-    sampled = SamplingParams(max_tokens=5, temperature=0.8, seed=1)
-    assert engine.generate(base.prompts(9), sampled)[0].token_ids

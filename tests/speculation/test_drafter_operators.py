@@ -51,17 +51,6 @@ def test_most_likely_after_a_linear_layer(rows: int, vocab_size: int, dtype: tor
         torch.testing.assert_close(found, probabilities, rtol=1e-5, atol=0)
 
 
-def test_most_likely_after_an_int8_layer() -> None:
-    x = torch.randn(9, 2, 33).bfloat16()[:, 1]  # not dense, and of an odd number of features
-    weight, scales = quantise_weight(torch.randn(70, 33), "int8")
-    packed = pack_linear(weight)
-    expected, _ = fused_most_likely(packed_linear(x, packed, None, 70, scales))
-    ids, _ = linear_most_likely(x, packed, None, 70, scales)
-    assert torch.equal(ids, expected)
-    with pytest.raises(RuntimeError, match="linear_most_likely"):
-        linear_most_likely(x, packed, None, 200, scales)
-
-
 def test_newest_tokens() -> None:
     rows, first = torch.tensor([3, 0, 5]), torch.tensor([0, 4, 5])
     positions = torch.tensor([8, 0, 0, 7, 0, 0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -184,13 +183,6 @@ def test_one_row_and_many(base: TinyModel, rows: int, tmp_path: Path) -> None:
     assert sum(rig.check(rig.verify(3, 2), reference, 1e-3) for _ in range(2)) > 3 * rows
 
 
-def test_default_taps(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """Without a list, they are the inputs of layers 2, half and all but 3."""
-    directory, *_ = write(tmp_path / "head", eagle_config=None)
-    config = read_config(tiny("gemma3").directory)  # of 7 layers, (2, 3, 4)
-    assert find_drafter(directory, config).taps == (1, 2, 3)
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -218,22 +210,3 @@ def test_refuses_heads_that_do_not_fit(
     directory, *_ = write(tmp_path / "head", **changes)
     with pytest.raises(error, match=message):
         find_drafter(directory, read_config(base.directory))
-
-
-def test_refuses_bad_maps_and_other_kinds(base: TinyModel, tmp_path: Path) -> None:
-    target = read_config(base.directory)
-    directory, config, weights = write(tmp_path / "head")
-    with pytest.raises(ConfigError, match="kind eagle3, not draft_model"):
-        find_drafter(directory, target, "draft_model")
-    for bad, message in (
-        (weights["d2t"] + 50, r"maps to token \d+, which must be from 0 to 96"),
-        (weights["d2t"].int(), r"must be int64 of shape \[61\]"),
-    ):
-        write_head(directory, config, {**weights, "d2t": bad})
-        with pytest.raises(CheckpointError, match=message):
-            find_drafter(directory, target)
-    write_head(directory, {**config, "speculators_model_type": "eagle"}, weights)
-    config.pop("architectures")
-    write_head(directory, {**config, "speculators_model_type": "eagle"}, weights)
-    with pytest.raises(CheckpointError, match="speculators_model_type = 'eagle' is an unknown"):
-        find_drafter(directory, target)

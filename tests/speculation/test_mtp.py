@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from stepgraph.cache.arena import Storage
-from stepgraph.runtime.errors import CheckpointError, ConfigError
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_source import find_drafter
 from torch import Tensor
@@ -19,7 +17,6 @@ from transformers import PreTrainedModel
 
 from ..rigs.drafter_rig import DrafterRig, load_target
 from ..rigs.mtp_models import KINDS, LAYERS, module, save, write
-from ..rigs.tiny_models import TinyModel
 
 Checkpoint = tuple[Path, str, PreTrainedModel]
 
@@ -99,43 +96,3 @@ def changed(
     tensors = load_file(directory / "model.safetensors") | (more or {})
     save(to, {name: tensor for name, tensor in tensors.items() if without not in name})
     return to
-
-
-def test_refuses_models_without_module(
-    checkpoint: Checkpoint, tiny: Callable[[str], TinyModel], tmp_path: Path
-) -> None:
-    directory, kind, _ = checkpoint
-    base = tiny("base").directory
-    with pytest.raises(ConfigError, match=r"type 'llama' have no modules.* mimo, deepseek_v3 have"):
-        find_drafter(base, read_config(base), "mtp")
-    target, prefix = read_config(directory), KINDS[kind].module
-
-    def refused(
-        message: str, config: dict[str, Any], without: str = "none", **more: Tensor
-    ) -> None:
-        with pytest.raises((CheckpointError, ConfigError), match=message):
-            find_drafter(changed(directory, tmp_path, config, without, more), target, "mtp")
-
-    suffix = "another method of speculation, such as 'suffix'"
-    for count in (0, -1, None):
-        refused(
-            f"num_nextn_predict_layers = {count}: .*{suffix}", {"num_nextn_predict_layers": count}
-        )
-    refused("num_nextn_predict_layers must be of type int", {"num_nextn_predict_layers": "1"})
-    refused("has num_layers = 2, the model 3: a module", {"num_hidden_layers": 2})
-    refused(rf"= 1, but no tensor is named {prefix}\*: .*{suffix}", {}, prefix)
-    fuse, norm = f"{prefix}{KINDS[kind].fuse}.weight", f"{prefix}{KINDS[kind].norm}.weight"
-    refused(rf"(?s)missing: {fuse} \[48, 96\].*{suffix}", {}, fuse)
-    refused(rf"(?s)missing: {norm} \[48\].*{suffix}", {}, norm)
-    wrong = rf"(?s)shape: {fuse} expected \[48, 96\], found \[48, 48\].*{suffix}"
-    refused(wrong, {}, **{fuse: torch.zeros(48, 48)})
-    refused(rf"unexpected: {prefix}more", {}, **{f"{prefix}more": torch.zeros(1)})
-    hybrid = {"mtp.fc.weight": torch.zeros(1)}
-    refused(rf"mtp\.\* are a module .* hybrid model \(Qwen3-Next, .*{suffix}", {}, **hybrid)
-
-
-def test_module_of_another_family(tmp_path: Path) -> None:
-    write(tmp_path / "mimo", "mimo")
-    write(tmp_path / "deepseek", "deepseek_v3")
-    with pytest.raises(ConfigError, match="model_type = 'mimo', the model 'deepseek_v3'"):
-        find_drafter(tmp_path / "mimo", read_config(tmp_path / "deepseek"), "mtp")

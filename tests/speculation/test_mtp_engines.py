@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import CheckpointError, ConfigError, Engine, EngineConfig
+from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.kernels import have_compiler
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..rigs.engine_rig import MIXED_PARAMS, greedy
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
-from ..rigs.mtp_models import KINDS, without_module, write, write_predictable
-from ..rigs.tiny_models import BASE
+from ..rigs.mtp_models import KINDS, write, write_predictable
 from .test_head_engines import MODES
 from .test_speculation import SIZES, run_mixed
 
@@ -119,35 +117,3 @@ def test_a_module_that_knows_the_next_token_is_right(
     )
     stats = engine.stats()["speculation"]
     assert stats["drafted"] == stats["accepted"] > 80
-
-
-def test_mimo_has_the_tokens_of_qwen2(start: Start, tmp_path: Path) -> None:
-    """transformers has no class for it; its layers, and so its tokens, are those of Qwen2."""
-    model = without_module(write(tmp_path, "mimo"))
-    (prompt,) = prompts(97)[:1]
-    expected = model.generate(
-        torch.tensor([prompt]),
-        max_new_tokens=24,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    output = start(tmp_path, 0).generate([prompt], greedy(24))[0]
-    assert output.token_ids == expected[0, len(prompt) :].tolist()
-
-
-def save_other(directory: Path, model_type: str, **settings: Any) -> None:
-    config = AutoConfig.for_model(model_type, **BASE | settings)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-
-
-def test_models_whose_modules_are_not_supported(start: Start, tmp_path: Path) -> None:
-    """Hybrid ones are no targets; layers of transformers return no hidden states."""
-    experts = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-    save_other(tmp_path / "hybrid", "qwen3_next", num_hidden_layers=4, **experts)
-    with pytest.raises(CheckpointError, match=r"(?s)Qwen3NextForCausalLM.*transformers itself"):
-        start(tmp_path / "hybrid", 1)
-    experts |= {"n_routed_experts": 3, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
-    save_other(tmp_path / "glm", "glm4_moe", n_group=1, topk_group=1, **experts)
-    with pytest.raises(ConfigError, match=r"'mtp' needs a model of a native family.*use 'suffix'"):
-        start(tmp_path / "glm", 1)

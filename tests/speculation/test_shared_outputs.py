@@ -57,18 +57,6 @@ def test_it_is_a_search_in_the_outputs_of_the_salt(
             assert any(found == output[i : i + len(found)] for output in own for i in range(12))
 
 
-def test_a_draft_ends_with_its_output() -> None:
-    shared = SharedOutputs(2, 8)
-    shared.add(None, [1, 2, 3, 4])
-    shared.add(None, [5, 6])
-    shared.index_some(100)
-    draft = shared.propose(None, [1, 2], 7)
-    assert draft is not None
-    assert draft.tokens == [3, 4]
-    assert shared.propose(None, [3, 4], 7) is None
-    assert shared.propose(None, [4, 5], 7) is None
-
-
 def test_memory_is_bounded() -> None:
     shared = SharedOutputs(3, 8)
     for number in range(3 * MAX_SALTS):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.runtime.speculation.request_drafter import MAX_MATCH, Draft, SuffixIndex
@@ -58,32 +56,3 @@ def test_a_long_match_is_a_search(unit: list[int], times: int) -> None:
     index = SuffixIndex(2)
     index.extend(tokens)
     assert index.propose(15) == searched(tokens, 2, 8, 15)
-
-
-def test_a_loop_is_drafted_to_any_length() -> None:
-    index = SuffixIndex(3)
-    index.extend([9, 8, 1, 2, 3, 1, 2, 3])
-    draft = index.propose(10)
-    assert draft is not None
-    assert draft.tokens == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
-
-
-def test_the_most_frequent_continuation_is_drafted() -> None:
-    index = SuffixIndex(2)
-    for following in (5, 5, 6, 5, 7):
-        index.extend([1, 2, following, following + 10])
-    index.extend([1, 2])
-    draft = index.propose(2)
-    assert draft is not None
-    assert (draft.tokens, draft.agreed) == ([5, 15], [False, True])
-
-
-def test_a_token_takes_little_time() -> None:
-    """A bound that a search through the sequence would exceed a hundred times."""
-    tokens = [(i * i) % 101 for i in range(60_000)]
-    index = SuffixIndex(3)
-    began = time.thread_time()
-    for token in tokens:
-        index.append(token)
-        index.propose(7)
-    assert time.thread_time() - began < 8
