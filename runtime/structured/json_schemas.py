@@ -16,17 +16,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, Final, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 from ..bounded_repr import bounded_repr, bounded_text
 from .exact_json import dumps, is_number, loads
 from .number_ranges import LARGEST_EXACT, NumberRange
-from .pattern_texts import matching_texts
 from .schema_rules import BOUNDS, NoRulesError, decimals_of, schema_rules, types_of
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 __all__ = ["COMPACT", "PreparedSchema", "prepared_schema"]
 
@@ -47,6 +53,9 @@ MAX_COUNT: Final = 2**31 - 1
 """Of items, characters and properties. No output has more."""
 MAX_PATTERNS: Final = 100
 """Of names of properties; each takes some milliseconds."""
+_MAX_STEPS: Final = 1000
+"""Bytes that are tried for a pattern, some milliseconds."""
+_MAX_BRANCHES: Final = 64
 MAX_BOUND_DIGITS: Final = 100
 """Of a bound of numbers."""
 
@@ -192,7 +201,7 @@ class _Walk:
                     schema["additionalProperties"] = False
                     texts: list[str] | None = list(named)
                 else:
-                    texts = matching_texts(pattern, len(self._names))
+                    texts = _matching_texts(pattern, len(self._names))
                 if texts is None:
                     continue
                 self.changed = True
@@ -418,3 +427,45 @@ def _check_texts(keyword: str, value: Any) -> None:
         raise ValueError(
             f"{keyword} has a text of {longest} characters; allowed are {MAX_FORCED_CHARS}"
         )
+
+
+def _matching_texts(pattern: str, most: int) -> list[str] | None:
+    """Return the texts in which a pattern is found; None if they are more than `most`, or many.
+
+    An invalid pattern has None.
+    """
+    from llguidance import LLMatcher  # an optional package
+
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(schema), log_level=0)
+    if matcher.is_error():
+        return [] if "Regex is empty" in matcher.get_error() else None
+    found: set[str] = set()
+    steps, open_ = 0, [(matcher, b"")]
+    while open_:
+        matcher, begun = open_.pop()
+        if matcher.is_accepting():
+            try:
+                found.add(json.loads(begun))
+            except ValueError:
+                return None
+            if len(found) > most:
+                return None
+            continue
+        packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(packed, bitorder="little")[:256])
+        steps += len(allowed)
+        if len(allowed) > _MAX_BRANCHES or steps > _MAX_STEPS:
+            return None
+        for byte in allowed.tolist():
+            longer = matcher.deep_copy()
+            longer.consume_token(byte)
+            open_.append((longer, begun + bytes([byte])))
+    return sorted(found)
+
+
+@lru_cache(maxsize=1)
+def _bytes() -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")

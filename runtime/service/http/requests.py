@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -12,10 +13,17 @@ from ...errors import GrammarError, RequestError
 from ...loading.chat_template import ChatPrompt
 from ...prompt_ids import too_long
 from ...sampling_params import (
+    MAX_ADDITIVE_PENALTY,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
     MAX_N,
     MAX_REPETITION_PENALTY,
     MAX_SEED,
+    MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TEMPERATURE,
@@ -28,24 +36,6 @@ from ...structured_output import StructuredOutput
 from ..request_handle import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
 from .chat_grammars import tool_call_grammar
 from .chat_messages import template_messages
-from .field_limits import (
-    MAX_MESSAGES,
-    AllowedTokenIds,
-    BadWords,
-    Biases,
-    LogprobTokenIds,
-    NumLogprobs,
-    NumTokens,
-    NumTruncated,
-    Penalty,
-    Prompts,
-    Seconds,
-    StopString,
-    TokenId,
-    allows,
-    check_count,
-    check_length,
-)
 from .http_errors import HttpError
 
 __all__ = [
@@ -58,6 +48,34 @@ __all__ = [
     "chat_prompt",
 ]
 
+
+def allows(**limits: object) -> msgspec.Meta:
+    """Return limits for the OpenAPI document; `SamplingParams` and `RequestOptions` check them."""
+    return msgspec.Meta(extra_json_schema=limits)
+
+
+NumTokens = Annotated[int, allows(minimum=0, maximum=MAX_TOKENS_LIMIT)]
+Penalty = Annotated[float, allows(minimum=-MAX_ADDITIVE_PENALTY, maximum=MAX_ADDITIVE_PENALTY)]
+TokenId = Annotated[int, allows(minimum=0, maximum=MAX_TOKEN_ID)]
+NumLogprobs = Annotated[int, allows(minimum=0, maximum=MAX_LOGPROBS)]
+StopString = Annotated[str, allows(minLength=1, maxLength=MAX_STOP_STRING_CHARS)]
+Bias = Annotated[float, allows(minimum=-MAX_LOGIT_BIAS, maximum=MAX_LOGIT_BIAS)]
+Biases = Annotated[
+    dict[TokenId, Bias],
+    allows(maxProperties=MAX_LOGIT_BIAS_ENTRIES, propertyNames={"pattern": "^[0-9]{1,9}$"}),
+]
+Seconds = Annotated[float, allows(exclusiveMinimum=0, maximum=MAX_SECONDS)]
+AllowedTokenIds = Annotated[list[TokenId], allows(minItems=1, maxItems=MAX_ALLOWED_TOKEN_IDS)]
+LogprobTokenIds = Annotated[list[TokenId], allows(maxItems=MAX_LOGPROBS)]
+BadWords = Annotated[
+    list[Annotated[str, allows(minLength=1, maxLength=MAX_BAD_WORD_CHARS)]],
+    allows(maxItems=MAX_BAD_WORDS),
+]
+NumTruncated = Annotated[int, allows(minimum=-1, maximum=MAX_TRUNCATED_TOKENS)]
+Prompts = str | list[str | TokenId | list[TokenId]]
+
+MAX_MESSAGES = 1 << 14
+"""Also of tools and of documents."""
 
 _SAMPLING_FIELDS = (
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -233,8 +251,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
                 raise HttpError(
                     400, f"{name} must be above 0 and up to {MAX_SECONDS:g} seconds", param=name
                 )
-        check_length("user", self.user, MAX_TENANT_CHARS, "characters")
-        check_length("cache_salt", self.cache_salt, MAX_SALT_CHARS, "characters", least=1)
+        _check_length("user", self.user, MAX_TENANT_CHARS, "characters")
+        _check_length("cache_salt", self.cache_salt, MAX_SALT_CHARS, "characters", least=1)
         return RequestOptions(
             priority=self.priority or 0,
             deadline=self.timeout,
@@ -398,7 +416,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
         If the request has none, `default` is that of the model; None: the longest sequence ends it.
         """
         most = MAX_TOKENS_LIMIT
-        check_count("max_completion_tokens", self.max_completion_tokens, most)
+        _check_count("max_completion_tokens", self.max_completion_tokens, most)
         for given in (self.max_completion_tokens, self.max_tokens, default):
             if given is not None:
                 return given
@@ -406,7 +424,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
 
     def num_logprobs(self) -> int | None:
         """Return how many of the most probable tokens to report; None for no report at all."""
-        check_count("top_logprobs", self.top_logprobs, MAX_LOGPROBS)
+        _check_count("top_logprobs", self.top_logprobs, MAX_LOGPROBS)
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:
@@ -460,7 +478,7 @@ def chat_prompt(
         HttpError: there are too many messages, tools or documents; and as `template_messages`.
     """
     for name in ("messages", "tools", "documents"):
-        check_length(name, getattr(request, name), MAX_MESSAGES, "entries")
+        _check_length(name, getattr(request, name), MAX_MESSAGES, "entries")
     begins = request.add_generation_prompt
     kwargs = request.chat_template_kwargs or {}
     if isinstance(request, ChatRequest):
@@ -474,3 +492,20 @@ def chat_prompt(
         chat_template=request.chat_template,
         template_kwargs=kwargs,
     )
+
+
+def _check_count(name: str, value: int | None, most: int) -> None:
+    """Raise `HttpError` if a number is below 0 or above `most`."""
+    if value is not None and not 0 <= value <= most:
+        shown = bounded_repr(value)
+        raise HttpError(
+            400, f"{name} is {shown}; allowed is an integer from 0 to {most}", param=name
+        )
+
+
+def _check_length(name: str, value: Sized | None, most: int, unit: str, *, least: int = 0) -> None:
+    """Raise `HttpError` if a text or a list is shorter than `least` or longer than `most`."""
+    if value is not None and not least <= len(value) <= most:
+        raise HttpError(
+            400, f"{name} has {len(value)} {unit}; allowed are {least} to {most}", param=name
+        )
