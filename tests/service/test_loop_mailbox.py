@@ -122,18 +122,6 @@ def test_an_exception_of_a_consumer_delays_no_other(error: type[BaseException]) 
     consumers.post(1)  # is dropped
 
 
-def test_a_wait_without_a_task() -> None:
-    async def run() -> None:
-        mailbox = LoopMailbox(asyncio.get_running_loop())
-        (handle,) = handles(mailbox, 1)
-        waiter = mailbox.news(handle)
-        mailbox.post(handle)
-        mailbox.flush()
-        await asyncio.wait_for(waiter, 5)
-
-    asyncio.run(run())
-
-
 def test_a_mailbox_wakes_its_loop_once_until_it_has_run() -> None:
     class Loop:
         calls: list[Any]

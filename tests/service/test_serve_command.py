@@ -24,7 +24,6 @@ from stepgraph.runtime import (
     ConfigError,
     Engine,
     EngineConfig,
-    RequestError,
     ServiceConfig,
     progress,
 )
@@ -97,16 +96,8 @@ def test_a_signal_during_imports_ends_the_command(number: signal.Signals) -> Non
     ("values", "field"),
     [
         ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"mode": "fast"}, "mode"),
-        ({"device": 3}, "device"),
-        ({"threads": 0}, "threads"),
-        ({"memory_fraction": 2.0}, "memory_fraction"),
         ({"memory_bytes": 1, "memory_tokens": 1}, "memory_bytes"),
-        ({"preemption": "swap"}, "preemption"),
-        ({"buckets": (99,)}, "buckets"),
         ({"speculation": "guess"}, "speculation"),
-        ({"max_batch_tokens": 8}, "max_batch_tokens"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
     ],
 )
 def test_config_errors_name_field_and_flag(values: dict[str, Any], field: str) -> None:
@@ -125,26 +116,6 @@ def test_config_errors_of_the_service_name_field_and_flag() -> None:
             ServiceConfig(**values)
         assert raised.value.field == next(iter(values))
         assert raised.value.flag in in_flags(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        ("use mode='eager'", "use --mode eager"),
-        ("set structured_output=True in its EngineConfig", "set --structured-output"),
-        ("EngineConfig(tie_word_embeddings=False) uses", "--no-tie-word-embeddings uses"),
-        ("give EngineConfig.threads", "give --threads"),
-        ("raise max_model_len or", "raise --max-model-len or"),
-        ("the mode of the device", "the mode of the device"),
-        ("seed must be", "seed must be"),
-        (
-            "no /models/max_model_len/x or 'num_blocks'",
-            "no /models/max_model_len/x or 'num_blocks'",
-        ),
-    ],
-)
-def test_messages_are_shown_in_flags(message: str, shown: str) -> None:
-    assert in_flags(RequestError(message)) == shown
 
 
 def test_engines_are_not_made_of_names() -> None:

@@ -30,7 +30,6 @@ from stepgraph.runtime.structured import (
 )
 from stepgraph.runtime.structured.compiler import GrammarCompiler
 from stepgraph.runtime.structured_output import StructuredOutput
-from tokenizers import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "runtime" / "demo"
 MANY = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(200)}}
@@ -78,39 +77,20 @@ def test_the_cache_is_bounded(grammars: GrammarCompiler, monkeypatch: pytest.Mon
     assert grammars.counts == {"compiled": 11, "found": 2, "refused": 0}
 
 
-def test_large_and_slow_grammars_displace_no_others(
-    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 40)
-    for text in ("small", "ä" * 6, "ä" * 6, "small"):
-        grammars.matchers(StructuredOutput(regex=text), 1)
-    assert grammars.counts == {"compiled": 3, "found": 1, "refused": 0}
-    monkeypatch.setattr(compiler, "MAX_CACHED_SECONDS", 0.0)
-    for text in ("slow", "slow", "small"):
-        grammars.matchers(StructuredOutput(regex=text), 1)
-    assert grammars.counts == {"compiled": 5, "found": 2, "refused": 0}
-
-
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({"regex": "(a"}, "unclosed group"),
-        ({"regex": r"(?=a)b"}, ""),
         ({"grammar": "start: %%%"}, "lexer error"),
-        ({"grammar": "start: missing"}, "missing"),
         ({"grammar": 'root ::= "a" ('}, ""),
         ({"grammar": "root ::= " + "(" * 30_000}, ""),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
         ({"json": False}, "not"),
         ({"json": {"type": "object", "not": {}}}, "not"),
-        ({"json": {"type": "nothing"}}, ""),
         ({"json": {"$ref": "http://example.com/x.json"}}, "not present"),
         ({"json": {"$ref": "file:///etc/passwd"}}, ""),
         ({"json": {"$ref": "#"}}, ""),
-        ({"json": {"$ref": "#/$defs/missing"}}, ""),
         ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, ""),
-        ({"json": {"type": "string", "pattern": "("}}, ""),
-        ({"json": {"enum": []}}, ""),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -191,12 +171,6 @@ def test_long_chains_of_references_do_not_end_the_process() -> None:
     assert ended.returncode == 0, ended.stderr
     assert len(ended.stdout.splitlines()) == 4
     assert "compiled" in ended.stdout
-
-
-def test_other_threads_keep_their_stacks(grammars: GrammarCompiler) -> None:
-    before = threading.stack_size()
-    assert grammars.matchers(StructuredOutput(regex="a"), 1)
-    assert threading.stack_size() == before
 
 
 def test_a_thread_that_cannot_be_started_takes_no_place(
@@ -305,12 +279,6 @@ def test_tokens_that_the_model_lacks_are_never_allowed(tokenizer: Any, vocab_siz
     assert (found[:shared] == expected[:shared]).all()
     assert found[:shared].sum() > 1000
     assert not found[shared:].any()
-
-
-def test_the_definition_of_a_tokenizer_is_that_of_its_file(tokenizer: Any) -> None:
-    again = Tokenizer.from_str(tokenizer.definition)
-    assert again.encode("def main():\n").ids == tokenizer.encode("def main():\n")
-    assert json.loads(tokenizer.definition)["model"]["type"] == "BPE"
 
 
 def test_threads_that_ask_for_the_same_grammar_compile_it_once(
