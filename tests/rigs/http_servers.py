@@ -18,7 +18,7 @@ import httpx
 import uvicorn
 from stepgraph.runtime import AsyncEngine, Engine, ServiceConfig
 from stepgraph.runtime.service import app
-from stepgraph.runtime.service.http import connection, server_flags
+from stepgraph.runtime.service.http import connection, flags
 
 from .http_rig import slow_engine
 
@@ -36,7 +36,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, server_flags.API_KEY_VARIABLE: KEY},
+            env={**os.environ, flags.API_KEY_VARIABLE: KEY},
         )
         assert self.process.stderr is not None
         self.errors = [self.process.stderr.readline()]

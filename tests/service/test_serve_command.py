@@ -28,9 +28,9 @@ from stepgraph.runtime import (
     progress,
 )
 from stepgraph.runtime.engine.engine_stats import EngineCounters
-from stepgraph.runtime.service.http.config_flags import in_flags
+from stepgraph.runtime.service.http.command import ACCESS_LOG, logs_to_stderr
+from stepgraph.runtime.service.http.flags import in_flags
 from stepgraph.runtime.service.http.server import ThroughputLog
-from stepgraph.runtime.service.http.stderr_log import ACCESS_LOG, logs_to_stderr
 
 from ..project.test_imports import run
 from ..rigs.fake_engine import fake_engine

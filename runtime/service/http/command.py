@@ -1,10 +1,16 @@
-"""The command line of `stepgraph serve`. Imports neither torch nor the libraries of the server."""
+"""The command line of `stepgraph serve`, and its log on stderr.
+
+Imports neither torch nor the libraries of the server.
+"""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -12,11 +18,16 @@ from types import FrameType
 from ...config import EngineConfig
 from ...errors import ConfigError
 from ..service_config import ServiceConfig
-from .config_flags import config_of, in_flags
-from .server_flags import ENGINE_DEFAULTS, PROGRAM, SERVICE_DEFAULTS, make_parser
-from .stderr_log import logs_to_stderr
+from .flags import ENGINE_DEFAULTS, PROGRAM, SERVICE_DEFAULTS, config_of, in_flags, make_parser
 
-__all__ = ["Serve", "run"]
+__all__ = ["ACCESS_LOG", "Serve", "logs_to_stderr", "run"]
+
+ACCESS_LOG = "stepgraph.access"
+"""Name of the logger with a record for each request."""
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_COLOURS = {"DEBUG": 2, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
+"""Codes of ANSI escapes (dim, yellow, red) by level."""
 
 Serve = Callable[[argparse.Namespace, EngineConfig, ServiceConfig], int]
 
@@ -60,3 +71,62 @@ def _ends_at_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def logs_to_stderr(level: str, *, access: bool) -> Iterator[None]:
+    """Show records of `stepgraph` from a level on, and warnings of all other libraries.
+
+    Args:
+        level: the name of a level in lower case.
+        access: whether there is a record for each request.
+    """
+    root, own = logging.getLogger(), logging.getLogger("stepgraph")
+    uvicorn, requests = logging.getLogger("uvicorn"), logging.getLogger(ACCESS_LOG)
+    loggers = (own, uvicorn, requests)
+    before = [logger.level for logger in loggers]
+    handler = _Handler()
+    handler.setFormatter(_Formatter(_FORMAT))
+    root.addHandler(handler)
+    own.setLevel(level.upper())
+    uvicorn.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+    if not access:
+        requests.setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        # Fallbacks are logged too.
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"stepgraph\.")
+        logging.captureWarnings(True)
+        try:
+            yield
+        finally:
+            logging.captureWarnings(False)
+            for logger, previous in zip(loggers, before, strict=True):
+                logger.setLevel(previous)
+            root.removeHandler(handler)
+
+
+class _Handler(logging.Handler):
+    """Writes to the `sys.stderr` of the moment: a progress bar replaces it while it is drawn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+class _Formatter(logging.Formatter):
+    """Colours the level on a terminal."""
+
+    default_msec_format = "%s.%03d"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # of the base class
+        colour = _COLOURS.get(record.levelname)
+        if colour is None or os.environ.get("NO_COLOR") or not sys.stderr.isatty():
+            return super().formatMessage(record)
+        name = record.levelname
+        record.levelname = f"\x1b[{colour}m{name}\x1b[0m"
+        try:
+            return super().formatMessage(record)
+        finally:
+            record.levelname = name

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ...bounded_repr import bounded_text
+from .command import ACCESS_LOG
 from .exchange import ACCESS_NOTES
-from .stderr_log import ACCESS_LOG
 
 __all__ = ["LimitedConnection"]
 

@@ -20,7 +20,7 @@ from ...errors import (
     StepgraphError,
     StructuredOutputError,
 )
-from .config_flags import in_flags
+from .flags import in_flags
 
 __all__ = ["ErrorBody", "HttpError", "http_error"]
 

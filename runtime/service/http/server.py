@@ -29,9 +29,8 @@ from ..service_config import ServiceConfig
 from ..tracing import trace_requests
 from .app import app
 from .command import run
-from .config_flags import in_flags
 from .connection import LimitedConnection
-from .server_flags import API_KEY_VARIABLE, PROGRAM
+from .flags import API_KEY_VARIABLE, PROGRAM, in_flags
 
 __all__ = ["ThroughputLog", "listen_tcp", "listen_unix", "main", "remove_socket", "serve"]
 

@@ -12,7 +12,7 @@ from ...errors import EngineFailedError
 from ..async_engine import AsyncEngine
 from ..health import Phase
 from ..http.app import app
-from ..http.server_flags import API_KEY_VARIABLE
+from ..http.flags import API_KEY_VARIABLE
 from .autoscaling import LOADS, load_stats
 from .options import ReplicaOptions
 from .remote_call import Accepted, Head, NotServed, RemoteRequest, respond

@@ -13,7 +13,7 @@ from msgspec import Meta
 from ...bounded_repr import bounded_repr
 from ...config import EngineConfig
 from ...errors import ConfigError
-from ..http.server_flags import ENGINE_DEFAULTS, SERVICE_DEFAULTS
+from ..http.flags import ENGINE_DEFAULTS, SERVICE_DEFAULTS
 from ..service_config import ServiceConfig
 
 __all__ = ["AutoscalingOptions", "HttpOptions", "ReplicaOptions", "RoutingOptions"]

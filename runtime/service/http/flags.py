@@ -1,0 +1,337 @@
+"""The flags of `stepgraph serve`: its own, and the fields of the configurations. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+from ....profiling.command_line import CommandParser
+from ...config import EngineConfig
+from ...errors import ConfigError
+from ...speculation.config import Speculation
+from ...tools.arguments import parse_bytes
+from ...tools.configuration_reference import described_fields
+from ..service_config import ServiceConfig
+
+__all__ = [
+    *("API_KEY_VARIABLE", "ENGINE_DEFAULTS", "PROGRAM", "SERVICE_DEFAULTS"),
+    *("config_of", "in_flags", "make_parser"),
+]
+
+Config = TypeVar("Config")
+
+API_KEY_VARIABLE = "STEPGRAPH_API_KEY"
+PROGRAM = "stepgraph serve"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_SECONDS = 1e9
+ENGINE_DEFAULTS: dict[str, Any] = {"freeze_gc": True}
+SERVICE_DEFAULTS: dict[str, Any] = {"switch_interval": 1e-4}
+"""Settings of the whole process, which belongs to this command."""
+WITHOUT_FLAG = ("prompt_embeds", "encoder_cache_bytes")
+"""What HTTP requests cannot use."""
+
+_DESCRIPTION = """\
+Serve a model over HTTP with the API of OpenAI.
+
+%(prog)s demo
+%(prog)s path/to/checkpoint --dtype bfloat16 --port 8000 --threads -1
+curl localhost:8000/v1/completions -d '{"prompt": "def main(", "max_tokens": 32}'
+"""
+_EPILOG = """\
+SIGTERM and SIGINT complete the requests in progress for up to --drain-timeout seconds; a second
+signal aborts them. Exit status: 0 after that; 143 and 130 if the signal arrives before the model is
+loaded; 1 if the model cannot be loaded, the address cannot be used or the engine fails; 2 for a
+wrong command line or configuration. See docs/serving.md
+"""
+
+_FLAGS = {
+    **{
+        field.name: f"--{field.name.replace('_', '-')}"
+        for kind in (EngineConfig, ServiceConfig)
+        for field in dataclasses.fields(kind)
+    },
+    **{"model_names": "--served-model-name", "api_keys": "--api-key"},
+    **{name: f"--{name.replace('_', '-')}" for name in ("tool_parser", "reasoning_parser")},
+}
+_FIELD = "|".join(sorted(_FLAGS, key=len, reverse=True))
+_LONG_FIELD = "|".join(name for name in _FLAGS if "_" in name)
+"""Other names are also words."""
+_SETTING = re.compile(
+    rf"(?:(?:Engine|Service)Config\()?(?<![\w.\"'-])({_FIELD}) ?= ?('[^']*'|[\w.+-]+)\)?"
+    r"(?: in (?:its|the) (?:Engine|Service)Config)?"
+)
+_NAME = re.compile(
+    rf"(?:Engine|Service)Config\.({_FIELD})\b|(?<![\w.'\"/-])({_LONG_FIELD})(?![\w'\"/])"
+)
+
+
+def make_parser() -> CommandParser:
+    """Return the parser of the command line."""
+    parser = CommandParser(
+        prog=PROGRAM,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model",
+        type=_non_empty,
+        help="checkpoint directory, hub id, preset:NAME (random weights) or demo",
+    )
+    http = parser.add_argument_group("HTTP")
+    http.add_argument(
+        "--host",
+        type=_non_empty,
+        default="127.0.0.1",
+        help="address to listen on, 0.0.0.0 for all (default: %(default)s)",
+    )
+    http.add_argument(
+        "--port",
+        type=_flag_type(_port, "a port, 0 to 65535"),
+        default=8000,
+        metavar="N",
+        help="TCP port, 0 for a free one (default: %(default)s)",
+    )
+    http.add_argument(
+        "--uds", type=_non_empty, metavar="PATH", help="listen on a unix socket instead"
+    )
+    http.add_argument(
+        "--api-key",
+        nargs="+",
+        type=_non_empty,
+        metavar="KEY",
+        help=f"keys that requests must present (default: {API_KEY_VARIABLE}; without it, none)",
+    )
+    http.add_argument(
+        "--served-model-name",
+        nargs="+",
+        type=_non_empty,
+        metavar="NAME",
+        help="names that requests may give as model (default: MODEL as given here)",
+    )
+    http.add_argument(
+        "--max-body-bytes",
+        type=_flag_type(parse_bytes, "a size such as 4MB"),
+        default=4 << 20,
+        metavar="SIZE",
+        help="maximum size of the body of a request (default: 4MiB)",
+    )
+    http.add_argument(
+        "--allow-origin",
+        nargs="+",
+        default=(),
+        metavar="ORIGIN",
+        help="origins whose web pages may call the service (CORS; default: none)",
+    )
+    http.add_argument(
+        "--tool-parser",
+        metavar="NAME",
+        help="find tool calls in chats: hermes (also Qwen), llama3_json, or of an entry point",
+    )
+    http.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="separate reasoning from answers in chats: think, or of an entry point",
+    )
+    http.add_argument(
+        "--vllm-metric-names",
+        action="store_true",
+        help="repeat metrics under vLLM's names, for its dashboards",
+    )
+    http.add_argument(
+        "--trace",
+        action="store_true",
+        help="make OpenTelemetry spans; run the command with opentelemetry-instrument",
+    )
+    http.add_argument("--ssl-certfile", metavar="FILE", help="certificate, for TLS")
+    http.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate")
+    http.add_argument(
+        "--drain-timeout",
+        type=_flag_type(_seconds, "a number of seconds, 0 to 10^9"),
+        default=30.0,
+        metavar="SECONDS",
+        help="time for requests in progress after SIGTERM (default: %(default)g)",
+    )
+    log = parser.add_argument_group("log", "Lines on stderr.")
+    log.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="least severe messages that are shown (default: %(default)s)",
+    )
+    log.add_argument(
+        "--access-log",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a line for each request (default: yes)",
+    )
+    _add_config_flags(
+        parser.add_argument_group("service", "Fields of ServiceConfig."),
+        ServiceConfig,
+        defaults=SERVICE_DEFAULTS,
+    )
+    _add_config_flags(
+        parser.add_argument_group("engine", "Fields of EngineConfig."),
+        EngineConfig,
+        defaults=ENGINE_DEFAULTS,
+        without=WITHOUT_FLAG,
+    )
+    return parser
+
+
+def _non_empty(text: str) -> str:
+    """Refuse what an unset variable of a shell gives: an empty host would be every address."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port < 1 << 16:
+        raise ValueError
+    return port
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise ValueError
+    return seconds
+
+
+def _add_config_flags(
+    parser: argparse._ActionsContainer,
+    kind: type,
+    *,
+    defaults: Mapping[str, Any],
+    without: Collection[str] = (),
+) -> None:
+    """Add a flag for each field of a dataclass except those `without`.
+
+    Flags that are not given leave no attribute in the result of the parser; see `config_of`, which
+    has the same `defaults`.
+    """
+    hints = typing.get_type_hints(kind)
+    texts = described_fields(kind)
+    for field in dataclasses.fields(kind):
+        if field.name not in without:
+            text = _help(texts[field.name], defaults.get(field.name, field.default))
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                dest=_attribute(kind, field.name),
+                default=argparse.SUPPRESS,
+                help=text.replace("%", "%%"),
+                **_settings(field.name, hints[field.name]),
+            )
+
+
+def config_of(kind: type[Config], options: argparse.Namespace, **defaults: Any) -> Config:
+    """Return the configuration that the flags give; `defaults` differ from those of the class.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    values = dict(defaults)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        name = _attribute(kind, field.name)
+        if hasattr(options, name):
+            value = getattr(options, name)
+            if isinstance(value, list):  # of a tuple, or the pairs of a mapping
+                value = dict(value) if isinstance(value[0], tuple) else tuple(value)
+            values[field.name] = value
+    return kind(**values)
+
+
+def in_flags(error: Exception) -> str:
+    """Return the message of an error with flags of `stepgraph serve` for fields of configurations.
+
+    `max_num_seqs must be` becomes `--max-num-seqs must be`, `mode='eager'` becomes `--mode eager`.
+    """
+    message = str(error).removeprefix("ServiceConfig: ")
+    message = _NAME.sub(lambda found: _FLAGS[found[1] or found[2]], _SETTING.sub(_flag_of, message))
+    if isinstance(error, ConfigError) and error.flag is not None and error.flag not in message:
+        field = error.field
+        named = re.compile(rf"(?<![\w'\"-]){field}(?![\w'\"])")
+        found = named.search(message) is not None
+        return named.sub(error.flag, message, count=1) if found else f"{error.flag}: {message}"
+    return message
+
+
+def _flag_of(found: re.Match[str]) -> str:
+    """Return the flag that gives a field a value."""
+    flag, value = _FLAGS[found[1]], found[2].strip("'")
+    if value in ("True", "False"):
+        return flag if value == "True" else f"--no-{flag.removeprefix('--')}"
+    return f"{flag} {value}"
+
+
+def _flag_type(read: Callable[[str], Any], what: str) -> Callable[[str], Any]:
+    """Return a type for argparse whose error says `what` was expected."""
+
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except (ValueError, ConfigError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is not {what}") from error
+
+    return convert
+
+
+def _help(text: str, default: Any) -> str:
+    """Return the description of a field with its default; `None` is no word of a shell."""
+    if default is None:
+        return text.replace(". None:", ". Default:").replace("; None:", "; default:")
+    if default is dataclasses.MISSING:
+        return text
+    text = re.sub(r" None: [^.]*\.$", "", text).removesuffix(".")
+    shown = "yes" if default is True else "no" if default is False else default
+    if isinstance(default, float):
+        shown = f"{default:g}"
+    return f"{text} (default: {shown})"
+
+
+def _attribute(kind: type, field: str) -> str:
+    return f"{kind.__name__}.{field}"
+
+
+def _settings(name: str, hint: Any) -> dict[str, Any]:
+    """Return the settings of the flag of a field: one of the types of the configurations."""
+    arguments = [a for a in typing.get_args(hint) if a is not types.NoneType]
+    if isinstance(hint, types.UnionType) and len(arguments) == 1:
+        hint = arguments[0]  # None is the default
+    origin = typing.get_origin(hint)
+    if Speculation in arguments:
+        return {"type": _flag_type(_speculation, "a method or a JSON object"), "metavar": "METHOD"}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if origin is typing.Literal:
+        return {"choices": typing.get_args(hint)}
+    if origin is tuple:
+        return {"nargs": "+", "type": _flag_type(int, "an integer"), "metavar": "N"}
+    if origin is Mapping:
+        pair = "NAME=NUMBER"
+        return {"nargs": "+", "type": _flag_type(_name_and_number, pair), "metavar": pair}
+    if name.endswith("_bytes"):
+        return {"type": _flag_type(parse_bytes, "a size such as 512MB"), "metavar": "SIZE"}
+    if hint is int:
+        return {"type": _flag_type(int, "an integer"), "metavar": "N"}
+    if hint is float:
+        return {"type": _flag_type(float, "a number"), "metavar": "X"}
+    assert hint is str, f"no flag for {name}: {hint}"
+    return {"metavar": "NAME"}
+
+
+def _speculation(text: str) -> Speculation:
+    return Speculation.of(json.loads(text) if text.startswith("{") else text)
+
+
+def _name_and_number(text: str) -> tuple[str, float]:
+    name, _, number = text.rpartition("=")
+    return name, float(number)
