@@ -13,7 +13,7 @@ consumer reads too little is paused, and ended if that lasts (see `Dispatcher`).
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
 from ..arguments import MAX_PRIORITY, check_integer
@@ -81,95 +81,55 @@ class Delta:
     """Why the completion ended, in its last delta."""
 
 
+@dataclass(slots=True, eq=False)
 class RequestHandle:
-    """State of one request. The step thread changes it, once it is prepared."""
+    """State of one request. The step thread changes it, once it is prepared.
 
-    __slots__ = (
-        "abort_reason",
-        "deadline_ns",
-        "error",
-        "failure",
-        "first_token_deadline_ns",
-        "group",
-        "id",
-        "is_chat",
-        "mailbox",
-        "num_charged",
-        "num_completions",
-        "num_pauses",
-        "num_prompt_tokens",
-        "num_read",
-        "output",
-        "paused",
-        "posted",
-        "prepared",
-        "priority",
-        "started_ns",
-        "state",
-        "streams",
-        "submitted_ns",
-        "tenant",
-        "traceparent",
-        "unread_ns",
-    )
+    Times are on the clock of `time.perf_counter_ns`.
+    """
 
-    def __init__(
-        self,
-        request_id: str,
-        mailbox: Mailbox,
-        *,
-        streams: bool,
-        num_completions: int,
-        tenant: str,
-        priority: int,
-        submitted_ns: int,
-        deadline_ns: int | None,
-        first_token_deadline_ns: int | None,
-    ) -> None:
-        """Begin in state `PREPARING`.
-
-        `streams` is whether the consumer reads more than the last output, `num_completions` is
-        `SamplingParams.n`. Times are on the clock of `time.perf_counter_ns`.
-        """
-        self.id = request_id
-        self.mailbox = mailbox
-        self.streams = streams
-        self.num_completions = num_completions
-        self.tenant = tenant
-        self.priority = priority
-        self.submitted_ns = submitted_ns
-        self.deadline_ns = deadline_ns
-        self.first_token_deadline_ns = first_token_deadline_ns
-        self.state = HandleState.PREPARING
-        self.prepared: RequestGroup | BaseException | None = None
-        """The result of its preparation, from the preparing thread."""
-        self.group: RequestGroup | None = None
-        """Its requests, once it is admitted."""
-        self.num_prompt_tokens = 0
-        self.started_ns: int | None = None
-        """When it entered the engine."""
-        self.num_charged = 0
-        """Output tokens that its tenant's counter contains."""
-        self.is_chat = False
-        """Whether its prompt is a conversation."""
-        self.traceparent: str | None = None
-        self.output: RequestOutput | None = None
-        """The newest output."""
-        self.error: BaseException | None = None
-        """Why it was refused, or lost."""
-        self.abort_reason: AbortReason | None = None
-        """Set once it should end early."""
-        self.failure: BaseException | None = None
-        """The error to end with, once the engine has ended it."""
-        self.num_read: int | None = None
-        """Output tokens that its consumer has read; None if it need not read them."""
-        self.unread_ns: int | None = None
-        """Since when output waits for its consumer; None if it has read all."""
-        self.paused = False
-        """Whether its row was taken because its consumer reads too little."""
-        self.num_pauses = 0
-        self.posted = False
-        """Whether its mailbox has news of it that the consumer has not seen."""
+    id: str
+    mailbox: Mailbox
+    _: KW_ONLY
+    streams: bool
+    """Whether the consumer reads more than the last output."""
+    num_completions: int
+    """`SamplingParams.n`."""
+    tenant: str
+    priority: int
+    submitted_ns: int
+    deadline_ns: int | None
+    first_token_deadline_ns: int | None
+    traceparent: str | None = None
+    state: HandleState = HandleState.PREPARING
+    prepared: RequestGroup | BaseException | None = None
+    """The result of its preparation, from the preparing thread."""
+    group: RequestGroup | None = None
+    """Its requests, once it is admitted."""
+    num_prompt_tokens: int = 0
+    started_ns: int | None = None
+    """When it entered the engine."""
+    num_charged: int = 0
+    """Output tokens that its tenant's counter contains."""
+    is_chat: bool = False
+    """Whether its prompt is a conversation."""
+    output: RequestOutput | None = None
+    """The newest output."""
+    error: BaseException | None = None
+    """Why it was refused, or lost."""
+    abort_reason: AbortReason | None = None
+    """Set once it should end early."""
+    failure: BaseException | None = None
+    """The error to end with, once the engine has ended it."""
+    num_read: int | None = None
+    """Output tokens that its consumer has read; None if it need not read them."""
+    unread_ns: int | None = None
+    """Since when output waits for its consumer; None if it has read all."""
+    paused: bool = False
+    """Whether its row was taken because its consumer reads too little."""
+    num_pauses: int = 0
+    posted: bool = False
+    """Whether its mailbox has news of it that the consumer has not seen."""
 
     @property
     def ended(self) -> bool:
@@ -312,7 +272,7 @@ def make_handle(
         raise RequestError(
             f"traceparent must be a string, not {bounded_repr(traceparent)}", field="traceparent"
         )
-    handle = RequestHandle(
+    return RequestHandle(
         given_id or request_id,
         mailbox,
         streams=streams,
@@ -324,9 +284,8 @@ def make_handle(
         first_token_deadline_ns=_due(
             "first_token_deadline", options.get("first_token_deadline"), now_ns
         ),
+        traceparent=traceparent,
     )
-    handle.traceparent = traceparent
-    return handle
 
 
 def nanoseconds(name: str, seconds: float, *, zero: bool = False) -> int:

@@ -3,7 +3,7 @@
 llguidance computes all forced text at once. A rule that refers to itself after a literal forces
 text without an end, so nothing is forced in grammars of users, nor in schemas with references. This
 does not change which texts they allow. Other JSON schemas force little at once, as a space may
-follow each `:` and `,`, and `forced_calls.py` bounds what tool calls force.
+follow each `:` and `,`, and `chat_grammars.py` bounds what tool calls force.
 """
 
 from __future__ import annotations
