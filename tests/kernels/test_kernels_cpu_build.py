@@ -1,7 +1,15 @@
-"""Building and loading the CPU kernels, the portable version, and who gets which kernels."""
+"""CPU kernels: which libraries are built, found and loaded, and who gets which kernels."""
 
+from __future__ import annotations
+
+import json
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +17,19 @@ import pytest
 import torch
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels.cpu import build as cpu
+from stepgraph.runtime.kernels.cpu.features import (
+    cpu_features,
+    features_of_macros,
+    parse_cpuinfo,
+)
 from stepgraph.runtime.kernels.triton.paged_attention import paged_attention_on_gpu
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import preset
+from stepgraph.runtime.tools import build_kernels
 
 needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+SOURCE = "5" * 64
+CODE = bytes(range(256)) * 64
 
 
 @needs_compiler
@@ -160,3 +176,326 @@ def test_cuda_gets_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = kernels.select_kernels("cuda", "graph", torch.bfloat16, "model", "torch")
     assert plain.attention is kernels.paged_attention
     assert (plain.bounded_by_length, plain.masks) == (False, 1)
+
+
+# Libraries on disk
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "libraries"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    cpu._temporary_folder.cache_clear()
+    umask = os.umask(0o022)
+    yield
+    os.umask(umask)
+    cpu._temporary_folder.cache_clear()
+
+
+def add(folder: Path, *features: str, code: bytes = CODE, source: str = SOURCE) -> Path:
+    os.umask(0o002)  # files of others are writable to the group, a library's are not
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        scratch = Path(name)
+        compiled = scratch / "compiled"
+        compiled.write_bytes(code)
+        manifest = cpu.Manifest(source, features, features, 0, "")
+        return cpu._add_library(scratch, compiled, manifest, folder).path
+
+
+def found(folder: Path, *features: str) -> list[Path]:
+    return [library.path for library in cpu.find_libraries(folder, SOURCE, features)[0]]
+
+
+def test_what_was_added_is_found_by_those_who_can_run_it(folder: Path) -> None:
+    os.umask(os.umask(0o002))
+    plain, wide, wider = add(folder), add(folder, "a"), add(folder, "a", "b")
+    add(folder, source="6" * 64)
+    assert found(folder, "a", "b", "c") == [wider, wide, plain]
+    assert found(folder, "a") == [wide, plain]
+    assert found(folder, "b") == [plain]
+    libraries, refused = cpu.find_libraries(folder, SOURCE, ())
+    assert [library.path for library in libraries] == [plain]
+    assert any("needs a CPU with a, b" in reason for reason in refused)
+    assert plain.read_bytes() == CODE
+
+
+@pytest.mark.parametrize("damaged", [CODE[:-1], b"", CODE[:-1] + b"x"])
+def test_a_damaged_file_is_refused_and_replaced(folder: Path, damaged: bytes) -> None:
+    path = add(folder)
+    path.write_bytes(damaged)
+    libraries, refused = cpu.find_libraries(folder, SOURCE, ())
+    assert not libraries
+    assert refused
+    assert add(folder) == path
+    assert found(folder) == [path]
+
+
+@pytest.mark.parametrize("manifest", ["", "{}", "[" * 10**5, '{"size": ' + "9" * 5000 + "}"])
+def test_a_damaged_manifest_is_refused(folder: Path, manifest: str) -> None:
+    path = add(folder)
+    (path.parent / "manifest.json").write_text(manifest, encoding="latin-1")
+    libraries, refused = cpu.find_libraries(folder, SOURCE, ())
+    assert not libraries
+    assert str(path.parent) in refused[0]
+    assert len(refused[0]) < 1000
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+@pytest.mark.parametrize("part", [".", "..", "library", "cpu_ops.so", "manifest.json"])
+def test_what_others_can_write_to_is_refused(folder: Path, part: str, mode: int) -> None:
+    path = add(folder)
+    places = {".": folder, "..": folder.parent, "library": path.parent}
+    places.get(part, path.parent / part).chmod(mode)
+    if part == ".." and mode == 0o770:
+        return  # a group may share what private folders lie in
+    assert not found(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("part", [".", "library", "cpu_ops.so", "manifest.json"])
+def test_what_belongs_to_another_user_is_refused(folder: Path, part: str) -> None:
+    path = add(folder)
+    places = {".": folder, "library": path.parent}
+    os.chown(places.get(part, path.parent / part), 54321, -1)
+    libraries, refused = cpu.find_libraries(folder, SOURCE, ())
+    assert not libraries
+    assert refused
+
+
+def test_links_are_refused(folder: Path, tmp_path: Path) -> None:
+    path = add(folder)
+    moved = tmp_path / "moved"
+    path.rename(moved)
+    path.symlink_to(moved)
+    assert not found(folder)
+
+
+def test_processes_that_build_together(folder: Path) -> None:
+    paths: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda i=i: paths.append(add(folder, code=CODE + bytes((i,)))))
+        for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(paths) == 8
+    assert found(folder) == [paths[0]]
+
+
+def test_the_cache_is_made_and_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    folder = cpu._folder_for_builds()
+    assert folder == tmp_path / "new" / "cache" / "stepgraph"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def spoil(kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a cache that cannot be used."""
+    if kind == "a file":
+        cache.write_text("")
+    elif kind == "open to all":
+        (cache / "stepgraph").mkdir(parents=True)
+        (cache / "stepgraph").chmod(0o777)
+    elif kind == "noexec":
+        real = os.statvfs
+
+        def statvfs(path: Path) -> object:
+            flags = os.ST_NOEXEC if str(path).startswith(str(cache)) else 0
+            return os.statvfs_result((*real(path)[:8], flags, 255))
+
+        monkeypatch.setattr(os, "statvfs", statvfs)
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+
+
+@pytest.mark.parametrize("kind", ["a file", "open to all", "noexec", "no home"])
+def test_without_a_cache_a_private_temporary_folder_serves(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    spoil(kind, tmp_path / "cache", monkeypatch)
+    with pytest.warns(RuntimeWarning, match="XDG_CACHE_HOME"):
+        folder = cpu._folder_for_builds()
+    assert (cpu.cache_directory() == folder) == (kind == "no home")
+    assert folder.parent == Path(tempfile.gettempdir())
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert found(folder) == []
+    path = add(folder)
+    assert found(folder) == [path]
+    shutil.rmtree(folder)
+
+
+CPUINFO = """processor\t: 0
+model name\t: a CPU
+flags\t\t: fpu sse sse2 pni ssse3 sse4_1 avx2 bmi1 bmi2 abm avx512f avx512_bf16 avx512_vnni ibrs
+
+processor\t: 1
+flags\t\t: fpu sse sse2 pni ssse3 sse4_1 avx2 bmi1 bmi2 abm avx512f avx512_bf16
+"""
+MACROS = """#define __AVX512BF16__ 1
+#define __SSE3__ 1
+#define __SSE4_1__ 1
+#define __BMI__ 1
+#define __LZCNT__ 1
+#define __SSE_MATH__ 1
+#define __AVX512VPOPCNTDQ__ 1
+#define __GNUC__ 12
+"""
+
+
+def test_one_name_for_an_instruction_set() -> None:
+    assert parse_cpuinfo(CPUINFO) == {
+        *("sse", "sse2", "sse3", "ssse3", "sse41", "avx2", "bmi", "bmi2", "lzcnt"),
+        *("avx512f", "avx512bf16"),
+    }
+    used = features_of_macros(MACROS)
+    assert used - parse_cpuinfo(CPUINFO) == {"avx512vpopcntdq"}
+    arm = parse_cpuinfo("Features\t: fp asimd atomics asimddp sve i8mm bf16\n")
+    assert (
+        features_of_macros("#define __ARM_FEATURE_SVE 1\n#define __ARM_FEATURE_DOTPROD 1\n") <= arm
+    )
+    assert "sve2" in features_of_macros("#define __ARM_FEATURE_SVE2 1\n") - arm
+
+
+# Builds for other machines
+
+
+@pytest.fixture
+def fake_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Builds take no time, and their code is the flags; returns the cache."""
+
+    def compile_nothing(compiler: str, flags: Sequence[str], scratch: Path) -> Path:
+        (scratch / "code").write_text(" ".join(flags))
+        return scratch / "code"
+
+    monkeypatch.setattr(cpu, "_compile", compile_nothing)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("STEPGRAPH_KERNEL_DIR", raising=False)
+    monkeypatch.delenv("STEPGRAPH_QUIET", raising=False)
+    return tmp_path / "stepgraph"
+
+
+@needs_compiler
+def test_a_library_for_each_cpu_that_was_named(
+    fake_build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "kernels"
+    marches = ["native"]
+    if os.uname().machine == "x86_64":
+        marches += ["x86-64", "x86-64-v3"]
+    assert build_kernels.main(["--out", str(out), "--march", *marches]) == 0
+    printed, announced = capsys.readouterr()
+    paths = [Path(line) for line in printed.splitlines()]
+    assert [f"={march} " in path.read_text() for path, march in zip(paths, marches, strict=True)]
+    assert announced.count("compiling the CPU kernels") == len(marches)
+    assert not fake_build.exists()
+    found, refused = cpu.find_libraries(out, cpu._source_key(False), cpu_features())
+    assert found[0].path == paths[0], "this CPU's own comes first"
+    assert len(found) + len(refused) == len(marches)
+    oldest, _ = cpu.find_libraries(out, cpu._source_key(False), {"sse", "sse2"})
+    assert [library.path for library in oldest] == paths[1:2]
+    for path in (out, *out.rglob("*")):
+        assert path.stat().st_mode & 0o044, "an image is built by one user and run by another"
+
+
+def test_what_fails_is_the_exit_status(
+    fake_build: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert build_kernels.main(["--out", str(tmp_path / "file" / "kernels")]) == 1
+    assert build_kernels.main(["--march", "no-such-cpu"]) == 1
+    monkeypatch.setattr(cpu, "_find_compiler", lambda: "/nowhere/g++")
+    assert build_kernels.main([]) == 1
+    assert "install g++" in capsys.readouterr().err
+
+
+@needs_compiler
+def test_what_a_process_takes(fake_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the folder that was named, else one for this very CPU, else any without compiler."""
+    loaded: list[Path] = []
+    monkeypatch.setattr("torch.ops.load_library", loaded.append)
+    load = cpu.load_cpu_ops.__wrapped__
+    monkeypatch.setenv("STEPGRAPH_QUIET", "1")
+    everywhere = "x86-64" if os.uname().machine == "x86_64" else "armv8-a"
+    plain = kernels.build_kernels(march=everywhere)
+    with monkeypatch.context() as without:
+        without.setattr(cpu, "_find_compiler", lambda: "/nowhere/g++")
+        assert load() == cpu.KernelLibrary(plain, built=False)
+    own = load()
+    assert own.built
+    assert own.path != plain
+    assert load() == cpu.KernelLibrary(own.path, built=False)
+    named = kernels.build_kernels(fake_build.parent / "named", march=everywhere)
+    monkeypatch.setenv("STEPGRAPH_KERNEL_DIR", str(named.parent.parent))
+    assert load().path == named
+    named.write_bytes(named.read_bytes()[:10])
+    with pytest.warns(RuntimeWarning, match="STEPGRAPH_KERNEL_DIR was passed over.*10 bytes"):
+        assert load().path == own.path
+    monkeypatch.setenv("STEPGRAPH_KERNEL_DIR", str(fake_build / "nowhere"))
+    with pytest.warns(RuntimeWarning, match="STEPGRAPH_KERNEL_DIR was passed over.*nowhere"):
+        assert load().path == own.path
+    assert loaded == [plain, own.path, own.path, named, own.path, own.path]
+
+
+SLIM = """
+import json, os, sys, warnings
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+import stepgraph.runtime.loading.tokenizer, torch._inductor.cpp_builder
+
+if os.geteuid() == 0:
+    os.setuid(54321)  # no entry in the password database, nothing to write to but /tmp
+config = EngineConfig(device="cpu", max_num_seqs=2, memory_tokens=64)
+results = []
+for kernels in ("", sys.argv[2]):
+    os.environ["STEPGRAPH_KERNEL_DIR"] = kernels
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        with Engine.from_pretrained(sys.argv[1], config) as engine:
+            (output,) = engine.generate([[1, 2]], SamplingParams(max_tokens=2, temperature=0.0))
+            results.append([engine.config.mode, engine.config.kernels, output.token_ids])
+    results[-1].append([str(w.message) for w in caught if w.category is RuntimeWarning])
+print(json.dumps(results))
+"""
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_slim_container(base: object) -> None:
+    """No compiler, home or cache; a user without an entry in the password database."""
+    library = kernels.build_cpu_ops().parent
+    with tempfile.TemporaryDirectory() as outside:
+        Path(outside).chmod(0o755)
+        model = shutil.copytree(base.directory, Path(outside) / "model")  # type: ignore[attr-defined]
+        for path in (model, *model.iterdir()):
+            path.chmod(0o755)
+        shutil.copytree(library, Path(outside) / "kernels" / library.name)
+        environment = {"PATH": "/nowhere", "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
+        result = subprocess.run(
+            [sys.executable, "-c", SLIM, str(model), f"{outside}/kernels"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert result.returncode == 0, result.stderr
+    slow, fast = json.loads(result.stdout.splitlines()[-1])
+    assert slow[:2] == ["eager", "torch"]
+    assert any("many times slower" in warning for warning in slow[3])
+    assert fast[:2] == ["compile", "native"]
+    assert fast[3] == []
+    assert fast[2] == slow[2]

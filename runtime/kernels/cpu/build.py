@@ -2,101 +2,299 @@
 
 A library is looked for in the folder that `STEPGRAPH_KERNEL_DIR` names (see `build_kernels`), then
 in the user's cache; only a missing one is compiled. Finding one takes no compiler: it is known by
-the digest of sources, flags and torch's version, and its manifest says which instruction sets it
-uses.
+the digest of sources, flags and torch's version. A library is a folder with the code and a manifest
+that names the instruction sets it uses and the digest of the code. The folder is renamed into place
+when both are on the disk.
+
+Loading a library runs its code, so nothing is loaded that another user could have written.
 """
 
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
 import functools
 import hashlib
+import json
 import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ...bounded_repr import bounded_text
 from ...errors import KernelBuildError
 from ...progress import progress_bar
-from ..library_store import (
-    KERNEL_DIR,
-    Manifest,
-    StoredLibrary,
-    add_library,
-    cache_directory,
-    find_libraries,
-    folder_for_builds,
-    scratch_folder,
-)
 from ..result_check import warn
 from .features import cpu_features, features_of_macros
 
+__all__ = [
+    "KERNEL_DIR",
+    "KernelLibrary",
+    "Manifest",
+    "StoredLibrary",
+    "build_cpu_ops",
+    "build_kernels",
+    "cache_directory",
+    "cpu_kernels_obstacle",
+    "find_libraries",
+    "have_compiler",
+    "load_cpu_ops",
+]
+
 logger = logging.getLogger("stepgraph.runtime")
 
+KERNEL_DIR = "STEPGRAPH_KERNEL_DIR"
+"""The environment variable that names a folder of libraries which were built beforehand."""
+
 _HERE = Path(__file__).parent / "csrc"
-# Those that take longest to compile come first.
-_UNITS = (
-    "ops.cpp",
-    "attention_int8.cpp",
-    "attention.cpp",
-    "attention_fp8.cpp",
-    "linear.cpp",
-    "drafting.cpp",
-    "mixture.cpp",
-    "sampling.cpp",
-    "stack.cpp",
-    "communicator.cpp",
-    "pool.cpp",
-)
-_HEADERS = (
-    "kernels.h",
-    "vec.h",
-    "int8.h",
-    "exp.h",
-    "storage.h",
-    "attention_plan.h",
-    "attention_math.h",
-    "attention_worker.h",
-    "attention.h",
-    "attention_scaled.h",
-    "sampling.h",
-    "sampling_math.h",
-    "sampling_ops.h",
-    "argument_reader.h",
-    "checks.h",
-    "collective_ops.h",
-    "communicator.h",
-    "draft_ops.h",
-    "drafting.h",
-    "elementwise_ops.h",
-    "embedding_ops.h",
-    "head_ops.h",
-    "linear.h",
-    "linear_ops.h",
-    "mixture.h",
-    "mixture_job.h",
-    "mixture_ops.h",
-    "mixture_thread.h",
-    "phases.h",
-    "pool.h",
-    "routing.h",
-    "stack.h",
-    "stack_create.h",
-    "stack_job.h",
-    "stack_math.h",
-    "stack_ops.h",
-    "verify_ops.h",
-    "stack_thread.h",
-    "work_space.h",
-)
+_SLOWEST = ("ops.cpp", "attention_int8.cpp", "attention.cpp", "attention_fp8.cpp", "linear.cpp")
+"""Compiled first."""
+_UNITS = (*_SLOWEST, *sorted({path.name for path in _HERE.glob("*.cpp")} - {*_SLOWEST}))
+_HEADERS = tuple(sorted(path.name for path in _HERE.glob("*.h")))
+_CODE, _MANIFEST = "cpu_ops.so", "manifest.json"
+_MOST_MANIFEST_BYTES = 1 << 16
+_SCRATCH = "build-"
+_SECONDS_OF_A_BUILD = 3600.0
+"""Older scratch folders are of builds that were killed."""
 _TAIL_LINES = 30
 _QUIET = "STEPGRAPH_QUIET"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a library was made from and what it needs."""
+
+    source: str
+    """Digest of sources, flags and torch's version."""
+    features: tuple[str, ...]
+    """Instruction sets that the code uses (`cpu_features`)."""
+    built_for: tuple[str, ...]
+    """Instruction sets of the CPU that the compiler optimised for."""
+    size: int
+    """Bytes of the code."""
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLibrary:
+    """A library that was checked and may be loaded."""
+
+    path: Path
+    manifest: Manifest
+
+
+def cache_directory() -> Path:
+    """Return where this machine keeps what is built or tuned once; it need not exist.
+
+    `TORCHINDUCTOR_CACHE_DIR`, else `XDG_CACHE_HOME`, else `~/.cache`; a temporary folder of this
+    process where the user has no home.
+    """
+    return _users_cache() or _temporary_folder()
+
+
+def _users_cache() -> Path | None:
+    if (inductor := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) and not _default_of_torch(inductor):
+        return Path(inductor) / "stepgraph"
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache) / "stepgraph"
+    try:
+        return Path.home() / ".cache" / "stepgraph"
+    except RuntimeError:  # no HOME, and no entry in the password database
+        return None
+
+
+def _default_of_torch(directory: str) -> bool:
+    """Whether torch put its own default into the environment, as it does once it compiles.
+
+    What is found must not depend on that, and the name is the same for whoever makes it first.
+    """
+    path = Path(directory)
+    return path.parent == Path(tempfile.gettempdir()) and path.name.startswith("torchinductor_")
+
+
+def find_libraries(
+    folder: Path, source: str, features: Collection[str]
+) -> tuple[list[StoredLibrary], list[str]]:
+    """Return the libraries in `folder` that may be loaded here, those that use most features first.
+
+    Args:
+        folder: what `add_library` wrote to.
+        source: what they must have been made from.
+        features: of this CPU.
+
+    Returns:
+        The libraries, and why others (or the folder) were refused.
+    """
+    if (obstacle := _untrusted(folder)) is not None:
+        return [], [obstacle]
+    found, refused = [], []
+    try:
+        paths = sorted(folder.glob(f"cpu_ops-{source[:24]}-*"))
+    except OSError as error:
+        return [], [f"{folder} cannot be listed: {error.strerror}"]
+    for path in paths:
+        try:
+            manifest = _checked_manifest(path, source)
+        except ValueError as error:
+            refused.append(f"{path} is damaged or foreign: {bounded_text(error)}")
+            continue
+        if missing := set(manifest.features) - set(features):
+            refused.append(f"{path} needs a CPU with {', '.join(sorted(missing))}")
+        else:
+            found.append(StoredLibrary(path / _CODE, manifest))
+    found.sort(key=lambda library: len(library.manifest.features), reverse=True)
+    return found, refused
+
+
+def _checked_manifest(path: Path, source: str) -> Manifest:
+    """Read the manifest of a library and compare it with the code.
+
+    Raises ValueError for whatever makes the library one that must not be loaded.
+    """
+    try:
+        for part in (path, path / _MANIFEST, path / _CODE):
+            status = part.lstat()
+            if not (stat.S_ISDIR if part == path else stat.S_ISREG)(status.st_mode):
+                raise ValueError(f"{part.name} is of the wrong kind")
+            if (reason := _writable_by_others(status)) is not None:
+                raise ValueError(f"{part.name} {reason}")
+        with (path / _MANIFEST).open("rb") as file:
+            document = json.loads(file.read(_MOST_MANIFEST_BYTES))
+        for field in ("features", "built_for"):
+            document[field] = tuple(map(str, document[field]))
+        manifest = Manifest(**document)
+        code = (path / _CODE).read_bytes()
+    except (OSError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{_MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+    if manifest.source != source:
+        raise ValueError("it was made from other sources")
+    if (len(code), hashlib.sha256(code).hexdigest()) != (manifest.size, manifest.sha256):
+        raise ValueError(f"{_CODE} is not what its manifest says ({len(code)} bytes)")
+    return manifest
+
+
+def _untrusted(folder: Path) -> str | None:
+    """Return why code in `folder` must not be run; None where it may."""
+    try:
+        status, parent = folder.stat(), folder.resolve().parent.stat()
+        if not stat.S_ISDIR(status.st_mode):
+            return f"{folder} is not a folder"
+        if (reason := _writable_by_others(status)) is not None:
+            return f"{folder} {reason}"
+        if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
+            return f"{folder.parent} can be written to by every user: chmod o-w {folder.parent}"
+        if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+            return f"{folder} is on a file system that is mounted noexec"
+    except (OSError, ValueError) as error:
+        return f"{bounded_text(folder)} cannot be read: {bounded_text(error)}"
+    return None
+
+
+def _writable_by_others(status: os.stat_result) -> str | None:
+    if status.st_uid not in (0, os.geteuid()):
+        return f"belongs to another user (uid {status.st_uid})"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "can be written to by other users: chmod go-w makes it private"
+    return None
+
+
+def _folder_for_builds() -> Path:
+    """Return where a process may build libraries: the cache, or a temporary folder with a warning.
+
+    Raises KernelBuildError where neither can be written to.
+    """
+    folder = _users_cache()
+    obstacle = "the user has no home directory" if folder is None else _made(folder)
+    if folder is not None and obstacle is None:
+        return folder
+    temporary = _temporary_folder()
+    warn(
+        f"{obstacle}. The compiled kernels of this process are kept in {temporary}, and the next"
+        " one builds them again: set XDG_CACHE_HOME to a folder of this user's own, or"
+        f" {KERNEL_DIR} to a built library"
+    )
+    return temporary
+
+
+def _made(folder: Path) -> str | None:
+    """Make a private folder; return why libraries cannot be kept in it, None where they can."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return _untrusted(folder)
+    except OSError as error:
+        return f"{folder} cannot be written to: {error.strerror}"
+
+
+@functools.cache
+def _temporary_folder() -> Path:
+    """Return a private folder that lasts as long as the process."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="stepgraph-kernels-"))
+    except OSError as error:
+        raise KernelBuildError(
+            f"no place for compiled kernels, and no temporary folder either: {error.strerror}; set"
+            f" XDG_CACHE_HOME or TMPDIR to a folder of this user's own, or {KERNEL_DIR} to a built"
+            " library"
+        ) from error
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a fork has this function too
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
+def _add_library(scratch: Path, code: Path, manifest: Manifest, folder: Path) -> StoredLibrary:
+    """Move a library into `folder`, whole or not at all; a damaged one of that name is replaced.
+
+    Args:
+        scratch: a folder on the same file system.
+        code: the shared library, anywhere.
+        manifest: its description; size and digest are taken from the code.
+        folder: where it goes.
+    """
+    content = code.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    manifest = dataclasses.replace(manifest, size=len(content), sha256=digest)
+    built = hashlib.sha256("\0".join((*manifest.features, "", *manifest.built_for)).encode())
+    final = folder / f"cpu_ops-{manifest.source[:24]}-{built.hexdigest()[:12]}"
+    whole = scratch / "whole"
+    whole.mkdir()
+    text = json.dumps(dataclasses.asdict(manifest), indent=1)
+    for name, data, mode in ((_CODE, content, 0o755), (_MANIFEST, text.encode(), 0o644)):
+        with (whole / name).open("wb") as file:
+            file.write(data)
+            os.fchmod(file.fileno(), mode)  # whatever the umask is
+            file.flush()
+            os.fsync(file.fileno())
+    whole.chmod(0o755)
+    for attempt in range(3):
+        try:
+            whole.rename(final)
+            break
+        except OSError:  # the name exists: an equal one of another process, or a damaged one
+            if attempt == 2:
+                raise
+            with contextlib.suppress(ValueError):
+                return StoredLibrary(final / _CODE, _checked_manifest(final, manifest.source))
+            final.rename(scratch / f"damaged-{attempt}")
+    return StoredLibrary(final / _CODE, manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +388,7 @@ def build_cpu_ops(portable: bool = False) -> Path:
 
     Raises KernelBuildError if there is no compiler, or if it fails.
     """
-    folder = folder_for_builds()
+    folder = _folder_for_builds()
     for library in find_libraries(folder, _source_key(portable), cpu_features())[0]:
         if _is_native(library):
             return library.path
@@ -214,7 +412,7 @@ def build_kernels(out: Path | None = None, *, march: str = "native") -> Path:
         KernelBuildError: there is no compiler, it fails, or `out` cannot be written to.
     """
     if out is None:
-        return _build(folder_for_builds(), march=march)
+        return _build(_folder_for_builds(), march=march)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -266,9 +464,13 @@ def _build(folder: Path, *, portable: bool = False, march: str = "native") -> Pa
     )
     began = time.perf_counter()
     try:
-        with scratch_folder(folder) as scratch:
+        for path in folder.glob(f"{_SCRATCH}*"):
+            if time.time() - path.lstat().st_mtime > _SECONDS_OF_A_BUILD:
+                shutil.rmtree(path, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as name:
+            scratch = Path(name)
             code = _compile(compiler, flags, scratch)
-            library = add_library(scratch, code, manifest, folder)
+            library = _add_library(scratch, code, manifest, folder)
     except OSError as error:
         raise KernelBuildError(
             f"the CPU kernels cannot be written to {folder}: {error.strerror or error}"

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..library_store import cache_directory
+from ..cpu.build import cache_directory
 from .kernel_calls import compute_capability, num_multiprocessors
 from .linear import EXPERT_PRODUCTS, LinearConfig, row_class
 from .linear_configs import candidate_configs, config_error, default_config
