@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.bench.scenarios.steady import BenchmarkCase, CaseRun
-from stepgraph.runtime.kernels.triton import layer_kernels, linear_configs, tuning
+from stepgraph.runtime.kernels.triton import layer_kernels, linear, tuning
 from stepgraph.runtime.kernels.triton.linear import LinearConfig
 from stepgraph.runtime.loading.loader import resolve_source
 from stepgraph.runtime.resolved_config import ResolvedConfig
@@ -51,7 +51,7 @@ TURNS = 4
 @contextlib.contextmanager
 def variant(*, bounded: bool = False, ahead: bool = False, wide: bool = False) -> Iterator[None]:
     """Choose other sizes for what is captured in this block."""
-    default, weights = linear_configs.default_config, layer_kernels.WEIGHTS_AHEAD
+    default, weights = linear.default_config, layer_kernels.WEIGHTS_AHEAD
 
     def chosen(
         kernel: str, rows: int, n: int, k: int, weight_bytes: int, *args: Any, **keywords: Any
@@ -60,8 +60,8 @@ def variant(*, bounded: bool = False, ahead: bool = False, wide: bool = False) -
         if wide and kernel == "gate_up" and config.kind == "few_rows":
             config = dataclasses.replace(config, block_n=WIDE.block_n, block_k=WIDE.block_k)
         if bounded and config.kind == "few_rows":
-            budget = linear_configs.PREFETCH_BUDGET
-            config = linear_configs.bounded_prefetch(config, kernel, n, k, weight_bytes, budget)
+            budget = linear.PREFETCH_BUDGET
+            config = linear.bounded_prefetch(config, kernel, n, k, weight_bytes, budget)
         return config
 
     tuning.default_config = chosen

@@ -32,7 +32,7 @@ from ..kernels import Kernels
 from ..kernels.cpu.threads import affine_cores
 from ..kernels.ops.collectives import Collectives
 from ..kernels.result_check import Fallback
-from ..kernels.triton.peer_slots import slot_bytes_for
+from ..kernels.triton.peer_exchange import slot_bytes_for
 from ..loading.loader import Source
 from ..loading.opened_source import OpenedSource
 from ..models.config import ModelConfig

@@ -19,21 +19,22 @@ from ..execution.step_key import StepKey
 from ..kernels.ops.attention import AttentionForm
 from ..kernels.ops.batch import LayerPlace, RaggedBatch
 from ..kernels.ops.kv_storage import read_blocks
-from ..kernels.triton.activation import reference_activate_rows
 from ..kernels.triton.backend import gpu_kernels
-from ..kernels.triton.combine_output import reference_combine_output
 from ..kernels.triton.decode_attention import reference_decode_attention
 from ..kernels.triton.expert_routing import Routed, reference_routing
 from ..kernels.triton.experts import reference_experts_of_choice
 from ..kernels.triton.fusion import Fused, Mixture, fuse
-from ..kernels.triton.gate_up import reference_gate_up
 from ..kernels.triton.head import reference_head
 from ..kernels.triton.linear import Pending, reference_linear
-from ..kernels.triton.norm import reference_norm_rows
-from ..kernels.triton.norm_linear import reference_norm_linear
+from ..kernels.triton.linear_dispatch import (
+    reference_combine_output,
+    reference_gate_up,
+    reference_norm_linear,
+    reference_residual_linear,
+)
 from ..kernels.triton.operations import Operations
-from ..kernels.triton.residual_linear import reference_residual_linear
 from ..kernels.triton.rotated_heads import HeadRotation
+from ..kernels.triton.rowwise import reference_activate_rows, reference_norm_rows
 from ..kernels.triton.split_attention import Partials, reference_combine_splits
 from ..models.config import ModelConfig
 from ..models.plan import model_plan

@@ -35,7 +35,7 @@ from ..engine.engine import Engine
 from ..engine.rank_start import choose_collectives
 from ..kernels.result_check import brief, disagreement, tolerance
 from ..kernels.triton.linear import GpuNorm
-from ..kernels.triton.peer_slots import slot_bytes_for
+from ..kernels.triton.peer_exchange import slot_bytes_for
 from ..sampling_params import SamplingParams
 
 __all__ = ["main"]

@@ -24,7 +24,7 @@ from stepgraph.runtime.kernels.triton.all_reduce import (
     reference_sum_rows,
     sum_rows,
 )
-from stepgraph.runtime.kernels.triton.greedy import reference_pick_greedy
+from stepgraph.runtime.kernels.triton.head import reference_pick_greedy
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.linear import GpuNorm
 from stepgraph.runtime.kernels.triton.peer_exchange import (

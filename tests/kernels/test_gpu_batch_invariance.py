@@ -30,9 +30,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.triton import kernel_calls, step_attention
+from stepgraph.runtime.kernels.triton import kernel_calls, layer_kernels
 from stepgraph.runtime.kernels.triton import prefill_attention as prefill_module
-from stepgraph.runtime.kernels.triton.any_rows import linear_of_any_rows
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.expert_routing import route
 from stepgraph.runtime.kernels.triton.experts import experts_of_any_tokens
@@ -42,8 +41,12 @@ from stepgraph.runtime.kernels.triton.kernel_calls import (
     record_kernel_calls,
 )
 from stepgraph.runtime.kernels.triton.linear import GpuLinear, reference_linear
-from stepgraph.runtime.kernels.triton.prefill_attention import prefill_attention
-from stepgraph.runtime.kernels.triton.prefill_tiles import any_tiling, prefill_tiles
+from stepgraph.runtime.kernels.triton.matmul import linear_of_any_rows
+from stepgraph.runtime.kernels.triton.prefill_attention import (
+    any_tiling,
+    prefill_attention,
+    prefill_tiles,
+)
 from stepgraph.runtime.kernels.triton.store import reference_store
 
 from ..conftest import TinyModel
@@ -240,7 +243,7 @@ def test_every_step_runs_the_same_compiled_kernels(
     """Decode, verify and prefill of any number of tokens: nothing but grids depends on it, and
     whether one program adds all parts of the context."""
     monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", processors)
-    monkeypatch.setattr(step_attention, "SPLIT", split)
+    monkeypatch.setattr(layer_kernels, "SPLIT", split)
     monkeypatch.setattr(prefill_module, "_MOST_PART_BYTES", 8_000)
     model = open_model(tiny, variant, BF16, lengths=(130,) * 5)
     steps = [

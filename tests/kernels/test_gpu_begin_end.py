@@ -17,7 +17,7 @@ from stepgraph.runtime.kernels.triton.begin import (
     begin_decode,
     reference_begin_decode,
 )
-from stepgraph.runtime.kernels.triton.greedy import pick_greedy, reference_pick_greedy
+from stepgraph.runtime.kernels.triton.head import pick_greedy, reference_pick_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,12 +8,12 @@ pytest.importorskip("triton")
 
 import torch
 from stepgraph.runtime.kernels.triton import kernel_calls
-from stepgraph.runtime.kernels.triton.combine_output import (
+from stepgraph.runtime.kernels.triton.linear import GpuLinear, LinearConfig
+from stepgraph.runtime.kernels.triton.linear_dispatch import (
     combine_output,
     product_combines,
     reference_combine_output,
 )
-from stepgraph.runtime.kernels.triton.linear import GpuLinear, LinearConfig
 from torch import Tensor
 
 from ..rigs.gpu_linear_rig import DEVICE, STORAGES, error, poisoned, random_linear, rows, tolerance

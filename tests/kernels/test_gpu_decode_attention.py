@@ -26,7 +26,7 @@ from stepgraph.runtime.kernels.triton import decode_attention as da
 from stepgraph.runtime.kernels.triton import rotated_heads
 from stepgraph.runtime.kernels.triton import split_attention as sa
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
-from stepgraph.runtime.kernels.triton.ready_attention import decode_ready_attention
+from stepgraph.runtime.kernels.triton.paged_attention import decode_ready_attention
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
 from stepgraph.runtime.models.rope import rotate
 from triton.runtime import interpreter

@@ -19,8 +19,7 @@ from stepgraph.runtime.kernels.triton.expert_tiles import (
     default_tiles,
     expert_tiles,
 )
-from stepgraph.runtime.kernels.triton.linear import EXPERT_PRODUCTS, LinearConfig
-from stepgraph.runtime.kernels.triton.linear_configs import config_error
+from stepgraph.runtime.kernels.triton.linear import EXPERT_PRODUCTS, LinearConfig, config_error
 from stepgraph.runtime.kernels.triton.tuning import Tuned
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import PRESETS

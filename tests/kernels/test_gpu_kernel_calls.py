@@ -15,8 +15,8 @@ from stepgraph.runtime.execution.step_functions import StepFunctions
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.kernels.triton import kernel_calls
-from stepgraph.runtime.kernels.triton.activation import activate_rows
 from stepgraph.runtime.kernels.triton.dependent import dependent_launch
+from stepgraph.runtime.kernels.triton.rowwise import activate_rows
 
 
 def test_a_step_runs_on_the_device_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:

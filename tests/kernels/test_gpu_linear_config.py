@@ -10,23 +10,21 @@ import itertools
 from dataclasses import replace
 
 import torch
-from stepgraph.runtime.kernels.triton.gate_up import gate_up
 from stepgraph.runtime.kernels.triton.kernel_calls import record_kernel_calls
 from stepgraph.runtime.kernels.triton.linear import (
     FEW_ROWS,
     LIBRARY,
+    PREFETCH_BUDGET,
     ROW_CLASSES,
     GpuLinear,
     GpuNorm,
     LinearConfig,
-)
-from stepgraph.runtime.kernels.triton.linear_configs import (
-    PREFETCH_BUDGET,
     bounded_prefetch,
     candidate_configs,
     config_error,
     default_config,
 )
+from stepgraph.runtime.kernels.triton.linear_dispatch import gate_up
 from stepgraph.runtime.kernels.triton.tuning import best_config, is_tight
 
 KERNELS = ("norm_linear", "gate_up", "residual_linear", "combine_output", "head")

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 import torch
 from stepgraph.runtime.kernels.triton.linear import Pending
-from stepgraph.runtime.kernels.triton.norm import norm_rows, reference_norm_rows
+from stepgraph.runtime.kernels.triton.rowwise import norm_rows, reference_norm_rows
 
 from ..rigs.gpu_linear_rig import DTYPES, error, poisoned, random_norm, rows, tolerance
 

@@ -14,10 +14,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import AttentionForm, LayerPlace, RaggedBatch
-from stepgraph.runtime.kernels.triton import prefill_tiles as tiling_module
-from stepgraph.runtime.kernels.triton.prefill_attention import prefill_attention
-from stepgraph.runtime.kernels.triton.prefill_tiles import (
+from stepgraph.runtime.kernels.triton import prefill_attention as tiling_module
+from stepgraph.runtime.kernels.triton.prefill_attention import (
     PrefillTiling,
+    prefill_attention,
     prefill_tiles,
     prefill_tiling,
     reference_prefill_tiles,

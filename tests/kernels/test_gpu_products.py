@@ -10,17 +10,19 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.triton.activation import (
+from stepgraph.runtime.kernels.triton.linear import LIBRARY, GpuLinear, LinearConfig, Pending
+from stepgraph.runtime.kernels.triton.linear_dispatch import (
+    gate_up,
+    norm_linear,
+    reference_gate_up,
+    reference_norm_linear,
+    reference_residual_linear,
+    residual_linear,
+)
+from stepgraph.runtime.kernels.triton.rowwise import (
     Clamp,
     activate_rows,
     reference_activate_rows,
-)
-from stepgraph.runtime.kernels.triton.gate_up import gate_up, reference_gate_up
-from stepgraph.runtime.kernels.triton.linear import LIBRARY, GpuLinear, LinearConfig, Pending
-from stepgraph.runtime.kernels.triton.norm_linear import norm_linear, reference_norm_linear
-from stepgraph.runtime.kernels.triton.residual_linear import (
-    reference_residual_linear,
-    residual_linear,
 )
 from torch import Tensor
 

@@ -15,7 +15,7 @@ from stepgraph.runtime.kernels.ops.kv_storage import (  # noqa: E402
     read_blocks,
     write_blocks,
 )
-from stepgraph.runtime.kernels.triton import quantised_cache as qc  # noqa: E402
+from stepgraph.runtime.kernels.triton import quantised as qc  # noqa: E402
 from stepgraph.runtime.kernels.triton.kernel_calls import call_kernel  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

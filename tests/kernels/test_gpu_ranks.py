@@ -22,8 +22,7 @@ from stepgraph.runtime.kernels.triton.fusion import (
 )
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
-from stepgraph.runtime.kernels.triton.peer_exchange import FAILURE, PeerRegions
-from stepgraph.runtime.kernels.triton.peer_slots import slot_bytes_for
+from stepgraph.runtime.kernels.triton.peer_exchange import FAILURE, PeerRegions, slot_bytes_for
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.sharding import shard_plan
 

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.triton import kernel_calls
-from stepgraph.runtime.kernels.triton.split_attention import new_counters
-from stepgraph.runtime.kernels.triton.splits import MOST_SPLITS, choose_splits
+from stepgraph.runtime.kernels.triton.split_attention import (
+    MOST_SPLITS,
+    choose_splits,
+    new_counters,
+)
 
 from ..rigs.gpu_linear_rig import DEVICE
 

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from stepgraph.runtime.kernels import AttentionForm, LayerPlace, RaggedBatch
 from stepgraph.runtime.kernels.triton.decode_attention import decode_attention
-from stepgraph.runtime.kernels.triton.gate_up import gate_up
 from stepgraph.runtime.kernels.triton.kernel_calls import (
     MULTIPROCESSORS,
     call_kernel,
@@ -22,8 +21,13 @@ from stepgraph.runtime.kernels.triton.kernel_calls import (
     record_kernel_calls,
     wait_for_inputs,
 )
-from stepgraph.runtime.kernels.triton.linear import GpuLinear, GpuNorm
-from stepgraph.runtime.kernels.triton.linear_configs import bounded_prefetch, default_config
+from stepgraph.runtime.kernels.triton.linear import (
+    GpuLinear,
+    GpuNorm,
+    bounded_prefetch,
+    default_config,
+)
+from stepgraph.runtime.kernels.triton.linear_dispatch import gate_up
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
 from stepgraph.runtime.kernels.triton.split_attention import new_counters, new_partials
 from stepgraph.runtime.tools.compile_ahead import CompiledKernel, compile_kernel_calls

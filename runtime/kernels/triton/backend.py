@@ -56,7 +56,7 @@ def gpu_kernels(
         return GpuStack(model, chosen(), any_batch=batch_invariant)
 
     def make_decode_step(stack: Stack, model: BoundModel) -> DecodeStep:
-        from .decode_step import GpuDecodeStep
+        from .stack import GpuDecodeStep
 
         return GpuDecodeStep(stack, model)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..ops.weight_storage import dequantise_weight
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .quantised_cache import decode_fp8
+from .quantised import decode_fp8
 
 __all__ = ["Beginning", "Embedding", "Rotations", "begin_decode", "reference_begin_decode"]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..ops.attention import AttentionForm, reference_paged_attention
 from ..ops.batch import LayerPlace, RaggedBatch
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .quantised_cache import cache_views, fp8_is_native, scale_offset, store_vectors, vector_offset
+from .quantised import cache_views, fp8_is_native, scale_offset, store_vectors, vector_offset
 from .rotated_heads import (
     HeadRotation,
     load_norm,

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from ..ops.expert_operations import Experts
 from ..ops.experts import ExpertTensors
-from .activation import Clamp
 from .expert_routing import Routed
 from .expert_tiles import block_rows, block_tiles
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .kernel_weights import kernel_weight
 from .linear import GpuLinear, LinearConfig
 from .linear_tiles import activate, as_operand, scaled
+from .quantised import kernel_weight
+from .rowwise import Clamp
 
 __all__ = [
     "PairBlocks",

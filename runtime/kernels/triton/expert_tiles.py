@@ -142,7 +142,7 @@ def default_tiles(kernel: str, sizes: ExpertSizes, kind: str | None = None) -> L
 
 
 def _pair_tiles(kernel: str, sizes: ExpertSizes) -> LinearConfig:
-    """Of `expert_pairs.py`."""
+    """Of `experts.py`."""
     rows, k = sizes.product(kernel)
     itemsize, processors = sizes.weight_dtype.itemsize, num_multiprocessors(sizes.device)
     width = min(SCALE_BLOCK if sizes.scale_blocks else _WIDEST, max(16, triton.next_power_of_2(k)))

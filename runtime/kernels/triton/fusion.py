@@ -1,4 +1,6 @@
-"""Which kernels a layer of a plan is: neighbouring operations that one kernel computes.
+"""The operations and traits that the Triton kernels of a layer support. Imports no triton.
+
+Which kernels a layer of a plan is: neighbouring operations that one kernel computes.
 
 Knows shapes and no tensors; imports no triton.
 """
@@ -13,6 +15,7 @@ from ..ops.layer_operations import (
     Activate,
     AllReduce,
     Attend,
+    Known,
     Linear,
     Norm,
     Operation,
@@ -23,7 +26,6 @@ from ..ops.layer_operations import (
 )
 from ..ops.layer_plan import LayerPlan, ModelPlan
 from .linear import FEW_ROWS
-from .supported import SUPPORTED
 
 __all__ = [
     "Activation",
@@ -33,10 +35,34 @@ __all__ = [
     "Mixture",
     "NormLinear",
     "ResidualLinear",
+    "SUPPORTED",
     "fuse",
     "fusion_obstacle",
     "runs_by_pair",
 ]
+
+SUPPORTED: Known = {
+    Norm: frozenset({"offset"}),
+    Linear: frozenset({"bias", "split", "unit"}),
+    QKNorm: frozenset({"offset", "all_heads"}),
+    Rotate: frozenset(),
+    Attend: frozenset({"window", "chunk", "softcap", "sinks", "temperature"}),
+    Activate: frozenset({"limit", "alpha", "up_offset"}),
+    AllReduce: frozenset(),
+    Residual: frozenset({"scale"}),
+    Experts: frozenset(
+        {
+            "router_bias",
+            "correction",
+            "gate_up_bias",
+            "down_bias",
+            "shared",
+            "scaled_inputs",
+        }
+    ),
+}
+"""Traits of each kind of operation."""
+
 
 _WORTH_BYTES = 16 << 20
 """Bytes that an H100 or H200 reads in 4 to 5 µs, about the time of three kernels: assumed."""

@@ -1,6 +1,10 @@
-"""The head of a decode step: final norm, logits, and the best token of each chunk.
+"""The head of a decode step: final norm, logits, and the best token of each chunk and of each row.
 
-Shapes: T rows, D hidden size, V vocabulary, C chunks of neighbouring tokens, of a program each.
+Token masks are applied where logits are read, as `mask_logits` in `runtime/kernels/ops/` does: bit
+i % 32 of word i // 32 of a mask is set if token i may be sampled.
+
+Shapes: T rows of the step, D hidden size, V vocabulary, C chunks of neighbouring tokens, of a
+program each, R rows of the state.
 """
 
 from __future__ import annotations
@@ -10,18 +14,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..ops.feedback import NON_FINITE, Feedback
 from ..ops.token_masks import LaneMasks
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .lane_masks import masked_chunk
 from .linear import LIBRARY, ROW_CLASSES, GpuLinear, GpuNorm, LinearConfig, Pending
-from .linear_dispatch import dispatch_linear
+from .linear_dispatch import dispatch_linear, reference_norm_linear
 from .linear_tiles import capped, largest_of, scaled
 from .matmul import library_linear
-from .norm import norm_rows
-from .norm_linear import reference_norm_linear
+from .rowwise import norm_rows
 from .tuning import best_config
 
-__all__ = ["best_of_chunks", "head", "reference_head", "reference_softcap"]
+__all__ = [
+    "best_of_chunks",
+    "forbid",
+    "head",
+    "masked_chunk",
+    "pick_greedy",
+    "reference_head",
+    "reference_pick_greedy",
+    "reference_softcap",
+]
+
+
+@triton.jit
+def forbid(logits, words, token):  # type: ignore[no-untyped-def]
+    """The logits of tokens, -inf for those whose bit is not set. NaN and +inf of these become NaN,
+    so that they are still detected. `words` holds the word of each token."""
+    return tl.where(((words >> (token & 31)) & 1) != 0, logits, logits + float("-inf"))
+
+
+@triton.jit
+def masked_chunk(logits, words_ptr, chunk, token, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The logits of the BLOCK tokens of a chunk after `forbid`, and whether the mask forbids any.
+
+    Chunks of at least 32 tokens, or the only one. Where all bits are set, as in lanes without a
+    grammar, the words are all that is read.
+    """
+    WORDS: tl.constexpr = (BLOCK + 31) // 32
+    word = chunk * WORDS + tl.arange(0, WORDS)
+    words = tl.load(words_ptr + word, mask=word < (V + 31) // 32, other=-1)
+    restricted = tl.max((words != -1).to(tl.int32), 0)
+    if restricted != 0:
+        own = tl.load(words_ptr + (token >> 5), mask=token < V, other=-1)
+        logits = forbid(logits, own, token)
+    return logits, restricted
+
 
 CHUNK = 1024
 """Tokens of a program where the library makes the logits."""
@@ -164,3 +201,83 @@ def reference_head(
 def reference_softcap(logits: Tensor, softcap: float) -> Tensor:
     """Return softcap * tanh(logits / softcap) in plain torch, rounded once."""
     return (torch.tanh(logits.float() / softcap) * softcap).to(logits.dtype)
+
+
+def pick_greedy(maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None) -> Tensor:
+    """Return the best token of each row, int64 `[T]`; of equal ones the lowest id.
+
+    `NON_FINITE` where a maximum is +inf or all of them are -inf.
+
+    Args:
+        maxima_TC: float32, the largest logit of each chunk, +inf if the chunk holds NaN.
+        ids_TC: int32, its token; chunks are in the order of the vocabulary.
+        feed: where the tokens go, too.
+    """
+    rows, chunks = maxima_TC.shape
+    tokens_T = torch.empty(rows, dtype=torch.int64, device=maxima_TC.device)
+    call_kernel(
+        _pick_greedy,
+        (rows,),
+        maxima_TC,
+        ids_TC,
+        *((None,) * 4 if feed is None else feed),
+        tokens_T,
+        chunks,
+        0 if feed is None else feed.token_ids.shape[0] - 1,
+        BLOCK=min(1024, triton.next_power_of_2(chunks)),
+    )
+    return tokens_T
+
+
+def reference_pick_greedy(
+    maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None
+) -> Tensor:
+    """What `pick_greedy` does, in plain torch."""
+    best_T, chunks_T = maxima_TC.max(-1)
+    ids_T = ids_TC.gather(1, chunks_T[:, None])[:, 0].to(torch.int64)
+    tokens_T = torch.where(best_T.isfinite(), ids_T, NON_FINITE)
+    if feed is not None:
+        feed.store(tokens_T)
+    return tokens_T
+
+
+_NON_FINITE = tl.constexpr(NON_FINITE)
+
+
+@triton.jit
+def _pick_greedy(  # type: ignore[no-untyped-def]
+    maxima_ptr,
+    ids_ptr,
+    rows_ptr,
+    positions_ptr,
+    token_ids_ptr,
+    state_positions_ptr,
+    tokens_ptr,
+    chunks,
+    null_row,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0)
+    wait_for_inputs(PDL)
+    let_dependents_start(PDL)
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_at = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, chunks, BLOCK):
+        at = start + lane
+        inside = at < chunks
+        value = tl.load(maxima_ptr + token * chunks + at, mask=inside, other=float("-inf"))
+        better = value > best  # no later chunk replaces an equal one
+        best = tl.where(better, value, best)
+        best_at = tl.where(better, at, best_at)
+    largest = tl.max(best, 0)
+    chunk = tl.min(tl.where(best == largest, best_at, chunks - 1), 0)
+    picked = tl.load(ids_ptr + token * chunks + chunk).to(tl.int64)
+    sound = (largest > float("-inf")) & (largest < float("inf"))
+    tl.store(tokens_ptr + token, tl.where(sound, picked, _NON_FINITE))
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + token)
+        position = tl.load(positions_ptr + token) + 1
+        tl.store(token_ids_ptr + row, tl.where(sound, picked, 0))
+        tl.store(state_positions_ptr + row, tl.where(row == null_row, 0, position))

@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .kernel_weights import kernel_weight, load_channels, may_prefetch, operation_name
 from .linear import FEW_ROWS, GpuLinear, GpuNorm, LinearConfig, Pending, row_class
 from .linear_tiles import (
     activate,
@@ -38,6 +37,7 @@ from .linear_tiles import (
     row_statistics,
     scaled,
 )
+from .quantised import kernel_weight, load_channels, may_prefetch, operation_name
 
 __all__ = ["call_few_rows"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .quantised_cache import decode_fp8
+from .quantised import decode_fp8
 
 __all__ = [
     "activate",

@@ -1,4 +1,6 @@
-"""How kernels of several GPUs exchange data: parts in memory that peers read, and flags.
+"""Sizes of the memory that GPUs exchange data in. Imports no triton.
+
+How kernels of several GPUs exchange data: parts in memory that peers read, and flags.
 
 Every rank has a region of the same layout, which all ranks have mapped (`PeerRegions`):
 
@@ -35,7 +37,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernel_calls import runs_in_turn
-from .peer_slots import PROGRAMS
 
 __all__ = [
     "ABORT",
@@ -52,8 +53,40 @@ __all__ = [
     "region_bytes",
     "signal_peers",
     "slot_at",
+    "slot_bytes_for",
     "wait_for_peers",
 ]
+
+PROGRAMS = 64
+"""Programs of a launch at most: fewer than multiprocessors of any GPU with NVLink."""
+
+_MOST_SLOT_BYTES = 256 << 10
+"""Longer tensors are exchanged in several launches; both halves of all slots are 32 MiB."""
+
+
+def slot_bytes_for(
+    ranks: int,
+    max_tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+) -> int:
+    """Return the bytes of a slot: for rows of a step at once, up to a limit.
+
+    Args:
+        ranks: of the group.
+        max_tokens: of a step.
+        hidden_size: of a row.
+        vocab_size: of all ranks; a row of a rank's logits has to fit all slots.
+        dtype: of the model.
+    """
+    unit = 4096 * ranks
+    row = (1 << (hidden_size - 1).bit_length()) * dtype.itemsize
+    step = -(-max_tokens * hidden_size * dtype.itemsize // PROGRAMS)
+    logits = -(-(vocab_size // ranks + 1) * dtype.itemsize // PROGRAMS)
+    needed = max(row, logits, min(step, _MOST_SLOT_BYTES))
+    return -(-needed // unit) * unit
+
 
 ABORT, FAILURE, LIMIT = 0, 1, 2
 """Words of `PeerRegions.control`."""

@@ -3,7 +3,7 @@
 Shapes: T rows, N output features, K input features, R rows of the weight that a program reads, S
 parts of the input features, ROWS the row class.
 
-The product is bound by reading the weight once. So a kernel before it norms the rows (`norm.py`),
+The product is bound by reading the weight once. So a kernel of `rowwise.py` norms the rows before,
 and no program norms them again: for R = 64 and 32 rows a program reads half as many bytes of inputs
 as of weights. The weight is the left operand: tensor cores take 64 of its rows at a time, and as
 few as 8 rows of the input. Tiles of both are loaded `STAGES` ahead into shared memory; an iteration
@@ -23,17 +23,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import reference_activate_rows
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .kernel_weights import (
+from .linear import FEW_ROWS, SCALE_BLOCK, GpuLinear, LinearConfig, row_class
+from .linear_tiles import activate, as_operand, capped, largest_of, scaled
+from .quantised import (
     kernel_weight,
     load_channels,
     may_prefetch,
     operation_name,
     prefetch_segments,
 )
-from .linear import FEW_ROWS, SCALE_BLOCK, GpuLinear, LinearConfig, row_class
-from .linear_tiles import activate, as_operand, capped, largest_of, scaled
+from .rowwise import reference_activate_rows
 
 __all__ = ["call_row_product", "reference_sum_parts", "sum_parts"]
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..ops.feedback import Feedback
 from ..ops.token_masks import MASK_BITS, LaneMasks
-from .greedy import pick_greedy
-from .head import best_of_chunks
+from .head import best_of_chunks, pick_greedy
 from .kernel_calls import call_kernel
 from .sampler_kernels import chunk_statistics, finish_rows
 

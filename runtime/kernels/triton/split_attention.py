@@ -1,4 +1,6 @@
-"""What kernels of split attention share: the loop over a run of positions, and how runs are joined.
+"""How many splits attention of a decode step has: plain numbers, which need no Triton.
+
+What kernels of split attention share: the loop over a run of positions, and how runs are joined.
 
 Shapes: T rows of the step, H query heads, G kv heads, V value_dim (head_dim, or the latent part of
 a key), D the width of a key (V, or latent and rotated part), S splits.
@@ -25,13 +27,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernel_calls import call_kernel, let_dependents_start, num_multiprocessors, wait_for_inputs
-from .quantised_cache import load_numbers, load_scales, scale_offset, vector_offset
+from .quantised import load_numbers, load_scales, scale_offset, vector_offset
 
 __all__ = [
+    "MOST_SPLITS",
     "NO_WINDOW",
     "Partials",
     "Tile",
     "attend_run",
+    "choose_splits",
     "choose_tile",
     "combine_as_last",
     "combine_splits",
@@ -46,6 +50,23 @@ __all__ = [
     "store_partials",
     "table_entries",
 ]
+
+MOST_SPLITS = 32
+
+
+def choose_splits(
+    rows: int, kv_heads: int, most_positions: int, multiprocessors: int, tile_positions: int = 64
+) -> int:
+    """How many splits a captured step of `rows` rows gets.
+
+    As many programs as processors for few rows, where each split costs the kernel that combines
+    them more than a second program on a processor brings; twice as many for more rows. No more
+    than there can be tiles.
+    """
+    programs = multiprocessors * (1 if rows <= 2 else 2)
+    tiles = -(-most_positions // tile_positions)
+    return max(1, min(programs // (rows * kv_heads), tiles, MOST_SPLITS))
+
 
 NO_WINDOW = 1 << 30
 """Tokens of the window of a layer that has none."""

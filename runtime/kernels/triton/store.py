@@ -18,7 +18,7 @@ from ..ops.attention import AttentionForm
 from ..ops.batch import LayerPlace, RaggedBatch
 from ..ops.kv_storage import write_blocks
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .quantised_cache import cache_views, store_vectors
+from .quantised import cache_views, store_vectors
 from .rotated_heads import (
     HeadRotation,
     load_norm,

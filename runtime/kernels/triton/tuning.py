@@ -30,8 +30,14 @@ import triton
 
 from ..cpu.build import cache_directory
 from .kernel_calls import compute_capability, num_multiprocessors
-from .linear import EXPERT_PRODUCTS, LinearConfig, row_class
-from .linear_configs import candidate_configs, config_error, default_config
+from .linear import (
+    EXPERT_PRODUCTS,
+    LinearConfig,
+    candidate_configs,
+    config_error,
+    default_config,
+    row_class,
+)
 
 __all__ = [
     "MOST_EXPERT_ROWS",
@@ -55,19 +61,17 @@ VERSION = 5
 """Of the file's format."""
 
 SOURCES = (
-    "activation.py",
     "expert_blocks.py",
-    "expert_pairs.py",
     "expert_routing.py",
+    "experts.py",
     "head.py",
-    "kernel_weights.py",
-    "lane_masks.py",
     "linear_kernels.py",
     "linear_tiles.py",
     "matmul.py",
-    "norm.py",
-    "quantised_cache.py",
+    "quantised.py",
     "row_product.py",
+    "rowwise.py",
+    "split_attention.py",
 )
 """What the machine code of the kernels is made from."""
 
