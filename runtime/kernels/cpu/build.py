@@ -59,10 +59,61 @@ KERNEL_DIR = "STEPGRAPH_KERNEL_DIR"
 """The environment variable that names a folder of libraries which were built beforehand."""
 
 _HERE = Path(__file__).parent / "csrc"
-_SLOWEST = ("ops.cpp", "attention_int8.cpp", "attention.cpp", "attention_fp8.cpp", "linear.cpp")
-"""Compiled first."""
-_UNITS = (*_SLOWEST, *sorted({path.name for path in _HERE.glob("*.cpp")} - {*_SLOWEST}))
-_HEADERS = tuple(sorted(path.name for path in _HERE.glob("*.h")))
+# Those that take longest to compile come first.
+_UNITS = (
+    "ops.cpp",
+    "attention_int8.cpp",
+    "attention.cpp",
+    "attention_fp8.cpp",
+    "linear.cpp",
+    "drafting.cpp",
+    "mixture.cpp",
+    "sampling.cpp",
+    "stack.cpp",
+    "communicator.cpp",
+    "pool.cpp",
+)
+_HEADERS = (
+    "kernels.h",
+    "vec.h",
+    "int8.h",
+    "exp.h",
+    "storage.h",
+    "attention_plan.h",
+    "attention_math.h",
+    "attention_worker.h",
+    "attention.h",
+    "attention_scaled.h",
+    "sampling.h",
+    "sampling_math.h",
+    "sampling_ops.h",
+    "argument_reader.h",
+    "checks.h",
+    "collective_ops.h",
+    "communicator.h",
+    "draft_ops.h",
+    "drafting.h",
+    "elementwise_ops.h",
+    "embedding_ops.h",
+    "head_ops.h",
+    "linear.h",
+    "linear_ops.h",
+    "mixture.h",
+    "mixture_job.h",
+    "mixture_ops.h",
+    "mixture_thread.h",
+    "phases.h",
+    "pool.h",
+    "routing.h",
+    "stack.h",
+    "stack_create.h",
+    "stack_job.h",
+    "stack_math.h",
+    "stack_ops.h",
+    "verify_ops.h",
+    "stack_thread.h",
+    "work_space.h",
+)
 _CODE, _MANIFEST = "cpu_ops.so", "manifest.json"
 _MOST_MANIFEST_BYTES = 1 << 16
 _SCRATCH = "build-"
