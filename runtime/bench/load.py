@@ -358,7 +358,7 @@ class Server(ChildProcess):
             raise
 
     def _is_ready(self) -> bool:
-        connection = HTTPConnection(self.host, self.port, timeout=START_SECONDS)
+        connection = HTTPConnection(HOST, self.port, timeout=START_SECONDS)
         with closing(connection), suppress(OSError, HTTPException):
             connection.request("GET", READY_PATH)
             return connection.getresponse().status == 200

@@ -188,10 +188,11 @@ def sse(*events: Any, end: str = "data: [DONE]\n\n") -> str:
 
 
 def choice(text: str, reason: str | None = None, **fields: Any) -> dict[str, Any]:
-    return {"choices": [{"text": text, "finish_reason": reason, **fields}]}
+    ids = [1] * bool(text)
+    return {"choices": [{"text": text, "token_ids": ids, "finish_reason": reason, **fields}]}
 
 
-TOKENS = sse(choice("a", token_ids=[5]), choice("b", token_ids=[1, 2]), choice("", "length"))
+TOKENS = sse(choice("a"), choice("b", token_ids=[1, 2]), choice("", "length"))
 CHUNKED = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 UNTIL_END = "HTTP/1.1 200 OK\r\n\r\n"
 
@@ -268,7 +269,7 @@ def test_a_server_ends_with_its_owner(monkeypatch):
     assert server.process.wait(10) < 0
     with pytest.raises(ConnectionError):  # noqa: PT012
         for _ in range(1000):  # the child may end a moment later
-            socket.create_connection((server.host, server.port)).close()
+            socket.create_connection((load.HOST, server.port)).close()
             time.sleep(0.01)
     server.close()
     with pytest.raises(PeerError, match="fake: it ended: last words"):
