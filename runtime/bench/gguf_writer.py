@@ -1,13 +1,12 @@
 """Writes a checkpoint as GGUF, for llama.cpp. Runs in the Python that has llama.cpp installed.
 
-Arguments: a checkpoint and a file. Llama, Qwen3 and Qwen3 mixtures of experts.
+Llama, Qwen3 and Qwen3 mixtures of experts.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +31,7 @@ class Entry(NamedTuple):
 def write_gguf(checkpoint: Path, path: Path, stored_as: str | None = None) -> None:
     """Convert a checkpoint, one tensor at a time.
 
-    The vocabulary is that of its tokenizer.json, a byte-level BPE split as GPT-2 does; without that
-    file there is none.
+    The file has no vocabulary: prompts are token ids.
 
     Args:
         checkpoint: directory in Hugging Face format.
@@ -51,7 +49,7 @@ def write_gguf(checkpoint: Path, path: Path, stored_as: str | None = None) -> No
     _check(config, checkpoint)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
     _add_sizes(writer, config)
-    _add_vocabulary(writer, checkpoint / "tokenizer.json", config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
     entries = [*_entries(checkpoint, config, stored_as)]
     for entry in entries:
         shape = gguf.quants.quant_shape_to_byte_shape(entry.shape, entry.kind)
@@ -167,28 +165,3 @@ def _neighbours_rotated(name: str, data: Any, config: dict[str, Any]) -> Any:
 
 def _head_dim(config: dict[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
-def _add_vocabulary(writer: Any, path: Path, size: int) -> None:
-    import gguf
-
-    if not path.exists():
-        writer.add_tokenizer_model("no_vocab")
-        return
-    model = json.loads(path.read_text())["model"]
-    texts = [f"[unused{number}]" for number in range(size)]
-    for text, number in model["vocab"].items():
-        texts[number] = text
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(texts)
-    writer.add_token_types([gguf.TokenType.NORMAL] * size)
-    writer.add_token_merges(merges or ["\u0100 \u0101"])  # it wants one: of two control bytes
-    writer.add_add_bos_token(False)
-    for add in (writer.add_bos_token_id, writer.add_eos_token_id):
-        add(size - 1)  # its default would be a common token
-
-
-if __name__ == "__main__":
-    write_gguf(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -377,7 +377,6 @@ def warnings(document: Entry) -> list[str]:
         *failed_checks(document),
         *_noise(document),
         *_unequal_bandwidths(document["environment"]),
-        *_not_interleaved(document["cases"]),
         *_throttling(document),
         *_late_generators(document),
     ]
@@ -421,19 +420,6 @@ def _unequal_bandwidths(environment: Entry) -> Iterator[str]:
         yield (
             f"Warning: memory was read at {before:.1f} GB/s before the cases and {after:.1f} after"
             " them: other work disturbed the machine; repeat this when it is idle"
-        )
-
-
-def _not_interleaved(cases: Sequence[Entry]) -> Iterator[str]:
-    # If the modes of a kind did not fit together, none of its cases were interleaved.
-    kinds = {_kind(case): case["interleaved"] for case in cases}
-    modes = {kind: {c["mode"] for c in cases if _kind(c) == kind} for kind in kinds}
-    apart = [kind for kind, turns in kinds.items() if not turns and len(modes[kind]) > 1]
-    if apart:
-        named = ", ".join(" ".join(dict.fromkeys(kind)) for kind in apart)
-        yield (
-            "Warning: modes ran one after the other, as they do not fit into memory together, so"
-            f" a disturbance of the machine may have affected only one of them: {named}"
         )
 
 

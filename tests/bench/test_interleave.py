@@ -148,14 +148,6 @@ def test_noisy_cases_are_named():
     assert "compile" not in line
 
 
-def test_modes_without_turns_are_named():
-    apart = [case_with(0.0, mode, interleaved=False) for mode in ("eager", "compile")]
-    (line,) = warnings({"environment": READS, "cases": apart})
-    assert "one after the other" in line
-    assert line.endswith(": m bfloat16")
-    assert warnings({"environment": READS, "cases": apart[:1]}) == []
-
-
 def test_larger_bandwidth_counts_and_a_difference_is_told():
     def settled(after: float) -> tuple[dict[str, Any], list[str]]:
         case = case_with(0.0) | {"roofline": {"floor_ms": 2.0, "fraction": 0.8}}
