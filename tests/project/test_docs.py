@@ -32,22 +32,6 @@ def test_paths_of_the_architecture_page_exist():
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "README.md",
-        *(f"docs/{n}.md" for n in ("getting-started", "embedding", "serving", "metrics")),
-    ],
-)
-def test_examples_run(name):
-    """The Python blocks that import what they use, and need no server."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
-    complete = [block for block in blocks if "import" in block and "localhost" not in block]
-    assert complete
-    for block in complete:
-        exec(compile(block, name, "exec"), {"__name__": "example"})
-
-
 def test_each_row_of_the_guarantees_names_a_test():
     page = (ROOT / "docs" / "guarantees.md").read_text()
     named = re.findall(r"`(test_\w+)\.(test_\w+)`", page)
