@@ -179,12 +179,13 @@ class RequestTracker:
 
     def collect(self) -> None:
         """Create the outputs of changed groups: in `ready`, or the last one for `deliver`."""
-        for group in self._changed:
-            if group.deliver is None:
-                self.ready.append(RequestOutput.of(group))
-            elif group.finished:
-                del self.groups[group.id]
-                group.deliver(RequestOutput.of(group))
+        outputs = [RequestOutput.of(group) for group in self._changed if group.deliver is None]
+        if len(outputs) < len(self._changed):
+            for group in self._changed:
+                if group.deliver is not None and group.finished:
+                    del self.groups[group.id]
+                    group.deliver(RequestOutput.of(group))
+        self.ready += outputs
         self._changed.clear()
 
     def take(self) -> list[RequestOutput]:
