@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import accumulate, count
+from operator import mul
 from typing import NamedTuple, Protocol
 
 from .config import MAX_DRAFTS
@@ -213,19 +214,21 @@ _FIRST_WEIGHT = 4.0
 
 """Drafts that an assumed rate counts as, and the rate of all rows in that of a row."""
 
-_MOST_COUNTED = 64.0
 
-"""Drafts after which counts are halved, so that a row that changes is noticed."""
+class _Counts:
+    """Counts of drafts by class: of all rows, or of one, which adds to those of `everywhere`."""
 
-
-class Acceptance:
-    """Acceptance rates of a proposer, or of one row, which begins with those of its proposer."""
-
-    def __init__(self, everywhere: Acceptance | None = None) -> None:
-        """Measure one row, and `everywhere` together with it; None: all rows."""
+    def __init__(self, kinds: int, most: float, everywhere: _Counts | None = None) -> None:
         self._everywhere = everywhere
-        self._trials = [0.0 if everywhere else _FIRST_WEIGHT for _ in _FIRST_RATES]
-        self._hits = [0.0 if everywhere else _FIRST_WEIGHT * rate for rate in _FIRST_RATES]
+        self._most = most
+        """Drafts after which counts are halved, so that a change is noticed."""
+        self._trials = [0.0] * kinds
+        self._hits = [0.0] * kinds
+
+    def assume(self, weight: float, rates: Sequence[float]) -> None:
+        """Begin with rates that count as `weight` drafts each."""
+        self._trials = [weight for _ in rates]
+        self._hits = [weight * rate for rate in rates]
 
     def rate(self, kind: int) -> float:
         """Return the expected acceptance of a draft of a class, if those before it are accepted."""
@@ -233,6 +236,28 @@ class Acceptance:
             return self._hits[kind] / self._trials[kind]
         prior = _FIRST_WEIGHT * self._everywhere.rate(kind)
         return (self._hits[kind] + prior) / (self._trials[kind] + _FIRST_WEIGHT)
+
+    def count(self, kind: int, trials: int, hits: int) -> None:
+        """Count drafts of a class, of which `hits` were right."""
+        if not trials:
+            return
+        if self._trials[kind] >= self._most:
+            self._trials[kind] /= 2
+            self._hits[kind] /= 2
+        self._trials[kind] += trials
+        self._hits[kind] += hits
+        if self._everywhere is not None:
+            self._everywhere.count(kind, trials, hits)
+
+
+class Acceptance(_Counts):
+    """Acceptance rates of a proposer, or of one row, which begins with those of its proposer."""
+
+    def __init__(self, everywhere: Acceptance | None = None) -> None:
+        """Measure one row, and `everywhere` together with it; None: all rows."""
+        super().__init__(len(_FIRST_RATES), 64.0, everywhere)
+        if everywhere is None:
+            self.assume(_FIRST_WEIGHT, _FIRST_RATES)
 
     def chances(self, draft: Draft) -> list[float]:
         """Return, for each draft, the probability that it is accepted and all before it are."""
@@ -254,24 +279,13 @@ class Acceptance:
         ):
             kind = _CLASS_OF[length] + agreed
             if kind != last:  # mostly the same as for the draft before
-                self._count(last, hits, hits)
+                self.count(last, hits, hits)
                 hits, last = 0, kind
             if drafted != token:
-                self._count(kind, hits + 1, hits)
+                self.count(kind, hits + 1, hits)
                 return
             hits += 1
-        self._count(last, hits, hits)
-
-    def _count(self, kind: int, trials: int, hits: int) -> None:
-        if not trials:
-            return
-        if self._trials[kind] >= _MOST_COUNTED:
-            self._trials[kind] /= 2
-            self._hits[kind] /= 2
-        self._trials[kind] += trials
-        self._hits[kind] += hits
-        if self._everywhere is not None:
-            self._everywhere._count(kind, trials, hits)
+        self.count(last, hits, hits)
 
 
 # Measured acceptance of a drafter's proposals. No torch.
@@ -283,96 +297,59 @@ _CLASSES = 10
 
 """Of probabilities: 0 to 0.1, 0.1 to 0.2, ..."""
 
-_PRIOR_WEIGHT = 8.0
 
-"""Drafts that the first rates count as: a drafter is assumed to know how often it is right."""
-
-_MOST_SHARED = 256.0
-
-"""Drafts after which counts are halved, so that a change is noticed."""
-
-_FIRST_RATE, _RATE_WEIGHT, _MOST_OF_ROW = 0.6, 4.0, 16.0
-
-"""By number: the rate assumed for the first draft, the drafts that an assumed rate counts as, and
-the drafts of a row after which its counts are halved. For later drafts the rate of the draft before
-is assumed, for a row that of all rows."""
-
-
-class DrafterAcceptance:
-    """Acceptance rates of all rows together."""
+class DrafterAcceptance(_Counts):
+    """Acceptance rates of all rows together; a drafter is assumed to know how often it is right."""
 
     def __init__(self) -> None:
         """Start with the middle of each class."""
-        self._trials = [_PRIOR_WEIGHT] * _CLASSES
-        self._hits = [_PRIOR_WEIGHT * (kind + 0.5) / _CLASSES for kind in range(_CLASSES)]
+        super().__init__(_CLASSES, 256.0)
+        self.assume(8.0, [(kind + 0.5) / _CLASSES for kind in range(_CLASSES)])
 
     def chances(self, probabilities: Sequence[float]) -> list[float]:
         """Return, for each draft, the probability that it is accepted and all before it are."""
-        chance, chances = 1.0, []
-        for probability in probabilities:
-            kind = _kind(probability)
-            chance *= self._hits[kind] / self._trials[kind]
-            chances.append(chance)
-        return chances
+        return list(accumulate((self.rate(_kind(p)) for p in probabilities), mul))
 
     def judge(
         self, drafts: Sequence[int], probabilities: Sequence[float], tokens: Sequence[int]
     ) -> None:
         """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
         for draft, probability, token in zip(drafts, probabilities, tokens, strict=False):
-            kind, right = _kind(probability), draft == token
-            if self._trials[kind] >= _MOST_SHARED:
-                self._trials[kind] /= 2
-                self._hits[kind] /= 2
-            self._trials[kind] += 1
-            self._hits[kind] += right
-            if not right:
+            self.count(_kind(probability), 1, draft == token)
+            if draft != token:
                 return
 
 
-class PositionAcceptance:
-    """Acceptance rates by number of the draft: of a drafter, or of one row."""
+class PositionAcceptance(_Counts):
+    """Acceptance rates by number of the draft: of a drafter, or of one row.
+
+    For the first draft 0.6 is assumed, for each later one the rate of the draft before.
+    """
 
     def __init__(self, everywhere: PositionAcceptance | None = None) -> None:
         """Measure one row, and `everywhere` together with it; None: all rows."""
-        self._everywhere = everywhere
-        self._trials = [0.0] * MAX_DRAFTS
-        self._hits = [0.0] * MAX_DRAFTS
+        super().__init__(MAX_DRAFTS, 256.0 if everywhere is None else 16.0, everywhere)
 
     def chances(self, count: int) -> list[float]:
         """Return, for each of `count` drafts, the probability that all up to it are accepted."""
-        chance, chances = 1.0, []
-        for rate in self._rates(count):
-            chance *= rate
-            chances.append(chance)
-        return chances
+        return list(accumulate(self._rates(count), mul))
+
+    def _rates(self, count: int) -> list[float]:
+        everywhere, rates, prior = self._everywhere, [], 0.6
+        assumed = everywhere._rates(count) if isinstance(everywhere, PositionAcceptance) else None
+        for index in range(count):
+            prior = prior if assumed is None else assumed[index]
+            hits = self._hits[index] + _FIRST_WEIGHT * prior
+            prior = hits / (self._trials[index] + _FIRST_WEIGHT)
+            rates.append(prior)
+        return rates
 
     def judge(self, drafts: Sequence[int], tokens: Sequence[int]) -> None:
         """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
-        most = _MOST_SHARED if self._everywhere is None else _MOST_OF_ROW
         for index, (draft, token) in enumerate(zip(drafts, tokens, strict=False)):
-            if self._trials[index] >= most:
-                self._trials[index] /= 2
-                self._hits[index] /= 2
-            self._trials[index] += 1
-            self._hits[index] += draft == token
+            self.count(index, 1, draft == token)
             if draft != token:
                 break
-        if self._everywhere is not None:
-            self._everywhere.judge(drafts, tokens)
-
-    def _rates(self, count: int) -> list[float]:
-        if self._everywhere is not None:
-            assumed = self._everywhere._rates(count)
-            return [
-                (hits + _RATE_WEIGHT * rate) / (trials + _RATE_WEIGHT)
-                for hits, trials, rate in zip(self._hits, self._trials, assumed, strict=False)
-            ]
-        rates, rate = [], _FIRST_RATE
-        for hits, trials in zip(self._hits[:count], self._trials, strict=False):
-            rate = (hits + _RATE_WEIGHT * rate) / (trials + _RATE_WEIGHT)
-            rates.append(rate)
-        return rates
 
 
 def _kind(probability: float) -> int:

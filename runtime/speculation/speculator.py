@@ -91,19 +91,15 @@ LEAST_CHANCE = 0.05
 
 """Drafts that are less likely to be accepted are not verified."""
 
-DECODE_RATE = 0.1
+LEARNING_RATE = 0.1
 
-"""Share of an error by which the time of decode steps is corrected."""
+"""Share of an error by which the time of the kind of step that was run is corrected."""
 
 COMMON_RATE = 0.05
 
 """Share of an error by which the times of all verify steps of so many rows are corrected, at least:
 longer contexts slow them down by another factor than decode steps. The first errors count more,
 since what the host does for a verify step was not measured at the start."""
-
-OWN_RATE = 0.1
-
-"""Share of an error by which the time of the verify step itself is corrected in addition."""
 
 LARGEST_ERROR = 0.75
 
@@ -281,7 +277,7 @@ class VerifyCosts:
         self._in_a_row = self._in_a_row + 1 if tokens_per_row > 1 else 0
 
     def observe_decode(
-        self, rows: int, seconds: float, steps: int = 1, rate: float = DECODE_RATE
+        self, rows: int, seconds: float, steps: int = 1, rate: float = LEARNING_RATE
     ) -> float:
         """Correct the time of a decode step by how long the last of `steps` took, and return it.
 
@@ -311,7 +307,7 @@ class VerifyCosts:
         times.verified += 1
         for point in range(1, len(own)):
             share = weight if point == at else 1 - weight if point == at - 1 else 0.0
-            change = error * (common + OWN_RATE * share) - FADING * (share == 0.0)
+            change = error * (common + LEARNING_RATE * share) - FADING * (share == 0.0)
             own[point] = max(own[point] * (1 + change), 1.0)
 
     def seconds(self) -> dict[str, float]:
@@ -534,18 +530,6 @@ FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
 """Steps that propose after which some decode steps are run, at first and later, so that their time
 remains known; and how many. The first of them does not count: it finds the caches cold."""
 
-PAUSED_TIMED = 16
-
-"""While the drafter is paused, one of this many steps is timed."""
-
-TIMED_RATE = 0.3
-
-"""Share of an error by which the time of decode steps is corrected."""
-
-PROPOSING_RATE = 0.1
-
-"""Share of an error by which the time of steps that propose and verify nothing is corrected."""
-
 
 class DrafterSpeculator(Speculator):
     """Chooses how many of a drafter's proposals are verified, and when it proposes."""
@@ -609,7 +593,7 @@ class DrafterSpeculator(Speculator):
                 return ()
         if pauses and not (has_grammar or any(request.num_drafts for request in requests)):
             self._skipped += 1
-            self._is_timed = self._skipped >= PAUSED_TIMED
+            self._is_timed = self._skipped >= UNTIMED
             return ()
         sizes = self.sizes(len(requests))
         if not sizes:
@@ -725,7 +709,7 @@ class DrafterSpeculator(Speculator):
             skipped, self._skipped = self._skipped, 0
             self._plain += 1
             if self._plain > 1:
-                costs.observe_decode(rows, took.seconds, 1 + skipped, TIMED_RATE)
+                costs.observe_decode(rows, took.seconds, 1 + skipped, 0.3)
             if self._plain == TIMED_STEPS:
                 self._untimed = 0
             gained = self._share * max(skipped, 1)
@@ -743,7 +727,7 @@ class DrafterSpeculator(Speculator):
                 if advanced is not None:
                     costs.observe(rows, n, tokens, took.seconds)
                 else:
-                    self._slowdown *= 1 + PROPOSING_RATE * (seconds / expected - 1)
+                    self._slowdown *= 1 + LEARNING_RATE * (seconds / expected - 1)
             gained = reached / rows - seconds / decode_seconds
             if self._credit > DRAFTER_GAINING:
                 self._share, self._is_probe = DRAFT_SHARE, False
@@ -790,7 +774,7 @@ caches and slows the step down: only steps without show how long plain decoding 
 
 UNTIMED = 16
 
-"""While all rows pause, one of this many steps is timed."""
+"""In a pause, one of this many steps is timed."""
 
 LARGEST_DELAY = 0.5
 
