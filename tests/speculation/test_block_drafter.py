@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.loading.drafter_source import find_drafter
 from torch import Tensor
 
@@ -131,3 +134,17 @@ def test_one_row(base: TinyModel, tmp_path: Path) -> None:
     reference = dflash(config, weights, base, torch.float32)
     rig.prefill(base.prompts(19))
     assert sum(rig.check(rig.verify(3, 2), reference, 1e-3) for _ in range(3)) > 3
+
+
+@pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
+@pytest.mark.native_kernels
+def test_engine_starts_with_compiled_steps(
+    open_engine: Callable[..., Engine], base: TinyModel, tmp_path: Path
+) -> None:
+    directory, *_ = write(tmp_path / "drafter")
+    speculation = {"method": "dflash", "model": str(directory), "num_speculative_tokens": 3}
+    engine = open_engine("base", mode="compile", dtype="float32", speculation=speculation)
+    assert engine.stats()["fallbacks"] == 0
+    (prompt,) = base.prompts(9)
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    assert [list(engine.generate([prompt], params)[0].token_ids)] == base.greedy([prompt], 6)

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from stepgraph.runtime import Engine
-from stepgraph.runtime.execution.runner import new_blocks
 from stepgraph.runtime.kernels import have_compiler
-from stepgraph.runtime.scheduling.plan import StepPlan, TableUpdate
 
 from ..rigs.engine_rig import greedy
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
@@ -139,18 +137,6 @@ def test_nothing_of_an_earlier_request_is_left_in_new_blocks(
     engine.abort("r")
     engine.step()
     engine.check_integrity()
-
-
-def test_blocks_with_contents_are_kept() -> None:
-    """Of shared and copied blocks; see `cache/kv_cache.py`."""
-    plan = StepPlan()
-    plan.table_updates = [
-        TableUpdate(0, 2, 3, 11),
-        TableUpdate(1, 2, 3, 12),
-        TableUpdate(0, 2, 4, 0),
-    ]
-    assert new_blocks(plan, 0, 4) == [11]
-    assert new_blocks(plan, 1, 4) == [12]
 
 
 def test_a_drafter_that_does_not_pay_rests(
