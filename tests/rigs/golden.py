@@ -143,6 +143,15 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "demo/compile/native/eagle3+masks+ranks": drafts("eagle3") | MASKS | RANKS,
 }
 """Further settings, each with one path of one model."""
+MEMORY_PLANS = {
+    "memory/smollm2-135m": "--device cpu --device-memory 24GB --batch-size 8",
+    "memory/qwen2.5-0.5b": "--device cpu --device-memory 24GB --batch-size 32 --weight-dtype int8",
+    "memory/llama-3.1-8b": "--device cuda --device-memory 80GB --batch-size 64",
+    "memory/gpt-oss-20b": "--device cuda --device-memory 80GB --batch-size 16 --tensor-parallel 2",
+    "memory/deepseek-v2-lite": "--device cuda --device-memory 40GB --batch-size 4 --kv-dtype fp8",
+}
+
+
 MOST_RATIO = 1.02
 
 
@@ -203,7 +212,7 @@ class Tree(NamedTuple):
         """Start a probe."""
         program = Path(__file__).with_name("golden_probes.py")
         environment = os.environ | {"PYTHONPATH": str(self.links)}
-        if probe in ("tokens", "host"):
+        if probe in ("outputs", "host"):
             environment["OMP_NUM_THREADS"] = "1"
         return subprocess.Popen(
             [sys.executable, program, probe, models, self.source],
@@ -390,22 +399,23 @@ def compare(options: argparse.Namespace, work: Path) -> int:
     trees = [Tree.make(getattr(options, side), work, side) for side in SIDES]
     models = work / "models"
     if not models.exists():
-        write_models(models)
+        partial = work / "models-partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        write_models(partial)
+        partial.rename(models)
     verdicts: list[Verdict] = []
     timings: list[Timing] = []
     if not options.times:
         cases = token_cases(options.quick, options.cases)
-        given = json.dumps(cases)
-        running = [tree.start("tokens", models) for tree in trees]
+        plans = {c: f for c, f in MEMORY_PLANS.items() if fnmatch.fnmatch(c, options.cases)}
+        given = json.dumps({"tokens": cases, "memory": plans})
+        running = [tree.start("outputs", models) for tree in trees]
         for process in running:  # both are working before the first is read
             assert process.stdin is not None
             process.stdin.write(given)
             process.stdin.close()
             process.stdin = None
         base, head = map(results, running)
-        for probe in ("memory",) if options.cases == "*" else ():
-            more = [results(tree.start(probe, models)) for tree in trees]
-            base, head = base | more[0], head | more[1]
         verdicts = [compare_case(case, base[case], head[case]) for case in base]
         print(table(verdicts))
     if options.times:
@@ -425,7 +435,7 @@ def compare(options: argparse.Namespace, work: Path) -> int:
 
 def main() -> int:
     """Run the command line; return the status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Compare a base commit with HEAD.")
     parser.add_argument("--base", default="e818c78", help="a commit or a directory")
     parser.add_argument("--head", default="HEAD", help="a commit or a directory, such as .")
     parser.add_argument("--quick", action="store_true", help="without torch.compile")

@@ -28,15 +28,6 @@ GRAMMARS: list[dict[str, Any]] = [
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-MEMORY_PLANS = {
-    "smollm2-135m": "--device cpu --device-memory 24GB --batch-size 8",
-    "qwen2.5-0.5b": "--device cpu --device-memory 24GB --batch-size 32 --weight-dtype int8",
-    "llama-3.1-8b": "--device cuda --device-memory 80GB --batch-size 64",
-    "gpt-oss-20b": "--device cuda --device-memory 80GB --batch-size 16 --tensor-parallel 2",
-    "deepseek-v2-lite": "--device cuda --device-memory 40GB --batch-size 4 --kv-dtype fp8",
-}
-
-
 STEP_MODEL = "preset:smollm2-135m"
 STEP_POINTS = [(1, 128), (8, 128), (32, 128), (1, 1024), (8, 1024)]
 HOST_ROWS = (1, 32, 256)
@@ -125,13 +116,14 @@ def _numbers(entry: Any) -> Any:
     return entry and [entry.token_id, entry.logprob, sorted(entry.top.items())]
 
 
-def probe_memory() -> dict[str, Any]:
-    """Return the terms of the memory plan of each preset in bytes."""
+def probe_memory(cases: Mapping[str, str]) -> dict[str, Any]:
+    """Return the terms of the memory plan of each case in bytes; a case has flags."""
     from stepgraph.__main__ import main
 
     found = {}
-    for preset, flags in MEMORY_PLANS.items():
-        command = ["explain", "memory", "--model", f"preset:{preset}", *flags.split()]
+    for case, flags in cases.items():
+        model = f"preset:{case.removeprefix('memory/')}"
+        command = ["explain", "memory", "--model", model, *flags.split()]
         for exact in (False, True):  # the first run loads the modules
             text = io.StringIO()
             with (
@@ -142,7 +134,7 @@ def probe_memory() -> dict[str, Any]:
         terms = re.findall(r"^([a-z][a-z ]*?) {2,}(\d+) B", text.getvalue(), re.MULTILINE)
         enough = status == 0 and len(terms) > 5
         values = {term: int(size) for term, size in terms}
-        found[f"memory/{preset}"] = values if enough else {"crashed": text.getvalue()[:200]}
+        found[case] = values if enough else {"crashed": text.getvalue()[:200]}
     return found
 
 
@@ -221,10 +213,11 @@ def run_probe(name: str, models: Path, tree: Path) -> None:
         serve_steps(models, name)
         return
     with contextlib.redirect_stdout(sys.stderr):
-        if name == "tokens":
-            result: Any = probe_tokens(models, json.load(sys.stdin))
+        if name == "start":
+            result: Any = probe_start()
         else:
-            result = probe_start() if name == "start" else probe_memory()
+            given = json.load(sys.stdin)
+            result = probe_tokens(models, given["tokens"]) | probe_memory(given["memory"])
     print(json.dumps(result))
 
 
