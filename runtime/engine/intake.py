@@ -32,8 +32,7 @@ from ..sampling_params import (
     SamplingParams,
 )
 from ..structured.compiler import GrammarCompiler
-from ..structured.list_matcher import ListMatcher, TokenLists, word_tokens
-from ..structured.matcher import TokenMatcher
+from ..structured.matcher import ListMatcher, TokenLists, TokenMatcher, word_tokens
 from ..structured_output import StructuredOutput
 
 __all__ = ["RequestBuilder", "Prompt"]

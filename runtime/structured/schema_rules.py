@@ -1,6 +1,6 @@
 """JSON schemas as rules in Lark, where a number needs more digits than llguidance computes with.
 
-Only the way to such numbers becomes rules, with `number_ranges.py` for the numbers. Every part of
+Only the way to such numbers becomes rules, with `exact_json.py` for the numbers. Every part of
 the schema without one stays a schema, which llguidance compiles. What this file cannot write as
 rules raises `NoRulesError`: the caller narrows the numbers or refuses the schema.
 """
@@ -16,8 +16,7 @@ from operator import and_
 from typing import Any, Final
 from urllib.parse import unquote
 
-from .exact_json import MAX_NUMBER_CHARS, dumps, is_number
-from .number_ranges import NumberRange
+from .exact_json import MAX_NUMBER_CHARS, NumberRange, dumps, is_number
 
 __all__ = ["BOUNDS", "NoRulesError", "decimals_of", "schema_rules", "types_of"]
 

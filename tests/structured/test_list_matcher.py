@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from stepgraph.runtime import SamplingParams
 from stepgraph.runtime.errors import RequestError, StructuredOutputError
 from stepgraph.runtime.kernels.ops.mask_words import MaskWords
-from stepgraph.runtime.structured.list_matcher import ListMatcher, TokenLists, word_tokens
+from stepgraph.runtime.structured.matcher import ListMatcher, TokenLists, word_tokens
 
 from ..loading.test_text_stream import make
 from ..rigs.request_rig import make_request
