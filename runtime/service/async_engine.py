@@ -376,7 +376,7 @@ class AsyncEngine:
 
         Those left after `timeout` seconds are aborted. Returns whether all ended by themselves:
         none was aborted for it, or lost with a failed engine. `wake` ends it; cancelling the call,
-        also that of `sleep` or `reload`, does not.
+        also a call of `sleep` or `reload`, does not.
 
         Raises:
             RequestError: `timeout` is not a number of seconds from 0 to 10^9.

@@ -285,7 +285,7 @@ def _flag_type(read: Callable[[str], Any], what: str) -> Callable[[str], Any]:
 
 
 def _help(text: str, default: Any) -> str:
-    """Return the description of a field with its default; `None` is no word of a shell."""
+    """Return the description of a field with its default; `None` is not a word of a shell."""
     if default is None:
         return text.replace(". None:", ". Default:").replace("; None:", "; default:")
     if default is dataclasses.MISSING:

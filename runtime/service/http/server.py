@@ -361,7 +361,7 @@ def _remove_unused(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise FileExistsError("it exists and is no socket")
+        raise FileExistsError("it exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
