@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -30,8 +30,11 @@ from .http_errors import ErrorBody, HttpError
 from .output_parsers import make_output_parser
 from .requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .responses import Chat, ChatChunk, Completion
-from .service import Metrics, Service, package_version
+from .service import Service, package_version
 from .unknown_fields import UnknownFields
+
+if TYPE_CHECKING:  # it needs prometheus-client
+    from ..metrics import EngineMetrics
 
 __all__ = ["app", "openapi_document"]
 
@@ -83,7 +86,7 @@ def app(
     api_keys: Sequence[str] = (),
     max_body_bytes: int = 4 << 20,
     allow_origins: Sequence[str] = (),
-    metrics: Metrics | None = None,
+    metrics: EngineMetrics | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
 ) -> Starlette:
@@ -97,7 +100,7 @@ def app(
         api_keys: accepted as `Authorization: Bearer KEY`; none: no key is needed.
         max_body_bytes: a larger body of a request is refused with 413.
         allow_origins: origins whose web pages may call the service (CORS); `*` for any.
-        metrics: what `/metrics` responds with, for example `EngineMetrics`; None: 404.
+        metrics: what `/metrics` responds with; None: 404.
         tool_parser: finds tool calls in answers, see `make_output_parser`; None leaves them in the
             content.
         reasoning_parser: separates reasoning from answers, in the same way.

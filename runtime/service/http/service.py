@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -22,14 +22,10 @@ from .requests import DetokenizeRequest, TokenizeRequest, chat_prompt
 from .token_text import TokenTexts
 from .unknown_fields import UnknownFields
 
-__all__ = ["Metrics", "Service", "package_version"]
+if TYPE_CHECKING:  # it needs prometheus-client
+    from ..metrics import EngineMetrics
 
-
-class Metrics(Protocol):
-    """What `/metrics` responds with."""
-
-    def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """Return a body and its content type, for a header `Accept`. A thread calls it."""
+__all__ = ["Service", "package_version"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +35,7 @@ class Service:
     engine: AsyncEngine
     model_names: tuple[str, ...]
     """Names that requests may give; responses without one have the first."""
-    metrics: Metrics | None = None
+    metrics: EngineMetrics | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     """Names for `make_output_parser`."""
