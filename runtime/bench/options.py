@@ -20,7 +20,8 @@ from ...profiling.trace import SUFFIX as TRACE_SUFFIX
 from ..config import MAX_RANKS, MAX_SEED, EngineConfig
 from ..tools.arguments import DTYPES, STORED_DTYPES, parse_bytes
 from .console import program_name
-from .peers import MODULES, peer_spec
+from .peer_runner import MODULES
+from .peers import peer_spec
 
 __all__ = ["MODEL_FLAGS", "MODES", "StepRange", "add_flags", "kernels_path", "memory_size"]
 __all__ += ["number", "parse_arguments", "trace_path"]
@@ -385,8 +386,10 @@ FLAGS: dict[str, dict[str, Flag]] = {
 _ALL = {name: flag for flags in FLAGS.values() for name, flag in flags.items()}
 _PROFILE_DEFAULTS = {"batch-size": [1], "input-len": [1024], "num-iters": 1}
 """Of steady with `--profile`."""
-_ONE_VALUE = (*MODEL_FLAGS, "mode", "kernels", "model-impl", "tensor-parallel", "batch-size")
-_ONE_VALUE += ("input-len", "output-len")
+_ONE_VALUE = (
+    *(*MODEL_FLAGS, "mode", "kernels", "model-impl", "tensor-parallel"),
+    *("batch-size", "input-len", "output-len"),
+)
 """Flags that have one value with `--profile`."""
 
 

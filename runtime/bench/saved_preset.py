@@ -26,8 +26,10 @@ FILE_BYTES = 2 << 30
 """Of a file, about: as much is in memory at a time."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose presets can be saved."""
-_SAME_NAME = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "hidden_act")
-_SAME_NAME += ("max_position_embeddings", "tie_word_embeddings", "bos_token_id", "head_dim")
+_SAME_NAME = (
+    *("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "hidden_act", "head_dim"),
+    *("max_position_embeddings", "tie_word_embeddings", "bos_token_id"),
+)
 
 
 @contextmanager
@@ -124,7 +126,7 @@ def _hf_fields(config: ModelConfig) -> dict[str, Any]:
         for name in (*names, "original_max_position_embeddings"):
             fields["rope_parameters"][name] = scaling[name]
     if config.experts is not None:
-        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-        fields |= {name: getattr(config.experts, name) for name in names}
+        same = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        fields |= {name: getattr(config.experts, name) for name in same}
         fields["mlp_only_layers"] = list(config.experts.dense_layers)
     return fields
