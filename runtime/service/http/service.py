@@ -168,6 +168,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     service.model_name(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise HttpError(400, "give one of prompt and messages", param="prompt")
+    exchange.param_of = request.param_of
     tokenizer = _tokenizer(service, "prompt")
 
     def encode() -> Tokens:
