@@ -98,10 +98,10 @@ def compare(
 
     Args:
         old: a document as `read_results` returns it.
-        new: another, or that of this run.
+        new: another, or the one of this run.
         old_name: the file that `old` was read from.
         new_name: the file that `new` was read from; None: this run.
-        fail_above: the largest ratio that is no failure.
+        fail_above: the largest ratio that passes.
     """
     before, after = ([(_key(case), case) for case in side["cases"]] for side in (old, new))
     old_keys, new_keys = ([key for key, _ in side] for side in (before, after))

@@ -31,7 +31,7 @@ SCRIPT = "bench.py"
 
 
 def exit_status(error: Exception) -> int:
-    """Return the exit status after an error: 2, that of argparse, for a wrong configuration."""
+    """Return the exit status after an error: 2, as argparse, for a wrong configuration."""
     return 2 if isinstance(error, ConfigError) else 1
 
 

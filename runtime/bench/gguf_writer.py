@@ -103,7 +103,7 @@ def _add_sizes(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _entries(checkpoint: Path, config: dict[str, Any], stored_as: str | None) -> Iterator[Entry]:
-    """Yield the tensors of the file: those of the experts of a layer are stacked."""
+    """Yield the tensors of the file; the experts of a layer are stacked."""
     import gguf
     import numpy as np
     from gguf.utility import SafetensorsLocal

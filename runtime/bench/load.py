@@ -73,7 +73,7 @@ def arrival_times(rate: float, seconds: float, seed: int) -> list[float]:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request. Times are those of `time.perf_counter_ns`."""
+    """What became of a request. Times are from `time.perf_counter_ns`."""
 
     scheduled_ns: int
     sent_ns: int = 0
@@ -91,7 +91,7 @@ class Outcome:
 
     @property
     def itl_ms(self) -> list[float]:
-        """The gaps between tokens; those of tokens that arrive together are 0."""
+        """The gaps between tokens, 0 between tokens that arrive together."""
         return [(after - before) / 1e6 for before, after in pairwise(self.token_ns)]
 
     @property

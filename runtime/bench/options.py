@@ -59,7 +59,7 @@ results measured so far. docs/benchmarking.md explains all columns.
 _MOST = 1_000_000_000
 """Largest count; larger values are typing errors."""
 _PROFILE_STEPS = 16
-"""A trace of so many steps opens at once, and their mean hardly changes with more."""
+"""A trace of 16 steps opens at once, and their mean hardly changes with more."""
 _MAX_STEADY_SECONDS = 10.0
 """For the repetitions of a case in one mode, unless their number is given."""
 

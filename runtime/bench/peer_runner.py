@@ -248,7 +248,7 @@ def timed_steps(runtime: Runtime, rows: int, count: int) -> list[float]:
 def main() -> None:
     """Serve requests until stdin ends."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no reply
+    os.dup2(2, 1)  # what libraries print is not a reply
     runtime: Runtime | None = None
     rows = 0
     for line in sys.stdin:

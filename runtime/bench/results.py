@@ -299,7 +299,7 @@ TABLES: dict[str, dict[str, Cell]] = {
         "spread": "{spread:.1%}",
     },
 }
-"""By the name of the list in the document; `cases` is that of steady."""
+"""By the name of the list in the document; `cases` belongs to steady."""
 TEXT_COLUMNS = {"model", "dtype", "weights", "KV", "mode", "runtime", "transport"}
 
 
@@ -383,7 +383,7 @@ def warnings(document: Entry) -> list[str]:
 
 
 def failed_checks(document: Entry) -> list[str]:
-    """Return a line for each case whose tokens differ from those of the reference."""
+    """Return a line for each case whose tokens differ from the reference."""
     lines = []
     for case in document["cases"]:
         check = case.get("check")

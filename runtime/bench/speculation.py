@@ -226,7 +226,7 @@ def _counts(engine: Engine) -> tuple[int, int]:
 
 
 def _prompts(engine: Engine, case: Case, repetition: int) -> list[list[int]]:
-    """Return the prompts of a repetition, which differ from those of others."""
+    """Return the prompts of a repetition, which differ from all others."""
     rows = case.rows
     if case.kind == "random":
         rng, vocab = random.Random(repetition), engine.model_config.vocab_size

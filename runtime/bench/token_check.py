@@ -130,7 +130,7 @@ class TokenCheck:
         """Yield the reference's logits from position `first`, the last of the prompt, on.
 
         `[C, vocab_size]` at a time. Sequences that outgrow their rotary parameters are computed
-        anew.
+        again.
         """
         ropes = rope_lengths(self._model.config) or RopeLengths()
         limit = ropes.outgrown_at(first + 1)
@@ -184,7 +184,7 @@ def _share_weights(served: Decoder, reference: Decoder) -> None:
 
 
 def _load_weights(reference: Decoder, source: str, seed: int) -> None:
-    """Read a model's weights again, or draw those of a preset as its engine did."""
+    """Read a model's weights again, or draw the weights of a preset as its engine did."""
     found = resolve_source(source)
     if found.directory is None:
         weights = random_weights(found.native, reference.dtype, seed, device=reference.device)

@@ -56,7 +56,7 @@ def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) 
         for position, token in enumerate(one)
     ]
     if not pairs:
-        raise ValueError("there is no token to compare")
+        raise ValueError("no token to compare")
     return sum(pairs) / len(pairs)
 
 
@@ -100,8 +100,8 @@ def steps_in_flight(engine: Engine) -> int:
 def decode_roofline(engine: Engine, contexts: Sequence[int], bandwidth: float) -> Roofline:
     """Return the roofline of a decode step.
 
-    Bytes are those of the weights and the cache as this engine stores them. The ranks of a CPU
-    share its bandwidth, so the bytes of all count; elsewhere those of one rank.
+    Bytes are of the weights and the cache as this engine stores them. The ranks of a CPU
+    share its bandwidth, so the bytes of all count; elsewhere the bytes of one rank.
 
     Args:
         engine: that runs the steps.

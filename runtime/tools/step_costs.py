@@ -214,7 +214,7 @@ def explain_step(
     bandwidth: float,
     ranks: Sequence[int] = (),
 ) -> str:
-    """Return the floor of a decode step as text, by operation, or with `ranks` that of groups.
+    """Return the floor of a decode step by operation as text, or with `ranks` of groups.
 
     Args:
         source: as `Engine.from_pretrained`; only the configuration is read.

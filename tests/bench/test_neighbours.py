@@ -1,4 +1,4 @@
-"""Decode steps beside busy processes and other runtimes: the order, and that no process is left."""
+"""Decode steps with busy processes and other runtimes: the order, and that no process is left."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_a_peer_that_fails_dies_or_hangs(fake_vllm: Path, monkeypatch: pytest.Mo
             peer.prefill([[1]], 32)
 
 
-def test_a_run_beside_a_peer(
+def test_neighbours_run_with_a_peer(
     fake_vllm: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_once: None
 ) -> None:
     """Which is found in this interpreter, without a flag."""

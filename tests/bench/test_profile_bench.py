@@ -237,13 +237,13 @@ def test_names_are_recorded_while_an_engine_captures(monkeypatch, tmp_path):
     assert (names.model, names.bandwidth_gb_s, names.unattributed) == ("demo", 30.0, 0)
     (decode,) = [s for s in names.steps if s.phase == "decode" and not s.full_sampler]
     assert {node.layer for node in decode.nodes} == {None, 0, 1, 2, 3, 4, 5}
-    beside = kernel_names.load(tmp_path / "stepgraph-profile.kernels.json")
-    assert [step.nodes for step in beside.steps] == [step.nodes for step in names.steps]
+    written = kernel_names.load(tmp_path / "stepgraph-profile.kernels.json")
+    assert [step.nodes for step in written.steps] == [step.nodes for step in names.steps]
 
 
 @needs_nvtx
 @pytest.mark.usefixtures("small_graphs")
-def test_names_are_written_beside_what_nsys_writes(monkeypatch, tmp_path):
+def test_names_are_written_next_to_what_nsys_writes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")
     assert run_bench(monkeypatch, f"--profile nsys --profile-output a {GRAPHS}") == 0

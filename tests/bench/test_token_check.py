@@ -67,7 +67,7 @@ def test_right_tokens_pass_and_wrong_ones_fail(
 
 
 def test_wrong_weights_of_the_engine_are_caught() -> None:
-    """The native engine's are packed, so the reference has read its own; NaN is no logit."""
+    """The native engine's are packed, so the reference has read its own; NaN is not a logit."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(500, (6, 20), generator=generator).tolist()
     with demo(mode="compile") as engine:

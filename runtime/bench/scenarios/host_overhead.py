@@ -106,7 +106,7 @@ class HostRig:
             seed: of prompts and tokens.
 
         Raises:
-            ValueError: the cache cannot hold the rows for so many steps, or a row cannot.
+            ValueError: the cache cannot hold the rows for the steps, or a row cannot.
         """
         self.rng = random.Random(seed)
         user = EngineConfig(

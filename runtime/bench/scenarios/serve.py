@@ -41,7 +41,7 @@ from ..workload import random_prompts
 __all__ = ["run_serve"]
 
 NUM_PROMPTS = 256
-"""Different prompts; they repeat after so many requests."""
+"""Different prompts; then they repeat."""
 SWITCH_INTERVAL = 1e-4
 """Of the interpreter lock, in seconds: what `stepgraph serve` sets."""
 SLO_FACTOR = 4.0

@@ -190,7 +190,7 @@ class CaseRun:
         }
 
     def _correctness(self, eager: Reference | None) -> dict[str, float | None]:
-        """Return how tokens and logits differ from those of eager mode, if it was measured."""
+        """Return how tokens and logits differ from eager mode, if it was measured."""
         if eager is None:
             return {"tokens_equal_eager": None, "max_abs_logit_error": None}
         token_ids, logits = self.reference()
