@@ -43,9 +43,9 @@ def test_nodes_of_every_step_have_layers_and_operations(
         (key.phase, key.size, key.full_sampler, key.steps) for key in keys
     ]
     for step in names.steps:
-        inside = {node.layer: list[str]() for node in step.nodes}
-        for node in step.nodes:
-            inside[node.layer].append(node.operation)
+        inside: dict[int | None, list[str]] = {}
+        for (layer, name), _ in groupby((n.layer, n.operation) for n in step.nodes):
+            inside.setdefault(layer, []).append(name)
         around = set(inside.pop(None))
         assert list(inside) == list(range(engine._parts.model.config.num_layers))
         assert all(operations == inside[0] for operations in inside.values())
