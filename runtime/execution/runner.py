@@ -67,7 +67,7 @@ from .outputs import (
 from .prompt_scorer import PromptScorer, Score
 from .rank_commands import BlockCopy, CommandSender, InputBuffer
 from .step_functions import DraftStep, StepFunctions
-from .step_key import PlanParts, StepKey, StepOutput, StepSizes, most_table_updates
+from .step_key import PlannedPart, PlanParts, StepKey, StepOutput, StepSizes, most_table_updates
 from .token_masks import FollowedMasks, HostMasks, TokenMasks
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def new_blocks(plan: StepPlan, group: int, block_size: int) -> list[int]:
 # Copies blocks of the cache within the device, to the host and back, on all ranks.
 #
 # Blocks that rows get are zeroed in the cache of a drafter, before the drafter or a copy reads them
-# next: while the drafter rests, decode steps do not pay for it.
+# next: while the drafter is paused, decode steps do not pay for it.
 
 
 class BlockCopies:
@@ -657,8 +657,9 @@ class Runner:
             writer.write(plan, rows, parts[-1].key if plan.prefill else None)
         if plan.drafts or plan.proposes:
             writer.write_drafts(plan.drafts, plan.draft_stops)
-        step, outputs = LaunchedStep(number, plan, parts[0].key.size), self.outputs
-        step.unfinished = runs = []
+        runs: list[tuple[StepKey, PlannedPart]] = []
+        outputs = self.outputs
+        step = LaunchedStep(number, plan, parts[0].key.size, unfinished=runs)
         for part in parts:
             if part.key.masked:
                 step.masks = self.masks

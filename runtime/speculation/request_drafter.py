@@ -375,7 +375,7 @@ class Guess(NamedTuple):
 NOTHING = Guess((), ())
 
 
-# How long a row or a batch rests before it looks for drafts again. No torch.
+# How long a row or a batch pauses before its next lookup. No torch.
 
 MAX_PAUSE = 32
 
