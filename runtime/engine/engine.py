@@ -189,14 +189,15 @@ class Engine:
         Raises:
             EngineBusyError: called by a signal handler or a callback within a step.
         """
-        if not isinstance(self._ended, EngineForkedError):
-            self._exclusive("close", self._release_memory)
+        loop = self._open_loop
+        if loop is not None and not isinstance(self._ended, EngineForkedError):
+            self._run("close", self._release_memory, closing=loop)
 
-    def _release_memory(self) -> None:
+    def _release_memory(self, loop: StepLoop) -> None:
         """Free everything. May be repeated after an interrupt."""
-        loop, parts = self._open_loop, self._parts
-        if loop is None:
+        if self._open_loop is None:  # another thread has closed it
             return
+        parts = self._parts
         device = self.config.device
         if device.type == "cuda" and self.healthy:
             torch.cuda.synchronize(device)  # launched steps still write to the arena
@@ -218,7 +219,6 @@ class Engine:
         # The traceback of a failure holds frames, and these the tensors.
         self._failure = self._parts = self._open_loop = None
         if device.type == "cuda":
-            del loop, parts
             torch.cuda.empty_cache()
 
     def after_fork(self) -> None:
@@ -698,43 +698,45 @@ class Engine:
         """Assert all invariants that hold between two steps. For tests."""
         self._run("check_integrity", StepLoop.check_integrity)
 
-    def _run(self, name: str, change: Callable[[StepLoop], T]) -> T:
+    def _run(
+        self, name: str, change: Callable[[StepLoop], T], *, closing: StepLoop | None = None
+    ) -> T:
         """Run an operation on the loop while no other call does; return its result.
 
         Raises:
             EngineBusyError: a callback called `name` within a call that runs the loop.
         """
-        self._usable_loop()  # in a fork the holder of the lock never ends
-
-        def checked() -> T:
-            loop = self._usable_loop()  # it may have ended while this call waited
-            if not loop.intact:
-                self._failure = EngineFailedError("an exception interrupted an operation")
-                self._usable_loop()
-            try:
-                return change(loop)
-            except BaseException as error:
-                self._fail(loop, error, name)
-                raise
-
-        return self._exclusive(name, checked)
-
-    def _exclusive(self, name: str, change: Callable[[], T]) -> T:
-        """Call a function that holds the lock."""
+        # Checked before the lock too: in a fork its holder never ends.
+        loop = self._usable_loop() if closing is None else closing
         thread = get_ident()
-        self._refuse_reentry(name)
+        if self._owner == thread:
+            self._refuse_reentry(name)
         try:
             self._running[thread] = name
             with self._lock:
                 self._owner = thread
                 try:
-                    return change()
+                    if closing is None:
+                        self._check_intact(loop)
+                    return change(loop)
+                except BaseException as error:
+                    if closing is None:
+                        self._fail(loop, error, name)
+                    raise
                 finally:
                     self._owner = None
         finally:
             self._running.pop(thread, None)
-            for call in tuple(self._calls):
-                call.wake()
+            if self._calls:
+                for call in tuple(self._calls):
+                    call.wake()
+
+    def _check_intact(self, loop: StepLoop) -> None:
+        """Raise if the engine has ended while this call waited."""
+        if not loop.intact and self._failure is None:
+            self._failure = EngineFailedError("an exception interrupted an operation")
+        if self._failure is not None or self._ended is not None:
+            self._usable_loop()
 
     def _refuse_reentry(self, name: str) -> None:
         """Raise `EngineBusyError` if this thread runs the loop."""

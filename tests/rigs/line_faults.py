@@ -2,7 +2,8 @@
 
 Never where a `with` block ends, just before `__exit__`: no signal is handled there, and a lock that
 is left locked would stop later tests. Never where a generator is made, for the same reason, and
-because CPython 3.11 then crashes.
+because CPython 3.11 then crashes. Never at a line that does nothing, such as `try`: CPython 3.11
+does not count it as part of a `with` block around it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _WITH_ENDS: dict[int, tuple[CodeType, frozenset[int]]] = {}  # by id: hashing co
 
 
 def with_ends(code: CodeType) -> frozenset[int]:
-    """Return the offsets at which the calls of `__exit__` begin, with an error and without."""
+    """Return the offsets at which calls of `__exit__` begin, and those that do nothing."""
     known = _WITH_ENDS.get(id(code))
     if known is not None:
         return known[1]
     found = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL")]
-    ends = set()
+    ends = {i.offset for i in found if i.opname == "NOP"}
     for before, *some in zip(found, found[1:], found[2:], found[3:], found[4:], strict=False):
         names = [i.opname for i in some]
         if all(i.opname == "LOAD_CONST" and i.argval is None for i in some[:3]):
