@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from ..errors import StructuredOutputError
 from ..logprobs import LOWEST_LOGPROB, TokenLogprobs
 from ..models.drafters.drafter import Drafts
 from ..request import Request
@@ -18,13 +17,12 @@ from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import Proposed, StepPlan
 from .step_key import PlannedPart, StepKey, StepOutput
+from .token_masks import GrammarEnd
 
 if TYPE_CHECKING:
     from .prompt_scorer import LaunchedScores
-    from .token_masks import TokenMasks
 
 __all__ = [
-    "GrammarEnd",
     "HostOutputs",
     "LaunchedStep",
     "OutputEvents",
@@ -47,10 +45,6 @@ OUTPUT_SETS = 2
 Sampled: TypeAlias = tuple[Request | None, int, TokenLogprobs | None]
 """Output of a lane: its request (None for padding), the token or `NON_FINITE`, and the requested
 log-probabilities. A plain tuple, because a step creates one per row."""
-
-
-GrammarEnd: TypeAlias = tuple[Request, StructuredOutputError | None]
-"""A request that ends before its next token: with an error, or None if its grammar is complete."""
 
 
 @dataclass(slots=True)
@@ -79,8 +73,8 @@ class LaunchedStep:
     """Scores of prompt tokens, if a chunk of the plan has any."""
     unfinished: list[tuple[StepKey, PlannedPart]] | None = None
     """The rest of the launch, which needs token masks; `Runner.finish` runs it."""
-    masks: TokenMasks | None = None
-    """Computes the token masks of the step, if it has any."""
+    masked: bool = False
+    """Whether the step has token masks."""
     ends: Sequence[GrammarEnd] = ()
     """Requests that end before the tokens of this step."""
 

@@ -662,7 +662,7 @@ class Runner:
         step = LaunchedStep(number, plan, parts[0].key.size, unfinished=runs)
         for part in parts:
             if part.key.masked:
-                step.masks = self.masks
+                step.masked = True
                 runs += [(key, part) for key in self.sizes.parts(part.key)]
             else:
                 runs.append((part.key, part))
@@ -670,16 +670,16 @@ class Runner:
             step.advanced = []
         if outputs is not None:
             step.began = outputs.begin(number)
-        elif step.masks is not None:
-            step.masks.prepare(plan)
+        elif step.masked:
+            self._token_masks.prepare(plan)
         self._run_parts(step, with_masks=outputs is None)
         return step
 
     def finish(self, step: LaunchedStep) -> LaunchedStep:
         """Run the rest of a launch that is `unfinished`; all earlier steps have been committed."""
-        assert step.masks is not None, "the step was launched as a whole"
-        step.masks.prepare(step.plan)
-        step.masks.wait()
+        assert step.unfinished, "the step was launched as a whole"
+        self._token_masks.prepare(step.plan)
+        self._token_masks.wait()
         self._run_parts(step, with_masks=True)
         return step
 
@@ -722,8 +722,13 @@ class Runner:
             step.device_ns = worked_ns
         else:
             step.arrived = outputs.record_event(number, step.began)
-        if step.masks is not None:
-            step.ends = step.masks.ends
+        if step.masked:
+            step.ends = self._token_masks.ends
+
+    @property
+    def _token_masks(self) -> TokenMasks:
+        assert self.masks is not None, "this engine has no token masks"
+        return self.masks
 
     @property
     def times_device(self) -> bool:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,13 @@ from ..kernels.ops.mask_words import MaskWords
 from ..request import Request, RequestStatus
 from ..scheduling.plan import StepPlan
 from .inputs import MaskState
-from .outputs import GrammarEnd
 from .rank_commands import CommandSender
 
-__all__ = ["FollowedMasks", "HelperThread", "HostMasks", "TokenMasks"]
+__all__ = ["FollowedMasks", "GrammarEnd", "HelperThread", "HostMasks", "TokenMasks"]
+
+
+GrammarEnd: TypeAlias = tuple[Request, StructuredOutputError | None]
+"""A request that ends before its next token: with an error, or None if its grammar is complete."""
 
 
 # A thread that shares lists of tasks with the thread that made it.
