@@ -120,10 +120,10 @@ class Request:
     embeds: tuple[EmbeddedSpan, ...] = ()
     """Embeddings in the place of tokens of the prompt, by position."""
     rope_length: int = 0
-    """Tokens before this position have the rotary parameters of a sequence of this length. That of
-    the prompt, or a larger one if the sequence was computed anew (see `rope_lengths.py`)."""
+    """Tokens before this position have the rotary parameters of a sequence of this length: the
+    prompt's, or a larger one if the sequence was computed again (see `rope_lengths.py`)."""
     outgrown_at: int = field(default=UNLIMITED, init=False)
-    """The position whose token requires that all others are computed anew; set by the scheduler."""
+    """The position whose token requires that all others are recomputed; set by the scheduler."""
     siblings: list[Request] = field(default_factory=list, repr=False)
     """The other completions of the same prompt, until this one ends."""
     prompt_logprobs: PromptLogprobs | None = None

@@ -307,9 +307,9 @@ class Engine:
         """End a request; the next `step` returns its final output, with the reason given.
 
         Its row and blocks are free when this returns, or from the next step on if another call runs
-        the loop. If the current step ends the request, the reason is that of the step.
+        the loop. If the current step ends the request, that step's reason counts.
 
-        Returns False, and does nothing, if there is no unfinished request of this id.
+        Returns False, and does nothing, if no unfinished request has this id.
 
         Raises:
             RequestError: the id is not a string, or the reason is unknown.
@@ -329,8 +329,8 @@ class Engine:
     def pause(self, request_id: str) -> None:
         """Take the row and the blocks of a request before the next step, until `resume`.
 
-        It keeps its tokens and goes on with the same ones. Does nothing if there is no unfinished
-        request of this id.
+        It keeps its tokens and goes on with the same ones. Does nothing if no unfinished request
+        has this id.
         """
         loop = self._usable_loop()
         if (group := loop.requests.groups.get(request_id)) is not None:
@@ -620,8 +620,8 @@ class Engine:
         """Return a function that lists the hashes of the cached blocks at this moment.
 
         It takes the most hashes to return, held blocks first, then those that are evicted last, and
-        reads a copy: another thread may call it while steps run. Each hash is that of a prefix up
-        to the end of a block (`PrefixHashes`). Without `prefix_cache` there are none.
+        reads a copy: another thread may call it while steps run. Each hash covers a prefix up to
+        the end of a block (`PrefixHashes`). Without `prefix_cache` there are none.
 
         Raises:
             EngineBusyError: called by a signal handler or a callback within a step.
@@ -635,7 +635,7 @@ class Engine:
         return latest
 
     def reload_weights(self, source: str | Path) -> None:
-        """Replace the weights by those of another checkpoint, without preparing steps again.
+        """Load the weights of another checkpoint, without preparing steps again.
 
         The weights are copied into the present tensors one by one; captured graphs and compiled
         code stay valid. With `model_impl="transformers"` all of them are in memory twice
@@ -644,9 +644,10 @@ class Engine:
         the call may be tokenised by the previous tokenizer.
 
         Args:
-            source: see `from_pretrained`. Its config must be that of the engine's model, except for
-                `bos_token_id`, `eos_token_id`, a dtype that `EngineConfig.dtype` overrides, and
-                `max_position_embeddings` of a native family where `max_model_len` is given.
+            source: see `from_pretrained`. Its config must equal the config of the engine's model,
+                except for `bos_token_id`, `eos_token_id`, a dtype that `EngineConfig.dtype`
+                overrides, and `max_position_embeddings` of a native family where `max_model_len` is
+                given.
 
         Raises:
             CheckpointError: the checkpoint is missing, damaged, unsupported or inconsistent.

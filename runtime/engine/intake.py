@@ -137,7 +137,7 @@ class RequestBuilder:
             stops.update(self._config.eos_token_ids)
         if params.min_tokens and len(stops) > MAX_ROW_STOP_IDS:
             raise RequestError(
-                f"min_tokens allows at most {MAX_ROW_STOP_IDS} stop token ids, those of the model"
+                f"min_tokens allows at most {MAX_ROW_STOP_IDS} stop token ids, the model's"
                 f" included, and there are {len(stops)}: give fewer in stop_token_ids",
                 field="stop_token_ids",
             )
@@ -378,6 +378,6 @@ def _check_salt(salt: str) -> None:
 
 
 def _derive(seed: int, index: int) -> int:
-    """Return a seed of 63 bits for stream `index`, independent of those of other streams."""
+    """Return a seed of 63 bits for stream `index`, independent of other streams."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

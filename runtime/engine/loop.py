@@ -42,7 +42,7 @@ from ..distributed.rank_group import RankGroup
 from ..errors import NonFiniteLogitsError, RankError, RequestError, StructuredOutputError
 from ..execution.outputs import LaunchedStep, Sampled
 from ..execution.prompt_scorer import Score
-from ..execution.runner import BlockCopies, Runner
+from ..execution.runner import Runner
 from ..kernels.ops.feedback import NON_FINITE
 from ..request import AbortReason, FinishReason, Request, RequestGroup, RequestStatus
 from ..scheduling.plan import StepPlan
@@ -51,10 +51,8 @@ from ..scheduling.step_budget import StepBudget
 from ..speculation.speculator import Speculator
 from .request_output import RequestOutput
 
-__all__ = ["PlanCopies", "RequestTracker", "StepLoop"]
+__all__ = ["RequestTracker", "StepLoop"]
 
-
-# The unfinished requests of an engine: their tokens, end and outputs.
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -174,7 +172,7 @@ class RequestTracker:
         request.error = error
         self._changed[self._group_of[request]] = None
         if request.detokenizer is not None and error is not None:
-            request.detokenizer.finish()  # its text so far is valid, unlike that of other errors
+            request.detokenizer.finish()  # its text so far is valid, unlike after other errors
         self._finish(request, "stop" if error is None else "error")
 
     def collect(self) -> None:
@@ -244,50 +242,6 @@ class RequestTracker:
         self.counts["finished"] += 1
 
 
-# Issues the block copies of plans, and makes up for those that fail.
-
-
-class PlanCopies:
-    """Copies blocks before a plan is launched. If it fails, requests compute the tokens again."""
-
-    def __init__(self, scheduler: Scheduler, blocks: BlockCopies) -> None:
-        """Copy blocks for the plans of a scheduler."""
-        self._scheduler, self._blocks = scheduler, blocks
-        self.num_failed = 0
-
-    def issue(self, plan: StepPlan) -> None:
-        """Issue the copies of a plan. Admissions whose copies fail are taken out of it."""
-        cache = self._scheduler.cache
-        try:
-            self._blocks.swap_out(plan)
-        except Exception as error:
-            self._note_failure("to the host", error)
-            for preemption in plan.preempted:
-                cache.forget_swapped(preemption.request.id)
-        else:
-            for preemption in plan.preempted:
-                cache.count_swapped_out(len(preemption.swap_out or ()))
-        try:
-            self._blocks.copy_in(plan)
-        except Exception as error:
-            self._note_failure("to admitted requests", error)
-            for admission in tuple(plan.admitted):
-                if admission.found.copies:
-                    admission.request.may_fork = False
-                if admission.found.copies or admission.found.swap_in:
-                    self._scheduler.undo(plan, admission)
-
-    def _note_failure(self, where: str, error: Exception) -> None:
-        if isinstance(error, AssertionError | RankError):  # a bug, or the other ranks are lost
-            raise error
-        self.num_failed += 1
-        logger.error(
-            "copying blocks %s failed: their tokens will be computed again",
-            where,
-            exc_info=error,
-        )
-
-
 TIMELINE_STEPS = 65536
 
 """Capacity of the timeline, in steps (7 MiB)."""
@@ -324,8 +278,7 @@ class StepLoop:
         self.collector = CollectorWatch()
         self.requests = RequestTracker(scheduler)
         self.num_steps = 0
-        self._counts = {"multi_step_launches": 0, "preemptions": 0}
-        self._copies = PlanCopies(scheduler, runner.blocks)
+        self._counts = {"multi_step_launches": 0, "preemptions": 0, "failed_copies": 0}
         self.intact = True
         """Whether no operation was interrupted by an exception."""
         self._add = self.requests.add
@@ -338,8 +291,7 @@ class StepLoop:
     @property
     def counts(self) -> dict[str, int]:
         """What happened so far: requests, tokens, preemptions and failures; see `Engine.stats`."""
-        failed_copies = self._copies.num_failed
-        return {**self.requests.counts, **self._counts, "failed_copies": failed_copies}
+        return {**self.requests.counts, **self._counts}
 
     @property
     def has_unfinished(self) -> bool:
@@ -486,7 +438,7 @@ class StepLoop:
         """
         self.intact = False
         step = self._launch(self.scheduler.plan(single=True))
-        if step is None:  # preempted, to be computed anew
+        if step is None:  # preempted, to be computed again
             assert request.row is None, "a lone request with a row always has something to do"
             self.intact = True
             return
@@ -527,7 +479,7 @@ class StepLoop:
             request.decoding = False
             request.num_preemptions += 1
             self._counts["preemptions"] += 1
-        self._copies.issue(plan)
+        self._issue_copies(plan)
         for admission in plan.admitted:
             request = admission.request
             request.status = RequestStatus.RUNNING
@@ -561,6 +513,41 @@ class StepLoop:
             if chunk.request.prompt_logprobs is not None:
                 chunk.request.prompt_logprobs.launch(chunk.scored)
         return step
+
+    def _issue_copies(self, plan: StepPlan) -> None:
+        """Issue the block copies of a plan. Where they fail, requests compute the tokens again.
+
+        Admissions whose copies fail are taken out of the plan.
+        """
+        cache, blocks = self.scheduler.cache, self.runner.blocks
+        try:
+            blocks.swap_out(plan)
+        except Exception as error:
+            self._note_failed_copies("to the host", error)
+            for preemption in plan.preempted:
+                cache.forget_swapped(preemption.request.id)
+        else:
+            for preemption in plan.preempted:
+                cache.count_swapped_out(len(preemption.swap_out or ()))
+        try:
+            blocks.copy_in(plan)
+        except Exception as error:
+            self._note_failed_copies("to admitted requests", error)
+            for admission in tuple(plan.admitted):
+                if admission.found.copies:
+                    admission.request.may_fork = False
+                if admission.found.copies or admission.found.swap_in:
+                    self.scheduler.undo(plan, admission)
+
+    def _note_failed_copies(self, where: str, error: Exception) -> None:
+        if isinstance(error, AssertionError | RankError):  # a bug, or the other ranks are lost
+            raise error
+        self._counts["failed_copies"] += 1
+        logger.error(
+            "copying blocks %s failed: their tokens will be computed again",
+            where,
+            exc_info=error,
+        )
 
     def _verify_drafts(self, plan: StepPlan, speculator: Speculator) -> None:
         """Let the rows of a plan verify drafts and get new ones, if that is expected to be faster.

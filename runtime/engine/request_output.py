@@ -110,7 +110,7 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """The output of a request so far. `text`, `token_ids` … are those of completion 0.
+    """The output of a request so far. `text`, `token_ids` … describe completion 0.
 
     A step makes one for each row, so most attributes are computed when they are read.
 
@@ -182,7 +182,7 @@ class RequestOutput:
 
         None for the first token and for embeddings. The list is empty unless
         `SamplingParams.prompt_logprobs` was given, and if the request ended before its prompt was
-        computed. Made anew at each call.
+        computed. A new list at each call.
         """
         return self.completions[0].prompt_logprobs if self.completions else []
 

@@ -344,10 +344,10 @@ class FoundDrafter:
 
     config: DrafterConfig
     layers: LayerGroup
-    """Its layers; the index is that of the layer group of the model whose block tables it uses."""
+    """Its layers; the index names the model's layer group whose block tables it uses."""
 
     def memory(self, kernels: Kernels, engine: ResolvedConfig, hidden_size: int) -> DrafterBytes:
-        """Return the memory that it adds to that of a model of this hidden size."""
+        """Return the memory that it adds to a model of this hidden size."""
         block = self.layers.spec.block_bytes(engine.block_size) * len(self.layers.layers)
         # Hidden states of layers, and what joins them.
         per_token = 2 * len(self.config.taps) * hidden_size * engine.dtype.itemsize
@@ -371,7 +371,7 @@ class FoundDrafter:
     def allocate(
         self, drafter: Drafter, engine: ResolvedConfig, num_blocks: int, host_blocks: int
     ) -> DrafterCache:
-        """Allocate arenas for as many blocks as those of the model have."""
+        """Allocate arenas for as many blocks as the model's arenas have."""
         own = LayerGroup(0, self.layers.spec, self.layers.layers)
         arena = Arena(
             [own], num_blocks, engine.block_size, engine.dtype, engine.device, engine.storage
@@ -526,7 +526,7 @@ class EngineParts:
             host_buffers = runner.host_nbytes
             held = grown
         else:
-            # Growth is no measure of a term: pages and code are mapped at their first use.
+            # Growth does not measure a term: pages and code are mapped at their first use.
             notes = {
                 term: "size of the tensors; the resident set, code included, grew meanwhile by "
                 + format_bytes(size)
@@ -638,8 +638,8 @@ def plan_engine(
 ) -> MemoryPlan:
     """Return the memory plan, which needs no weights and no device but `memory`.
 
-    `agreed` fixes blocks and batch tokens: those of the rank with the least memory. `drafter`: the
-    memory of a drafter, if there is one.
+    `agreed` fixes blocks and batch tokens, as the rank with the least memory has them. `drafter`:
+    the memory of a drafter, if there is one.
 
     A cache sized by a share of the free memory has no more blocks than `max_num_seqs` requests of
     `max_model_len` tokens use. `num_blocks` and `memory_tokens` may exceed that, and `memory_bytes`
@@ -785,7 +785,7 @@ def open_replacement(
 def overwriting(
     model: DecoderModel, new: OpenedSource, config: ResolvedConfig
 ) -> Callable[[], None]:
-    """Return the function that overwrites the weights of a model by those of `new`.
+    """Return the function that overwrites the weights of a model from `new`.
 
     transformers loads all of them before the first is overwritten.
 
@@ -840,7 +840,7 @@ def check_replaceable(
     for field in {**before, **after}:
         if before.get(field) != after.get(field) and field not in ignored:
             raise ConfigError(
-                f"the weights of {bounded_text(name)} cannot replace those of this engine:"
+                f"the weights of {bounded_text(name)} cannot replace this engine's:"
                 f" {config_json_name(field)} is {bounded_repr(after.get(field))}, and the steps"
                 f" were prepared for {bounded_repr(before.get(field))}. Start a new engine for it"
             )

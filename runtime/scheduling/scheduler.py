@@ -533,7 +533,7 @@ class Scheduler:
         Args:
             plan: the current plan, of one decode step.
             drafts: of each of `plan.decode`; may be empty.
-            sizes: the tokens per row that verify steps of so many rows exist for, ascending.
+            sizes: tokens per row of the verify steps that exist for this number of rows, ascending.
         """
         assert plan.steps == 1
         spare = self.max_batch_tokens - plan.prefill_tokens - len(plan.decode)
@@ -807,7 +807,7 @@ class Scheduler:
         self._publisher.leave(request)
 
     def _grow(self, plan: StepPlan, request: Request, stop: int) -> bool:
-        """Allocate the blocks of tokens up to `stop`, if so many are free."""
+        """Allocate the blocks of tokens up to `stop`, if enough are free."""
         grown = self.cache.grow(request.id, stop)
         if grown is None:
             return False
@@ -816,7 +816,7 @@ class Scheduler:
         return True
 
     def _grow_decoding(self, plan: StepPlan, request: Request, tokens: int, count: int) -> bool:
-        """Allocate the blocks of a decoding request's next `tokens`, if so many are free.
+        """Allocate the blocks of a decoding request's next `tokens`, if enough are free.
 
         This step computes `count` of them.
         """
