@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d as c10d
 
+from ..kernels.ops.batch import Feedback
 from ..kernels.ops.collectives import CollectiveFailure
-from ..kernels.ops.feedback import Feedback
 from ..kernels.triton.all_reduce import Algorithm, all_reduce, fits_rows, sum_rows
 from ..kernels.triton.linear import GpuNorm
 from ..kernels.triton.peer_exchange import (

@@ -43,7 +43,7 @@ from ..errors import NonFiniteLogitsError, RankError, RequestError, StructuredOu
 from ..execution.outputs import LaunchedStep, Sampled
 from ..execution.prompt_scorer import Score
 from ..execution.runner import Runner
-from ..kernels.ops.feedback import NON_FINITE
+from ..kernels.ops.batch import NON_FINITE
 from ..request import AbortReason, FinishReason, Request, RequestGroup, RequestStatus
 from ..scheduling.plan import StepPlan
 from ..scheduling.scheduler import Scheduler

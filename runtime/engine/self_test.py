@@ -32,7 +32,7 @@ from ..kernels import (
     select_kernels,
 )
 from ..kernels.choice import SamplerName
-from ..kernels.ops.feedback import Feedback
+from ..kernels.ops.batch import Feedback
 from ..kernels.ops.token_masks import MASK_BITS, LaneMasks, mask_logits
 from ..kernels.result_check import (
     DEPENDENT_LAUNCH,

@@ -42,9 +42,14 @@ import torch
 from ...graphs.compilation import StepCompilationError
 from ..bounded_repr import bounded_text
 from ..kernels import DecodeStep, RaggedBatch
-from ..kernels.cpu.drafted import drafted_inputs, newest_tokens
-from ..kernels.cpu.verify import VerifyInputs, accept_drafts, verify_inputs
-from ..kernels.ops.feedback import Feedback
+from ..kernels.cpu.drafted import (
+    VerifyInputs,
+    accept_drafts,
+    drafted_inputs,
+    newest_tokens,
+    verify_inputs,
+)
+from ..kernels.ops.batch import Feedback
 from ..kernels.ops.token_masks import LaneMasks, mask_logits
 from ..kernels.triton.dependent import dependent_launch
 from ..models.decoder_model import DecoderModel
@@ -1112,7 +1117,7 @@ class StepFunctions:
         rows_B, stops_B = tokens.batch.rows, self.drafts.stops[: key.size]
         return self._drafting.propose(key, tokens, rows_B, first_B, stops_B)
 
-    # Steps without padding between rows, see `kernels/cpu/verify.py`.
+    # Steps without padding between rows, see `kernels/cpu/drafted.py`.
 
     def _unpadded(self, key: StepKey) -> StepOutput:
         """Run a decode or verify step on the C++ operators of a CPU.

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from .cpu.build import KernelLibrary
-from .ops.bound_model import BoundModel
 from .ops.collectives import Collectives, StackCollectives
 from .ops.expert_operations import Experts
 from .ops.experts import ExpertTensors
-from .ops.layer_plan import ModelPlan
+from .ops.layer_plan import BoundModel, ModelPlan
 from .ops.linear import packed_bytes
 from .ops.stack import DecodeStep, Stack
 from .ops.weight_storage import WeightStorage, quantised_dtype, scale_bytes, stored_bytes

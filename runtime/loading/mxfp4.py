@@ -14,8 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..kernels.ops.parameter import Selection
-from ..kernels.ops.parameter_cut import Narrowed
+from ..kernels.ops.parameter import Narrowed, Selection
 
 __all__ = ["DTYPE", "decode", "decoded_shape", "read", "scales_name"]
 

@@ -22,15 +22,14 @@ from ...cache.spec import (
 )
 from ..errors import CheckpointError
 from ..kernels import DecodeStep, Experts, Kernels, LayerPlace, PackedMemory, RaggedBatch, Stack
-from ..kernels.cpu.elementwise import (
+from ..kernels.cpu.sampling import (
     cap_logits,
     reference_cap_logits,
     reference_rotations,
     rotations,
 )
-from ..kernels.ops.bound_model import BoundModel
 from ..kernels.ops.layer_operations import Residual
-from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
+from ..kernels.ops.layer_plan import BoundModel, LayerPlan, ModelPlan
 from ..kernels.ops.parameter import Parameter
 from ..operation_scopes import operation
 from .config import ModelConfig, Rope

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.ops.expert_operations import Experts
-from ..kernels.ops.expert_selections import ExpertRows, Slice
 from ..kernels.ops.layer_operations import (
     Activate,
     ActivationName,
@@ -31,7 +30,7 @@ from ..kernels.ops.layer_operations import (
     Rotate,
 )
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
-from ..kernels.ops.parameter import HeadRows, Parameter, Shape, Source
+from ..kernels.ops.parameter import ExpertRows, HeadRows, Parameter, Shape, Slice, Source
 from .config import LatentConfig, ModelConfig, Rope
 from .decoder_model import DecoderConfig, PlannedConfig
 from .families import ExpertLayout, ExpertsConfig, ExpertTraits

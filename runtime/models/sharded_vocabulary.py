@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.ops.batch import NON_FINITE
 from ..kernels.ops.collectives import Collectives
-from ..kernels.ops.feedback import NON_FINITE
 from ..kernels.ops.layer_plan import Shard
 
 __all__ = ["ShardedVocabulary"]

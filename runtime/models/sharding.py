@@ -30,8 +30,7 @@ from ..kernels.ops.layer_operations import (
     Rotate,
 )
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan, Shard
-from ..kernels.ops.parameter import Parameter
-from ..kernels.ops.parameter_cut import cut, zeros
+from ..kernels.ops.parameter import Parameter, cut, zeros
 
 __all__ = ["allowed_ranks", "check_ranks", "shard_plan"]
 

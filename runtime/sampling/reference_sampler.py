@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.ops.draws import draw, largest, uniform
-from ..kernels.ops.feedback import NON_FINITE
-from ..kernels.ops.thresholds import bisect_thresholds
+from ..kernels.ops.batch import NON_FINITE
+from ..kernels.ops.draws import bisect_thresholds, draw, largest, uniform
 from ..sampling_params import MAX_LOGPROBS
 from .sample_output import SampleOutput
 from .sampling_state import (

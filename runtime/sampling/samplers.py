@@ -9,7 +9,7 @@ import torch
 
 from ..kernels.choice import SamplerName
 from ..kernels.cpu.sampling import fused_full, fused_greedy
-from ..kernels.ops.feedback import Feedback
+from ..kernels.ops.batch import Feedback
 from ..kernels.ops.token_masks import LaneMasks
 from ..sampling_params import MAX_LOGPROBS
 from .reference_sampler import sample_drafted, sample_full, sample_greedy

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.ops.feedback import NON_FINITE, Feedback
+from stepgraph.runtime.kernels.ops.batch import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.triton.all_reduce import (
     Algorithm,
     all_reduce,

@@ -14,7 +14,7 @@ from stepgraph.runtime.execution.inputs import RowState
 from stepgraph.runtime.execution.step_functions import DraftStep, batch_of_slots
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import WeightStorage
-from stepgraph.runtime.kernels.cpu.verify import verify_inputs
+from stepgraph.runtime.kernels.cpu.drafted import verify_inputs
 from stepgraph.runtime.loading.drafter_source import find_drafter
 from stepgraph.runtime.models.drafters.drafter import FollowedTokens
 from stepgraph.runtime.models.drafters.eagle3 import Eagle3

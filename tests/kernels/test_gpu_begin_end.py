@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.ops.feedback import NON_FINITE, Feedback
+from stepgraph.runtime.kernels.ops.batch import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.ops.weight_storage import quantise_weight
 from stepgraph.runtime.kernels.triton.begin import (
     Embedding,

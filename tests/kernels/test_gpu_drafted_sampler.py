@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime import Engine
-from stepgraph.runtime.kernels.ops.feedback import NON_FINITE, Feedback
+from stepgraph.runtime.kernels.ops.batch import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.ops.token_masks import LaneMasks, mask_logits
 from stepgraph.runtime.sampling.reference_sampler import sample_drafted, sample_full, sample_greedy
 from stepgraph.runtime.sampling.samplers import SAMPLERS, triton_sampler

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.ops.feedback import NON_FINITE, Feedback
+from stepgraph.runtime.kernels.ops.batch import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.triton import sampler as sampler_module
 from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_greedy
 from stepgraph.runtime.sampling.sample_output import SampleOutput

@@ -16,7 +16,7 @@ from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import RaggedBatch, WeightStorage, select_kernels
 from stepgraph.runtime.kernels.ops import stack
-from stepgraph.runtime.kernels.ops.bound_model import BoundModel
+from stepgraph.runtime.kernels.ops.layer_plan import BoundModel
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig

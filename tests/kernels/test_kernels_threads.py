@@ -12,7 +12,7 @@ import torch
 from stepgraph.runtime import ConfigError, EngineConfig, kernels
 from stepgraph.runtime.kernels import Routing
 from stepgraph.runtime.kernels.cpu import threads as rooms
-from stepgraph.runtime.kernels.cpu.elementwise import (
+from stepgraph.runtime.kernels.cpu.sampling import (
     cap_logits,
     reference_cap_logits,
     reference_rotations,

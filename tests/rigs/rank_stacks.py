@@ -12,8 +12,7 @@ from stepgraph.runtime.kernels import (
     RaggedBatch,
     select_kernels,
 )
-from stepgraph.runtime.kernels.ops.bound_model import BoundModel
-from stepgraph.runtime.kernels.ops.layer_plan import ModelPlan
+from stepgraph.runtime.kernels.ops.layer_plan import BoundModel, ModelPlan
 from stepgraph.runtime.kernels.ops.parameter import Parameter
 from stepgraph.runtime.models.sharding import shard_plan
 from torch import Tensor

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 
 import torch
-from stepgraph.runtime.kernels.ops.feedback import Feedback
+from stepgraph.runtime.kernels.ops.batch import Feedback
 from stepgraph.runtime.kernels.ops.token_masks import LaneMasks
 from stepgraph.runtime.kernels.triton.kernel_calls import record_kernel_calls
 from stepgraph.runtime.sampling.samplers import triton_sampler

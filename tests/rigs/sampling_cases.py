@@ -8,7 +8,7 @@ from math import nan
 from typing import Any
 
 import torch
-from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
+from stepgraph.runtime.kernels.ops.batch import NON_FINITE
 from stepgraph.runtime.sampling.reference_sampler import sample_full
 from stepgraph.runtime.sampling.sample_output import SampleOutput
 from stepgraph.runtime.sampling.sampling_state import SamplingState

@@ -19,8 +19,7 @@ from stepgraph.runtime.kernels import (
     WeightStorage,
     select_kernels,
 )
-from stepgraph.runtime.kernels.cpu.elementwise import reference_rotations
-from stepgraph.runtime.kernels.ops.bound_model import BoundModel
+from stepgraph.runtime.kernels.cpu.sampling import reference_rotations
 from stepgraph.runtime.kernels.ops.layer_operations import (
     Activate,
     Attend,
@@ -32,7 +31,7 @@ from stepgraph.runtime.kernels.ops.layer_operations import (
     Residual,
     Rotate,
 )
-from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan, ModelPlan
+from stepgraph.runtime.kernels.ops.layer_plan import BoundModel, LayerPlan, ModelPlan
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
 from stepgraph.runtime.models.decoder import Layer
 from stepgraph.runtime.models.modules import Projection, RMSNorm

@@ -4,7 +4,7 @@ import pytest
 import torch
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels.cpu.sampling import fused_most_likely
-from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
+from stepgraph.runtime.kernels.ops.batch import NON_FINITE
 from stepgraph.runtime.kernels.ops.token_masks import LaneMasks, mask_logits
 from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_greedy
 from stepgraph.runtime.sampling.samplers import Sampler, fused_sampler, torch_sampler

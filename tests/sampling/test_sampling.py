@@ -11,9 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from stepgraph.runtime.errors import RequestError
-from stepgraph.runtime.kernels.ops.draws import draw, largest, uniform
-from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
-from stepgraph.runtime.kernels.ops.thresholds import bisect_thresholds, reference_thresholds
+from stepgraph.runtime.kernels.ops.batch import NON_FINITE
+from stepgraph.runtime.kernels.ops.draws import (
+    bisect_thresholds,
+    draw,
+    largest,
+    reference_thresholds,
+    uniform,
+)
 from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_greedy
 from stepgraph.runtime.sampling.sampling_state import SamplingState
 from stepgraph.runtime.sampling_params import SamplingParams

@@ -14,8 +14,7 @@ from stepgraph.runtime.kernels.cpu.drafted import (
     linear_most_likely,
     newest_tokens,
 )
-from stepgraph.runtime.kernels.cpu.elementwise import reference_rotations
-from stepgraph.runtime.kernels.cpu.sampling import fused_most_likely
+from stepgraph.runtime.kernels.cpu.sampling import fused_most_likely, reference_rotations
 from stepgraph.runtime.kernels.ops.kv_storage import write_blocks
 from stepgraph.runtime.kernels.ops.linear import pack_linear
 from stepgraph.runtime.models.modules import mean_square

@@ -12,32 +12,209 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.batch import LayerPlace
+from ..ops.batch import LayerPlace, RaggedBatch
 
 __all__ = [
     "DraftedInputs",
+    "HeadWeights",
     "PackedWeight",
+    "VerifyInputs",
+    "accept_drafts",
     "drafted_inputs",
     "drafter_context",
+    "head_drafts",
     "linear_most_likely",
     "newest_tokens",
+    "verify_inputs",
 ]
+
+
+# All that a drafter of features computes in a step, as one operator of a CPU (`head_ops.h`).
+#
+# Shapes: B rows of the step, R rows of the state, T tokens, F features, D hidden_size, E half of
+# head_dim, V tokens of the drafter, K drafts.
+
+torch.library.define(
+    "stepgraph::head_drafts",
+    "(Tensor features, Tensor token_ids, Tensor next_ids, Tensor positions, Tensor slots,"
+    " Tensor token_rows, Tensor rows, Tensor row_positions, Tensor first, Tensor stops,"
+    " Tensor block_tables, int read_blocks, int block_size, Tensor(a!) arena, int count,"
+    " Tensor fuse, Tensor? fuse_scales, Tensor? input_norm, float eps, int hidden_size,"
+    " Tensor embedding, Tensor? embedding_scales, Tensor stack, Tensor frequencies,"
+    " Tensor? amplitudes, Tensor head, Tensor? head_scales, Tensor? head_bias, int head_features,"
+    " Tensor? target_ids) -> (Tensor, Tensor)",
+)
+
+
+class HeadWeights(NamedTuple):
+    """What does not change between steps. Weights of linear layers are packed."""
+
+    fuse: Tensor
+    """Of features to the hidden size."""
+    fuse_scales: Tensor | None
+    """Of an int8 weight, as the other scales."""
+    input_norm: Tensor | None
+    """`[D]`: of hidden states before the layers."""
+    eps: float
+    """Of this norm."""
+    hidden_size: int
+    embedding: Tensor
+    embedding_scales: Tensor | None
+    stack: Tensor
+    """Handle of the layers, which take hidden states and embeddings; see `ops/stack.py`."""
+    frequencies: Tensor
+    """float32 `[kinds, E]`: of its rotations."""
+    amplitudes: Tensor | None
+    """float32 `[kinds, 1, E]`: factors of its cosines and sines; None: 1."""
+    head: Tensor
+    """Output projection."""
+    head_scales: Tensor | None
+    head_bias: Tensor | None
+    head_features: int
+    """V."""
+    target_ids: Tensor | None
+    """int64 `[V]`: tokens of the target; None: the same."""
+
+
+def head_drafts(
+    features_TF: Tensor,
+    token_ids_T: Tensor,
+    next_ids_T: Tensor,
+    batch: RaggedBatch,
+    rows_B: Tensor,
+    positions_R: Tensor,
+    first_B: Tensor,
+    stops_B: Tensor,
+    arena: Tensor,
+    count: int,
+    weights: HeadWeights,
+) -> tuple[Tensor, Tensor]:
+    """Return `count` drafts of each row, int64 `[B, K]`, and their probabilities, float32 `[B, K]`.
+
+    Tokens, rows, positions and stops are those of `newest_tokens` and `drafted_inputs`, the batch
+    is that of the tokens. Keys and values of these, and of all drafts but the last, are stored.
+    Runs on CPU after `load_cpu_ops`. Raises RuntimeError or IndexError for arguments that do not
+    fit together.
+    """
+    drafts_BK, probabilities_BK = torch.ops.stepgraph.head_drafts.default(
+        features_TF,
+        token_ids_T,
+        next_ids_T,
+        batch.positions,
+        batch.slots,
+        batch.token_rows,
+        rows_B,
+        positions_R,
+        first_B,
+        stops_B,
+        batch.block_tables,
+        batch.read_blocks,
+        batch.block_size,
+        arena,
+        count,
+        *weights,
+    )
+    return drafts_BK, probabilities_BK
+
+
+# Inputs of decode and verify steps, and acceptance of drafts, as CPU operators (`verify_ops.h`).
+#
+# Rows have as many tokens as drafts they verify, and one more: there is no padding between them.
+#
+#     row                    4               1        counts 4 and 1, drafts (x y z) and none
+#     tokens                 e  x  y  z      m
+#     positions              4  5  6  7      8
+#     query_start_loc        0               4   5
+#     lanes by position      0  1  2  3      4        [tokens per row, rows]; a row that has fewer
+#                                            4 4 4    tokens repeats its last one
+#
+# Shapes: B rows of the step, R rows of the state, K drafts, T tokens, G layer groups.
+
+torch.library.define(
+    "stepgraph::row_inputs",
+    "(Tensor rows, Tensor drafts, Tensor counts, Tensor token_ids, Tensor positions, "
+    "Tensor block_tables, int block_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+torch.library.define(
+    "stepgraph::advance_rows",
+    "(Tensor tokens, Tensor rows, Tensor drafts, Tensor counts, Tensor(a!) token_ids, "
+    "Tensor(b!) positions) -> Tensor",
+)
+
+
+class VerifyInputs(NamedTuple):
+    """The tokens of a verify step, row by row."""
+
+    token_ids: Tensor
+    """int64 `[T]`: the newest token of each row, and its drafts."""
+    positions: Tensor
+    """int64 `[T]`."""
+    slots: Tensor
+    """int64 `[G, T]`: the write index."""
+    token_rows: Tensor
+    """int64 `[T]`: the row of each token."""
+    query_start_loc: Tensor
+    """int64 `[B + 1]`: the first token of each row."""
+
+
+def verify_inputs(
+    rows_B: Tensor,
+    drafts_BK: Tensor,
+    counts_B: Tensor,
+    token_ids_R: Tensor,
+    positions_R: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> VerifyInputs:
+    """Return the tokens of rows with `counts_B` tokens each. Runs on CPU after `load_cpu_ops`.
+
+    Raises RuntimeError or IndexError for arguments that do not fit together.
+    """
+    return VerifyInputs(
+        *torch.ops.stepgraph.row_inputs.default(
+            rows_B, drafts_BK, counts_B, token_ids_R, positions_R, block_tables, block_size
+        )
+    )
+
+
+def accept_drafts(
+    tokens_T: Tensor,
+    rows_B: Tensor,
+    drafts_BK: Tensor,
+    counts_B: Tensor,
+    token_ids_R: Tensor,
+    positions_R: Tensor,
+) -> Tensor:
+    """Advance each row by its accepted drafts and the token after them; see `Feedback`.
+
+    Returns the lanes by position, int64 `[1 + K, B]`. Runs on CPU after `load_cpu_ops`. Raises
+    RuntimeError or IndexError for arguments that do not fit together.
+    """
+    lanes: Tensor = torch.ops.stepgraph.advance_rows.default(
+        tokens_T, rows_B, drafts_BK, counts_B, token_ids_R, positions_R
+    )
+    return lanes
+
 
 torch.library.define(
     "stepgraph::drafted_inputs",
     "(Tensor rows, Tensor positions, Tensor stops, Tensor block_tables, int block_size, int first,"
     " int count) -> (Tensor, Tensor, Tensor)",
 )
+
 torch.library.define(
     "stepgraph::newest_tokens",
     "(Tensor rows, Tensor positions, Tensor first, Tensor token_positions, Tensor token_ids,"
     " Tensor next_ids) -> (Tensor, Tensor, Tensor, Tensor)",
 )
+
 torch.library.define(
     "stepgraph::linear_most_likely",
     "(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? scales=None)"
     " -> (Tensor, Tensor)",
 )
+
 torch.library.define(
     "stepgraph::drafter_context",
     "(Tensor features, Tensor fuse, Tensor? fuse_scales, Tensor hidden_norm, Tensor context,"

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from .batch import RaggedBatch
-from .bound_model import BoundLayer, BoundModel
 from .collectives import StackCollectives
 from .expert_operations import Experts
 from .layer_operations import (
@@ -36,7 +35,7 @@ from .layer_operations import (
     Rotate,
     unsupported,
 )
-from .layer_plan import LayerPlan, ModelPlan
+from .layer_plan import BoundLayer, BoundModel, LayerPlan, ModelPlan
 from .operator_arguments import OperatorArguments
 
 KNOWN_TO_STACK: Known = {

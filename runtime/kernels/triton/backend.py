@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..choice import Kernels
 from ..ops.attention import paged_attention
-from ..ops.bound_model import BoundModel
 from ..ops.experts_operator import opaque_experts
+from ..ops.layer_plan import BoundModel
 from ..ops.linear import reference_linear
 from ..ops.stack import DecodeStep, Stack
 from ..ops.weight_storage import WeightStorage

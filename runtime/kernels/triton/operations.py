@@ -15,8 +15,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..ops.batch import NON_FINITE, Feedback
 from ..ops.collectives import Collectives
-from ..ops.feedback import NON_FINITE, Feedback
 from .all_reduce import reference_sum_rows
 from .begin import Beginning, begin_decode
 from .decode_attention import decode_attention

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops.feedback import NON_FINITE, Feedback
+from ..ops.batch import NON_FINITE, Feedback
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .peer_exchange import (
     PROGRAMS,

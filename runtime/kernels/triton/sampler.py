@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..ops.feedback import Feedback
+from ..ops.batch import Feedback
 from ..ops.token_masks import MASK_BITS, LaneMasks
 from .head import best_of_chunks, pick_greedy
 from .kernel_calls import call_kernel

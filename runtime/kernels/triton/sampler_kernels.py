@@ -36,7 +36,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..ops.feedback import NON_FINITE
+from ..ops.batch import NON_FINITE
 from .head import forbid, masked_chunk
 from .kernel_calls import let_dependents_start, wait_for_inputs
 

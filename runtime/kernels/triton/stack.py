@@ -36,10 +36,9 @@ import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
-from ..ops.batch import RaggedBatch
-from ..ops.bound_model import BoundModel
+from ..ops.batch import Feedback, RaggedBatch
 from ..ops.expert_operations import Experts
-from ..ops.feedback import Feedback
+from ..ops.layer_plan import BoundModel
 from ..ops.stack import DecodeResult, Stack
 from .begin import Embedding, Rotations
 from .fusion import Activation, Attention, GateUp, Mixture, ResidualLinear, fuse

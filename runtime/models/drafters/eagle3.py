@@ -8,7 +8,7 @@ import torch
 from ....cache.arena import Storage
 from ....cache.spec import LayerGroup
 from ...kernels import Kernels, RaggedBatch
-from ...kernels.cpu.head_drafts import HeadWeights, head_drafts
+from ...kernels.cpu.drafted import HeadWeights, head_drafts
 from ...kernels.ops.stack import DecoderStack
 from ..decoder import Decoder
 from ..each_token import each_token

@@ -1,4 +1,4 @@
-// The rotations of a step and the soft cap of logits, see `elementwise.py`. Part of `ops.cpp`.
+// The rotations of a step and the soft cap of logits, see `sampling.py`. Part of `ops.cpp`.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The inputs of a verify step and its acceptance, as `verify.py`. Part of `ops.cpp`.
+// The inputs of a verify step and its acceptance, as `drafted.py`. Part of `ops.cpp`.
 #pragma once
 
 #include <algorithm>
