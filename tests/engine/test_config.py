@@ -49,15 +49,6 @@ def resolve(**choices: Any) -> ResolvedConfig:
 
 
 @pytest.mark.parametrize(
-    "field", ["dtype", "weight_dtype", "kv_dtype", "kernels", "mode", "preemption"]
-)
-@pytest.mark.parametrize("value", ["float64", "GRAPH", "", None, 3])
-def test_a_choice_that_does_not_exist(field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^{field} must be one of auto, .*not {value!r}$"):
-        EngineConfig(**{field: value})
-
-
-@pytest.mark.parametrize(
     "choices",
     [
         {"memory_fraction": 0.5, "memory_bytes": 100},

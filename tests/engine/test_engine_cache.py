@@ -226,26 +226,6 @@ def test_every_family_shares_forks_and_swaps(
         assert (stats["cache"]["swapped_in"] > 0) == (preemption == "swap")
 
 
-def test_who_did_not_fit_is_tried_again_when_there_is_more_to_share(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
-    """Two prompts of 20 blocks, 18 of them the same, in a cache of 30."""
-    engine = open_engine("base", block_size=4, num_blocks=31, prefill_chunk=256)
-    stem, one, other = base.prompts(72, 8, 8, seed=42)
-    first = engine.add_request(stem + one, GREEDY)
-    second = engine.add_request(stem + other, GREEDY)
-    both_run = False
-    done: dict[str, RequestOutput] = {}
-    while engine.has_unfinished():
-        for output in engine.step():
-            done[output.request_id] = output
-        both_run |= engine.stats()["running"] == 2
-    assert both_run
-    assert done[second].cached_tokens == 72
-    expected = base.greedy([stem + one, stem + other], NEW_TOKENS)
-    assert [done[first].token_ids, done[second].token_ids] == expected
-
-
 def test_what_ran_during_a_reset_is_not_shared_afterwards(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:

@@ -99,21 +99,6 @@ def test_config_that_contradicts_the_tensors(
 # Configuration and memory ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "parts"),
-    [
-        ({"mode": "graph"}, ["mode='graph'", "CUDA", "'cpu'", "mode='compile'"]),
-        ({"max_model_len": 257}, ["max_model_len=257", "256"]),
-        ({"max_model_len": 64, "num_blocks": 3}, ["max_model_len=64", "32 tokens", "lower"]),
-    ],
-    ids=str,
-)
-def test_configuration_that_cannot_work(
-    base: TinyModel, config: dict[str, Any], parts: list[str]
-) -> None:
-    refusal(ConfigError, lambda: start(base.directory, **config), *parts)
-
-
 def test_memory_budget_too_small(base: TinyModel) -> None:
     message = refusal(
         MemoryBudgetError,

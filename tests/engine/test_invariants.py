@@ -201,18 +201,6 @@ def test_children_differ_and_are_reproducible(
     assert not {tuple(t) for t in first} & {tuple(t) for t in other[0]}
 
 
-def test_the_engine_seeds_those_that_bring_no_seed(
-    open_engine: Callable[..., Engine], prompts: list[list[int]]
-) -> None:
-    params = SamplingParams(**SAMPLED)
-    runs = [
-        tokens_of(open_engine(MODEL, seed=seed).generate([prompts[0]] * 3, params))
-        for seed in (0, 0, 1)
-    ]
-    assert runs[0] == runs[1] != runs[2]
-    assert len({tuple(tokens) for (tokens,) in runs[0]}) == 3, "requests share a stream"
-
-
 # Nothing is left behind --------------------------------------------------------------------------
 
 

@@ -61,13 +61,6 @@ def test_memory_of_a_checkpoint_is_refused_before_its_weights_are_read(
     assert (error.term, error.field) == ("weights", "weight_dtype")
 
 
-def test_memory_of_the_device_is_named(nothing_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = startup.DeviceMemory(1 << 30, shared_with_os=True, host_available=1 << 30)
-    monkeypatch.setattr(startup.DeviceMemory, "of", lambda _: memory)
-    error = refusal("preset:llama-3.2-1b", num_blocks=2)
-    assert (error.term, error.limit_bytes) == ("weights", 1 << 30)
-
-
 @pytest.mark.parametrize(
     ("config", "term", "field"),
     [

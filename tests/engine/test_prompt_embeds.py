@@ -16,7 +16,7 @@ from stepgraph.runtime import (
     RequestError,
 )
 
-from ..rigs.engine_rig import greedy, run
+from ..rigs.engine_rig import greedy
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -161,18 +161,3 @@ def test_bad_spans(engine: Engine, span: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         engine.add_request(PromptEmbeds([1] * 10, [span]))
     assert not engine.has_unfinished()
-
-
-def test_what_a_request_shows_cannot_be_changed(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
-    engine = open_engine("base", prompt_embeds=True, prefill_chunk=4)
-    (ids,) = base.prompts(20)
-    embeds = content(1, 12).embeds
-    spans = [EmbeddedSpan(4, EncodedContent.of(embeds))]
-    expected = reference(base, ids, spans)
-    engine.add_request(PromptEmbeds(ids, spans), GREEDY)
-    engine.step()
-    embeds.zero_()
-    (output,) = run(engine).values()
-    assert output.token_ids == expected

@@ -143,17 +143,6 @@ def test_a_fork_that_fails_disturbs_nobody_else(
     assert rig.loop.counts["failed_copies"] == 1
 
 
-@pytest.mark.parametrize("name", ["swap_out", "copy_in"])
-@pytest.mark.parametrize("windows", WINDOWS, ids=str)
-def test_copies_that_never_work_only_cost_time(windows: Any, name: str) -> None:
-    rig = swapping_rig(**tight(windows, 6), max_num_seqs=4)
-    rig.runner.fail_after = lambda called, count: count // 2 if called == name else None
-    requests = [r for n in (1, 3, 2) for r in rig.add_group(6, n=n, max_tokens=12)]
-    check_all(rig, requests)
-    if None in windows:
-        assert rig.loop.counts["failed_copies"] > 0
-
-
 def raising(error: BaseException) -> Callable[..., None]:
     def fail(*_: object) -> None:
         raise error

@@ -90,18 +90,6 @@ def test_without_consent_nothing_is_shared(salt: str, prefix: bool) -> None:
     rig.drain()
 
 
-def test_cached_tokens_are_those_of_the_first_admission() -> None:
-    """What it finds after a preemption is its own, and says nothing of the cache's use."""
-    rig = Rig(usable_blocks=8, block_size=2, prefix=True)
-    first, last = rig.add(5, shared=4), rig.add(5, shared=4, max_tokens=8)
-    outputs = {output.request_id: output for output in rig.drain()}
-    assert last.num_preemptions > 0
-    assert outputs["request-2"].cached_tokens == last.num_cached_tokens == 0
-    assert rig.runner.seen["prefix"] > 0
-    for request in (first, last):
-        assert request.output_ids == oracle(request)[0]
-
-
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
 def test_all_that_fit_alone_end(windows: Any, in_flight: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import pytest
@@ -96,22 +95,6 @@ def test_a_chunk_is_the_largest_that_fits(max_itl_ms, rows, context, start, data
             break
         plan = with_chunk(plan, request, start, count)
         room -= count
-
-
-def test_where_nobody_decodes_nobody_waits() -> None:
-    budget = budget_of(0.001)
-    assert budget.fit(StepPlan(), request_of(), 0, 32) == 32
-    assert budget.stats()["forced"] == 0
-
-
-def test_progress_beats_the_budget_and_is_said_once(caplog) -> None:
-    budget = budget_of(0.5)
-    with caplog.at_level(logging.WARNING):
-        assert chunk_of(budget) == SMALLEST
-        assert chunk_of(budget, 2) == 2
-    assert budget.stats()["forced"] == 2
-    assert len(caplog.records) == 1
-    assert "max_itl_ms=0.5 leaves 0.00 ms" in caplog.text
 
 
 def test_the_full_sampler_has_costs_of_its_own() -> None:
