@@ -33,7 +33,7 @@ class Speculation:
             drafter on the device proposes: a smaller model, an EAGLE-3 head, a module for
             multi-token prediction, or a model that fills a block of tokens at once.
         model: the checkpoint of the drafter: a directory, a hub id, `demo` or `preset:NAME`. None:
-            for `mtp` that of the model itself, for other drafters the directory `drafter` in it.
+            for `mtp` the model's own directory, for other drafters the directory `drafter` in it.
         num_speculative_tokens: maximum drafts of a row and step, 1 to 15. The engine chooses fewer,
             or none, by measured acceptance and step times.
         prompt_lookup_min: tokens, 2 to 32, that an earlier occurrence must share with the newest
