@@ -263,7 +263,8 @@ def resolve_masks(
     """
     if config.structured_output is not None:
         return config.structured_output
-    return device.type == "cpu" and not (mode == "compile" and kernels == "torch")
+    compiles = mode == "compile" and kernels == "torch"
+    return device.type == "cpu" and mode != "graph" and not compiles
 
 
 def _threads(config: EngineConfig) -> int:
