@@ -82,9 +82,8 @@ from ..models.drafters.drafter_config import DrafterConfig
 from ..models.plan import plan_of
 from ..models.rope_by_length import rope_lengths
 from ..models.transformers.config import TransformersConfig
-from ..models.transformers.decoder import TransformersDecoder
+from ..models.transformers.decoder import TransformersDecoder, add_scopes
 from ..models.transformers.loading import load_decoder, load_model, overwrite_decoder
-from ..models.transformers.scopes import add_scopes
 from ..progress import progress_bar
 from ..resolved_config import ResolvedConfig
 from ..sampling_params import SamplingDefaults

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..models.config import ModelConfig
 from ..models.decoder_model import DecoderConfig
 from ..models.transformers.config import TransformersConfig
-from ..models.transformers.headers import check_headers
+from ..models.transformers.loading import check_headers
 from ..sampling_params import NEUTRAL, SamplingDefaults
 from .checkpoint import CheckpointReader
 from .generation_config import read_sampling_defaults

@@ -12,32 +12,212 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels import AttentionForm, LayerPlace, RaggedBatch
+from ...kernels import AttentionForm, LayerPlace, RaggedBatch, have_triton
 from ...operation_scopes import operation
-from .experts import register_experts
 from .library import import_transformers
-from .masks import probe_mask
 
 __all__ = [
-    "IMPLEMENTATION",
-    "PROBED_IMPLEMENTATION",
-    "AttentionStep",
     "CurrentStep",
+    "EXPERTS_IMPLEMENTATION",
+    "IMPLEMENTATION",
+    "MASK_FORM",
+    "MaskForm",
+    "PROBED_IMPLEMENTATION",
     "PagedLayer",
     "PagedStep",
     "register",
 ]
 
+
+# Recognises the attention masks that transformers creates.
+#
+# Models create masks with functions of `transformers.masking_utils`, which pass a mask function of
+# two positions to a registered interface. While a model is probed, ours returns a tensor that
+# carries a description of this function. When the model runs, no masks are created: the paged
+# attention derives them from positions.
+
+MASK_FORM = "stepgraph_mask_form"
+
+"""Attribute of a mask tensor that `probe_mask` made."""
+
+
+class MaskForm(NamedTuple):
+    """Which earlier tokens a token attends to."""
+
+    window: int = 0
+    """The last so many, itself included; 0: all."""
+    chunk: int = 0
+    """Those of its own chunk of so many positions; 0: all."""
+    unknown: str | None = None
+    """Name of a mask function that is not one of these."""
+
+
+def probe_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    **unused: object,
+) -> torch.Tensor:
+    """Return an empty mask with the attribute `MASK_FORM`; the interface of transformers."""
+    mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool)
+    setattr(mask, MASK_FORM, mask_form(mask_function))
+    return mask
+
+
+def mask_form(function: Callable[..., Any] | None) -> MaskForm:
+    """Describe a mask function, as `create_causal_mask` and its siblings make them."""
+    from transformers import masking_utils as known
+
+    if function is None or function is known.causal_mask_function:
+        return MaskForm()
+    inner = _cells(function)
+    if _code(function) is _code(known.or_masks(known.causal_mask_function)):
+        blocks = _code(known.blockwise_overlay(torch.zeros(1)))
+        parts = [part for part in inner["mask_functions"] if _code(part) is not blocks]
+        if len(parts) == 1:  # a text has no blocks of images or sound
+            return mask_form(parts[0])
+    if _code(function) is _code(known.and_masks(known.causal_mask_function)):
+        forms = [mask_form(part) for part in inner["mask_functions"]]
+        unknown = next((form.unknown for form in forms if form.unknown is not None), None)
+        windows = [form.window for form in forms if form.window]
+        chunks = [form.chunk for form in forms if form.chunk]
+        causal = known.causal_mask_function in inner["mask_functions"]
+        if unknown is None and (not causal or len(windows) > 1 or len(chunks) > 1):
+            unknown = _name(function)
+        return MaskForm(next(iter(windows), 0), next(iter(chunks), 0), unknown)
+    if _code(function) is _code(known.sliding_window_overlay(1)):
+        return MaskForm(window=int(inner["sliding_window"]))
+    if _code(function) is _code(known.chunked_overlay(1, torch.zeros(1))):
+        return MaskForm(chunk=int(inner["chunk_size"]))
+    return MaskForm(unknown=_name(function))
+
+
+def _code(function: Callable[..., Any]) -> CodeType | None:
+    return getattr(function, "__code__", None)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    module = getattr(function, "__module__", "")
+    return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def _cells(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the variables that a function takes from the scope that made it."""
+    code, cells = _code(function), getattr(function, "__closure__", None) or ()
+    names = () if code is None else code.co_freevars
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+# The experts of a transformers model as two grouped products with static shapes.
+#
+# transformers' own implementations either read sizes on the host, gather the weights of every
+# token, or exist for bfloat16 only.
+#
+# Shapes: T tokens, P pairs of a token and one of its experts, E experts, K input and N output
+# features.
+
+EXPERTS_IMPLEMENTATION = "stepgraph"
+
+torch.library.define(
+    "stepgraph::grouped_mm", "(Tensor x, Tensor weight, Tensor ends, bool transposed) -> Tensor"
+)
+
+
+@torch.library.impl("stepgraph::grouped_mm", "CPU")
+def _grouped_mm_cpu(x_PK: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
+    """Rows up to `ends[e]` by the weight of expert e, `[N, K]`, or `[K, N]` if `transposed`."""
+    out_PN = x_PK.new_empty(x_PK.shape[0], weight.shape[2 if transposed else 1])
+    begin = 0
+    for expert, end in enumerate(ends_E.tolist()):
+        if begin < end:
+            matrix_KN = weight[expert] if transposed else weight[expert].T
+            torch.mm(x_PK[begin:end], matrix_KN, out=out_PN[begin:end])
+        begin = end
+    return out_PN
+
+
+@torch.library.impl("stepgraph::grouped_mm", "CUDA")
+def _grouped_mm_cuda(x_PK: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
+    """As on a CPU, without waiting for the device.
+
+    Not `torch._grouped_mm`: it needs rows of whole 16 bytes, and copies `ends` to the host where
+    the device has no kernel for it.
+    """
+    pair_P = torch.arange(x_PK.shape[0], device=x_PK.device)
+    expert_P = torch.searchsorted(ends_E, pair_P, right=True)
+    if have_triton():
+        from ...kernels.triton.expert_blocks import product_of_rows_by_expert
+
+        rows = (x_PK.contiguous(), weight.contiguous(), expert_P.to(torch.int32))
+        return product_of_rows_by_expert(*rows, transposed=transposed)
+    # Each row gathers its own weight.
+    weight_EKN = weight if transposed else weight.transpose(1, 2)
+    return torch.bmm(x_PK[:, None], weight_EKN[expert_P])[:, 0]
+
+
+def _fake_grouped_mm(x_PK: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
+    return x_PK.new_empty(x_PK.shape[0], weight.shape[2 if transposed else 1])
+
+
+torch.library.register_fake("stepgraph::grouped_mm", _fake_grouped_mm)
+
+
+def _experts_forward(
+    module: Any, hidden_TK: Tensor, chosen_TX: Tensor, weights_TX: Tensor
+) -> Tensor:
+    """The experts function that is registered with transformers; X experts per token."""
+    per_token = chosen_TX.shape[-1]
+    expert_P, order_P = torch.sort(chosen_TX.reshape(-1))
+    experts = torch.arange(module.num_experts, device=hidden_TK.device)
+    ends_E = torch.searchsorted(expert_P, experts, right=True)
+
+    def product(x_PK: Tensor, name: str) -> Tensor:
+        out_PN: Tensor = torch.ops.stepgraph.grouped_mm.default(
+            x_PK, getattr(module, name), ends_E, module.is_transposed
+        )
+        return out_PN + getattr(module, f"{name}_bias")[expert_P] if module.has_bias else out_PN
+
+    x_PK = hidden_TK[order_P // per_token]
+    if module.has_gate:
+        inner = module._apply_gate(product(x_PK, "gate_up_proj"))
+    else:
+        inner = module.act_fn(product(x_PK, "up_proj"))
+    out_PK = product(inner, "down_proj")
+    if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has no such field
+        out_PK = module.post_expert_norm(out_PK)
+    weighted_PK = out_PK * weights_TX.reshape(-1)[order_P, None]
+    own_order = torch.empty_like(weighted_PK).index_copy(0, order_P, weighted_PK)
+    summed: Tensor = own_order.view(-1, per_token, hidden_TK.shape[-1]).sum(1)
+    return summed.to(hidden_TK.dtype)
+
+
+def register_experts() -> None:
+    """Register the experts function with transformers. Idempotent."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(EXPERTS_IMPLEMENTATION, _experts_forward)
+
+
 IMPLEMENTATION = "stepgraph"
+
 """Name of our attention function in transformers; without masks."""
+
 PROBED_IMPLEMENTATION = "stepgraph_probe"
+
 """The same function, with the mask function of a probe."""
+
 _CURRENT_STEP = "stepgraph_current_step"
+
 """Attribute of the modules of a model."""
 
 

@@ -2,29 +2,254 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
-from ...kernels.ops.layer_plan import ModelPlan
+from ...kernels.ops.layer_operations import Attend, Linear, Norm, Opaque
+from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
+from ...kernels.ops.parameter import Parameter, Source
 from ..families import read_optional
 from .attention import IMPLEMENTATION, register
 from .library import convertible_parameters, import_transformers, quiet, reason_of
-from .plan import plan_of_probe
-from .probe import Probe, probe_model
-from .ropes import LengthLimit, freeze_rotations
+from .probe import AttentionCall, LinearUse, Probe, common_kv_heads, probe_model
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["TransformersConfig", "model_class_of", "read_transformers_config"]
+__all__ = [
+    "LinearGroup",
+    "TransformersConfig",
+    "freeze_rotations",
+    "layer_prefixes",
+    "linear_groups",
+    "model_class_of",
+    "read_transformers_config",
+]
+
+
+# The plan of a transformers model, from the record of its forward pass.
+#
+# The plan lists the attention and the linear layers of each decoder layer. Everything else of a
+# layer is one `Opaque` operation.
+
+
+class LinearGroup(NamedTuple):
+    """Linear layers with the same input, computed as one product."""
+
+    layer: int | None
+    """The decoder layer they belong to; None: the head."""
+    members: tuple[LinearUse, ...]
+
+    @property
+    def name(self) -> str:
+        """Path of the first one."""
+        return self.members[0].module
+
+    @property
+    def in_features(self) -> int:
+        """Features of the input."""
+        return self.members[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        """Features of all results."""
+        return sum(member.out_features for member in self.members)
+
+    @property
+    def bias(self) -> bool:
+        """Whether one of them has a bias."""
+        return any(member.bias for member in self.members)
+
+    def operation(self) -> Linear:
+        """Return the product as an operation of a plan."""
+        weights = tuple(
+            Source(f"{member.module}.weight", (member.out_features, member.in_features))
+            for member in self.members
+        )
+        biases = tuple(
+            Source(f"{member.module}.bias" if member.bias else None, (member.out_features,))
+            for member in self.members
+        )
+        return Linear(
+            name=self.name.rpartition(".")[2],
+            weight=Parameter(f"{self.name}.weight", weights),
+            bias=Parameter(f"{self.name}.bias", biases) if self.bias else None,
+        )
+
+
+def linear_groups(probe: Probe) -> tuple[LinearGroup, ...]:
+    """Return the linear layers to replace, those with the same input together, in call order.
+
+    These are the ones of decoder layers, and the head.
+    """
+    prefixes = layer_prefixes(probe.attention)
+    groups: dict[tuple[int | None, int], list[LinearUse]] = {}
+    for use in probe.linears:
+        layer = _layer_of(use.module, prefixes)
+        is_head = use == probe.linears[-1] and use.out_features == probe.vocab_size
+        if layer is not None or is_head:
+            groups.setdefault((layer, use.input), []).append(use)
+    return tuple(LinearGroup(layer, tuple(uses)) for (layer, _), uses in groups.items())
+
+
+def plan_of_probe(model: Any, probe: Probe) -> ModelPlan:
+    """Return the plan of a model, whose parameters may be without data.
+
+    All parameters are in it, once each. Those that are not replaced belong to the `Opaque`
+    operation of their layer, or outside of layers to the final norm.
+    """
+    groups, prefixes = linear_groups(probe), layer_prefixes(probe.attention)
+    replaced = {f"{use.module}.{leaf}" for g in groups for use in g.members for leaf in _LEAVES}
+    replaced |= {call.sinks for call in probe.attention if call.sinks is not None}
+    embedding = _embedding(model, probe)
+    others: dict[int | None, list[Source]] = {}
+    for name, parameter in model.named_parameters():
+        if name not in replaced and name != embedding.name:
+            layer = _layer_of(name, prefixes)
+            others.setdefault(layer, []).append(Source(name, tuple(parameter.shape)))
+    dim = max(max(call.key_dim, call.value_dim) for call in probe.attention)
+    kv_heads = common_kv_heads(probe.attention)
+    layers = [
+        LayerPlan(
+            (
+                *(group.operation() for group in groups if group.layer == index),
+                _attend(call, kv_heads, dim),
+                Opaque(
+                    name="other_modules",
+                    held=_flat("other_modules", others.get(index, ())),
+                    activation_bytes=probe.activation_bytes,
+                ),
+            )
+        )
+        for index, call in enumerate(probe.attention)
+    ]
+    head = next((group.operation() for group in groups if group.layer is None), None)
+    if head is None or (probe.tied and probe.packed_embedding):
+        head = Linear(name="head", weight=embedding, bias=None if head is None else head.bias)
+    return ModelPlan(
+        embedding=embedding,
+        embedding_scale=1.0,
+        layers=tuple(layers),
+        norm=Norm(name="final_norm", weight=_flat("other_modules", others.get(None, ())), eps=0.0),
+        head=head,
+        logit_softcap=0.0,
+        logit_scale=1.0,
+        rope_kinds=1,
+    )
+
+
+_LEAVES = ("weight", "bias")
+
+
+def _embedding(model: Any, probe: Probe) -> Parameter:
+    """The input embeddings; not a matrix where they are not packed."""
+    name = f"{probe.embedding}.weight"
+    shape = tuple(model.get_submodule(probe.embedding).weight.shape)
+    viewed_as = None if probe.packed_embedding else (*shape, 1)
+    return Parameter(name, (Source(name, shape),), viewed_as=viewed_as)
+
+
+def _attend(call: AttentionCall, kv_heads: int, dim: int) -> Attend:
+    """An attention call in a cache of `kv_heads` heads of `dim` elements: shorter ones are padded,
+    fewer repeated."""
+    sinks = None
+    if call.sinks is not None:
+        sinks = Parameter(call.sinks, (Source(call.sinks, (call.heads,)),))
+    return Attend(
+        name="attention",
+        heads=call.heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        value_dim=dim,
+        scale=call.scale,
+        window=call.mask.window,
+        chunk=call.mask.chunk,
+        softcap=call.softcap,
+        sinks=sinks,
+    )
+
+
+def _flat(name: str, sources: Sequence[Source]) -> Parameter:
+    """Parameters as one vector: they are stored unchanged."""
+    flat = tuple(Source(s.name, (math.prod(s.shape),)) for s in sources)
+    return Parameter(name, flat or (Source(None, (0,)),))
+
+
+def layer_prefixes(calls: Sequence[AttentionCall]) -> list[str]:
+    """Return the path of the layer of each attention module, with a dot.
+
+    The layers of a list differ in one component of their path: `h.0.attn`, `h.1.attn`.
+    """
+    paths = [call.module.split(".") for call in calls]
+    if len(paths) == 1:
+        number = next(i for i, part in enumerate(paths[0]) if part.isdigit())
+    else:
+        number = next(i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1)
+    return [".".join(path[: number + 1]) + "." for path in paths]
+
+
+def _layer_of(name: str, prefixes: Sequence[str]) -> int | None:
+    return next((i for i, prefix in enumerate(prefixes) if name.startswith(prefix)), None)
+
+
+# Rotations whose frequencies transformers changes with the length of the longest sequence.
+#
+# Such a change would depend on the batch. Up to some length the frequencies are those that the
+# module was built with, so they are kept, and longer sequences are refused.
+
+_FROZEN = "default"
+
+"""A rope type that `transformers.modeling_rope_utils.dynamic_rope_update` does not change."""
+
+
+class LengthLimit(NamedTuple):
+    """The longest sequence for which a rotation has the frequencies it was built with."""
+
+    tokens: int
+    rope_type: str
+    """Name in `config.json`."""
+
+
+def freeze_rotations(model: nn.Module) -> LengthLimit | None:
+    """Keep the frequencies of all rotations; return the smallest limit that follows from it."""
+    limits = [limit for module in model.modules() for limit in _freeze(module)]
+    return min(limits, default=None)
+
+
+def _freeze(module: Any) -> Iterator[LengthLimit]:
+    types = getattr(module, "rope_type", None)
+    if isinstance(types, str):
+        if _changes(types):
+            yield LengthLimit(_longest(module, None), types)
+            module.rope_type = _FROZEN
+    elif isinstance(types, dict):  # by type of layer
+        for layer_type, rope_type in types.items():
+            if isinstance(rope_type, str) and _changes(rope_type):
+                yield LengthLimit(_longest(module, layer_type), rope_type)
+                types[layer_type] = _FROZEN
+
+
+def _changes(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
+def _longest(module: Any, layer_type: str | None) -> int:
+    parameters = module.config.rope_parameters
+    own = parameters if layer_type is None else parameters[layer_type]
+    original = own.get("original_max_position_embeddings")
+    return int(original or module.config.max_position_embeddings)
+
 
 _DTYPES = ("float32", "bfloat16", "float16")
+
 _NOT_CONSTANT = ("_name_or_path", "transformers_version", "dtype", "eos_token_id")
 
 

@@ -2,24 +2,224 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from ....cache.arena import Storage
-from ....cache.spec import LayerGroup
+from ....cache.arena import Arena, Storage
+from ....cache.spec import LayerGroup, group_layers
+from ...bounded_repr import bounded_text
 from ...errors import CheckpointError
-from ...kernels import Kernels
+from ...kernels import Kernels, RaggedBatch
+from ...kernels.result_check import tolerance
+from ..decoder import attention_specs
 from .attention import IMPLEMENTATION, register
 from .config import TransformersConfig, model_class_of
 from .decoder import TransformersDecoder
-from .headers import check_report
-from .library import quiet, reason_of
-from .self_check import check_against_transformers
+from .library import convertible_parameters, quiet, reason_of
+from .probe import set_implementation
 
-__all__ = ["load_decoder", "load_model", "overwrite_decoder"]
+__all__ = ["check_headers", "load_decoder", "load_model", "overwrite_decoder"]
+
+
+# Compares the headers of a checkpoint with a model of transformers, before weights are read.
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+_SHOWN = 5
+
+_SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+class Header(Protocol):
+    """The header of a tensor in a checkpoint."""
+
+    @property
+    def dtype(self) -> str:
+        """The safetensors name of the dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+
+
+def check_headers(headers: Mapping[str, Header], config: TransformersConfig) -> None:
+    """Load tensors without data, of the shapes in the headers, as transformers loads weights.
+
+    Its renamings and conversions of old checkpoints apply. Tensors that reach no parameter, such
+    as masks and other models in the same files, may have any dtype.
+
+    Raises:
+        CheckpointError: tensors are missing, of a wrong shape or of an unsupported dtype.
+    """
+    loadable = {name: header for name, header in headers.items() if header.dtype in _DTYPES}
+    others = {name: header for name, header in headers.items() if header.dtype not in _DTYPES}
+    try:
+        check_report(_load(loadable, config), config.architecture)
+    except CheckpointError as error:
+        if not others:
+            raise
+        found = sorted({header.dtype for header in others.values()})
+        raise CheckpointError(
+            f"{error}. Tensors of {', '.join(found)} are not read, supported:"
+            f" {', '.join(sorted(_DTYPES))}"
+        ) from error
+
+
+def _load(headers: Mapping[str, Header], config: TransformersConfig) -> dict[str, Any]:
+    """Return the report of transformers on tensors without data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    try:
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            quiet(),
+            convertible_parameters(),
+            _synchronous_loading(),
+        ):
+            tensors = {
+                name: torch.empty(header.shape, dtype=_DTYPES[header.dtype])
+                for name, header in headers.items()
+            }
+            _, report = model_class_of(config).from_pretrained(
+                None,
+                config=config.source,
+                state_dict=tensors,
+                dtype=getattr(torch, config.torch_dtype),
+                attn_implementation=IMPLEMENTATION,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # of any type, from any model
+        raise CheckpointError(
+            f"the tensors of the checkpoint do not fit {config.architecture}: {reason_of(error)}"
+        ) from error
+    found: dict[str, Any] = report
+    return found
+
+
+def check_report(report: Mapping[str, Any], architecture: str) -> None:
+    """Raise `CheckpointError` for parameters that transformers could not load."""
+    for key, problem in (
+        ("missing_keys", "missing"),
+        ("mismatched_keys", "of another shape"),
+        ("conversion_errors", "not convertible"),
+        ("error_msgs", "not loaded"),
+    ):
+        names = sorted(map(_shown, report.get(key) or ()))
+        if names:
+            shown = ", ".join(bounded_text(name, 100) for name in names[:_SHOWN])
+            rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            raise CheckpointError(
+                f"the tensors of the checkpoint do not fit {architecture}, {problem}: {shown}{rest}"
+            )
+
+
+def _shown(found: object) -> str:
+    """Show an item of a report: a name, or a name with the shapes of checkpoint and model."""
+    match found:
+        case (name, torch.Size() as stored, torch.Size() as wanted):
+            return f"{name} {list(stored)} instead of {list(wanted)}"
+    return str(found)
+
+
+@contextmanager
+def _synchronous_loading() -> Iterator[None]:
+    """Keep transformers from using threads, in which tensors without data do not work."""
+    before = os.environ.get(_SYNCHRONOUS)
+    os.environ[_SYNCHRONOUS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SYNCHRONOUS]
+        else:
+            os.environ[_SYNCHRONOUS] = before
+
+
+# Compares a loaded model with transformers' own attention, before it serves.
+#
+# The probe sees shapes, not numbers. This finds what has no shape: positions that a model derives
+# from the length of its input, a state that it keeps between calls, embeddings that it changes.
+
+_PROMPT, _TOKENS = 5, 9
+
+"""Tokens of a prefill step, and with the decode steps after it."""
+
+_BLOCK_SIZE = 16
+
+_TOLERANCES = 30
+
+"""The tolerance of a model, in tolerances of an operation."""
+
+
+def check_against_transformers(decoder: TransformersDecoder) -> None:
+    """Compare the logits of a prefill and some decode steps with one forward pass of transformers.
+
+    Half of the tokens of each kind must agree: with experts, rounding can send a token to another
+    one.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    vocabulary = decoder.config.vocab_size
+    ids_T = torch.arange(3, 3 + 11 * _TOKENS, 11, device=decoder.device) % vocabulary
+    with torch.no_grad():
+        expected_TV = _of_transformers(decoder, ids_T).float()
+        found_TV = _of_steps(decoder, ids_T).float()
+    size_T = expected_TV.std(dim=-1) + 1e-30
+    gap_T = (found_TV - expected_TV).abs().amax(dim=-1) / size_T
+    limit = _TOLERANCES * tolerance(decoder.dtype)
+    for name, part in (("prefill", slice(0, _PROMPT)), ("decode", slice(_PROMPT, _TOKENS))):
+        gap = float(gap_T[part].median())
+        if not gap <= limit:  # NaN fails too
+            raise CheckpointError(
+                f"the logits of {name} steps of {decoder.config.architecture} differ from those of"
+                f" transformers by {gap:.2g} standard deviations, allowed are {limit:.2g}: it"
+                " depends on something other than tokens, positions and the cache. Use transformers"
+                " itself for this model"
+            )
+
+
+def _of_transformers(decoder: TransformersDecoder, ids_T: Tensor) -> Tensor:
+    set_implementation(decoder.model, "eager")
+    try:
+        logits: Tensor = decoder.model(input_ids=ids_T[None], use_cache=False).logits[0]
+    finally:
+        set_implementation(decoder.model, IMPLEMENTATION)
+    return logits
+
+
+def _of_steps(decoder: TransformersDecoder, ids_T: Tensor) -> Tensor:
+    """One row in a small cache of its own."""
+    device, dtype = decoder.device, decoder.dtype
+    groups = group_layers(attention_specs(decoder.config, dtype.itemsize))
+    arena = Arena(groups, len(groups) + 1, _BLOCK_SIZE, dtype, device)
+    tables = torch.zeros(len(groups), 2, 1, dtype=torch.int32)
+    tables[:, 0, 0] = 1 + torch.arange(len(groups))
+    tables = tables.to(device)
+    layers = decoder.paged_layers(groups, "model")
+    logits = []
+    for start, end in ((0, _PROMPT), *((t, t + 1) for t in range(_PROMPT, _TOKENS))):
+        positions_C = torch.arange(start, end, device=device)
+        batch = RaggedBatch(
+            positions=positions_C,
+            slots=tables[:, 0].to(torch.int64) * _BLOCK_SIZE + positions_C,
+            token_rows=torch.zeros_like(positions_C),
+            rows=torch.zeros(1, dtype=torch.int64, device=device),
+            block_tables=tables,
+            read_blocks=1,
+            block_size=_BLOCK_SIZE,
+            tokens_per_row=end - start,
+        )
+        hidden_CD = decoder.decode(decoder.embed(ids_T[start:end]), arena.tensor, batch, layers)
+        logits.append(decoder.logits(hidden_CD))
+    return torch.cat(logits)
 
 
 def load_decoder(

@@ -6,34 +6,277 @@ transformers would, with masks, and as this engine runs it, from embeddings and 
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import traceback
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...bounded_repr import bounded_repr, bounded_text
 from ...errors import CheckpointError
-from .attention import IMPLEMENTATION, PROBED_IMPLEMENTATION, CurrentStep
-from .experts import EXPERTS_IMPLEMENTATION
-from .head import head_of, run_head
+from .attention import (
+    EXPERTS_IMPLEMENTATION,
+    IMPLEMENTATION,
+    MASK_FORM,
+    PROBED_IMPLEMENTATION,
+    CurrentStep,
+    MaskForm,
+)
 from .library import quiet, reason_of
-from .live_bytes import LiveBytes
-from .masks import MASK_FORM, MaskForm
-from .parameter_uses import LinearUse, ParameterUses
-from .positional_uses import PositionalUses
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["AttentionCall", "Probe", "common_kv_heads", "probe_model", "set_implementation"]
+__all__ = [
+    "AttentionCall",
+    "LinearUse",
+    "Probe",
+    "common_kv_heads",
+    "head_of",
+    "probe_model",
+    "run_head",
+    "set_implementation",
+]
+
+
+# Measures the peak of live tensors, for tensors that have no data.
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations allocate while it is active."""
+
+    def __init__(self, held: Iterable[torch.Tensor]) -> None:
+        """`held` are not counted: parameters and buffers, of which operations make views."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        """Most bytes at one time."""
+        self._live = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in held}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in torch.utils._pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._add(value.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes()
+        self._known.add(key)
+        self._live += size
+        self.peak = max(self.peak, self._live)
+        weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._live -= size
+
+
+# Records which torch functions use the parameters of a model while it runs.
+
+_SELECTIONS = frozenset({"topk", "sort", "argsort", "argmax", "max", "kthvalue"})
+
+"""Functions that select by their input."""
+
+
+class LinearUse(NamedTuple):
+    """A linear layer that is called once, and whose weight nothing else uses."""
+
+    module: str
+    """Path of the module."""
+    out_features: int
+    in_features: int
+    bias: bool
+    transposed: bool
+    """Whether its weight is `[in_features, out_features]`."""
+    input: int
+    """Layers with the same number have the same input."""
+
+
+class ParameterUses(TorchFunctionMode):
+    """Counts the uses of each parameter, and the products with a weight by their inputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._parameters = {id(p) for p in model.parameters()}
+        self._uses: Counter[int] = Counter()
+        self._described: set[int] = set()
+        """Parameters whose properties are read."""
+        self._products: dict[int, int] = {}
+        """Number of the input of the product with a weight, by id of the weight."""
+        self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._serial = itertools.count()
+        self._rows: Counter[int] = Counter()
+        self._scores: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Ids of the weights whose product a tensor is, or an elementwise function of it."""
+        self._selecting: set[int] = set()
+        """Ids of weights whose products select: routers."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        values = [*args, *keywords.values()]
+        used = [id(v) for v in values if isinstance(v, Tensor) and id(v) in self._parameters]
+        if getattr(func, "__name__", "") == "__get__":  # of a property such as dtype
+            self._described.update(used)
+        else:
+            self._uses.update(used)
+        if func is F.linear:
+            weight = keywords.get("weight", args[1] if len(args) > 1 else None)
+            self._products[id(weight)] = self._number(keywords.get("input", args[0]))
+        elif func is torch.addmm and len(args) == 3:  # Conv1D
+            self._products[id(args[2])] = self._number(args[1])
+        elif func is F.embedding:
+            self._rows[id(keywords.get("weight", args[1] if len(args) > 1 else None))] += 1
+        result = func(*args, **keywords)
+        self._follow_scores(func, args, keywords, result)
+        return result
+
+    def _follow_scores(self, func: Any, args: Any, keywords: dict[str, Any], result: Any) -> None:
+        if func is F.linear and isinstance(result, Tensor):
+            weight = keywords.get("weight", args[1] if len(args) > 1 else None)
+            self._scores[result] = frozenset({id(weight)})
+            return
+        for value in (*args, *keywords.values()):
+            found = self._scores.get(value) if isinstance(value, Tensor) else None
+            if not found:
+                continue
+            if getattr(func, "__name__", "") in _SELECTIONS:
+                self._selecting |= found
+            elif isinstance(result, Tensor) and result.numel() == value.numel():
+                self._scores[result] = found | self._scores.get(result, frozenset())
+
+    def _number(self, x: Tensor) -> int:
+        """Return a number of a tensor's contents, the same for a flattened view of it."""
+        base = x._base
+        if base is not None and x.numel() == base.numel() and x.is_contiguous():
+            x = base
+        version, number = self._inputs.get(x, (None, 0))
+        if version != x._version:
+            number = next(self._serial)
+            self._inputs[x] = x._version, number
+        return int(number)
+
+    def module_path(self, module: nn.Module) -> str:
+        """Return the path of a module in the model."""
+        path: str = self._paths[id(module)]
+        return path
+
+    def looks_up_rows(self, module: nn.Module) -> bool:
+        """Whether an embedding reads rows of its weight, which only it and products use.
+
+        It may do something with the rows, such as to scale them.
+        """
+        if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+            return False
+        key = id(module.weight)
+        return self._rows[key] == 1 and self._uses[key] == 1 + (key in self._products)
+
+    def linears(self) -> Iterator[LinearUse]:
+        """Yield the linear layers that may be replaced, in the order of their calls.
+
+        These are called once each. Their weight is not read by anything else but the input
+        embeddings. Routers are left out: a rounded score sends a token to another expert.
+        """
+        from transformers.pytorch_utils import Conv1D
+
+        owners: dict[int, list[tuple[str, nn.Module]]] = {}
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            if type(module) in (nn.Linear, Conv1D):
+                owners.setdefault(id(module.weight), []).append((path, module))
+        for key, number in self._products.items():
+            if len(owners.get(key, ())) != 1 or self._uses[key] != 1 + self._rows[key]:
+                continue
+            if key in self._selecting:
+                continue
+            if key in self._described and not self._rows[key]:
+                continue  # its module needs a weight, where an embedding keeps its own
+            ((path, module),) = owners[key]
+            transposed = type(module) is Conv1D
+            weight: Any = module.weight
+            first, second = weight.shape
+            yield LinearUse(
+                module=path,
+                out_features=second if transposed else first,
+                in_features=first if transposed else second,
+                bias=module.bias is not None,
+                transposed=transposed,
+                input=number,
+            )
+
+
+# The part of a causal language model after its final hidden states.
+#
+# Models may scale or cap their logits in `forward`. So logits are computed by the model's own
+# `forward`, in a shallow copy of the model whose base returns given hidden states.
+
+
+class _GivenStates(nn.Module):
+    """Stands for the base of a model: returns its input as the final hidden states."""
+
+    def __init__(self, output: type[Any]) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **unused: object,
+    ) -> Any:
+        return self._output(last_hidden_state=inputs_embeds)
+
+
+def head_of(model: nn.Module, base: str, output: type[Any]) -> nn.Module:
+    """Return a copy that shares all modules of a model except `base`.
+
+    Args:
+        model: the model.
+        base: path of the module that returns the final hidden states.
+        output: class of the base's result.
+    """
+    return _with(model, base, _GivenStates(output))
+
+
+def _with(module: nn.Module, path: str, replacement: nn.Module) -> nn.Module:
+    first, _, rest = path.partition(".")
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    inner = module.get_submodule(first)
+    copied._modules[first] = _with(inner, rest, replacement) if rest else replacement
+    return copied
+
+
+def run_head(head: nn.Module, hidden_1TD: Tensor) -> Tensor:
+    """Return logits `[1, T, vocab_size]` of final hidden states."""
+    logits: Tensor = head(inputs_embeds=hidden_1TD, use_cache=False).logits
+    return logits
+
 
 _TOKENS = 61
+
 """Tokens of a probe; a number that no size of a model equals."""
+
 _WITHOUT_EFFECT = frozenset(
     {
         "dropout",
@@ -50,7 +293,9 @@ _WITHOUT_EFFECT = frozenset(
         "return_dict",
     }
 )
+
 """Keywords of an attention call that do not change its result here: masks decide about windows."""
+
 _USED = frozenset({"scaling", "softcap", "s_aux"})
 
 
@@ -108,21 +353,18 @@ def probe_model(model: Any, fake: FakeTensorMode, name: str) -> Probe:
         positions = torch.arange(_TOKENS)[None]
         set_implementation(model, PROBED_IMPLEMENTATION)
         embeddings = model.get_input_embeddings()
-        read = PositionalUses(ids, embeddings.weight)
-        with recorder.watching_base(), read:
+        with recorder.watching_base():
             recorder.run(
                 model, input_ids=ids, attention_mask=torch.ones_like(positions), use_cache=False
             )
         attention = recorder.finish_attention()
-        recorder.refuse_uses(read)
         path, output = recorder.base()
         set_implementation(model, IMPLEMENTATION)
         base, head = model.get_submodule(path), head_of(model, path, output)
         uses = ParameterUses(model)
         live = LiveBytes([*model.parameters(), *model.buffers()])
         recorder.calls.clear()
-        positional = PositionalUses(ids, embeddings.weight)
-        with live, uses, positional:
+        with live, uses:
             x = recorder.run(embeddings, ids)
             given = {"inputs_embeds": x, "position_ids": positions, "use_cache": False}
             hidden = recorder.run(base, **given).last_hidden_state
@@ -133,9 +375,6 @@ def probe_model(model: Any, fake: FakeTensorMode, name: str) -> Probe:
                 f"its attention runs {len(recorder.calls)} times without masks and"
                 f" {len(attention)} times with them"
             )
-        recorder.refuse_uses(positional)
-        if positional.counts:
-            raise recorder.unfit("it counts positions from the first token of its input")
         if x.shape != hidden.shape:
             raise recorder.unfit(
                 f"its embeddings have {x.shape[-1]} features, its hidden states {hidden.shape[-1]}"
@@ -192,19 +431,6 @@ class _Recorder:
             raise
         except Exception as error:
             raise self.unfit(_failure(error)) from error
-
-    def refuse_uses(self, uses: PositionalUses) -> None:
-        """Raise `CheckpointError` for operations that need more than embeddings and the cache."""
-        if uses.convolves:
-            raise self.unfit("it convolves over tokens, of which the cache holds none")
-        if uses.counts_ids:
-            raise self.unfit(
-                "it counts positions by the ids of tokens, where generate passes other positions"
-            )
-        if uses.changes_ids:
-            raise self.unfit("it changes token ids before it reads their embeddings")
-        if uses.embeds_again:
-            raise self.unfit("it reads token ids in a second embedding")
 
     @contextmanager
     def watching_base(self) -> Iterator[None]:
@@ -340,15 +566,10 @@ def _layer_list(found: list[str]) -> str | None:
 
 def _failure(error: Exception) -> str:
     """Describe what a forward pass raised, with the line of the model."""
-    from torch._subclasses import fake_tensor
-
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if "modeling_" in frame.filename:
             place = f" at {Path(frame.filename).name}:{frame.lineno}"
-    by_value = (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException)
-    if isinstance(error, by_value):
-        return f"its forward pass depends on the values of a tensor,{place} ({error})"
     return f"its forward pass fails on {_TOKENS} tokens without data,{place} ({reason_of(error)})"
 
 
