@@ -52,7 +52,7 @@ from ..errors import (
     StepgraphError,
 )
 from ..loading.chat_template import ChatPrompt, Message, chat_prompts
-from ..loading.opened_source import OpenedSource
+from ..loading.loader import OpenedSource
 from ..loading.tokenizer import TextTokenizer
 from ..models.decoder_model import DecoderConfig, DecoderModel
 from ..prompt_embeds import EncodedContent, PromptEmbeds, check_embeds

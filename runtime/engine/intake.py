@@ -16,7 +16,7 @@ from ...cache.prefix_hashes import PrefixHashes
 from ..arguments import MAX_PRIORITY, check_integer
 from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt
-from ..loading.detokenizer import IncrementalDetokenizer
+from ..loading.text_stream import IncrementalDetokenizer
 from ..loading.tokenizer import TextTokenizer
 from ..logprobs import PromptLogprobs
 from ..models.decoder_model import DecoderConfig

@@ -33,12 +33,11 @@ from ..kernels.cpu.threads import affine_cores
 from ..kernels.ops.collectives import Collectives
 from ..kernels.result_check import Fallback
 from ..kernels.triton.peer_exchange import slot_bytes_for
-from ..loading.loader import Source
-from ..loading.opened_source import OpenedSource
+from ..loading.loader import OpenedSource, Source
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.decoder_model import DecoderModel
-from ..models.drafters.drafter_config import DrafterConfig
+from ..models.drafters.drafter import DrafterConfig
 from ..models.layout import fused_layout
 from ..models.plan import plan_of
 from ..models.sharding import check_ranks

@@ -60,10 +60,8 @@ from ..kernels import (
     select_kernels,
 )
 from ..kernels.result_check import Fallback, brief, warn
-from ..loading.drafter_loading import load_drafter
-from ..loading.drafter_source import find_drafter
-from ..loading.loader import Source
-from ..loading.opened_source import OpenedSource, find_source, open_source
+from ..loading.drafter_loading import find_drafter, load_drafter
+from ..loading.loader import OpenedSource, Source, find_source, open_source
 from ..loading.tokenizer import TextTokenizer
 from ..memory.footprint import DrafterBytes, model_footprint, weight_bytes
 from ..memory.measurement import (
@@ -77,8 +75,7 @@ from ..memory.measurement import (
 from ..models.config import ModelConfig, config_json_name
 from ..models.decoder import Decoder, attention_specs
 from ..models.decoder_model import DecoderConfig, DecoderModel
-from ..models.drafters.drafter import Drafter
-from ..models.drafters.drafter_config import DrafterConfig
+from ..models.drafters.drafter import Drafter, DrafterConfig
 from ..models.plan import plan_of
 from ..models.rope_by_length import rope_lengths
 from ..models.transformers.config import TransformersConfig

@@ -6,42 +6,195 @@ Any problem with a file is a `CheckpointError` that names it. Nothing here unpic
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Mapping
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ..bounded_repr import bounded_repr, bounded_text
-from ..errors import CheckpointError, ConfigError, MemoryBudgetError
+from ..errors import CheckpointError, ConfigError, MemoryBudgetError, RequestError
+from ..kernels.ops.parameter import Narrowed, Selection
 from ..models.config import ModelConfig
 from ..models.decoder_model import DecoderConfig
 from ..models.families import Json, family_of
-from ..models.layout import Source
+from ..models.layout import Parameter, Source, fused_layout
 from ..models.transformers.config import read_transformers_config
-from . import mxfp4
-from .checkpoint_files import has_file, read_json_object
-from .generation_config import GENERATION_FILE
-from .other_formats import mlx_weights, no_checkpoint, no_weights, refuse_other_formats
+from ..sampling_params import NEUTRAL, SamplingDefaults, SamplingParams
+from .checkpoint_files import (
+    has_file,
+    mlx_weights,
+    no_checkpoint,
+    no_weights,
+    read_json_object,
+    refuse_other_formats,
+)
 
 __all__ = [
     "CONFIG_BYTES",
+    "CheckpointReader",
     "INDEX_FILE",
     "SINGLE_FILE",
-    "CheckpointReader",
-    "Shape",
     "TensorHeader",
+    "check_layout",
+    "check_tensors",
+    "check_tied_head",
+    "decode_mxfp4",
+    "log_unused",
     "read_config",
+    "read_sampling_defaults",
 ]
 
+
+# Decodes mxfp4, the storage of experts in published checkpoints of gpt-oss.
+#
+# A tensor `[..., columns]` is stored as two: `NAME_blocks` (uint8 `[..., columns / 32, 16]`) has
+# two elements in a byte, the first one in the lower bits, and `NAME_scales` (uint8 `[..., columns /
+# 32]`) the exponent of 32 consecutive elements, with a bias of 127. An element is a sign, two bits
+# of exponent and one of mantissa (E2M1; Open Compute Project, "Microscaling Formats", 2023).
+# bfloat16 represents its product with the scale exactly.
+
+MXFP4 = "MXFP4"
+
+"""Name of the dtype in headers, as safetensors has names for its own."""
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+_BLOCK_BYTES = 16
+
+"""Bytes of a block."""
+
+_DOUBLED = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
+
+"""Twice the magnitude of an element by its lower three bits; twice, so that half of the largest
+scale is finite."""
+
+_BIAS = 127 + 1
+
+
+def name_of_scales(name: str) -> str | None:
+    """Return the name of the scales of a tensor, or None if its name is not one of blocks."""
+    return name.removesuffix(_BLOCKS) + _SCALES if name.endswith(_BLOCKS) else None
+
+
+def decoded_shape(
+    blocks: tuple[str, tuple[int, ...]], scales: tuple[str, tuple[int, ...]]
+) -> tuple[int, ...] | None:
+    """Return the shape that blocks and scales decode to, from their dtypes and shapes.
+
+    None if they are not mxfp4.
+    """
+    (dtype, shape), (scale_dtype, scale_shape) = blocks, scales
+    fits = len(shape) > 2 and shape[-1] == _BLOCK_BYTES and scale_shape == shape[:-1]
+    if not fits or (dtype, scale_dtype) != ("U8", "U8"):
+        return None
+    return (*shape[:-2], shape[-2] * 2 * _BLOCK_BYTES)
+
+
+def read_mxfp4(selection: Selection | None, blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return a part of the decoded tensor, bfloat16; only blocks that it has elements of are read.
+
+    Rows are selected in the stored tensors, columns of them in whole blocks.
+    """
+    if isinstance(selection, Narrowed) and selection.part.dim == 1:
+        columns, width = selection.part, 2 * _BLOCK_BYTES
+        first, last = columns.start // width, -(-(columns.start + columns.count) // width)
+        blocks, scales = (selection.of.read(x)[:, first:last] for x in (blocks, scales))
+        return decode_mxfp4(blocks, scales).narrow(1, columns.start - first * width, columns.count)
+    if selection is not None:
+        blocks, scales = selection.read(blocks), selection.read(scales)
+    return decode_mxfp4(blocks, scales)
+
+
+def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return bfloat16 `[..., columns]`. A scale of 255, which the format reserves, is 2**128."""
+    # Both elements of a byte are one number of 32 bits.
+    pairs = _pairs().index_select(0, blocks.flatten().to(torch.int32)).view(torch.bfloat16)
+    values = pairs.view(*scales.shape, 2 * _BLOCK_BYTES)
+    factors = torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - _BIAS)
+    return values.mul_(factors.to(torch.bfloat16)[..., None]).flatten(-2)
+
+
+@cache
+def _pairs() -> Tensor:
+    """The two elements of each byte, twice their values, as int32 `[256]`."""
+    magnitudes = torch.tensor(_DOUBLED, dtype=torch.bfloat16)
+    elements = torch.cat((magnitudes, -magnitudes))
+    byte = torch.arange(256)
+    pairs = torch.stack((elements[byte & 15], elements[byte >> 4]), dim=-1)
+    return pairs.view(torch.int32).flatten()
+
+
+# Reads the sampling defaults of a model from its `generation_config.json`.
+
+logger = logging.getLogger("stepgraph.runtime")
+
+GENERATION_FILE = "generation_config.json"
+
+_MOST_BYTES = 4 << 20
+
+_KEYS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+"""Keys of the file, and the fields of `SamplingParams` that they set."""
+
+
+def read_sampling_defaults(directory: Path) -> SamplingDefaults:
+    """Return the defaults of a checkpoint directory; neutral ones without the file.
+
+    `do_sample: false` is temperature 0. Values that `SamplingParams` would refuse are left out,
+    with one warning.
+    """
+    path = directory / GENERATION_FILE
+    found: dict[str, Any] = {}
+    refused: list[str] = []
+    try:
+        config = read_json_object(path, _MOST_BYTES) if has_file(path) else {}
+    except CheckpointError as error:
+        logger.warning("%s: its sampling defaults are not used", error)
+        return NEUTRAL
+    for key, field in _KEYS.items():
+        value = config.get(key)
+        if value is None:
+            continue
+        try:
+            found[field] = getattr(SamplingParams(**{field: value}), field)
+        except RequestError:
+            refused.append(f"{key} = {bounded_repr(value)}")
+    do_sample = config.get("do_sample")
+    if do_sample is False:
+        found["temperature"] = 0.0
+    elif not isinstance(do_sample, bool | None):
+        refused.append(f"do_sample = {bounded_repr(do_sample)}")
+    if refused:
+        logger.warning("%s: ignored, since they are not valid: %s", path, ", ".join(refused))
+    return SamplingDefaults(**found)
+
+
 SINGLE_FILE = "model.safetensors"
+
 INDEX_FILE = "model.safetensors.index.json"
+
 _LFS_MAGIC = b"version https://git-lfs"
+
 CONFIG_BYTES = 4 << 20
+
 """Most bytes of a `config.json`; published ones have some KiB."""
+
 _INDEX_BYTES = 128 << 20
+
 _FILES_SHOWN = 5
 
 Shape = tuple[int, ...]
@@ -159,11 +312,11 @@ class CheckpointReader:
         Of mxfp4 tensors only these rows are decoded.
         """
         assert source.name is not None, "zeros have no tensor"
-        if self._headers[source.name].dtype != mxfp4.DTYPE:
+        if self._headers[source.name].dtype != MXFP4:
             return source.read(self.tensor(source.name))
-        scales = mxfp4.scales_name(source.name)
+        scales = name_of_scales(source.name)
         assert scales is not None, "the header of a pair"
-        return mxfp4.read(source.selection, self.tensor(source.name), self.tensor(scales))
+        return read_mxfp4(source.selection, self.tensor(source.name), self.tensor(scales))
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
@@ -179,13 +332,13 @@ class CheckpointReader:
     def _join_mxfp4(self) -> None:
         """Replace the headers of blocks and scales by those of what they decode to."""
         for name, blocks in list(self._headers.items()):
-            scales_name = mxfp4.scales_name(name)
+            scales_name = name_of_scales(name)
             if scales_name is None or scales_name not in self._headers:
                 continue
             scales = self._headers[scales_name]
-            shape = mxfp4.decoded_shape(blocks[:2], scales[:2])
+            shape = decoded_shape(blocks[:2], scales[:2])
             if shape is not None:
-                self._headers[name] = TensorHeader(mxfp4.DTYPE, shape, blocks.file)
+                self._headers[name] = TensorHeader(MXFP4, shape, blocks.file)
                 del self._headers[scales_name]
 
     def _open(self, path: Path, index: Mapping[str, Path]) -> None:
@@ -252,3 +405,195 @@ def _first_of(names: Iterable[str]) -> str:
     shown = [bounded_text(name, 100) for name in names]
     rest = len(shown) - _FILES_SHOWN
     return ", ".join(shown[:_FILES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# Compares the tensors of a checkpoint with what the config of its model needs.
+
+_LOGGER = logging.getLogger(__name__)
+
+_LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
+
+_EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\..*")
+
+_MODULE_NAME = re.compile(r".*?\.(?=\d)|.*\.")
+
+"""What the name of a tensor begins with: the list that its layer is in, or else its module."""
+
+_LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16", MXFP4})
+
+_PROBLEMS_SHOWN = 10
+
+_EXPERTS_SHOWN = 8
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+_ELEMENTS_COMPARED = 1 << 24
+
+"""Elements of two tensors compared at a time, which bounds their copies in float32."""
+
+
+def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, Parameter]:
+    """Compare the headers of a checkpoint with its config; return the layout that both agree on.
+
+    Raises one `CheckpointError` for all missing and unexpected tensors, wrong shapes and
+    unsupported dtypes. Only weights in the modules of the decoder can be unexpected: buffers, such
+    as masks, and other models in the same files, such as a vision encoder, are not read. A config
+    with more layers than the files is refused before anything is allocated per layer.
+    """
+    headers = reader.headers()
+    held = {match[1] for match in map(_LAYER_NAME.match, headers) if match is not None}
+    if config.num_layers > len(held):
+        raise CheckpointError(
+            f"the tensors in {reader.directory} do not fit its config.json: num_hidden_layers = "
+            f"{config.num_layers}, but there are tensors of {len(held)} layers"
+        )
+    whole = _stored_layout(config.whole, headers)
+    modules = frozenset(
+        match[0]
+        for parameter in whole.values()
+        for source in parameter.sources
+        if source.name is not None and (match := _MODULE_NAME.match(source.name)) is not None
+    )
+    check_layout(
+        reader,
+        whole,
+        lambda name: _is_unused(name, config) or not _is_weight(name, headers[name], modules),
+    )
+    return whole if config.shard is None else _stored_layout(config, headers)
+
+
+def log_unused(reader: CheckpointReader, config: ModelConfig) -> None:
+    """Log the tensors of a checked checkpoint that are not of its decoder, in one record."""
+    expected = {
+        source.name
+        for parameter in _stored_layout(config.whole, reader.headers()).values()
+        for source in parameter.sources
+    }
+    names = [name for name in reader.headers().keys() - expected if not _is_unused(name, config)]
+    if names:
+        shown = ", ".join(bounded_text(name, 100) for name in sorted(names)[:_PROBLEMS_SHOWN])
+        more = ", ..." if len(names) > _PROBLEMS_SHOWN else ""
+        _LOGGER.warning(
+            "%d tensors in %s are not used, as %s has no parameters for them: %s%s",
+            *(len(names), reader.directory, config.family.architecture, shown, more),
+        )
+
+
+def check_layout(
+    reader: CheckpointReader, layout: Mapping[str, Parameter], is_unused: Callable[[str], bool]
+) -> None:
+    """Compare the headers of a checkpoint with a layout; names that are unused may be there, too.
+
+    Raises:
+        CheckpointError: for all missing and unexpected tensors, wrong shapes and dtypes.
+    """
+    problems = _contradictions(reader.headers(), layout, is_unused)
+    if problems:
+        rest = len(problems) - _PROBLEMS_SHOWN
+        shown = problems[:_PROBLEMS_SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
+        raise CheckpointError(
+            f"the tensors in {reader.directory} do not fit its config.json:\n  "
+            + "\n  ".join(shown)
+        )
+
+
+def _stored_layout(
+    config: ModelConfig, headers: Mapping[str, TensorHeader]
+) -> dict[str, Parameter]:
+    """Return the layout of the model, or of its shard, as these tensors store it."""
+    return {name: p.stored_in(headers) for name, p in fused_layout(config).items()}
+
+
+def check_tied_head(reader: CheckpointReader) -> None:
+    """Refuse a checkpoint with a head that differs from the embedding its config ties it to.
+
+    transformers uses such a head, other loaders drop it: only the user can know which one the model
+    was trained with.
+
+    Raises:
+        CheckpointError: `lm_head.weight` is stored and is not equal to the embedding.
+    """
+    headers = reader.headers()
+    head, embedding = headers.get(_HEAD), headers.get(_EMBEDDING)
+    if head is None or embedding is None:
+        return
+    equal = head.shape == embedding.shape
+    if equal:
+        stored, embeddings = reader.tensor(_HEAD), reader.tensor(_EMBEDDING)
+        rows = max(1, _ELEMENTS_COMPARED // max(1, head.shape[-1]))
+        equal = all(
+            torch.equal(ours.float(), theirs.float())
+            for ours, theirs in zip(stored.split(rows), embeddings.split(rows), strict=True)
+        )
+    if not equal:
+        raise CheckpointError(
+            f"{head.file}: {_HEAD} differs from {_EMBEDDING}, though config.json says that they are"
+            " tied (tie_word_embeddings). EngineConfig(tie_word_embeddings=False) uses the stored"
+            " head, as transformers does; EngineConfig(tie_word_embeddings=True) ignores it"
+        )
+
+
+def _contradictions(
+    headers: Mapping[str, TensorHeader],
+    layout: Mapping[str, Parameter],
+    is_unused: Callable[[str], bool],
+) -> list[str]:
+    """Return a line for each tensor of a checkpoint that does not match the layout."""
+    expected = {
+        source.name: source.shape
+        for fused in layout.values()
+        for source in fused.sources
+        if source.name is not None
+    }
+    absent = {name: shape for name, shape in expected.items() if name not in headers}
+    problems = list(_missing(absent))
+    for name, shape in expected.items():
+        header = headers.get(name)
+        if header is None:
+            continue
+        if header.shape != shape:
+            problems.append(
+                f"shape: {name} expected {list(shape)}, found {_shown_shape(header.shape)}"
+            )
+        elif header.dtype not in _LOADABLE_DTYPES:
+            supported = ", ".join(sorted(_LOADABLE_DTYPES))
+            problems.append(
+                f"dtype: {name} in {header.file.name} is {header.dtype}, supported: {supported}"
+            )
+    for name in sorted(headers.keys() - expected.keys()):
+        if not is_unused(name):
+            problems.append(f"unexpected: {bounded_text(name)} {_shown_shape(headers[name].shape)}")
+    return problems
+
+
+def _missing(absent: Mapping[str, Shape]) -> Iterator[str]:
+    """Yield a line for each missing tensor, but one for all experts of a layer."""
+    experts: dict[str, dict[str, None]] = {}
+    for name, shape in absent.items():
+        if (match := _EXPERT_NAME.fullmatch(name)) is not None:
+            experts.setdefault(match[1], {})[match[2]] = None
+        else:
+            yield f"missing: {name} {list(shape)}"
+    for module, numbers in experts.items():
+        shown, rest = list(numbers)[:_EXPERTS_SHOWN], len(numbers) - _EXPERTS_SHOWN
+        more = f" and {rest} more" if rest > 0 else ""
+        yield f"missing: tensors of experts {', '.join(shown)}{more} in {module}"
+
+
+def _is_weight(name: str, header: TensorHeader, modules: frozenset[str]) -> bool:
+    """Whether a tensor is one that a decoder with weights in these modules might need."""
+    module = _MODULE_NAME.match(name)
+    return header.dtype in _LOADABLE_DTYPES and module is not None and module[0] in modules
+
+
+def _is_unused(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor without a place in the layout is left out on purpose."""
+    # Frequencies are computed from the config; with tied embeddings the head is a copy.
+    if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == _HEAD):
+        return True
+    mtp = config.family.mtp
+    return mtp is not None and mtp.holds(name, config.num_layers)
+
+
+def _shown_shape(shape: Shape) -> str:
+    return bounded_repr(list(shape), 80)

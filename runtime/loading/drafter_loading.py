@@ -2,36 +2,246 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import torch
 
 from ...cache.arena import Storage
 from ...cache.spec import LayerGroup
+from ..bounded_repr import bounded_repr, bounded_text
+from ..errors import CheckpointError, ConfigError
 from ..kernels import Kernels
+from ..models.config import ModelConfig
 from ..models.decoder import Decoder
-from ..models.decoder_model import DecoderModel
-from ..models.drafters.block_drafter import BlockDrafter
-from ..models.drafters.draft_model import DraftModel
-from ..models.drafters.drafter import Drafter
-from ..models.drafters.drafter_config import DrafterConfig, DrafterKind
-from ..models.drafters.eagle3 import Eagle3
-from ..models.drafters.mtp import MultiTokenPrediction
-from ..models.drafters.reach import within_window
-from .checkpoint import CheckpointReader
-from .drafter_source import read_target_ids
-from .loader import Source, read_parameters
-from .opened_source import open_source
+from ..models.decoder_model import DecoderConfig, DecoderModel
+from ..models.drafters.block_drafter import BlockDrafter, block_config, is_block_drafter
+from ..models.drafters.drafter import (
+    MOST_DRAFTS,
+    Drafter,
+    DrafterConfig,
+    DrafterKind,
+    DraftModel,
+    within_window,
+)
+from ..models.drafters.feature_head import (
+    Eagle3,
+    Eagle3Parts,
+    MultiTokenPrediction,
+    eagle3_config,
+    has_mtp,
+    is_eagle3,
+    is_unused_by_mtp,
+    mtp_config,
+)
+from ..models.families import Json
+from ..models.plan import model_plan
+from .checkpoint import CONFIG_BYTES, CheckpointReader, check_layout
+from .checkpoint_files import has_file, no_checkpoint, read_json_object
+from .loader import PRESET_PREFIX, Source, find_directory, find_source, open_source, read_parameters
 
-__all__ = ["load_drafter", "new_drafter"]
+__all__ = ["find_drafter", "load_drafter", "new_drafter"]
+
+
+# Finds the checkpoint of a drafter and checks that it fits its target.
+
+_TOKENIZER = "tokenizer.json"
+
+_UNUSED = frozenset({"d2t", "t2d"})
+
+"""Tensors without place in a layout: `d2t` is read by itself, `t2d` is its inverse."""
+
+_READERS = {"eagle3": eagle3_config, "mtp": mtp_config, "dflash": block_config}
+
+"""Of the `config.json` of drafters that share modules with the target."""
+
+
+def find_drafter(
+    path: str | Path,
+    target: DecoderConfig,
+    method: str | None = None,
+    target_directory: Path | None = None,
+) -> DrafterConfig:
+    """Find a drafter, and check its config and the headers of its files.
+
+    Args:
+        path: a directory in the Hugging Face layout, a hub id, `demo` or `preset:NAME`, as the name
+            of a model. That of the target for its own module for multi-token prediction.
+        target: the config of the model that it drafts for.
+        method: the kind that it must be; None: any. A checkpoint with a module for multi-token
+            prediction is a draft model, unless it is that of the target.
+        target_directory: the checkpoint of the target. If both have a `tokenizer.json`, the files
+            must have the same vocabulary.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged or of an unknown layout.
+        ConfigError: it does not fit the target, or is of another kind than `method`.
+    """
+    kinds = get_args(DrafterKind)
+    if method is not None and method not in kinds:
+        raise ConfigError(f"unknown kind of drafter {bounded_repr(method)}: use {', '.join(kinds)}")
+    if isinstance(path, str) and path.startswith(PRESET_PREFIX):
+        _check_kind(path, "draft_model", method)
+        return _draft_model(path, target, target_directory)
+    directory = find_directory(path)
+    config_path = directory / "config.json"
+    if not has_file(config_path):
+        raise no_checkpoint(directory)
+    config = read_json_object(config_path, CONFIG_BYTES)
+    own = target_directory is not None and directory.resolve() == target_directory.resolve()
+    kind: DrafterKind
+    kind = "mtp" if method == "mtp" or (own and not method and has_mtp(config)) else _kind(config)
+    _check_kind(path, kind, method)
+    if kind == "draft_model":
+        return _draft_model(path, target, target_directory)
+    with CheckpointReader(directory) as reader:
+        try:
+            name, names = bounded_text(str(path)), reader.headers()
+            drafter = _READERS[kind](name, directory, config, names, target)
+        except CheckpointError as error:
+            raise CheckpointError(f"{config_path}: {error}") from error
+        layout = {parameter.name: parameter for parameter in drafter.parameters}
+        try:
+            check_layout(reader, layout, _unused_by(drafter))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}\nUse a complete checkpoint of the drafter {name}, or another method of"
+                " speculation, such as 'suffix'"
+            ) from error
+        read_target_ids(reader, drafter)
+    return drafter
+
+
+def read_target_ids(reader: CheckpointReader, drafter: DrafterConfig) -> torch.Tensor | None:
+    """Return the tokens of the target that those of a head are, int64 `[V]`; None: the same.
+
+    Raises:
+        CheckpointError: the tensor has another shape or dtype, or a token is outside of the
+            vocabulary.
+    """
+    parts = drafter.parts
+    if not isinstance(parts, Eagle3Parts) or parts.target_ids is None:
+        return None
+    distances = reader.tensor(parts.target_ids)
+    size, vocab = drafter.plan.head.out_features, drafter.model.vocab_size
+    if distances.dtype != torch.int64 or tuple(distances.shape) != (size,):
+        raise CheckpointError(
+            f"{reader.directory}: {parts.target_ids} must be int64 of shape [{size}], not"
+            f" {distances.dtype} of shape {list(distances.shape)}"
+        )
+    ids = torch.arange(size) + distances
+    outside = ids[(ids < 0) | (ids >= vocab)]
+    if len(outside):
+        raise CheckpointError(
+            f"{reader.directory}: {parts.target_ids} maps to token {int(outside[0])}, which must be"
+            f" from 0 to {vocab - 1}"
+        )
+    return ids
+
+
+def _unused_by(drafter: DrafterConfig) -> Callable[[str], bool]:
+    """Return which tensors are none of a drafter's own."""
+    if drafter.kind == "mtp":
+        return lambda name: is_unused_by_mtp(name, drafter)
+    return _UNUSED.__contains__
+
+
+def _kind(config: Json) -> DrafterKind:
+    """Return the kind of drafter that a `config.json` describes."""
+    if is_eagle3(config):
+        return "eagle3"
+    if is_block_drafter(config):
+        return "dflash"
+    for key in ("speculators_model_type", "speculators_config"):
+        if key in config:
+            raise CheckpointError(
+                f"{key} = {bounded_repr(config[key], 100)} is an unknown kind of drafter;"
+                " supported are models of a native family, EAGLE-3 heads and DFlash models"
+            )
+    return "draft_model"
+
+
+def _check_kind(path: str | Path, kind: DrafterKind, method: str | None) -> None:
+    if method is not None and method != kind:
+        raise ConfigError(
+            f"{bounded_text(str(path))} is a drafter of kind {kind}, not {method}: use"
+            f" method={kind!r}, or another drafter"
+        )
+
+
+def _draft_model(
+    path: str | Path, target: DecoderConfig, target_directory: Path | None
+) -> DrafterConfig:
+    found = find_source(path, tied=None, model_impl="native")
+    model = found.native
+    _check_vocabulary(found, model, target, target_directory)
+    with ExitStack() as open_files:
+        open_source(found, open_files).check_head()
+    plan = model_plan(model)
+    return DrafterConfig(
+        kind="draft_model",
+        name=bounded_text(found.name),
+        directory=found.directory,
+        model=model,
+        plan=plan,
+        parameters=tuple(plan.parameters()),
+        taps=(),
+        most_drafts=MOST_DRAFTS,
+    )
+
+
+def _check_vocabulary(
+    found: Source, model: ModelConfig, target: DecoderConfig, target_directory: Path | None
+) -> None:
+    name = bounded_text(found.name)
+    if model.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the draft model {name} has vocab_size = {model.vocab_size}, the model that it drafts"
+            f" for {target.vocab_size}: use a draft model with the same tokenizer"
+        )
+    if found.directory is None or target_directory is None:
+        return
+    ours, theirs = found.directory / _TOKENIZER, target_directory / _TOKENIZER
+    if not (has_file(ours) and has_file(theirs)):
+        return
+    differing = _differing_token(_vocabulary(ours), _vocabulary(theirs))
+    if differing is not None:
+        raise ConfigError(
+            f"the draft model {name} has another tokenizer than the model that it drafts for:"
+            f" {bounded_repr(differing)} has not the same id in {ours} and {theirs}. Use a draft"
+            " model with the same tokenizer"
+        )
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer
+
+    try:
+        vocabulary: dict[str, int] = Tokenizer.from_file(str(path)).get_vocab()
+    except Exception as error:  # `tokenizers` raises bare `Exception`
+        raise CheckpointError(f"{path} is not a tokenizer: {bounded_text(error)}") from error
+    return vocabulary
+
+
+def _differing_token(ours: dict[str, int], theirs: dict[str, int]) -> str | None:
+    """Return a token that has not the same id in both, or None."""
+    if ours == theirs:
+        return None
+    names = ours.keys() | theirs.keys()
+    return min(name for name in names if ours.get(name) != theirs.get(name))
+
 
 _Head = Eagle3 | MultiTokenPrediction | BlockDrafter
+
 _HEADS: dict[DrafterKind, type[_Head]] = {
     "eagle3": Eagle3,
     "mtp": MultiTokenPrediction,
     "dflash": BlockDrafter,
 }
+
 """Drafters that share modules with the target, by `DrafterConfig.kind`."""
 
 

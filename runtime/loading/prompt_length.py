@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from tokenizers import Tokenizer, models
 
-from .token_pieces import BYTE_OF_CHAR, BYTE_OF_FALLBACK_TOKEN, component_state, stages
+from .text_stream import BYTE_OF_CHAR, BYTE_OF_FALLBACK_TOKEN, component_state, stages
 
 __all__ = ["TokenBound"]
 

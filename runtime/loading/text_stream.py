@@ -19,21 +19,367 @@ Other decoders may change earlier text, for example one that replaces a pattern 
 from __future__ import annotations
 
 import codecs
+import json
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from .token_pieces import Pieces, stages
+from tokenizers import Tokenizer
 
-__all__ = ["STREAMS", "StreamKind", "TextStream", "find_difference", "stream_kind"]
+from ..errors import RequestError
+
+if TYPE_CHECKING:
+    from .tokenizer import TextTokenizer
+
+__all__ = [
+    "BYTE_OF_CHAR",
+    "BYTE_OF_FALLBACK_TOKEN",
+    "IncrementalDetokenizer",
+    "Pieces",
+    "STREAMS",
+    "TextStream",
+    "component_state",
+    "find_difference",
+    "stages",
+    "stream_kind",
+    "tokenizer_errors",
+]
+
+
+# The bytes that each token of a tokenizer adds to a text, and the parts of `tokenizer.json`.
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Return the alphabet of byte-level BPE, from the character of a byte to the byte.
+
+    Bytes that are printable in Latin-1 are their own characters, the others in order those from
+    U+0100 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(0x100) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + place): byte for place, byte in enumerate(others)})
+    return alphabet
+
+
+BYTE_OF_CHAR = _byte_of_char()
+
+BYTE_OF_FALLBACK_TOKEN = {f"<0x{byte:02X}>": byte for byte in range(0x100)}
+
+_MAX_SHOWN_CHARS = 200
+
+_CHECKED_VOCABULARY = 24
+
+"""Tokens of `Pieces.sample`, about."""
+
+
+@contextmanager
+def tokenizer_errors(action: str, field: str) -> Iterator[None]:
+    """Raise a `RequestError` with this `field` for any error of the tokenizer.
+
+    Panics of the library derive from `BaseException`, so `except Exception` would miss them.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        shown = f"{type(error).__name__}: {error}"
+        raise RequestError(
+            f"the tokenizer cannot {action}: {shown[:_MAX_SHOWN_CHARS]}", field=field
+        ) from error
+
+
+def component_state(component: Any) -> dict[str, Any] | None:
+    """Return a component of a tokenizer as `tokenizer.json` has it."""
+    return None if component is None else json.loads(component.__getstate__())
+
+
+def stages(component: Mapping[str, Any] | None, parts: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the stages of a component of `tokenizer.json`, sequences (under `parts`) flattened."""
+    if component is not None and component["type"] == "Sequence":
+        for part in component[parts]:
+            yield from stages(part, parts)
+    elif component is not None:
+        yield component
+
+
+class Pieces:
+    """The bytes that each token of a tokenizer adds to a text. Shared by all texts."""
+
+    def __init__(self, tokenizer: Tokenizer, decoder: Mapping[str, Any] | None) -> None:
+        self._tokenizer = tokenizer
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        kinds = [part["type"] for part in stages(decoder, "decoders")]
+        self.byte_level = "ByteLevel" in kinds
+        # An earlier stage may change the names of byte tokens, so this runs the decoder.
+        self._byte_fallback = "ByteFallback" in kinds and (
+            tokenizer.decoder.decode(["<0xE2>", "<0x82>", "<0xAC>"]) == "€"
+        )
+        self.replaced = _replaced_after_bytes(decoder)
+        """Replacements by later stages of characters that byte tokens formed."""
+        self._pieces: dict[int, bytes] = {}
+        self._exists: dict[int, bool] = {}  # of the token ids that were asked for
+        self._anchor = self._find_anchor()
+        self._anchor_length = len(self.decode(self._anchor, skip_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of a whole sequence; raise `RequestError` if the tokenizer fails."""
+        with tokenizer_errors("decode the tokens", "token_ids"):
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return str(text)
+
+    def is_visible(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """Return whether `decode` passes the token to the decoder."""
+        if skip_special_tokens and token_id in self.special_ids:
+            return False
+        exists = self._exists.get(token_id)
+        if exists is None:
+            exists = self._exists[token_id] = self._tokenizer.id_to_token(token_id) is not None
+        return exists
+
+    def of(self, token_id: int) -> bytes:
+        """Return the bytes of a token, special or not, in the middle of a text."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._compute(token_id)
+        return piece
+
+    def byte_of(self, token_id: int) -> int | None:
+        """Return the byte of a token of byte fallback; None for other tokens."""
+        if not self._byte_fallback:
+            return None
+        return BYTE_OF_FALLBACK_TOKEN.get(str(self._tokenizer.id_to_token(token_id)))
+
+    def sample(self) -> list[int]:
+        """Return some ordinary tokens, spread over the vocabulary."""
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        ids = range(0, size, max(1, size // _CHECKED_VOCABULARY))
+        return [
+            token_id
+            for token_id in ids
+            if self.is_visible(token_id, skip_special_tokens=True)
+            and self.byte_of(token_id) is None
+        ]
+
+    def _compute(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.byte_level:
+            try:
+                return bytes(BYTE_OF_CHAR[char] for char in token)
+            except KeyError:  # an added token, which is plain text
+                return str(token).encode()
+        byte = self.byte_of(token_id)
+        if byte is not None:
+            return bytes((byte,))
+        # After an ordinary token the decoder treats this one as inside a text.
+        text = self.decode([*self._anchor, token_id], skip_special_tokens=False)
+        return text[self._anchor_length :].encode()
+
+    def _find_anchor(self) -> list[int]:
+        """Return a token with text of its own, to decode other tokens after."""
+        try:
+            candidates = list(self._tokenizer.encode("a", add_special_tokens=False).ids)
+        except Exception:  # a model without this letter and without an unknown token
+            candidates = []
+        for token_id in [*reversed(candidates), *self.sample()]:
+            if token_id in self.special_ids:
+                continue
+            if self.decode([token_id], skip_special_tokens=False).strip():
+                return [token_id]
+        return []
+
+
+def _replaced_after_bytes(decoder: Mapping[str, Any] | None) -> dict[int, str]:
+    parts = list(stages(decoder, "decoders"))
+    kinds = [part["type"] for part in parts]
+    replaced: dict[int, str] = {}
+    if "ByteFallback" in kinds:
+        for part in parts[kinds.index("ByteFallback") :]:
+            if part["type"] == "Replace":
+                replaced[ord(part["pattern"]["String"])] = part["content"]
+            elif part["type"] == "Metaspace":
+                replaced[ord(part["replacement"])] = " "
+    return replaced
+
+
+# The text of one request's output: grows token by token, ends at a stop string.
+
+_MAX_PARTS = 256
+
+"""Pieces of a text that are joined at a time."""
+
+
+class _StopPattern:
+    """A stop string, matched incrementally (Knuth, Morris, Pratt 1977)."""
+
+    def __init__(self, text: str) -> None:
+        assert text, "an empty stop string would match before the first token"
+        self.text = text
+        self.matched = 0
+        """The length of the longest suffix of the text that is a prefix of the stop string."""
+        self._borders = [0]
+        """For each prefix, the length of its longest proper prefix that is also its suffix."""
+        border = 0
+        for char in text[1:]:
+            while border and text[border] != char:
+                border = self._borders[border - 1]
+            border += text[border] == char
+            self._borders.append(border)
+
+    def advance(self, char: str) -> bool:
+        """Take the next character; return whether it completes the stop string."""
+        while self.matched and self.text[self.matched] != char:
+            self.matched = self._borders[self.matched - 1]
+        self.matched += self.text[self.matched] == char
+        return self.matched == len(self.text)
+
+    def ignore(self) -> None:
+        """Continue after a match that does not count."""
+        self.matched = self._borders[-1]
+
+
+class IncrementalDetokenizer:
+    """The text of one request's output, token by token, up to a stop string.
+
+    The first stop string whose *end* appears counts, and the longest of those that end together, so
+    the result does not depend on the boundaries of tokens. The text ends before it. Stop strings
+    are matched in the output only, not in the prompt, and are ignored if they end within the text
+    of the first `min_tokens` tokens, as in vLLM.
+
+    The text is that of `decode(prompt + output)` after the prompt, without the bytes of an
+    incomplete character at the end; see `text_stream`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        prompt_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ) -> None:
+        """Begin the output after a prompt.
+
+        Args:
+            tokenizer: of the checkpoint.
+            prompt_ids: the tokens before the output.
+            stop: strings that end it.
+            min_tokens: tokens whose text no stop string ends.
+            skip_special_tokens: whether special tokens have no text.
+            include_stop: whether the text ends after the stop string, and has that of a stop token.
+        """
+        self._stream = tokenizer.text_stream(prompt_ids, skip_special_tokens=skip_special_tokens)
+        self._patterns = [_StopPattern(text) for text in stop]
+        self._tokens_to_ignore = min_tokens
+        self.include_stop = include_stop
+        self._parts: list[tuple[int, str]] = []  # each with the number of its first character
+        self.num_chars = 0
+        """Characters of `text`, which only grows."""
+        self._held = ""
+        """Decoded text that may be the start of a stop string."""
+        self._stopped: str | None = None
+        self._finished = False
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that was found, None before."""
+        return self._stopped
+
+    @property
+    def text(self) -> str:
+        """All text returned so far. It is joined on each access, so do not read it per token.
+
+        Another thread may read it while this one pushes.
+        """
+        return "".join([part for _, part in self._parts])
+
+    def text_between(self, start: int, stop: int) -> str:
+        """Return characters `start` to `stop` - 1 of `text`, in a time that depends on the parts
+        after `start` only.
+
+        Another thread may push meanwhile.
+        """
+        if start >= stop:
+            return ""
+        found = ""
+        parts = self._parts  # `_emit` may replace the list, and only appends to it
+        for number in range(len(parts) - 1, -1, -1):
+            begin, part = parts[number]
+            if begin < stop:
+                found = part[max(start - begin, 0) : stop - begin] + found
+            if begin <= start:
+                break
+        return found
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take the next tokens and return the text that is final.
+
+        An incomplete character, and text that may be the start of a stop string, are held back.
+        After a stop string was found tokens are ignored.
+        """
+        assert not self._finished, "push after finish"
+        text = ""
+        for token_id in token_ids:
+            if self._stopped is not None:
+                break
+            text += self._advance(self._stream.push(token_id))
+        return self._emit(text)
+
+    def finish(self) -> str:
+        """End the output and return the text held back, without an incomplete character."""
+        self._finished = True
+        held, self._held = self._held, ""
+        return self._emit(held)
+
+    def _advance(self, new: str) -> str:
+        """Match the text of a token with the stop strings; return the text that is final."""
+        if not self._patterns:
+            return new
+        ignored = self._tokens_to_ignore > 0
+        self._tokens_to_ignore -= ignored
+        text = self._held + new
+        for end, char in enumerate(new, start=len(self._held) + 1):
+            found = [pattern for pattern in self._patterns if pattern.advance(char)]
+            if found and not ignored:
+                self._stopped = max((pattern.text for pattern in found), key=len)
+                self._held = ""
+                return text[: end if self.include_stop else end - len(self._stopped)]
+            for pattern in found:
+                pattern.ignore()
+        keep = max((pattern.matched for pattern in self._patterns), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _emit(self, text: str) -> str:
+        if text:
+            self._parts.append((self.num_chars, text))
+            self.num_chars += len(text)
+            if len(self._parts) == _MAX_PARTS:
+                self._parts = [(0, self.text)]
+        return text
+
 
 StreamKind = Literal["pieces", "pairs"]
 
 
 _MAX_INCOMPLETE_BYTES = 3
+
 """Most bytes of an incomplete UTF-8 character."""
+
 _MAX_START_TOKENS = 16
+
 """Visible tokens without text after which the text counts as started."""
+
 _CHECKED_TEXTS, _CHECKED_TOKENS = 8, 16
 
 

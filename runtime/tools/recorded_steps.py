@@ -37,7 +37,7 @@ from ..kernels.triton.tuning import without_library
 from ..loading.drafter_loading import new_drafter
 from ..loading.loader import Source, resolve_source
 from ..models.decoder import Decoder
-from ..models.drafters.draft_model import DraftModel
+from ..models.drafters.drafter import DraftModel
 from ..models.layout import fused_layout
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig

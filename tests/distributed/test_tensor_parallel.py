@@ -30,7 +30,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 def allowed(tiny: TinyModels, variant: str) -> list[int]:
     """2 and 4, as far as the model can be split."""
-    from stepgraph.runtime.loading.opened_source import find_source
+    from stepgraph.runtime.loading.loader import find_source
     from stepgraph.runtime.models.plan import plan_of
     from stepgraph.runtime.models.sharding import allowed_ranks
 

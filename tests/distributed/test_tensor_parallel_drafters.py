@@ -15,7 +15,7 @@ from stepgraph.runtime import Engine, RankError
 from stepgraph.runtime.engine.rank_start import agree_on_drafter
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.loading.checkpoint import read_config
-from stepgraph.runtime.loading.drafter_source import find_drafter
+from stepgraph.runtime.loading.drafter_loading import find_drafter
 from stepgraph.runtime.scheduling.plan import Proposed
 
 from ..rigs.engine_rig import MIXED_PARAMS, greedy

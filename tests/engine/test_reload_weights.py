@@ -25,7 +25,7 @@ from stepgraph.runtime.errors import (
     ConfigError,
     RequestError,
 )
-from stepgraph.runtime.loading.opened_source import OpenedSource
+from stepgraph.runtime.loading.loader import OpenedSource
 from stepgraph.runtime.models.layout import fused_layout
 
 from ..rigs.engine_rig import greedy

@@ -15,9 +15,9 @@ from stepgraph.runtime.execution.step_functions import DraftStep, batch_of_slots
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import WeightStorage
 from stepgraph.runtime.kernels.cpu.drafted import verify_inputs
-from stepgraph.runtime.loading.drafter_source import find_drafter
+from stepgraph.runtime.loading.drafter_loading import find_drafter
 from stepgraph.runtime.models.drafters.drafter import FollowedTokens
-from stepgraph.runtime.models.drafters.eagle3 import Eagle3
+from stepgraph.runtime.models.drafters.feature_head import Eagle3
 
 from ..rigs.drafter_rig import BLOCK_SIZE, CPU, GROUPS, LENGTH, DrafterRig, load_target
 from ..rigs.head_references import random_layer, write_head

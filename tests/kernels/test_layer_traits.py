@@ -15,7 +15,7 @@ from stepgraph.runtime.kernels.ops.layer_operations import Activate, Attend
 from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan
 from stepgraph.runtime.kernels.ops.stack import stack_obstacle
 from stepgraph.runtime.kernels.triton.fusion import Activation, GateUp, NormLinear, fuse
-from stepgraph.runtime.loading import opened_source
+from stepgraph.runtime.loading import loader
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models import families, presets
 from stepgraph.runtime.models.config import ModelConfig
@@ -110,7 +110,7 @@ def greedy(model: ModelConfig, prompt: list[int]) -> list[int]:
 @pytest.fixture
 def open_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
-    monkeypatch.setattr(opened_source, "random_weights", lambda model, *_, **__: weights(model))
+    monkeypatch.setattr(loader, "random_weights", lambda model, *_, **__: weights(model))
 
     def open_(model: ModelConfig, **settings: Any) -> Engine:
         monkeypatch.setitem(presets.PRESETS, "traits", model)

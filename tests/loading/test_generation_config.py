@@ -12,7 +12,7 @@ import pytest
 import stepgraph.runtime.demo
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.errors import ConfigError
-from stepgraph.runtime.loading.generation_config import read_sampling_defaults
+from stepgraph.runtime.loading.checkpoint import read_sampling_defaults
 from stepgraph.runtime.sampling_params import SamplingDefaults
 
 DEMO = Path(stepgraph.runtime.demo.__path__[0])

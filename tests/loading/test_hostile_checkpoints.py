@@ -18,7 +18,7 @@ import torch
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.engine import startup as startup_module
 from stepgraph.runtime.errors import CheckpointError, MemoryBudgetError
-from stepgraph.runtime.loading import opened_source
+from stepgraph.runtime.loading import loader
 from stepgraph.runtime.loading.checkpoint import CheckpointReader
 from stepgraph.runtime.loading.loader import resolve_source
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
@@ -158,7 +158,7 @@ def test_an_index_that_names_a_tensor_of_no_shard(checkpoint: Path) -> None:
 def test_weights_are_not_read_before_the_tokenizer(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opened_source, "iter_weights", lambda *_, **__: pytest.fail("were read"))
+    monkeypatch.setattr(loader, "iter_weights", lambda *_, **__: pytest.fail("were read"))
     (checkpoint / "tokenizer.json").write_text("{" * 100_000)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Engine.from_pretrained(checkpoint, EAGER)

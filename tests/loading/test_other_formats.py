@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from stepgraph.runtime import CheckpointError
 from stepgraph.runtime.loading.checkpoint import CheckpointReader
-from stepgraph.runtime.loading.drafter_source import find_drafter
+from stepgraph.runtime.loading.drafter_loading import find_drafter
 from stepgraph.runtime.loading.loader import read_config, resolve_source
 
 from ..rigs.tiny_models import TinyModel

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime.errors import CheckpointError
-from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
-from stepgraph.runtime.loading.tensor_check import check_tensors
+from stepgraph.runtime.loading.checkpoint import CheckpointReader, check_tensors, read_config
 from stepgraph.runtime.models.config import ModelConfig
 from transformers import AutoConfig
 

@@ -13,9 +13,8 @@ from safetensors.torch import save_file
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.kernels.ops.parameter import HeadRows
-from stepgraph.runtime.loading.checkpoint import CheckpointReader
+from stepgraph.runtime.loading.checkpoint import CheckpointReader, check_tensors
 from stepgraph.runtime.loading.loader import iter_weights, random_weights
-from stepgraph.runtime.loading.tensor_check import check_tensors
 from stepgraph.runtime.memory.footprint import weight_bytes
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs

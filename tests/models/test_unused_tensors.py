@@ -63,7 +63,7 @@ def test_unused_tensors_change_nothing(
         (output,) = engine.generate([prompt], params)
     assert [list(output.token_ids)] == base.greedy([prompt], 5)
     if model_impl == "native":  # once, although headers are compared twice
-        (record,) = [r for r in caplog.records if r.name.endswith("tensor_check")]
+        (record,) = [r for r in caplog.records if r.name.endswith("loading.checkpoint")]
         assert "vision_tower.blocks.0.attn.qkv.weight" in record.getMessage()
 
 

@@ -21,11 +21,11 @@ from stepgraph.runtime.loading.loader import iter_weights
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from stepgraph.runtime.models.drafters.drafter import (
     Drafter,
+    DrafterConfig,
     Drafts,
     FollowedTokens,
     NewestTokens,
 )
-from stepgraph.runtime.models.drafters.drafter_config import DrafterConfig
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8

@@ -10,7 +10,7 @@ import pytest
 import torch
 from stepgraph.runtime import Engine, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
-from stepgraph.runtime.loading.drafter_source import find_drafter
+from stepgraph.runtime.loading.drafter_loading import find_drafter
 from torch import Tensor
 
 from ..rigs import drafter_rig

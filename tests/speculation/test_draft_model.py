@@ -12,7 +12,7 @@ import pytest
 import torch
 from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.loading.checkpoint import read_config
-from stepgraph.runtime.loading.drafter_source import find_drafter
+from stepgraph.runtime.loading.drafter_loading import find_drafter
 
 from ..rigs.drafter_rig import DrafterRig, Reference, load_target
 from ..rigs.tiny_models import TinyModel

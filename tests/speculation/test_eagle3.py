@@ -11,7 +11,7 @@ from stepgraph.cache.arena import Storage
 from stepgraph.runtime.errors import CheckpointError, ConfigError
 from stepgraph.runtime.kernels import WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
-from stepgraph.runtime.loading.drafter_source import find_drafter
+from stepgraph.runtime.loading.drafter_loading import find_drafter
 from torch import Tensor
 
 from ..rigs import drafter_rig

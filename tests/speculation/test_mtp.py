@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from stepgraph.cache.arena import Storage
 from stepgraph.runtime.loading.checkpoint import read_config
-from stepgraph.runtime.loading.drafter_source import find_drafter
+from stepgraph.runtime.loading.drafter_loading import find_drafter
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""Block-parallel drafters: all drafts in one pass. See `block_config.py`.
+"""Block-parallel drafters: all drafts in one pass. See `block_drafter.py`.
 
     tokens          a   b   c   d        d is the newest one
     context         a   b   c            keys and values of the features of each
@@ -14,28 +14,239 @@ head_dim, N tokens of a block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 from ....cache.arena import Storage
 from ....cache.spec import LayerGroup
+from ...bounded_repr import bounded_repr
+from ...errors import CheckpointError, ConfigError
 from ...kernels import Kernels, RaggedBatch
 from ...kernels.cpu.drafted import PackedWeight, drafter_context
 from ...kernels.ops.kv_storage import write_blocks
-from ...kernels.ops.parameter import Parameter
+from ...kernels.ops.layer_operations import Linear, Norm
+from ...kernels.ops.layer_plan import ModelPlan
+from ...kernels.ops.parameter import Parameter, Source
+from ..config import ModelConfig
 from ..decoder import Decoder, LayerStack
+from ..decoder_model import DecoderConfig
+from ..families import FAMILIES, Json, read_field, read_optional
 from ..modules import Projection, RMSNorm, Vector, mean_square
-from ..plan import rope_kinds
+from ..plan import linear, model_plan, rope_kinds, vector
 from ..rope import rotate
-from .block_config import BlockParts
-from .drafter import Drafts, FollowedTokens, NewestTokens, StepOperator
-from .drafter_config import DrafterConfig
-from .reach import within_window
-from .token_projection import TokenProjection
+from .drafter import (
+    MOST_DRAFTS,
+    DrafterConfig,
+    Drafts,
+    FollowedTokens,
+    NewestTokens,
+    StepOperator,
+    TokenProjection,
+    within_window,
+)
 
-__all__ = ["BlockDrafter"]
+__all__ = ["BlockDrafter", "block_config", "is_block_drafter"]
+
+
+# Block-parallel drafters (DFlash, arXiv 2602.06036) in their published layout.
+#
+# A few layers of the kind of Qwen 3 fill a block of masked tokens in one pass. Their keys and
+# values of the context are made of hidden states of the target. Embedding and output projection are
+# those of the target.
+
+_ARCHITECTURE = "DFlashDraftModel"
+
+_LAYER_TYPE = "qwen3"
+
+_NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
+
+"""Fields of later models, with the values at which they do nothing."""
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """The parameters of a block-parallel drafter outside its layers."""
+
+    fuse: Linear
+    """Of the features to the hidden size."""
+    hidden_norm: Norm
+    """Of the fused features."""
+    context: Linear
+    """Of these to the keys and values of all layers: keys of the first, its values, and so on."""
+    key_norms: Parameter
+    """`[layers, head_dim]`: weights of the norms of these keys."""
+    eps: float
+    """Of these norms."""
+    mask_id: int
+    """The token of the positions to fill."""
+    causal: bool
+    """Whether tokens of a block attend only to those before them."""
+
+
+def is_block_drafter(config: Json) -> bool:
+    """Whether a `config.json` is that of a block-parallel drafter."""
+    architectures = config.get("architectures")
+    named = isinstance(architectures, list) and _ARCHITECTURE in architectures
+    return named or "dflash_config" in config
+
+
+def block_config(
+    name: str, directory: Path, config: Json, names: Mapping[str, object], target: DecoderConfig
+) -> DrafterConfig:
+    """Read the `config.json` of a block-parallel drafter.
+
+    Args:
+        name: as given by the user.
+        directory: the checkpoint.
+        config: its `config.json`.
+        names: of its tensors.
+        target: the model that it drafts for.
+
+    Raises:
+        CheckpointError: a field is missing, mistyped or of an unsupported variant.
+        ConfigError: it does not fit the target.
+    """
+    if not isinstance(target, ModelConfig):
+        raise ConfigError(
+            f"{name} reads hidden states of layers, which a model that transformers runs"
+            f" ({bounded_repr(target.model_type, 60)}) does not return: use a model of a native"
+            " family, or speculation='suffix'"
+        )
+    own = config.get("dflash_config")
+    fields = {**config, **own} if isinstance(own, dict) else config
+    if any(name.startswith("candidate_selector.") for name in names):
+        raise CheckpointError(
+            "the checkpoint has a candidate_selector: it is of DFlash 2, which is not supported;"
+            " use a DFlash model of the first version"
+        )
+    for key, neutral in _NEUTRAL.items():
+        if (read_optional(fields, key, float) or neutral) != neutral:
+            raise CheckpointError(
+                f"{key} = {bounded_repr(fields[key])} is not supported, only {neutral} is"
+            )
+    model = _layer_config(config)
+    for field, ours, theirs in (
+        ("vocab_size", model.vocab_size, target.vocab_size),
+        ("hidden_size", model.hidden_size, target.hidden_size),
+    ):
+        if ours != theirs:
+            raise ConfigError(
+                f"the drafter {name} has {field} = {ours}, the model that it drafts for {theirs}:"
+                " use a drafter that was trained for this model"
+            )
+    block_size = read_field(fields, "block_size", int, 16)
+    if block_size < 2:
+        raise CheckpointError(
+            f"block_size = {block_size} must be at least 2: the newest token and one to draft"
+        )
+    mask_id = read_field(fields, "mask_token_id", int)
+    if not 0 <= mask_id < target.vocab_size:
+        raise ConfigError(
+            f"mask_token_id = {mask_id} has no embedding in the model, whose tokens are 0 to"
+            f" {target.vocab_size - 1}: use a drafter that was trained for this model"
+        )
+    taps = _taps(fields, target)
+    plan = _plan(model)
+    parts = _parts(model, plan, taps, mask_id, causal=_is_causal(config, model))
+    return DrafterConfig(
+        kind="dflash",
+        name=name,
+        directory=directory,
+        model=model,
+        plan=plan,
+        parameters=tuple(_parameters(plan, parts)),
+        taps=taps,
+        most_drafts=min(block_size - 1, MOST_DRAFTS),
+        parts=parts,
+    )
+
+
+def _layer_config(config: Json) -> ModelConfig:
+    model_type = read_field(config, "model_type", str)
+    if model_type != _LAYER_TYPE:
+        raise CheckpointError(
+            f"the layers of the drafter have model_type {bounded_repr(model_type, 60)}; supported"
+            f" is {_LAYER_TYPE}"
+        )
+    if read_optional(config, "attention_bias", bool):
+        raise CheckpointError("attention_bias is set, which block-parallel drafters cannot have")
+    named = {"architectures": [FAMILIES[_LAYER_TYPE].architecture], "tie_word_embeddings": False}
+    return ModelConfig.from_hf({**config, **named})
+
+
+def _is_causal(config: Json, model: ModelConfig) -> bool:
+    """Whether blocks are causal: by default those of sliding layers."""
+    slides = {model.window(layer) is not None for layer in range(model.num_layers)}
+    given = read_optional(config, "is_causal", bool)
+    causal = slides if given is None else {given}
+    if len(causal) > 1 or (slides != {False} and causal != {True}):
+        raise CheckpointError(
+            "the drafter has layers with a window among layers without, or a window and a block"
+            " that is not causal: this is not supported, use another drafter"
+        )
+    return causal == {True}
+
+
+def _taps(fields: Json, target: ModelConfig) -> tuple[int, ...]:
+    listed, layers = fields.get("target_layer_ids"), target.num_layers
+    ids = listed if isinstance(listed, list) else []
+    taps = tuple(i for i in ids if type(i) is int)
+    ascending = all(before < after for before, after in pairwise((-1, *taps, layers)))
+    if not taps or len(taps) != len(ids) or not ascending:
+        raise ConfigError(
+            f"target_layer_ids = {bounded_repr(listed, 100)} must be ascending layers of the model,"
+            f" 0 to {layers - 1}: use a drafter that was trained for this model"
+        )
+    # transformers, with which they are trained, norms what it returns of the last layer.
+    return tuple(layers if tap == layers - 1 else tap for tap in taps)
+
+
+def _plan(model: ModelConfig) -> ModelPlan:
+    plan = model_plan(model)
+    return replace(plan, norm=replace(plan.norm, weight=vector("norm", "norm", model.hidden_size)))
+
+
+def _parts(
+    model: ModelConfig, plan: ModelPlan, taps: tuple[int, ...], mask_id: int, *, causal: bool
+) -> BlockParts:
+    hidden, head_dim = model.hidden_size, model.head_dim
+    layers, heads = range(len(plan.layers)), plan.layers[0].attend.kv_heads
+    context = {
+        f"layers.{layer}.self_attn.{kind}_proj": heads * head_dim
+        for layer in layers
+        for kind in ("k", "v")
+    }
+    norms = tuple(
+        Source(f"layers.{layer}.self_attn.k_norm.weight", (head_dim,)) for layer in layers
+    )
+    weight = vector("hidden_norm", "hidden_norm", hidden)
+    return BlockParts(
+        fuse=linear("fc", {"fc": hidden}, len(taps) * hidden),
+        hidden_norm=Norm(name="hidden_norm", weight=weight, eps=model.rms_norm_eps),
+        context=linear("context", context, hidden),
+        key_norms=Parameter(
+            "key_norms.weight", norms, viewed_as=(len(layers), head_dim), exact=True
+        ),
+        eps=model.rms_norm_eps,
+        mask_id=mask_id,
+        causal=causal,
+    )
+
+
+def _parameters(plan: ModelPlan, parts: BlockParts) -> Iterator[Parameter]:
+    yield parts.fuse.weight
+    yield parts.hidden_norm.weight
+    yield parts.context.weight
+    yield parts.key_norms
+    for index, layer in enumerate(plan.layers):
+        for parameter in layer.parameters:
+            yield parameter.within(f"layers.{index}.", f"layers.{index}.")
+    yield plan.norm.weight
 
 
 class BlockDrafter(LayerStack):

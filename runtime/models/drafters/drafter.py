@@ -19,21 +19,191 @@ Shape suffixes: T tokens of a step, B rows, F features of the target model, K dr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from ...kernels import RaggedBatch
+from ....cache.spec import FullAttentionSpec, LatentSpec, LayerSpec, SlidingWindowSpec
+from ...errors import ConfigError
+from ...kernels import Kernels, RaggedBatch
+from ...kernels.cpu.drafted import linear_most_likely
+from ...kernels.cpu.sampling import fused_most_likely
+from ...kernels.ops.layer_operations import Attend
+from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
+from ...kernels.ops.parameter import Parameter
+from ..config import ModelConfig
+from ..decoder import Decoder, LayerStack
+from ..layout import parameter_bytes
+from ..modules import Projection
+from ..sharded_vocabulary import ShardedVocabulary
 
 __all__ = [
+    "DraftModel",
     "Drafter",
+    "DrafterConfig",
+    "DrafterKind",
     "Drafts",
     "FollowedTokens",
+    "MOST_DRAFTS",
     "NewestTokens",
     "SampledTokens",
     "StepOperator",
+    "TokenProjection",
+    "within_window",
 ]
+
+
+# What the engine must know of a drafter before it reads weights.
+
+DrafterKind = Literal["draft_model", "eagle3", "mtp", "dflash"]
+
+MOST_DRAFTS = 15
+
+"""Most drafts of a drafter that computes them one by one: as many as a step verifies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """A drafter that was found and fits its target: see `find_drafter`."""
+
+    kind: DrafterKind
+    name: str
+    """The checkpoint as given by the user."""
+    directory: Path | None
+    """The checkpoint; None for a preset, whose weights are random."""
+    model: ModelConfig
+    """The config of its decoder layers."""
+    plan: ModelPlan
+    parameters: tuple[Parameter, ...]
+    """Those of its own; what it shares with the target is not among them."""
+    taps: tuple[int, ...]
+    """See `Drafter.taps`."""
+    most_drafts: int
+    """See `Drafter.most_drafts`."""
+    parts: object = None
+    """Its parameters outside its layers, by kind: `Eagle3Parts`, `MtpParts` or `BlockParts`; None
+    for a draft model."""
+
+    @property
+    def layers(self) -> tuple[LayerPlan, ...]:
+        """Its layers, each of which has a cache."""
+        return self.plan.layers
+
+    def layer_spec(
+        self, element_bytes: int, scale_bytes: int = 0, window: int | None = None
+    ) -> LayerSpec:
+        """Return what each of its layers stores per token.
+
+        Args:
+            element_bytes: of a stored element.
+            scale_bytes: of the scale of a stored vector.
+            window: of the layer group of the target whose block table it uses; its layers attend
+                to no more tokens than that.
+
+        Raises:
+            ConfigError: its attention cannot have a window.
+        """
+        attend = self.layers[0].attend
+        sizes = (attend.kv_heads, attend.head_dim, element_bytes, scale_bytes)
+        if attend.shared_values:
+            if window is not None:
+                raise ConfigError(
+                    f"the drafter {self.name} has latent attention over all tokens, but all layers"
+                    f" of the model have windows of at most {window} tokens: use another drafter"
+                )
+            return LatentSpec(*sizes)
+        return (
+            FullAttentionSpec(*sizes)
+            if window is None
+            else SlidingWindowSpec(*sizes, window=window)
+        )
+
+    def weight_bytes(self, kernels: Kernels, dtype: torch.dtype) -> int:
+        """Return the bytes of its own parameters as the kernels store them."""
+        return sum(parameter_bytes(parameter, kernels, dtype) for parameter in self.parameters)
+
+
+# Limits what the layers of a drafter attend to.
+
+
+def within_window(plan: ModelPlan, window: int | None) -> ModelPlan:
+    """Return a plan whose layers attend to the last `window` tokens at most; None: unchanged."""
+    if window is None:
+        return plan
+
+    def limited(layer: LayerPlan) -> LayerPlan:
+        return LayerPlan(
+            tuple(
+                replace(op, window=min(filter(None, (op.window, window))))
+                if isinstance(op, Attend)
+                else op
+                for op in layer.operations
+            )
+        )
+
+    layers = {layer: limited(layer) for layer in dict.fromkeys(plan.layers)}
+    return replace(plan, layers=tuple(layers[layer] for layer in plan.layers))
+
+
+# Greedy drafts. Shapes: B rows, V tokens of the drafter's vocabulary.
+
+
+def most_likely_after(
+    layers: LayerStack, head: Projection, hidden_BD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `most_likely` does of the logits that a head makes of hidden states."""
+    if layers.runs_natively_on_cpu and layers.kernels.pack is not None:
+        assert head.weight is not None
+        weights = head.weight, head.bias, head.out_features, head.scales
+        return linear_most_likely(hidden_BD, *weights)
+    return most_likely(layers, head(hidden_BD))
+
+
+def most_likely(layers: LayerStack, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the most likely token of each row, int64 `[B]`, and its probability, float32 `[B]`.
+
+    `layers` are those of the drafter: where they run in C++, so does this. If a logit is NaN, any
+    token is returned.
+    """
+    if layers.runs_natively_on_cpu:
+        return fused_most_likely(logits_BV)
+    logits_BV = logits_BV.float()
+    top_B, ids_B = logits_BV.max(-1)
+    return ids_B, (top_B - logits_BV.logsumexp(-1)).exp()
+
+
+# The embedding and the output projection of a drafter: its own, or those of its target.
+#
+# Shape suffixes: T tokens, B rows, D hidden_size.
+
+
+@dataclass(frozen=True)
+class TokenProjection:
+    """A linear layer with a row for each token. No module itself, so that a layer of the target is
+    none of its drafter."""
+
+    projection: Projection
+    vocabulary: ShardedVocabulary | None = None
+    """The part of a rank of a tensor-parallel group, all of which call the methods together; None:
+    `projection` has all rows."""
+
+    def rows(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Return the rows of tokens, `[T, D]`."""
+        if self.vocabulary is None:
+            return self.projection.rows(token_ids_T)
+        return self.vocabulary.embed(token_ids_T, self.projection.rows)
+
+    def most_likely(
+        self, layers: LayerStack, hidden_BD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `most_likely_after` does, of the logits of all ranks."""
+        if self.vocabulary is None:
+            return most_likely_after(layers, self.projection, hidden_BD)
+        logits_BW = self.projection(hidden_BD)
+        return self.vocabulary.most_likely(logits_BW, partial(most_likely, layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +264,7 @@ class SampledTokens:
 
 
 StepOperator: TypeAlias = Callable[[SampledTokens, torch.Tensor, int], Drafts]
+
 """`Drafter.propose` of sampled tokens, the arena and a number of drafts."""
 
 
@@ -125,3 +296,63 @@ class Drafter(Protocol):
         self, tokens: FollowedTokens, newest: NewestTokens, arena: torch.Tensor, count: int
     ) -> Drafts:
         """As `follow`, and return `count` drafts of each row."""
+
+
+# A smaller model with the vocabulary of the target. Shapes: B rows, T tokens, D hidden_size.
+
+
+class DraftModel:
+    """Drafts with a decoder of its own, one pass per draft.
+
+    The first pass of `propose` has two tokens per row. Of the tokens of a verify step it has
+    computed all before, when it drafted them, but the last draft, which may be the previous token
+    now. This holds if the drafts of a step are those that it proposed after the step before. It
+    computes the tokens of prompts first.
+    """
+
+    taps: tuple[int, ...] = ()
+    operator: StepOperator | None = None
+
+    def __init__(self, decoder: Decoder, most_drafts: int) -> None:
+        self.decoder = decoder
+        self.most_drafts = most_drafts
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its parameters as stored."""
+        return self.decoder.weight_bytes
+
+    def close(self) -> None:
+        """See `Drafter.close`."""
+        self.decoder.close()
+
+    def follow(self, tokens: FollowedTokens, arena: torch.Tensor) -> None:
+        """Store keys and values of the tokens."""
+        self.decoder(tokens.token_ids, arena, tokens.batch)
+
+    def propose(
+        self, tokens: FollowedTokens, newest: NewestTokens, arena: torch.Tensor, count: int
+    ) -> Drafts:
+        """See `Drafter.propose`."""
+        if tokens.of_prompts:
+            self.follow(tokens, arena)
+        both_B2 = torch.stack((newest.previous_ids, newest.token_ids), dim=1)
+        hidden_TD = self.decoder(both_B2.flatten(), arena, newest.batch(-1, 2))
+        ids_B, probability_B = self._most_likely(hidden_TD[1::2])
+        ids, probabilities = [ids_B], [probability_B]
+        for place in range(1, count):
+            hidden_BD = self.decoder(ids_B, arena, newest.batch(place, 1))
+            ids_B, probability_B = self._most_likely(hidden_BD)
+            ids.append(ids_B)
+            probabilities.append(probability_B)
+        return Drafts(torch.stack(ids, dim=1), torch.stack(probabilities, dim=1))
+
+    def _most_likely(self, hidden_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        decoder = self.decoder
+        if (
+            decoder.logit_softcap
+            or decoder.plan.logit_scale != 1.0
+            or decoder.vocabulary is not None
+        ):
+            return most_likely(decoder, decoder.logits(hidden_BD))
+        return most_likely_after(decoder, decoder.lm_head, hidden_BD)

@@ -14,22 +14,296 @@ Shape suffixes: T tokens, B rows, D hidden_size, V tokens of the head's vocabula
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 
 import torch
 
 from ....cache.arena import Storage
 from ....cache.spec import LayerGroup
+from ...bounded_repr import bounded_repr
+from ...errors import CheckpointError, ConfigError
 from ...kernels import Kernels, RaggedBatch
+from ...kernels.cpu.drafted import HeadWeights, head_drafts
+from ...kernels.ops.layer_operations import JoinNorms, Linear, Norm, Operation
+from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ...kernels.ops.parameter import Parameter
+from ...kernels.ops.stack import DecoderStack
+from ..config import ModelConfig
 from ..decoder import Decoder, LayerStack
-from ..plan import rope_kinds
-from .drafter import Drafts, FollowedTokens, NewestTokens, StepOperator
-from .drafter_config import DrafterConfig
-from .reach import within_window
-from .token_projection import TokenProjection
+from ..decoder_model import DecoderConfig
+from ..each_token import each_token
+from ..families import FAMILIES, Json, read_field, read_optional
+from ..modules import Projection, RMSNorm
+from ..mtp_layout import MtpLayout
+from ..plan import linear, matrix, model_plan, rope_kinds, vector
+from .drafter import (
+    MOST_DRAFTS,
+    DrafterConfig,
+    Drafts,
+    FollowedTokens,
+    NewestTokens,
+    SampledTokens,
+    StepOperator,
+    TokenProjection,
+    within_window,
+)
 
-__all__ = ["FeatureHead"]
+__all__ = [
+    "Eagle3",
+    "Eagle3Parts",
+    "MultiTokenPrediction",
+    "eagle3_config",
+    "has_mtp",
+    "is_eagle3",
+    "is_unused_by_mtp",
+    "mtp_config",
+]
+
+
+# EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840) in their published layouts.
+#
+# A head fuses the hidden states of three layers of the target. Its first layer takes the fused
+# state of a token joined with the embedding of the next one. Two layouts are read: that of the
+# authors and of SGLang (`LlamaForCausalLMEagle3`, the layer is `midlayer`), and that of the library
+# speculators (`speculators_config`, the layers are `layers.N`).
+
+_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
+
+_LAYER_TYPES = ("llama", "qwen3")
+
+_VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")
+
+"""Flags of later variants that change what a head computes."""
+
+_EMBEDDING, _HEAD, TO_TARGET = "embed_tokens.weight", "lm_head.weight", "d2t"
+
+
+@dataclass(frozen=True)
+class Eagle3Parts:
+    """What an EAGLE-3 head has of its own."""
+
+    fuse: Parameter
+    """Of the features to the hidden size of the head."""
+    embedding: Parameter | None
+    """None: that of the target."""
+    head: Parameter | None
+    """To logits of its own vocabulary; None: that of the target."""
+    input_norm: Norm | None
+    """Of the hidden states before the first layer, where its residual is normed, too."""
+    target_ids: str | None
+    """The tensor with the distance of each token of its vocabulary to that of the target; None: it
+    has the vocabulary of the target."""
+
+
+def is_eagle3(config: Json) -> bool:
+    """Whether a `config.json` is that of an EAGLE-3 head."""
+    architectures = config.get("architectures")
+    named = architectures if isinstance(architectures, list) else []
+    return config.get("speculators_model_type") == "eagle3" or any(
+        name in _ARCHITECTURES for name in named
+    )
+
+
+def eagle3_config(
+    name: str, directory: Path, config: Json, names: Container[str], target: DecoderConfig
+) -> DrafterConfig:
+    """Read the `config.json` of a head.
+
+    Args:
+        name: as given by the user.
+        directory: the checkpoint.
+        config: its `config.json`.
+        names: of its tensors.
+        target: the model that it drafts for.
+
+    Raises:
+        CheckpointError: a field is missing, mistyped or of an unsupported variant.
+        ConfigError: it does not fit the target.
+    """
+    if not isinstance(target, ModelConfig):
+        raise ConfigError(
+            f"{name} reads hidden states of layers, which a model that transformers runs"
+            f" ({bounded_repr(target.model_type, 60)}) does not return: use a model of a native"
+            " family, or speculation='suffix'"
+        )
+    speculators = config.get("speculators_model_type") is not None
+    layer = config.get("transformer_layer_config") if speculators else config
+    if not isinstance(layer, dict):
+        raise CheckpointError(f"transformer_layer_config must be an object, not {type(layer)}")
+    for flag in _VARIANTS:
+        if read_optional(config, flag, bool):
+            raise CheckpointError(
+                f"{flag} is set: this variant of EAGLE-3 is not supported, use a head without it"
+            )
+    model = _layer_config(layer)
+    if model.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the head {name} has vocab_size = {model.vocab_size}, the model that it drafts for"
+            f" {target.vocab_size}: use a head that was trained for this model"
+        )
+    draft_vocab = read_field(config, "draft_vocab_size", int, model.vocab_size)
+    if not 1 <= draft_vocab <= model.vocab_size:
+        raise CheckpointError(
+            f"draft_vocab_size = {draft_vocab} must be from 1 to vocab_size = {model.vocab_size}"
+        )
+    of_target = read_field(config, "target_hidden_size", int, target.hidden_size)
+    if of_target != target.hidden_size:
+        raise ConfigError(
+            f"the head {name} reads hidden states of target_hidden_size = {of_target}, those of"
+            f" the model have {target.hidden_size}: use a head that was trained for this model"
+        )
+    taps = _taps(config, target)
+    residual_normed = read_field(config, "norm_before_residual", bool, speculators)
+    parts = _parts(name, model, target, draft_vocab, len(taps), names, residual_normed)
+    plan = _plan(model, draft_vocab, residual_normed)
+    prefix = "layers." if "layers.0.hidden_norm.weight" in names else "midlayer."
+    if prefix == "midlayer." and model.num_layers > 1:
+        raise CheckpointError(
+            f"num_hidden_layers = {model.num_layers}, but a head with a midlayer has one layer"
+        )
+    if parts.input_norm is not None:
+        stored = vector("input_norm", f"{_layer_name(prefix, 0)}hidden_norm", model.hidden_size)
+        parts = replace(parts, input_norm=replace(parts.input_norm, weight=stored))
+    return DrafterConfig(
+        kind="eagle3",
+        name=name,
+        directory=directory,
+        model=model,
+        plan=plan,
+        parameters=tuple(_parameters(plan, parts, prefix)),
+        taps=taps,
+        most_drafts=MOST_DRAFTS,
+        parts=parts,
+    )
+
+
+def _layer_config(layer: Json) -> ModelConfig:
+    model_type = read_field(layer, "model_type", str)
+    if model_type not in _LAYER_TYPES:
+        raise CheckpointError(
+            f"the layer of the head has model_type {bounded_repr(model_type, 60)}; supported:"
+            f" {', '.join(_LAYER_TYPES)}"
+        )
+    architectures = [FAMILIES[model_type].architecture]
+    return ModelConfig.from_hf(
+        {**layer, "architectures": architectures, "tie_word_embeddings": False}
+    )
+
+
+def _taps(config: Json, target: ModelConfig) -> tuple[int, ...]:
+    """The layers whose outputs the head reads.
+
+    `eagle_config` lists them, as SGLang reads it. At the top level, and by default, vLLM lists the
+    layers whose inputs they are.
+    """
+    layers = target.num_layers
+    nested = config.get("eagle_config")
+    listed = nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else None
+    if isinstance(nested, dict) and nested.get("use_aux_hidden_state") is False:
+        raise CheckpointError(
+            "eagle_config has use_aux_hidden_state = false: this variant is not supported"
+        )
+    offset = 0
+    if listed is None:
+        listed, offset = config.get("eagle_aux_hidden_state_layer_ids"), 1
+    if listed is None:
+        listed = [2, layers // 2, layers - 3]
+    layer_ids = listed if isinstance(listed, list) else []
+    taps = tuple(i - offset for i in layer_ids if type(i) is int)
+    ascending = all(before < after for before, after in pairwise((-1, *taps, layers)))
+    if not taps or len(taps) != len(layer_ids) or not ascending:
+        raise ConfigError(
+            f"the head reads the outputs of layers {bounded_repr(listed, 100)} (less {offset}),"
+            f" which must be ascending layers of the model, 0 to {layers - 1}: use a head that was"
+            " trained for this model, or set eagle_config.eagle_aux_hidden_state_layer_ids in its"
+            " config.json"
+        )
+    return taps
+
+
+def _parts(
+    name: str,
+    model: ModelConfig,
+    target: ModelConfig,
+    draft_vocab: int,
+    taps: int,
+    names: Container[str],
+    residual_normed: bool,
+) -> Eagle3Parts:
+    hidden, vocab = model.hidden_size, model.vocab_size
+    own_embedding, own_head = _EMBEDDING in names, _HEAD in names
+    if not (own_embedding and own_head) and hidden != target.hidden_size:
+        raise ConfigError(
+            f"the head {name} has hidden_size = {hidden}, the model {target.hidden_size}, so it"
+            f" needs an embedding and an output projection of its own ({_EMBEDDING}, {_HEAD})"
+        )
+    if not own_head and draft_vocab != vocab:
+        raise CheckpointError(
+            f"the head has draft_vocab_size = {draft_vocab} of {vocab} tokens, but no {_HEAD}"
+        )
+    if draft_vocab != vocab and TO_TARGET not in names:
+        raise CheckpointError(
+            f"the head has draft_vocab_size = {draft_vocab} of {vocab} tokens, but no tensor"
+            f" {TO_TARGET} that maps them to those of the model"
+        )
+    norm = Norm(name="input_norm", weight=vector("input_norm", "", hidden), eps=model.rms_norm_eps)
+    return Eagle3Parts(
+        fuse=matrix("fc", "fc", hidden, taps * target.hidden_size),
+        embedding=matrix("embed_tokens", "embed_tokens", vocab, hidden) if own_embedding else None,
+        head=matrix("lm_head", "lm_head", draft_vocab, hidden) if own_head else None,
+        input_norm=norm if residual_normed else None,
+        target_ids=TO_TARGET if TO_TARGET in names else None,
+    )
+
+
+def _plan(model: ModelConfig, draft_vocab: int, residual_normed: bool) -> ModelPlan:
+    plan, hidden = model_plan(model), model.hidden_size
+    first = LayerPlan(tuple(_first_layer(plan.layers[0], hidden, residual_normed)))
+    return replace(
+        plan,
+        layers=(first, *plan.layers[1:]),
+        norm=replace(plan.norm, weight=vector("norm", "norm", hidden)),
+        head=Linear(name="head", weight=matrix("lm_head", "lm_head", draft_vocab, hidden)),
+    )
+
+
+def _first_layer(layer: LayerPlan, hidden: int, residual_normed: bool) -> Iterator[Operation]:
+    """The operations of the layer that takes the embedding and the hidden states."""
+    norm, qkv, *others = layer.operations
+    assert isinstance(norm, Norm)
+    assert isinstance(qkv, Linear)
+    yield JoinNorms(
+        name=norm.name,
+        embeddings=norm.weight,
+        hidden=None if residual_normed else vector("hidden_norm", "hidden_norm", hidden),
+        eps=norm.eps,
+    )
+    sources = tuple(
+        source._replace(shape=(source.shape[0], 2 * hidden)) for source in qkv.weight.sources
+    )
+    yield replace(qkv, weight=qkv.weight._replace(sources=sources))
+    yield from others
+
+
+def _parameters(plan: ModelPlan, parts: Eagle3Parts, prefix: str) -> Iterator[Parameter]:
+    if parts.embedding is not None:
+        yield parts.embedding
+    yield parts.fuse
+    if parts.input_norm is not None:
+        yield parts.input_norm.weight
+    for index, layer in enumerate(plan.layers):
+        for parameter in layer.parameters:
+            yield parameter.within(f"layers.{index}.", _layer_name(prefix, index))
+    yield plan.norm.weight
+    if parts.head is not None:
+        yield parts.head
+
+
+def _layer_name(prefix: str, index: int) -> str:
+    return prefix if prefix == "midlayer." else f"{prefix}{index}."
 
 
 class FeatureHead(LayerStack, ABC):
@@ -111,3 +385,295 @@ class FeatureHead(LayerStack, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert tokens.features is not None
         return self.advance(self.start(tokens.features), tokens.next_ids, arena, tokens.batch)
+
+
+# EAGLE-3 heads: see `feature_head.py`. Shape suffixes: T tokens, D hidden_size, F features, V
+# tokens of the head's vocabulary.
+
+
+class Eagle3(FeatureHead):
+    """An EAGLE-3 head. `store` gives it its weights."""
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        target: Decoder,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: LayerGroup,
+        storage: Storage,
+    ) -> None:
+        """See `load_drafter`; what the head has no weights for is that of `target`."""
+        super().__init__(config, target, kernels, dtype, device, group, storage)
+        parts = config.parts
+        assert isinstance(parts, Eagle3Parts)
+        self._weights: HeadWeights | None = None
+        """Those of `operator`, at its first call."""
+        self.fc = Projection(kernels, *parts.fuse.shape)
+        self.input_norm: RMSNorm | None = None
+        if parts.input_norm is not None:
+            self.input_norm = RMSNorm(parts.input_norm.eps)
+        if parts.embedding is not None:
+            self.embed_tokens = Projection(kernels, *parts.embedding.shape)
+            self._embedding = TokenProjection(self.embed_tokens)
+        if parts.head is not None:
+            self.lm_head = Projection(kernels, *parts.head.shape)
+            self._head = TokenProjection(self.lm_head)
+
+    @property
+    def operator(self) -> StepOperator | None:
+        """See `Drafter.operator`. The C++ stack has one, for rotations of fixed frequencies, and
+        an embedding and an output projection that are not split over ranks."""
+        if not isinstance(self.stack, DecoderStack) or self._frequencies_by_length is not None:
+            return None
+        if self._embedding.vocabulary is not None or self._head.vocabulary is not None:
+            return None
+        return self._propose_natively
+
+    def _propose_natively(self, step: SampledTokens, arena: torch.Tensor, count: int) -> Drafts:
+        if self._weights is None:
+            self._weights = self._bound_weights()
+        tokens = step.tokens
+        assert tokens.features is not None
+        drafts_BK, probabilities_BK = head_drafts(
+            tokens.features,
+            tokens.token_ids,
+            tokens.next_ids,
+            tokens.batch,
+            step.rows,
+            step.positions,
+            step.first,
+            step.stops,
+            arena,
+            count,
+            self._weights,
+        )
+        return Drafts(drafts_BK, probabilities_BK)
+
+    def _bound_weights(self) -> HeadWeights:
+        """The weights, which `overwrite` leaves where they are."""
+        embedding, head = self._embedding.projection, self._head.projection
+        norm = self.input_norm
+        assert isinstance(self.stack, DecoderStack)
+        assert self.fc.weight is not None
+        assert embedding.weight is not None
+        assert head.weight is not None
+        return HeadWeights(
+            fuse=self.fc.weight,
+            fuse_scales=self.fc.scales,
+            input_norm=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            hidden_size=self.fc.out_features,
+            embedding=embedding.weight,
+            embedding_scales=embedding.scales,
+            stack=self.stack.handle,
+            frequencies=self.inverse_frequencies,
+            amplitudes=self.amplitudes,
+            head=head.weight,
+            head_scales=head.scales,
+            head_bias=head.bias,
+            head_features=head.out_features,
+            target_ids=self.target_ids,
+        )
+
+    def start(self, features_TF: torch.Tensor) -> torch.Tensor:
+        """See `FeatureHead.start`."""
+        hidden_TD: torch.Tensor = self.fc(features_TF)
+        return hidden_TD
+
+    def advance(
+        self,
+        hidden_TD: torch.Tensor,
+        next_ids_T: torch.Tensor,
+        arena: torch.Tensor,
+        batch: RaggedBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FeatureHead.advance`."""
+        if self.input_norm is not None:
+            hidden_TD = each_token(self.kernels, self.input_norm)(hidden_TD)
+        embeddings_TD = self._embedding.rows(next_ids_T)
+        normed_TD, output_TD = self.run_layers(hidden_TD, arena, batch, self._last, embeddings_TD)
+        assert output_TD is not None, "the last layer is tapped"
+        return normed_TD, output_TD
+
+
+# Modules for multi-token prediction, in the layouts of `mtp_layout.py`.
+#
+# Such a module is a layer in the checkpoint of the target itself. It shares embedding and output
+# projection with the target.
+
+_COUNT = "num_nextn_predict_layers"
+
+_OTHER = "use another method of speculation, such as 'suffix'"
+
+_HYBRID = "mtp."
+
+"""What names of modules of hybrid models begin with (Qwen3-Next, Qwen3.5)."""
+
+
+@dataclass(frozen=True)
+class MtpParts:
+    """The parameters of a module outside its layer."""
+
+    embedding_norm: Norm
+    hidden_norm: Norm
+    fuse: Linear
+    """Of both, joined, to the input of the layer."""
+    layout: MtpLayout
+
+
+def has_mtp(config: Json) -> bool:
+    """Whether a `config.json` is that of a model with a module for multi-token prediction."""
+    return read_field(config, _COUNT, int, 0) > 0
+
+
+def is_unused_by_mtp(name: str, drafter: DrafterConfig) -> bool:
+    """Whether a tensor of a checkpoint is none of the module's own."""
+    assert isinstance(drafter.parts, MtpParts)
+    layout = drafter.parts.layout
+    prefix = layout.prefix(drafter.model.num_layers)
+    return not name.startswith(prefix) or name.removeprefix(prefix) in layout.copies
+
+
+def mtp_config(
+    name: str, directory: Path, config: Json, names: Mapping[str, object], target: DecoderConfig
+) -> DrafterConfig:
+    """Read the module of a checkpoint. Of several it reads the first.
+
+    Args:
+        name: as given by the user.
+        directory: the checkpoint.
+        config: its `config.json`.
+        names: of its tensors.
+        target: the model that it drafts for, from the same checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint has no module.
+        ConfigError: it is not that of the target.
+    """
+    layout = target.family.mtp if isinstance(target, ModelConfig) else None
+    if layout is None:
+        supported = ", ".join(name for name, family in FAMILIES.items() if family.mtp is not None)
+        raise ConfigError(
+            f"models of type {bounded_repr(target.model_type, 60)} have no modules for multi-token"
+            f" prediction that are supported, those of type {supported} have: {_OTHER}"
+        )
+    assert isinstance(target, ModelConfig)
+    if any(tensor.startswith(_HYBRID) for tensor in names):
+        raise CheckpointError(
+            f"the tensors {_HYBRID}* are a module for multi-token prediction of a hybrid model"
+            f" (Qwen3-Next, Qwen3.5), which is not supported: {_OTHER}"
+        )
+    if not has_mtp(config):
+        raise CheckpointError(
+            f"{_COUNT} = {bounded_repr(config.get(_COUNT, 0))}: the checkpoint has no module for"
+            f" multi-token prediction, {_OTHER}"
+        )
+    ours = ModelConfig.from_hf(config)
+    sizes = ("model_type", "hidden_size", "vocab_size", "num_layers", "latent", "experts")
+    differing = [field for field in sizes if getattr(ours, field) != getattr(target, field)]
+    if differing:
+        field = differing[0]
+        raise ConfigError(
+            f"{name} has {field} = {bounded_repr(getattr(ours, field), 60)}, the model"
+            f" {bounded_repr(getattr(target, field), 60)}: a module for multi-token prediction"
+            " drafts for the model of its own checkpoint"
+        )
+    prefix = layout.prefix(target.num_layers)
+    if not any(tensor.startswith(prefix) for tensor in names):
+        raise CheckpointError(
+            f"{_COUNT} = {bounded_repr(config[_COUNT])}, but no tensor is named {prefix}*: the"
+            " checkpoint was saved without its module for multi-token prediction. Use one that has"
+            f" it, or {_OTHER}"
+        )
+    parts = _mtp_parts(target, layout)
+    plan = model_plan(target.whole)
+    final = vector("norm", layout.norm, target.hidden_size)
+    layer = plan.layers[layout.layer]
+    plan = replace(plan, layers=(layer,), norm=replace(plan.norm, weight=final))
+    parameters = _mtp_parameters(plan, parts, prefix)
+    return DrafterConfig(
+        kind="mtp",
+        name=name,
+        directory=directory,
+        model=target,
+        plan=plan,
+        parameters=tuple(parameter.stored_in(names) for parameter in parameters),
+        taps=(target.num_layers if layout.normed else target.num_layers - 1,),
+        most_drafts=MOST_DRAFTS,
+        parts=parts,
+    )
+
+
+def _mtp_parts(target: ModelConfig, layout: MtpLayout) -> MtpParts:
+    hidden, eps = target.hidden_size, target.rms_norm_eps
+    embedding_norm = vector("enorm", layout.embedding_norm, hidden)
+    hidden_norm = vector("hnorm", layout.hidden_norm, hidden)
+    return MtpParts(
+        Norm(name="embedding_norm", weight=embedding_norm, eps=eps),
+        Norm(name="hidden_norm", weight=hidden_norm, eps=eps),
+        linear("eh_proj", {layout.fuse: hidden}, 2 * hidden),
+        layout,
+    )
+
+
+def _mtp_parameters(plan: ModelPlan, parts: MtpParts, prefix: str) -> Iterator[Parameter]:
+    for operation in (parts.embedding_norm, parts.hidden_norm, parts.fuse):
+        yield operation.weight.within("", prefix)
+    for parameter in plan.layers[0].parameters:
+        yield parameter.within("layers.0.", prefix)
+    yield plan.norm.weight.within("", prefix)
+
+
+# Modules for multi-token prediction: see `feature_head.py`. Shape suffixes: T tokens, D
+# hidden_size.
+#
+# A module was trained to predict the token after the next one. For further drafts it takes its own
+# output in place of the target's hidden state, normed as that is.
+
+
+class MultiTokenPrediction(FeatureHead):
+    """A layer of the target's kind, on its last hidden states and the next tokens."""
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        target: Decoder,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: LayerGroup,
+        storage: Storage,
+    ) -> None:
+        """See `load_drafter`; embedding and output projection are those of `target`."""
+        super().__init__(config, target, kernels, dtype, device, group, storage)
+        parts = config.parts
+        assert isinstance(parts, MtpParts)
+        self.enorm = RMSNorm(parts.embedding_norm.eps)
+        self.hnorm = RMSNorm(parts.hidden_norm.eps)
+        self.eh_proj = Projection(kernels, *parts.fuse.weight.shape)
+        self._layout = parts.layout
+
+    def start(self, features_TF: torch.Tensor) -> torch.Tensor:
+        """See `FeatureHead.start`."""
+        return features_TF
+
+    def advance(
+        self,
+        hidden_TD: torch.Tensor,
+        next_ids_T: torch.Tensor,
+        arena: torch.Tensor,
+        batch: RaggedBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FeatureHead.advance`."""
+        embeddings_TD = each_token(self.kernels, self.enorm)(self._embedding.rows(next_ids_T))
+        hidden_TD = each_token(self.kernels, self.hnorm)(hidden_TD)
+        pair = (embeddings_TD, hidden_TD)
+        x_TD = self.eh_proj(torch.cat(pair[::-1] if self._layout.hidden_first else pair, dim=-1))
+        if self._layout.normed:
+            normed_TD, _ = self.run_layers(x_TD, arena, batch)
+            return normed_TD, normed_TD
+        normed_TD, output_TD = self.run_layers(x_TD, arena, batch, self._last)
+        assert output_TD is not None, "the last layer is tapped"
+        return normed_TD, output_TD

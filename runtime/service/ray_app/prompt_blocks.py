@@ -9,7 +9,7 @@ import msgspec
 
 from ...engine.intake import Prompt, RequestBuilder
 from ...errors import StepgraphError
-from ...loading.opened_source import find_source
+from ...loading.loader import find_source
 from ...loading.tokenizer import load_tokenizer
 from ..http.http_errors import HttpError
 from ..http.requests import ChatRequest, CompletionRequest, chat_prompt
