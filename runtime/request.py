@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..cache.prefix_hashes import PrefixHashes
-from .loading.text_stream import IncrementalDetokenizer
+from .loading.tokenizer import IncrementalDetokenizer
 from .logprobs import PromptLogprobs, TokenLogprobs
 from .rope_lengths import UNLIMITED
 from .sampling_params import SamplingParams

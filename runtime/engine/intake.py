@@ -16,8 +16,7 @@ from ...cache.prefix_hashes import PrefixHashes
 from ..arguments import MAX_PRIORITY, check_integer
 from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt
-from ..loading.text_stream import IncrementalDetokenizer
-from ..loading.tokenizer import TextTokenizer
+from ..loading.tokenizer import IncrementalDetokenizer, TextTokenizer
 from ..logprobs import PromptLogprobs
 from ..models.decoder_model import DecoderConfig
 from ..models.rope_by_length import rope_lengths

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime.errors import CheckpointError, RequestError
-from stepgraph.runtime.loading.text_stream import IncrementalDetokenizer
-from stepgraph.runtime.loading.tokenizer import TextTokenizer
+from stepgraph.runtime.loading.tokenizer import IncrementalDetokenizer, TextTokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
 

@@ -14,8 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime.errors import CheckpointError, RequestError
-from stepgraph.runtime.loading.text_stream import IncrementalDetokenizer
-from stepgraph.runtime.loading.tokenizer import TextTokenizer, load_tokenizer
+from stepgraph.runtime.loading.tokenizer import (
+    IncrementalDetokenizer,
+    TextTokenizer,
+    load_tokenizer,
+)
 from tokenizers import AddedToken, Tokenizer, processors
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
