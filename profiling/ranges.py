@@ -30,13 +30,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, NamedTuple, Protocol
 
-try:
-    import nvtx
-except ImportError as error:
-    _import_error: ImportError | None = error
-else:
-    _import_error = None
-
 logger = logging.getLogger("stepgraph.profiling")
 
 DOMAIN: Final = "stepgraph"
@@ -277,12 +270,14 @@ def require_nvtx(purpose: str) -> None:
     Raises:
         NvtxMissingError: the package `nvtx` cannot be imported; says how to install it.
     """
-    if _import_error is not None:
-        raise NvtxMissingError(f"{purpose} needs NVTX ranges: {_missing()}") from _import_error
+    try:
+        import nvtx  # noqa: F401
+    except ImportError as error:
+        raise NvtxMissingError(f"{purpose} needs NVTX ranges: {_missing(error)}") from error
 
 
-def _missing() -> str:
-    return f"the package nvtx cannot be imported ({_import_error}); pip install 'nvtx>=0.2.16'"
+def _missing(error: ImportError) -> str:
+    return f"the package nvtx cannot be imported ({error}); pip install 'nvtx>=0.2.16'"
 
 
 class _Record:
@@ -358,25 +353,31 @@ class NvtxTool:
         self._domain.mark(event)
 
 
+_TOOL_VARIABLES: Final = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
+"""Set for a process that an NVTX tool is loaded into: by NVTX's convention, and by nsys."""
+
+
 def _attached_domain() -> Any:
     """Return the `nvtx.Domain` of stepgraph if a tool receives it, else None.
 
-    nvtx returns a stand-in, not an `nvtx.Domain`, where no tool is attached or the tool leaves the
-    domain out. `NVTX_DISABLE` in the environment switches ranges off under a tool too. Under a tool
-    but without the package `nvtx` a `RuntimeWarning` says that ranges are missing.
+    nvtx returns a stand-in, not an `nvtx.Domain`, where the tool leaves the domain out.
+    `NVTX_DISABLE` in the environment switches ranges off under a tool too. Under a tool but without
+    the package `nvtx` a `RuntimeWarning` says that ranges are missing.
     """
-    if _import_error is None:
-        domain = nvtx.get_domain(DOMAIN)
-        return domain if nvtx.enabled() and isinstance(domain, nvtx.Domain) else None
-    tools = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")  # NVTX's convention; nsys
-    if any(map(os.environ.get, tools)) and not os.environ.get("NVTX_DISABLE"):
+    if not any(map(os.environ.get, _TOOL_VARIABLES)) or os.environ.get("NVTX_DISABLE"):
+        return None  # without loading nvtx, which takes longer than the rest of this package
+    try:
+        import nvtx
+    except ImportError as error:
         warnings.warn(
             f"this process runs under a profiler, and its trace will have no stepgraph ranges:"
-            f" {_missing()}",
+            f" {_missing(error)}",
             RuntimeWarning,
             stacklevel=2,
         )
-    return None
+        return None
+    domain = nvtx.get_domain(DOMAIN)
+    return domain if nvtx.enabled() and isinstance(domain, nvtx.Domain) else None
 
 
 _domain: Final = _attached_domain()
