@@ -117,22 +117,18 @@ def _shown(path: Path) -> str:
     return bounded_text(path, 500)
 
 
-# Recognises models in other formats than the layout of Hugging Face, for errors that help.
-#
-# Only names, the first bytes of files and small JSON files are read.
+# Recognises models in other formats than the layout of Hugging Face by the names of their files,
+# for errors that help.
 
 _MOST_NAMES = 10_000
-
 _JSON_BYTES = 1 << 20
-
 _SHOWN = 3
-
-_SAFETENSORS = "use the original checkpoint in safetensors"
-
-_CONVERT = (
-    "If you trust them, convert them to safetensors: load the model with transformers and call"
-    " model.save_pretrained(DIRECTORY)"
+_CONVERT = "use the original checkpoint in safetensors"
+_SAVE = (
+    "if you trust them, load the model with transformers and call model.save_pretrained(DIRECTORY)"
 )
+_QUANTISE = f"{_CONVERT}; EngineConfig(weight_dtype='int8') quantises it while it is loaded"
+_MERGE = "merge it into its model with peft: merge_and_unload(), then save_pretrained(DIRECTORY)"
 
 
 class _Format(NamedTuple):
@@ -140,92 +136,52 @@ class _Format(NamedTuple):
 
     code: str
     what: str
-    """What it is, after "it holds"."""
-    remedy: str
+    remedy: str = _CONVERT
 
 
-_GGUF = _Format(
-    "gguf",
-    "a model for llama.cpp (GGUF), which is not read",
-    f"{_SAFETENSORS}, with weight_dtype='int8' for 8-bit weights, or run it with llama.cpp",
-)
-
-_PICKLE = _Format(
-    "pickle",
-    "weights in pickle files, which can run code when they are loaded, so they are refused",
-    _CONVERT,
-)
-
-_OF_FILES: tuple[tuple[str, _Format], ...] = (
-    ("*.gguf", _GGUF),
-    ("*.ggml", _GGUF),
-    (
-        "model_index.json",
-        _Format("diffusers", "a pipeline of diffusers, not a language model", "use diffusers"),
+_PICKLE = _Format("pickle", "weights in pickle files, which can run code", _SAVE)
+_OF_FILES = {
+    "adapter_config.json": _Format("peft", "a PEFT adapter; adapters are not applied", _MERGE),
+    "consolidated*.safetensors": _Format("mistral", "the original format of Mistral", _SAVE),
+    "consolidated*.pth": _Format("meta", "the original format of Meta", _SAVE),
+    "*.gguf": _Format("gguf", "a model for llama.cpp (GGUF)", _QUANTISE),
+    "model_index.json": _Format("diffusers", "a pipeline of diffusers", "use diffusers"),
+    "config_sentence_transformers.json": _Format(
+        "sentence-transformers", "an embedding model", "give a causal language model"
     ),
-    (
-        "config_sentence_transformers.json",
-        _Format(
-            "sentence-transformers",
-            "an embedding model of sentence-transformers, which does not decode",
-            "use sentence-transformers, or give a causal language model",
-        ),
-    ),
-    ("*.onnx", _Format("onnx", "an export to ONNX, which is not read", _SAFETENSORS)),
-    ("openvino_model.*", _Format("openvino", "an export to OpenVINO, not read", _SAFETENSORS)),
-    ("*.engine", _Format("tensorrt", "an engine of TensorRT-LLM, not read", _SAFETENSORS)),
-    ("tf_model.h5", _Format("tensorflow", "weights of TensorFlow, not read", _SAFETENSORS)),
-    ("flax_model.msgpack", _Format("flax", "weights of Flax, not read", _SAFETENSORS)),
-    (
-        "*.distcp",
-        _Format(
-            "distcp",
-            "a distributed checkpoint of a training run, which is not read",
-            "save the model in safetensors with model.save_pretrained(DIRECTORY)",
-        ),
-    ),
-    ("*.bin", _PICKLE),
-    ("*.pt", _PICKLE),
-    ("*.pth", _PICKLE),
-    ("*.ckpt", _PICKLE),
-    ("*.pkl", _PICKLE),
-)
-
+    "onnx*": _Format("onnx", "an export to ONNX"),
+    "*.onnx": _Format("onnx", "an export to ONNX"),
+    "*.engine": _Format("tensorrt", "an engine of TensorRT-LLM"),
+    "tf_model.h5": _Format("tensorflow", "weights of TensorFlow"),
+    "flax_model.msgpack": _Format("flax", "weights of Flax"),
+    **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.ckpt"), _PICKLE),
+}
 """Names of files, and what they are; the first match counts."""
 
 
 def no_checkpoint(path: Path) -> CheckpointError:
     """Return the error for a file, or for a directory without `config.json`."""
+    subject = f"no checkpoint at {_shown(path)}"
     if not path.is_dir():
-        return _no_directory(path)
+        has_file(path)  # or raise
+        found = _of_names([path.name])
+        if found is None:
+            return CheckpointError(
+                f"{subject}: it is a file, and must be a directory with config.json and safetensors"
+                " files",
+                code="file",
+            )
+        return _error(f"{subject}: it holds", found)
     names = _names(path)
-    shown = bounded_text(path, 500)
-    found = _original(path, names) or _of_names(names)
-    if found is None and path.parent.name == "snapshots" and "gguf" in str(path).lower():
-        found = _GGUF  # of a hub repository, only files in the layout were downloaded
-    if "adapter_config.json" in names:
-        found = _adapter(path)
+    found = _of_names(names)
     if found is not None:
-        return _error(f"no checkpoint at {shown}: it has no config.json. It holds", found)
-    if not names:
-        return CheckpointError(
-            f"no checkpoint at {shown}: it has no config.json, as the directory is empty. A model"
-            " is a directory with config.json and safetensors files",
-            code="empty",
-        )
-    inside = _checkpoints_inside(path)
-    if inside:
-        return CheckpointError(
-            f"no checkpoint at {shown}: it has no config.json, but there are checkpoints inside:"
-            f" give one of {', '.join(inside)}",
-            code="parent",
-        )
-    few = ", ".join(bounded_text(each, 60) for each in names[:_SHOWN])
+        return _error(f"{subject}: it has no config.json. It holds", found)
+    held = ", ".join(bounded_text(each, 60) for each in names[:_SHOWN]) or "nothing"
     return CheckpointError(
-        f"no checkpoint at {shown}: it has no config.json. It holds"
-        f" {few}{', ...' if len(names) > _SHOWN else ''}; a model is a directory with config.json"
-        " and safetensors files",
-        code="no_config",
+        f"{subject}: it has no config.json. It holds {held}"
+        f"{', ...' if len(names) > _SHOWN else ''}; a model is a directory with config.json and"
+        " safetensors files",
+        code="no_config" if names else "empty",
     )
 
 
@@ -234,15 +190,9 @@ def no_weights(directory: Path, expected: str) -> CheckpointError:
     names = _names(directory)
     found = _of_names(names)
     safetensors = [each for each in names if each.endswith(".safetensors")]
-    if safetensors:
-        found = _Format(
-            "other_names",
-            f"{', '.join(bounded_text(each, 80) for each in safetensors[:_SHOWN])} instead",
-            "save it with model.save_pretrained(DIRECTORY) of transformers, or download the files"
-            " that are missing",
-        )
-        if any(fnmatchcase(each, "consolidated*.safetensors") for each in safetensors):
-            found = _original(directory, names) or found
+    if safetensors and found is None:
+        what = ", ".join(bounded_text(each, 80) for each in safetensors[:_SHOWN])
+        found = _Format("other_names", what, _SAVE)
     if found is None:
         return CheckpointError(
             f"{directory} has neither {expected}: download the weights, too", code="no_weights"
@@ -257,161 +207,53 @@ def refuse_other_formats(directory: Path, config: Mapping[str, Any]) -> None:
         CheckpointError: an adapter, or weights in a quantised format that the config of a model
             does not name as transformers does.
     """
+    found = None
     if has_file(directory / "adapter_config.json"):
-        adapter = _adapter(directory)
-        raise _error(
-            f"{directory}: besides config.json it holds",
-            adapter._replace(
-                remedy=f"{adapter.remedy}, or remove adapter_config.json to run the"
-                " model without it"
-            ),
-        )
-    found = (
-        _embedding_model(directory, config)
-        or _mlx(config)
-        or _model_opt(directory, config)
-        or _compressed(config)
-    )
+        found = _OF_FILES["adapter_config.json"]
+    settings = config.get("quantization", config.get("quantization_config"))
+    if (
+        isinstance(settings, Mapping)
+        and "group_size" in settings
+        and "quant_method" not in settings
+    ):
+        found = _quantised("mlx", "Apple MLX")
+    if config.get("compression_config") is not None:
+        found = _quantised("compressed-tensors", "compressed-tensors")
+    path = directory / "hf_quant_config.json"
+    if config.get("quantization_config") is None and has_file(path):
+        settings = read_json_object(path, _JSON_BYTES).get("quantization")
+        if not isinstance(settings, Mapping) or settings.get("quant_algo") is not None:
+            found = _quantised("modelopt", "NVIDIA ModelOpt")
     if found is not None:
         raise _error(f"{directory} holds", found)
 
 
 def mlx_weights(path: Path) -> CheckpointError:
     """Return the error for a file of quantised weights that MLX wrote."""
-    return _error(f"{path} holds", _quantised("mlx", "for Apple MLX"))
-
-
-def _no_directory(path: Path) -> CheckpointError:
-    shown = bounded_text(path, 500)
-    has_file(path)  # or raise: a FIFO would block
-    with suppress(OSError), path.open("rb") as file:
-        if file.read(4) == b"GGUF":
-            return _error(f"no checkpoint at {shown}: the file holds", _GGUF)
-    if path.suffix == ".safetensors" or path.name == "config.json":
-        return CheckpointError(
-            f"no checkpoint at {shown}: it is a file. Give its directory, which must be a directory"
-            " with config.json and safetensors files",
-            code="file",
-        )
-    found = _of_names([path.name])
-    if found is not None:
-        return _error(f"no checkpoint at {shown}: it holds", found)
-    return CheckpointError(
-        f"no checkpoint at {shown}: it is a file, and must be a directory with config.json and"
-        " safetensors files",
-        code="file",
-    )
+    return _error(f"{path} holds", _quantised("mlx", "Apple MLX"))
 
 
 def _names(directory: Path) -> list[str]:
     """Names in a directory, sorted; not all of a huge one."""
     with suppress(OSError), os.scandir(directory) as entries:
-        found = sorted(entry.name for entry in islice(entries, _MOST_NAMES))
-        if "onnx" in found and (directory / "onnx").is_dir():
-            found.append("onnx/model.onnx")
-        return found
+        return sorted(entry.name for entry in islice(entries, _MOST_NAMES))
     return []
 
 
 def _of_names(names: list[str]) -> _Format | None:
-    for pattern, found in _OF_FILES:
+    for pattern, found in _OF_FILES.items():
         for name in names:
             if fnmatchcase(name.lower(), pattern):
                 return found._replace(what=f"{bounded_text(name, 80)}, {found.what}")
     return None
 
 
-def _original(directory: Path, names: list[str]) -> _Format | None:
-    """The formats that Mistral and Meta publish their weights in."""
-    weights = [name for name in names if fnmatchcase(name, "consolidated*.*")]
-    if "params.json" not in names or not weights:
-        return None
-    of_mistral = any(name.endswith(".safetensors") for name in weights)
-    whose = "Mistral" if of_mistral else "Meta"
-    return _Format(
-        "mistral" if of_mistral else "meta",
-        f"params.json and {bounded_text(weights[0], 60)}, the original format of {whose}, which is"
-        " not read",
-        "use the files of the same model in the format of transformers (config.json,"
-        " model*.safetensors), or convert them with the script of transformers"
-        f" (convert_{'mistral' if of_mistral else 'llama'}_weights_to_hf.py)",
-    )
-
-
-def _adapter(directory: Path) -> _Format:
-    config: dict[str, Any] = {}
-    with suppress(CheckpointError):
-        config = read_json_object(directory / "adapter_config.json", _JSON_BYTES)
-    base = config.get("base_model_name_or_path")
-    of = f" of {bounded_repr(base, 200)}" if isinstance(base, str) and base else ""
-    kind = config.get("peft_type")
-    named = f" ({bounded_text(kind, 40)})" if isinstance(kind, str) else ""
-    return _Format(
-        "peft",
-        f"a PEFT adapter{named}{of}; adapters are not applied",
-        "merge it into its model with peft: merge_and_unload(), then save_pretrained(DIRECTORY)",
-    )
-
-
 def _quantised(code: str, by: str) -> _Format:
-    return _Format(
-        code,
-        f"weights quantised {by}, which are not read",
-        "use the original checkpoint; EngineConfig(weight_dtype='int8') quantises it while it is"
-        " loaded",
-    )
-
-
-def _embedding_model(directory: Path, config: Mapping[str, Any]) -> _Format | None:
-    path = directory / "config_sentence_transformers.json"
-    if "ForCausalLM" in str(config.get("architectures")) or not has_file(path):
-        return None
-    return _of_names([path.name])
-
-
-def _mlx(config: Mapping[str, Any]) -> _Format | None:
-    """MLX writes the same settings under one or two keys, without the name of a method."""
-    for key in ("quantization", "quantization_config"):
-        settings = config.get(key)
-        if not isinstance(settings, Mapping) or settings.get("quant_method") is not None:
-            continue
-        if {"bits", "group_size"} <= settings.keys():
-            bits = bounded_repr(settings["bits"], 20)
-            return _quantised("mlx", f"for Apple MLX ({key} in config.json: bits = {bits})")
-    return None
-
-
-def _model_opt(directory: Path, config: Mapping[str, Any]) -> _Format | None:
-    path = directory / "hf_quant_config.json"
-    if config.get("quantization_config") is not None or not has_file(path):
-        return None
-    settings = read_json_object(path, _JSON_BYTES).get("quantization")
-    method = settings.get("quant_algo") if isinstance(settings, Mapping) else None
-    if isinstance(settings, Mapping) and method is None:
-        return None  # of the cache alone
-    return _quantised(
-        "modelopt",
-        f"by NVIDIA ModelOpt (hf_quant_config.json: quant_algo = {bounded_repr(method, 40)})",
-    )
-
-
-def _compressed(config: Mapping[str, Any]) -> _Format | None:
-    if config.get("compression_config") is None:
-        return None
-    return _quantised("compressed-tensors", "by compressed-tensors (compression_config)")
-
-
-def _checkpoints_inside(directory: Path) -> list[str]:
-    """Directories below, such as the snapshots of a hub cache, that have a `config.json`."""
-    found: list[str] = []
-    with suppress(OSError):
-        for pattern in ("*/config.json", "snapshots/*/config.json"):
-            for path in islice(directory.glob(pattern), _SHOWN):
-                found.append(bounded_text(path.parent, 200))
-    return sorted(found)
+    return _Format(code, f"weights quantised by {by}", _QUANTISE)
 
 
 def _error(subject: str, found: _Format) -> CheckpointError:
     return CheckpointError(
-        f"{subject} {found.what}. {found.remedy[0].upper()}{found.remedy[1:]}", code=found.code
+        f"{subject} {found.what}, which is not read. {found.remedy[0].upper()}{found.remedy[1:]}",
+        code=found.code,
     )

@@ -26,7 +26,6 @@ Files = dict[str, Any]
 FILES: dict[str, tuple[str, Files]] = {
     "gguf": ("gguf", {"Model-Q4_K_M.gguf": GGUF, "README.md": b""}),
     "peft": ("peft", {"adapter_config.json": PEFT, "adapter_model.safetensors": TENSORS}),
-    "peft with a damaged config": ("peft", {"adapter_config.json": b"{"}),
     "mistral": ("mistral", {"params.json": {}, "consolidated.safetensors": TENSORS}),
     "mistral in shards": (
         "mistral",
@@ -44,8 +43,6 @@ FILES: dict[str, tuple[str, Files]] = {
     ),
     "empty": ("empty", {}),
     "tokenizer": ("no_config", {"tokenizer.json": {}}),
-    "training run": ("parent", {"checkpoint-500/config.json": {}}),
-    "hub cache": ("parent", {"blobs/1": b"", "snapshots/abc/config.json": {}}),
 }
 """Directories without `config.json`."""
 BESIDE: dict[str, tuple[str, Files, Files]] = {
@@ -65,11 +62,6 @@ BESIDE: dict[str, tuple[str, Files, Files]] = {
     "compressed-tensors, older": ("compressed-tensors", {"compression_config": {}}, {}),
     "gptq": ("quantized", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}),
     "bitsandbytes": ("quantized", {"quantization_config": {"quant_method": "bitsandbytes"}}, {}),
-    "sentence-transformers": (
-        "sentence-transformers",
-        {"architectures": ["BertModel"], "model_type": "bert"},
-        {"config_sentence_transformers.json": {}},
-    ),
 }
 """Directories with the `config.json` of a model, and changes of it."""
 
@@ -120,7 +112,6 @@ def test_formats_with_a_config(base: TinyModel, tmp_path: Path, name: str, model
     ("name", "content", "expected"),
     [
         ("model.gguf", GGUF, "gguf"),
-        ("model.bin", GGUF, "gguf"),
         ("pytorch_model.bin", b"PK", "pickle"),
         ("model.onnx", b"", "onnx"),
         ("model.safetensors", TENSORS, "file"),
@@ -146,12 +137,6 @@ def test_formats_in_a_header(base: TinyModel, tmp_path: Path) -> None:
     packed = {"model.layers.0.mlp.up_proj.weight": torch.zeros(8, 4, dtype=torch.uint32)}
     save_file(packed, tmp_path / "model.safetensors", metadata={"format": "mlx"})
     assert code(lambda: opened(tmp_path, "auto")) == "mlx"
-
-
-def test_formats_of_a_gguf_repository(tmp_path: Path) -> None:
-    """Of a hub repository only files in the layout are downloaded, of GGUF none."""
-    snapshot = tmp_path / "models--org--Model-GGUF" / "snapshots" / "1"
-    assert code(lambda: resolve_source(write(snapshot, {"README.md": b""}))) == "gguf"
 
 
 def test_formats_of_the_cache_alone_are_accepted(base: TinyModel, tmp_path: Path) -> None:
