@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from ..loading.checkpoint import INDEX_FILE
 from ..loading.loader import random_weights, resolve_source
 from ..models.config import ModelConfig
-from ..models.layout import fused_layout
+from ..models.plan import fused_layout
 from .peers import PeerError
 
 __all__ = ["checkpoint_of", "save_random_weights"]

@@ -22,9 +22,8 @@ from ..kernels import RaggedBatch, select_kernels
 from ..loading.checkpoint import CheckpointReader
 from ..loading.loader import iter_weights, random_weights, resolve_source
 from ..models.config import ModelConfig
-from ..models.decoder import Decoder
+from ..models.decoder import Decoder, rope_lengths
 from ..models.decoder_model import DecoderModel
-from ..models.rope_by_length import rope_lengths
 from ..models.transformers.config import TransformersConfig
 from ..models.transformers.loading import load_decoder
 from ..rope_lengths import RopeLengths

@@ -12,8 +12,7 @@ import torch
 from ...profiling.roofline import Roofline, step_flops
 from ..engine.engine import Engine
 from ..models.decoder_model import DecoderConfig
-from ..models.layout import weights_per_step
-from ..models.plan import plan_of
+from ..models.plan import plan_of, weights_per_step
 from ..sampling_params import SamplingParams
 
 __all__ = ["abort_all", "decode_roofline", "equal_share", "greedy", "interleave"]

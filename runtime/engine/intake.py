@@ -18,8 +18,8 @@ from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt
 from ..loading.tokenizer import IncrementalDetokenizer, TextTokenizer
 from ..logprobs import PromptLogprobs
+from ..models.decoder import rope_lengths
 from ..models.decoder_model import DecoderConfig
-from ..models.rope_by_length import rope_lengths
 from ..prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
 from ..prompt_ids import plain_token_ids, too_long, type_name
 from ..request import OutputMatcher, Request, RequestGroup

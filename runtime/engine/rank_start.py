@@ -38,8 +38,7 @@ from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.decoder_model import DecoderModel
 from ..models.drafters.drafter import DrafterConfig
-from ..models.layout import fused_layout
-from ..models.plan import plan_of
+from ..models.plan import fused_layout, plan_of
 from ..models.sharding import check_ranks
 from ..resolved_config import ResolvedConfig
 from .collectives_self_test import CollectiveCases, check_collectives

@@ -73,11 +73,10 @@ from ..memory.measurement import (
     measure_steps,
 )
 from ..models.config import ModelConfig, config_json_name
-from ..models.decoder import Decoder, attention_specs
+from ..models.decoder import Decoder, attention_specs, rope_lengths
 from ..models.decoder_model import DecoderConfig, DecoderModel
 from ..models.drafters.drafter import Drafter, DrafterConfig
 from ..models.plan import plan_of
-from ..models.rope_by_length import rope_lengths
 from ..models.transformers.config import TransformersConfig
 from ..models.transformers.decoder import TransformersDecoder, add_scopes
 from ..models.transformers.loading import load_decoder, load_model, overwrite_decoder

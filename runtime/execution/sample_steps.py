@@ -20,8 +20,7 @@ from ..kernels import Kernels
 from ..kernels.ops.kv_storage import read_blocks, write_blocks
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, attention_specs
-from ..models.layout import fused_layout
-from ..models.plan import model_plan
+from ..models.plan import fused_layout, model_plan
 from ..resolved_config import ResolvedConfig
 from .inputs import RowState, StepInputs
 from .step_functions import StepFunctions

@@ -60,7 +60,7 @@ from ..models.drafters.drafter import (
     NewestTokens,
     SampledTokens,
 )
-from ..models.sharded_vocabulary import ShardedVocabulary
+from ..models.modules import ShardedVocabulary
 from ..operation_scopes import operation
 from ..sampling.reference_sampler import drafted_lanes, sample_lanes
 from ..sampling.sample_output import SampleOutput

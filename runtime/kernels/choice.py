@@ -62,7 +62,7 @@ class Kernels:
     dependent_launch: bool = True
     """Whether Triton kernels may begin while their predecessors run, if the device supports it."""
     batch_invariant: bool = False
-    """Whether plain PyTorch operations run token by token (see `models/each_token.py`)."""
+    """Whether plain PyTorch operations run token by token (see `models/modules.py`)."""
     collectives: Collectives | None = None
     """Of the tensor-parallel group; None: the model is on one device."""
     collectives_report: Mapping[str, Any] | None = field(default=None, compare=False)

@@ -24,7 +24,7 @@ from ..kernels.ops.parameter import Narrowed, Selection
 from ..models.config import ModelConfig
 from ..models.decoder_model import DecoderConfig
 from ..models.families import Json, family_of
-from ..models.layout import Parameter, Source, fused_layout
+from ..models.plan import Parameter, Source, fused_layout
 from ..models.transformers.config import read_transformers_config
 from ..sampling_params import NEUTRAL, SamplingDefaults, SamplingParams
 from .checkpoint_files import (

@@ -21,7 +21,7 @@ from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
 from ..models.config import ModelConfig
 from ..models.decoder_model import DecoderConfig
-from ..models.layout import Cut, Parameter, fused_layout
+from ..models.plan import Cut, Parameter, fused_layout
 from ..models.presets import preset
 from ..models.transformers.config import TransformersConfig
 from ..models.transformers.loading import check_headers

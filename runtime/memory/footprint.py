@@ -32,8 +32,7 @@ from ..kernels.ops.layer_operations import (
 from ..kernels.ops.layer_plan import ModelPlan
 from ..kernels.ops.weight_storage import quantised_dtype
 from ..models.decoder_model import DecoderConfig
-from ..models.layout import parameter_bytes
-from ..models.plan import plan_of
+from ..models.plan import parameter_bytes, plan_of
 from ..resolved_config import ResolvedConfig
 
 __all__ = ["DrafterBytes", "model_footprint", "weight_bytes"]

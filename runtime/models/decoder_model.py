@@ -9,7 +9,7 @@ import torch
 from ...cache.arena import Storage
 from ..kernels import DecodeStep, Kernels, RaggedBatch, Stack
 from ..kernels.ops.layer_plan import ModelPlan
-from .sharded_vocabulary import ShardedVocabulary
+from .modules import ShardedVocabulary
 
 __all__ = ["DecoderConfig", "DecoderModel", "PlannedConfig"]
 

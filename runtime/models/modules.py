@@ -5,13 +5,104 @@ Shape suffixes: T tokens of a step, H query heads, D hidden_size or any width, R
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..kernels import Kernels, dequantise_weight, packed_embedding, quantise_weight
+from ..kernels.ops.collectives import Collectives
+from ..kernels.ops.feedback import NON_FINITE
+from ..kernels.ops.layer_plan import Shard
 
-__all__ = ["HeadProjection", "Projection", "RMSNorm", "Vector", "mean_square"]
+__all__ = [
+    "HeadProjection",
+    "Projection",
+    "RMSNorm",
+    "ShardedVocabulary",
+    "Vector",
+    "each_token",
+    "mean_square",
+]
+
+
+# Plain PyTorch operations whose results do not depend on the other tokens of a step.
+#
+# PyTorch's products, sums and vectorised functions take another order, or other code for the last
+# elements, when the number of tokens changes. Called for one token at a time, on a copy that begins
+# at the alignment of every allocation, an operation always gets the same shape and so runs the same
+# code. Operations of one rounding for each element (sums, products, conversions) need no such care.
+
+
+def each_token(kernels: Kernels, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of tensors `[T, ...]` that runs once for each token, in a batch-invariant
+    engine; in others, return the function itself."""
+    if not kernels.batch_invariant:
+        return function
+
+    def run(*tensors: Tensor) -> Tensor:
+        return torch.cat(
+            [
+                function(*(tensor.clone(memory_format=torch.contiguous_format) for tensor in token))
+                for token in zip(*(tensor.split(1) for tensor in tensors), strict=True)
+            ]
+        )
+
+    return run
+
+
+# Embeddings, logits and most likely tokens of a vocabulary that is split over ranks.
+#
+# Shape suffixes: T tokens of a step, D hidden_size, B sampled positions, W tokens of the vocabulary
+# that the rank holds, V all of them.
+
+
+@dataclass(frozen=True)
+class ShardedVocabulary:
+    """The rows of the embedding and of the head that one rank holds."""
+
+    shard: Shard
+    collectives: Collectives
+
+    def embed(self, token_ids_T: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the embeddings `[T, D]`; `rows` returns those of rows of the rank's part."""
+        held = self.shard.vocab
+        index_T = token_ids_T - held.start
+        own_T = (index_T >= 0) & (index_T < len(held))
+        x_TD = rows(index_T.clamp(0, len(held) - 1))
+        # One rank adds the embedding to zeros, so the sum is exact.
+        return self.collectives.all_reduce(x_TD.masked_fill(~own_T[:, None], 0.0))
+
+    def gather(self, logits_BW: Tensor) -> Tensor:
+        """Return the logits of all ranks, `[B, V]`."""
+        return self.collectives.gather(logits_BW, self.shard.vocab_sizes)
+
+    def greedy(self, logits_BW: Tensor, sample: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what `sample` returns for the logits of all ranks, int64 `[B]`.
+
+        `sample` has the signature of `sample_greedy`.
+        """
+        # Of a rank without a finite largest logit only the value counts.
+        own_B = sample(logits_BW).clamp(min=0) + self.shard.vocab.start
+        values_B = logits_BW.amax(-1).float()  # NaN if one of them is
+        values_B, ids_B = self.collectives.largest(values_B, own_B)
+        return torch.where(values_B.isfinite(), ids_B, NON_FINITE)
+
+    def most_likely(
+        self, logits_BW: Tensor, own: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the most likely token, int64 `[B]`, and its probability, float32 `[B]`.
+
+        `own` returns them for the tokens of the rank.
+        """
+        ids_B, probability_B = own(logits_BW)
+        top_B = logits_BW.gather(1, ids_B[:, None])[:, 0].float()
+        best_B, best_ids_B = self.collectives.largest(top_B, ids_B + self.shard.vocab.start)
+        # The sum of exp(logit - best) over the tokens of the rank.
+        sums_B1 = ((top_B - best_B).exp() / probability_B)[:, None]
+        return best_ids_B, self.collectives.all_reduce(sums_B1)[:, 0].reciprocal()
 
 
 class Projection(nn.Module):

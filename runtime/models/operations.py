@@ -36,8 +36,7 @@ from ..kernels.ops.layer_operations import (
     Rotate,
 )
 from ..kernels.ops.parameter import Parameter
-from .each_token import each_token
-from .modules import HeadProjection, Projection, RMSNorm, Vector, mean_square
+from .modules import HeadProjection, Projection, RMSNorm, Vector, each_token, mean_square
 from .rope import rotate
 
 __all__ = ["LayerStep", "Run", "bind", "collectives_of"]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels import Kernels
 from ..kernels.ops.expert_operations import Experts
 from ..kernels.ops.layer_operations import (
     Activate,
@@ -30,7 +31,7 @@ from ..kernels.ops.layer_operations import (
     Rotate,
 )
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
-from ..kernels.ops.parameter import ExpertRows, HeadRows, Parameter, Shape, Slice, Source
+from ..kernels.ops.parameter import Cut, ExpertRows, HeadRows, Parameter, Shape, Slice, Source
 from .config import LatentConfig, ModelConfig, Rope
 from .decoder_model import DecoderConfig, PlannedConfig
 from .families import ExpertLayout, ExpertsConfig, ExpertTraits
@@ -38,22 +39,21 @@ from .rope import UNROTATED
 from .sharding import check_ranks, shard_plan
 
 __all__ = [
-    "LayerKind",
-    "activate",
+    "Cut",
+    "Parameter",
+    "Source",
     "attend",
-    "attention",
-    "experts",
-    "gated_mlp",
-    "latent_attention",
+    "fused_layout",
     "linear",
     "matrix",
     "model_plan",
-    "no_part",
     "norm",
+    "parameter_bytes",
     "plan_of",
     "rope_kinds",
     "shard_config",
     "vector",
+    "weights_per_step",
 ]
 
 
@@ -615,3 +615,43 @@ def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     if norms.mlp_output is not None:
         yield norm(config, "mlp_output_norm", norms.mlp_output)
     yield Residual(name="residual", scale=scale)
+
+
+# Maps the parameters of a model to the tensors of a Hugging Face checkpoint.
+
+
+def fused_layout(config: ModelConfig) -> dict[str, Parameter]:
+    """Return the parameters of the model by our name, in the order a forward pass needs them.
+
+    Each says which tensors of a Hugging Face checkpoint make it, in which order, and their shapes.
+    With tied embeddings there is no `lm_head.weight`.
+    """
+    return {parameter.name: parameter for parameter in model_plan(config).parameters()}
+
+
+def weights_per_step(config: DecoderConfig) -> int:
+    """Return how many parameters a token is multiplied with, however they are stored.
+
+    Of experts these are the chosen and the shared ones. An untied input embedding is left out: a
+    step reads one of its rows per sequence.
+    """
+    return plan_weights_per_step(plan_of(config))
+
+
+def plan_weights_per_step(plan: ModelPlan) -> int:
+    """Return the same for a plan, which may be that of one rank of a tensor-parallel group."""
+    unread = 0 if plan.tied else plan.embedding.elements
+    for layer in plan.layers:
+        for op in layer.operations:
+            if isinstance(op, Experts):
+                unused = op.total - op.per_token
+                unread += (op.gate_up.elements + op.down.elements) * unused // op.total
+    return sum(parameter.elements for parameter in plan.parameters()) - unread
+
+
+def parameter_bytes(parameter: Parameter, kernels: Kernels, dtype: torch.dtype) -> int:
+    """Return the bytes of a parameter as the kernels store it."""
+    if not parameter.is_matrix:
+        return parameter.elements * (parameter.dtype or dtype).itemsize
+    rows, columns = parameter.shape
+    return kernels.stored_bytes(rows, columns, dtype, parameter.matrices)

@@ -22,8 +22,7 @@ from ..kernels.ops.layer_plan import ModelPlan
 from ..loading.loader import resolve_source
 from ..memory.footprint import model_footprint
 from ..models.decoder_model import DecoderConfig
-from ..models.layout import parameter_bytes
-from ..models.plan import plan_of, shard_config
+from ..models.plan import parameter_bytes, plan_of, shard_config
 from ..resolved_config import ResolvedConfig, resolve_kernels, resolve_masks
 
 __all__ = ["describe_experts", "explain_memory", "resolve_absent"]

@@ -38,8 +38,7 @@ from ..loading.drafter_loading import new_drafter
 from ..loading.loader import Source, resolve_source
 from ..models.decoder import Decoder
 from ..models.drafters.drafter import DraftModel
-from ..models.layout import fused_layout
-from ..models.plan import model_plan
+from ..models.plan import fused_layout, model_plan
 from ..resolved_config import ResolvedConfig
 from .memory_report import resolve_absent
 

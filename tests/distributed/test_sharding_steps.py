@@ -23,8 +23,8 @@ from stepgraph.runtime.kernels.cpu.sampling import fused_greedy, fused_most_like
 from stepgraph.runtime.kernels.ops.layer_plan import Shard
 from stepgraph.runtime.kernels.ops.weight_storage import dequantise_weight, quantise_weight
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.layout import fused_layout
-from stepgraph.runtime.models.sharded_vocabulary import ShardedVocabulary
+from stepgraph.runtime.models.modules import ShardedVocabulary
+from stepgraph.runtime.models.plan import fused_layout
 from stepgraph.runtime.sampling.reference_sampler import sample_greedy
 from stepgraph.runtime.sampling_params import SamplingParams
 

@@ -26,7 +26,7 @@ from stepgraph.runtime.errors import (
     RequestError,
 )
 from stepgraph.runtime.loading.loader import OpenedSource
-from stepgraph.runtime.models.layout import fused_layout
+from stepgraph.runtime.models.plan import fused_layout
 
 from ..rigs.engine_rig import greedy
 from ..rigs.reload_rig import (  # noqa: F401

@@ -18,7 +18,7 @@ from stepgraph.runtime.kernels import (
     quantise_weight,
 )
 from stepgraph.runtime.loading.checkpoint import read_config
-from stepgraph.runtime.models.layout import fused_layout, weights_per_step
+from stepgraph.runtime.models.plan import fused_layout, weights_per_step
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,8 +14,7 @@ from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.memory.footprint import weight_bytes
 from stepgraph.runtime.models.config import ExpertsConfig, ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
-from stepgraph.runtime.models.layout import weights_per_step
-from stepgraph.runtime.models.plan import model_plan
+from stepgraph.runtime.models.plan import model_plan, weights_per_step
 
 from ..rigs.expert_models import EXPERT_VARIANTS
 from .test_families import assert_parity

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.models.config import ModelConfig, RopeScaling
-from stepgraph.runtime.models.layout import fused_layout
+from stepgraph.runtime.models.plan import fused_layout
 from stepgraph.runtime.models.presets import preset
 from transformers import LlamaConfig
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.layout import fused_layout
+from stepgraph.runtime.models.plan import fused_layout
 from stepgraph.runtime.models.presets import PRESETS
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -18,8 +18,7 @@ from stepgraph.runtime.loading.loader import iter_weights, random_weights
 from stepgraph.runtime.memory.footprint import weight_bytes
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
-from stepgraph.runtime.models.layout import Source, fused_layout
-from stepgraph.runtime.models.plan import model_plan
+from stepgraph.runtime.models.plan import Source, fused_layout, model_plan
 
 from ..rigs.sharding_rig import Meeting, ThreadCollectives, on_ranks, tiny_config, write_checkpoint
 from ..rigs.sharding_steps import CPU, RankSteps, plain_kernels, rank_steps, stored_weights

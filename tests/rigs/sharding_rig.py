@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.families import FAMILIES
-from stepgraph.runtime.models.layout import fused_layout
+from stepgraph.runtime.models.plan import fused_layout
 
 from .tiny_models import BASE, VARIANTS
 

@@ -36,9 +36,8 @@ from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ...kernels.ops.parameter import Parameter
 from ..config import ModelConfig
 from ..decoder import Decoder, LayerStack
-from ..layout import parameter_bytes
-from ..modules import Projection
-from ..sharded_vocabulary import ShardedVocabulary
+from ..modules import Projection, ShardedVocabulary
+from ..plan import parameter_bytes
 
 __all__ = [
     "DraftModel",

@@ -34,10 +34,8 @@ from ...kernels.ops.stack import DecoderStack
 from ..config import ModelConfig
 from ..decoder import Decoder, LayerStack
 from ..decoder_model import DecoderConfig
-from ..each_token import each_token
-from ..families import FAMILIES, Json, read_field, read_optional
-from ..modules import Projection, RMSNorm
-from ..mtp_layout import MtpLayout
+from ..families import FAMILIES, Json, MtpLayout, read_field, read_optional
+from ..modules import Projection, RMSNorm, each_token
 from ..plan import linear, matrix, model_plan, rope_kinds, vector
 from .drafter import (
     MOST_DRAFTS,
@@ -498,7 +496,7 @@ class Eagle3(FeatureHead):
         return normed_TD, output_TD
 
 
-# Modules for multi-token prediction, in the layouts of `mtp_layout.py`.
+# Modules for multi-token prediction, in the layouts of `families.py`.
 #
 # Such a module is a layer in the checkpoint of the target itself. It shares embedding and output
 # projection with the target.

@@ -23,8 +23,7 @@ from ...kernels import (
     Stack,
 )
 from ...operation_scopes import operation
-from ..modules import Projection
-from ..sharded_vocabulary import ShardedVocabulary
+from ..modules import Projection, ShardedVocabulary
 from .attention import IMPLEMENTATION, CurrentStep, PagedLayer, PagedStep
 from .config import LinearGroup, TransformersConfig, freeze_rotations, layer_prefixes, linear_groups
 from .probe import Probe, head_of, run_head, set_implementation
