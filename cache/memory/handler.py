@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 
 from ..spec import LayerGroup
@@ -81,8 +81,6 @@ class MemoryPlan:
         longest_request: tokens of the longest request that fits if no other runs.
         budget_bytes: upper limit of `total`.
         available_bytes: free bytes of the device when the plan was made.
-        weights_resident: whether the weights were loaded then, so that `available_bytes` did not
-            include them.
         capped: whether more blocks would fit than `max_num_seqs` full requests can use.
     """
 
@@ -105,7 +103,6 @@ class MemoryPlan:
     longest_request: int
     budget_bytes: int
     available_bytes: int
-    weights_resident: bool
     capped: bool
 
     @property
@@ -178,8 +175,6 @@ class MemoryPlan:
 
     def _label(self, name: str) -> str:
         label = name.replace("_", " ")
-        if name == "weights" and self.weights_resident:
-            return f"{label} (loaded)"
         if name in HOST_TERMS and not self.host_shared:
             return f"{label} (not in the total)"
         return label
@@ -299,9 +294,6 @@ class ModelFootprint:
         graph_bytes: memory of captured steps, without their buffers.
         host_blocks: blocks of the host cache.
         host_shared: whether host and device share their memory, so that a budget covers both.
-
-    Raises:
-        ValueError: a field is out of range.
     """
 
     weight_bytes: int
@@ -322,19 +314,6 @@ class ModelFootprint:
     graph_bytes: int = 0
     host_blocks: int = 0
     host_shared: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.groups:
-            raise ValueError("a footprint needs at least one layer group, got none")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if type(value) is not int:
-                continue
-            least = int(
-                field.name in ("block_size", "max_num_seqs", "max_model_len", "prefill_chunk")
-            )
-            if value < least:
-                raise ValueError(f"{field.name} must be at least {least}, got {value}")
 
     @property
     def block_bytes(self) -> int:
@@ -428,9 +407,6 @@ class ModelFootprint:
         return bisect_right(tokens, blocks, key=self.request_blocks)
 
 
-_MIN_BLOCKS = 2  # the null block and one for tokens
-
-
 class MemoryBudgetError(ValueError):
     """The memory budget is invalid, or too small for the smallest cache that works.
 
@@ -466,15 +442,11 @@ class MemoryBudget:
     """The memory that an engine may use, given in exactly one of four ways.
 
     Attributes:
-        fraction: share of the free bytes of the device, above 0 to 1. It covers the weights unless
-            they are already loaded.
+        fraction: share of the free bytes of the device, above 0 to 1. It covers the weights.
         bytes: total bytes; they cover the weights, loaded or not.
         context_tokens: tokens of context that the cache holds, in requests of `max_model_len`
             tokens (see `ModelFootprint.context_blocks`).
         num_blocks: blocks of the cache, null block included, at least 2.
-
-    Raises:
-        MemoryBudgetError: none or several are given, or the value is out of range.
     """
 
     fraction: float | None = None
@@ -482,28 +454,12 @@ class MemoryBudget:
     context_tokens: int | None = None
     num_blocks: int | None = None
 
-    def __post_init__(self) -> None:
-        given = {
-            f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None
-        }
-        if len(given) != 1:
-            raise MemoryBudgetError(
-                f"a memory budget is one of fraction, bytes, context_tokens and num_blocks, "
-                f"got {' and '.join(given) or 'none'}"
-            )
-        if self.fraction is not None and not 0 < self.fraction <= 1:
-            raise MemoryBudgetError(f"fraction must be above 0 and at most 1, got {self.fraction}")
-        for name, least in (("bytes", 1), ("context_tokens", 1), ("num_blocks", _MIN_BLOCKS)):
-            if given.get(name, least) < least:
-                raise MemoryBudgetError(f"{name} must be at least {least}, got {given[name]}")
-
 
 def plan_memory(
     footprint: ModelFootprint,
     budget: MemoryBudget,
     *,
     available_bytes: int,
-    weights_resident: bool = False,
     num_blocks: int | None = None,
     max_batch_tokens: int | None = None,
     batch_tokens_per_block: int | Fraction = Fraction(1, 8),
@@ -520,7 +476,6 @@ def plan_memory(
         budget: the memory that it may use. A number of blocks or context tokens determines the
             bytes.
         available_bytes: free bytes of the device now.
-        weights_resident: the weights are loaded, so `available_bytes` no longer contains them.
         num_blocks: fixes the blocks, null block included; the batch tokens are solved for.
         max_batch_tokens: fixes the batch tokens; the blocks are solved for.
         batch_tokens_per_block: ratio of batch tokens to blocks, if batch tokens are solved for and
@@ -530,32 +485,18 @@ def plan_memory(
         reserve_bytes: bytes to leave free.
 
     Raises:
-        MemoryBudgetError: an argument is out of range, contradicts the budget, or the budget or
-            the device is too small; the message lists every term.
+        MemoryBudgetError: the batch tokens or blocks are too few, or the budget or the device is
+            too small; the message lists every term.
     """
-    for name, value, least in (
-        ("available_bytes", available_bytes, 0),
-        ("num_blocks", num_blocks, _MIN_BLOCKS),
-        ("max_batch_tokens", max_batch_tokens, footprint.least_batch_tokens),
-        ("cap_blocks", cap_blocks, _MIN_BLOCKS),
-        ("reserve_bytes", reserve_bytes, 0),
-    ):
-        if value is not None and value < least:
-            why = ", one token for each of max_num_seqs and one of a prompt"
-            raise MemoryBudgetError(
-                f"{name} must be at least {least}{why if name == 'max_batch_tokens' else ''}, "
-                f"got {value}"
-            )
-    if batch_tokens_per_block <= 0:
+    if max_batch_tokens is not None and max_batch_tokens < footprint.least_batch_tokens:
         raise MemoryBudgetError(
-            f"batch_tokens_per_block must be above 0, got {batch_tokens_per_block}"
+            f"max_batch_tokens must be at least {footprint.least_batch_tokens}, one token for each"
+            f" of max_num_seqs and one of a prompt, got {max_batch_tokens}"
         )
 
-    # Bytes that `available_bytes` no longer contains but `total` does.
-    credit = footprint.weight_bytes if weights_resident else 0
-    ceiling = available_bytes + credit
+    ceiling = available_bytes
     if budget.fraction is not None:
-        ceiling = math.floor(Fraction(budget.fraction) * available_bytes) + credit
+        ceiling = math.floor(Fraction(budget.fraction) * available_bytes)
     elif budget.bytes is not None:
         ceiling = budget.bytes
 
@@ -564,11 +505,6 @@ def plan_memory(
     if budget.context_tokens is not None:
         blocks_of_budget = max(
             footprint.context_blocks(budget.context_tokens), footprint.least_blocks
-        )
-    if blocks_of_budget is not None and num_blocks is not None:
-        raise MemoryBudgetError(
-            f"num_blocks={num_blocks} and a budget of {blocks_of_budget} blocks both fix the "
-            f"cache: give one of them"
         )
     fixed_blocks = num_blocks if blocks_of_budget is None else blocks_of_budget
     if fixed_blocks is not None and fixed_blocks < footprint.least_blocks:
@@ -605,11 +541,10 @@ def plan_memory(
         longest_request=footprint.longest_request(blocks),
         budget_bytes=ceiling,
         available_bytes=available_bytes,
-        weights_resident=weights_resident,
         capped=capped,
     )
     # A budget of bytes, blocks or context may exceed the memory of the device.
-    limit = min(ceiling, available_bytes + credit)
+    limit = min(ceiling, available_bytes)
     if plan.total > limit:
         raise _too_small(plan, limit, blocks_given=fixed_blocks is not None)
     return plan
@@ -672,14 +607,12 @@ _FIELDS = {
 
 
 def _too_small(plan: MemoryPlan, limit: int, *, blocks_given: bool) -> MemoryBudgetError:
-    of_device = plan.available_bytes + (plan.weights if plan.weights_resident else 0)
     what, remedy = (
         ("available memory", "free memory on the device")
-        if limit == of_device
+        if limit == plan.available_bytes
         else ("memory budget", "raise the budget")
     )
-    loaded = ", loaded weights included" if plan.weights_resident else ""
-    budget = f"the {what} of {limit} bytes ({format_bytes(limit)}{loaded}) is too small"
+    budget = f"the {what} of {limit} bytes ({format_bytes(limit)}) is too small"
     usable = f"{plan.usable_blocks} block{'s' if plan.usable_blocks > 1 else ''} for tokens"
     counted = {n: b for n, b in plan.terms().items() if plan.host_shared or n not in HOST_TERMS}
     terms = ", ".join(

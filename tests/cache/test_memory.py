@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 from stepgraph.cache.memory.handler import (
@@ -47,72 +46,6 @@ def test_budget_above_what_the_device_has(budget: MemoryBudget) -> None:
     expected = r"available memory of 17179869184 bytes .* or free memory on the device"
     with pytest.raises(MemoryBudgetError, match=expected):
         plan_memory(LLAMA, budget, available_bytes=16 * GIB)
-
-
-def test_loaded_weights_are_outside_a_fraction_and_inside_bytes() -> None:
-    def blocks(budget: MemoryBudget, resident: bool) -> int:
-        free = 80 * GIB - (LLAMA.weight_bytes if resident else 0)
-        plan = plan_memory(
-            LLAMA,
-            budget,
-            available_bytes=free,
-            weights_resident=resident,
-            max_batch_tokens=2048,
-        )
-        return plan.num_blocks
-
-    all_of_it = MemoryBudget(fraction=1.0)
-    assert blocks(all_of_it, resident=True) == blocks(all_of_it, resident=False)
-    # After loading, half of what is left is more than half of everything less the weights.
-    half = MemoryBudget(fraction=0.5)
-    saved = LLAMA.weight_bytes // 2 // LLAMA.block_bytes
-    assert blocks(half, resident=True) - blocks(half, resident=False) in (saved, saved + 1)
-    absolute = MemoryBudget(bytes=40 * GIB)
-    assert blocks(absolute, resident=True) == blocks(absolute, resident=False)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "got none"),
-        ({"fraction": 0.5, "bytes": 7}, "got fraction and bytes"),
-        ({"fraction": 0.0}, "fraction must be above 0"),
-        ({"fraction": 1.5}, "at most 1, got 1.5"),
-        ({"fraction": math.nan}, "fraction must be"),
-    ],
-)
-def test_malformed_budget(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(MemoryBudgetError, match=message):
-        MemoryBudget(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batch_tokens_per_block": 0}, "batch_tokens_per_block must be above 0"),
-        (
-            {"budget": MemoryBudget(num_blocks=9), "num_blocks": 8},
-            "num_blocks=8 and a budget of 9 blocks",
-        ),
-    ],
-)
-def test_malformed_question(arguments: dict[str, object], message: str) -> None:
-    good = {
-        "footprint": LLAMA,
-        "budget": MemoryBudget(fraction=0.9),
-        "available_bytes": 80 * GIB,
-    }
-    with pytest.raises(MemoryBudgetError, match=message):
-        plan_memory(**{**good, **arguments})
-
-
-def test_malformed_footprint() -> None:
-    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
-        dataclasses.replace(LLAMA, block_size=0)
-    with pytest.raises(ValueError, match="at least one layer group, got none"):
-        dataclasses.replace(LLAMA, groups=())
-    with pytest.raises(ValueError, match="graph_bytes must be at least 0, got -1"):
-        dataclasses.replace(LLAMA, graph_bytes=-1)
 
 
 def llama_plan(**arguments: object) -> MemoryPlan:

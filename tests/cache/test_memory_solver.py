@@ -124,7 +124,6 @@ class Case:
     footprint: ModelFootprint
     budget: MemoryBudget
     available: int
-    resident: bool
     ratio: Fraction
     reserve: int
 
@@ -133,8 +132,7 @@ class Case:
         if self.budget.bytes is not None:
             return self.budget.bytes
         assert self.budget.fraction is not None
-        share = math.floor(Fraction(self.budget.fraction) * self.available)
-        return share + (self.footprint.weight_bytes if self.resident else 0)
+        return math.floor(Fraction(self.budget.fraction) * self.available)
 
     def total(self, blocks: int, tokens: int) -> int:
         return written_out(self.footprint, blocks, tokens, self.reserve)
@@ -149,7 +147,6 @@ class Case:
             self.footprint,
             self.budget,
             available_bytes=self.available,
-            weights_resident=self.resident,
             batch_tokens_per_block=self.ratio,
             reserve_bytes=self.reserve,
             **fixed,
@@ -171,7 +168,7 @@ def cases(draw: st.DrawFn) -> Case:
     if budget is None:
         budget = MemoryBudget(bytes=room)
     ratio = Fraction(draw(st.integers(1, 500)), draw(st.integers(1, 5000)))
-    return Case(footprint, budget, room, draw(st.booleans()), ratio, reserve)
+    return Case(footprint, budget, room, ratio, reserve)
 
 
 def solve_or_prove_too_small(case: Case, least: int, **fixed: int) -> MemoryPlan | None:
