@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-__all__ = ["BlockPool", "CachedKeys", "NULL_BLOCK", "OutOfBlocksError"]
+__all__ = [
+    "BlockPool",
+    "CachedKeys",
+    "HASH_BYTES",
+    "HostBlocks",
+    "NULL_BLOCK",
+    "OutOfBlocksError",
+    "PrefixHashes",
+    "SwappedRequest",
+]
 
 
 # `CachedKeys`: the keys of a block pool at one moment, to be read outside of the step thread.
@@ -290,3 +301,150 @@ class BlockPool:
         if any(self._verified):
             verified = [block for block, flag in enumerate(self._verified) if flag]
             assert all(self._keys[block] for block in verified), "a block without a key is verified"
+
+
+# The blocks of the host cache, and the preempted requests whose keys and values they hold.
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedRequest:
+    """The keys and values of a preempted request in the host cache."""
+
+    num_tokens: int
+    """Tokens whose keys and values are kept."""
+    blocks: list[tuple[int, int, int]]
+    """(layer group, column of its block table, host block)."""
+
+
+class HostBlocks:
+    """The blocks `0 .. num_blocks - 1` of the host arena. The host has no null block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """Manage `num_blocks` blocks; 0 for no host cache."""
+        # Host block i is block i + 1 of the pool, which never allocates its block 0.
+        self._pool = BlockPool(num_blocks + 1) if num_blocks else None
+        self._requests: dict[str, SwappedRequest] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no request holds."""
+        return 0 if self._pool is None else self._pool.num_free
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks."""
+        return 0 if self._pool is None else self._pool.num_blocks - 1
+
+    def find(self, request_id: str) -> SwappedRequest | None:
+        """Return what the host cache holds of a request, or None."""
+        return self._requests.get(request_id)
+
+    def put(
+        self, request_id: str, num_tokens: int, columns: Sequence[tuple[int, int]]
+    ) -> list[int] | None:
+        """Allocate a block for each (group, column) of a request; None if too few are free."""
+        assert request_id not in self._requests, f"request {request_id} is swapped already"
+        if len(columns) > self.num_free:
+            return None
+        taken = [] if self._pool is None else [b - 1 for b in self._pool.allocate(len(columns))]
+        self._requests[request_id] = SwappedRequest(
+            num_tokens,
+            [(group, column, host) for (group, column), host in zip(columns, taken, strict=True)],
+        )
+        return taken
+
+    def drop(self, request_id: str) -> None:
+        """Free the host blocks of a request, if it has any."""
+        swapped = self._requests.pop(request_id, None)
+        if swapped is not None and self._pool is not None:
+            self._pool.free(host + 1 for _, _, host in swapped.blocks)
+
+    def check_integrity(self) -> None:
+        """Assert that every block is free or belongs to one request."""
+        if self._pool is None:
+            return
+        self._pool.check_integrity()
+        held = [host + 1 for s in self._requests.values() for _, _, host in s.blocks]
+        assert len(set(held)) == len(held), "a host block belongs to two swapped requests"
+        assert all(self._pool.ref_count(block) == 1 for block in held), "a host block is shared"
+        assert len(held) == self._pool.num_held, (
+            f"{len(held)} host blocks belong to swapped requests, {self._pool.num_held} are held"
+        )
+
+
+# Chained block hashes: two blocks have the same hash if everything up to their end is the same.
+#
+#     hash of block i = BLAKE2b-256(hash of block i - 1, tokens of block i, other inputs in it)
+#     hash before block 0 = BLAKE2b-256(salt), personalised, so that it never equals a block's
+#
+# The hash before block 0 contains a variant too, where equal tokens can have other keys and values.
+#
+# With 256 bits it is infeasible to construct two prompts with the same hash. Clients that do not
+# know the salt cannot detect the prompts of others by their time to first token (CVE-2025-46570).
+
+HASH_BYTES = 32
+
+
+class PrefixHashes:
+    """The hashes of the full blocks of one growing sequence."""
+
+    def __init__(self, block_size: int, salt: str = "", variant: bytes = b"") -> None:
+        """Begin an empty sequence.
+
+        Only sequences with the same `salt` and `variant` have hashes in common.
+        """
+        self._block_size = block_size
+        root = hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"salt")
+        self._salted = self._root = root.digest()
+        if variant:
+            self._root = _digest_of_variant(self._salted, variant)
+        self._hashes: list[bytes] = []
+
+    def __len__(self) -> int:
+        """Full blocks hashed so far."""
+        return len(self._hashes)
+
+    def __getitem__(self, block: int) -> bytes:
+        """Hash of the sequence up to the end of a block: `HASH_BYTES` bytes."""
+        return self._hashes[block]
+
+    def copy(self) -> PrefixHashes:
+        """Return a copy that can be continued with other tokens."""
+        other = copy.copy(self)
+        other._hashes = self._hashes.copy()
+        return other
+
+    def restarted(self, variant: bytes) -> PrefixHashes:
+        """Return an empty sequence with the same salt and another variant."""
+        other = copy.copy(self)
+        other._root = _digest_of_variant(self._salted, variant) if variant else self._salted
+        other._hashes = []
+        return other
+
+    def extend(
+        self,
+        tokens: Callable[[int, int], Sequence[int]],
+        num_tokens: int,
+        contents: Callable[[int, int], bytes] | None = None,
+    ) -> None:
+        """Hash the blocks that `num_tokens` tokens fill and that have no hash yet.
+
+        Args:
+            tokens: returns the token ids at positions start to stop - 1, each below 2^63.
+            num_tokens: known tokens of the sequence.
+            contents: returns bytes that identify other inputs at positions start to stop - 1, such
+                as embeddings in the place of tokens; None if there are none.
+        """
+        size, hashes = self._block_size, self._hashes
+        for block in range(len(hashes), num_tokens // size):
+            start, stop = block * size, (block + 1) * size
+            data = hashes[-1] if hashes else self._root
+            data += array("q", tokens(start, stop)).tobytes()
+            if contents is not None:
+                data += contents(start, stop)
+            hashes.append(hashlib.blake2b(data, digest_size=HASH_BYTES).digest())
+
+
+def _digest_of_variant(salted: bytes, variant: bytes) -> bytes:
+    root = hashlib.blake2b(salted + variant, digest_size=HASH_BYTES, person=b"variant")
+    return root.digest()

@@ -13,10 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .blocks import NULL_BLOCK, BlockPool, CachedKeys
-from .prefix_hashes import PrefixHashes
+from .blocks import NULL_BLOCK, BlockPool, CachedKeys, HostBlocks, PrefixHashes
 from .spec import LayerGroup
-from .swap import HostBlocks
 
 __all__ = [
     "Admitted",

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ..cache.prefix_hashes import PrefixHashes
+from ..cache.blocks import PrefixHashes
 from .loading.tokenizer import IncrementalDetokenizer
 from .logprobs import PromptLogprobs, TokenLogprobs
 from .rope_lengths import UNLIMITED

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...cache.prefix_hashes import PrefixHashes
+from ...cache.blocks import PrefixHashes
 from ..arguments import MAX_PRIORITY, check_integer
 from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt

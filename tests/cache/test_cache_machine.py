@@ -22,8 +22,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from stepgraph.cache.blocks import PrefixHashes
 from stepgraph.cache.kv_cache import Admitted, KVCache
-from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.cache.spec import LayerGroup
 
 from ..rigs.cache_rig import Content, Job, Memory, Plan, brute_force_match, record_allocations, spec

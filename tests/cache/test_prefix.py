@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.cache.prefix_hashes import HASH_BYTES, PrefixHashes
+from stepgraph.cache.blocks import HASH_BYTES, PrefixHashes
 
 from ..rigs.cache_rig import hashes_of
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from stepgraph.cache.swap import HostBlocks, SwappedRequest
+from stepgraph.cache.blocks import HostBlocks, SwappedRequest
 
 REQUESTS = st.sampled_from("abcd")
 

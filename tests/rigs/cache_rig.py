@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stepgraph.cache.blocks import BlockPool
+from stepgraph.cache.blocks import BlockPool, PrefixHashes
 from stepgraph.cache.kv_cache import Admitted, KVCache, TableChange
-from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.cache.spec import FullAttentionSpec, SlidingWindowSpec
 
 Content = tuple[int, str, tuple[int, ...]] | None

@@ -7,8 +7,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from stepgraph.cache.blocks import PrefixHashes
 from stepgraph.cache.kv_cache import KVCache
-from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.cache.spec import (
     FullAttentionSpec,
     LayerGroup,

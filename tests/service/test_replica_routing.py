@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.cache.blocks import BlockPool
-from stepgraph.cache.prefix_hashes import PrefixHashes
+from stepgraph.cache.blocks import BlockPool, PrefixHashes
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.service.ray_app import build
