@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..kernels import Kernels, dequantise_weight, packed_embedding, quantise_weight
+from ..kernels.ops.batch import NON_FINITE
 from ..kernels.ops.collectives import Collectives
-from ..kernels.ops.feedback import NON_FINITE
 from ..kernels.ops.layer_plan import Shard
 
 __all__ = [
