@@ -33,18 +33,7 @@ STEP_POINTS = [(1, 128), (8, 128), (32, 128), (1, 1024), (8, 1024)]
 HOST_ROWS = (1, 32, 256)
 
 
-def probe_tokens(models: Path, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the outputs of each case."""
-    found = {}
-    for case, settings in cases.items():
-        try:
-            found[case] = _outputs(models, case, settings)
-        except Exception as error:  # is reported as a failure of the case
-            found[case] = {"crashed": repr(error)}
-    return found
-
-
-def _outputs(models: Path, case: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def outputs(models: Path, case: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return everything that callers see of a few requests, which fill an engine."""
     from stepgraph import ConfigError, Engine, EngineConfig
 
@@ -116,26 +105,18 @@ def _numbers(entry: Any) -> Any:
     return entry and [entry.token_id, entry.logprob, sorted(entry.top.items())]
 
 
-def probe_memory(cases: Mapping[str, str]) -> dict[str, Any]:
-    """Return the terms of the memory plan of each case in bytes; a case has flags."""
+def memory_plan(case: str, flags: str) -> dict[str, int]:
+    """Return the terms of the memory plan of a preset in bytes."""
     from stepgraph.__main__ import main
 
-    found = {}
-    for case, flags in cases.items():
-        model = f"preset:{case.removeprefix('memory/')}"
-        command = ["explain", "memory", "--model", model, *flags.split()]
-        for exact in (False, True):  # the first run loads the modules
-            text = io.StringIO()
-            with (
-                contextlib.redirect_stdout(text),
-                _exact_bytes() if exact else contextlib.nullcontext(),
-            ):
-                status = main(command)
-        terms = re.findall(r"^([a-z][a-z ]*?) {2,}(\d+) B", text.getvalue(), re.MULTILINE)
-        enough = status == 0 and len(terms) > 5
-        values = {term: int(size) for term, size in terms}
-        found[case] = values if enough else {"crashed": text.getvalue()[:200]}
-    return found
+    command = ["explain", "memory", "--model", f"preset:{case.partition('/')[2]}", *flags.split()]
+    main(command)  # loads the modules
+    with contextlib.redirect_stdout(io.StringIO()) as text, _exact_bytes():
+        status = main(command)
+    terms = re.findall(r"^([a-z][a-z ]*?) {2,}(\d+) B", text.getvalue(), re.MULTILINE)
+    assert status == 0, text.getvalue()
+    assert len(terms) > 5, text.getvalue()
+    return {term: int(size) for term, size in terms}
 
 
 @contextlib.contextmanager
@@ -152,7 +133,7 @@ def _exact_bytes() -> Iterator[None]:
             vars(sys.modules[name])["format_bytes"] = function
 
 
-def probe_start() -> float:
+def start_seconds() -> float:
     """Return the seconds from the import to the first token of the demo model."""
     begin = time.perf_counter()
     from stepgraph import Engine, SamplingParams
@@ -212,13 +193,19 @@ def run_probe(name: str, models: Path, tree: Path) -> None:
     if name in ("steps", "host"):
         serve_steps(models, name)
         return
-    with contextlib.redirect_stdout(sys.stderr):
-        if name == "start":
-            result: Any = probe_start()
-        else:
-            given = json.load(sys.stdin)
-            result = probe_tokens(models, given["tokens"]) | probe_memory(given["memory"])
-    print(json.dumps(result))
+    if name == "start":
+        print(start_seconds())
+        return
+    for case, given in json.load(sys.stdin).items():
+        with contextlib.redirect_stdout(sys.stderr):
+            try:
+                if case.startswith("memory/"):
+                    result: Any = memory_plan(case, given)
+                else:
+                    result = outputs(models, case, given)
+            except Exception as error:  # is reported as a failure of the case
+                result = {"crashed": repr(error)}
+        print(json.dumps([case, result]), flush=True)
 
 
 if __name__ == "__main__":
