@@ -205,7 +205,7 @@ class PromptScorer:
             arrays.tokens[begin:end] = np.arange(at, at + len(scored))
             arrays.next_ids[begin:end] = chunk.request.tokens(scored.start + 1, scored.stop + 1)
             first += chunk.count
-        padded = -(-end // self._slice) * self._slice
+        padded = min(-(-end // self._slice) * self._slice, len(arrays.tokens))
         arrays.tokens[end:padded] = 0
         arrays.next_ids[end:padded] = 0
         if self._commands is not None:

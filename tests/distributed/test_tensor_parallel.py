@@ -171,6 +171,18 @@ def test_prompt_logprobs(pair: tuple[Engine, Engine]) -> None:
             assert b.logprob == pytest.approx(a.logprob, abs=1e-3)
 
 
+def test_prompt_logprobs_of_a_chunk_that_ends_within_a_slice(tiny: TinyModels) -> None:
+    prompts, params = [[*range(3, 25)]], greedy(prompt_logprobs=0)
+    found = []
+    for ranks in (1, 2):
+        with opened(tiny("base").directory, ranks, prefill_chunk=24) as engine:
+            (output,) = engine.generate(prompts, params)
+            assert output.prompt_logprobs is not None
+            found.append([entry.logprob for entry in output.prompt_logprobs[1:] if entry])
+    assert found[1] == pytest.approx(found[0], abs=1e-3)
+    assert len(found[0]) == 21
+
+
 def test_prompt_embeds(pair: tuple[Engine, Engine]) -> None:
     def seen(content: bytes) -> torch.Tensor:
         generator = torch.Generator().manual_seed(content[0])
