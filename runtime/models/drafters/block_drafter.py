@@ -47,6 +47,7 @@ from .drafter import (
     NewestTokens,
     StepOperator,
     TokenProjection,
+    require_native,
     within_window,
 )
 
@@ -111,12 +112,7 @@ def block_config(
         CheckpointError: a field is missing, mistyped or of an unsupported variant.
         ConfigError: it does not fit the target.
     """
-    if not isinstance(target, ModelConfig):
-        raise ConfigError(
-            f"{name} reads hidden states of layers, which a model that transformers runs"
-            f" ({bounded_repr(target.model_type, 60)}) does not return: use a model of a native"
-            " family, or speculation='suffix'"
-        )
+    target = require_native(name, target)
     own = config.get("dflash_config")
     fields = {**config, **own} if isinstance(own, dict) else config
     if any(name.startswith("candidate_selector.") for name in names):

@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 import torch
 
 from ....cache.spec import FullAttentionSpec, LatentSpec, LayerSpec, SlidingWindowSpec
+from ...bounded_repr import bounded_repr
 from ...errors import ConfigError
 from ...kernels import Kernels, RaggedBatch
 from ...kernels.cpu.drafted import linear_most_likely
@@ -36,6 +37,7 @@ from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ...kernels.ops.parameter import Parameter
 from ..config import ModelConfig
 from ..decoder import Decoder, LayerStack
+from ..decoder_model import DecoderConfig
 from ..modules import Projection, ShardedVocabulary
 from ..plan import parameter_bytes
 
@@ -51,6 +53,7 @@ __all__ = [
     "SampledTokens",
     "StepOperator",
     "TokenProjection",
+    "require_native",
     "within_window",
 ]
 
@@ -126,6 +129,17 @@ class DrafterConfig:
 
 
 # Limits what the layers of a drafter attend to.
+
+
+def require_native(name: str, target: DecoderConfig) -> ModelConfig:
+    """Return the config of a target whose layers a drafter reads; `ConfigError` for others."""
+    if isinstance(target, ModelConfig):
+        return target
+    raise ConfigError(
+        f"{name} reads hidden states of layers, which a model that transformers runs"
+        f" ({bounded_repr(target.model_type, 60)}) does not return: use a model of a native"
+        " family, or speculation='suffix'"
+    )
 
 
 def within_window(plan: ModelPlan, window: int | None) -> ModelPlan:

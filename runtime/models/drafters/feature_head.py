@@ -46,6 +46,7 @@ from .drafter import (
     SampledTokens,
     StepOperator,
     TokenProjection,
+    require_native,
     within_window,
 )
 
@@ -121,12 +122,7 @@ def eagle3_config(
         CheckpointError: a field is missing, mistyped or of an unsupported variant.
         ConfigError: it does not fit the target.
     """
-    if not isinstance(target, ModelConfig):
-        raise ConfigError(
-            f"{name} reads hidden states of layers, which a model that transformers runs"
-            f" ({bounded_repr(target.model_type, 60)}) does not return: use a model of a native"
-            " family, or speculation='suffix'"
-        )
+    target = require_native(name, target)
     speculators = config.get("speculators_model_type") is not None
     layer = config.get("transformer_layer_config") if speculators else config
     if not isinstance(layer, dict):
