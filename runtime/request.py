@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..cache.blocks import PrefixHashes
-from .loading.tokenizer import IncrementalDetokenizer
+from .loading.detokenizer import IncrementalDetokenizer
 from .logprobs import PromptLogprobs, TokenLogprobs
 from .rope_lengths import UNLIMITED
 from .sampling_params import SamplingParams

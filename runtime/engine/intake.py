@@ -16,7 +16,8 @@ from ...cache.blocks import PrefixHashes
 from ..arguments import MAX_PRIORITY, check_integer
 from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt
-from ..loading.tokenizer import IncrementalDetokenizer, TextTokenizer
+from ..loading.detokenizer import IncrementalDetokenizer
+from ..loading.tokenizer import TextTokenizer
 from ..logprobs import PromptLogprobs
 from ..models.decoder import rope_lengths
 from ..models.decoder_model import DecoderConfig

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime.errors import CheckpointError, RequestError
-from stepgraph.runtime.loading.tokenizer import IncrementalDetokenizer, TextTokenizer
+from stepgraph.runtime.loading.detokenizer import IncrementalDetokenizer
+from stepgraph.runtime.loading.tokenizer import TextTokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
 

@@ -8,7 +8,8 @@ pytest.importorskip("msgspec")
 
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.runtime.loading.tokenizer import IncrementalDetokenizer, TextTokenizer
+from stepgraph.runtime.loading.detokenizer import IncrementalDetokenizer
+from stepgraph.runtime.loading.tokenizer import TextTokenizer
 from stepgraph.runtime.request import TokenLogprobs
 from stepgraph.runtime.service.http.responses import CompletionLogprobs
 from stepgraph.runtime.service.http.token_text import ChoiceTokens, TokenTexts

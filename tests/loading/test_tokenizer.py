@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime.errors import CheckpointError, RequestError
+from stepgraph.runtime.loading.detokenizer import IncrementalDetokenizer
 from stepgraph.runtime.loading.tokenizer import (
-    IncrementalDetokenizer,
     TextTokenizer,
     load_tokenizer,
 )
