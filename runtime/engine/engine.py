@@ -97,9 +97,9 @@ class Engine:
     current step and leaves the engine usable. See docs/embedding.md.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineParts | None = None, *_: object, **__: object) -> None:
         """Take the parts that `startup.start` made. Use `from_pretrained` instead."""
-        if not hasattr(parts, "runner"):
+        if parts is None or not hasattr(parts, "runner"):
             name = type(self).__name__
             raise TypeError(
                 f"{name}() takes no model or configuration: load a model with"

@@ -460,6 +460,17 @@ class Runner:
             masked=MaskSizes.of(config, model.config),
             drafts=config.kept_drafts,
         )
+        self.null_row = self.state.null_row
+        self.scorer = PromptScorer(
+            model,
+            prefill_tokens=config.prefill_chunk,
+            max_num_seqs=config.max_num_seqs,
+            host_sets=OUTPUT_SETS if config.is_async_device else 0,
+            commands=commands,
+        )
+        self._writer = InputWriter(
+            config, len(groups), model.config.hidden_size, self.state, self.scorer, commands
+        )
         self.masks: TokenMasks | None = None
         self.followed_masks: FollowedMasks | None = None
         """Those of a rank above 0."""
@@ -473,21 +484,10 @@ class Runner:
             else:
                 self.masks = TokenMasks(
                     host_masks,
-                    lambda drafts: self._writer.write_drafts(drafts, ()),
+                    partial(self._writer.write_drafts, stops=()),
                     commands,
                     in_thread=not config.is_async_device,
                 )
-        self.null_row = self.state.null_row
-        self.scorer = PromptScorer(
-            model,
-            prefill_tokens=config.prefill_chunk,
-            max_num_seqs=config.max_num_seqs,
-            host_sets=OUTPUT_SETS if config.is_async_device else 0,
-            commands=commands,
-        )
-        self._writer = InputWriter(
-            config, len(groups), model.config.hidden_size, self.state, self.scorer, commands
-        )
         self.inputs, self.embeds = self._writer.inputs, self._writer.embeds
         self.drafts = self._writer.drafts
         self.input_buffers = {**self._writer.buffers, "scores": self.scorer.inputs}

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 from stepgraph.runtime import Engine, EngineConfig
+from stepgraph.runtime.distributed.rank_processes import WORKER
 
 SIZES: dict[str, Any] = {
     "device": "cpu",
@@ -47,7 +48,7 @@ def ranks_of(process: int) -> list[psutil.Process]:
 
 def _is_rank(process: psutil.Process) -> bool:
     try:
-        return any("rank_worker" in part for part in process.cmdline())
+        return WORKER in process.cmdline()
     except psutil.NoSuchProcess:
         return False
 
