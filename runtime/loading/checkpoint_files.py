@@ -244,7 +244,7 @@ def _of_names(names: list[str]) -> _Format | None:
     for pattern, found in _OF_FILES.items():
         for name in names:
             if fnmatchcase(name.lower(), pattern):
-                return found._replace(what=f"{bounded_text(name, 80)}, {found.what}")
+                return found._replace(what=f"{bounded_text(name, 80)} ({found.what})")
     return None
 
 
@@ -254,6 +254,6 @@ def _quantised(code: str, by: str) -> _Format:
 
 def _error(subject: str, found: _Format) -> CheckpointError:
     return CheckpointError(
-        f"{subject} {found.what}, which is not read. {found.remedy[0].upper()}{found.remedy[1:]}",
+        f"{subject} {found.what}. This format is not read: {found.remedy}",
         code=found.code,
     )
