@@ -19,7 +19,7 @@ the masks:
 
 Steps with native layers are not compiled: there is nothing to fuse, and compiled code has to check
 its guards. Other greedy steps are compiled as a whole: forward pass, head, sampling and token
-feedback (see `step_functions.py`). Any other step is a greedy one, followed by the full sampler,
+feedback. Any other step is a greedy one, followed by the full sampler,
 whose tokens replace the greedy ones: so both share the compiled forward pass. A plain PyTorch
 sampler is compiled, on its own.
 """

@@ -335,8 +335,6 @@ def unsupported(operation: Operation, known: Known) -> str | None:
     return f"{operation.title} with {', '.join(missing)}" if missing else None
 
 
-UNEQUAL_LAYERS = "layers that differ in more than windows and rotations"
-"""Name of a non-uniform plan in messages."""
 KNOWN_TO_ATTENTION: Known = {
     Attend: frozenset({"window", "chunk", "softcap", "sinks", "shared_values", "temperature"})
 }

@@ -381,8 +381,8 @@ class FeatureHead(LayerStack, ABC):
         return self.advance(self.start(tokens.features), tokens.next_ids, arena, tokens.batch)
 
 
-# EAGLE-3 heads: see `feature_head.py`. Shape suffixes: T tokens, D hidden_size, F features, V
-# tokens of the head's vocabulary.
+# EAGLE-3 heads. Shape suffixes: T tokens, D hidden_size, F features, V tokens of the head's
+# vocabulary.
 
 
 class Eagle3(FeatureHead):
@@ -620,8 +620,7 @@ def _mtp_parameters(plan: ModelPlan, parts: MtpParts, prefix: str) -> Iterator[P
     yield plan.norm.weight.within("", prefix)
 
 
-# Modules for multi-token prediction: see `feature_head.py`. Shape suffixes: T tokens, D
-# hidden_size.
+# Modules for multi-token prediction. Shape suffixes: T tokens, D hidden_size.
 #
 # A module was trained to predict the token after the next one. For further drafts it takes its own
 # output in place of the target's hidden state, normed as that is.
