@@ -462,7 +462,7 @@ def find_reuse(
     """Return the longest reusable prefix of a request of `num_tokens` known tokens.
 
     It never contains all of them: the last one must be computed for its logits. `hashes` and
-    `siblings` are those of `KVCache.admit`; at most `most_shared` tokens are shared with other
+    For `siblings` see `KVCache.admit`; at most `most_shared` tokens are shared with other
     requests.
     """
     swapped = host.find(request_id)

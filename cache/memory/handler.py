@@ -319,7 +319,7 @@ class ModelFootprint:
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of a layer group; they are the same in every group.
 
-        Those of a drafter are included.
+        A drafter's are included.
         """
         group = self.groups[0]
         own = group.spec.block_bytes(self.block_size) * len(group.layers)

@@ -249,7 +249,7 @@ class RankWatch:
             children: the processes of the other ranks, which rank 0 started.
         """
         self.collectives: Any = None
-        """Those of this rank, whose `failure` says for whom they waited in vain; None at first."""
+        """This rank's; their `failure` names the rank that they timed out on. None at first."""
         self.checksums = [0] * KEPT_STEPS
         """Rank 0: the checksum after step n at index n modulo `KEPT_STEPS`."""
         self.on_abort: Callable[[], None] | None = None
@@ -456,7 +456,7 @@ class RankWatch:
                 if checksum != expected:
                     self.abort(
                         rank,
-                        f"its tokens differ from those of rank 0 at step {step}: checksum"
+                        f"its tokens differ from rank 0's at step {step}: checksum"
                         f" {checksum:08x}, and {expected:08x} on rank 0",
                     )
             seen = self._seen[rank]

@@ -218,7 +218,7 @@ def failed_candidates(
 ) -> dict[str, str]:
     """Return the errors of the candidates that fail on some rank; the same on all ranks.
 
-    A failure leaves the flags of peer memory out of step: they begin anew.
+    A failure leaves the flags of peer memory out of step, so they are reset.
     """
     errors: dict[str, str] = {}
     for name, candidate in candidates.items():

@@ -148,7 +148,7 @@ def test_other_tokens_while_idle(make_group: MakeGroup) -> None:
     group.segment.set_progress(1, 1 << 32 | 5)
     group.check_in(b"tokens")
     wait_for(lambda: group.segment.aborted)
-    with pytest.raises(RankError, match="rank 1: its tokens differ from those of rank 0 at step 1"):
+    with pytest.raises(RankError, match="rank 1: its tokens differ from rank 0's at step 1"):
         group.check()
 
 

@@ -75,7 +75,7 @@ QUICK = (kill,)
             (kill, "rank 1: process .* was ended by SIGKILL"),
             (terminate, "rank 1: process .* was ended by SIGTERM"),
             (stop, "rank 1: (process .* has not responded|did not take part in .*) .* 3 s"),
-            (disagree, "rank 1: its tokens differ from those of rank 0 at step"),
+            (disagree, "rank 1: its tokens differ from rank 0's at step"),
             (misread, "rank 1: KeyError"),
         )
     ],
