@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +386,25 @@ def fake_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.delenv("STEPGRAPH_KERNEL_DIR", raising=False)
     monkeypatch.delenv("STEPGRAPH_QUIET", raising=False)
     return tmp_path / "stepgraph"
+
+
+@needs_compiler
+def test_library_needed_by_several_is_built_once(
+    fake_build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds: list[str] = []
+    compile_nothing = cpu._compile
+
+    def compile_slowly(compiler: str, flags: Sequence[str], scratch: Path) -> Path:
+        builds.append(compiler)
+        time.sleep(0.2)
+        return compile_nothing(compiler, flags, scratch)
+
+    monkeypatch.setattr(cpu, "_compile", compile_slowly)
+    with ThreadPoolExecutor(3) as pool:  # each opens the lock on its own, like a process
+        paths = list(pool.map(lambda _: cpu.build_cpu_ops(), range(3)))
+    assert len(builds) == 1
+    assert len(set(paths)) == 1
 
 
 @needs_compiler

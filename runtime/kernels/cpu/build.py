@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -434,16 +435,26 @@ def _given_folder() -> Path | None:
 def build_cpu_ops(portable: bool = False) -> Path:
     """Path of the compiled library, built (in half a minute) if the cache does not hold it yet.
 
-    `portable` leaves out every instruction the compiler is not asked for by plain C++. Processes
-    may build at the same time: each builds on its own and moves its library into place.
+    `portable` leaves out every instruction the compiler is not asked for by plain C++. Of processes
+    that need the library at the same time, one builds it, and the others wait.
 
     Raises KernelBuildError if there is no compiler, or if it fails.
     """
     folder = _folder_for_builds()
-    for library in find_libraries(folder, _source_key(portable), cpu_features())[0]:
-        if _is_native(library):
-            return library.path
-    return _build(folder, portable=portable)
+    with _one_at_a_time(folder):
+        for library in find_libraries(folder, _source_key(portable), cpu_features())[0]:
+            if _is_native(library):
+                return library.path
+        return _build(folder, portable=portable)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait for the builds of other processes in a folder. A process that ends releases its lock."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system without locks: each builds on its own
+            fcntl.flock(stack.enter_context((folder / ".lock").open("a")), fcntl.LOCK_EX)
+        yield
 
 
 def build_kernels(out: Path | None = None, *, march: str = "native") -> Path:
