@@ -24,7 +24,6 @@ from stepgraph.runtime.kernels.triton.all_reduce import (
     reference_sum_rows,
     sum_rows,
 )
-from stepgraph.runtime.kernels.triton.head import reference_pick_greedy
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.linear import GpuNorm
 from stepgraph.runtime.kernels.triton.peer_exchange import (
@@ -37,6 +36,7 @@ from stepgraph.runtime.kernels.triton.peer_exchange import (
 )
 from stepgraph.runtime.kernels.triton.peer_gather import gather_columns, largest, pick_of_ranks
 
+from ..rigs.gpu_references import reference_pick_greedy
 from ..rigs.peer_rig import SLOT_BYTES, PeerRanks, run_peers
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="these ranks are processes on a CPU")

@@ -47,12 +47,12 @@ from stepgraph.runtime.kernels.triton.prefill_attention import (
     prefill_attention,
     prefill_tiles,
 )
-from stepgraph.runtime.kernels.triton.store import reference_store
 
 from ..conftest import TinyModel
 from ..engine.test_self_test import TINY
 from ..rigs.attention_cases import Case, make_case
 from ..rigs.expert_cases import make_mixture
+from ..rigs.gpu_references import reference_store
 from ..rigs.invariance_rig import Forced, Step, decode_steps, random_steps, same_bits
 from ..rigs.tiny_models import VARIANTS
 

@@ -15,9 +15,10 @@ from stepgraph.runtime.kernels.triton.begin import (
     Embedding,
     Rotations,
     begin_decode,
-    reference_begin_decode,
 )
-from stepgraph.runtime.kernels.triton.head import pick_greedy, reference_pick_greedy
+from stepgraph.runtime.kernels.triton.head import pick_greedy
+
+from ..rigs.gpu_references import reference_begin_decode, reference_pick_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -20,11 +20,10 @@ from stepgraph.runtime.kernels.triton.prefill_attention import (
     prefill_attention,
     prefill_tiles,
     prefill_tiling,
-    reference_prefill_tiles,
 )
-from stepgraph.runtime.kernels.triton.store import reference_store
 
 from ..rigs.attention_cases import Attention, check, make_case
+from ..rigs.gpu_references import reference_prefill_tiles, reference_store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")

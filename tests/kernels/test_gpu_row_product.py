@@ -7,9 +7,10 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.triton.row_product import reference_sum_parts, sum_parts
+from stepgraph.runtime.kernels.triton.row_product import sum_parts
 
 from ..rigs.gpu_linear_rig import DEVICE, DTYPES, error, poisoned, rows, tolerance
+from ..rigs.gpu_references import reference_sum_parts
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

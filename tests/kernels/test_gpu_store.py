@@ -19,8 +19,6 @@ from stepgraph.runtime.kernels.ops.kv_storage import read_blocks
 from stepgraph.runtime.kernels.ops.layer_operations import AttentionTemperature
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
 from stepgraph.runtime.kernels.triton.store import (
-    reference_rotate_and_store,
-    reference_store,
     rotate_and_store,
     store_keys_and_values,
 )
@@ -28,6 +26,7 @@ from stepgraph.runtime.models.modules import RMSNorm
 from stepgraph.runtime.models.rope import rotate
 
 from ..rigs.attention_cases import poisoned_arena
+from ..rigs.gpu_references import reference_rotate_and_store, reference_store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")

@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops.weight_storage import dequantise_weight
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .quantised import decode_fp8
 
-__all__ = ["Beginning", "Embedding", "Rotations", "begin_decode", "reference_begin_decode"]
+__all__ = ["Beginning", "Embedding", "Rotations", "begin_decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,40 +122,6 @@ def begin_decode(
         PART=embedding.held is not None,
     )
     return out
-
-
-def reference_begin_decode(
-    rows_T: Tensor,
-    token_ids_R: Tensor,
-    positions_R: Tensor,
-    block_tables: Tensor,
-    block_size: int,
-    embedding: Embedding,
-    rotations: Rotations,
-) -> Beginning:
-    """What `begin_decode` does, in plain torch."""
-    positions_T = positions_R[rows_T]
-    blocks_GT = block_tables[:, rows_T, positions_T // block_size].to(torch.int64)
-    ids_T = token_ids_R[rows_T]
-    own_T: Tensor | None = None
-    if embedding.held is not None:
-        ids_T = ids_T - embedding.held.start
-        own_T = (ids_T >= 0) & (ids_T < len(embedding.held))
-        ids_T = ids_T.clamp(0, len(embedding.held) - 1)
-    x_TD = embedding.weight[ids_T]
-    if embedding.scales is not None:
-        x_TD = dequantise_weight(x_TD, embedding.scales[ids_T]).to(embedding.dtype)
-    if own_T is not None:
-        x_TD = x_TD.masked_fill(~own_T[:, None], 0.0)
-    angles_KTE = positions_T[:, None].float() * rotations.frequencies[:, None]
-    amplitudes = rotations.amplitudes[:, None]
-    return Beginning(
-        x=x_TD if embedding.factor == 1.0 else x_TD * embedding.factor,
-        positions=positions_T,
-        slots=blocks_GT * block_size + positions_T % block_size,
-        cos=angles_KTE.cos() * amplitudes,
-        sin=angles_KTE.sin() * amplitudes,
-    )
 
 
 def _bits(weight: Tensor) -> Tensor:

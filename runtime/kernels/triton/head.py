@@ -31,7 +31,6 @@ __all__ = [
     "masked_chunk",
     "pick_greedy",
     "reference_head",
-    "reference_pick_greedy",
     "reference_softcap",
 ]
 
@@ -226,18 +225,6 @@ def pick_greedy(maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None)
         0 if feed is None else feed.token_ids.shape[0] - 1,
         BLOCK=min(1024, triton.next_power_of_2(chunks)),
     )
-    return tokens_T
-
-
-def reference_pick_greedy(
-    maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None
-) -> Tensor:
-    """What `pick_greedy` does, in plain torch."""
-    best_T, chunks_T = maxima_TC.max(-1)
-    ids_T = ids_TC.gather(1, chunks_T[:, None])[:, 0].to(torch.int64)
-    tokens_T = torch.where(best_T.isfinite(), ids_T, NON_FINITE)
-    if feed is not None:
-        feed.store(tokens_T)
     return tokens_T
 
 

@@ -56,7 +56,6 @@ __all__ = [
     "prefill_attention",
     "prefill_tiles",
     "prefill_tiling",
-    "reference_prefill_tiles",
 ]
 
 _SCAN = 1024
@@ -143,19 +142,6 @@ def _has_warp_groups(device: torch.device) -> bool:
 def num_prefill_tiles(tokens: int, rows: int, tokens_of_tile: int) -> int:
     """Tiles that are enough for any partition of `tokens` into `rows` rows and padding."""
     return -(-tokens // tokens_of_tile) + rows
-
-
-def reference_prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tensor:
-    """Plain torch; arguments and result as in `prefill_tiles`."""
-    tokens = token_rows_T.shape[0]
-    token_T = torch.arange(tokens, device=token_rows_T.device)
-    cut_T = token_T % tokens_of_tile == 0
-    cut_T[1:] |= token_rows_T[1:] != token_rows_T[:-1]
-    count = num_prefill_tiles(tokens, rows, tokens_of_tile) + 1
-    tiles = torch.full((count,), tokens, dtype=torch.int32, device=token_rows_T.device)
-    starts = token_T[cut_T]
-    tiles[: len(starts)] = starts.int()
-    return tiles
 
 
 def prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tensor:

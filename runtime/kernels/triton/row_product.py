@@ -33,9 +33,8 @@ from .quantised import (
     operation_name,
     prefetch_segments,
 )
-from .rowwise import reference_activate_rows
 
-__all__ = ["call_row_product", "reference_sum_parts", "sum_parts"]
+__all__ = ["call_row_product", "sum_parts"]
 
 _SUMMED = 512
 """Features that a program sums."""
@@ -276,26 +275,3 @@ def sum_parts(
         GELU=gelu,
         SCALE=scale,
     )
-
-
-def reference_sum_parts(
-    parts: Tensor,
-    out_dtype: torch.dtype,
-    scales: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual_TN: Tensor | None = None,
-    *,
-    gated: bool = False,
-    gelu: bool = False,
-    scale: float = 1.0,
-) -> Tensor:
-    """What `sum_parts` does, in plain torch, with a result of `out_dtype`."""
-    sums = parts.float().sum(0)
-    if scales is not None:
-        sums = sums * scales
-    if bias is not None:
-        sums = sums + bias.float()
-    if gated:
-        return reference_activate_rows(sums.to(out_dtype), gelu=gelu)
-    out = sums.to(out_dtype) * scale
-    return out if residual_TN is None else residual_TN + out

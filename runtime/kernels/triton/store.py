@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..ops.attention import AttentionForm
 from ..ops.batch import LayerPlace, RaggedBatch
-from ..ops.kv_storage import write_blocks
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .quantised import cache_views, store_vectors
 from .rotated_heads import (
@@ -24,34 +23,16 @@ from .rotated_heads import (
     load_norm,
     normed_and_turned,
     reciprocal_of_heads,
-    reference_rotated,
     tempered,
 )
 
 __all__ = [
-    "reference_rotate_and_store",
-    "reference_store",
     "rotate_and_store",
     "store_keys_and_values",
 ]
 
 TILE = 2048
 """Elements of a program's heads: few enough that one warp, or four, keep them in registers."""
-
-
-def reference_store(
-    k_TGE: Tensor,
-    v_TGE: Tensor | None,
-    arena: Tensor,
-    layer: int,
-    slots_T: Tensor,
-    block_size: int,
-    storage: str,
-) -> None:
-    """Plain torch; arguments as in `store_keys_and_values`."""
-    for side, x in zip(arena[layer], (k_TGE, v_TGE), strict=False):
-        assert x is not None, "an arena of two sides takes keys and values"
-        write_blocks(side, slots_T, x, block_size, storage)
 
 
 def store_keys_and_values(
@@ -93,24 +74,6 @@ def store_keys_and_values(
         STORAGE=storage,
         num_warps=warps,
     )
-
-
-def reference_rotate_and_store(
-    qkv_TN: Tensor,
-    arena: Tensor,
-    place: LayerPlace,
-    rotation: HeadRotation,
-    batch: RaggedBatch,
-    form: AttentionForm,
-) -> Tensor:
-    """Plain torch; arguments and result as in `rotate_and_store`."""
-    g = arena.shape[3]
-    heads_TNE = qkv_TN.unflatten(1, (-1, form.value_dim))
-    q, k, v = heads_TNE.split((heads_TNE.shape[1] - 2 * g, g, g), dim=1)
-    q, k = reference_rotated(q, k, rotation, batch.positions)
-    slots_T = batch.slots[place.group]
-    reference_store(k, v, arena, place.position, slots_T, batch.block_size, form.storage)
-    return q
 
 
 def rotate_and_store(

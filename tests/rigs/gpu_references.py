@@ -1,0 +1,129 @@
+"""Plain torch of Triton kernels that the product replaces as part of a larger pattern."""
+
+from __future__ import annotations
+
+import torch
+from stepgraph.runtime.kernels.ops.attention import AttentionForm
+from stepgraph.runtime.kernels.ops.batch import NON_FINITE, Feedback, LayerPlace, RaggedBatch
+from stepgraph.runtime.kernels.ops.kv_storage import write_blocks
+from stepgraph.runtime.kernels.ops.weight_storage import dequantise_weight
+from stepgraph.runtime.kernels.triton.begin import Beginning, Embedding, Rotations
+from stepgraph.runtime.kernels.triton.prefill_attention import num_prefill_tiles
+from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation, reference_rotated
+from stepgraph.runtime.kernels.triton.rowwise import reference_activate_rows
+from torch import Tensor
+
+
+def reference_begin_decode(
+    rows_T: Tensor,
+    token_ids_R: Tensor,
+    positions_R: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    embedding: Embedding,
+    rotations: Rotations,
+) -> Beginning:
+    """What `begin_decode` does, in plain torch."""
+    positions_T = positions_R[rows_T]
+    blocks_GT = block_tables[:, rows_T, positions_T // block_size].to(torch.int64)
+    ids_T = token_ids_R[rows_T]
+    own_T: Tensor | None = None
+    if embedding.held is not None:
+        ids_T = ids_T - embedding.held.start
+        own_T = (ids_T >= 0) & (ids_T < len(embedding.held))
+        ids_T = ids_T.clamp(0, len(embedding.held) - 1)
+    x_TD = embedding.weight[ids_T]
+    if embedding.scales is not None:
+        x_TD = dequantise_weight(x_TD, embedding.scales[ids_T]).to(embedding.dtype)
+    if own_T is not None:
+        x_TD = x_TD.masked_fill(~own_T[:, None], 0.0)
+    angles_KTE = positions_T[:, None].float() * rotations.frequencies[:, None]
+    amplitudes = rotations.amplitudes[:, None]
+    return Beginning(
+        x=x_TD if embedding.factor == 1.0 else x_TD * embedding.factor,
+        positions=positions_T,
+        slots=blocks_GT * block_size + positions_T % block_size,
+        cos=angles_KTE.cos() * amplitudes,
+        sin=angles_KTE.sin() * amplitudes,
+    )
+
+
+def reference_pick_greedy(
+    maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None
+) -> Tensor:
+    """What `pick_greedy` does, in plain torch."""
+    best_T, chunks_T = maxima_TC.max(-1)
+    ids_T = ids_TC.gather(1, chunks_T[:, None])[:, 0].to(torch.int64)
+    tokens_T = torch.where(best_T.isfinite(), ids_T, NON_FINITE)
+    if feed is not None:
+        feed.store(tokens_T)
+    return tokens_T
+
+
+def reference_prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tensor:
+    """Plain torch; arguments and result as in `prefill_tiles`."""
+    tokens = token_rows_T.shape[0]
+    token_T = torch.arange(tokens, device=token_rows_T.device)
+    cut_T = token_T % tokens_of_tile == 0
+    cut_T[1:] |= token_rows_T[1:] != token_rows_T[:-1]
+    count = num_prefill_tiles(tokens, rows, tokens_of_tile) + 1
+    tiles = torch.full((count,), tokens, dtype=torch.int32, device=token_rows_T.device)
+    starts = token_T[cut_T]
+    tiles[: len(starts)] = starts.int()
+    return tiles
+
+
+def reference_sum_parts(
+    parts: Tensor,
+    out_dtype: torch.dtype,
+    scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual_TN: Tensor | None = None,
+    *,
+    gated: bool = False,
+    gelu: bool = False,
+    scale: float = 1.0,
+) -> Tensor:
+    """What `sum_parts` does, in plain torch, with a result of `out_dtype`."""
+    sums = parts.float().sum(0)
+    if scales is not None:
+        sums = sums * scales
+    if bias is not None:
+        sums = sums + bias.float()
+    if gated:
+        return reference_activate_rows(sums.to(out_dtype), gelu=gelu)
+    out = sums.to(out_dtype) * scale
+    return out if residual_TN is None else residual_TN + out
+
+
+def reference_store(
+    k_TGE: Tensor,
+    v_TGE: Tensor | None,
+    arena: Tensor,
+    layer: int,
+    slots_T: Tensor,
+    block_size: int,
+    storage: str,
+) -> None:
+    """Plain torch; arguments as in `store_keys_and_values`."""
+    for side, x in zip(arena[layer], (k_TGE, v_TGE), strict=False):
+        assert x is not None, "an arena of two sides takes keys and values"
+        write_blocks(side, slots_T, x, block_size, storage)
+
+
+def reference_rotate_and_store(
+    qkv_TN: Tensor,
+    arena: Tensor,
+    place: LayerPlace,
+    rotation: HeadRotation,
+    batch: RaggedBatch,
+    form: AttentionForm,
+) -> Tensor:
+    """Plain torch; arguments and result as in `rotate_and_store`."""
+    g = arena.shape[3]
+    heads_TNE = qkv_TN.unflatten(1, (-1, form.value_dim))
+    q, k, v = heads_TNE.split((heads_TNE.shape[1] - 2 * g, g, g), dim=1)
+    q, k = reference_rotated(q, k, rotation, batch.positions)
+    slots_T = batch.slots[place.group]
+    reference_store(k, v, arena, place.position, slots_T, batch.block_size, form.storage)
+    return q
