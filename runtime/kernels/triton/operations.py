@@ -34,8 +34,6 @@ __all__ = [
     "FusedCollectives",
     "Operations",
     "pick_of_ranks",
-    "plain_pick_of_ranks",
-    "plain_sum_rows",
     "sum_rows",
 ]
 
@@ -88,10 +86,10 @@ def sum_rows(
     if isinstance(collectives, FusedCollectives) and collectives.sums_rows(x_TD):
         collectives.sum_rows(*arguments, scale=scale)
         return
-    if residual_TD is None or (post is not None and scale != 1.0):
-        plain_sum_rows(collectives, *arguments, scale=scale)
-        return
     total_TD = collectives.all_reduce(x_TD)
+    if residual_TD is None or (post is not None and scale != 1.0):
+        reference_sum_rows(total_TD, *arguments[1:], scale=scale)
+        return
     if post is not None:
         normed_TD = torch.empty_like(sum_TD) if out_TD is None else out_TD
         norm_rows(residual_TD, norm, normed_TD, Pending(total_TD, post, sum_TD))
@@ -101,22 +99,6 @@ def sum_rows(
         norm_rows(sum_TD, norm, out_TD)
 
 
-def plain_sum_rows(
-    collectives: Collectives,
-    x_TD: Tensor,
-    residual_TD: Tensor | None,
-    post: GpuNorm | None,
-    norm: GpuNorm | None,
-    sum_TD: Tensor,
-    out_TD: Tensor | None,
-    *,
-    scale: float = 1.0,
-) -> None:
-    """What `sum_rows` does, in plain torch around the sum."""
-    total_TD = collectives.all_reduce(x_TD)
-    reference_sum_rows(total_TD, residual_TD, post, norm, sum_TD, out_TD, scale=scale)
-
-
 def pick_of_ranks(
     collectives: Collectives,
     maxima_TC: Tensor,
@@ -124,23 +106,12 @@ def pick_of_ranks(
     first: int,
     feed: Feedback | None = None,
 ) -> Tensor:
-    """As `greedy.pick_greedy`, over the chunks of all ranks.
+    """As `head.pick_greedy`, over the chunks of all ranks.
 
     `first` is the first token of this rank's part of the vocabulary, from which its ids count.
     """
     if isinstance(collectives, FusedCollectives) and collectives.picks_rows(len(maxima_TC)):
         return collectives.pick_greedy(maxima_TC, ids_TC, first, feed)
-    return plain_pick_of_ranks(collectives, maxima_TC, ids_TC, first, feed)
-
-
-def plain_pick_of_ranks(
-    collectives: Collectives,
-    maxima_TC: Tensor,
-    ids_TC: Tensor,
-    first: int,
-    feed: Feedback | None = None,
-) -> Tensor:
-    """What `pick_of_ranks` does, in plain torch around the largest value."""
     best_T, chunks_T = maxima_TC.max(-1)
     ids_T = ids_TC.gather(1, chunks_T[:, None])[:, 0].to(torch.int64) + first
     best_T, ids_T = collectives.largest(best_T, ids_T)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -47,6 +46,7 @@ from .drafter import (
     NewestTokens,
     StepOperator,
     TokenProjection,
+    ascending_layers,
     require_native,
     within_window,
 )
@@ -190,10 +190,8 @@ def _is_causal(config: Json, model: ModelConfig) -> bool:
 
 def _taps(fields: Json, target: ModelConfig) -> tuple[int, ...]:
     listed, layers = fields.get("target_layer_ids"), target.num_layers
-    ids = listed if isinstance(listed, list) else []
-    taps = tuple(i for i in ids if type(i) is int)
-    ascending = all(before < after for before, after in pairwise((-1, *taps, layers)))
-    if not taps or len(taps) != len(ids) or not ascending:
+    taps = ascending_layers(listed, layers)
+    if not taps:
         raise ConfigError(
             f"target_layer_ids = {bounded_repr(listed, 100)} must be ascending layers of the model,"
             f" 0 to {layers - 1}: use a drafter that was trained for this model"

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -42,6 +43,7 @@ from ..modules import Projection, ShardedVocabulary
 from ..plan import parameter_bytes
 
 __all__ = [
+    "ascending_layers",
     "DraftModel",
     "Drafter",
     "DrafterConfig",
@@ -140,6 +142,14 @@ def require_native(name: str, target: DecoderConfig) -> ModelConfig:
         f" ({bounded_repr(target.model_type, 60)}) does not return: use a model of a native"
         " family, or speculation='suffix'"
     )
+
+
+def ascending_layers(listed: object, layers: int, offset: int = 0) -> tuple[int, ...]:
+    """Return the listed layers less `offset`; none if they are not ascending or not layers."""
+    given = listed if isinstance(listed, list) else []
+    found = tuple(layer - offset for layer in given if type(layer) is int)
+    ascending = all(before < after for before, after in pairwise((-1, *found, layers)))
+    return found if ascending and len(found) == len(given) else ()
 
 
 def within_window(plan: ModelPlan, window: int | None) -> ModelPlan:

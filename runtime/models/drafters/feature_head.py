@@ -16,7 +16,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -46,6 +45,7 @@ from .drafter import (
     SampledTokens,
     StepOperator,
     TokenProjection,
+    ascending_layers,
     require_native,
     within_window,
 )
@@ -205,10 +205,8 @@ def _taps(config: Json, target: ModelConfig) -> tuple[int, ...]:
         listed, offset = config.get("eagle_aux_hidden_state_layer_ids"), 1
     if listed is None:
         listed = [2, layers // 2, layers - 3]
-    layer_ids = listed if isinstance(listed, list) else []
-    taps = tuple(i - offset for i in layer_ids if type(i) is int)
-    ascending = all(before < after for before, after in pairwise((-1, *taps, layers)))
-    if not taps or len(taps) != len(layer_ids) or not ascending:
+    taps = ascending_layers(listed, layers, offset)
+    if not taps:
         raise ConfigError(
             f"the head reads the outputs of layers {bounded_repr(listed, 100)} (less {offset}),"
             f" which must be ascending layers of the model, 0 to {layers - 1}: use a head that was"
