@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from ..errors import RequestError
 from ..prompt_ids import type_name
+from .template_budget import TemplateLimitError, run_bounded
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -280,8 +281,6 @@ def is_batch(messages: object) -> bool:
 
 
 def _bounded(name: str, work: Callable[[], Any], seconds: float) -> Any:
-    from .template_sandbox import TemplateLimitError, run_bounded  # needs jinja2
-
     try:
         return run_bounded(work, seconds)
     except TemplateLimitError as error:
