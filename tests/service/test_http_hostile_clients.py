@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,12 +16,16 @@ pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 import httpx
+import psutil
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from stepgraph.runtime import ServiceConfig
 from stepgraph.runtime.service.http import connection, exchange
 
 from ..rigs.fake_engine import fake_engine
-from ..rigs.http_rig import COMPLETIONS
-from ..rigs.http_servers import SECONDS, Threaded, read_all, request
+from ..rigs.http_bodies import POSTS, bodies
+from ..rigs.http_rig import COMPLETIONS, events_of
+from ..rigs.http_servers import KEY, SECONDS, Command, Threaded, read_all, request
 
 BODY = b'{"prompt": [1], "max_tokens": 2, "ignore_eos": true}'
 VERSION = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -153,3 +159,161 @@ def test_bodies_that_arrive_share_a_limit(
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1\r\n" in answer
     until(lambda: httpx.post(address, content=BODY).status_code == 200)
+
+
+class Neighbour:
+    """A client that streams all the time, in a thread."""
+
+    TOKENS = 100
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._stopped = threading.Event()
+        self._threads = ThreadPoolExecutor(1)
+        self.longest_gap = 0.0
+        """Seconds between two events."""
+        self.num_streams = 0
+        self._done = self._threads.submit(self._run)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._threads.shutdown()
+        self._done.result()
+
+    def _run(self) -> None:
+        body = {"prompt": "def f(", "max_tokens": self.TOKENS, "ignore_eos": True, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        headers = {"authorization": f"Bearer {KEY}"}
+        with httpx.Client(headers=headers, timeout=SECONDS) as client:
+            while not self._stopped.is_set():
+                text, last = "", time.monotonic()
+                with client.stream("POST", self._address + COMPLETIONS, json=body) as response:
+                    for piece in response.iter_text():
+                        now = time.monotonic()
+                        self.longest_gap = max(self.longest_gap, now - last)
+                        text, last = text + piece, now
+                assert f'"completion_tokens":{self.TOKENS}' in events_of(text)[-2]
+                self.num_streams += 1
+
+
+MAX_GAP = 5.0
+"""Seconds that the neighbour may wait; a machine of two busy cores included."""
+MAX_GROWTH = 300 << 20
+"""Bytes that the process may grow by; some of them are the allocator's."""
+NUM_CLIENTS = 16
+
+
+@pytest.fixture(scope="module")
+def attacked() -> Iterator[Command]:
+    """The command with a neighbour. What the attacks cost is checked at the end."""
+    command = Command("demo", "--port", "0", "--mode", "eager", "--max-model-len", "512")
+    command.wait_ready()
+    process = psutil.Process(command.process.pid)
+    neighbour = Neighbour(command.address)
+    until(lambda: neighbour.num_streams)
+    num_files = process.num_fds()
+    yield command
+    neighbour.stop()
+    until(lambda: process.num_fds() <= num_files)
+    status, _ = command.stop()
+    print(f"gap {neighbour.longest_gap:.2f} s, {neighbour.num_streams} streams")
+    assert status == 0
+    assert neighbour.num_streams > 1
+    assert neighbour.longest_gap < MAX_GAP
+
+
+def check_memory(command: Command, before: int) -> None:
+    after = psutil.Process(command.process.pid).memory_info().rss
+    print(f"RSS {before >> 20} -> {after >> 20} MiB")
+    assert after - before < MAX_GROWTH
+
+
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", POSTS)
+def test_hostile_bodies_over_a_socket(attacked: Command, path: str) -> None:
+    before = psutil.Process(attacked.process.pid).memory_info().rss
+    with httpx.Client(headers=HEADERS, timeout=SECONDS) as client:
+
+        @settings(
+            max_examples=1000,
+            deadline=None,
+            derandomize=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(body=bodies(path, hostile=True), kind=st.sampled_from(["text/html", "", "x"]))
+        def attack(body: bytes, kind: str) -> None:
+            answer = client.post(
+                attacked.address + path, content=body, headers={"content-type": kind}
+            )
+            assert answer.status_code in (200, 400, 404, 503), answer.text
+            assert answer.status_code != 503 or "retry-after" in answer.headers
+
+        attack()
+    check_memory(attacked, before)
+
+
+SIZE = (4 << 20) - 64
+LARGE = [
+    (COMPLETIONS, b'{"prompt": "%b"}', b"a "),
+    (COMPLETIONS, b'{"prompt": [%b0]}', b"999,"),
+    (COMPLETIONS, b'{"prompt": [%b0]}', b"9" * 4000 + b","),
+    (COMPLETIONS, b'{"prompt": [%b[]]}', b"[],"),
+    (COMPLETIONS, b'{"prompt": [%b""]}', b'"",'),
+    (COMPLETIONS, b'{"prompt": [1], "stop": [%b""]}', b'"a",'),
+    (COMPLETIONS, b'{"prompt": "a", "unknown": [%b0]}', b"{},"),
+    (COMPLETIONS, b'{"prompt": "a", "unknown": [%b0]}', b"0" + b" " * 20 + b"{},"),
+    ("/v1/chat/completions", b'{"messages": [%b{}]}', b"{},"),
+    ("/v1/chat/completions", b'{"messages": [{"content": [%b{}]}]}', b'"aaaaaaaaaaaa",'),
+    ("/v1/chat/completions", b'{"messages": [{}], "tools": [%b{}]}', b'{"function":{"name":""}},'),
+    ("/tokenize", b'{"return_token_strs": true, "prompt": "%b"}', b"\\u4f60"),
+    ("/detokenize", b'{"tokens": [%b0]}', b"2147483647,"),
+]
+"""Path, body, and what repeats in it up to the limit of bodies."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(LARGE)))
+def test_large_bodies(attacked: Command, number: int) -> None:
+    path, body, piece = LARGE[number]
+    body %= piece * (SIZE // len(piece))
+    before = psutil.Process(attacked.process.pid).memory_info().rss
+
+    def attack(_: int) -> int:
+        answer = httpx.post(attacked.address + path, content=body, headers=HEADERS, timeout=SECONDS)
+        return answer.status_code
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+        assert set(threads.map(attack, range(2 * NUM_CLIENTS))) <= {200, 400}
+    check_memory(attacked, before)
+
+
+@pytest.mark.slow
+def test_slow_and_endless_requests(attacked: Command) -> None:
+    """Hundreds of connections that never complete a request, and that never read an answer."""
+    before = psutil.Process(attacked.process.pid).memory_info().rss
+    key = b"authorization: Bearer %b" % KEY.encode()
+    stream = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true, "stream": true}'
+    begins = [
+        b"POST /v1/comp",
+        request(b"", b"a: b" * 100)[:-2],
+        request(b"{" * 1000, key, b"content-length: 4000000"),
+        request(b"1\r\n{\r\n" * 1000, key, b"transfer-encoding: chunked"),
+        request(b"1;" + b"a" * 1000, key, b"transfer-encoding: chunked"),
+        request(stream, key, b"content-length: %d" % len(stream)) * 20,
+        b"\x00" * 1000,
+    ]
+    host, port = attacked.address.removeprefix("http://").split(":")
+    sockets = [socket.create_connection((host, int(port))) for _ in range(50 * len(begins))]
+    try:
+        for sock, begin in zip(sockets, begins * 50, strict=True):
+            sock.sendall(begin)
+        for _ in range(20):
+            time.sleep(0.1)
+            assert httpx.get(f"{attacked.address}/health", timeout=SECONDS).status_code == 200
+        check_memory(attacked, before)
+    finally:
+        for sock in sockets:
+            sock.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import itertools
+import subprocess
 import sys
 import threading
 import time
@@ -258,6 +259,34 @@ def test_an_event_loop_that_is_closed_ends_its_requests(streams: bool) -> None:
         r.check_serves()
         if not streams:
             kept._log_destroy_pending = False
+
+
+def test_jumps_of_the_clock_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time
+    with rig() as r:
+        future = r.engine.submit(PROMPT, params(1), deadline=5.0, first_token_deadline=5.0)
+        for days in (365, -365):
+            monkeypatch.setattr(time, "time", lambda days=days: now() + days * 86400)
+            timed = r.engine.submit(PROMPT, params(1), deadline=5.0)
+            assert timed.result(SECONDS).finish_reason == "length"
+        assert future.result(SECONDS).finish_reason == "length"
+        r.check_serves()
+
+
+def test_a_full_disk_changes_nothing() -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import resource, signal\n"
+        "from stepgraph.runtime import AsyncEngine\n"
+        "from tests.rigs.fake_engine import fake_engine, params\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "with AsyncEngine(fake_engine) as engine:\n"
+        "    print(engine.submit([1], params(1)).result(5).finish_reason)\n"
+    )
+    command = [sys.executable, "-B", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("length\n", "", 0)
 
 
 def raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
