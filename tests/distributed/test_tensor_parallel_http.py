@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +16,7 @@ pytest.importorskip("uvicorn")
 
 import httpx
 
-from ..rigs.http_rig import COMPLETIONS
+from ..rigs.http_rig import COMPLETIONS, events_of
 from ..rigs.http_servers import KEY, SECONDS, Command
 from ..rigs.parallel_rig import ranks_of, wait_until_gone
 
@@ -44,6 +47,38 @@ def complete(command: Command, max_tokens: int = 8, **fields: Any) -> httpx.Resp
 def text_of(response: httpx.Response) -> str:
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    *found, last = events_of(response.text)
+    assert last == "[DONE]"
+    return [json.loads(event) for event in found]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_rank_that_dies_under_load(command: Command, stream: bool) -> None:
+    (rank,) = ranks_of(command.process.pid)
+    expected = text_of(complete(command))
+    chunks = events(complete(command, stream=True))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+    failures: list[str] = []
+
+    def load() -> None:
+        while not failures:
+            response = complete(command, 400, stream=stream)
+            if "error" in response.text:
+                failures.append(response.text)
+
+    clients = [threading.Thread(target=load) for _ in range(2)]
+    for client in clients:
+        client.start()
+    time.sleep(1.0)
+    rank.kill()
+    for client in clients:
+        client.join(SECONDS)
+        assert not client.is_alive()
+    assert failures
+    assert command.process.wait(SECONDS) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
