@@ -434,7 +434,8 @@ class Engine:
         call.check_interrupt()
         if self._running:
             call.wait()
-        else:
+        # The lock decides: an interrupt can leave the entry of a call that has ended.
+        if not (call.complete or self._lock.locked()):
             self._run("generate", partial(self._run_steps, call))
 
     def _run_steps(self, call: GenerateCall, loop: StepLoop) -> None:

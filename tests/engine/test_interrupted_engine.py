@@ -34,6 +34,7 @@ USES: dict[str, Callable[[Engine], object]] = {
     "with": close_and_open,
 }
 IDLE = {"score"}
+ERRORS = (KeyboardInterrupt, MemoryError)
 
 
 def prepared(name: str) -> Engine:
@@ -103,6 +104,21 @@ def interrupt(name: str, at: int, error: type[BaseException]) -> None:
 @pytest.mark.parametrize("name", USES)
 def test_an_exception_at_some_lines(name: str) -> None:
     lines = lines_of(name)
-    errors = itertools.cycle((KeyboardInterrupt, MemoryError))
+    errors = itertools.cycle(ERRORS)
     for at, error in zip(range(1, lines + 1, max(1, lines // 10)), errors, strict=False):
+        interrupt(name, at, error)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_an_exception_at_the_last_lines(name: str) -> None:
+    """Where a call gives the engine back to others."""
+    lines = lines_of(name)
+    for at, error in itertools.product(range(max(1, lines - 9), lines + 1), ERRORS):
+        interrupt(name, at, error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", USES)
+def test_an_exception_at_any_line(name: str) -> None:
+    for at, error in itertools.product(range(1, lines_of(name) + 1), ERRORS):
         interrupt(name, at, error)
