@@ -61,7 +61,7 @@ class OwnProcessGroup:
         members._register_backend(device, kind, backend)
         members._set_default_backend(kind)
         members._set_group_name(c10d.GroupName(self.name))
-        # By this name symmetric memory finds the group.
+        # By this name code that torch.compile has traced finds the group.
         torch._C._distributed_c10d._register_process_group(members.group_name, members)
         self.process_group = members
 

@@ -893,8 +893,7 @@ class Engine:
         operations after a prefill step).
 
         - `tensor_parallel`: processes of the engine; `collectives`: the class of the operations
-          between them, or None. `collectives_choice`: on CUDA what was chosen (`used`), why
-          (`reason`), `errors` of candidates, and `us`, their times by bytes; otherwise None.
+          between them, or None.
         - `kernel_fallbacks`: native operations that plain PyTorch replaces, with the reason.
         - `blocks`: blocks by state. `cache`: known and cached tokens at first admissions
           (`queried_tokens`, `hit_tokens`), forks, copied and swapped blocks. `encoder_cache`:

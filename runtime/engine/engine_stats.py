@@ -131,7 +131,6 @@ def engine_stats(
         "threads": None if library_file is None else parts.config.threads,
         "tensor_parallel": parts.config.user.tensor_parallel,
         "collectives": None if collectives is None else type(collectives).__name__,
-        "collectives_choice": parts.model.kernels.collectives_report,
         "kernel_fallbacks": [asdict(fallback) for fallback in parts.model.kernels.fallbacks],
         "max_model_len": max_model_len,
         "steps": loop.num_steps,

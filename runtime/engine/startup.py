@@ -578,7 +578,6 @@ def checked_kernels(
         kernels = batch_invariant_kernels(kernels)
     kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
     plan = plan_of(model)
-    replaced: Fallback | None = None
     fitting = kernels_for(kernels, plan)
     gaps = native_gaps(config.device.type, config.dtype, config.weights, plan)
     if config.kernels == "torch":  # has native attention at most
@@ -586,7 +585,7 @@ def checked_kernels(
     if isinstance(model, ModelConfig):
         seed = None
         if group is not None:
-            fitting, replaced = with_collectives(fitting, group, model, config)
+            fitting = with_collectives(fitting, group, model, config)
             group.watch.collectives = fitting.collectives
             seed = group.exchange(time.time_ns() % 2**30)[0]
         # A rank whose kernels fail would leave the sums that others wait for.
@@ -596,8 +595,6 @@ def checked_kernels(
         kernels, gaps = fitting, tuple(gap for gap in gaps if gap.name != _LAYERS_GAP)
         if config.user.model_impl == "auto":
             gaps = (Gap(_LAYERS_GAP, "no native family, transformers makes them"), *gaps)
-    if replaced is not None:
-        warn(f"NCCL replaces the collective kernels of {replaced.shape}: {replaced.error}")
     dtype = str(config.dtype).removeprefix("torch.")
     fallbacks = [Fallback(gap.name, f"{model.model_type} in {dtype}", gap.reason) for gap in gaps]
     for fallback in fallbacks:
@@ -605,8 +602,6 @@ def checked_kernels(
             f"no native {fallback.name} for {fallback.shape}: {fallback.error}."
             " Plain PyTorch runs instead, which is slower"
         )
-    if replaced is not None:
-        fallbacks.insert(0, replaced)
     return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, *fallbacks))
 
 

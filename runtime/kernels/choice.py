@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -65,8 +65,6 @@ class Kernels:
     """Whether plain PyTorch operations run token by token (see `models/modules.py`)."""
     collectives: Collectives | None = None
     """Of the tensor-parallel group; None: the model is on one device."""
-    collectives_report: Mapping[str, Any] | None = field(default=None, compare=False)
-    """How they were chosen, for `Engine.stats`; None: there was no choice."""
 
     def runs_stack(self, plan: ModelPlan) -> bool:
         """Whether all layers of the model are one operation."""

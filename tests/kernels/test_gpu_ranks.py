@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.distributed.peer_memory import PeerMemoryCollectives, SumChoice
+import torch.distributed as dist
+from stepgraph.runtime.distributed.process_group import ProcessGroupCollectives
 from stepgraph.runtime.kernels.ops.layer_operations import AllReduce
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.fusion import (
@@ -21,17 +23,17 @@ from stepgraph.runtime.kernels.triton.fusion import (
     fusion_obstacle,
 )
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
+from stepgraph.runtime.kernels.triton.linear import GpuNorm, reference_norm
+from stepgraph.runtime.kernels.triton.operations import sum_rows
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
-from stepgraph.runtime.kernels.triton.peer_exchange import FAILURE, PeerRegions, slot_bytes_for
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.sharding import shard_plan
 
-from ..rigs.peer_rig import run_peers
+from ..rigs.forked_ranks import ForkedRanks
 from ..rigs.sharding_rig import tiny_config, write_checkpoint
 from ..rigs.sharding_steps import rank_steps, whole_run
 
 ranks_are_processes = pytest.mark.skipif(not INTERPRETED, reason="on a CPU")
-EVERY_SIZE = float("inf")
 
 
 @pytest.mark.parametrize("variant", ["base", "gemma2", "mixtral", "olmo3", "granite"])
@@ -52,34 +54,42 @@ def test_sums_belong_to_the_products_before_them(variant: str) -> None:
         assert [f.name for f in fused] == [f.name for f in fuse(layer)]
 
 
-def rank_results(variant: str, directory: Path, *, algorithm: Any) -> list[Any]:
-    """What two ranks compute, and the fused collectives that they called."""
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_sum_rows(scale: float, normed: bool, added: bool) -> None:
+    """The sum over ranks with its norm, scale, residual and the next norm, as in plain torch."""
+    torch.manual_seed(0)
+    x_TD, residual_TD, weight_D = torch.randn(3, 96), torch.randn(3, 96), torch.randn(96)
+    post, norm = (GpuNorm(weight_D, 1e-5) if normed else None), GpuNorm(weight_D + 1, 1e-6)
+    group: Any = SimpleNamespace(all_reduce=lambda part: 2 * part)
+    sum_TD, out_TD = torch.empty(3, 96), torch.empty(3, 96)
+    sum_rows(group, x_TD, residual_TD if added else None, post, norm, sum_TD, out_TD, scale=scale)
+    expected = reference_norm(2 * x_TD, post) * scale + (residual_TD if added else 0)
+    torch.testing.assert_close(sum_TD, expected)
+    torch.testing.assert_close(out_TD, reference_norm(expected, norm))
+
+
+def rank_results(variant: str, directory: Path) -> list[Any]:
+    """What two ranks compute, with gloo for NCCL."""
     config = tiny_config(variant, 2)
     write_checkpoint(config, directory)
-    dtype = torch.float32
-    sizes = (2, 32, config.hidden_size, config.vocab_size, dtype)
+    store = directory / "store"
 
-    def body(regions: PeerRegions) -> Any:
-        peers = PeerMemoryCollectives(regions, [SumChoice(EVERY_SIZE, algorithm)])
-        fused: list[str] = []
-        for name in ("sum_rows", "pick_greedy"):
-            kept = getattr(peers, name)
-
-            def counted(*given: Any, kept: Any = kept, name: str = name, **more: Any) -> Any:
-                fused.append(name)
-                return kept(*given, **more)
-
-            setattr(peers, name, counted)
+    def body(rank: int) -> Any:
+        dist.init_process_group("gloo", f"file://{store}", world_size=2, rank=rank)
+        collectives = ProcessGroupCollectives(dist.group.WORLD)
         kernels = dataclasses.replace(gpu_kernels("model"), attention=triton_paged_attention)
-        steps = rank_steps(config, directory, peers, kernels)
+        steps = rank_steps(config, directory, collectives, kernels)
         assert steps.decoder.stack is not None
         with torch.no_grad():
             run = steps.run(steps=1)
-        assert regions.control[FAILURE] == 0
-        logits = [logits.tolist() for logits in run.logits]
-        return logits, run.tokens.tolist(), fused
+        collectives.close()
+        return [logits.tolist() for logits in run.logits], run.tokens.tolist()
 
-    return run_peers(2, body, slot_bytes=slot_bytes_for(*sizes))
+    ranks = ForkedRanks()
+    ranks.fork(2, body)
+    return ranks.returned()
 
 
 SLOW = pytest.mark.slow
@@ -87,28 +97,20 @@ SLOW = pytest.mark.slow
 
 @ranks_are_processes
 @pytest.mark.parametrize(
-    ("variant", "algorithm"),
+    "variant",
     [
-        ("wide", "one_shot"),  # of one layer
-        pytest.param("base", "one_shot", marks=SLOW),
-        pytest.param("base", "two_shot", marks=SLOW),
-        pytest.param("gemma2", "one_shot", marks=SLOW),
-        pytest.param("gemma2", "two_shot", marks=SLOW),
-        pytest.param("granite", "two_shot", marks=SLOW),
-        pytest.param("mixtral", "one_shot", marks=SLOW),
-        pytest.param("granite", "one_shot", marks=SLOW),
+        "wide",  # of one layer
+        pytest.param("base", marks=SLOW),
+        pytest.param("gemma2", marks=SLOW),
+        pytest.param("granite", marks=SLOW),
+        pytest.param("mixtral", marks=SLOW),
     ],
 )
-def test_steps_of_ranks(variant: str, algorithm: str, tmp_path: Path) -> None:
+def test_steps_of_ranks(variant: str, tmp_path: Path) -> None:
     """Prefill and decode steps: tokens and logits of the whole model."""
-    results = rank_results(variant, tmp_path, algorithm=algorithm)
-    config = tiny_config(variant, 2)
-    expected = whole_run(config, tmp_path)
-    tokens = expected.tokens[:2]
-    for logits, found, fused in results:
-        assert torch.equal(torch.tensor(found), tokens)
+    results = rank_results(variant, tmp_path)
+    expected = whole_run(tiny_config(variant, 2), tmp_path)
+    for logits, found in results:
+        assert torch.equal(torch.tensor(found), expected.tokens[:2])
         torch.testing.assert_close(torch.tensor(logits[0]), expected.logits[0], rtol=0, atol=2e-4)
-        assert fused.count("pick_greedy") == 1
-        sums = 2 * config.num_layers * 2 if algorithm == "one_shot" else 0
-        assert fused.count("sum_rows") == sums
     assert results[0][0] == results[1][0], "the same bits"

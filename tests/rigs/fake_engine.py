@@ -89,9 +89,7 @@ def fake_engine(
         model=SimpleNamespace(
             config=FAKE_MODEL,
             stack=None,
-            kernels=SimpleNamespace(
-                library=None, name="fake", fallbacks=(), collectives=None, collectives_report=None
-            ),
+            kernels=SimpleNamespace(library=None, name="fake", fallbacks=(), collectives=None),
         ),
         tokenizer=tokenizer,
         sampling_defaults=SamplingDefaults(),

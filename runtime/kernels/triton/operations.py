@@ -1,8 +1,7 @@
 """The operations that the steps of a GPU consist of: Triton kernels and products of the library.
 
-Over the ranks of a tensor-parallel group, collectives over peer memory compute an operation in one
-kernel, for the rows of most decode steps. Otherwise collectives are called for the sum or the
-largest value, with other kernels around them.
+Over the ranks of a tensor-parallel group, collectives compute the sum or the largest value, with
+other kernels around them.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..ops.batch import NON_FINITE, Feedback
 from ..ops.collectives import Collectives
-from .all_reduce import reference_sum_rows
 from .begin import Beginning, begin_decode
 from .decode_attention import decode_attention
 from .expert_routing import Routed, route
@@ -31,40 +28,10 @@ from .rowwise import activate_rows, norm_rows
 from .store import rotate_and_store
 
 __all__ = [
-    "FusedCollectives",
     "Operations",
     "pick_of_ranks",
     "sum_rows",
 ]
-
-
-@runtime_checkable
-class FusedCollectives(Collectives, Protocol):
-    """Collectives with kernels that do more than the exchange."""
-
-    def sums_rows(self, x_TD: Tensor) -> bool:
-        """Whether `sum_rows` is the fastest for rows of this shape."""
-
-    def sum_rows(
-        self,
-        x_TD: Tensor,
-        residual_TD: Tensor | None,
-        post: GpuNorm | None,
-        norm: GpuNorm | None,
-        sum_TD: Tensor,
-        out_TD: Tensor | None,
-        *,
-        scale: float = 1.0,
-    ) -> None:
-        """See `all_reduce.sum_rows`."""
-
-    def picks_rows(self, rows: int) -> bool:
-        """Whether `pick_greedy` takes so many rows."""
-
-    def pick_greedy(
-        self, maxima_TC: Tensor, ids_TC: Tensor, first: int, feed: Feedback | None = None
-    ) -> Tensor:
-        """See `peer_gather.pick_of_ranks`."""
 
 
 def sum_rows(
@@ -80,21 +47,33 @@ def sum_rows(
 ) -> None:
     """`sum = residual + scale * post(sum over ranks of x)` and `out = norm(sum)`.
 
-    As `all_reduce.sum_rows`, of any number of rows.
+    Results are rounded at each of these steps.
+
+    Args:
+        collectives: of this rank.
+        x_TD: its part.
+        residual_TD: None: nothing is added.
+        post: None: the sum is not normed.
+        norm: None: there is no `out_TD`.
+        sum_TD: written.
+        out_TD: written.
+        scale: of the sum, after its norm.
     """
-    arguments = (x_TD, residual_TD, post, norm, sum_TD, out_TD)
-    if isinstance(collectives, FusedCollectives) and collectives.sums_rows(x_TD):
-        collectives.sum_rows(*arguments, scale=scale)
-        return
     total_TD = collectives.all_reduce(x_TD)
-    if residual_TD is None or (post is not None and scale != 1.0):
-        reference_sum_rows(total_TD, *arguments[1:], scale=scale)
-        return
-    if post is not None:
+    if post is not None and residual_TD is not None and scale == 1.0:
         normed_TD = torch.empty_like(sum_TD) if out_TD is None else out_TD
         norm_rows(residual_TD, norm, normed_TD, Pending(total_TD, post, sum_TD))
         return
-    torch.add(residual_TD, total_TD if scale == 1.0 else total_TD * scale, out=sum_TD)
+    if post is not None:
+        normed_TD = torch.empty_like(total_TD)
+        norm_rows(total_TD, post, normed_TD)
+        total_TD = normed_TD
+    if scale != 1.0:
+        total_TD = total_TD * scale
+    if residual_TD is None:
+        sum_TD.copy_(total_TD)
+    else:
+        torch.add(residual_TD, total_TD, out=sum_TD)
     if out_TD is not None:
         norm_rows(sum_TD, norm, out_TD)
 
@@ -110,8 +89,6 @@ def pick_of_ranks(
 
     `first` is the first token of this rank's part of the vocabulary, from which its ids count.
     """
-    if isinstance(collectives, FusedCollectives) and collectives.picks_rows(len(maxima_TC)):
-        return collectives.pick_greedy(maxima_TC, ids_TC, first, feed)
     best_T, chunks_T = maxima_TC.max(-1)
     ids_T = ids_TC.gather(1, chunks_T[:, None])[:, 0].to(torch.int64) + first
     best_T, ids_T = collectives.largest(best_T, ids_T)

@@ -9,8 +9,8 @@
 Up to four rows each operation is one kernel. For 5 to 32 rows a kernel norms the inputs of a
 product first, and the product is the library's or `row_product.py` (`linear_dispatch.py`).
 
-In a tensor-parallel group the ranks add what 3 and 5 leave: a kernel of its own sums, adds the
-residual and norms for the next one (`all_reduce.py`).
+In a tensor-parallel group the ranks add what 3 and 5 leave; kernels of their own add the residual
+and norm for the next one (`operations.sum_rows`).
 
 The positions of few rows are split. For up to four rows the third operation (`combine_output` then)
 combines the splits where they are small; otherwise the last program of attention does.
