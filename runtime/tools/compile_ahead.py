@@ -36,7 +36,6 @@ from triton.runtime.jit import create_function_from_signature
 
 from ...profiling.markdown import aligned
 from ..kernels.triton.kernel_calls import INTERPRETED, KernelCall
-from ..kernels.triton.linear import FEW_ROWS, ROW_CLASSES
 from .arguments import DTYPES, STORED_DTYPES, positive_int, speculation_spec
 
 __all__ = [
@@ -242,17 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for capability in options.capability:
             _check(capability)
-        # Untuned products of more rows use cuBLAS; tuned ones can use these kernels.
-        many = [rows for rows in options.rows if FEW_ROWS < rows <= ROW_CLASSES[-1]]
-        if options.speculate is not None:  # several tokens of few rows are many
-            many = [rows for rows in options.rows if rows <= ROW_CLASSES[-1]]
         for capability in options.capability:
             record = partial(record_steps, options.model, config, capability=capability)
             steps = record(rows=options.rows, tokens=options.tokens)
-            if options.batch_invariant:
-                many = []  # there is one way to compute a product
-            if many:
-                steps += record(rows=many, tokens=(), library=False)
             if not options.batch_invariant:
                 steps += record_paged_attention(
                     options.model, config, tokens=options.tokens, capability=capability

@@ -26,8 +26,7 @@ from ..kernels.triton.experts import reference_experts_of_choice
 from ..kernels.triton.fusion import Fused, Mixture, fuse
 from ..kernels.triton.head import reference_head
 from ..kernels.triton.linear import Pending, reference_linear
-from ..kernels.triton.linear_dispatch import (
-    reference_combine_output,
+from ..kernels.triton.linear_kernels import (
     reference_gate_up,
     reference_norm_linear,
     reference_residual_linear,
@@ -35,14 +34,14 @@ from ..kernels.triton.linear_dispatch import (
 from ..kernels.triton.operations import Operations
 from ..kernels.triton.rotated_heads import HeadRotation
 from ..kernels.triton.rowwise import reference_activate_rows, reference_norm_rows
-from ..kernels.triton.split_attention import Partials, reference_combine_splits
+from ..kernels.triton.split_attention import Partials
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
 
 __all__ = ["KernelCase", "decode_cases"]
 
-_OUTPUTS = ("out_TN", "out_TF", "out_TD", "attended_TN", "pending", "partials")
+_OUTPUTS = ("out_TN", "out_TF", "out_TD", "attended_TN", "pending")
 """Parameters that operations write as a whole."""
 _UPDATES = ("arena", "counters")
 """Parameters that they write in part."""
@@ -56,20 +55,12 @@ def _attend(
     batch: RaggedBatch,
     form: AttentionForm,
     partials: Partials,
-    *,
-    attended_TN: Tensor | None = None,
+    counters: Tensor | None,
+    attended_TN: Tensor,
     **_: Any,
 ) -> None:
-    """Without `attended_TN` the first split holds the result, and the others have no positions."""
     out_TN = reference_decode_attention(qkv_TN, arena, place, rotation, batch, form)
-    if attended_TN is not None:
-        attended_TN.copy_(out_TN)
-        return
-    partials.m.fill_(float("-inf"))
-    partials.l.zero_()
-    partials.m[:, :, 0].zero_()
-    partials.l[:, :, 0].fill_(1.0)
-    partials.acc[:, :, 0] = out_TN.unflatten(1, (-1, form.value_dim)).float()
+    attended_TN.copy_(out_TN)
 
 
 def _writing(reference: Callable[..., Tensor], out: str) -> Callable[..., None]:
@@ -82,15 +73,10 @@ def _writing(reference: Callable[..., Tensor], out: str) -> Callable[..., None]:
     return write
 
 
-def _combine(out_TN: Tensor, **arguments: Any) -> None:
-    out_TN.copy_(reference_combine_output(**arguments, dtype=out_TN.dtype))
-
-
 _REFERENCES: dict[str, Callable[..., Any]] = {
     "norm_linear": _writing(reference_norm_linear, "out_TN"),
     "decode_attention": _attend,
     "residual_linear": _writing(reference_residual_linear, "out_TN"),
-    "combine_output": _combine,
     "gate_up": _writing(reference_gate_up, "out_TF"),
     "norm_rows": _writing(reference_norm_rows, "out_TD"),
     "activate_rows": _writing(reference_activate_rows, "out_TF"),
@@ -142,8 +128,6 @@ class KernelCase:
                     found.append(out)
                 case Pending() as pending:
                     found.append(pending.out)
-                case Partials() as partials:
-                    found += partials
         return found
 
     def results(self) -> list[Tensor]:
@@ -159,8 +143,6 @@ class KernelCase:
                     given.arguments[parameter] = tensor.clone()
                 case Pending() as pending:
                     given.arguments[parameter] = pending._replace(out=pending.out.clone())
-                case Partials() as partials:
-                    given.arguments[parameter] = Partials(*(part.clone() for part in partials))
         returned = _plain(self._operation, given) or ()
         return _results_of(given.arguments, returned)
 
@@ -171,9 +153,6 @@ def _results_of(arguments: dict[str, Any], returned: Sequence[Tensor]) -> list[T
     found = []
     for parameter in _OUTPUTS:
         match arguments.get(parameter):
-            case Partials() as partials:
-                if arguments.get("attended_TN") is None:  # else attention has combined them
-                    found.append(reference_combine_splits(partials))
             case Pending() as pending:
                 found.append(pending.out)
             case Tensor() as tensor:
@@ -214,7 +193,7 @@ def decode_cases(
     Args:
         model: one that `fusion_obstacle` has nothing against.
         config: device, dtype, storage of weights and cache, block size.
-        rows: that decode, at most `linear.ROW_CLASSES[-1]`.
+        rows: that decode, at most `linear.MOST_ROWS`.
         context: tokens of each row, the newest included.
         operations: that run; None: the Triton kernels.
     """
@@ -228,12 +207,6 @@ def decode_cases(
     steps.prepare(case)
     steps.functions.bind(key)()
     *of_layers, (_, head) = recorded
-    for _, call in of_layers:
-        # The reference leaves everything to the first split.
-        if isinstance(partials := call.arguments.get("partials"), Partials):
-            partials.acc.normal_()
-            partials.m.normal_()
-            partials.l.uniform_(0.5, 1.5)
     chosen = operations or Operations()
     names = [name for fused in fuse(model_plan(model).layers[0]) for name in _names(fused)]
     cases = [

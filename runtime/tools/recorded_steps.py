@@ -7,7 +7,6 @@ else computes nothing. Needs triton.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +32,6 @@ from ..kernels import (
 )
 from ..kernels.triton.kernel_calls import CAPABILITY, KernelCall, record_kernel_calls
 from ..kernels.triton.paged_attention import triton_paged_attention
-from ..kernels.triton.tuning import without_library
 from ..loading.drafter_loading import new_drafter
 from ..loading.loader import Source, resolve_source
 from ..models.decoder import Decoder
@@ -68,7 +66,6 @@ def record_steps(
     rows: Sequence[int],
     tokens: Sequence[int],
     capability: int = CAPABILITY,
-    library: bool = True,
 ) -> list[RecordedStep]:
     """Record the steps of an engine.
 
@@ -83,8 +80,6 @@ def record_steps(
         rows: sizes of decode and verify steps.
         tokens: sizes of prefill steps.
         capability: compute capability, times ten, of the device that sizes are chosen for.
-        library: False: Triton kernels compute the products that cuBLAS computes by default; step
-            names end in `without library`.
 
     Raises:
         CheckpointError: as `Engine.from_pretrained`.
@@ -95,13 +90,11 @@ def record_steps(
     resolved = resolve_absent(config, found.native)
     resolved = dataclasses.replace(resolved, max_num_seqs=max(rows))
     functions = _functions(found, resolved, max(tokens, default=1))
-    kind = "" if library else " without library"
     steps: list[RecordedStep] = []
     for key in _keys(resolved, rows, tokens):
-        products = contextlib.nullcontext() if library else without_library()
-        with products, record_kernel_calls(capability) as calls:
+        with record_kernel_calls(capability) as calls:
             functions.bind(key)()
-        steps.append(RecordedStep(_name(key) + kind, calls))
+        steps.append(RecordedStep(_name(key), calls))
     return steps
 
 

@@ -1,6 +1,6 @@
 """Tune the products and experts of models for the CUDA device of this machine, once.
 
-python -m stepgraph.runtime.tools.tune --model preset:llama-3.2-1b --rows 1 2 4 8 16 32
+python -m stepgraph.runtime.tools.tune --model preset:llama-3.2-1b --rows 1 2 4
 
 A decode step of a few layers with random weights is captured with each configuration of each
 product, one product after the other, and replayed. The captured steps are timed interleaved, so
@@ -228,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         type=positive_int,
         default=[1, 2, 4, 8, 16, 32],
-        help="rows of decode steps (default: 1 2 4 8 16 32); above 32 only experts are tuned",
+        help="rows of decode steps (default: 1 2 4 8 16 32); above 4 only experts are tuned",
     )
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--weight-dtype", nargs="+", default=["auto"], choices=STORED_DTYPES)

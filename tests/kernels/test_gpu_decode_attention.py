@@ -130,14 +130,9 @@ def make_inputs(
 
 
 def launch(
-    cache: Cache,
-    x: Inputs,
-    splits: int,
-    tile: sa.Tile | None = None,
-    counters: Tensor | None = None,
+    cache: Cache, x: Inputs, splits: int, tile: sa.Tile | None = None
 ) -> tuple[Tensor, Tensor, sa.Partials]:
-    """Attended `[T, H * E]`, as the kernel combines it if there are counters, the arena, and the
-    workspace, which was poisoned."""
+    """Attended `[T, H * E]`, the arena, and the workspace, which was poisoned."""
     arena, rows = cache.arena.clone(), x.qkv.shape[0]
     head_dim, kv_heads = cache.form.value_dim, arena.shape[3]
     heads = x.qkv.shape[1] // head_dim - 2 * kv_heads
@@ -145,29 +140,17 @@ def launch(
     out = torch.empty(rows, heads * head_dim, dtype=x.qkv.dtype, device=DEVICE)
     for tensor in (*partials, out):
         tensor.fill_(math.nan)
+    counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=DEVICE)
     da.decode_attention(
-        x.qkv, arena, PLACE, x.rotation, cache.batch, cache.form, partials,
-        attended_TN=None if counters is None else out, counters=counters, tile=tile,
-    )  # fmt: skip
+        x.qkv, arena, PLACE, x.rotation, cache.batch, cache.form, partials, counters, out, tile=tile
+    )
+    assert not counters.any(), "zeros for the next launch"
     return out, arena, partials
 
 
 def run(cache: Cache, x: Inputs, splits: int, tile: sa.Tile | None = None) -> tuple[Tensor, Tensor]:
-    """Attended `[T, H * E]`, combined by the reference, and the arena."""
-    out, arena, partials = launch(cache, x, splits, tile)
-    # Splits without positions come last, and whoever combines may rely on m and l of all.
-    used = partials.l != 0
-    assert not partials.m.isnan().any()
-    assert torch.equal(used, partials.m.isfinite())
-    assert torch.equal(used.sort(-1, descending=True).values, used)
-    return out.copy_(sa.reference_combine_splits(partials)), arena
-
-
-def run_combined(
-    cache: Cache, x: Inputs, splits: int, counters: Tensor, tile: sa.Tile | None = None
-) -> Tensor:
-    """Attended as the kernel combines it."""
-    return launch(cache, x, splits, tile, counters)[0]
+    """Attended `[T, H * E]`, and the arena."""
+    return launch(cache, x, splits, tile)[:2]
 
 
 def run_reference(cache: Cache, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -229,10 +212,6 @@ def check(
 
 
 SMALL = sa.Tile(16, 16, 4, 1)
-
-
-def zeros(count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -355,7 +334,7 @@ def test_results_that_need_no_other_kernel(splits: int, dtype: torch.dtype) -> N
     """A single split writes the result itself, in both kernels."""
     cache, x = make_cache([35, 1, 0], 2, 16, 16, dtype), make_inputs(3, 6, 2, 16, dtype)
     expected, arena = run_reference(cache, x)
-    out, _, partials = launch(cache, x, splits, SMALL, zeros(6))
+    out, _, partials = launch(cache, x, splits, SMALL)
     close(out[:2], expected[:2], TOLERANCE[dtype])
     q = rotated_heads.reference_turned(x.qkv[:, :96].view(3, 6, 16), x.rotation.cos, x.rotation.sin)
     out.fill_(math.nan)
@@ -370,13 +349,10 @@ def test_results_that_need_no_other_kernel(splits: int, dtype: torch.dtype) -> N
 def test_the_last_program_puts_the_splits_together(
     splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short rows use one of the splits, or some; the counters are left as they were found, and
-    whoever is last finds the same."""
+    """Short rows use one of the splits, or some; whoever is last finds the same."""
     dtype = torch.bfloat16 if splits % 2 else torch.float32
     cache, x = make_cache([90, 1, 0, 40], 1, 10, 8, dtype), make_inputs(4, 3, 1, 10, dtype)
-    counters = zeros(5)
-    out = run_combined(cache, x, splits, counters, SMALL)
-    assert not counters.any()
+    out, _ = run(cache, x, splits, SMALL)
     expected, _ = run_reference(cache, x)
     close(out[[0, 1, 3]], expected[[0, 1, 3]], TOLERANCE[dtype])
     assert out.isfinite().all()
@@ -384,11 +360,10 @@ def test_the_last_program_puts_the_splits_together(
         order = [*range(splits - 1, -1, -1)]
         for _ in range(2):
             run_in_order(monkeypatch, order)
-            assert torch.equal(run_combined(cache, x, splits, counters, SMALL), out)
+            assert torch.equal(run(cache, x, splits, SMALL)[0], out)
             order.append(order.pop(splits // 2))
     for _ in range(3):
-        assert torch.equal(run_combined(cache, x, splits, counters, SMALL), out)
-    assert not counters.any()
+        assert torch.equal(run(cache, x, splits, SMALL)[0], out)
 
 
 def run_in_order(monkeypatch: pytest.MonkeyPatch, splits: list[int]) -> None:
@@ -406,7 +381,6 @@ def run_in_order(monkeypatch: pytest.MonkeyPatch, splits: list[int]) -> None:
 @pytest.mark.parametrize("shape", [(33, 1, 64), (6, 2, 80)])
 def test_groups_that_are_put_together_in_turns(shape: tuple[int, int, int]) -> None:
     cache = make_cache([50], *shape[1:], 16, torch.float32)
-    x, counters = make_inputs(1, *shape, torch.float32), zeros(shape[1])
-    out = run_combined(cache, x, 3, counters, SMALL._replace(heads=64, num_warps=1))
+    x = make_inputs(1, *shape, torch.float32)
+    out, _ = run(cache, x, 3, SMALL._replace(heads=64, num_warps=1))
     close(out, run_reference(cache, x)[0], TOLERANCE[torch.float32])
-    assert not counters.any()

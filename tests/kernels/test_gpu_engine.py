@@ -270,22 +270,13 @@ def test_more_rows_than_the_kernels_for_few_take(
 
 
 @pytest.mark.slow  # the positions of a tile are many for the interpreter
-@pytest.mark.parametrize("product", [False, True])
 def test_splits_of_attention(
     gpu_engine: Callable[..., Engine],
     tiny: Callable[[str], TinyModel],
     monkeypatch: pytest.MonkeyPatch,
-    product: bool,
 ) -> None:
-    """Behind 64 positions, a tile, there are two runs, which attention or the product combines."""
+    """Behind 64 positions, a tile, there are two runs, which attention combines."""
     monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", 8)
-    asked = []
-
-    def product_combines(acc_THSE: torch.Tensor, *_: object) -> bool:
-        asked.append(acc_THSE.shape[2])
-        return product
-
-    monkeypatch.setattr(layer_kernels, "product_combines", product_combines)
     model = tiny("base")
     (token_ids,) = model.prompts(67, seed=5)
     expected = model.logits(token_ids)
@@ -293,8 +284,6 @@ def test_splits_of_attention(
     with gpu_engine("base", **sizes) as engine:
         logits = engine.score(token_ids, 64).cpu()
         torch.testing.assert_close(logits, expected[63:], rtol=0, atol=1e-4)
-        assert asked[-1] > 1
-        assert not engine._parts.model.stack._counters.any()
 
 
 def test_attention_brings_the_weights_of_later_products(monkeypatch: pytest.MonkeyPatch) -> None:

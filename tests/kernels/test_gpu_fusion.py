@@ -102,7 +102,7 @@ def test_norms_of_inputs_and_outputs(inputs: bool, outputs: bool) -> None:
         (ResidualLinear, outputs),
     ]
     assert [kernel.name for kernel in fuse(plan)] == [
-        "norm_linear", "decode_attention", "combine_output", "gate_up", "down",
+        "norm_linear", "decode_attention", "output", "gate_up", "down",
     ]  # fmt: skip
     assert fusion_obstacle(model(plan)) is None
 

@@ -12,8 +12,6 @@ from dataclasses import replace
 import torch
 from stepgraph.runtime.kernels.triton.kernel_calls import record_kernel_calls
 from stepgraph.runtime.kernels.triton.linear import (
-    FEW_ROWS,
-    LIBRARY,
     PREFETCH_BUDGET,
     ROW_CLASSES,
     GpuLinear,
@@ -24,10 +22,10 @@ from stepgraph.runtime.kernels.triton.linear import (
     config_error,
     default_config,
 )
-from stepgraph.runtime.kernels.triton.linear_dispatch import gate_up
+from stepgraph.runtime.kernels.triton.linear_kernels import gate_up
 from stepgraph.runtime.kernels.triton.tuning import best_config, is_tight
 
-KERNELS = ("norm_linear", "gate_up", "residual_linear", "combine_output", "head")
+KERNELS = ("norm_linear", "gate_up", "residual_linear", "head")
 SHAPES = ((3072, 2048), (8192, 2048), (2048, 8192), (1024, 3072), (4096, 14336), (37, 21), (1, 1))
 
 
@@ -36,33 +34,11 @@ SHAPES = ((3072, 2048), (8192, 2048), (2048, 8192), (1024, 3072), (4096, 14336),
 @pytest.mark.parametrize("tight", [False, True])
 def test_candidates_are_launchable(kernel: str, weight_bytes: int, tight: bool) -> None:
     for rows, (n, k) in itertools.product(ROW_CLASSES, SHAPES):
-        if kernel == "combine_output" and rows > FEW_ROWS:
-            continue
         configs = candidate_configs(kernel, rows, n, k, weight_bytes, 132, tight=tight)
         assert configs[0] == default_config(kernel, rows, n, k, weight_bytes, 132, tight=tight)
         assert len(set(configs)) == len(configs)
-        kinds = {config.kind for config in configs}
-        assert ("rows" in kinds) == (rows > 1 and kernel != "combine_output")
-        assert ("few_rows" in kinds) == (rows <= FEW_ROWS)
-        assert (LIBRARY in configs) == (kernel != "combine_output")
         for config in configs:
             assert config_error(config, kernel, rows) is None
-
-
-@pytest.mark.parametrize("weight_bytes", [1, 2, 4])
-def test_what_runs_untuned(weight_bytes: int) -> None:
-    """The library above four rows, but for weights of 8 bits, which it has no product for."""
-    for kernel, rows, (n, k) in itertools.product(KERNELS, ROW_CLASSES, SHAPES):
-        if kernel == "combine_output" and rows > FEW_ROWS:
-            continue
-        config = default_config(kernel, rows, n, k, weight_bytes, 132)
-        own = default_config(kernel, rows, n, k, weight_bytes, 132, library=False)
-        if rows <= FEW_ROWS:
-            assert config == own
-            assert config.kind == "few_rows"
-        else:
-            assert own.kind == "rows"
-            assert config == (own if weight_bytes == 1 else LIBRARY)
 
 
 @pytest.mark.parametrize(
@@ -73,37 +49,31 @@ def test_what_runs_untuned(weight_bytes: int) -> None:
         (LinearConfig(0, 64), "gate_up", 1, "block_n must be"),
         (LinearConfig(8, 1 << 40), "gate_up", 1, "not 1099511627776"),
         (LinearConfig(8, 64, 32), "gate_up", 1, "num_warps must be"),
-        (LinearConfig(64, 64, kind="rows", stages=9), "gate_up", 8, "stages must be"),
-        (LinearConfig(64, 64, kind="rows", splits=-2), "gate_up", 8, "splits must be"),
+        (LinearConfig(64, 64, kind="blocks", stages=9), "expert_down", 8, "stages must be"),
         (LinearConfig(8, 64, prefetch=-1), "gate_up", 1, "prefetch must be"),
         (LinearConfig(8, 64, prefetch=1 << 31), "gate_up", 1, "prefetch must be"),
         (LinearConfig(8, 64), "gate_up", 5, "at most 4 rows, not 5"),
-        (LIBRARY, "combine_output", 1, "kind 'library' does not combine splits"),
-        (LinearConfig(64, 64, kind="rows", splits=2), "head", 8, "head does not support splits"),
-        (LinearConfig(8, 64, kind="rows"), "head", 8, "at least 16 x 16"),
     ],
 )
 def test_what_cannot_run(config: LinearConfig, kernel: str, rows: int, error: str) -> None:
     assert error in (config_error(config, kernel, rows) or "")
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-def test_prefetch_is_all_of_a_small_weight(rows: int) -> None:
+def test_prefetch_is_all_of_a_small_weight() -> None:
     """By default nothing of a large one; candidates prefetch what fits the budget."""
-    small = default_config("norm_linear", rows, 3072, 2048, 2, 132, library=False)
+    small = default_config("norm_linear", 1, 3072, 2048, 2, 132)
     assert small.prefetch == small.block_n * 2048 * 2
-    large = default_config("gate_up", rows, 8192, 2048, 2, 132, library=False)
+    large = default_config("gate_up", 1, 8192, 2048, 2, 132)
     assert large.prefetch == 0
-    candidates = candidate_configs("gate_up", rows, 8192, 2048, 2, 132)
+    candidates = candidate_configs("gate_up", 1, 8192, 2048, 2, 132)
     found = {c.prefetch for c in candidates if replace(c, prefetch=0) == large}
-    programs = 8192 // large.block_n * large.splits
     part, whole = sorted(found - {0})
-    assert 0.9 * PREFETCH_BUDGET < programs * part <= PREFETCH_BUDGET
+    assert 0.9 * PREFETCH_BUDGET < 8192 // large.block_n * part <= PREFETCH_BUDGET
     assert whole == 2 * large.block_n * 2048 * 2
 
 
-def prefetched(config: LinearConfig, rows: int, n: int, k: int) -> int:
-    """What the kernel of gate_up is compiled to request: rows of gate, or features of rows."""
+def prefetched(config: LinearConfig, n: int, k: int) -> int:
+    """The rows of gate that its kernel is compiled to request."""
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
@@ -111,26 +81,19 @@ def prefetched(config: LinearConfig, rows: int, n: int, k: int) -> int:
     linear = GpuLinear(empty(2 * n, k))
     with record_kernel_calls() as calls:
         gate_up(
-            empty(rows, k), GpuNorm(empty(k), 1e-5), linear, empty(rows, n), gelu=False,
-            config=config,
-        )  # fmt: skip
-    (found,) = (call.constants for call in calls if call.name != "norm_kernel")
-    amount: int = found["PREFETCH" if config.kind == "few_rows" else "AHEAD"]
+            empty(1, k), GpuNorm(empty(k), 1e-5), linear, empty(1, n), gelu=False, config=config
+        )
+    amount: int = calls[0].constants["PREFETCH"]
     return amount
 
 
 def test_prefetch_is_rounded_to_what_kernels_request() -> None:
-    few, many = LinearConfig(16, 256), LinearConfig(32, 64, kind="rows", stages=4)
-    sizes = ("gate_up", 8192, 2048, 2)
-    assert prefetched(few, 1, 8192, 2048) == 0
-    assert prefetched(bounded_prefetch(few, *sizes, 24 << 20), 1, 8192, 2048) == 6
-    assert prefetched(bounded_prefetch(few, *sizes, 64 << 20), 1, 8192, 2048) == 16
-    assert prefetched(replace(few, prefetch=1 << 30), 1, 8192, 2048) == 16
-    assert prefetched(replace(few, prefetch=1 << 30), 1, 8192, 2047) == 0, "rows are not aligned"
-    assert prefetched(many, 8, 8192, 2048) == 4 * 64
-    assert prefetched(bounded_prefetch(many, *sizes, 24 << 20), 8, 8192, 2048) == 768
-    assert prefetched(bounded_prefetch(many, *sizes, 64 << 20), 8, 8192, 2048) == 2048
-    assert prefetched(replace(many, prefetch=64 * 2 * 333), 8, 8192, 2048) == 328
+    config, sizes = LinearConfig(16, 256), ("gate_up", 8192, 2048, 2)
+    assert prefetched(config, 8192, 2048) == 0
+    assert prefetched(bounded_prefetch(config, *sizes, 24 << 20), 8192, 2048) == 6
+    assert prefetched(bounded_prefetch(config, *sizes, 64 << 20), 8192, 2048) == 16
+    assert prefetched(replace(config, prefetch=1 << 30), 8192, 2048) == 16
+    assert prefetched(replace(config, prefetch=1 << 30), 8192, 2047) == 0, "rows are not aligned"
 
 
 def test_sizes_are_chosen_for_the_device_that_launches_are_recorded_for() -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.triton.linear import LIBRARY, GpuLinear, LinearConfig, Pending
-from stepgraph.runtime.kernels.triton.linear_dispatch import (
+from stepgraph.runtime.kernels.triton.linear import GpuLinear, LinearConfig, Pending
+from stepgraph.runtime.kernels.triton.linear_kernels import (
     gate_up,
     norm_linear,
     reference_gate_up,
@@ -43,21 +42,13 @@ N = 37
 HALF = torch.bfloat16
 
 
-def of_rows(block_n: int, block_k: int, stages: int = 2, splits: int = 1) -> LinearConfig:
-    return LinearConfig(block_n, block_k, kind="rows", stages=stages, splits=splits)
-
-
-# Input features, and configurations: of few rows, of more, and of more in parts.
+# Input features, and a configuration for few rows; more rows take none.
 SIZES = {
-    # The last part of the input features is empty, the one before cut off.
-    "norm_linear": (21, LinearConfig(8, 64), of_rows(16, 16), of_rows(16, 16, splits=4)),
-    "gate_up": (21, LinearConfig(8, 64), of_rows(8, 16), of_rows(16, 16, splits=2)),
-    "residual_linear": (53, LinearConfig(8, 16), of_rows(16, 16, 3), of_rows(16, 16, 3, 2)),
+    "norm_linear": (21, LinearConfig(8, 64)),
+    "gate_up": (21, LinearConfig(8, 64)),
+    "residual_linear": (53, LinearConfig(8, 16)),
 }
-EVERY = [
-    (operation, *case) for operation, (_, *configs) in SIZES.items()
-    for case in cases(*configs, LIBRARY)
-]  # fmt: skip
+EVERY = [(operation, *case) for operation in SIZES for case in cases()]
 
 
 class Product:
@@ -94,6 +85,7 @@ class Product:
         """The result, in poisoned memory unless some is given."""
         if out_TN is None:
             out_TN = poisoned(len(self.x_TK), N, dtype=self.x_TK.dtype)
+        config = config or (SIZES[self.operation][1] if len(self.x_TK) <= 4 else None)
         normed = (self.x_TK, self.norm, self.linear, out_TN)
         if self.operation == "norm_linear":
             norm_linear(*normed, self.pending, config)
@@ -114,19 +106,17 @@ class Product:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize(("operation", "count", "config", "dtype"), EVERY)
-def test_odd_shapes(
-    operation: str, count: int, config: LinearConfig, dtype: torch.dtype, gelu: bool
-) -> None:
+@pytest.mark.parametrize(("operation", "count", "dtype"), EVERY)
+def test_odd_shapes(operation: str, count: int, dtype: torch.dtype, gelu: bool) -> None:
     product = Product(operation, count, dtype, bias=True, gelu=gelu, residual=not gelu)
-    assert error(product.run(config), product.reference()) < tolerance(dtype)
+    assert error(product.run(), product.reference()) < tolerance(dtype)
 
 
-@pytest.mark.parametrize("count", [1, 4, 8])
+@pytest.mark.parametrize("count", [1, 4])
 def test_a_bounded_prefetch_changes_no_result(count: int) -> None:
-    """Of two rows of gate and two of up, or of the first features of each row."""
+    """Of two rows of gate and two of up."""
     product = Product("gate_up", count, k=64)
-    config = LinearConfig(8, 32) if count <= 4 else of_rows(16, 16)
+    config = LinearConfig(8, 32)
     out_TN = product.run(replace(config, prefetch=5 * 64 * HALF.itemsize))
     assert torch.equal(out_TN, product.run(config))
     assert error(out_TN, product.reference()) < tolerance(HALF)
@@ -138,17 +128,10 @@ def test_a_bounded_prefetch_changes_no_result(count: int) -> None:
 @pytest.mark.parametrize("operation", SIZES)
 @pytest.mark.parametrize(
     ("count", "config"),
-    [
-        (1, LinearConfig(32, 64)),
-        (2, LinearConfig(8, 128)),
-        (8, of_rows(16, 128)),
-        (17, of_rows(16, 64, splits=2)),
-        (32, of_rows(32, 256, splits=2)),
-        (5, LIBRARY),
-    ],
+    [(1, LinearConfig(32, 64)), (2, LinearConfig(8, 128)), (5, None), (17, None), (32, None)],
 )
 def test_weights_of_8_bits(
-    count: int, config: LinearConfig, operation: str, k: int, storage: str
+    count: int, config: LinearConfig | None, operation: str, k: int, storage: str
 ) -> None:
     dtype = torch.float16 if operation == "residual_linear" else HALF
     product = Product(operation, count, dtype, k, storage, bias=True)
@@ -159,13 +142,13 @@ def test_weights_of_8_bits(
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("operation", ["norm_linear", "gate_up"])
-@pytest.mark.parametrize(("count", "way"), [(1, 1), (2, 1), (5, 2), (5, 3), (5, 4)])
+@pytest.mark.parametrize("count", [1, 2, 5])
 def test_what_is_pending_is_added_and_kept(
-    count: int, way: int, operation: str, normed: bool, offset: bool
+    count: int, operation: str, normed: bool, offset: bool
 ) -> None:
     traits = {"normed": normed, "offset": offset, "gelu": True}
     product = Product(operation, count, k=150, pending=True, **traits)
-    out_TN = product.run((*SIZES[operation], LIBRARY)[way])
+    out_TN = product.run()
     assert product.pending is not None
     expected = product.pending._replace(out=torch.empty_like(product.pending.out))
     assert error(out_TN, product.reference(expected)) < tolerance(HALF)
@@ -180,49 +163,49 @@ def test_against_float64(count: int, offset: bool) -> None:
     x, norm = product.x_TK.double(), product.norm
     assert norm is not None
     x = x * (x.pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt() * (norm.weight.double() + offset)
-    out_TN = product.run(SIZES["norm_linear"][1 if count <= 4 else 3])
+    out_TN = product.run()
     assert error(out_TN, x @ product.linear.weight.double().T) < tolerance(HALF)
 
 
-@pytest.mark.parametrize(("count", "way"), [(3, 1), (8, 2), (8, 3), (8, 4)])
-def test_without_a_residual(count: int, way: int) -> None:
+@pytest.mark.parametrize("count", [3, 8])
+def test_without_a_residual(count: int) -> None:
     product = Product("residual_linear", count, torch.float32, residual=False)
-    out_TN = product.run((*SIZES["residual_linear"], LIBRARY)[way])
+    out_TN = product.run()
     assert error(out_TN, product.x_TK.double() @ product.linear.weight.double().T) < 1e-5
 
 
 @pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize(("count", "way"), [(3, 1), (8, 2), (8, 3), (8, 4)])
-def test_results_that_are_scaled(count: int, way: int, residual: bool) -> None:
+@pytest.mark.parametrize("count", [3, 8])
+def test_results_that_are_scaled(count: int, residual: bool) -> None:
     product = Product("residual_linear", count, residual=residual)
-    out_TN, config = poisoned(count, N, dtype=HALF), (*SIZES["residual_linear"], LIBRARY)[way]
+    out_TN = poisoned(count, N, dtype=HALF)
     arguments = (product.x_TK, product.linear, product.residual_TN)
-    residual_linear(*arguments, out_TN, config, scale=0.22)
+    residual_linear(*arguments, out_TN, scale=0.22)
     expected = reference_residual_linear(*arguments, scale=0.22)
     assert error(out_TN, expected) < tolerance(HALF)
     assert error(out_TN, product.reference()) > 0.1
 
 
-@pytest.mark.parametrize(("count", "way"), [(1, 1), (5, 2), (5, 3), (5, 4), (1, 4)])
-def test_the_residual_may_be_what_is_written(count: int, way: int) -> None:
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_residual_may_be_what_is_written(count: int) -> None:
     product = Product("residual_linear", count)
     expected = product.reference()
-    out_TN = product.run((*SIZES["residual_linear"], LIBRARY)[way], product.residual_TN)
+    out_TN = product.run(out_TN=product.residual_TN)
     assert error(out_TN, expected) < tolerance(HALF)
 
 
 @pytest.mark.parametrize("operation", SIZES)
-@pytest.mark.parametrize(("count", "way"), [(3, 1), (6, 3)])
-def test_a_row_is_its_own(operation: str, count: int, way: int) -> None:
+@pytest.mark.parametrize("count", [3, 6])
+def test_a_row_is_its_own(operation: str, count: int) -> None:
     """The result of a row depends on no other row: not on NaN, nor on memory past the last row."""
-    product, config = Product(operation, count), SIZES[operation][way]
+    product = Product(operation, count)
     memory = torch.cat([product.x_TK, poisoned(64, product.x_TK.shape[1], dtype=HALF)])
     product.x_TK = memory[:count]
-    alone_TN = product.run(config)
+    alone_TN = product.run()
     assert not alone_TN.isnan().any()
     memory[1] = float("nan")
     memory[0] = 1e30
-    out_TN = product.run(config)
+    out_TN = product.run()
     assert out_TN[1].isnan().all()
     assert torch.equal(out_TN[2:], alone_TN[2:])
 
@@ -244,23 +227,11 @@ def test_the_activation_by_itself(gelu: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "change", "config", "raised", "message"),
-    [
-        (33, {}, None, ValueError, "at most 32 rows"),
-        (1, {"linear": GpuLinear(torch.zeros(N + 1, 21))}, None, ValueError, "linear: a weight of"),
-        (5, {}, LinearConfig(8, 64), ValueError, "5 rows need a configuration of kind 'rows'"),
-        (1, {"linear": GpuLinear(torch.zeros(N, 21).int())}, None, TypeError, "int32"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_an_error(
-    count: int,
-    change: dict[str, Any],
-    config: LinearConfig | None,
-    raised: type[Exception],
-    message: str,
-) -> None:
-    product = Product("norm_linear", count)
-    for name, linear in change.items():
-        setattr(product, name, GpuLinear(linear.weight.to(DEVICE)))
-    with pytest.raises(raised, match=message):
-        product.run(config)
+    ("weight", "raised"),
+    [(torch.zeros(N + 1, 21), ValueError), (torch.zeros(N, 21).int(), TypeError)],
+)
+def test_what_does_not_fit_is_an_error(weight: Tensor, raised: type[Exception]) -> None:
+    product = Product("norm_linear", 1)
+    product.linear = GpuLinear(weight.to(DEVICE))
+    with pytest.raises(raised):
+        product.run()

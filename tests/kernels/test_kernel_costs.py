@@ -96,7 +96,7 @@ def test_operations_together_are_the_step(
 def test_operations_by_hand() -> None:
     reads = step_bytes(PLAN, SIZES, rows=3, context=9)
     found = {(read.name, read.window): read for read in reads}
-    names = ["begin", "norm_linear", *["decode_attention"] * 2, "combine_output", "gate_up", "down"]
+    names = ["begin", "norm_linear", *["decode_attention"] * 2, "output", "gate_up", "down"]
     assert [read.name for read in reads] == [*names, "head", "greedy"]
     new = 3 * 2 * 2 * 8  # keys and values of two heads
     expected = {
@@ -104,7 +104,7 @@ def test_operations_by_hand() -> None:
         ("norm_linear", None): (3, 2 * (40 * 12 + 12), 0),
         ("decode_attention", None): (2, 0, 9 * new),
         ("decode_attention", 5): (1, 0, 5 * new),
-        ("combine_output", None): (3, 2 * 24 * 12, 0),
+        ("output", None): (3, 2 * 24 * 12, 0),
         ("gate_up", None): (3, 2 * (40 * 12 + 12), 0),
         ("down", None): (3, 2 * 20 * 12, 0),
         ("head", None): (1, 2 * (300 * 12 + 12), 0),

@@ -22,7 +22,7 @@ from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
 GRAPH = {"mode": "graph", "compile": False, "max_model_len": 32, "buckets": (2,), "max_num_seqs": 2}
 
-FUSED_LAYER = ["norm_linear", "decode_attention", "combine_output", "gate_up", "down"]
+FUSED_LAYER = ["norm_linear", "decode_attention", "output", "gate_up", "down"]
 
 
 def scopes(step: StepNodes) -> list[str]:

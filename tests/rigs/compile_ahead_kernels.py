@@ -27,7 +27,7 @@ from stepgraph.runtime.kernels.triton.linear import (
     bounded_prefetch,
     default_config,
 )
-from stepgraph.runtime.kernels.triton.linear_dispatch import gate_up
+from stepgraph.runtime.kernels.triton.linear_kernels import gate_up
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
 from stepgraph.runtime.kernels.triton.split_attention import new_counters, new_partials
 from stepgraph.runtime.tools.compile_ahead import CompiledKernel, compile_kernel_calls
@@ -80,8 +80,7 @@ def decode_kernel(capability: int, *next_weights: torch.Tensor) -> CompiledKerne
             HeadRotation(None, None, 1e-5, False, angles, angles), batch,
             AttentionForm(0.125, 0, 0.0, "model", size),
             new_partials(rows, heads, 4, size, torch.device("meta")),
-            attended_TN=empty(rows, heads * size, dtype=model),
-            counters=new_counters(torch.device("meta")),
+            new_counters(torch.device("meta")), empty(rows, heads * size, dtype=model),
             next_weights=next_weights,
         )  # fmt: skip
     (kernel,) = compile_kernel_calls(calls, capability)

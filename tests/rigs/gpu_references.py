@@ -10,7 +10,6 @@ from stepgraph.runtime.kernels.ops.weight_storage import dequantise_weight
 from stepgraph.runtime.kernels.triton.begin import Beginning, Embedding, Rotations
 from stepgraph.runtime.kernels.triton.prefill_attention import num_prefill_tiles
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation, reference_rotated
-from stepgraph.runtime.kernels.triton.rowwise import reference_activate_rows
 from torch import Tensor
 
 
@@ -71,29 +70,6 @@ def reference_prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int
     starts = token_T[cut_T]
     tiles[: len(starts)] = starts.int()
     return tiles
-
-
-def reference_sum_parts(
-    parts: Tensor,
-    out_dtype: torch.dtype,
-    scales: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual_TN: Tensor | None = None,
-    *,
-    gated: bool = False,
-    gelu: bool = False,
-    scale: float = 1.0,
-) -> Tensor:
-    """What `sum_parts` does, in plain torch, with a result of `out_dtype`."""
-    sums = parts.float().sum(0)
-    if scales is not None:
-        sums = sums * scales
-    if bias is not None:
-        sums = sums + bias.float()
-    if gated:
-        return reference_activate_rows(sums.to(out_dtype), gelu=gelu)
-    out = sums.to(out_dtype) * scale
-    return out if residual_TN is None else residual_TN + out
 
 
 def reference_store(

@@ -3,7 +3,7 @@
 Shapes: T rows of the step, H query heads, G kv heads, E head_dim, S splits.
 
 The positions that a row sees are shared out among splits, see `split_attention.py`; the last
-program of a row's kv head to be done puts them together, or the next kernel does. The new token's
+program of a row's kv head to be done puts them together. The new token's
 key and value do not go through memory: the first split without tiles, or the last one, computes
 them, writes them to the slot, and starts its softmax from them (as they would be read back, where
 the cache is quantised). The others read what earlier steps wrote.
@@ -163,11 +163,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     begin, behind, owner = split_tiles(first, position, split, splits, TILE)
     head = t.to(tl.int64) * (G * GROUP) + g * GROUP
     at = (head + h) * splits + split
-    if split > owner:
-        if counters_ptr is None:  # whoever combines the splits does not know how many are empty
-            tl.store(m_ptr + at, tl.full([HEADS], float("-inf"), tl.float32), mask=inside)
-            tl.store(l_ptr + at, tl.zeros([HEADS], tl.float32), mask=inside)
-    else:
+    if split <= owner:
         table_ptr = tables_ptr + tl.load(token_rows_ptr + t) * table_stride
         block = table_entries(table_ptr, first, position, begin, BLOCK_SIZE, TILE)
         pair = i % (E // 2)
@@ -217,7 +213,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
             table_ptr, block, g, first, position, begin, behind, scale, G, E, E, BLOCK_SIZE,
             STORAGE, NATIVE_FP8, SOFTCAP, BLOCK_E, 1, TILE,
         )  # fmt: skip
-        if counters_ptr is None:
+        if counters_ptr is None:  # there is one split
             store_partials(acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, at, inside, E, BLOCK_E)
         elif owner == 0:
             store_partials(
@@ -239,21 +235,20 @@ def decode_attention(
     batch: RaggedBatch,
     form: AttentionForm,
     partials: Partials,
+    counters: Tensor | None,
+    attended_TN: Tensor,
     *,
-    attended_TN: Tensor | None = None,
-    counters: Tensor | None = None,
     next_weights: Sequence[Tensor] = (),
     tile: Tile | None = None,
 ) -> None:
-    """Write the step's keys and values and find the partials of its attention.
+    """Write the step's keys and values, and attend.
 
     The batch is uniform, of one token a row: none sees another's key.
     Arguments as in `reference_decode_attention`; besides:
         partials: workspace of T rows, whose number of splits is that of the launch.
-        attended_TN: where to put the result, `[T, H * E]` in the dtype of `qkv_TN`, contiguous;
-            None: the kernel that comes next combines the partials.
-        counters: `new_counters`, which are zeros before and after; to combine more than one split
-            in `attended_TN`. No two launches that share them may run at the same time.
+        counters: `new_counters`, which are zeros before and after; to combine more than one split.
+            No two launches that share them may run at the same time.
+        attended_TN: written, `[T, H * E]` in the dtype of `qkv_TN`, contiguous.
         next_weights: at most two that the next kernels read, contiguous: programs ask for the first
             16 MiB of them, in this order, to be brought to the L2 cache while they wait for what
             earlier kernels write.
@@ -270,7 +265,7 @@ def decode_attention(
     splits = partials.m.shape[2]
     (weight, *lines), (second, *second_lines) = _shares(next_weights, tokens * splits * kv_heads)
     threads, combined = 32 * tile.num_warps, 0
-    if attended_TN is None or splits == 1:
+    if splits == 1:
         counters = None
     else:
         assert counters is not None

@@ -293,9 +293,9 @@ def product_of_blocks(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (block, i): `BLOCK_N` output features of the pairs of a block.
 
-    The weight is the left operand, as in `row_product.py`. A `GATED` product has tokens as inputs
-    and an activation as its result, the other one has pairs. A weight is `[N, K]`, or `[K, N]` if
-    `TRANSPOSED`.
+    The weight is the left operand: tensor cores take 64 of its rows at a time, and as few as 8 rows
+    of the input. A `GATED` product has tokens as inputs and an activation as its result, the other
+    one has pairs. A weight is `[N, K]`, or `[K, N]` if `TRANSPOSED`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     HALVES: tl.constexpr = 2 if GATED else 1

@@ -250,7 +250,7 @@ def _fits(kinds: tuple[type[Operation], ...], operations: Sequence[Operation]) -
 def fuse(layer: LayerPlan) -> tuple[Fused, ...]:
     """Return the kernels of a layer in order, as decode steps of few rows run them.
 
-    The product after attention, which may combine its splits, is called `combine_output`.
+    The product after attention is called `output`.
 
     Raises:
         ValueError: an operation has no kernel where it stands; the message is its title.
@@ -267,7 +267,7 @@ def fuse(layer: LayerPlan) -> tuple[Fused, ...]:
             missing = (unsupported(op, SUPPORTED) for op in kinds_first)
             raise ValueError(next(filter(None, missing), left[0].title))
         if isinstance(fused, ResidualLinear) and found and isinstance(found[-1], Attention):
-            fused = replace(fused, name="combine_output")
+            fused = replace(fused, name="output")
         found.append(fused)
         del left[: len(kinds)]
     return tuple(found)

@@ -17,8 +17,8 @@ from torch import Tensor
 from ..ops.batch import NON_FINITE, Feedback
 from ..ops.token_masks import LaneMasks
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .linear import LIBRARY, ROW_CLASSES, GpuLinear, GpuNorm, LinearConfig, Pending
-from .linear_dispatch import dispatch_linear, reference_norm_linear
+from .linear import FEW_ROWS, GpuLinear, GpuNorm, LinearConfig, Pending
+from .linear_kernels import dispatch_linear, reference_norm_linear
 from .linear_tiles import capped, largest_of, scaled
 from .matmul import library_linear
 from .rowwise import norm_rows
@@ -77,17 +77,15 @@ def head(
 
     Logits are in the model's dtype, times `scale`, then with `softcap` (0: none) as softcap *
     tanh(l / softcap); maxima are float32 (+inf if the chunk holds NaN), tokens int32, of equal
-    logits the lowest. More than 32 rows, and a `config` of kind `library`, use the library's
-    product with a kernel before and one after it.
+    logits the lowest. More than four rows use the library's product with a kernel before and one
+    after it.
     """
     tokens, (vocab_size, hidden_size) = x_TD.shape[0], linear.weight.shape
-    if tokens > ROW_CLASSES[-1]:
-        config = LIBRARY
-    elif config is None:
-        shape = (vocab_size, hidden_size, x_TD.dtype, linear.weight.dtype, x_TD.device)
-        config = best_config("head", tokens, *shape, pending=pending is not None)
     logits_TV = x_TD.new_empty(tokens, vocab_size)
-    if config.kind != "library":
+    if tokens <= FEW_ROWS:
+        if config is None:
+            shape = (vocab_size, hidden_size, x_TD.dtype, linear.weight.dtype, x_TD.device)
+            config = best_config("head", tokens, *shape, pending=pending is not None)
         chunks = triton.cdiv(vocab_size, config.block_n)
         best = _best(tokens, chunks, x_TD.device)
         dispatch_linear(

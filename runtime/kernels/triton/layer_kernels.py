@@ -27,7 +27,6 @@ from ..ops.layer_plan import BoundLayer, BoundModel, LinearTensors
 from .fusion import Activation, Attention, Fused, GateUp, Mixture, NormLinear, ResidualLinear
 from .kernel_calls import num_multiprocessors
 from .linear import GpuLinear, GpuNorm, Pending
-from .linear_dispatch import product_combines
 from .operations import Operations
 from .prefill_attention import SPLIT, PrefillTiling, any_tiling, prefill_tiling
 from .rotated_heads import HeadRotation
@@ -136,16 +135,13 @@ class DecodeAttention(_StepAttention):
         tokens, attend, device = self.x.shape[0], self.like.attend, self.x.device
         most = self.batch.read_blocks * self.batch.block_size
         splits = choose_splits(tokens, attend.kv_heads, most, num_multiprocessors(device))
-        self.partials = new_partials(tokens, attend.heads, splits, attend.value_dim, device)
+        self._partials = new_partials(tokens, attend.heads, splits, attend.value_dim, device)
 
-    def attend(
-        self,
-        layer: LayerAttention,
-        qkv_TN: Tensor,
-        attended_TK: Tensor | None,
-        next_weights: Sequence[Tensor],
-    ) -> None:
-        """Write keys and values, and attend: into `attended_TK`, or None leaves the partials."""
+    def attended(
+        self, layer: LayerAttention, qkv_TN: Tensor, next_weights: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """Write keys and values, and attend: `[T, H * E]`."""
+        attended_TK = self.x.new_empty(self.x.shape[0], layer.attend.features)
         with operation("decode_attention"):
             self.operations.decode_attention(
                 qkv_TN,
@@ -154,18 +150,11 @@ class DecodeAttention(_StepAttention):
                 self.rotation(layer),
                 self.batch,
                 layer.form,
-                self.partials,
-                attended_TN=attended_TK,
-                counters=self._counters,
+                self._partials,
+                self._counters,
+                attended_TK,
                 next_weights=next_weights,
             )
-
-    def attended(
-        self, layer: LayerAttention, qkv_TN: Tensor, next_weights: Sequence[Tensor] = ()
-    ) -> Tensor:
-        """Attention of the layer, `[T, H * E]`."""
-        attended_TK = self.x.new_empty(self.x.shape[0], layer.attend.features)
-        self.attend(layer, qkv_TN, attended_TK, next_weights)
         return attended_TK
 
 
@@ -382,10 +371,9 @@ def norm_hidden(
 
 
 def run_activation(
-    operations: Operations, fused: GateUp | Activation, gate_up_TF: Tensor | None
+    operations: Operations, fused: GateUp | Activation, gate_up_TF: Tensor
 ) -> Tensor:
     """Return the activation of gate and up, `[T, F]`, computed by a kernel of its own."""
-    assert gate_up_TF is not None
     out_TF = gate_up_TF.new_empty(gate_up_TF.shape[0], fused.features)
     activate, clamp = fused.activate, Clamp.of(fused.activate)
     with operation(activate.name):
@@ -411,8 +399,8 @@ class FewRows:
         self._collectives = collectives
         self.hidden = Hidden(x_TD)
         """After the last kernel that ran."""
-        self._value: Tensor | None = None
-        """What the last kernel left for the next one; None: splits of attention."""
+        self._value = x_TD
+        """What the last kernel left for the next one."""
 
     def run(self, kernel: LayerKernel) -> None:
         """Run a kernel of the chain."""
@@ -452,30 +440,19 @@ class FewRows:
             self.hidden = Hidden(pending.out)
 
     def _attend(self, kernel: LayerKernel) -> None:
-        """Attention, which leaves its splits to the next product where that is better."""
-        qkv_TN, step = self._value, self._step
         assert kernel.attention is not None
-        assert qkv_TN is not None
         after = kernel.after
         adds = after is not None and isinstance(after.fused, ResidualLinear)
-        output = after.linear if after is not None and adds else None
         weights = _weights_ahead(after) if adds else []
-        if output is not None and product_combines(step.partials.acc, output, qkv_TN.dtype):
-            step.attend(kernel.attention, qkv_TN, None, weights)
-            self._value = None
-        else:
-            self._value = step.attended(kernel.attention, qkv_TN, weights)
+        self._value = self._step.attended(kernel.attention, self._value, weights)
 
     def _add_product(self, kernel: LayerKernel, fused: ResidualLinear) -> None:
-        x_TD, value, operations = self.hidden.x, self._value, self._operations
+        x_TD, operations = self.hidden.x, self._operations
         out_TD = torch.empty_like(x_TD)
         residual_TD = x_TD if kernel.norm is None and not fused.sums else None
-        outputs, scale = (kernel.linear, residual_TD, out_TD), 1.0 if fused.sums else fused.scale
+        scale = 1.0 if fused.sums else fused.scale
         with operation(fused.name):
-            if value is None:
-                operations.combine_output(*self._step.partials, *outputs, scale=scale)
-            else:
-                operations.residual_linear(value, *outputs, scale=scale)
+            operations.residual_linear(self._value, kernel.linear, residual_TD, out_TD, scale=scale)
         if fused.sums:
             self.hidden = add_over_ranks(operations, self._collectives, kernel, self.hidden, out_TD)
             return

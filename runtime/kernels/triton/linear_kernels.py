@@ -1,21 +1,20 @@
-"""The kernel of all linear layers of a decode step of up to 4 rows.
+"""The linear layers of a decode step: one kernel for up to four rows, else the library.
 
-Shapes: T rows, N output features, K input features, R rows of the weight that a program reads, S
-splits of attention, E value head_dim.
+Shapes: T rows, N output features, K input features, F features of gate and of up, R rows of the
+weight that a program reads.
 
 A program multiplies all rows by R rows of the weight, `BLOCK_K` input features at a time, and has
 the weights of the next tile in flight while it multiplies with these. The first tile, norms, biases
 and scales are on their way before it waits for what the kernel before it writes. Of gate and up a
 program reads the rows of the same features, gate and up in turn.
 
-What is multiplied is the input as it is, or summed with what is pending and normed, or put together
-from the splits of attention. Every program does that itself: up to 4 rows are few bytes compared
-with the weights, and in the L2 cache. For more rows see `row_product.py`.
+What is multiplied is the input as it is, or summed with what is pending and normed. Every program
+does that itself: up to 4 rows are few bytes compared with the weights, and in the L2 cache. More
+rows are normed by a kernel before the library's product, and one after it activates the result or
+adds it.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
@@ -23,13 +22,21 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .linear import FEW_ROWS, GpuLinear, GpuNorm, LinearConfig, Pending, row_class
+from .linear import (
+    FEW_ROWS,
+    STORAGES,
+    GpuLinear,
+    GpuNorm,
+    LinearConfig,
+    Pending,
+    reference_linear,
+    row_class,
+)
 from .linear_tiles import (
     activate,
     appended,
     as_numbers,
     capped,
-    combined_slice,
     input_tile,
     largest_of,
     load_stage,
@@ -37,39 +44,29 @@ from .linear_tiles import (
     row_statistics,
     scaled,
 )
+from .matmul import library_linear
 from .quantised import kernel_weight, load_channels, may_prefetch, operation_name
+from .rowwise import activate_rows, norm_rows, reference_activate_rows, reference_norm_rows
+from .tuning import best_config
 
-__all__ = ["call_few_rows"]
+__all__ = [
+    "dispatch_linear",
+    "gate_up",
+    "norm_linear",
+    "reference_gate_up",
+    "reference_norm_linear",
+    "reference_residual_linear",
+    "residual_linear",
+]
 
 _STATISTICS = 8192
 """Elements of all rows that are summed up at a time for a norm."""
 
 
-@triton.jit
-def _row_tile(  # type: ignore[no-untyped-def]
-    x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, row, start, k, reciprocal, post_reciprocal,
-    norm, K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr, V: tl.constexpr,
-    EVEN: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr,
-    dtype: tl.constexpr,
-):  # fmt: skip
-    """Input features from `start` on of one row: `[BLOCK_K / V, V]` in float32."""
-    if max_ptr is not None:
-        first = start + tl.arange(0, k.shape[0])[:, None] * V
-        x = combined_slice(x_ptr, max_ptr, sum_ptr, row, first, start + k, K, E, SPLITS, EVEN)
-        x = x.to(dtype).to(tl.float32)
-    else:
-        x = input_tile(
-            x_ptr, delta_ptr, post_ptr, row, start + k, start + k < K, reciprocal,
-            post_reciprocal, norm, K, EVEN, NORM, OFFSET, POST_OFFSET, dtype,
-        )  # fmt: skip
-    return x
-
-
 @triton.jit(repr=operation_name)
 def linear_of_few_rows(  # type: ignore[no-untyped-def]
-    x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, max_ptr, sum_ptr, w_ptr, scale_ptr, bias_ptr,
-    residual_ptr, out_ptr, best_ptr, best_id_ptr, T, N, eps, post_eps,
-    K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr,
+    out_ptr, best_ptr, best_id_ptr, T, N, eps, post_eps, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, STATISTICS: tl.constexpr,
     WORD: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
     OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
@@ -137,9 +134,9 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         tl.debug_barrier()  # else the compiler moves the load after the products
         sums = _grown(
-            sums, w, norm, scales, start, x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, T, k,
-            reciprocal, post_reciprocal, K, E, SPLITS, ROWS, V, EVEN, NORM, OFFSET, POST_OFFSET,
-            STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
+            sums, w, norm, scales, start, x_ptr, delta_ptr, post_ptr, T, k, reciprocal,
+            post_reciprocal, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE, NATIVE_FP8,
+            SCALE_BLOCKS, dtype,
         )  # fmt: skip
         w, norm, scales = load_stage(
             w_rows, word, norm_ptr, k, scale_rows, group * V, start + 2 * BLOCK_K, K, WORD, EVEN,
@@ -147,9 +144,9 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         tl.debug_barrier()
         sums = _grown(
-            sums, w_odd, norm_odd, scales_odd, start + BLOCK_K, x_ptr, delta_ptr, post_ptr,
-            max_ptr, sum_ptr, T, k, reciprocal, post_reciprocal, K, E, SPLITS, ROWS, V, EVEN, NORM,
-            OFFSET, POST_OFFSET, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
+            sums, w_odd, norm_odd, scales_odd, start + BLOCK_K, x_ptr, delta_ptr, post_ptr, T, k,
+            reciprocal, post_reciprocal, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE,
+            NATIVE_FP8, SCALE_BLOCKS, dtype,
         )  # fmt: skip
     LAST: tl.constexpr = (TILES - 1) * BLOCK_K
     if TILES % 2 == 0:
@@ -158,17 +155,16 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         tl.debug_barrier()
         sums = _grown(
-            sums, w, norm, scales, LAST - BLOCK_K, x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, T,
-            k, reciprocal, post_reciprocal, K, E, SPLITS, ROWS, V, EVEN, NORM, OFFSET, POST_OFFSET,
-            STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
+            sums, w, norm, scales, LAST - BLOCK_K, x_ptr, delta_ptr, post_ptr, T, k, reciprocal,
+            post_reciprocal, K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE, NATIVE_FP8,
+            SCALE_BLOCKS, dtype,
         )  # fmt: skip
         w = w_odd
         norm = norm_odd
         scales = scales_odd
     sums = _grown(
-        sums, w, norm, scales, LAST, x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, T, k,
-        reciprocal, post_reciprocal, K, E, SPLITS, ROWS, V, EVEN, NORM, OFFSET, POST_OFFSET,
-        STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
+        sums, w, norm, scales, LAST, x_ptr, delta_ptr, post_ptr, T, k, reciprocal, post_reciprocal,
+        K, ROWS, EVEN, NORM, OFFSET, POST_OFFSET, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
     )  # fmt: skip
 
     for row in tl.static_range(ROWS):
@@ -194,9 +190,8 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _grown(  # type: ignore[no-untyped-def]
-    sums, w, norm, scales, start, x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, T, k,
-    reciprocal, post_reciprocal, K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
+    sums, w, norm, scales, start, x_ptr, delta_ptr, post_ptr, T, k, reciprocal, post_reciprocal,
+    K: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
     OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, STORAGE: tl.constexpr,
     NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
@@ -204,10 +199,9 @@ def _grown(  # type: ignore[no-untyped-def]
     numbers = as_numbers(w, STORAGE, NATIVE_FP8)
     grown = ()
     for row in tl.static_range(ROWS):
-        x = _row_tile(
-            x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, tl.minimum(row, T - 1), start, k,
-            reciprocal[row], post_reciprocal[row], norm, K, E, SPLITS, V, EVEN, NORM, OFFSET,
-            POST_OFFSET, dtype,
+        x = input_tile(
+            x_ptr, delta_ptr, post_ptr, tl.minimum(row, T - 1), start + k, start + k < K,
+            reciprocal[row], post_reciprocal[row], norm, K, EVEN, NORM, OFFSET, POST_OFFSET, dtype,
         )  # fmt: skip
         product = tl.sum(numbers * x[:, None, :], axis=2)
         if SCALE_BLOCKS:
@@ -216,16 +210,15 @@ def _grown(  # type: ignore[no-untyped-def]
     return grown
 
 
-def call_few_rows(
+def dispatch_linear(
     name: str,
-    x: Tensor,
+    x_TK: Tensor,
     linear: GpuLinear,
     out_TN: Tensor,
-    config: LinearConfig,
+    config: LinearConfig | None = None,
     *,
     norm: GpuNorm | None = None,
     pending: Pending | None = None,
-    splits: tuple[Tensor, Tensor] | None = None,
     residual_TN: Tensor | None = None,
     gated: bool = False,
     gelu: bool = False,
@@ -233,40 +226,76 @@ def call_few_rows(
     softcap: float = 0.0,
     best: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Call the kernel as the operation `name`; arguments as for `dispatch_linear`.
+    """Compute the product of up to four rows in one kernel, or of more with the library.
 
-    Raises ValueError for more than `FEW_ROWS` rows.
+    Args:
+        name: of the operation.
+        x_TK: contiguous, as all tensors.
+        linear: `[2N, K]` if `gated`, else `[N, K]`.
+        out_TN: written; its dtype is the model's.
+        config: sizes for up to four rows; None: as tuned, or the default.
+        norm: of the input.
+        pending: added before.
+        residual_TN: what the product is added to.
+        gated: the result is `act(gate) * up`.
+        gelu: of the activation; else silu.
+        scale: factor of results, rounded before and after; not if `gated`.
+        softcap: results x become softcap * tanh(x / softcap); 0: they stay. Up to four rows.
+        best: for each row and program of the kernel the largest result and its feature, float32 and
+            int32 `[T, programs]`, which are written. Up to four rows.
+
+    Raises ValueError for sizes that do not fit together.
     """
     rows, n = out_TN.shape
-    k = linear.weight.shape[1]
+    stored_n, k = linear.weight.shape
+    if stored_n != n * (2 if gated else 1) or x_TK.shape[1] != k:
+        raise ValueError(
+            f"{name}: a weight of {tuple(linear.weight.shape)} does not map inputs of"
+            f" {tuple(x_TK.shape)} to outputs of {tuple(out_TN.shape)}"
+        )
+    if linear.weight.dtype not in STORAGES:
+        raise TypeError(f"{name}: no kernel for weights of {linear.weight.dtype}")
+    if rows > FEW_ROWS:
+        assert best is None
+        if norm is not None or pending is not None:
+            normed_TK = torch.empty_like(x_TK)
+            norm_rows(x_TK, norm, normed_TK, pending)
+            x_TK = normed_TK
+        direct = not gated and residual_TN is None and scale == 1.0
+        product_TN = out_TN if direct else x_TK.new_empty(rows, stored_n)
+        library_linear(x_TK, linear, product_TN)
+        if gated:
+            activate_rows(product_TN, out_TN, gelu=gelu)
+        elif residual_TN is not None:
+            # Not addmm, which copies the residual first and so calls as many kernels.
+            torch.add(residual_TN, product_TN if scale == 1.0 else product_TN * scale, out=out_TN)
+        elif scale != 1.0:
+            torch.mul(product_TN, scale, out=out_TN)
+        return
+    if config is None:
+        dtypes = (out_TN.dtype, linear.weight.dtype)
+        config = best_config(name, rows, n, k, *dtypes, x_TK.device, pending=pending is not None)
     row_count = row_class(rows)
-    if row_count > FEW_ROWS:
-        raise ValueError(f"{name}: {rows} rows need a configuration of kind 'rows' or 'library'")
     weight, storage = kernel_weight(linear)
     row_bytes = k * weight.element_size()
     ahead = 0
     if may_prefetch(weight):
         ahead = min(config.block_n, config.prefetch // (row_bytes * (2 if gated else 1)))
     vector = min(16 // weight.element_size(), config.block_k)
-    head_dim = 1
-    if splits is not None:
-        head_dim = x.shape[3]
-        vector = math.gcd(vector, head_dim)
     word = 4 // weight.element_size()
     if k % word or vector % word:
-        word = 1  # a row begins within a word, or a head does
+        word = 1  # a row begins within a word
     else:
         weight = weight.view(torch.int32)
     post = None if pending is None else pending.norm
     call_kernel(
         linear_of_few_rows,
         (-(-n // config.block_n),),
-        x,
+        x_TK,
         None if pending is None else pending.delta,
         None if post is None else post.weight,
         None if pending is None else pending.out,
         None if norm is None else norm.weight,
-        *(splits or (None, None)),
         weight,
         linear.scales,
         linear.bias,
@@ -279,8 +308,6 @@ def call_few_rows(
         0.0 if post is None else post.eps,
         num_warps=config.num_warps,
         K=k,
-        E=head_dim,
-        SPLITS=1 if splits is None else splits[0].shape[2],
         ROWS=row_count,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -298,3 +325,91 @@ def call_few_rows(
         NAME=name,
         **storage,
     )
+
+
+def norm_linear(
+    x_TK: Tensor,
+    norm: GpuNorm | None,
+    linear: GpuLinear,
+    out_TN: Tensor,
+    pending: Pending | None = None,
+    config: LinearConfig | None = None,
+) -> None:
+    """`out = linear(norm(x))`, or of `x + pending.norm(pending.delta)`, which is kept.
+
+    All contiguous; activations in the model's dtype. Without `norm`, of the rows as they are.
+    """
+    dispatch_linear("norm_linear", x_TK, linear, out_TN, config, norm=norm, pending=pending)
+
+
+def reference_norm_linear(
+    x_TK: Tensor, norm: GpuNorm | None, linear: GpuLinear, pending: Pending | None = None
+) -> Tensor:
+    """What `norm_linear` does, in plain torch."""
+    return reference_linear(reference_norm_rows(x_TK, norm, pending), linear)
+
+
+def gate_up(
+    x_TK: Tensor,
+    norm: GpuNorm | None,
+    linear: GpuLinear,
+    out_TF: Tensor,
+    *,
+    gelu: bool,
+    pending: Pending | None = None,
+    config: LinearConfig | None = None,
+) -> None:
+    """`out = act(gate) * up` of `linear(norm(x))`, whose weight is `[2F, K]`, gate first.
+
+    The activation is silu, or tanh's approximation of gelu. Gate and up, the activation and the
+    product are rounded to the model's dtype each. `pending` as for `norm_linear`.
+    """
+    dispatch_linear(
+        "gate_up",
+        x_TK,
+        linear,
+        out_TF,
+        config,
+        norm=norm,
+        pending=pending,
+        gated=True,
+        gelu=gelu,
+    )
+
+
+def reference_gate_up(
+    x_TK: Tensor,
+    norm: GpuNorm | None,
+    linear: GpuLinear,
+    *,
+    gelu: bool,
+    pending: Pending | None = None,
+) -> Tensor:
+    """What `gate_up` does, in plain torch."""
+    product_TF = reference_norm_linear(x_TK, norm, linear, pending)
+    return reference_activate_rows(product_TF, gelu=gelu)
+
+
+def residual_linear(
+    a_TK: Tensor,
+    linear: GpuLinear,
+    residual_TN: Tensor | None,
+    out_TN: Tensor,
+    config: LinearConfig | None = None,
+    *,
+    scale: float = 1.0,
+) -> None:
+    """`out = residual + scale * linear(a)`, both products rounded, or the scaled product alone.
+
+    All contiguous, activations in the model's dtype. `out_TN` may be `residual_TN` itself.
+    """
+    product = ("residual_linear", a_TK, linear, out_TN, config)
+    dispatch_linear(*product, residual_TN=residual_TN, scale=scale)
+
+
+def reference_residual_linear(
+    a_TK: Tensor, linear: GpuLinear, residual_TN: Tensor | None, *, scale: float = 1.0
+) -> Tensor:
+    """What `residual_linear` does, in plain torch."""
+    product_TN = reference_linear(a_TK, linear) * scale
+    return product_TN if residual_TN is None else residual_TN + product_TN

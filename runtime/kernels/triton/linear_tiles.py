@@ -15,7 +15,6 @@ __all__ = [
     "appended",
     "as_numbers",
     "as_operand",
-    "combined_slice",
     "input_tile",
     "load_stage",
     "prefetch_rows",
@@ -222,37 +221,6 @@ def row_statistics(  # type: ignore[no-untyped-def]
                 tl.store(sum_ptr + rows[:, None] * K + k, x.to(dtype), mask=mask)
         reciprocal = tl.rsqrt(squares / K + eps)
     return reciprocal, post_reciprocal
-
-
-@triton.jit
-def combined_slice(  # type: ignore[no-untyped-def]
-    acc_ptr, max_ptr, sum_ptr, row, first, k, K: tl.constexpr, E: tl.constexpr,
-    SPLITS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Features `k` [G, V] of what the splits make; a group, from `first` [G, 1], is of one head.
-
-    All maxima and sums are loaded at once, then all of the splits that have positions.
-    """
-    cell = (row * (K // E) + first // E) * SPLITS
-    inside = first < K
-    maxima = ()
-    sums = ()
-    for split in tl.static_range(SPLITS):
-        maxima = appended(maxima, load_tile(max_ptr + cell + split, inside, EVEN))
-        sums = appended(sums, load_tile(sum_ptr + cell + split, inside, EVEN))
-    largest = tl.full(first.shape, float("-inf"), tl.float32)
-    for split in tl.static_range(SPLITS):
-        largest = tl.maximum(largest, maxima[split])
-    total = tl.zeros(first.shape, tl.float32)
-    out = tl.zeros(k.shape, tl.float32)
-    for split in tl.static_range(SPLITS):
-        used = sums[split] > 0
-        weight = tl.where(used, tl.exp2(maxima[split] - largest), 0.0)
-        total += weight * sums[split]
-        pointers = acc_ptr + (cell + split) * E + k % E
-        acc = tl.load(pointers, mask=used & (k < K), other=0.0)
-        out += weight * acc
-    return out / tl.where(inside, total, 1.0)
 
 
 @triton.jit

@@ -1,19 +1,15 @@
-"""The library's product: of prefill, of more than 32 rows, and where it is chosen for fewer.
+"""Products of any number of rows: the library's, and a kernel of this package.
 
 Shapes: T rows, N output features, K input features.
 
 Weights in the model's dtype go to the library's matrix product. Weights of 8 bits are brought to
 the model's dtype on the way to the tensor cores, tile by tile, which is exact; sums are multiplied
-by the scales.
-
-The product of a batch-invariant engine: one compiled kernel for any number of rows.
-
-Shapes: T rows, N output features, K input features.
+by the scales. The same kernel computes all products of a batch-invariant engine.
 
 A row of the result is one chain of tensor-core products over blocks of input features in ascending
-order. Sizes follow from the shape of the weight, so the same machine code multiplies a row in any
-step: the rows of a step only choose how many programs there are. There are no parts of the input
-features (split-K), whose sums would need memory for T rows each.
+order. There are no parts of the input features (split-K), whose sums would need memory for T rows
+each. In a batch-invariant engine sizes follow from the shape of the weight, so the same machine
+code multiplies a row in any step: the rows of a step only choose how many programs there are.
 
 The rows are the left operand, 64 of them, as many as a warp group of Hopper multiplies. With few
 rows most of the operand is zeros that are not loaded, and the time is still that of reading the
@@ -30,63 +26,22 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernel_calls import call_kernel, let_dependents_start, num_multiprocessors, wait_for_inputs
-from .linear import SCALE_BLOCK, GpuLinear
+from .linear import GpuLinear
 from .linear_tiles import as_operand
 from .quantised import kernel_weight
 
-__all__ = [
-    "library_linear",
-    "linear_of_any_rows",
-]
+__all__ = ["library_linear", "linear_of_any_rows"]
 
-_BLOCK_N = 128
-_BLOCK_K = 64
-_BAND = 8
-"""Blocks of rows whose programs are neighbours: they share what they read of the weight."""
+_SHARE = 0.7
+"""Programs for each multiprocessor that are enough to choose larger blocks."""
 
 
-@triton.jit
-def matmul(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, T, N, K, SCALE_BLOCKS, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, STAGES: tl.constexpr,
-    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """A program makes `[BLOCK_N, BLOCK_T]` of the transposed result."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    let_dependents_start(PDL)
-    blocks_n = tl.cdiv(N, BLOCK_N)
-    band = tl.program_id(0) // (BAND * blocks_n)
-    height = tl.minimum(tl.cdiv(T, BLOCK_T) - band * BAND, BAND)
-    place = tl.program_id(0) % (BAND * blocks_n)
-    t = (band * BAND + place % height) * BLOCK_T + tl.arange(0, BLOCK_T)
-    n = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    # What stands behind the last row or feature is the last one once more, and not stored.
-    x_rows = x_ptr + tl.minimum(t, T - 1).to(tl.int64)[None, :] * K
-    weight_n = tl.minimum(n, N - 1)
-    w_rows = w_ptr + weight_n.to(tl.int64)[:, None] * K
-    wait_for_inputs(PDL)
-    sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = start + tl.arange(0, BLOCK_K)
-        if EVEN:
-            w = tl.load(w_rows + k[None, :])
-            x = tl.load(x_rows + k[:, None])
-        else:
-            w = tl.load(w_rows + k[None, :], mask=k[None, :] < K, other=0)
-            x = tl.load(x_rows + k[:, None], mask=k[:, None] < K, other=0.0)
-        numbers = as_operand(w, STORAGE, NATIVE_FP8, dtype)
-        if BLOCKS:
-            scales = tl.load(scale_ptr + weight_n * SCALE_BLOCKS + start // 128)
-            sums += tl.dot(numbers, x, input_precision="ieee") * scales[:, None]
-        else:
-            sums = tl.dot(numbers, x, sums, input_precision="ieee")
-    if not BLOCKS:
-        sums = sums * tl.load(scale_ptr + weight_n)[:, None]
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + weight_n).to(tl.float32)[:, None]
-    out_rows = out_ptr + t.to(tl.int64)[None, :] * N
-    tl.store(out_rows + n[:, None], sums.to(dtype), mask=(t < T)[None, :] & (n < N)[:, None])
+class _Sizes(NamedTuple):
+    block_t: int
+    block_n: int
+    block_k: int
+    stages: int
+    num_warps: int = 4
 
 
 def library_linear(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
@@ -100,57 +55,24 @@ def library_linear(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
         else:
             torch.addmm(linear.bias, x_TK, linear.weight.T, out=out_TN)
         return
-    rows, k = x_TK.shape
-    n = linear.weight.shape[0]
-    weight, storage = kernel_weight(linear)
-    # 16 rows at least, of a power of two, so that few kernels are compiled.
-    block_t = min(128, max(16, triton.next_power_of_2(rows)))
-    call_kernel(
-        matmul,
-        (-(-rows // block_t) * -(-n // _BLOCK_N),),
-        x_TK,
-        weight,
-        linear.scales,
-        linear.bias,
-        out_TN,
-        rows,
-        n,
-        k,
-        -(-k // SCALE_BLOCK),
-        num_warps=8 if block_t == 128 else 4,
-        BLOCK_T=block_t,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_K=_BLOCK_K,
-        BAND=_BAND,
-        STAGES=4,
-        STORAGE=storage["STORAGE"],
-        NATIVE_FP8=storage["NATIVE_FP8"],
-        BLOCKS=linear.scales.dim() == 2,
-        EVEN=k % _BLOCK_K == 0,
-    )
-
-
-_SHARE = 0.7
-"""Programs for each multiprocessor that are enough to choose larger blocks."""
-
-
-class _Sizes(NamedTuple):
-    block_t: int
-    block_n: int
-    block_k: int
-    stages: int
+    rows, n = out_TN.shape
+    multiprocessors = num_multiprocessors(x_TK.device)
+    sizes = _sizes(n, x_TK.dtype, multiprocessors)
+    many = rows > 64 and x_TK.dtype != torch.float32
+    if many and -(-rows // 128) * -(-n // 128) >= _SHARE * multiprocessors:
+        sizes = _Sizes(128, 128, 64, 4, num_warps=8)
+    _product(x_TK, linear, out_TN, sizes)
 
 
 def linear_of_any_rows(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
-    """`out = linear(x)`; all contiguous, activations in the model's dtype.
+    """As `library_linear`; the bits of a row do not depend on T, nor on the other rows."""
+    sizes = _sizes(out_TN.shape[1], x_TK.dtype, num_multiprocessors(x_TK.device))
+    _product(x_TK, linear, out_TN, sizes)
 
-    The bits of a row do not depend on T, nor on the other rows. `linear.reference_linear` is the
-    reference.
-    """
-    rows, k = x_TK.shape
-    n = linear.weight.shape[0]
+
+def _product(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor, sizes: _Sizes) -> None:
+    rows, n = out_TN.shape
     weight, storage = kernel_weight(linear)
-    sizes = _sizes(n, x_TK.dtype, num_multiprocessors(x_TK.device))
     call_kernel(
         product_of_any_rows,
         (triton.cdiv(rows, sizes.block_t), triton.cdiv(n, sizes.block_n)),
@@ -161,8 +83,8 @@ def linear_of_any_rows(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
         out_TN,
         rows,
         n,
-        num_warps=4,
-        K=k,
+        num_warps=sizes.num_warps,
+        K=x_TK.shape[1],
         BLOCK_T=sizes.block_t,
         BLOCK_N=sizes.block_n,
         BLOCK_K=sizes.block_k,

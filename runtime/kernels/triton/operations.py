@@ -21,7 +21,7 @@ from .expert_routing import Routed, route
 from .experts import experts, experts_of_any_tokens
 from .head import head, pick_greedy
 from .linear import GpuNorm, Pending
-from .linear_dispatch import combine_output, gate_up, norm_linear, residual_linear
+from .linear_kernels import gate_up, norm_linear, residual_linear
 from .matmul import library_linear, linear_of_any_rows
 from .prefill_attention import prefill_attention, prefill_tiles
 from .rowwise import activate_rows, norm_rows
@@ -106,7 +106,6 @@ class Operations:
     norm_linear: Callable[..., None] = norm_linear
     decode_attention: Callable[..., None] = decode_attention
     residual_linear: Callable[..., None] = residual_linear
-    combine_output: Callable[..., None] = combine_output
     gate_up: Callable[..., None] = gate_up
     norm_rows: Callable[..., None] = norm_rows
     sum_rows: Callable[..., None] = sum_rows

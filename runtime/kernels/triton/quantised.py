@@ -36,7 +36,6 @@ __all__ = [
     "load_scales",
     "may_prefetch",
     "operation_name",
-    "prefetch_segments",
     "quantised",
     "scale_offset",
     "store_vectors",
@@ -223,33 +222,6 @@ def may_prefetch(tensor: Tensor) -> bool:
     on_meta = tensor.device.type == "meta"  # which has no addresses
     aligned = on_meta or tensor.data_ptr() % 16 == 0
     return aligned and tensor.shape[-1] * tensor.element_size() % 16 == 0
-
-
-@triton.jit
-def prefetch_segments(  # type: ignore[no-untyped-def]
-    w_ptr, rows, begin, end, K: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """Request elements `begin` ... `end` - 1 of each of `rows` into the L2 cache.
-
-    As `prefetch_rows`, of rows [R] that do not follow each other: a request of a thread for each,
-    of whole 16 bytes.
-    """
-    if PDL:
-        size: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-        bytes_each = tl.maximum(end - begin, 0) * size + tl.zeros(rows.shape, tl.int32)
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p;
-            setp.gt.s32 p, $2, 0;
-            @p cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [(w_ptr.to(tl.int64) + (rows.to(tl.int64) * K + begin) * size), bytes_each],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit

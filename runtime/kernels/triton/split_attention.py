@@ -10,8 +10,7 @@ Dao et al. 2023; the running softmax is that of Milakov and Gimelshein 2018). Th
 share the keys that it loads. S is fixed when a step is captured, the length of a run is that of
 the row when the step runs: the tiles of the positions that the row sees (of its window, if it has
 one) are dealt in equal runs, so short rows leave the last splits empty. What the splits found is
-put together by the program that is done last (`combine_as_last`), by the kernel that projects it
-(see `Partials`), or by `combine_splits`.
+put together by the program that is done last (`combine_as_last`), or by `combine_splits`.
 
 Positions that a row does not see are masked when they are loaded: what stands there is never part
 of a product.

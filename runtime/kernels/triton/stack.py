@@ -7,13 +7,12 @@
     5 residual_linear    down projection, residual
 
 Up to four rows each operation is one kernel. For 5 to 32 rows a kernel norms the inputs of a
-product first, and the product is the library's or `row_product.py` (`linear_dispatch.py`).
+product first, and the product is the library's (`linear_kernels.py`).
 
 In a tensor-parallel group the ranks add what 3 and 5 leave; kernels of their own add the residual
 and norm for the next one (`operations.sum_rows`).
 
-The positions of few rows are split. For up to four rows the third operation (`combine_output` then)
-combines the splits where they are small; otherwise the last program of attention does.
+The positions of few rows are split; the last program of attention combines the splits.
 
 Families that norm the outputs of attention and the MLP leave the residual addition to the next
 kernel that norms. Steps of more rows and prefill steps are bound by arithmetic and not by reading
@@ -55,7 +54,7 @@ from .layer_kernels import (
     run_activation,
     run_mixture,
 )
-from .linear import ROW_CLASSES, GpuLinear, GpuNorm
+from .linear import MOST_ROWS, GpuLinear, GpuNorm
 from .operations import Operations
 from .split_attention import new_counters
 
@@ -63,9 +62,6 @@ __all__ = [
     "GpuDecodeStep",
     "GpuStack",
 ]
-
-MOST_ROWS = ROW_CLASSES[-1]
-"""Rows up to which a decode step runs in the kernels for few rows."""
 
 
 class GpuStack:

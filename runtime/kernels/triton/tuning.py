@@ -52,12 +52,11 @@ __all__ = [
     "trial",
     "tuning_file",
     "tuning_key",
-    "without_library",
 ]
 
 logger = logging.getLogger("stepgraph.runtime")
 
-VERSION = 5
+VERSION = 6
 """Of the file's format."""
 
 SOURCES = (
@@ -69,9 +68,7 @@ SOURCES = (
     "linear_tiles.py",
     "matmul.py",
     "quantised.py",
-    "row_product.py",
     "rowwise.py",
-    "split_attention.py",
 )
 """What the machine code of the kernels is made from."""
 
@@ -85,8 +82,7 @@ class TuningKey:
     """What a choice holds for."""
 
     kernel: str
-    """`norm_linear`, `gate_up`, `residual_linear`, `combine_output`, `head`, or one of
-    `EXPERT_PRODUCTS`."""
+    """`norm_linear`, `gate_up`, `residual_linear`, `head`, or one of `EXPERT_PRODUCTS`."""
     rows: int
     """One of `ROW_CLASSES`; of experts, a power of two up to `MOST_EXPERT_ROWS`."""
     n: int
@@ -132,7 +128,7 @@ def tuning_key(
 ) -> TuningKey:
     """Return the key of a kernel as it would run here; arguments as for `default_config`.
 
-    Raises ValueError for more rows than the kernels take.
+    Raises ValueError for more than four rows.
     """
     return TuningKey(
         kernel=kernel,
@@ -229,23 +225,7 @@ def best_config(
     """
     shape = (kernel, rows, n, k, dtype, weight_dtype, device)
     choose = _best_config if _trial.get() is None else _best_config.__wrapped__
-    return choose(*shape, num_multiprocessors(device), is_tight(pending), _library.get())
-
-
-_library: ContextVar[bool] = ContextVar("whether products may be the library's", default=True)
-
-
-@contextlib.contextmanager
-def without_library() -> Iterator[None]:
-    """Return sizes of this package's kernels from `best_config`, never `library`, in this block.
-
-    For compiling kernels that engines run only where tuning selected them.
-    """
-    token = _library.set(False)
-    try:
-        yield
-    finally:
-        _library.reset(token)
+    return choose(*shape, num_multiprocessors(device), is_tight(pending))
 
 
 @cache
@@ -259,14 +239,11 @@ def _best_config(
     device: torch.device,
     multiprocessors: int,
     tight: bool,
-    library: bool,
 ) -> LinearConfig:
     sizes = (n, k, weight_dtype.itemsize, multiprocessors)
     key = tuning_key(kernel, rows, n, k, dtype, weight_dtype, device)
     tuned = lookup(key, lambda: candidate_configs(kernel, rows, *sizes, tight=tight))
-    if tuned is not None and (library or tuned.kind != "library"):
-        return tuned
-    return default_config(kernel, rows, *sizes, tight=tight, library=library)
+    return tuned or default_config(kernel, rows, *sizes, tight=tight)
 
 
 def is_tight(pending: bool) -> bool:
