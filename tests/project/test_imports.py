@@ -161,7 +161,7 @@ ROOMS = {
     ),
     "tools": frozenset(
         {
-            *("kernels", "models", "loading", "execution", "memory", "engine", "service"),
+            *("kernels", "models", "loading", "execution", "memory", "engine"),
             *("distributed", "speculation"),
         }
     ),

@@ -16,7 +16,7 @@ from ...config import EngineConfig
 from ...errors import ConfigError
 from ...speculation.config import Speculation
 from ...tools.arguments import parse_bytes
-from ...tools.configuration_reference import described_fields
+from ..configuration_reference import described_fields
 from ..service_config import ServiceConfig
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Generates docs/configuration.md from the docstrings of the configuration classes.
 
-python -m stepgraph.runtime.tools.configuration_reference docs/configuration.md
+python -m stepgraph.runtime.service.configuration_reference docs/configuration.md
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 from ...profiling.atomic_write import WriteError, write_file
 from ..config import EngineConfig
 from ..sampling_params import SamplingParams
-from ..service.service_config import ServiceConfig
 from ..speculation.config import Speculation
+from .service_config import ServiceConfig
 
 __all__ = ["described_fields", "reference"]
 
 CONFIGURED: tuple[type, ...] = (EngineConfig, Speculation, SamplingParams, ServiceConfig)
 _WIDTH = 110
 _PREAMBLE = """\
-<!-- python -m stepgraph.runtime.tools.configuration_reference docs/configuration.md -->
+<!-- python -m stepgraph.runtime.service.configuration_reference docs/configuration.md -->
 
 # Configuration
 
@@ -78,7 +78,7 @@ def _main(arguments: Sequence[str]) -> int:
         (path,) = map(Path, arguments)
         write_file(path, reference())
     except (ValueError, WriteError) as error:
-        print(f"stepgraph.runtime.tools.configuration_reference: error: {error}", file=sys.stderr)
+        print(f"stepgraph.runtime.service.configuration_reference: error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime import EngineConfig, SamplingParams, ServiceConfig, StepgraphError
-from stepgraph.runtime.tools.configuration_reference import described_fields, reference
+from stepgraph.runtime.service.configuration_reference import described_fields, reference
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 RANGE = re.compile(r"(above )?(-?\d+) to (\d+(?:\^\d+)?(?: - 1)?)")
 
 
 def test_the_page_is_current() -> None:
-    command = "python -m stepgraph.runtime.tools.configuration_reference docs/configuration.md"
+    command = "python -m stepgraph.runtime.service.configuration_reference docs/configuration.md"
     assert PAGE.read_text() == reference(), f"run {command}"
 
 
