@@ -273,7 +273,7 @@ class CudaGraphCapturer:
             free_after, _ = torch.cuda.mem_get_info(self.device)
         return Capture(graph.replay, output, max(0, free_before - free_after))
 
-    def _nodes(self) -> attribution.NodeSource:
+    def _nodes(self) -> attribution.CudaGraphNodes:
         """Return the source of the graph nodes of the current capture."""
         return attribution.cuda_graph_nodes(self._stream.cuda_stream)
 

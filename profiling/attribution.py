@@ -37,7 +37,6 @@ __all__ = [
     "AttributionError",
     "CapturedNode",
     "CudaGraphNodes",
-    "NodeSource",
     "ScopeListener",
     "StepIdentity",
     "capturing",
@@ -64,8 +63,6 @@ class StepIdentity(Protocol):
     def size(self) -> int: ...
     @property
     def full_sampler(self) -> bool: ...
-    @property
-    def steps(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,30 +74,14 @@ class CapturedNode:
     """Name of its device function; None: unknown."""
 
 
-class NodeSource(Protocol):
-    """A graph under capture. Its errors end the attribution, never the capture."""
-
-    reason: str | None
-    """Which information about the nodes is missing, and why; None if complete."""
-
-    def take(self) -> Sequence[CapturedNode]:
-        """Return the nodes captured since the last call, each after those it depends on."""
-
-    def tools_ids(self, graph: Any) -> Sequence[int] | None:
-        """Return the id of every node taken, in order; `graph` has been instantiated."""
-
-
 class ScopeListener(Protocol):
     """Receives the scopes of operations, from any thread."""
 
     def enter(self, name: str, layer: int | None) -> None:
         """A scope began."""
 
-    def leave(self) -> None:
-        """The innermost scope ended."""
-
-    def abandon(self) -> None:
-        """The innermost scope ended with an exception."""
+    def leave(self, *, failed: bool) -> None:
+        """The innermost scope ended; `failed`: with an exception."""
 
 
 _names: ContextVar[KernelNames | None] = ContextVar("stepgraph_kernel_names", default=None)
@@ -164,7 +145,7 @@ def step(identity: StepIdentity | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def capturing(open_source: Callable[[], NodeSource]) -> Iterator[Tape | None]:
+def capturing(open_source: Callable[[], CudaGraphNodes]) -> Iterator[Tape | None]:
     """Attribute what is captured inside; the capture must have begun, and end after this.
 
     Yields None without a recording. Otherwise call `finish` of the tape once the graph is
@@ -193,13 +174,13 @@ class Tape:
         self,
         names: KernelNames,
         identity: StepIdentity,
-        open_source: Callable[[], NodeSource],
+        open_source: Callable[[], CudaGraphNodes],
     ) -> None:
         self._names = names
         self._identity = identity
         self._scopes: list[tuple[str, int | None]] = []
         self._nodes: list[Node] = []
-        self._source: NodeSource | None = None
+        self._source: CudaGraphNodes | None = None
         try:
             self._source = open_source()
             self._explain(self._source.reason)
@@ -225,18 +206,16 @@ class Tape:
             layer = self._scopes[-1][1]
         self._scopes.append((name, layer))
 
-    def leave(self) -> None:
-        """Close the innermost scope."""
-        self.boundary()
-        self._scopes.pop()
+    def leave(self, *, failed: bool) -> None:
+        """Close the innermost scope.
 
-    def abandon(self) -> None:
-        """Close the innermost scope after an exception.
-
-        It may have ended the capture, and with it the graph: its nodes are not listed again.
+        An exception may have ended the capture, and with it the graph: its nodes are not listed
+        again.
         """
-        self._source = None
-        self._nodes.clear()
+        if failed:
+            self._source = None
+            self._nodes.clear()
+        self.boundary()
         self._scopes.pop()
 
     def finish(self, graph: object) -> None:
@@ -250,15 +229,8 @@ class Tape:
             except Exception as error:  # layers and operations are known all the same
                 self._explain(f"graph node ids are not known: {type(error).__name__}: {error}")
         key = self._identity
-        self._names.steps.append(
-            StepNodes(
-                phase=key.phase,
-                size=key.size,
-                full_sampler=key.full_sampler,
-                steps=key.steps,
-                nodes=tuple(self._nodes),
-            )
-        )
+        captured = StepNodes(key.phase, key.size, key.full_sampler, tuple(self._nodes))
+        self._names.steps.append(captured)
 
     def _give_up(self, error: Exception) -> None:
         """Keep no nodes of this step: a part of them would get wrong names."""
@@ -291,10 +263,7 @@ class _Scope:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self._listener.leave()
-        else:
-            self._listener.abandon()
+        self._listener.leave(failed=kind is not None)
 
 
 _KINDS: dict[str, NodeKind] = {
@@ -328,7 +297,13 @@ def cuda_graph_nodes(stream: int) -> CudaGraphNodes:
 
 
 class CudaGraphNodes:
-    """See `NodeSource`. Signatures of cuda-bindings 12.8 to 13.x."""
+    """The graph under capture. Its errors end the attribution, never the capture.
+
+    Signatures of cuda-bindings 12.8 to 13.x.
+
+    Attributes:
+        reason: which information about the nodes is missing, and why; None if complete.
+    """
 
     def __init__(self, runtime: Any, driver: Any, stream: int) -> None:
         """Find the graph that the stream is capturing.

@@ -2,7 +2,7 @@
 
     {"schema_version": 1, "model": str, "device": str, "bandwidth_gb_s": float|null,
      "reason": str|null,
-     "steps": [{"phase", "size", "full_sampler", "steps",
+     "steps": [{"phase", "size", "full_sampler",
                 "nodes": [{"layer", "operation", "kind", "kernel", "tools_id"}, ...]}, ...],
      "costs": [{"operation", "launches", "bytes"}, ...]}
 
@@ -81,8 +81,6 @@ class StepNodes:
     """The bucket: rows of a decode step, tokens of a prefill step."""
     full_sampler: bool
     """Whether it samples more than the greedy token."""
-    steps: int
-    """Decode steps that one launch runs."""
     nodes: tuple[Node, ...]
 
 
@@ -171,8 +169,8 @@ class DeviceWork(NamedTuple):
 
 def nodes_of_replay(
     names: KernelNames, work: Sequence[DeviceWork], bucket: int | None = None
-) -> tuple[StepNodes, list[Node | None]] | None:
-    """Return the captured step that a replay ran, and the node of each piece of its work.
+) -> list[Node | None] | None:
+    """Return the node of each piece of work of a replay.
 
     Nodes are matched by id where both the trace and the names have ids. Otherwise they are matched
     by order: a replay in one stream runs its nodes in capture order. All layers have the same
@@ -185,17 +183,16 @@ def nodes_of_replay(
 
     Returns:
         None if no captured step matches. Work is None where its node is not certain: a node is
-        never given to a kernel of another name. Steps that differ in what they read only have the
-        same nodes: the first of equals is returned.
+        never given to a kernel of another name.
     """
-    best: tuple[StepNodes, list[Node | None]] | None = None
+    best: list[Node | None] | None = None
     most = 0
     for step in names.steps:
         if bucket is None or step.size == bucket:
             matched = _match(step.nodes, work)
             count = sum(node is not None for node in matched)
             if count > most:
-                best, most = (step, matched), count
+                best, most = matched, count
     return best
 
 

@@ -5,10 +5,10 @@ It reads the SQLite file that nsys exports. The schema is in the user guide of N
 rows: so no table and no column is taken for granted. Every query states its order, because nsys
 promises none.
 
-A turn of the engine is a range `step` with ranges inside; it ends when the host is done, and the
-device may work on the step long after that. The device's work for a step is therefore found
-through the CUDA calls of the same thread within the range: a call and its activities share a
-correlation id.
+The rows become events as `trace` has them, with times in ns, and are named by the same functions. A
+step is a range `step` that launched something; it ends when the host is done, and the device may
+work on the step long after that. The device's work for a step is therefore found through the CUDA
+calls of the same thread within the range: a call and its activities share a correlation id.
 
 Times are in µs. Standard library only.
 """
@@ -24,32 +24,22 @@ import shlex
 import sqlite3
 import struct
 import sys
-from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from . import ranges
 from .atomic_write import WriteError, write_file
 from .command_line import CommandParser
-from .kernel_names import (
-    OTHER,
-    SUFFIX,
-    DeviceWork,
-    KernelNames,
-    NamesFileError,
-    Node,
-    load,
-    nodes_of_replay,
-)
+from .kernel_names import OTHER, SUFFIX, KernelNames, NamesFileError, load
 from .markdown import aligned
 from .nsys import GraphTrace, export_command
 from .ranges import StepNumbers
 from .roofline import floor_seconds
 from .stats import Summary, covered
+from .trace import Event, Scopes, end_of, name_work
 
 __all__ = ["ExportError", "Report", "Step", "main", "read_report", "report_text"]
 
@@ -69,20 +59,21 @@ _ORDER: Final = (*_PHASES.values(), AROUND)
 _WAITS: Final = re.compile(r"cu(da)?(Event|Stream|Device|Ctx)Synchronize")
 _LAUNCHES: Final = re.compile(r"cu(da)?(GraphLaunch|Launch(Cooperative)?Kernel)")
 
-_PUSH_POP, _START_END, _DOMAIN_CREATE = 59, 60, 75
+_PUSH_POP: Final = 59
 """`eventType` in NVTX_EVENTS."""
 _SIGNATURE: Final = frozenset({ranges.STEP, ranges.PLAN, ranges.LAUNCH})
-"""Ranges that identify the project's domain where its creation was not recorded, because it came
-before the profile began."""
-_COPY_KINDS: Final = {1: "host to device", 2: "device to host", 8: "device to device"}
+"""Ranges that identify the project's domain: its creation, which has the name, may come before the
+profile begins."""
+_COPY_KINDS: Final = {1: " host to device", 2: " device to host", 8: " device to device"}
 """`copyKind` (CUpti_ActivityMemcpyKind)."""
-_KINDS: Final = {
+_CATEGORIES: Final = {
     "KERNEL": "kernel",
-    "MEMCPY": "memcpy",
-    "MEMSET": "memset",
+    "MEMCPY": "gpu_memcpy",
+    "MEMSET": "gpu_memset",
     "GRAPH_TRACE": "graph",
 }
-"""Suffix of the table of activities -> kind."""
+"""Suffix of the table of activities -> category of an event; `graph` is a whole CUDA graph whose
+nodes were not traced."""
 _NUMBERS: Final = struct.Struct(f"<{len(StepNumbers._fields)}q")
 _PAIRS: Final = re.compile(rf'"({"|".join(StepNumbers._fields)})": *(-?\d{{1,19}})\b')
 
@@ -91,46 +82,7 @@ class ExportError(ValueError):
     """A file that is not an export of nsys, or that holds nothing to report."""
 
 
-class Range(NamedTuple):
-    """A range of the project's domain, or a call of the CUDA API."""
-
-    name: str
-    start_ns: int
-    end_ns: int
-    value: int | None = None
-    """Its integer payload; of a call its correlation id."""
-    numbers: Mapping[str, int] = MappingProxyType({})
-    """The fields of its structured payload by name, if the export holds it."""
-
-
-class Activity(NamedTuple):
-    """Work of the device."""
-
-    start_ns: int
-    """0 if CUPTI could not time it."""
-    end_ns: int
-    kind: str
-    """A kernel, a copy, a fill, or "graph": a whole CUDA graph whose nodes were not traced."""
-    name: str
-    correlation: int
-    node_id: int | None
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether CUPTI could time it."""
-        return self.end_ns >= self.start_ns > 0
-
-
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """A range `replay`, `verify` or `prefill`, and its work on the device."""
-
-    phase: str
-    numbers: Mapping[str, int]
-    activities: list[Activity]
-
-
-@dataclass(slots=True)
 class Step:
     """One step; None where the profile does not tell. docs/profiling.md describes the columns."""
 
@@ -150,18 +102,8 @@ class Step:
     device_us: float | None
     busy_us: float | None
     launches: int
-    gap_us: float | None = None
-    step_us: float | None = None
-    parts: list[Launch] = field(default_factory=list, repr=False)
-    """What it launched: decoding, a chunk of prompts, or both in this order."""
-    around: list[Activity] = field(default_factory=list, repr=False)
-    """Work of the device that belongs to neither: inputs, outputs, copies of blocks."""
-    device_ns: tuple[int, int] | None = None
-    """Begin of the first and end of the last activity, on the clock of the trace."""
-
-
-STEP_COLUMNS: Final = tuple(Step.__dataclass_fields__)[:-3]
-"""The fields of a step in the JSON."""
+    gap_us: float | None
+    step_us: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +177,7 @@ class Report:
             "cases": [asdict(case) for case in self.cases],
             "operations": [asdict(operation) for operation in self.operations],
             "idle": self.idle,
-            "steps": [{name: getattr(step, name) for name in STEP_COLUMNS} for step in self.steps],
+            "steps": [asdict(step) for step in self.steps],
         }
 
 
@@ -253,30 +195,159 @@ def read_report(trace: Path, names_path: Path | None = None) -> Report:
     default = trace.with_name(trace.stem + SUFFIX)
     path = default if names_path is None and default.exists() else names_path
     known = KernelNames() if path is None else load(path)
-    export = _Export(trace)
     notes: list[str] = []
-    steps = list(_steps(export, notes))
-    tally = _Tally(known)
-    for step in steps:
-        tally.add(step)
-    if tally.whole_graphs:
-        notes.append(
-            f"{tally.whole_graphs:,} launches were traced as whole graphs, so no operations of"
-            " them: profile again with --graph-trace node"
+    events = _read_export(trace, notes)
+    graph_trace: GraphTrace | None = None
+    if any(event["cat"] == "graph" for event in events):
+        graph_trace = "graph"
+    elif any("GraphLaunch" in event["name"] for event in events):
+        graph_trace = "node"
+    if not (turns := _turns(events, known, notes)):
+        raise ExportError(
+            f"{trace} has no complete step in it: profile a window in which an engine steps"
         )
-    if tally.activities and path is None:
+    in_thread = all(event["cat"] == "user_annotation" for event in events)
+    if in_thread:
+        notes.append(
+            "no CUDA in this profile: what the device did is what ran within the ranges"
+            f" {', '.join(_PHASES)}, in the engine's own thread"
+        )
+    elif not any(any(turn.work.values()) for turn in turns):
+        notes.append("no activity of a device in this profile, though there are CUDA calls")
+    launched = [work for turn in turns for key, work in turn.work.items() if key is not None]
+    whole = sum(any(one["cat"] == "graph" for one in work) for work in launched)
+    if whole:
+        notes.append(
+            f"{whole:,} launches were traced as whole graphs, so no operations of them: profile"
+            " again with --graph-trace node"
+        )
+    nodes = [one for work in launched for one in work if one["cat"] != "graph"]
+    if nodes and path is None:
         notes.append(
             "no names of captured nodes, so kernels go by their own: a profile of bench.py writes"
             f" them next to the trace (NAME{SUFFIX}), or give --names"
         )
-    if tally.activities and path is not None and not tally.matched:
+    elif nodes and not any("operation" in one["args"] for one in nodes):
         notes.append(f"no kernel is one of a captured step of {path}: is it of another engine?")
-    operations, idle = tally.operations(), tally.idle()
+    steps = list(_steps(turns, in_thread=in_thread))
+    operations, idle = _operations(turns, known)
     cases = list(_cases(steps))
-    return Report(trace, export.graph_trace, known, steps, cases, operations, idle, notes)
+    return Report(trace, graph_trace, known, steps, cases, operations, idle, notes)
 
 
 # The export --------------------------------------------------------------------------------------
+
+
+def _read_export(path: Path, notes: list[str]) -> list[Event]:
+    """Return the ranges of the project's domain, the CUDA calls and the work of the devices.
+
+    Calls and work have `args["correlation"]` in common. Work that was not timed is left out.
+    """
+    if path.suffix in (".nsys-rep", ".qdrep", ".qdstrm"):
+        command = shlex.join(export_command(path))
+        raise ExportError(f"{path} is a report of nsys; export it first: {command}")
+    try:
+        path.open("rb").close()
+        uri = path.absolute().as_uri() + "?mode=ro&immutable=1"
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+            connection.text_factory = lambda text: text.decode("utf-8", "replace")
+            strings = dict(_select(connection, "StringIds", "id value"))
+            events = _read_ranges(connection, strings, notes)
+            if not events:
+                raise ExportError(
+                    f"{path} is not an export of nsys with the NVTX ranges of stepgraph: profile"
+                    " with -t cuda,nvtx"
+                )
+            return [
+                *events,
+                *_read_calls(connection, strings),
+                *_read_work(connection, strings, notes),
+            ]
+    except OSError as error:
+        raise ExportError(f"cannot read {path}: {error.strerror}") from error
+    # A damaged schema may be quoted in the message of an error, which then is not UTF-8.
+    except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
+        raise ExportError(f"{path} is damaged, or not a SQLite file: {error}") from error
+
+
+def _select(connection: sqlite3.Connection, table: str, wanted: str) -> list[tuple[Any, ...]]:
+    """Return the rows in the order of their columns; NULL for columns that the table lacks."""
+    known = {row[1] for row in connection.execute(f'PRAGMA table_info("{table}")')}
+    if not known:
+        return []
+    by = ", ".join(f'"{name}"' if name in known else "NULL" for name in wanted.split())
+    return connection.execute(f'SELECT {by} FROM "{table}" ORDER BY {by}').fetchall()
+
+
+def _read_ranges(
+    connection: sqlite3.Connection, strings: dict[Any, Any], notes: list[str]
+) -> list[Event]:
+    """Return the ranges of the project's domain in all processes, but for those without an end."""
+    wanted = "start end globalTid domainId eventType text textId int64Value"
+    found: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    cut: Counter[tuple[int, int]] = Counter()
+    for start, end, thread, domain, kind, text, text_id, value, *numbers in _select(
+        connection, "NVTX_EVENTS", f"{wanted} jsonText jsonTextId binaryData"
+    ):
+        # Domain 0 has the ranges without a domain.
+        if kind != _PUSH_POP or not (_integers(start, thread, domain) and domain):
+            continue
+        name = str(strings.get(text_id, text))
+        if _integers(end):
+            args = _step_numbers(*numbers, strings)
+            if _integers(value):
+                args["payload"] = value
+            event = _event("user_annotation", name, start, end, thread, args)
+            found[_process_of(thread), domain].append(event)
+        elif name == ranges.STEP:
+            cut[_process_of(thread), domain] += 1
+    ours = {key: e for key, e in found.items() if {event["name"] for event in e} >= _SIGNATURE}
+    if ended := sum(cut[key] for key in ours):
+        notes.append(f"{ended} steps left out: the profile ended before the step did")
+    return list(itertools.chain.from_iterable(ours.values()))
+
+
+def _read_calls(connection: sqlite3.Connection, strings: dict[Any, Any]) -> Iterator[Event]:
+    for start, end, thread, correlation, name_id in _select(
+        connection,
+        "CUPTI_ACTIVITY_KIND_RUNTIME",
+        "start end globalTid correlationId nameId",
+    ):
+        if _integers(start, end, thread, correlation):
+            args = {"correlation": (_process_of(thread), correlation)}
+            name = str(strings.get(name_id, ""))
+            yield _event("cuda_runtime", name, start, end, thread, args)
+
+
+def _read_work(
+    connection: sqlite3.Connection, strings: dict[Any, Any], notes: list[str]
+) -> Iterator[Event]:
+    wanted = "start end deviceId globalPid correlationId graphNodeId shortName demangledName"
+    devices, untimed = set[Any](), 0
+    for table, category in _CATEGORIES.items():
+        for start, end, device, process, correlation, node, short, full, way in _select(
+            connection, f"CUPTI_ACTIVITY_KIND_{table}", f"{wanted} copyKind"
+        ):
+            if not _integers(start, end, process, correlation):
+                continue  # of no call: a page fault that moved managed memory
+            if not end >= start > 0:
+                untimed += 1
+                continue
+            devices.add(device)
+            kernel = str(strings.get(short) or strings.get(full, ""))
+            names = {"kernel": kernel, "gpu_memcpy": f"copy{_COPY_KINDS.get(way, '')}"}
+            args = {"correlation": (_process_of(process), correlation), "graph node id": node}
+            name = names.get(category, "fill")
+            yield _event(category, name, start, end, process, args)
+    if len(devices) > 1:
+        notes.append(f"activities on {len(devices)} devices: the times of a step span them")
+    if untimed:
+        notes.append(f"{untimed} activities without a time: not in device times")
+
+
+def _event(cat: str, name: str, start: int, end: int, thread: int, args: dict[str, Any]) -> Event:
+    where = {"pid": _process_of(thread), "tid": thread, "ts": start, "dur": end - start}
+    return {"ph": "X", "cat": cat, "name": name, **where, "args": args}
 
 
 def _process_of(identifier: int) -> int:
@@ -287,139 +358,11 @@ def _process_of(identifier: int) -> int:
     return identifier & 0xFFFFFF000000
 
 
-class _Export:
-    """Ranges of the project's domain and CUDA calls by thread, activities by process and call.
-
-    Each list is in the order of begin; of ranges that begin together the outer one comes first.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.ranges: dict[int, list[Range]] = defaultdict(list)
-        self.cut = 0
-        """Steps that had not ended when the profile did."""
-        self.calls: dict[int, list[Range]] = defaultdict(list)
-        self.activities: dict[tuple[int, int], list[Activity]] = defaultdict(list)
-        self.devices: set[int] = set()
-        if path.suffix in (".nsys-rep", ".qdrep", ".qdstrm"):
-            command = shlex.join(export_command(path))
-            raise ExportError(f"{path} is a report of nsys; export it first: {command}")
-        try:
-            path.open("rb").close()
-            uri = path.absolute().as_uri() + "?mode=ro&immutable=1"
-            with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
-                self._read(connection)
-        except OSError as error:
-            raise ExportError(f"cannot read {path}: {error.strerror}") from error
-        # A damaged schema may be quoted in the message of an error, which then is not UTF-8.
-        except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
-            raise ExportError(f"{path} is damaged, or not a SQLite file: {error}") from error
-        kinds = {a.kind for found in self.activities.values() for a in found}
-        replays = any("GraphLaunch" in c.name for found in self.calls.values() for c in found)
-        traced = self.activities and replays
-        self.graph_trace: GraphTrace | None = (
-            "graph" if "graph" in kinds else "node" if traced else None
-        )
-
-    def work_of(self, thread: int, calls: Iterable[Range]) -> list[Activity]:
-        """Return the work that some calls of a thread launched, in the order of its begin."""
-        keys = [(_process_of(thread), call.value or 0) for call in calls]
-        return _in_order(a for key in keys for a in self.activities.get(key, ()))
-
-    def _read(self, connection: sqlite3.Connection) -> None:
-        connection.text_factory = lambda text: text.decode("utf-8", "replace")
-        columns: dict[str, set[str]] = defaultdict(set)
-        for table, column in connection.execute(
-            "SELECT t.name, c.name FROM sqlite_master t, pragma_table_info(t.name) c"
-            " WHERE t.type = 'table' ORDER BY t.name"
-        ):
-            columns[table].add(column)
-        if "NVTX_EVENTS" not in columns:
-            raise ExportError(
-                f"{self.path} is not an export of nsys with NVTX ranges: profile with -t cuda,nvtx"
-            )
-
-        def select(table: str, wanted: str) -> Iterator[tuple[Any, ...]]:
-            """Rows in the order of their columns; NULL for columns that the table lacks."""
-            known = columns.get(table)
-            if known is None:
-                return iter(())
-            names = [f'"{name}"' if name in known else "NULL" for name in wanted.split()]
-            by = ", ".join(names)
-            return connection.execute(f'SELECT {by} FROM "{table}" ORDER BY {by}')
-
-        strings: dict[Any, Any] = dict(select("StringIds", "id value"))
-
-        def text(text: Any, text_id: Any) -> str:
-            """A message: registered ones are ids of strings, others are in the row."""
-            return str(strings.get(text_id, "" if text is None else text))
-
-        domains: dict[tuple[int, int], str] = {}
-        messages: dict[tuple[int, int], set[str]] = defaultdict(set)
-        found: dict[tuple[int, int], list[tuple[int, Range]]] = defaultdict(list)
-        for row in select(
-            "NVTX_EVENTS",
-            "start end globalTid domainId eventType text textId int64Value"
-            " jsonText jsonTextId binaryData",
-        ):
-            start, end, thread, domain, event, *name, value, json_text, json_id, binary = row
-            if not all(isinstance(number, int) for number in (start, thread, domain)):
-                continue
-            key = _process_of(thread), domain
-            if event == _DOMAIN_CREATE:
-                domains[key] = text(*name)
-            elif event in (_PUSH_POP, _START_END):
-                messages[key].add(text(*name))
-                numbers = _step_numbers(text(json_text, json_id), binary)
-                ended = end if isinstance(end, int) else -1
-                one = Range(text(*name), start, ended, _integer(value), numbers)
-                found[key].append((thread, one))
-        ours = {key for key, name in domains.items() if name == ranges.DOMAIN} or {
-            key  # domain 0 has the ranges without a domain
-            for key, names in messages.items()
-            if key[1] and key not in domains and names >= _SIGNATURE
-        }
-        if not ours:
-            raise ExportError(f"{self.path} has no NVTX domain {ranges.DOMAIN!r}")
-        for key in sorted(ours):
-            for thread, one in found[key]:
-                if one.end_ns >= 0:
-                    self.ranges[thread].append(one)
-                self.cut += one.end_ns < 0 and one.name == ranges.STEP
-        for start, end, thread, correlation, name_id in select(
-            "CUPTI_ACTIVITY_KIND_RUNTIME", "start end globalTid correlationId nameId"
-        ):
-            if all(isinstance(number, int) for number in (start, end, thread, correlation)):
-                self.calls[thread].append(Range(text(None, name_id), start, end, correlation))
-        for every in (self.ranges, self.calls):
-            for of_thread in every.values():
-                of_thread.sort(key=lambda one: (one.start_ns, -one.end_ns))
-        for table, kind in _KINDS.items():
-            for start, end, device, process, correlation, node, short, full, way in select(
-                f"CUPTI_ACTIVITY_KIND_{table}",
-                "start end deviceId globalPid correlationId graphNodeId"
-                " shortName demangledName copyKind",
-            ):
-                if not all(isinstance(n, int) for n in (start, end, process, correlation)):
-                    continue  # of no call: a page fault that moved managed memory
-                copied = f"copy {_COPY_KINDS[way]}" if way in _COPY_KINDS else "copy"
-                kernel = text(None, short) or text(None, full)
-                shown = {"kernel": kernel, "memcpy": copied, "memset": "fill"}.get(kind, kind)
-                activity = Activity(start, end, kind, shown, correlation, _integer(node) or None)
-                self.activities[_process_of(process), correlation].append(activity)
-                self.devices.add(_integer(device) or 0)
+def _integers(*values: object) -> bool:
+    return all(isinstance(value, int) for value in values)
 
 
-def _in_order(activities: Iterable[Activity]) -> list[Activity]:
-    """Return activities in the order of their begin."""
-    return sorted(activities, key=lambda a: (a.start_ns, a.end_ns, a.node_id or 0, a.name))
-
-
-def _integer(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
-
-
-def _step_numbers(text: str, binary: Any) -> dict[str, int]:
+def _step_numbers(text: Any, text_id: Any, binary: Any, strings: dict[Any, Any]) -> dict[str, int]:
     """Return the step numbers in a structured payload: JSON, or bytes.
 
     Bytes (`nsys export --include-blobs=true`) are a header followed by the struct.
@@ -427,157 +370,129 @@ def _step_numbers(text: str, binary: Any) -> dict[str, int]:
     if isinstance(binary, bytes) and len(binary) >= _NUMBERS.size:
         values = _NUMBERS.unpack_from(binary, len(binary) - _NUMBERS.size)
         return dict(zip(StepNumbers._fields, values, strict=True))
-    return {name: int(value) for name, value in _PAIRS.findall(text)}
+    found = _PAIRS.findall(str(strings.get(text_id, text)))
+    return {name: int(value) for name, value in found}
 
 
 # Steps -------------------------------------------------------------------------------------------
 
 
-def _steps(export: _Export, notes: list[str]) -> Iterator[Step]:
-    """Yield the complete steps of an export that launched something, thread after thread.
+@dataclass(slots=True)
+class _Turn:
+    """A range `step` that launched something."""
 
-    Raises:
-        ExportError: it has no complete step.
-    """
-    in_thread = not export.calls and not export.activities
-    """Whether the engine's own thread is the device."""
-    threads = stray = 0
-    steps: list[Step] = []
-    for thread, found in sorted(export.ranges.items()):
-        turns = [one for one in found if one.name == ranges.STEP]
-        starts = [turn.start_ns for turn in turns]
-        inside: list[list[Range]] = [[] for _ in turns]
-        calls: list[list[Range]] = [[] for _ in turns]
-        for one, collected in itertools.chain(
-            ((one, inside) for one in found if one.name != ranges.STEP),
-            ((call, calls) for call in export.calls.get(thread, ())),
-        ):
-            index = bisect_right(starts, one.start_ns) - 1
-            if index >= 0 and one.end_ns <= turns[index].end_ns:
-                collected[index].append(one)
-            else:
-                stray += collected is inside and one.name in _PHASES
-        own = [
-            _step(export, thread, threads, *turn, in_thread=in_thread)
-            for turn in zip(turns, inside, calls, strict=True)
-            if any(one.name in _PHASES for one in turn[1])
-        ]
-        for before, step in itertools.pairwise(own):
-            follows = before.step is None or step.step == before.step + 1
-            if follows and before.device_ns is not None and step.device_ns is not None:
-                step.gap_us = max(0, step.device_ns[0] - before.device_ns[1]) / 1e3
-                step.step_us = (step.device_ns[1] - before.device_ns[1]) / 1e3
-        threads += bool(own)
-        steps += own
-    if not steps:
-        raise ExportError(
-            f"{export.path} has no complete step in it: profile a window in which an engine steps"
-        )
-    if export.cut:
-        notes.append(f"{export.cut} steps left out: the profile ended before the step did")
+    range: Event
+    launches: dict[int, Event] = field(default_factory=dict)
+    """The ranges `replay`, `verify` and `prefill` by their `id`: decoding, a chunk of prompts, or
+    both in this order."""
+    work: dict[int | None, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    """Work of the device by the `id` of its launch. None: of none, such as inputs, outputs and
+    copies of blocks; the commit of an earlier step is left out."""
+    range_ns: Counter[str] = field(default_factory=Counter)
+    """The time of the ranges inside, by name."""
+    calls: list[tuple[Event, bool]] = field(default_factory=list)
+    """CUDA calls, and whether the commit of an earlier step made them."""
+
+    def outermost(self, names: re.Pattern[str], *, commits: bool) -> list[Event]:
+        """Return the calls of these names, but for calls within another one."""
+        found: list[Event] = []
+        for call, committing in sorted(self.calls, key=lambda pair: pair[0]["ts"]):
+            within = found and call["ts"] < end_of(found[-1])
+            if names.match(call["name"]) and (commits or not committing) and not within:
+                found.append(call)
+        return found
+
+
+def _turns(events: list[Event], names: KernelNames, notes: list[str]) -> list[_Turn]:
+    """Return the complete steps that launched something, thread after thread, and name the work."""
+    scopes = Scopes(events)
+    turns: dict[int, _Turn] = {}
+    stray = 0
+    for _, found in sorted(scopes.threads.items()):
+        for event in found:
+            if event["name"] == ranges.STEP:
+                turns[id(event)] = _Turn(event)
+                continue
+            turn = next((turns[id(e)] for e in scopes.enclosing(event) if id(e) in turns), None)
+            if turn is None:
+                stray += event["name"] in _PHASES
+                continue
+            turn.range_ns[event["name"]] += event["dur"]
+            if event["name"] in _PHASES:
+                turn.launches[id(event)] = event
+    for call, enclosing, work in name_work(events, scopes, names):
+        turn = next((turns[id(e)] for e in enclosing if id(e) in turns), None)
+        if call is None or turn is None:
+            continue
+        launch = next((id(e) for e in enclosing if id(e) in turn.launches), None)
+        committing = any(event["name"] == ranges.COMMIT for event in enclosing)
+        turn.calls.append((call, committing))
+        if not committing:
+            turn.work[launch] += work
+    found_turns = [turn for turn in turns.values() if turn.launches]
+    for turn in found_turns:
+        for work in turn.work.values():
+            work.sort(key=lambda event: (event["ts"], end_of(event)))
     if stray:
         notes.append(f"{stray} launches left out: outside of a complete step")
-    if threads > 1:
+    if (threads := len({turn.range["tid"] for turn in found_turns})) > 1:
         notes.append(f"steps of {threads} threads: gaps are between steps of one thread")
-    if len(export.devices) > 1:
-        notes.append(f"activities on {len(export.devices)} devices: the times of a step span them")
-    if in_thread:
-        notes.append(
-            "no CUDA in this profile: what the device did is what ran within the ranges"
-            f" {', '.join(_PHASES)}, in the engine's own thread"
-        )
-    every = [a for step in steps for a in _activities(step)]
-    if not in_thread and not every:
-        notes.append("no activity of a device in this profile, though there are CUDA calls")
-    if untimed := sum(not activity.is_timed for activity in every):
-        notes.append(f"{untimed} activities without a time: not in device times")
-    if not any(part.numbers for step in steps for part in step.parts):
+    if not any("rows" in event["args"] for turn in found_turns for event in turn.launches.values()):
         notes.append(
             "no structured payloads, so no rows, bucket and tokens:"
             " export the report with nsys export --include-blobs=true"
         )
-    return iter(steps)
+    return found_turns
 
 
-def _activities(step: Step) -> Iterator[Activity]:
-    return itertools.chain(step.around, *(part.activities for part in step.parts))
-
-
-def _step(
-    export: _Export,
-    thread: int,
-    number: int,
-    turn: Range,
-    inside: Sequence[Range],
-    calls: Sequence[Range],
-    *,
-    in_thread: bool,
-) -> Step:
-    """Assemble a step from a range `step` of a thread, and the ranges and calls within it."""
-    launched = [one for one in inside if one.name in _PHASES]
-    parts = [
-        Launch(
-            _PHASES[one.name],
-            one.numbers,
-            export.work_of(thread, [call for call in calls if _within(call, one)]),
+def _steps(turns: Sequence[_Turn], *, in_thread: bool) -> Iterator[Step]:
+    """Yield the columns of each step; `in_thread`: the engine's own thread is the device."""
+    threads = list(dict.fromkeys(turn.range["tid"] for turn in turns))
+    before: tuple[Step, int] | None = None
+    """The step before in this thread, and when its device work ended."""
+    for turn in turns:
+        launches = list(turn.launches.values())
+        waits = sum(call["dur"] for call in turn.outermost(_WAITS, commits=True))
+        launched = sum(one["dur"] for one in launches) if in_thread else 0
+        spans = _spans(launches if in_thread else itertools.chain(*turn.work.values()))
+        begin, end = (spans[0][0], max(end for _, end in spans)) if spans else (None, None)
+        numbers = [one["args"] for one in launches if "rows" in one["args"]]
+        first = numbers[0] if numbers else {}
+        number = turn.range["args"].get("payload", first.get("step"))
+        thread = threads.index(turn.range["tid"])
+        gap = between = None
+        if begin is not None and before is not None:
+            follows = before[0].step is None or number == before[0].step + 1
+            if before[0].thread == thread and follows:
+                gap, between = max(0, begin - before[1]) / 1e3, (end - before[1]) / 1e3
+        totals = {
+            name: sum(found[name] for found in numbers) if numbers else None
+            for name in ("rows", "tokens", "padding")
+        }
+        step = Step(
+            thread=thread,
+            step=number,
+            phase="+".join(_PHASES[one["name"]] for one in launches),
+            **totals,
+            bucket=first.get("bucket"),
+            blocks_in_use=first.get("blocks_in_use"),
+            host_us=(turn.range["dur"] - waits - launched) / 1e3,
+            wait_us=waits / 1e3,
+            plan_us=turn.range_ns[ranges.PLAN] / 1e3,
+            launch_us=(turn.range_ns[ranges.LAUNCH] - launched) / 1e3,
+            commit_us=turn.range_ns[ranges.COMMIT] / 1e3,
+            device_us=None if begin is None else (end - begin) / 1e3,
+            busy_us=covered(spans) / 1e3 if spans else None,
+            launches=len(turn.outermost(_LAUNCHES, commits=False)),
+            gap_us=gap,
+            step_us=between,
         )
-        for one in launched
-    ]
-    # The device's work for an earlier step's commit does not belong to this one.
-    commits = [one for one in inside if one.name == ranges.COMMIT]
-    own = [call for call in calls if not any(_within(call, commit) for commit in commits)]
-    taken = {activity for part in parts for activity in part.activities}
-    around = [a for a in export.work_of(thread, own) if a not in taken]
-    range_ns: Counter[str] = Counter()
-    for one in inside:
-        range_ns[one.name] += one.end_ns - one.start_ns
-    wait_ns = sum(call.end_ns - call.start_ns for call in _outermost(calls, _WAITS))
-    in_thread_ns = sum(range_ns[name] for name in _PHASES) if in_thread else 0
-    work = _in_order([*around, *(a for part in parts for a in part.activities)])
-    spans = [(a.start_ns, a.end_ns) for a in work if a.is_timed]
-    if in_thread:
-        spans = [(one.start_ns, one.end_ns) for one in launched]
-    device_ns = (spans[0][0], max(end for _, end in spans)) if spans else None
-    numbers = [part.numbers for part in parts if part.numbers]
-    first: Mapping[str, int] = numbers[0] if numbers else {}
-
-    def total(name: str) -> int | None:
-        return sum(found.get(name, 0) for found in numbers) if numbers else None
-
-    return Step(
-        thread=number,
-        step=first.get("step") if turn.value is None else turn.value,
-        phase="+".join(part.phase for part in parts),
-        rows=total("rows"),
-        bucket=first.get("bucket"),
-        tokens=total("tokens"),
-        padding=total("padding"),
-        blocks_in_use=first.get("blocks_in_use"),
-        host_us=(turn.end_ns - turn.start_ns - wait_ns - in_thread_ns) / 1e3,
-        wait_us=wait_ns / 1e3,
-        plan_us=range_ns[ranges.PLAN] / 1e3,
-        launch_us=(range_ns[ranges.LAUNCH] - in_thread_ns) / 1e3,
-        commit_us=range_ns[ranges.COMMIT] / 1e3,
-        device_us=None if device_ns is None else (device_ns[1] - device_ns[0]) / 1e3,
-        busy_us=covered(spans) / 1e3 if spans else None,
-        launches=len(_outermost(own, _LAUNCHES)),
-        parts=parts,
-        around=around,
-        device_ns=device_ns,
-    )
+        yield step
+        before = None if end is None else (step, end)
 
 
-def _within(call: Range, one: Range) -> bool:
-    return one.start_ns <= call.start_ns and call.end_ns <= one.end_ns
-
-
-def _outermost(calls: Iterable[Range], names: re.Pattern[str]) -> list[Range]:
-    """The calls of these names, but for those within another one."""
-    found: list[Range] = []
-    for call in calls:
-        if names.match(call.name) and not (found and call.start_ns < found[-1].end_ns):
-            found.append(call)
-    return found
+def _spans(events: Iterable[Event]) -> list[tuple[int, int]]:
+    return sorted((event["ts"], end_of(event)) for event in events)
 
 
 def _cases(steps: Iterable[Step]) -> Iterator[Case]:
@@ -592,15 +507,12 @@ def _cases(steps: Iterable[Step]) -> Iterator[Case]:
         yield Case(phase, group[0].bucket, len(group), **times)
 
 
-# Operations --------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Phase:
     """Sums over the launches of a phase."""
 
     launches: int = 0
-    steps: int = 0
+    steps: float = 0
     """Decode steps: a launch may run several."""
     device_ns: int = 0
     """From the first to the last activity of each launch."""
@@ -612,96 +524,54 @@ class _Phase:
     """Activities of all launches by operation."""
 
 
-class _Tally:
-    """Times of operations, launch by launch."""
-
-    def __init__(self, names: KernelNames) -> None:
-        self._names = names
-        self._phases: dict[str, _Phase] = defaultdict(_Phase)
-        self.matched = self.activities = self.whole_graphs = 0
-
-    def add(self, step: Step) -> None:
-        """Add the launches of a step, and what belongs to none of them."""
-        for part in step.parts:
-            timed = [activity for activity in part.activities if activity.is_timed]
-            if any(activity.kind == "graph" for activity in timed):
-                self.whole_graphs += 1
-            elif timed:
-                phase = self._phases[part.phase]
-                phase.device_ns += max(a.end_ns for a in timed) - timed[0].start_ns
-                phase.busy_ns += covered((a.start_ns, a.end_ns) for a in timed)
-                nodes, steps = self._nodes(part)
-                phase.steps += steps
-                self.activities += len(nodes)
-                self.matched += sum(node is not None for node in nodes)
-                self._add_launch(phase, part.activities, nodes)
-        if step.device_ns is not None and step.around:
-            phase = self._phases[AROUND]
-            phase.device_ns += step.device_ns[1] - step.device_ns[0]
-            self._add_launch(phase, step.around, [None] * len(step.around))
-
-    def _add_launch(
-        self, phase: _Phase, activities: Sequence[Activity], nodes: Sequence[Node | None]
-    ) -> None:
-        times: Counter[str] = Counter()
-        for activity, node in zip(activities, nodes, strict=True):
-            named = node is not None and node.operation != OTHER
-            name = node.operation if node is not None and named else f"[{activity.name}]"
-            times[name] += max(0, activity.end_ns - activity.start_ns)
-            phase.counts[name] += 1
-        phase.launches += 1
-        for name, ns in times.items():
-            phase.samples[name].append(ns)
-
-    def _nodes(self, part: Launch) -> tuple[list[Node | None], int]:
-        """Return the node of each activity, and how many decode steps the launch runs."""
-        by_call: dict[int, list[Activity]] = defaultdict(list)
-        for activity in part.activities:
-            by_call[activity.correlation].append(activity)
-        nodes: dict[Activity, Node | None] = {}
-        steps = 1
-        for activities in by_call.values():
-            work = [DeviceWork(a.kind, a.name, a.node_id) for a in activities]
-            found = nodes_of_replay(self._names, work, part.numbers.get("bucket"))
-            if found is not None:
-                steps = max(steps, found[0].steps)
-                nodes.update(zip(activities, found[1], strict=True))
-        return [nodes.get(activity) for activity in part.activities], steps
-
-    def operations(self) -> list[Operation]:
-        """Return the operations by phase, the most expensive first."""
-        read: Counter[str] = Counter()
-        for cost in self._names.costs:
-            read[cost.operation] += cost.launches * cost.bytes
-        bandwidth = self._names.bandwidth_gb_s
-        rows: list[Operation] = []
-        for name in sorted(self._phases, key=_ORDER.index):
-            phase = self._phases[name]
-            times = sorted(phase.samples.items(), key=lambda item: (-sum(item[1]), item[0]))
-            for operation, samples in times:
-                fraction = None
-                if name == "decode" and read[operation] and sum(samples) and bandwidth is not None:
-                    floor = floor_seconds(read[operation], 1e9 * bandwidth)
-                    fraction = floor * phase.steps / (sum(samples) / 1e9)
-                rows.append(
-                    Operation(
-                        name,
-                        operation,
-                        phase.counts[operation] / phase.launches,
-                        Summary.of(ns / 1e3 for ns in samples),
-                        sum(samples) / phase.device_ns if phase.device_ns else 0.0,
-                        fraction,
-                    )
-                )
-        return rows
-
-    def idle(self) -> dict[str, float]:
-        """Return by phase the share of device time in which no activity ran."""
-        return {
-            name: 1 - phase.busy_ns / phase.device_ns
-            for name, phase in sorted(self._phases.items())
-            if name != AROUND and phase.device_ns
-        }
+def _operations(
+    turns: Sequence[_Turn], names: KernelNames
+) -> tuple[list[Operation], dict[str, float]]:
+    """Return the operations by phase, the most expensive first, and the idle shares."""
+    phases: dict[str, _Phase] = defaultdict(_Phase)
+    for turn in turns:
+        whole = _spans(itertools.chain(*turn.work.values()))
+        for key, work in turn.work.items():
+            if not work or (key is not None and any(one["cat"] == "graph" for one in work)):
+                continue
+            launch = None if key is None else turn.launches[key]
+            spans = whole if launch is None else _spans(work)
+            phase = phases[AROUND if launch is None else _PHASES[launch["name"]]]
+            phase.launches += 1
+            phase.device_ns += max(end for _, end in spans) - spans[0][0]
+            phase.busy_ns += covered(spans)
+            args = {} if launch is None else launch["args"]
+            lanes = args.get("tokens", 0) + args.get("padding", 0)
+            phase.steps += lanes / args["bucket"] if lanes else 1
+            times: Counter[str] = Counter()
+            for one in work:
+                name = one["args"].get("operation", OTHER)
+                name = f"[{one['args'].get('kernel', one['name'])}]" if name == OTHER else name
+                times[name] += one["dur"]
+                phase.counts[name] += 1
+            for name, ns in times.items():
+                phase.samples[name].append(ns)
+    read = {cost.operation: cost.launches * cost.bytes for cost in names.costs}
+    rows: list[Operation] = []
+    for name in sorted(phases, key=_ORDER.index):
+        phase = phases[name]
+        for operation, samples in sorted(
+            phase.samples.items(), key=lambda item: (-sum(item[1]), item[0])
+        ):
+            total, fraction = sum(samples), None
+            if name == "decode" and read.get(operation) and total and names.bandwidth_gb_s:
+                floor = floor_seconds(read[operation], 1e9 * names.bandwidth_gb_s)
+                fraction = floor * phase.steps / (total / 1e9)
+            activities = phase.counts[operation] / phase.launches
+            us = Summary.of(ns / 1e3 for ns in samples)
+            share = total / phase.device_ns if phase.device_ns else 0.0
+            rows.append(Operation(name, operation, activities, us, share, fraction))
+    idle = {
+        name: 1 - phase.busy_ns / phase.device_ns
+        for name, phase in sorted(phases.items())
+        if name != AROUND and phase.device_ns
+    }
+    return rows, idle
 
 
 # The command -------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ which
 Importing this module imports no torch.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gzip
 import itertools
@@ -43,8 +45,12 @@ from .stats import covered
 
 __all__ = [
     "SUFFIX",
+    "Event",
+    "Scopes",
     "TraceError",
     "TraceOperations",
+    "end_of",
+    "name_work",
     "read_trace",
     "torch_trace",
     "trace_operations",
@@ -55,8 +61,14 @@ SUFFIX = ".json.gz"
 
 Event = dict[str, Any]
 
-DEVICE_CATEGORIES: Final = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
-"""Categories of the events that are work of a device -> kind of the node of a graph."""
+DEVICE_CATEGORIES: Final = {
+    "kernel": "kernel",
+    "gpu_memcpy": "memcpy",
+    "gpu_memset": "memset",
+    "graph": "graph",
+}
+"""Categories of the events that are work of a device -> kind of the node of a graph. A `graph` is a
+whole one whose nodes were not traced; torch's profiler has none."""
 
 UNNAMED: Final = "(no operation)"
 IDLE: Final = "(idle)"
@@ -183,12 +195,10 @@ class _Recorder:
         fields: dict[str, int | str] = {"operation": name}
         self._begin(Recorded(label, fields if layer is None else fields | {"layer": layer}))
 
-    def leave(self) -> None:
+    def leave(self, *, failed: bool) -> None:
         """The innermost scope of the calling thread ended."""
         self._open.layers.pop()
         self.pop()
-
-    abandon = leave
 
     def _begin(self, recorded: Recorded) -> None:
         event = self._event(recorded)
@@ -229,7 +239,19 @@ def annotate(
     """
     events = _events_of(document)
     events[:] = [event for event in events if _name_range(event, log)]
-    scopes = _Scopes(events)
+    for _ in name_work(events, Scopes(events), names):
+        pass
+    _separate_overlaps(events)
+
+
+def name_work(
+    events: Iterable[Event], scopes: Scopes, names: KernelNames | None
+) -> Iterator[tuple[Event | None, list[Event], list[Event]]]:
+    """Name the work of devices by its captured node, or by the scope of its launch.
+
+    Yields each call of CUDA, the ranges and scopes that enclose it, the innermost first, and the
+    work that it launched, in the order of its begin. Work of unknown calls comes with None.
+    """
     calls: dict[Any, Event] = {}
     launched: defaultdict[Any, list[Event]] = defaultdict(list)
     for event in events:
@@ -239,20 +261,21 @@ def annotate(
         elif event.get("cat") in DEVICE_CATEGORIES:
             # Without a correlation id, the call that launched it is unknown.
             launched[id(event) if correlation is None else correlation].append(event)
-    for correlation, work in launched.items():
+    for correlation in dict.fromkeys([*calls, *launched]):
+        call, work = calls.get(correlation), launched.get(correlation, [])
         work.sort(key=lambda event: event["ts"])
-        call = calls.get(correlation)
-        around = {} if call is None else scopes.around(call)
+        enclosing = [] if call is None else list(scopes.enclosing(call))
+        around = _described(enclosing)
         listed = [
             DeviceWork(DEVICE_CATEGORIES[event["cat"]], str(event["name"]), _node_id(event))
             for event in work
         ]
         replayed = "GraphLaunch" in str(call["name"]) if call else any(w.node_id for w in listed)
         found = nodes_of_replay(names, listed, around.get("bucket")) if replayed and names else None
-        nodes: Sequence[Node | None] = [None] * len(work) if found is None else found[1]
+        nodes: Sequence[Node | None] = [None] * len(work) if found is None else found
         for event, node in zip(work, nodes, strict=True):
             _name_work(event, node, around, replayed=replayed)
-    _separate_overlaps(events)
+        yield call, enclosing, work
 
 
 def _events_of(document: Any) -> list[Event]:
@@ -262,9 +285,9 @@ def _events_of(document: Any) -> list[Event]:
     return events
 
 
-def _end_of(event: Event) -> float:
-    """When a complete event ended, in microseconds."""
-    return float(event["ts"] + event["dur"])
+def end_of(event: Event) -> Any:
+    """When a complete event ended, in the unit of its trace."""
+    return event["ts"] + event["dur"]
 
 
 def _name_range(event: Event, log: Mapping[int, Recorded]) -> bool:
@@ -282,7 +305,7 @@ def _name_range(event: Event, log: Mapping[int, Recorded]) -> bool:
     return True
 
 
-class _Scopes:
+class Scopes:
     """The ranges and scopes of the host by thread, each with the index of its parent, or -1."""
 
     def __init__(self, events: Iterable[Event]) -> None:
@@ -295,31 +318,36 @@ class _Scopes:
             scopes.sort(key=lambda event: (event["ts"], -event["dur"]))
             parents, stack = self.parents.setdefault(thread, []), list[int]()
             for index, event in enumerate(scopes):
-                while stack and _end_of(scopes[stack[-1]]) <= event["ts"]:
+                while stack and end_of(scopes[stack[-1]]) <= event["ts"]:
                     stack.pop()
                 parents.append(stack[-1] if stack else -1)
                 stack.append(index)
 
-    def around(self, call: Event) -> dict[str, Any]:
-        """Return what encloses a call: step, rows, bucket; label, operation, layer."""
-        thread = call["pid"], call["tid"]
+    def enclosing(self, event: Event) -> Iterator[Event]:
+        """Yield what is open on the thread of an event when it begins, the innermost first."""
+        thread = event["pid"], event["tid"]
         scopes = self.threads.get(thread, [])
-        index = bisect_right(scopes, call["ts"], key=lambda event: event["ts"]) - 1
-        found: dict[str, Any] = {}
+        index = bisect_right(scopes, event["ts"], key=lambda scope: scope["ts"]) - 1
         while index >= 0:
-            event = scopes[index]
-            if call["ts"] < _end_of(event):
-                args, wanted = event["args"], tuple[str, ...]()
-                if event["name"] in ranges.STEP_RANGES:
-                    wanted = ("step", "rows", "bucket")
-                elif "operation" in args and "label" not in found:  # the innermost
-                    found["label"] = event["name"]
-                    wanted = ("operation", "layer")
-                elif event["name"] == ranges.STEP and "payload" in args:
-                    found.setdefault("step", args["payload"])
-                found.update({key: args[key] for key in wanted if key in args})
+            if event["ts"] < end_of(scopes[index]):
+                yield scopes[index]
             index = self.parents[thread][index]
-        return found
+
+
+def _described(enclosing: Iterable[Event]) -> dict[str, Any]:
+    """Return what encloses a call: step, rows, bucket; label, operation, layer."""
+    found: dict[str, Any] = {}
+    for event in enclosing:
+        args, wanted = event["args"], tuple[str, ...]()
+        if event["name"] in ranges.STEP_RANGES:
+            wanted = ("step", "rows", "bucket")
+        elif "operation" in args and "label" not in found:  # the innermost
+            found["label"] = event["name"]
+            wanted = ("operation", "layer")
+        elif event["name"] == ranges.STEP and "payload" in args:
+            found.setdefault("step", args["payload"])
+        found.update({key: args[key] for key in wanted if key in args})
+    return found
 
 
 def _node_id(event: Event) -> int | None:
@@ -364,7 +392,7 @@ def _separate_overlaps(events: list[Event]) -> None:
         for event in sorted(work, key=lambda event: event["ts"]):
             begins = event["ts"] + _JITTER_US
             row = next((row for row, end in enumerate(ends) if end <= begins), len(ends))
-            ends[row : row + 1] = [_end_of(event)]
+            ends[row : row + 1] = [end_of(event)]
             if row == len(added):
                 highest[pid] += 1
                 added.append(highest[pid])
@@ -474,7 +502,7 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
     """
     document = read_trace(trace) if isinstance(trace, Path | str) else trace
     events = [event for event in _events_of(document) if event.get("ph") == "X"]
-    scopes = _Scopes(events)
+    scopes = Scopes(events)
     turns = [e for found in scopes.threads.values() for e in found if e["name"] == ranges.STEP]
     if not turns:
         raise TraceError("the trace has no range `step`: no engine ran a step while it was taken")
@@ -495,7 +523,7 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
     if not by_step:
         raise TraceError("no work of the device in the trace belongs to a step")
     steps = len(by_step)
-    spans = [[(event["ts"], _end_of(event)) for event in found] for found in by_step.values()]
+    spans = [[(event["ts"], end_of(event)) for event in found] for found in by_step.values()]
     step_us = sum(max(end for _, end in found) - found[0][0] for found in spans) / steps
     operations: list[tuple[str, float]] = []
     kernels: list[tuple[str, float]] = []
@@ -526,7 +554,7 @@ def _means(times: Iterable[tuple[str, float]], steps: int) -> list[OperationTime
     return sorted(rows, key=lambda row: -row.us)
 
 
-def _self_times(scopes: _Scopes) -> Iterator[tuple[str, float]]:
+def _self_times(scopes: Scopes) -> Iterator[tuple[str, float]]:
     """Yield each range and scope within a step, and its time without those inside it."""
     for thread, found in scopes.threads.items():
         parents = scopes.parents[thread]

@@ -32,7 +32,6 @@ class Key:
     phase: Any = "decode"
     size = 2
     full_sampler = False
-    steps = 1
 
 
 class Nodes:
@@ -123,9 +122,9 @@ def test_scopes_without_a_recording_are_one_shared_nothing() -> None:
 
 def test_scopes_of_every_thread_reach_a_listener() -> None:
     heard: list[tuple[str, int | None]] = []
-    leave = lambda: heard.append(("end", None))  # noqa: E731
     listener = SimpleNamespace(
-        enter=lambda name, layer: heard.append((name, layer)), leave=leave, abandon=leave
+        enter=lambda name, layer: heard.append((name, layer)),
+        leave=lambda failed: heard.append(("end", None)),
     )
 
     def work() -> None:

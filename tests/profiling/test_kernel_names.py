@@ -40,7 +40,6 @@ steps = st.builds(
     phase=st.sampled_from(["decode", "prefill"]),
     size=st.integers(1, 10_000),
     full_sampler=st.booleans(),
-    steps=st.integers(1, 8),
     nodes=st.lists(nodes, max_size=4).map(tuple),
 )
 documents = st.builds(
@@ -74,7 +73,7 @@ def test_names_survive_a_file(file: Path, names: KernelNames) -> None:
     assert os.listdir(file.parent) == [file.name]
 
 
-NAMES = KernelNames(steps=[StepNodes("decode", 1, False, 1, (Node(0, "down", "kernel", "k", 7),))])
+NAMES = KernelNames(steps=[StepNodes("decode", 1, False, (Node(0, "down", "kernel", "k", 7),))])
 
 
 def test_files_without_kernel_names_are_refused(tmp_path: Path) -> None:
@@ -120,12 +119,12 @@ def match(
     nodes: list[Node], kernels: list[str], ids: list[int | None] | None = None
 ) -> list[int | None]:
     """The layers of the nodes of the kernels of a replay."""
-    names = KernelNames(steps=[StepNodes("decode", 1, False, 1, tuple(nodes))])
+    names = KernelNames(steps=[StepNodes("decode", 1, False, tuple(nodes))])
     pairs = zip(kernels, ids or [None] * len(kernels), strict=True)
     found = nodes_of_replay(names, [DeviceWork("kernel", *pair) for pair in pairs])
     if found is None:
         return [None] * len(kernels)
-    return [None if node is None else node.layer for node in found[1]]
+    return [None if node is None else node.layer for node in found]
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=12), st.lists(st.sampled_from("abc"), max_size=12))
@@ -163,14 +162,14 @@ def test_ids_do_not_name_another_function() -> None:
 
 def test_copies_and_kernels_are_matched_apart() -> None:
     copy = Node(None, "inputs", "memcpy", None, None)
-    names = KernelNames(steps=[StepNodes("decode", 1, False, 1, (copy, *nodes_of(["a"])))])
+    names = KernelNames(steps=[StepNodes("decode", 1, False, (copy, *nodes_of(["a"])))])
     kernel = DeviceWork("kernel", "a", None)
     found = nodes_of_replay(names, [kernel, DeviceWork("memcpy", "", None)])
     assert found is not None
-    assert [node.operation for node in found[1] if node] == ["operation0", "inputs"]
+    assert [node.operation for node in found if node] == ["operation0", "inputs"]
     found = nodes_of_replay(names, [kernel])
     assert found is not None
-    assert [node.operation for node in found[1] if node] == ["operation0"]
+    assert [node.operation for node in found if node] == ["operation0"]
 
 
 MANGLED = "_ZN2at6native13reduce_kernelILi512ELi1ENS0_8ReduceOpIfEEEEvT_"
@@ -214,7 +213,7 @@ def test_replays_have_mangled_full_or_short_names() -> None:
 
 def test_the_step_of_a_replay_is_found_by_bucket_and_kernels() -> None:
     def step(size: int, names: list[str], *, full: bool = False) -> StepNodes:
-        return StepNodes("decode", size, full, 1, tuple(nodes_of(list(names))))
+        return StepNodes("decode", size, full, tuple(nodes_of(list(names))))
 
     greedy, sampled = step(2, ["a", "b", "pick"]), step(2, ["a", "b", "sort", "draw"], full=True)
     names = KernelNames(steps=[step(1, ["a"]), sampled, greedy, step(2, ["a", "b", "pick"])])
@@ -224,7 +223,7 @@ def test_the_step_of_a_replay_is_found_by_bucket_and_kernels() -> None:
         match = nodes_of_replay(names, work, bucket)
         return match and match[0]
 
-    assert found(["a", "b", "pick"], 2) is greedy
-    assert found(["a", "b", "sort", "draw"], None) is sampled
+    assert found(["a", "b", "pick"], 2) is greedy.nodes[0]
+    assert found(["a", "b", "sort", "draw"], None) is sampled.nodes[0]
     assert found(["a"], 8) is None
     assert found(["z"], 2) is None

@@ -24,7 +24,7 @@ from stepgraph.profiling.report import (
 )
 from stepgraph.profiling.stats import Summary
 
-from ..rigs.nsys_rig import NEW, OLD, Kernel, Launch, Profile, Variant
+from ..rigs.nsys_rig import NEW, OLD, PUSH_POP, Kernel, Launch, Profile, Variant
 
 VARIANTS = {
     "old": OLD,
@@ -32,7 +32,6 @@ VARIANTS = {
     "nodes": dataclasses.replace(NEW, graph_trace="node", payload="json"),
     "nodes, no metadata": dataclasses.replace(NEW, graph_trace="node", metadata=False),
     "no graphs": dataclasses.replace(NEW, graph_trace=None),
-    "domain not named": dataclasses.replace(NEW, domain_named=False),
 }
 
 KERNELS = (Kernel("norm", 700, 11), Kernel("matmul", 9_000, 12), Kernel("norm", 650, 13),
@@ -67,7 +66,7 @@ def report_of(play: Profile, folder: Path, **more) -> Report:
 
 
 def names_file(path: Path, **changes) -> KernelNames:
-    step = StepNodes("decode", 4, False, 1, NODES)
+    step = StepNodes("decode", 4, False, NODES)
     names = KernelNames(
         model="demo",
         device="NVIDIA H200",
@@ -155,9 +154,6 @@ def test_operations_belong_to_the_captured_nodes(tmp_path) -> None:
     assert around["[copy host to device]"].us.p50 == 1.5
     assert around["[copy device to host]"].us.p50 == 1.0
     assert report.notes == []
-    # A launch of four decode steps is compared with as many floors.
-    names_file(tmp_path / "trace.kernels.json", steps=[StepNodes("decode", 4, False, 4, NODES)])
-    assert read_report(trace).operations[0].fraction == pytest.approx(2.0)
 
 
 def test_operations_without_names_or_nodes(tmp_path) -> None:
@@ -313,23 +309,22 @@ def test_files_that_are_not_an_export(tmp_path: Path, capsys) -> None:
 
 
 def test_exports_without_steps(tmp_path: Path, capsys) -> None:
-    other = played(steps=3, domain="NCCL").write(tmp_path / "b.sqlite")
-    assert "has no NVTX domain" in error_of(other, capsys=capsys)
-    unnamed = Profile(dataclasses.replace(NEW, domain_named=False))
-    unnamed.range("step", 5, 9)  # of a program of its own: no `plan`, no `launch`
+    other = Profile()
+    other.range("step", 5, 9)  # of a program of its own: no `plan`, no `launch`
     for name in ("step", "plan", "launch"):  # of ranges without a domain
-        unnamed.event(59, name, 5, 9, domain_id=0)
-    assert "has no NVTX domain" in error_of(unnamed.write(tmp_path / "c.sqlite"), capsys=capsys)
-    cut = Profile()
-    cut.range("step", 10, None, 0)
-    assert "has no complete step" in error_of(cut.write(tmp_path / "d.sqlite"), capsys=capsys)
+        other.event(PUSH_POP, name, 5, 9, domain_id=0)
+    trace = other.write(tmp_path / "c.sqlite")
+    assert "not an export of nsys with the NVTX ranges" in error_of(trace, capsys=capsys)
+    idle = Profile()
+    for name in ("step", "plan", "launch"):
+        idle.range(name, 5, 9)
+    assert "no complete step" in error_of(idle.write(tmp_path / "d.sqlite"), capsys=capsys)
 
 
 def test_other_domains_are_left_alone(tmp_path: Path) -> None:
     play = played(steps=3)
-    play.event(75, "another program", 0, None, domain_id=9)
     for name in ("step", "launch", "replay"):
-        play.event(59, name, play.now, play.now + 9, 1, domain_id=9)
+        play.event(PUSH_POP, name, play.now, play.now + 9, 1, domain_id=9)
     trace = play.write(tmp_path / "trace.sqlite")
     row = "(start, end, eventType, domainId, globalTid)"
     execute(trace, f"INSERT INTO NVTX_EVENTS {row} VALUES ('?', 7, 59, 0, NULL)")

@@ -39,7 +39,7 @@ def names_of(*steps: StepNodes, **said: Any) -> KernelNames:
 
 
 def step_nodes(nodes: Sequence[Node], size: int = 4, phase: Any = "decode") -> StepNodes:
-    return StepNodes(phase, size, False, 1, tuple(nodes))
+    return StepNodes(phase, size, False, tuple(nodes))
 
 
 class KinetoTrace:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 FIELDS = ("step", "rows", "bucket", "tokens", "blocks_in_use", "padding")
-PUSH_POP, DOMAIN_CREATE = 59, 75
+PUSH_POP = 59
 NVTX = "start INT, end INT, eventType INT, text TEXT, globalTid INT, domainId INT, int64Value INT"
 RUNTIME = "start INT, end INT, globalTid INT, correlationId INT, nameId INT, returnValue INT"
 ACTIVITY = (
@@ -38,8 +38,6 @@ class Variant:
     graph_trace: Literal["graph", "node"] | None = "graph"
     """None: the steps run without graphs."""
     metadata: bool = True
-    domain_named: bool = True
-    """Whether the creation of the domain was recorded."""
 
 
 NEW = Variant()
@@ -75,17 +73,12 @@ class Profile:
     tid: int = 4711
     device: int = 0
     now: int = 1_000_000
-    domain: str = "stepgraph"
     truth: list[SimpleNamespace] = field(default_factory=list)
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     device_free: int = 0
     last_end: int | None = None
     correlation: int = 100
     strings: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.variant.domain_named:
-            self.event(DOMAIN_CREATE, self.domain, 0, None)
 
     @property
     def process(self) -> int:
