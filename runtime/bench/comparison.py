@@ -159,8 +159,7 @@ def failure(comparison: Comparison) -> str | None:
         return None
     if not entries:
         return f"no case is in {comparison['old']} too: nothing was compared"
-    slower = [entry for entry in entries if entry["above"]]
-    if not slower:
+    if not (slower := [entry for entry in entries if entry["above"]]):
         return None
     worst = max(slower, key=lambda entry: float(entry["ratio"]))
     return (
@@ -241,39 +240,20 @@ def _describe(case: Mapping[str, Any]) -> str:
 
 def _check_document(document: Any) -> None:
     """Raise `ValueError` unless a document has results of steady that can be compared."""
-    version = document.get("schema_version") if isinstance(document, dict) else None
-    if type(version) is not int or version != SCHEMA_VERSION:
-        raise ValueError(f"it has no schema_version {SCHEMA_VERSION}: measure it again")
-    cases = document.get("cases")
-    if not isinstance(document.get("environment"), dict) or not isinstance(cases, list):
-        raise ValueError("it has no environment, or no cases")
-    if not cases:
+    try:
+        version, cases = document["schema_version"], document["cases"]
+        if type(version) is not int or version != SCHEMA_VERSION:
+            raise ValueError(f"it has no schema_version {SCHEMA_VERSION}: measure it again")
+        document["environment"].get("device")
+        keys = [_key(case) for case in cases]
+        for case in cases:
+            times = [case["step_ms"]["p50"], *case["repetition_ms"]]
+            in_range = case["step_ms"]["n"] >= 1 and all(_MIN_MS <= ms <= _MAX_MS for ms in times)
+            if len(times) < 2 or not in_range:
+                raise ValueError("it has no times of steps")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"it has no valid results of --scenario steady: {error!r:.80}") from error
+    if not keys:
         raise ValueError("it has no cases: only results of --scenario steady can be compared")
-    keys: list[dict[str, Any]] = []
-    for number, case in enumerate(cases, 1):
-        if (wrong := _wrong_field(case)) is not None:
-            raise ValueError(f"case {number} has no valid {wrong}")
-        if (key := _key(case)) in keys:
-            raise ValueError(f"case {number} is the same as case {1 + keys.index(key)}")
-        keys.append(key)
-
-
-def _wrong_field(case: Any) -> str | None:
-    """Return the name of the first field that a case lacks or that has an invalid value."""
-    if not isinstance(case, dict):
-        return "field"
-    for key in KEYS:
-        if type(case.get(key)) is not (str if key in _TEXT else int):
-            return key
-    steps, repetitions = case.get("step_ms"), case.get("repetition_ms")
-    if not isinstance(steps, dict) or type(steps.get("n")) is not int:
-        return "step_ms"
-    if not _is_ms(steps.get("p50")):
-        return "step_ms.p50"
-    if not isinstance(repetitions, list) or not repetitions or not all(map(_is_ms, repetitions)):
-        return "repetition_ms"
-    return None
-
-
-def _is_ms(value: Any) -> bool:
-    return type(value) in (int, float) and _MIN_MS <= value <= _MAX_MS
+    if any(key in keys[:number] for number, key in enumerate(keys)):
+        raise ValueError("it has a case twice")
