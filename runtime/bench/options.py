@@ -9,7 +9,6 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +17,12 @@ from ...profiling.command_line import CommandParser
 from ...profiling.kernel_names import SUFFIX as KERNELS_SUFFIX
 from ...profiling.trace import SUFFIX as TRACE_SUFFIX
 from ..config import MAX_RANKS, MAX_SEED, EngineConfig
-from ..tools.arguments import DTYPES, STORED_DTYPES, parse_bytes
+from ..tools.arguments import DTYPES, STORED_DTYPES, integer, parse_bytes
 from .console import program_name
 from .peer_runner import MODULES
 from .peers import peer_spec
 
-__all__ = ["MODEL_FLAGS", "MODES", "StepRange", "add_flags", "kernels_path", "memory_size"]
+__all__ = ["MODEL_FLAGS", "MODES", "add_flags", "kernels_path", "memory_size"]
 __all__ += ["number", "parse_arguments", "trace_path"]
 
 MODES = ("eager", "compile", "graph")
@@ -56,60 +55,10 @@ case or engine. Exit status: 0; 1 if something cannot be measured, has wrong tok
 --fail-above; 2 for a wrong command line or configuration; 130 after an interrupt, which keeps the
 results measured so far. docs/benchmarking.md explains all columns.
 """
-_MOST = 1_000_000_000
-"""Largest count; larger values are typing errors."""
 _PROFILE_STEPS = 16
 """A trace of 16 steps opens at once, and their mean hardly changes with more."""
 _MAX_STEADY_SECONDS = 10.0
 """For the repetitions of a case in one mode, unless their number is given."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRange:
-    """Decode steps of the whole batch, half open, counted from 0."""
-
-    first: int
-    end: int
-
-    def __str__(self) -> str:
-        return f"{self.first}:{self.end}"
-
-    @classmethod
-    def of_run(cls, steps: int) -> StepRange:
-        """Return some steps of a run, without the first ones, whose caches are cold."""
-        first = steps // 4
-        return cls(first, min(first + _PROFILE_STEPS, steps))
-
-    @classmethod
-    def read(cls, text: str) -> StepRange:
-        """Read `A:B`, for argparse."""
-        first, colon, end = text.partition(":")
-        if not (colon and first.isdecimal() and end.isdecimal() and text.isascii()):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not of the form A:B, two numbers of steps such as 8:24"
-            )
-        if int(first) >= int(end):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} has no steps: B must be larger than A, as in 8:24"
-            )
-        return cls(int(first), int(end))
-
-
-def integer(least: int, most: int = _MOST) -> Callable[[str], int]:
-    """Return a flag type: an integer from `least` to `most`."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
-        if value > most:
-            raise argparse.ArgumentTypeError(f"{text!r:.40} is more than {most:,}")
-        return value
-
-    return read
 
 
 def number(what: str, *, at_least: float = 0.0) -> Callable[[str], float]:
@@ -364,10 +313,9 @@ FLAGS: dict[str, dict[str, Flag]] = {
             {"choices": ("none", "nsys", "torch")},
         ),
         "profile-steps": Flag(
-            "steps A to B - 1 of the whole batch, counted from 0 (default: 16 steps, after a"
-            " quarter of the run)",
-            _STEADY,
-            {"type": StepRange.read, "metavar": "A:B"},
+            "steps of the whole batch to profile, after a quarter of the run (default: 16)",
+            {"steady": _PROFILE_STEPS},
+            {"type": integer(1), "metavar": "STEPS"},
         ),
         "profile-output": Flag(
             "the profile is NAME.trace.json.gz (torch), or NAME.nsys-rep and NAME.sqlite with"
@@ -509,13 +457,8 @@ def _check_profile(options: argparse.Namespace, given: Mapping[str, Any]) -> Non
     if options.num_iters != 1:
         raise ValueError(f"a profile is of one repetition: --num-iters is {options.num_iters}")
     steps = options.output_len[0] - 1
-    if options.profile_steps is None:
-        options.profile_steps = StepRange.of_run(steps)
-    elif options.profile_steps.end > steps:
-        raise ValueError(
-            f"--profile-steps {options.profile_steps} is outside of the run: with --output-len"
-            f" {options.output_len[0]} it has {steps} steps of the whole batch (0:{steps})"
-        )
+    first = steps // 4  # the first ones have cold caches
+    options.profile_steps = range(first, min(first + options.profile_steps, steps))
     name = options.profile_output
     if not name or name.endswith(("/", ".")):
         raise ValueError(

@@ -26,15 +26,12 @@ from ..engine.engine import Engine
 from ..models.config import ModelConfig
 from ..tools.step_costs import decode_operation_costs
 from .benchmark_run import ModelKind
-from .console import print_error, program_name
+from .console import program_name
 from .options import kernels_path, trace_path
 from .results import write_json
 from .scenarios.steady import BenchmarkCase, CaseRun, SteadyRun
 
 __all__ = ["ProfileRun", "run_nsys"]
-
-CANNOT_RUN = 126
-"""The exit status of a shell for a file that cannot be executed."""
 
 
 def run_nsys(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -63,13 +60,15 @@ def run_nsys(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         print(f"{program_name()}: {message}", file=sys.stderr)
         return 0
     require_nvtx("--profile nsys")
-    status = _run([found, *command[1:]])
-    if status == 0:  # the automatic export lacks payloads of several numbers
-        status = _run(nsys.export_command(Path(f"{options.profile_output}.nsys-rep")))
-    if status == 0:
-        read = ["stepgraph", "report", f"{options.profile_output}.sqlite"]
-        print(f"to read it: {shlex.join(read)}", file=sys.stderr)
-    return status
+    # The automatic export lacks payloads of several numbers.
+    export = nsys.export_command(Path(f"{options.profile_output}.nsys-rep"))
+    for program in ([found, *command[1:]], export):
+        status = subprocess.run(program, env=nsys.environment_of_nsys()).returncode
+        if status:
+            return status
+    read = ["stepgraph", "report", f"{options.profile_output}.sqlite"]
+    print(f"to read it: {shlex.join(read)}", file=sys.stderr)
+    return 0
 
 
 def _device_type(device: str) -> Literal["cuda", "cpu"]:
@@ -77,17 +76,6 @@ def _device_type(device: str) -> Literal["cuda", "cpu"]:
     if device != "auto":
         return "cpu" if device == "cpu" else "cuda"
     return "cuda" if torch.cuda.is_available() or nsys.find_nsys() is None else "cpu"
-
-
-def _run(command: Sequence[str]) -> int:
-    """Run nsys; return its exit status, 128 + N after signal N as in a shell."""
-    try:
-        environment = nsys.environment_of_nsys()
-        status = subprocess.run(command, check=False, env=environment).returncode
-    except OSError as error:
-        print_error(f"cannot run {command[0]}: {error.strerror}")
-        return CANNOT_RUN
-    return status if status >= 0 else 128 - status
 
 
 class ProfileRun(SteadyRun):
@@ -147,30 +135,30 @@ class ProfileRun(SteadyRun):
                 model,
                 engine.config,
                 rows=case.batch_size,
-                context=case.input_len + (steps.first + steps.end) // 2,
+                context=case.input_len + (steps.start + steps.stop) // 2,
             )
         return CaseRun(engine, case, seed=self.options.seed, before_step=self._before_step)
 
     def profile_report(self) -> str:
         """Return where the profile is, and the time of each operation in it."""
-        steps = self.options.profile_steps
+        shown = f"{self.options.profile_steps.start}:{self.options.profile_steps.stop}"
         if self.options.profile == "nsys":
-            return f"nsys profiled steps {steps}; names of kernels: {kernels_path(self.options)}"
+            return f"nsys profiled steps {shown}; names of kernels: {kernels_path(self.options)}"
         assert self._found is not None, "it follows `run`"
         if self.device.type == "cuda" and not self._found.device:
             self.say("torch recorded no work of the device: is another profiler attached to it?")
-        text = f"\ntrace of steps {steps}: {trace_path(self.options)} (open it in https://ui.perfetto.dev)"
+        text = f"\ntrace of steps {shown}: {trace_path(self.options)} (open it in https://ui.perfetto.dev)"
         if self.names.steps:
             text += f"; names of kernels: {kernels_path(self.options)}"
         return f"{text}\n\n{self._found.markdown()}"
 
     def _before_step(self, step: int) -> None:
         """Begin the profile before its first step, and end it after its last one."""
-        if step == self.options.profile_steps.first and not self._began:
+        if step == self.options.profile_steps.start and not self._began:
             self._began = True
             if self.options.profile == "nsys":
                 self._window.enter_context(nsys.capture_window())
             else:
                 self._window.enter_context(torch_trace(trace_path(self.options), self.names))
-        elif step == self.options.profile_steps.end:
+        elif step == self.options.profile_steps.stop:
             self._window.close()

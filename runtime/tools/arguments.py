@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import ConfigError
 from ..speculation.config import Speculation
 
-__all__ = ["DTYPES", "STORED_DTYPES", "parse_bytes", "positive_int", "speculation_spec"]
+__all__ = ["DTYPES", "STORED_DTYPES", "integer", "parse_bytes", "speculation_spec"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """Choices of `--dtype`."""
@@ -44,15 +45,21 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def positive_int(text: str) -> int:
-    """Return the integer of an argument; raise ArgumentTypeError if it is not at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return value
+def integer(least: int, most: int = 1_000_000_000) -> Callable[[str], int]:
+    """Return a flag type: an integer from `least` to `most`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text!r:.40} is more than {most:,}")
+        return value
+
+    return read
 
 
 def speculation_spec(text: str) -> Speculation:

@@ -36,7 +36,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from ...profiling.markdown import aligned
 from ..kernels.triton.kernel_calls import INTERPRETED, KernelCall
-from .arguments import DTYPES, STORED_DTYPES, positive_int, speculation_spec
+from .arguments import DTYPES, STORED_DTYPES, integer, speculation_spec
 
 __all__ = [
     "CompileAheadError",
@@ -296,11 +296,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", default="preset:llama-3.2-1b", help="as of bench.py")
     parser.add_argument(
-        "--rows", nargs="+", type=positive_int, default=[1, 8, 32], help="decode steps"
+        "--rows", nargs="+", type=integer(1), default=[1, 8, 32], help="decode steps"
     )
-    parser.add_argument(
-        "--tokens", nargs="*", type=positive_int, default=[512], help="prefill steps"
-    )
+    parser.add_argument("--tokens", nargs="*", type=integer(1), default=[512], help="prefill steps")
     parser.add_argument("--capability", nargs="+", type=int, default=[90], help="90, 80 ...")
     parser.add_argument(
         "--dtype", default="auto", choices=DTYPES, help="as in bench.py, like the next flags"

@@ -34,7 +34,7 @@ from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
-from .arguments import DTYPES, STORED_DTYPES, positive_int
+from .arguments import DTYPES, STORED_DTYPES, integer
 
 if TYPE_CHECKING:
     from ..kernels.triton.linear import LinearConfig
@@ -226,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rows",
         nargs="+",
-        type=positive_int,
+        type=integer(1),
         default=[1, 2, 4, 8, 16, 32],
         help="rows of decode steps (default: 1 2 4 8 16 32); above 4 only experts are tuned",
     )
