@@ -19,7 +19,7 @@ from ...profiling.trace import SUFFIX as TRACE_SUFFIX
 from ..config import MAX_RANKS, MAX_SEED, EngineConfig
 from ..tools.arguments import DTYPES, STORED_DTYPES, integer, parse_bytes
 from .console import program_name
-from .peer_runner import MODULES
+from .peer_runner import RUNTIMES
 from .peers import peer_spec
 
 __all__ = ["MODEL_FLAGS", "MODES", "add_flags", "kernels_path", "memory_size"]
@@ -222,8 +222,8 @@ FLAGS: dict[str, dict[str, Flag]] = {
             _LIST | {"type": integer(0, 256), "metavar": "PROCESSES"},
         ),
         "peer": Flag(
-            f"other CPU runtimes for neighbours ({', '.join(MODULES)}), each with the Python that"
-            " has it installed (default: all runtimes of this Python)",
+            f"other CPU runtimes for neighbours ({', '.join(RUNTIMES)}), each with the Python that"
+            " has it installed",
             {"neighbours": None},
             _LIST | {"type": peer_spec, "metavar": "NAME[=PYTHON]"},
         ),

@@ -3,6 +3,11 @@
 Requests and replies are JSON objects, one a line, on stdin and stdout. The first request loads the
 model; `prefill`, `steps` and `end` follow in this order, any number of times. An `error` in a reply
 ends the process. Standard library only, until a runtime is loaded.
+
+A runtime is a class that loads a model. It has its `version`, and `stored_as`: the type of the
+weights of linear layers, None for the dtype of everything else. `add` queues prompts, decoded
+greedily to `max_tokens` tokens each; `step` returns the numbers of the prompts that got a token;
+`end` drops the requests.
 """
 
 from __future__ import annotations
@@ -14,34 +19,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
-
-MODULES = {
-    "openvino": ("openvino_genai", "optimum.intel"),
-    "vllm": ("vllm",),
-    "llama.cpp": ("llama_cpp", "gguf"),
-}
-"""What must be importable, by the name of the runtime."""
-
-
-class Runtime(Protocol):
-    """A model in another runtime."""
-
-    version: str
-    stored_as: str | None = None
-    """Type of the weights of linear layers; None: the dtype of everything else."""
-
-    def __init__(self, load: dict[str, Any]) -> None:
-        """Load the model. `load` is the first request: see `peers.Peer`."""
-
-    def add(self, prompts: list[list[int]], max_tokens: int) -> None:
-        """Queue prompts, decoded greedily to `max_tokens` tokens each."""
-
-    def step(self) -> list[int]:
-        """Run one step; return the numbers of the prompts that got a token."""
-
-    def end(self) -> None:
-        """Drop the requests."""
+from typing import Any
 
 
 class OpenVino:
@@ -223,6 +201,7 @@ class LlamaCpp:
         self._latest, self._lengths = [], []
 
 
+Runtime = OpenVino | Vllm | LlamaCpp
 RUNTIMES: dict[str, type[Runtime]] = {"openvino": OpenVino, "vllm": Vllm, "llama.cpp": LlamaCpp}
 
 

@@ -17,15 +17,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import StepgraphError
-from .peer_runner import MODULES
+from .peer_runner import RUNTIMES
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["ChildProcess", "Peer", "PeerError", "PeerSpec", "choose_peers", "peer_spec"]
+__all__ = ["ChildProcess", "Peer", "PeerError", "PeerSpec", "peer_spec"]
 
 RUNNER = Path(__file__).with_name("peer_runner.py")
 REPLY_SECONDS = 900
@@ -44,63 +41,15 @@ class PeerSpec(NamedTuple):
     name: str
     python: str
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment of its processes; `PYTHONPATH` is meant for this interpreter alone."""
-        own = self.python == sys.executable
-        return {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or own}
-
-    def missing(self) -> list[str]:
-        """Return the modules of the runtime that its Python cannot import.
-
-        Raises:
-            PeerError: it cannot be run, or fails.
-        """
-        find = "import importlib.util as u, sys\nfor m in sys.argv[1:]:\n"
-        find += " try: found = u.find_spec(m)\n except ImportError: found = None\n"
-        find += " if found is None: print(m)"
-        command = [self.python, "-P", "-c", find, *MODULES[self.name]]
-        try:
-            done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
-        except OSError as error:
-            raise PeerError(f"--peer {self.name}: cannot run {self.python}: {error!s}") from error
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["without a message"])[-1]
-            raise PeerError(
-                f"--peer {self.name}: {self.python} (Python 3.11 or newer) failed:"
-                f" {reason:.{MAX_REASON}}"
-            )
-        return done.stdout.split()
-
 
 def peer_spec(text: str) -> PeerSpec:
     """Read `NAME` or `NAME=PYTHON`, for argparse."""
     name, equals, python = text.partition("=")
-    if name not in MODULES or (equals and not python):
+    if name not in RUNTIMES or (equals and not python):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME or NAME=PYTHON with NAME one of {', '.join(MODULES)}"
+            f"{text!r} is not NAME or NAME=PYTHON with NAME one of {', '.join(RUNTIMES)}"
         )
     return PeerSpec(name, python or sys.executable)
-
-
-def choose_peers(given: Sequence[PeerSpec] | None, device: torch.device) -> list[PeerSpec]:
-    """Return the runtimes to measure: the given ones, else all that this interpreter has.
-
-    Raises:
-        PeerError: a given one is not installed, or `device` is not a CPU.
-    """
-    if given is None:
-        specs = [PeerSpec(name, sys.executable) for name in MODULES]
-        return [spec for spec in specs if device.type == "cpu" and not spec.missing()]
-    if device.type != "cpu":
-        raise PeerError(f"--peer measures on a CPU, and the device is {str(device)!r}")
-    for spec in given:
-        if missing := spec.missing():
-            raise PeerError(
-                f"--peer {spec.name}: {spec.python} has no {', '.join(missing)}: install it there,"
-                f" or name another Python with --peer {spec.name}=PYTHON"
-            )
-    return list(given)
 
 
 class ChildProcess:
@@ -116,22 +65,28 @@ class ChildProcess:
             command: its path and arguments.
             env: its environment.
             replies: its standard output is a pipe too. Else it is logged, as stderr always is.
+
+        Raises:
+            PeerError: the program cannot be run.
         """
         self.name = name
         self.scratch = tempfile.TemporaryDirectory(prefix="stepgraph-child-")
         """A directory that lives as long as the process."""
         self._log = Path(self.scratch.name, "log")
         with self._log.open("wb") as log:
-            self.process: subprocess.Popen[bytes] = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if replies else log,
-                stderr=log,
-                # Ctrl-C is handled here, and `close` kills the whole group. The session stays
-                # ours, as the kernel may schedule processors by session.
-                process_group=0,
-            )
+            try:
+                self.process: subprocess.Popen[bytes] = subprocess.Popen(
+                    command,
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE if replies else log,
+                    stderr=log,
+                    # Ctrl-C is handled here, and `close` kills the whole group. The session stays
+                    # ours, as the kernel may schedule processors by session.
+                    process_group=0,
+                )
+            except OSError as error:
+                raise PeerError(f"{name}: cannot run {command[0]}: {error}") from error
 
     def close(self) -> None:
         """Kill the process and its children. Idempotent."""
@@ -166,7 +121,9 @@ class Peer(ChildProcess):
         Raises:
             PeerError: the runtime fails or does not answer.
         """
-        env = spec.environment | {"OMP_NUM_THREADS": str(limits["threads"])}
+        env = os.environ | {"OMP_NUM_THREADS": str(limits["threads"])}
+        if spec.python != sys.executable:  # the path is meant for this interpreter alone
+            env.pop("PYTHONPATH", None)
         super().__init__(spec.name, [spec.python, "-P", str(RUNNER)], env, replies=True)
         try:
             loaded = self._request(

@@ -112,7 +112,7 @@ def test_defaults_follow_the_scenario(arguments, expected):
         (2, "--scenario neighbours --input-len 4000", "max_model_len"),
         (2, "--model preset:nothing", "preset"),
         (2, "--device cuda:x", "cuda:x"),
-        (1, "--scenario neighbours --peer vllm=/no/such", "--peer vllm: cannot run /no/such"),
+        (1, "--scenario neighbours --peer vllm=/no/such", "vllm: cannot run /no/such"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_measured(

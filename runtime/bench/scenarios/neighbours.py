@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ....profiling.device_state import watch
 from ....profiling.stats import Summary
@@ -27,7 +26,7 @@ from ...engine.engine import Engine
 from ...errors import StepgraphError
 from ...loading.loader import resolve_source
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode, resolve_engine
-from ..peers import Peer, PeerError, PeerSpec, choose_peers
+from ..peers import Peer, PeerError, PeerSpec
 from ..results import describe_engine, num_cpus
 from ..saved_preset import checkpoint_of
 from ..workload import abort_all, greedy, random_prompts, spread
@@ -129,21 +128,8 @@ class NeighboursCase:
         return case.longest_sequence(prefill_chunk)
 
 
-class Side(Protocol):
-    """A runtime that decodes a batch. Drops its requests on `end`."""
-
-    def prefill(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
-        """Run until every prompt has its first token; each may get `max_tokens`."""
-
-    def steps(self, count: int) -> list[float]:
-        """Decode the whole batch `count` times; return the milliseconds of each step."""
-
-    def end(self) -> None:
-        """Drop the requests."""
-
-
 class EngineSide:
-    """An engine as a runtime that is measured."""
+    """An engine as a runtime that is measured, with the methods of `Peer`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -175,16 +161,12 @@ class EngineSide:
 class SideRun:
     """Measurements of a runtime."""
 
-    side: Side
+    side: EngineSide | Peer
     step_ms: dict[int, list[list[float]]] = field(default_factory=dict)
     """For each number of busy processes the steps of each round."""
-    error: str | None = None
-    """Why a peer was left out; its earlier measurements do not count."""
 
     def to_json(self, neighbours: int) -> dict[str, Any]:
         """Return the fields of one number of busy processes."""
-        if self.error is not None:
-            return dict.fromkeys(("step_ms", "repetition_ms", "spread", "p99_to_p50"))
         rounds = self.step_ms[neighbours]
         step = Summary.of(itertools.chain.from_iterable(rounds))
         medians = [statistics.median(one) for one in rounds]
@@ -209,102 +191,78 @@ def measure_neighbours(
     """Run `num_warmup` rounds that are not counted, without busy processes, and `num_iters` rounds.
 
     Args:
-        runs: the runtimes, which receive the results. One that raises `PeerError` is left out.
+        runs: the runtimes, which receive the results.
         case: steps and numbers of busy processes.
         prompts: token ids, one prompt a row.
         max_tokens: of a request, more than it decodes.
         num_warmup: rounds that are not counted.
         num_iters: rounds that are.
         say: reports progress.
+
+    Raises:
+        PeerError: a peer failed.
     """
-
-    def attempt(act: Callable[[SideRun], None], order: int = 1) -> None:
-        for run in runs[::order]:
-            if run.error is None:
-                try:
-                    act(run)
-                except PeerError as error:
-                    run.error = str(error)
-                    say(f"left out: {error}")
-
-    def decode(run: SideRun, neighbours: int) -> None:
-        time.sleep(SETTLING_SECONDS)
-        run.side.steps(SETTLING_STEPS)
-        run.step_ms.setdefault(neighbours, []).append(run.side.steps(case.steps))
-
     for number in range(-num_warmup, num_iters):
         order = 1 if number % 2 == 0 else -1
-        attempt(lambda run: run.side.prefill(prompts, max_tokens))
+        for run in runs:
+            run.side.prefill(prompts, max_tokens)
         for neighbours in case.neighbours[::order] if number >= 0 else (0,):
             with busy_processes(neighbours):
-                attempt(partial(decode, neighbours=neighbours), order)
-        attempt(lambda run: run.side.end())
+                for run in runs[::order]:
+                    time.sleep(SETTLING_SECONDS)
+                    run.side.steps(SETTLING_STEPS)
+                    step_ms = run.side.steps(case.steps)
+                    if number >= 0:
+                        run.step_ms.setdefault(neighbours, []).append(step_ms)
+        for run in runs:
+            run.side.end()
         if number >= 0:
             say(f"round {number + 1} of {num_iters}")
-        else:
-            for run in runs:
-                run.step_ms.clear()
 
 
 def _compare(peer: Peer, run: SideRun, neighbours: int, ours: dict[str, Any]) -> dict[str, Any]:
     """Return an entry of `peers` in the JSON; `ours` are the fields of the engine."""
     measured = run.to_json(neighbours)
-    ratios: dict[str, float | None] = {"ratio_p50": None, "ratio_p90": None}
-    if run.error is None:
-        ratios = {f"ratio_{p}": ours["step_ms"][p] / measured["step_ms"][p] for p in ("p50", "p90")}
-    described = {"name": peer.name, "version": peer.version, "dtype": peer.dtype}
-    return {**described, "error": run.error, **measured, **ratios}
+    ratios = {f"ratio_{p}": ours["step_ms"][p] / measured["step_ms"][p] for p in ("p50", "p90")}
+    return {"name": peer.name, "version": peer.version, "dtype": peer.dtype, **measured, **ratios}
 
 
 def _start_peers(
-    stack: ExitStack,
-    specs: Sequence[PeerSpec],
-    model: str,
-    config: EngineConfig,
-    *,
-    threads: int,
-    required: bool,
-    say: Callable[[str], None],
+    stack: ExitStack, run: BenchmarkRun, model: str, config: EngineConfig, threads: int
 ) -> list[Peer]:
-    """Start other runtimes with the checkpoint and the limits of an engine; the stack ends them.
-
-    Unless all are `required`, one that fails is left out, which `say` reports.
+    """Start the runtimes of `--peer` with the checkpoint and the limits of an engine.
 
     Raises:
-        StepgraphError: a required runtime fails, or a preset cannot be saved as a checkpoint.
+        StepgraphError: a runtime fails, or a preset cannot be saved as a checkpoint.
     """
-    peers: list[Peer] = []
+    specs: Sequence[PeerSpec] = run.options.peer or ()
     if not specs:
-        return peers
+        return []
     source = resolve_source(model, config_only=True)
     checkpoint = stack.enter_context(checkpoint_of(model, config.dtype, config.seed))
     assert config.max_model_len is not None
+    peers: list[Peer] = []
     for spec in specs:
-        try:
-            say(f"loading {model} in {spec.name}")
-            peer = Peer(
-                spec,
-                checkpoint,
-                dtype=source.config.torch_dtype if config.dtype == "auto" else config.dtype,
-                weight_dtype=config.weight_dtype,
-                threads=threads,
-                rows=config.max_num_seqs,
-                tokens=config.max_model_len,
-                batch_tokens=config.prefill_chunk + config.max_num_seqs,
-            )
-        except StepgraphError as error:
-            if required:
-                raise
-            say(f"left out: {error}")
-        else:
-            peers.append(stack.enter_context(closing(peer)))
+        run.say(f"loading {model} in {spec.name}")
+        peer = Peer(
+            spec,
+            checkpoint,
+            dtype=source.config.torch_dtype if config.dtype == "auto" else config.dtype,
+            weight_dtype=config.weight_dtype,
+            threads=threads,
+            rows=config.max_num_seqs,
+            tokens=config.max_model_len,
+            batch_tokens=config.prefill_chunk + config.max_num_seqs,
+        )
+        peers.append(stack.enter_context(closing(peer)))
     return peers
 
 
 def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
     """Yield an entry for each number of busy processes, for each point."""
     options = run.options
-    specs = choose_peers(options.peer, run.device)
+    if options.peer and run.device.type != "cpu":
+        raise PeerError(f"--peer measures on a CPU, and the device is {str(run.device)!r}")
     cases = [
         NeighboursCase(*point, options.num_steps, tuple(options.neighbours))
         for point in points(options.batch_size, options.input_len)
@@ -314,22 +272,18 @@ def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterat
     config = run.config(
         kind, mode, max_num_seqs=batch_sizes[-1], buckets=batch_sizes, max_model_len=longest
     )
-    resolve_engine(kind.model, config)  # refuses before weights are read
+    threads = resolve_engine(kind.model, config).threads  # refuses before weights are read
     with ExitStack() as stack:
+        peers = _start_peers(stack, run, kind.model, config, threads)
         engine = stack.enter_context(run.start(kind, config, "decode steps with busy processes"))
-        threads, required = engine.config.threads, bool(options.peer)
-        peers = _start_peers(
-            stack, specs, kind.model, config, threads=threads, required=required, say=run.say
-        )
         for case in cases:
             rows, input_len = case.batch_size, case.input_len
             run.say(f"{rows} rows, prompts of {input_len}")
-            ours = SideRun(EngineSide(engine))
-            theirs = [(peer, SideRun(peer)) for peer in peers]
+            ours, theirs = SideRun(EngineSide(engine)), [SideRun(peer) for peer in peers]
             prompts = random_prompts(engine.model_config, rows, input_len, options.seed)
             read_again = watch(run.monitor)
             measure_neighbours(
-                [ours, *(side for _, side in theirs)],
+                [ours, *theirs],
                 case,
                 prompts,
                 longest - input_len,
@@ -347,6 +301,9 @@ def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterat
                     "threads": threads,
                     "cpus": num_cpus(),
                     **measured,
-                    "peers": [_compare(*their, neighbours, measured) for their in theirs],
+                    "peers": [
+                        _compare(peer, side, neighbours, measured)
+                        for peer, side in zip(peers, theirs, strict=True)
+                    ],
                     "device_state": state,
                 }
