@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import ConfigError
 from .config import ExpertsConfig, LatentConfig, LayerType, ModelConfig, Rope, RopeScaling
 
-__all__ = ["DENSE_PRESETS", "EXPERT_PRESETS", "PRESETS", "preset"]
+__all__ = ["PRESETS", "preset"]
 
 
 def _model(
@@ -49,20 +49,51 @@ def _model(
     )
 
 
-# The shapes of well-known models of the families in `families.py`, and of Qwen2.5.
+def _llama3_scaling(factor: float) -> RopeScaling:
+    return RopeScaling(
+        type="llama3",
+        factor=factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
 
-_THREE_SLIDE: tuple[LayerType, ...] = (*(("sliding_attention",) * 3), "full_attention")
 
-_PHI4_LONG_FACTOR = (
-    *(1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817),
-    *(2.187582649, 2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023),
-    *(4.785517845, 5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372),
-    *(10.4687158, 11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807),
-    *(22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64),
-    *(32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
-)
+def _every_nth_full(pattern: int, num_layers: int) -> tuple[LayerType, ...]:
+    return tuple(
+        "sliding_attention" if (layer + 1) % pattern else "full_attention"
+        for layer in range(num_layers)
+    )
 
-DENSE_PRESETS: dict[str, ModelConfig] = {
+
+PRESETS: dict[str, ModelConfig] = {
+    "smollm2-135m": _model(
+        ("llama", 30, 576, 1536, 9, 3, 64),
+        (49152, 8192, 100000.0, 1e-5),
+        (0, (0,)),
+        tied=True,
+    ),
+    "llama-3.2-1b": _model(
+        ("llama", 16, 2048, 8192, 32, 8, 64),
+        (128256, 131072, 500000.0, 1e-5),
+        (128000, (128001,)),
+        tied=True,
+        rope_scaling=_llama3_scaling(32.0),
+    ),
+    "llama-3.1-8b": _model(
+        ("llama", 32, 4096, 14336, 32, 8, 128),
+        (128256, 131072, 500000.0, 1e-5),
+        (128000, (128001,)),
+        tied=False,
+        rope_scaling=_llama3_scaling(8.0),
+    ),
+    "llama-3.1-70b": _model(
+        ("llama", 80, 8192, 28672, 64, 8, 128),
+        (128256, 131072, 500000.0, 1e-5),
+        (128000, (128001,)),
+        tied=False,
+        rope_scaling=_llama3_scaling(8.0),
+    ),
     "qwen2.5-0.5b": _model(
         ("qwen2", 24, 896, 4864, 14, 2, 64),
         (151936, 32768, 1000000.0, 1e-6),
@@ -70,122 +101,57 @@ DENSE_PRESETS: dict[str, ModelConfig] = {
         tied=True,
         attention_bias=True,
     ),
-    "qwen2.5-7b": _model(
-        ("qwen2", 28, 3584, 18944, 28, 4, 128),
-        (152064, 131072, 1000000.0, 1e-6),
+    "qwen3-0.6b": _model(
+        ("qwen3", 28, 1024, 3072, 16, 8, 128),
+        (151936, 32768, 1000000.0, 1e-6),
         (151643, (151643,)),
+        tied=True,
+    ),
+    "mistral-7b": _model(
+        ("mistral", 32, 4096, 14336, 32, 8, 128),
+        (32000, 32768, 10000.0, 1e-5),
+        (1, (2,)),
         tied=False,
-        attention_bias=True,
-    ),
-    "smollm3-3b": _model(
-        ("smollm3", 36, 2048, 11008, 16, 4, 128),
-        (128256, 65536, 5000000.0, 1e-6),
-        (128000, (128001,)),
-        tied=True,
-        unrotated_layers=tuple(range(3, 36, 4)),
-    ),
-    # The published config has a window of 262144 tokens, which no sequence reaches.
-    "phi-4-mini": _model(
-        ("phi3", 32, 3072, 8192, 24, 8, 128),
-        (200064, 131072, 10000.0, 1e-5),
-        (199999, (199999,)),
-        tied=True,
-        rope_scaling=RopeScaling(
-            type="longrope",
-            factor=32.0,
-            original_max_position_embeddings=4096,
-            short_factor=(1.0,) * 48,
-            long_factor=_PHI4_LONG_FACTOR,
-        ),
-        partial_rotary_factor=0.75,
-    ),
-    "olmo2-1b": ModelConfig(
-        model_type="olmo2",
-        vocab_size=100352,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=16,
-        num_kv_heads=16,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope_theta=500000.0,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        eos_token_ids=(100257,),
-        torch_dtype="bfloat16",
-    ),
-    "olmo3-7b": ModelConfig(
-        model_type="olmo3",
-        vocab_size=100278,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(
-            type="yarn",
-            factor=8.0,
-            original_max_position_embeddings=8192,
-            attention_factor=1.2079441541679836,
-        ),
-        sliding_rope=Rope(500000.0),
-        max_position_embeddings=65536,
-        tie_word_embeddings=False,
-        layer_types=_THREE_SLIDE * 8,
+        layer_types=("sliding_attention",) * 32,
         sliding_window=4096,
-        eos_token_ids=(100257,),
-        torch_dtype="bfloat16",
     ),
-    "granite-3.3-2b": _model(
-        ("granite", 40, 2048, 8192, 32, 8, 64),
-        (49159, 131072, 10000000.0, 1e-5),
-        (0, (0,)),
+    "gemma-2-2b": _model(
+        ("gemma2", 26, 2304, 9216, 8, 4, 256),
+        (256000, 8192, 10000.0, 1e-6),
+        (2, (1,)),
         tied=True,
-        embedding_multiplier=12.0,
-        attention_multiplier=0.015625,
-        residual_multiplier=0.22,
-        logits_scaling=8.0,
+        hidden_act="gelu_pytorch_tanh",
+        layer_types=_every_nth_full(2, 26),
+        sliding_window=4096,
+        query_pre_attn_scalar=256.0,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
     ),
-    "granite-4.0-micro": _model(
-        ("granitemoehybrid", 40, 2560, 8192, 40, 8, 64),
-        (100352, 131072, 10000000.0, 1e-5),
-        (100257, (100257,)),
+    "gemma-3-1b": _model(
+        ("gemma3_text", 26, 1152, 6912, 4, 1, 256),
+        (262144, 32768, 1000000.0, 1e-6),
+        (2, (1,)),
         tied=True,
-        embedding_multiplier=12.0,
-        attention_multiplier=0.015625,
-        residual_multiplier=0.22,
-        logits_scaling=10.0,
+        sliding_rope=Rope(10000.0),
+        hidden_act="gelu_pytorch_tanh",
+        layer_types=_every_nth_full(6, 26),
+        sliding_window=512,
+        query_pre_attn_scalar=256.0,
     ),
-    "glm4-9b": ModelConfig(
-        model_type="glm4",
-        vocab_size=151552,
-        hidden_size=4096,
-        intermediate_size=13696,
-        num_layers=40,
-        num_heads=32,
-        num_kv_heads=2,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        partial_rotary_factor=0.5,
-        max_position_embeddings=32768,
-        tie_word_embeddings=False,
-        attention_bias=True,
-        eos_token_ids=(151329, 151336, 151338),
-        torch_dtype="bfloat16",
+    # No published model: the attention of DeepSeek-V2-Lite with dense layers, about a billion.
+    "mla-small": _model(
+        ("deepseek_v2", 16, 2048, 5632, 16, 1, 576),
+        (102400, 4096, 10000.0, 1e-6),
+        (100000, (100001,)),
+        tied=True,
+        latent=LatentConfig(
+            q_lora_rank=None,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+        ),
     ),
-}
-
-"""Name → shapes. The end-of-text tokens are those of the base models, where there is one."""
-
-
-# Shapes of published mixtures of experts, and of one for machines with 24 GB of memory.
-
-EXPERT_PRESETS: dict[str, ModelConfig] = {
     "mixtral-8x7b": _model(
         ("mixtral", 32, 4096, 14336, 32, 8, 128),
         (32000, 32768, 1000000.0, 1e-5),
@@ -269,147 +235,6 @@ EXPERT_PRESETS: dict[str, ModelConfig] = {
             norm_topk_prob=True,
         ),
     ),
-}
-
-
-def _llama3_scaling(factor: float) -> RopeScaling:
-    return RopeScaling(
-        type="llama3",
-        factor=factor,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
-
-
-def _every_nth_full(pattern: int, num_layers: int) -> tuple[LayerType, ...]:
-    return tuple(
-        "sliding_attention" if (layer + 1) % pattern else "full_attention"
-        for layer in range(num_layers)
-    )
-
-
-PRESETS: dict[str, ModelConfig] = {
-    "smollm2-135m": ModelConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        rms_norm_eps=1e-5,
-        rope_theta=100000.0,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_ids=(0,),
-        torch_dtype="bfloat16",
-    ),
-    "llama-3.2-1b": ModelConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=_llama3_scaling(32.0),
-        max_position_embeddings=131072,
-        tie_word_embeddings=True,
-        bos_token_id=128000,
-        eos_token_ids=(128001,),
-        torch_dtype="bfloat16",
-    ),
-    "llama-3.1-8b": ModelConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=_llama3_scaling(8.0),
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-        bos_token_id=128000,
-        eos_token_ids=(128001,),
-        torch_dtype="bfloat16",
-    ),
-    "llama-3.1-70b": ModelConfig(
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_layers=80,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=_llama3_scaling(8.0),
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-        bos_token_id=128000,
-        eos_token_ids=(128001,),
-        torch_dtype="bfloat16",
-    ),
-    "qwen3-0.6b": _model(
-        ("qwen3", 28, 1024, 3072, 16, 8, 128),
-        (151936, 32768, 1000000.0, 1e-6),
-        (151643, (151643,)),
-        tied=True,
-    ),
-    "mistral-7b": _model(
-        ("mistral", 32, 4096, 14336, 32, 8, 128),
-        (32000, 32768, 10000.0, 1e-5),
-        (1, (2,)),
-        tied=False,
-        layer_types=("sliding_attention",) * 32,
-        sliding_window=4096,
-    ),
-    "gemma-2-2b": _model(
-        ("gemma2", 26, 2304, 9216, 8, 4, 256),
-        (256000, 8192, 10000.0, 1e-6),
-        (2, (1,)),
-        tied=True,
-        hidden_act="gelu_pytorch_tanh",
-        layer_types=_every_nth_full(2, 26),
-        sliding_window=4096,
-        query_pre_attn_scalar=256.0,
-        attn_logit_softcapping=50.0,
-        final_logit_softcapping=30.0,
-    ),
-    "gemma-3-1b": _model(
-        ("gemma3_text", 26, 1152, 6912, 4, 1, 256),
-        (262144, 32768, 1000000.0, 1e-6),
-        (2, (1,)),
-        tied=True,
-        sliding_rope=Rope(10000.0),
-        hidden_act="gelu_pytorch_tanh",
-        layer_types=_every_nth_full(6, 26),
-        sliding_window=512,
-        query_pre_attn_scalar=256.0,
-    ),
-    # No published model: the attention of DeepSeek-V2-Lite with dense layers, about a billion.
-    "mla-small": _model(
-        ("deepseek_v2", 16, 2048, 5632, 16, 1, 576),
-        (102400, 4096, 10000.0, 1e-6),
-        (100000, (100001,)),
-        tied=True,
-        latent=LatentConfig(
-            q_lora_rank=None,
-            kv_lora_rank=512,
-            qk_nope_head_dim=128,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
-        ),
-    ),
-    **DENSE_PRESETS,
-    **EXPERT_PRESETS,
 }
 
 """Name → shapes. The end-of-text tokens are those of the base models."""

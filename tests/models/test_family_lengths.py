@@ -15,6 +15,7 @@ from stepgraph.runtime import Engine, SamplingParams
 from stepgraph.runtime.kernels import kernels_for, native_gaps, select_kernels
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import preset
+from stepgraph.runtime.models.rope import RopeScaling
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..rigs.family_variants import LENGTH_VARIANTS
@@ -136,8 +137,10 @@ def test_completions_of_one_prompt(
 
 def test_the_fused_decode_step_is_refused() -> None:
     """Its kernels derive rotations from positions only; the other native kernels run."""
-    plan = model_plan(preset("phi-4-mini"))
-    ordinary = model_plan(preset("qwen2.5-0.5b"))
+    qwen = preset("qwen2.5-0.5b")
+    ordinary = model_plan(qwen)
+    scaling = RopeScaling(type="dynamic", factor=2.0, original_max_position_embeddings=32768)
+    plan = model_plan(dataclasses.replace(qwen, rope_scaling=scaling))
     assert [gap.name for gap in native_gaps("cuda", torch.bfloat16, "model", plan)] == [
         "fused decode step"
     ]

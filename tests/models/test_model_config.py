@@ -169,14 +169,6 @@ def test_message_names_the_field(changes: dict[str, Any], message: str) -> None:
         ("gemma-2-2b", 2_614_341_888),
         ("gemma-3-1b", 999_885_952),
         ("qwen2.5-0.5b", 494_032_768),
-        ("qwen2.5-7b", 7_615_616_512),
-        ("smollm3-3b", 3_075_098_624),
-        ("phi-4-mini", 3_836_021_760),
-        ("olmo2-1b", 1_484_916_736),
-        ("olmo3-7b", 7_298_011_136),
-        ("granite-3.3-2b", 2_533_539_840),
-        ("granite-4.0-micro", 3_402_836_480),
-        ("glm4-9b", 9_400_279_040),
     ],
 )
 def test_number_of_parameters_is_the_published_one(name: str, parameters: int) -> None:
