@@ -321,19 +321,14 @@ class HostBlocks:
 
     def __init__(self, num_blocks: int) -> None:
         """Manage `num_blocks` blocks; 0 for no host cache."""
-        # Host block i is block i + 1 of the pool, which never allocates its block 0.
-        self._pool = BlockPool(num_blocks + 1) if num_blocks else None
+        self.num_blocks = num_blocks
+        self._free = array("i", range(num_blocks - 1, -1, -1))
         self._requests: dict[str, SwappedRequest] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks that no request holds."""
-        return 0 if self._pool is None else self._pool.num_free
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks."""
-        return 0 if self._pool is None else self._pool.num_blocks - 1
+        return len(self._free)
 
     def find(self, request_id: str) -> SwappedRequest | None:
         """Return what the host cache holds of a request, or None."""
@@ -346,7 +341,7 @@ class HostBlocks:
         assert request_id not in self._requests, f"request {request_id} is swapped already"
         if len(columns) > self.num_free:
             return None
-        taken = [] if self._pool is None else [b - 1 for b in self._pool.allocate(len(columns))]
+        taken = [self._free.pop() for _ in columns]
         self._requests[request_id] = SwappedRequest(
             num_tokens,
             [(group, column, host) for (group, column), host in zip(columns, taken, strict=True)],
@@ -356,19 +351,14 @@ class HostBlocks:
     def drop(self, request_id: str) -> None:
         """Free the host blocks of a request, if it has any."""
         swapped = self._requests.pop(request_id, None)
-        if swapped is not None and self._pool is not None:
-            self._pool.free(host + 1 for _, _, host in swapped.blocks)
+        if swapped is not None:
+            self._free.extend(host for _, _, host in swapped.blocks)
 
     def check_integrity(self) -> None:
         """Assert that every block is free or belongs to one request."""
-        if self._pool is None:
-            return
-        self._pool.check_integrity()
-        held = [host + 1 for s in self._requests.values() for _, _, host in s.blocks]
-        assert len(set(held)) == len(held), "a host block belongs to two swapped requests"
-        assert all(self._pool.ref_count(block) == 1 for block in held), "a host block is shared"
-        assert len(held) == self._pool.num_held, (
-            f"{len(held)} host blocks belong to swapped requests, {self._pool.num_held} are held"
+        held = [host for s in self._requests.values() for _, _, host in s.blocks]
+        assert sorted([*held, *self._free]) == list(range(self.num_blocks)), (
+            "a host block is lost, or belongs to two swapped requests"
         )
 
 
