@@ -352,15 +352,7 @@ class FoundDrafter:
         """Load its weights."""
         assert isinstance(model, Decoder), "others were refused"
         return load_drafter(
-            self.config,
-            model,
-            model.kernels,
-            engine.dtype,
-            engine.device,
-            self.layers,
-            engine.storage,
-            seed=engine.seed,
-            progress=progress,
+            self.config, model, model.kernels, self.layers, seed=engine.seed, progress=progress
         )
 
     def allocate(
@@ -395,7 +387,7 @@ def find_engine_drafter(
         )
     config = find_drafter(
         _checkpoint(found, speculation.method, speculation.model),
-        found.config.whole if isinstance(found.config, ModelConfig) else found.config,
+        found.native.whole,
         speculation.method,
         found.directory,
     )

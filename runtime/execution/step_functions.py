@@ -52,6 +52,7 @@ from ..kernels.cpu.drafted import (
 from ..kernels.ops.batch import Feedback
 from ..kernels.ops.token_masks import LaneMasks, mask_logits
 from ..kernels.triton.dependent import dependent_launch
+from ..models.decoder import Decoder
 from ..models.decoder_model import DecoderModel
 from ..models.drafters.drafter import (
     Drafter,
@@ -831,6 +832,7 @@ class StepFunctions:
         x_TD = self._embedded(token_ids_T, embeds_TD, embed_mask_T)
         if not self._taps:
             return self.model.decode(x_TD, self.arena, batch), None
+        assert isinstance(self.model, Decoder), "drafters for other models are refused"
         return self.model.decode_tapped(x_TD, self.arena, batch, self._taps)
 
     def _embedded(

@@ -10,14 +10,12 @@ from typing import get_args
 
 import torch
 
-from ...cache.arena import Storage
 from ...cache.spec import LayerGroup
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
 from ..kernels import Kernels
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
-from ..models.decoder_model import DecoderConfig, DecoderModel
 from ..models.drafters.block_drafter import BlockDrafter, block_config, is_block_drafter
 from ..models.drafters.drafter import (
     MOST_DRAFTS,
@@ -61,7 +59,7 @@ _READERS = {"eagle3": eagle3_config, "mtp": mtp_config, "dflash": block_config}
 
 def find_drafter(
     path: str | Path,
-    target: DecoderConfig,
+    target: ModelConfig,
     method: str | None = None,
     target_directory: Path | None = None,
 ) -> DrafterConfig:
@@ -173,7 +171,7 @@ def _check_kind(path: str | Path, kind: DrafterKind, method: str | None) -> None
 
 
 def _draft_model(
-    path: str | Path, target: DecoderConfig, target_directory: Path | None
+    path: str | Path, target: ModelConfig, target_directory: Path | None
 ) -> DrafterConfig:
     found = find_source(path, tied=None, model_impl="native")
     model = found.native
@@ -194,7 +192,7 @@ def _draft_model(
 
 
 def _check_vocabulary(
-    found: Source, model: ModelConfig, target: DecoderConfig, target_directory: Path | None
+    found: Source, model: ModelConfig, target: ModelConfig, target_directory: Path | None
 ) -> None:
     name = bounded_text(found.name)
     if model.vocab_size != target.vocab_size:
@@ -247,65 +245,55 @@ _HEADS: dict[DrafterKind, type[_Head]] = {
 
 def load_drafter(
     config: DrafterConfig,
-    target: DecoderModel,
+    target: Decoder,
     kernels: Kernels,
-    dtype: torch.dtype,
-    device: torch.device,
     group: LayerGroup,
-    storage: Storage = "model",
     *,
     seed: int = 0,
     progress: bool = False,
 ) -> Drafter:
-    """Load the weights of a drafter.
+    """Load the weights of a drafter, in the dtype and on the device of its target.
 
     Args:
         config: as `find_drafter` returned it.
         target: the model that it drafts for, with weights; they may share some. Of a rank of a
             tensor-parallel group it is the rank's part; the drafter is whole on each rank.
         kernels: of its operations.
-        dtype: of weights and activations.
-        device: where it runs, that of the target.
         group: its layers in its arena; `index` is that of the layer group of the target whose block
             table it uses, `spec` is `DrafterConfig.layer_spec`.
-        storage: how its arena stores keys and values.
         seed: of the random weights of a preset.
         progress: draw a bar on stderr.
 
     Raises:
         CheckpointError: a file is damaged, or a weight cannot be quantised.
     """
-    drafter = new_drafter(config, target, kernels, dtype, device, group, storage)
+    drafter = new_drafter(config, target, kernels, group)
     if isinstance(drafter, DraftModel):
         with ExitStack() as open_files:
             source = Source(config.name, config.model, config.directory)
             opened = open_source(source, open_files)
+            dtype, device = target.dtype, target.device
             weights = opened.weights(dtype, seed=seed, device=device, progress=progress)
             drafter.decoder.store(weights)
         return drafter
     assert config.directory is not None
     with CheckpointReader(config.directory) as reader:
-        drafter.store(read_parameters(reader, config.parameters, dtype))
+        drafter.store(read_parameters(reader, config.parameters, target.dtype))
         if isinstance(drafter, Eagle3):
             drafter.map_to_target(read_target_ids(reader, config))
     return drafter
 
 
 def new_drafter(
-    config: DrafterConfig,
-    target: DecoderModel,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: LayerGroup,
-    storage: Storage = "model",
+    config: DrafterConfig, target: Decoder, kernels: Kernels, group: LayerGroup
 ) -> DraftModel | _Head:
     """Return a drafter whose weights are not stored yet; arguments as of `load_drafter`."""
     assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
     kernels = replace(kernels, collectives=None)  # it has no sums over ranks
-    if config.parts is None:
-        plan = within_window(config.plan, group.spec.window_tokens)
-        decoder = Decoder(config.model, kernels, dtype, device, [group], storage, plan=plan)
-        return DraftModel(decoder.eval(), config.most_drafts)
-    assert isinstance(target, Decoder), "others are refused"
-    return _HEADS[config.kind](config, target, kernels, dtype, device, group, storage).eval()
+    if config.parts is not None:
+        return _HEADS[config.kind](config, target, kernels, group).eval()
+    plan, device = within_window(config.plan, group.spec.window_tokens), target.device
+    decoder = Decoder(
+        config.model, kernels, target.dtype, device, [group], target.storage, plan=plan
+    )
+    return DraftModel(decoder.eval(), config.most_drafts)

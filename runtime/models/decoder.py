@@ -506,7 +506,11 @@ class Decoder(LayerStack):
     def decode_tapped(
         self, x_TD: torch.Tensor, arena: torch.Tensor, batch: RaggedBatch, taps: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DecoderModel.decode_tapped`."""
+        """As `decode`, and return what a drafter takes as features, `[T, len(taps) * D]`.
+
+        These are the outputs of the layers `taps`, ascending, before the final norm, side by side;
+        the number of layers stands for the final hidden states.
+        """
         inner = tuple(tap for tap in taps if tap < len(self.layers))
         hidden_TD, outputs_TF = self.run_layers(x_TD, arena, batch, inner)
         if outputs_TF is None:

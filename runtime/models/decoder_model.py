@@ -102,15 +102,6 @@ class DecoderModel(Protocol):
     def decode(self, x_TD: torch.Tensor, arena: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
         """Return the final hidden states `[T, D]`; writes the tokens' keys and values."""
 
-    def decode_tapped(
-        self, x_TD: torch.Tensor, arena: torch.Tensor, batch: RaggedBatch, taps: tuple[int, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `decode`, and return what a drafter takes as features, `[T, len(taps) * D]`.
-
-        These are the outputs of the layers `taps`, ascending, before the final norm, side by side;
-        the number of layers stands for the final hidden states.
-        """
-
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """Return logits `[B, vocab_size]`."""
 

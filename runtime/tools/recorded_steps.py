@@ -204,9 +204,7 @@ def _drafting(
         return None
     # Without a device, the operator of torch would call no kernel.
     kernels = dataclasses.replace(target.kernels, attention=triton_paged_attention)
-    absent = new_drafter(
-        drafter.config, target, kernels, config.dtype, _META, drafter.layers, config.storage
-    )
+    absent = new_drafter(drafter.config, target, kernels, drafter.layers)
     weights = absent.decoder if isinstance(absent, DraftModel) else absent
     weights.store(
         (parameter.name, torch.empty(parameter.shape, dtype=config.dtype, device=_META))

@@ -69,7 +69,8 @@ class DrafterRig:
         element = dtype.itemsize if storage == "model" else 1
         spec = config.layer_spec(element, SCALE_BYTES[storage], window)
         group = LayerGroup(GROUP, spec, tuple(range(len(config.layers))))
-        self.drafter: Drafter = load_drafter(config, target, kernels, dtype, CPU, group, storage)
+        target.storage = storage
+        self.drafter: Drafter = load_drafter(config, target, kernels, group)
         self.config, self.dtype, self.rows = config, dtype, rows
         self.features = len(config.taps) * target.config.hidden_size
         self.vocab = target.config.vocab_size

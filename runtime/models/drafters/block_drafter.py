@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from ....cache.arena import Storage
 from ....cache.spec import LayerGroup
 from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
@@ -32,11 +31,10 @@ from ...kernels.ops.layer_operations import Linear, Norm
 from ...kernels.ops.layer_plan import ModelPlan
 from ...kernels.ops.parameter import Parameter, Source
 from ..config import ModelConfig
-from ..decoder import Decoder, LayerStack
-from ..decoder_model import DecoderConfig
+from ..decoder import Decoder
 from ..families import FAMILIES, Json, read_field, read_optional
 from ..modules import Projection, RMSNorm, Vector, mean_square
-from ..plan import linear, model_plan, rope_kinds, vector
+from ..plan import linear, model_plan, vector
 from ..rope import rotate
 from .drafter import (
     MOST_DRAFTS,
@@ -44,11 +42,8 @@ from .drafter import (
     Drafts,
     FollowedTokens,
     NewestTokens,
-    StepOperator,
-    TokenProjection,
+    SharedLayers,
     ascending_layers,
-    require_native,
-    within_window,
 )
 
 __all__ = ["BlockDrafter", "block_config", "is_block_drafter"]
@@ -97,7 +92,7 @@ def is_block_drafter(config: Json) -> bool:
 
 
 def block_config(
-    name: str, directory: Path, config: Json, names: Mapping[str, object], target: DecoderConfig
+    name: str, directory: Path, config: Json, names: Mapping[str, object], target: ModelConfig
 ) -> DrafterConfig:
     """Read the `config.json` of a block-parallel drafter.
 
@@ -112,7 +107,6 @@ def block_config(
         CheckpointError: a field is missing, mistyped or of an unsupported variant.
         ConfigError: it does not fit the target.
     """
-    target = require_native(name, target)
     own = config.get("dflash_config")
     fields = {**config, **own} if isinstance(own, dict) else config
     if any(name.startswith("candidate_selector.") for name in names):
@@ -243,40 +237,22 @@ def _parameters(plan: ModelPlan, parts: BlockParts) -> Iterator[Parameter]:
     yield plan.norm.weight
 
 
-class BlockDrafter(LayerStack):
-    """A block-parallel drafter. `store` gives it its weights."""
-
-    operator: StepOperator | None = None
+class BlockDrafter(SharedLayers):
+    """A block-parallel drafter."""
 
     def __init__(
-        self,
-        config: DrafterConfig,
-        target: Decoder,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: LayerGroup,
-        storage: Storage,
+        self, config: DrafterConfig, target: Decoder, kernels: Kernels, group: LayerGroup
     ) -> None:
-        """See `load_drafter`; embedding and output projection are those of `target`."""
-        plan = within_window(config.plan, group.spec.window_tokens)
-        ropes = rope_kinds(config.model)
-        assert len(ropes) == 1, "layers of one kind"
-        super().__init__(plan, ropes, kernels, dtype, device, [group], storage)
+        """See `load_drafter`."""
+        super().__init__(config, target, kernels, group)
         parts = config.parts
         assert isinstance(parts, BlockParts)
-        self.taps, self.most_drafts = config.taps, config.most_drafts
-        self._config, self._parts = config, parts
+        assert len(self.inverse_frequencies) == 1, "layers of one kind"
+        self._parts = parts
         self.fc = Projection(kernels, *parts.fuse.weight.shape)
         self.hidden_norm = RMSNorm(parts.hidden_norm.eps)
         self.context = Projection(kernels, *parts.context.weight.shape)
         self.key_norms = Vector()
-        self._embedding = TokenProjection(target.embed_tokens, target.vocabulary)
-        self._head = TokenProjection(target.lm_head, target.vocabulary)
-
-    def layout(self) -> Iterator[Parameter]:
-        """Yield the parameters that `store` expects."""
-        return iter(self._config.parameters)
 
     def follow(self, tokens: FollowedTokens, arena: torch.Tensor) -> None:
         """See `Drafter.follow`."""

@@ -18,7 +18,7 @@ Shape suffixes: T tokens of a step, B rows, F features of the target model, K dr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -27,20 +27,24 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from ....cache.spec import FullAttentionSpec, LatentSpec, LayerSpec, SlidingWindowSpec
-from ...bounded_repr import bounded_repr
+from ....cache.spec import (
+    FullAttentionSpec,
+    LatentSpec,
+    LayerGroup,
+    LayerSpec,
+    SlidingWindowSpec,
+)
 from ...errors import ConfigError
 from ...kernels import Kernels, RaggedBatch
 from ...kernels.cpu.drafted import linear_most_likely
 from ...kernels.cpu.sampling import fused_most_likely
-from ...kernels.ops.layer_operations import Attend
+from ...kernels.ops.layer_operations import Attend, Operation
 from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ...kernels.ops.parameter import Parameter
 from ..config import ModelConfig
 from ..decoder import Decoder, LayerStack
-from ..decoder_model import DecoderConfig
 from ..modules import Projection, ShardedVocabulary
-from ..plan import parameter_bytes
+from ..plan import parameter_bytes, rope_kinds
 
 __all__ = [
     "ascending_layers",
@@ -54,8 +58,8 @@ __all__ = [
     "NewestTokens",
     "SampledTokens",
     "StepOperator",
+    "SharedLayers",
     "TokenProjection",
-    "require_native",
     "within_window",
 ]
 
@@ -130,20 +134,6 @@ class DrafterConfig:
         return sum(parameter_bytes(parameter, kernels, dtype) for parameter in self.parameters)
 
 
-# Limits what the layers of a drafter attend to.
-
-
-def require_native(name: str, target: DecoderConfig) -> ModelConfig:
-    """Return the config of a target whose layers a drafter reads; `ConfigError` for others."""
-    if isinstance(target, ModelConfig):
-        return target
-    raise ConfigError(
-        f"{name} reads hidden states of layers, which a model that transformers runs"
-        f" ({bounded_repr(target.model_type, 60)}) does not return: use a model of a native"
-        " family, or speculation='suffix'"
-    )
-
-
 def ascending_layers(listed: object, layers: int, offset: int = 0) -> tuple[int, ...]:
     """Return the listed layers less `offset`; none if they are not ascending or not layers."""
     given = listed if isinstance(listed, list) else []
@@ -157,17 +147,15 @@ def within_window(plan: ModelPlan, window: int | None) -> ModelPlan:
     if window is None:
         return plan
 
-    def limited(layer: LayerPlan) -> LayerPlan:
-        return LayerPlan(
-            tuple(
-                replace(op, window=min(filter(None, (op.window, window))))
-                if isinstance(op, Attend)
-                else op
-                for op in layer.operations
-            )
-        )
+    def limited(op: Operation) -> Operation:
+        if not isinstance(op, Attend):
+            return op
+        return replace(op, window=min(filter(None, (op.window, window))))
 
-    layers = {layer: limited(layer) for layer in dict.fromkeys(plan.layers)}
+    layers = {
+        layer: LayerPlan(tuple(map(limited, layer.operations)))
+        for layer in dict.fromkeys(plan.layers)
+    }
     return replace(plan, layers=tuple(layers[layer] for layer in plan.layers))
 
 
@@ -319,6 +307,31 @@ class Drafter(Protocol):
         self, tokens: FollowedTokens, newest: NewestTokens, arena: torch.Tensor, count: int
     ) -> Drafts:
         """As `follow`, and return `count` drafts of each row."""
+
+
+class SharedLayers(LayerStack):
+    """The layers of a drafter that shares modules with its target. `store` gives it its weights."""
+
+    def __init__(
+        self, config: DrafterConfig, target: Decoder, kernels: Kernels, group: LayerGroup
+    ) -> None:
+        """See `load_drafter`; embedding and output projection are those of `target`."""
+        plan, ropes = within_window(config.plan, group.spec.window_tokens), rope_kinds(config.model)
+        device = target.device
+        super().__init__(plan, ropes, kernels, target.dtype, device, [group], target.storage)
+        self.taps, self.most_drafts = config.taps, config.most_drafts
+        self._own_parameters = config.parameters
+        self._embedding = TokenProjection(target.embed_tokens, target.vocabulary)
+        self._head = TokenProjection(target.lm_head, target.vocabulary)
+
+    @property
+    def operator(self) -> StepOperator | None:
+        """See `Drafter.operator`."""
+        return None
+
+    def layout(self) -> Iterator[Parameter]:
+        """Yield the parameters that `store` expects."""
+        return iter(self._own_parameters)
 
 
 # A smaller model with the vocabulary of the target. Shapes: B rows, T tokens, D hidden_size.

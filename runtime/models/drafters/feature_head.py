@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from ....cache.arena import Storage
 from ....cache.spec import LayerGroup
 from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
@@ -31,11 +30,10 @@ from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ...kernels.ops.parameter import Parameter
 from ...kernels.ops.stack import DecoderStack
 from ..config import ModelConfig
-from ..decoder import Decoder, LayerStack
-from ..decoder_model import DecoderConfig
+from ..decoder import Decoder
 from ..families import FAMILIES, Json, MtpLayout, read_field, read_optional
 from ..modules import Projection, RMSNorm, each_token
-from ..plan import linear, matrix, model_plan, rope_kinds, vector
+from ..plan import linear, matrix, model_plan, vector
 from .drafter import (
     MOST_DRAFTS,
     DrafterConfig,
@@ -43,11 +41,10 @@ from .drafter import (
     FollowedTokens,
     NewestTokens,
     SampledTokens,
+    SharedLayers,
     StepOperator,
     TokenProjection,
     ascending_layers,
-    require_native,
-    within_window,
 )
 
 __all__ = [
@@ -107,7 +104,7 @@ def is_eagle3(config: Json) -> bool:
 
 
 def eagle3_config(
-    name: str, directory: Path, config: Json, names: Container[str], target: DecoderConfig
+    name: str, directory: Path, config: Json, names: Container[str], target: ModelConfig
 ) -> DrafterConfig:
     """Read the `config.json` of a head.
 
@@ -122,7 +119,6 @@ def eagle3_config(
         CheckpointError: a field is missing, mistyped or of an unsupported variant.
         ConfigError: it does not fit the target.
     """
-    target = require_native(name, target)
     speculators = config.get("speculators_model_type") is not None
     layer = config.get("transformer_layer_config") if speculators else config
     if not isinstance(layer, dict):
@@ -298,43 +294,15 @@ def _layer_name(prefix: str, index: int) -> str:
     return prefix if prefix == "midlayer." else f"{prefix}{index}."
 
 
-class FeatureHead(LayerStack, ABC):
+class FeatureHead(SharedLayers, ABC):
     """Layers between features and tokens; subclasses define what a pass computes."""
 
-    def __init__(
-        self,
-        config: DrafterConfig,
-        target: Decoder,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: LayerGroup,
-        storage: Storage,
-    ) -> None:
-        """See `load_drafter`."""
-        plan = within_window(config.plan, group.spec.window_tokens)
-        ropes = rope_kinds(config.model)
-        super().__init__(plan, ropes, kernels, dtype, device, [group], storage)
-        self.taps, self.most_drafts = config.taps, config.most_drafts
-        self._config = config
-        self._last = (len(plan.layers) - 1,)
-        self._embedding = TokenProjection(target.embed_tokens, target.vocabulary)
-        self._head = TokenProjection(target.lm_head, target.vocabulary)
-        self.target_ids: torch.Tensor | None = None
-        """int64 `[V]`: tokens of the target; None: the same vocabulary."""
-
-    def layout(self) -> Iterator[Parameter]:
-        """Yield the parameters that `store` expects."""
-        return iter(self._config.parameters)
+    target_ids: torch.Tensor | None = None
+    """int64 `[V]`: tokens of the target; None: the same vocabulary."""
 
     def map_to_target(self, target_ids_V: torch.Tensor | None) -> None:
         """Set the tokens of the target that those of the head are; None: the same."""
         self.target_ids = None if target_ids_V is None else target_ids_V.to(self.device)
-
-    @property
-    def operator(self) -> StepOperator | None:
-        """See `Drafter.operator`."""
-        return None
 
     @abstractmethod
     def start(self, features_TF: torch.Tensor) -> torch.Tensor:
@@ -384,20 +352,13 @@ class FeatureHead(LayerStack, ABC):
 
 
 class Eagle3(FeatureHead):
-    """An EAGLE-3 head. `store` gives it its weights."""
+    """An EAGLE-3 head."""
 
     def __init__(
-        self,
-        config: DrafterConfig,
-        target: Decoder,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: LayerGroup,
-        storage: Storage,
+        self, config: DrafterConfig, target: Decoder, kernels: Kernels, group: LayerGroup
     ) -> None:
         """See `load_drafter`; what the head has no weights for is that of `target`."""
-        super().__init__(config, target, kernels, dtype, device, group, storage)
+        super().__init__(config, target, kernels, group)
         parts = config.parts
         assert isinstance(parts, Eagle3Parts)
         self._weights: HeadWeights | None = None
@@ -485,7 +446,9 @@ class Eagle3(FeatureHead):
         if self.input_norm is not None:
             hidden_TD = each_token(self.kernels, self.input_norm)(hidden_TD)
         embeddings_TD = self._embedding.rows(next_ids_T)
-        normed_TD, output_TD = self.run_layers(hidden_TD, arena, batch, self._last, embeddings_TD)
+        normed_TD, output_TD = self.run_layers(
+            hidden_TD, arena, batch, (len(self.layers) - 1,), embeddings_TD
+        )
         assert output_TD is not None, "the last layer is tapped"
         return normed_TD, output_TD
 
@@ -529,7 +492,7 @@ def is_unused_by_mtp(name: str, drafter: DrafterConfig) -> bool:
 
 
 def mtp_config(
-    name: str, directory: Path, config: Json, names: Mapping[str, object], target: DecoderConfig
+    name: str, directory: Path, config: Json, names: Mapping[str, object], target: ModelConfig
 ) -> DrafterConfig:
     """Read the module of a checkpoint. Of several it reads the first.
 
@@ -544,14 +507,13 @@ def mtp_config(
         CheckpointError: the checkpoint has no module.
         ConfigError: it is not that of the target.
     """
-    layout = target.family.mtp if isinstance(target, ModelConfig) else None
+    layout = target.family.mtp
     if layout is None:
         supported = ", ".join(name for name, family in FAMILIES.items() if family.mtp is not None)
         raise ConfigError(
             f"models of type {bounded_repr(target.model_type, 60)} have no modules for multi-token"
             f" prediction that are supported, those of type {supported} have: {_OTHER}"
         )
-    assert isinstance(target, ModelConfig)
     if any(tensor.startswith(_HYBRID) for tensor in names):
         raise CheckpointError(
             f"the tensors {_HYBRID}* are a module for multi-token prediction of a hybrid model"
@@ -628,17 +590,10 @@ class MultiTokenPrediction(FeatureHead):
     """A layer of the target's kind, on its last hidden states and the next tokens."""
 
     def __init__(
-        self,
-        config: DrafterConfig,
-        target: Decoder,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: LayerGroup,
-        storage: Storage,
+        self, config: DrafterConfig, target: Decoder, kernels: Kernels, group: LayerGroup
     ) -> None:
-        """See `load_drafter`; embedding and output projection are those of `target`."""
-        super().__init__(config, target, kernels, dtype, device, group, storage)
+        """See `load_drafter`."""
+        super().__init__(config, target, kernels, group)
         parts = config.parts
         assert isinstance(parts, MtpParts)
         self.enorm = RMSNorm(parts.embedding_norm.eps)
@@ -665,6 +620,6 @@ class MultiTokenPrediction(FeatureHead):
         if self._layout.normed:
             normed_TD, _ = self.run_layers(x_TD, arena, batch)
             return normed_TD, normed_TD
-        normed_TD, output_TD = self.run_layers(x_TD, arena, batch, self._last)
+        normed_TD, output_TD = self.run_layers(x_TD, arena, batch, (0,))
         assert output_TD is not None, "the last layer is tapped"
         return normed_TD, output_TD

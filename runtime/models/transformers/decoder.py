@@ -291,14 +291,6 @@ class TransformersDecoder(nn.Module):
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
-    def decode_tapped(
-        self, x_TD: Tensor, arena: Tensor, batch: RaggedBatch, taps: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """See `DecoderModel.decode_tapped`; `taps` can be the final hidden states only."""
-        assert taps == (self.config.num_layers,), "drafters with other taps are refused"
-        hidden_TD = self.decode(x_TD, arena, batch)
-        return hidden_TD, hidden_TD
-
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """Return logits `[B, vocab_size]`, by the model's own `forward`."""
         with operation("head"):
