@@ -53,9 +53,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background ignores SIGINT, which the tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-MEASURED_SECONDS = {
-    name: getattr(measurement, name) for name in ("_SECONDS_PER_SERIES", "_SECONDS_WITH_MASKS")
-}
+MEASURED_SECONDS = measurement._SECONDS_PER_SERIES
 GPU_BLOCKS = 2048
 """More than any test's rows use, and a few MiB of a tiny model."""
 
@@ -123,16 +121,14 @@ def steps_are_measured_briefly() -> Iterator[None]:
     than most tests of a tiny model. Tests of measured memory restore the times.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name in MEASURED_SECONDS:
-            patch.setattr(measurement, name, 0.0)
+        patch.setattr(measurement, "_SECONDS_PER_SERIES", 0.0)
         yield
 
 
 @pytest.fixture
 def steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that starts measures as many steps as it does outside of the tests."""
-    for name, seconds in MEASURED_SECONDS.items():
-        monkeypatch.setattr(measurement, name, seconds)
+    monkeypatch.setattr(measurement, "_SECONDS_PER_SERIES", MEASURED_SECONDS)
 
 
 @pytest.fixture

@@ -1,12 +1,10 @@
 """Measures the memory of running steps, and of each phase of a start.
 
-Permanent tensors have known sizes. Activations, logits and masks exist only within a step, so
-prepared steps are run on padding and their peak is read:
+Permanent tensors have known sizes. Activations and logits exist only within a step, so prepared
+steps that read one width of the cache are run on padding and their peak is read:
 
-    prefill step, few and many tokens, narrow      activations grow with the tokens
-    prefill step, narrow and wide                  masks grow with the positions read
-    decode step of all rows, narrow and wide       gathered keys and values, where there are any
-    decode step of few and all rows, full sampler  logits
+    prefill steps of few and many tokens           activations grow with the tokens
+    decode steps of few and all rows, full sampler logits
 
 A step that takes too long for a start is not run: its peak is extrapolated from two smaller ones.
 Replays of captured steps have no peak to read, so their warm-ups are measured.
@@ -20,7 +18,7 @@ follows the start of an engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -43,17 +41,7 @@ with the compilation, and allows for a busy machine."""
 _LEAST_PART = 8
 """A peak is extrapolated to steps of at most this many times the size."""
 
-_SECONDS_WITH_MASKS = 0.12
-"""As `_SECONDS_PER_SERIES`, for reference kernels, whose wide steps take long."""
-
-_LEAST_DIFFERENCE = 1 << 20
-"""Smaller differences in bytes are noise of the resident set."""
-
 _UNREADABLE = "not measured: this system does not report the peak of the resident set"
-
-
-class _UnreadablePeakError(Exception):
-    """The peak of a step cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +147,9 @@ def measure_steps(
     """
     if captured is not None:
         return _with_graphs(_terms(captured.peaks, runner.sizes, kernels), runner, captured)
-    try:
-        peaks = _watch_steps(runner, kernels, have_run)
-    except _UnreadablePeakError:
-        remarks = dict.fromkeys(("activations", "logits"), _UNREADABLE)
-        if kernels.masks:
-            return StepMemory({}, {**remarks, "attention_masks": _UNREADABLE})
-        return StepMemory({"attention_masks": 0}, remarks)
+    peaks = _watch_steps(runner, have_run)
+    if peaks is None:
+        return StepMemory({}, dict.fromkeys(("activations", "logits"), _UNREADABLE))
     return _terms(peaks, runner.sizes, kernels)
 
 
@@ -184,44 +168,22 @@ def add_scoring(memory: StepMemory, runner: Runner) -> StepMemory:
     return StepMemory({**memory.measured, "logits": logits}, memory.notes)
 
 
-def _watch_steps(runner: Runner, kernels: Kernels, have_run: bool) -> dict[StepKey, int]:
-    """Run the steps above; return their peaks. Raises `_UnreadablePeakError`."""
-    sizes = runner.sizes
-    measured: dict[StepKey, tuple[int, float]] = {}
-    ran: set[StepKey] = set()
-
-    def run(key: StepKey) -> None:
-        runner.run(key)
-        ran.add(key)
-
-    def series(keys: Sequence[StepKey], seconds: float) -> dict[StepKey, float]:
-        known = keys if have_run else ran
-        _measure_series(keys, run, runner.device, seconds, known, measured)
-        return {key: measured[key][1] for key in keys if key in measured}
-
-    narrow, wide = sizes.read_blocks.sizes[0], sizes.read_blocks.largest
-    for smallest in (
-        sizes.prefill_key(1, narrow, full_sampler=False),
-        sizes.decode_key(1, narrow, full_sampler=True),
-    ):
-        run(smallest)  # one-time memory of a first run, of unprepared steps above all
+def _watch_steps(runner: Runner, have_run: bool) -> dict[StepKey, int] | None:
+    """Run the steps above; return their peaks, None if one cannot be read."""
+    sizes, narrow = runner.sizes, runner.sizes.read_blocks.sizes[0]
     preparation = sum(report.seconds for report in runner.library.reports())
-    least = _SECONDS_WITH_MASKS if kernels.masks else _SECONDS_PER_SERIES
-    seconds = max(least, _SHARE_OF_PREPARATION * preparation)
-    prefill = series(
-        [sizes.prefill_key(n, narrow, full_sampler=False) for n in sizes.tokens], seconds
-    )
-    series([sizes.decode_key(n, narrow, full_sampler=True) for n in sizes.rows], seconds)
-    if wide > narrow:
-        widths = list(sizes.read_blocks)
-        rows = sizes.rows.largest
-        series([sizes.decode_key(rows, w, full_sampler=False) for w in widths], seconds)
-    if wide > narrow and kernels.masks:
-        # Many tokens, so that masks are large, but few enough for a wider step to fit the time.
-        quick = [key.size for key, took in prefill.items() if took < seconds / 4]
-        tokens = max(quick, default=sizes.tokens.sizes[0])
-        series([sizes.prefill_key(tokens, w, full_sampler=False) for w in widths], seconds)
-    return {key: peak for key, (peak, _) in measured.items()}
+    seconds = max(_SECONDS_PER_SERIES, _SHARE_OF_PREPARATION * preparation)
+    peaks: dict[StepKey, int] = {}
+    for keys in (
+        [sizes.prefill_key(n, narrow, full_sampler=False) for n in sizes.tokens],
+        [sizes.decode_key(n, narrow, full_sampler=True) for n in sizes.rows],
+    ):
+        runner.run(keys[0])  # one-time memory of a first run, of unprepared steps above all
+        measured = _measure_series(runner, keys, seconds, have_run)
+        if measured is None:
+            return None
+        peaks |= measured
+    return peaks
 
 
 def _with_graphs(memory: StepMemory, runner: Runner, captured: CapturePeaks) -> StepMemory:
@@ -239,119 +201,65 @@ def _with_graphs(memory: StepMemory, runner: Runner, captured: CapturePeaks) -> 
 
 
 def _measure_series(
-    keys: Sequence[StepKey],
-    run: Callable[[StepKey], None],
-    device: torch.device,
-    left: float,
-    have_run: Container[StepKey],
-    measured: dict[StepKey, tuple[int, float]],
-) -> None:
-    """Measure peak and seconds of the first step and of the largest that fit `left` seconds.
+    runner: Runner, keys: Sequence[StepKey], left: float, have_run: bool
+) -> dict[StepKey, int] | None:
+    """Measure the peak of the first step and of the largest that fit `left` seconds.
 
-    Adds them to `measured`, whose steps are not run again. Runs that are not measured take extra
-    time. `keys` ascend in size or in width, and the time of a step grows at most in proportion.
-    Raises `_UnreadablePeakError`.
+    Runs that are not measured take extra time. `keys` ascend in size, and the time of a step grows
+    at most in proportion. Returns None if a peak cannot be read.
     """
-    index = 0
-    while True:
+    peaks: dict[StepKey, int] = {}
+    index: int | None = 0
+    while index is not None:
         key = keys[index]
-        if key not in measured:
-            if key not in have_run:
-                run(key)
-            began = time.thread_time()  # of this thread: other processes do not count
-            peak = peak_bytes(lambda key=key: run(key), device)  # type: ignore[misc]
-            if peak is None:
-                raise _UnreadablePeakError
-            measured[key] = peak, time.thread_time() - began
-            left -= measured[key][1]
-        seconds = measured[key][1]
-        affordable = [
-            later
-            for later in range(index + 1, len(keys))
-            if seconds * _extent(keys[later]) <= left * _extent(key)
-        ]
-        if not affordable:
-            return
-        index = affordable[-1]
-
-
-def _extent(key: StepKey) -> int:
-    return key.size * key.read_blocks
+        if peaks and not have_run:
+            runner.run(key)
+        began = time.thread_time()  # of this thread: other processes do not count
+        peak = peak_bytes(lambda key=key: runner.run(key), runner.device)  # type: ignore[misc]
+        if peak is None:
+            return None
+        seconds = time.thread_time() - began
+        peaks[key] = peak
+        left -= seconds
+        larger = range(index + 1, len(keys))
+        affordable = [i for i in larger if seconds * keys[i].size <= left * key.size]
+        index = max(affordable, default=None)
+    return peaks
 
 
 def _terms(peaks: Mapping[StepKey, int], sizes: StepSizes, kernels: Kernels) -> StepMemory:
     """Attribute the peaks of steps to terms of the plan."""
-    narrow, wide = sizes.read_blocks.sizes[0], sizes.read_blocks.largest
-    tokens, rows = sizes.tokens.largest, sizes.rows.largest
+    narrow = sizes.read_blocks.sizes[0]
 
-    def of(phase: str, full_sampler: bool) -> list[tuple[StepKey, int]]:
-        kind = (phase, full_sampler, 1, 1)
-        return [
-            (k, p)
-            for k, p in peaks.items()
-            if (k.phase, k.full_sampler, k.steps, k.tokens_per_row) == kind
-        ]
+    def points(phase: str, full_sampler: bool) -> dict[int, int]:
+        kind = (phase, full_sampler, 1, 1, narrow)
+        return {
+            k.size: peak
+            for k, peak in peaks.items()
+            if (k.phase, k.full_sampler, k.steps, k.tokens_per_row, k.read_blocks) == kind
+        }
 
     measured: dict[str, int] = {}
-    remarks: dict[str, str] = {}
-    prefill = {k.size: p for k, p in of("prefill", False) if k.read_blocks == narrow}
-    by_tokens = _Line.through(prefill, tokens)
-
-    masks_per_block = 0.0
-    size = max((k.size for k, _ in of("prefill", False) if k.read_blocks > narrow), default=0)
-    widths = {k.read_blocks: p for k, p in of("prefill", False) if k.size == size}
-    decode = {k.read_blocks: p for k, p in of("decode", False) if k.size == rows}
-    if not kernels.masks:
+    notes: dict[str, str] = {}
+    if kernels.masks:
+        notes["attention_masks"] = "not measured: they grow with the width that a step reads"
+    else:
         measured["attention_masks"] = 0
-    elif narrow == wide:
-        remarks["attention_masks"] = "part of the activations: all steps read the same width"
-    elif size * max(widths, default=0) * _LEAST_PART < tokens * wide:
-        remarks["attention_masks"] = "not measured: a step wide enough takes too long"
-    elif widths[max(widths)] - widths[min(widths)] < _LEAST_DIFFERENCE:
-        remarks["attention_masks"] = "not measured: too small to tell from noise"
-    else:
-        # Prefill gathers the positions of one row at a time, decode those of all rows.
-        gathered = _Line.through(decode, wide).slope / rows if decode else 0.0
-        slope = max(0.0, _Line.through(widths, wide).slope - gathered)
-        masks_per_block = slope * tokens / size
-        measured["attention_masks"] = round(masks_per_block * wide)
-        if (size, max(widths)) != (tokens, wide):
-            remarks["attention_masks"] = (
-                f"from steps of {size} tokens that read up to {max(widths)} of {wide} blocks"
-            )
-
-    if max(prefill) * _LEAST_PART < tokens or max(decode, default=wide) * _LEAST_PART < wide:
-        remarks["activations"] = "not measured: a step large enough takes too long"
-    else:
-        activations = by_tokens.value - masks_per_block * narrow
-        if decode:
-            activations = max(activations, _Line.through(decode, wide).value)
-        measured["activations"] = max(0, round(activations))
-        if max(prefill) < tokens:
-            remarks["activations"] = f"from steps of up to {max(prefill)} of {tokens} tokens"
-        elif max(decode, default=wide) < wide:
-            remarks["activations"] = f"from steps that read up to {max(decode)} of {wide} blocks"
-
-    sampled = {k.size: p for k, p in of("decode", True) if k.read_blocks == narrow}
-    if max(sampled) * _LEAST_PART < rows:
-        remarks["logits"] = "not measured: a step of enough rows takes too long"
-    else:
-        measured["logits"] = round(_Line.through(sampled, rows).value)
-        if max(sampled) < rows:
-            remarks["logits"] = f"from steps of up to {max(sampled)} of {rows} rows"
-    return StepMemory(measured, remarks)
+    for term, found, largest, unit in (
+        ("activations", points("prefill", False), sizes.tokens.largest, "tokens"),
+        ("logits", points("decode", True), sizes.rows.largest, "rows"),
+    ):
+        size = max(found)
+        if size * _LEAST_PART < largest:
+            notes[term] = "not measured: a step large enough takes too long"
+            continue
+        measured[term] = _extrapolated(found, largest)
+        if size < largest:
+            notes[term] = f"from steps of up to {size} of {largest} {unit}"
+    return StepMemory(measured, notes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A straight line through the two largest points, evaluated at the largest step."""
-
-    value: float
-    slope: float
-
-    @classmethod
-    def through(cls, points: Mapping[int, int], at: int) -> _Line:
-        """`points` are size -> bytes; a single one is extrapolated in proportion."""
-        *_, (x1, y1), (x2, y2) = [(0, 0), *sorted(points.items())]
-        slope = max(0.0, (y2 - y1) / (x2 - x1))
-        return cls(y2 + slope * (at - x2), slope)
+def _extrapolated(points: Mapping[int, int], at: int) -> int:
+    """Evaluate the line through the two largest of `points` (size -> bytes) and the origin."""
+    *_, (x1, y1), (x2, y2) = [(0, 0), *sorted(points.items())]
+    return round(y2 + max(0.0, (y2 - y1) / (x2 - x1)) * (at - x2))

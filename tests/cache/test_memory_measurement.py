@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -44,7 +44,7 @@ class Machine:
         self.sizes = StepSizes(
             Buckets([1, 2, 4, 8, ROWS]), Buckets([16, 32, 64, 128, 256, TOKENS]), Buckets(widths)
         )
-        self.library = SimpleNamespace(run=self.run, reports=list)
+        self.library = SimpleNamespace(reports=list)
 
     def run(self, key: StepKey) -> None:
         self.ran.append(key)
@@ -63,23 +63,10 @@ class Machine:
         return measure_steps(cast(Runner, self), kernels, have_run=have_run)
 
 
-@pytest.mark.parametrize("seconds", [0.001, 0.2])
+@pytest.mark.parametrize("seconds", [0.001, 0.6])
 def test_terms_of_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    machine = Machine(seconds)
-    memory = machine.measure(monkeypatch, masks=1)
-    assert memory.measured["attention_masks"] == pytest.approx(MASK * TOKENS * WIDE, rel=0.01)
-    forward = max(PER_TOKEN * TOKENS + GATHER * NARROW, ROWS * (PER_TOKEN + GATHER * WIDE))
-    assert memory.measured["activations"] == pytest.approx(forward, rel=0.02)
-    assert memory.measured["logits"] == ROWS * PER_ROW
-    assert machine.now < 4 * 0.12 + seconds
-    if seconds < 0.01:
-        assert not memory.notes
-
-
-def test_what_the_first_run_of_a_shape_leaves_behind_is_not_of_the_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machine, kept = Machine(0.6), 3 << 20
+    """What the first run of a shape leaves behind is not of the step."""
+    machine, kept = Machine(seconds), 3 << 20
 
     def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
         before = list(machine.ran)
@@ -89,46 +76,33 @@ def test_what_the_first_run_of_a_shape_leaves_behind_is_not_of_the_step(
 
     monkeypatch.setattr(machine, "peak_bytes", peak_bytes)
     memory = machine.measure(monkeypatch, masks=0, have_run=False)
-    assert "from steps of up to" in memory.notes["activations"]  # what is continued
+    assert ("from steps of up to" in memory.notes.get("activations", "")) == (seconds > 0.1)
     by_tokens = peak_of(StepKey("prefill", TOKENS, NARROW, full_sampler=False))
     assert memory.measured["activations"] == pytest.approx(by_tokens, rel=0.02)
     assert memory.measured["logits"] == ROWS * PER_ROW
-    assert machine.now < 2 * (4 * 0.06 + 0.2)
+    assert machine.now < 2 * (2 * 0.06 + 0.2)
 
 
 def test_steps_that_take_too_long_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(100.0)
     memory = machine.measure(monkeypatch, masks=1)
     assert machine.now < 3.0
-    assert "attention_masks" not in memory.measured
-    assert "takes too long" in memory.notes["attention_masks"]
+    assert not memory.measured
+    assert memory.notes.keys() == {"activations", "attention_masks", "logits"}
 
 
-@pytest.mark.parametrize("masks", [0, 1])
-def test_a_peak_that_becomes_unreadable(monkeypatch: pytest.MonkeyPatch, masks: int) -> None:
-    readable = Machine(0.01)
-    readable.measure(monkeypatch, masks)
-    # The first two steps are not watched.
-    for failing in range(len(readable.ran) - 2):
-        machine = Machine(0.01)
-        watched = iter(range(failing))
+def test_a_peak_that_becomes_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(0.01)
+    watched = iter((True, False))
 
-        def peak_bytes(
-            work: Callable[[], object],
-            device: torch.device,
-            machine: Machine = machine,
-            watched: Iterator[int] = watched,
-        ) -> int | None:
-            peak = Machine.peak_bytes(machine, work, device)
-            return None if next(watched, None) is None else peak
+    def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
+        peak = Machine.peak_bytes(machine, work, device)
+        return peak if next(watched) else None
 
-        monkeypatch.setattr(machine, "peak_bytes", peak_bytes)
-        memory = machine.measure(monkeypatch, masks)
-        assert len(machine.ran) == failing + 3
-        assert memory.measured == ({} if masks else {"attention_masks": 0})
-        terms = {"activations", "logits", "attention_masks"} - memory.measured.keys()
-        assert memory.notes.keys() == terms
-        assert all("does not report" in note for note in memory.notes.values())
+    monkeypatch.setattr(machine, "peak_bytes", peak_bytes)
+    memory = machine.measure(monkeypatch, masks=0)
+    assert not memory.measured
+    assert memory.notes.keys() == {"activations", "logits"}
 
 
 def test_captures_are_measured_one_by_one_and_all_at_once(fake_device: FakeDevice) -> None:
