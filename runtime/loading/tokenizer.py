@@ -22,13 +22,12 @@ from .checkpoint_files import has_file, read_json_object
 from .text_stream import (
     BYTE_OF_CHAR,
     BYTE_OF_FALLBACK_TOKEN,
-    STREAMS,
     Pieces,
     TextStream,
     component_state,
     find_difference,
+    is_streamable,
     stages,
-    stream_kind,
     tokenizer_errors,
 )
 
@@ -197,16 +196,14 @@ class TextTokenizer:
         """Tokens that end the model's output, those of the engine's requests."""
         self._templates = templates or ChatTemplates({}, {})
         decoder = component_state(tokenizer.decoder)
-        kind = stream_kind(decoder)
-        if kind is None:
+        if not is_streamable(decoder):
             raise CheckpointError(
                 f"its decoder {_shown(decoder)} may change earlier text, so output cannot be"
                 " streamed: remove tokenizer.json to serve requests of token ids"
             )
         self.pieces = Pieces(tokenizer, decoder)
         """The bytes that each token adds to a text."""
-        self._stream = STREAMS[kind]
-        difference = find_difference(kind, self.pieces)
+        difference = find_difference(self.pieces)
         if difference is not None:
             raise CheckpointError(
                 f"its decoder {_shown(decoder)} gives {_shown(difference[1])} for tokens that"
@@ -365,7 +362,7 @@ class TextTokenizer:
         """
         check_type("prompt_ids", prompt_ids, Sequence, "a sequence of token ids")
         with tokenizer_errors("decode the prompt", "prompt_ids"):
-            return self._stream(self.pieces, prompt_ids, skip_special_tokens=skip_special_tokens)
+            return TextStream(self.pieces, prompt_ids, skip_special_tokens=skip_special_tokens)
 
 
 def load_tokenizer(directory: Path, *, eos_token_ids: Sequence[int] = ()) -> TextTokenizer | None:

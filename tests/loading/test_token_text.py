@@ -16,7 +16,7 @@ from stepgraph.runtime.service.http.token_text import ChoiceTokens, TokenTexts
 
 from .test_text_stream import make
 
-KINDS = ("byte_level", "llama", "gemma", "unigram", "word_end", "metaspace")
+KINDS = ("byte_level", "llama", "gemma", "unigram", "metaspace")
 
 
 def entries(tokenizer: TextTokenizer, ids: list[int]) -> list[TokenLogprobs]:
