@@ -289,7 +289,6 @@ class AsyncEngine:
             timeline,
             limits.num_requests,
             limits.num_tokens,
-            limits.oldest_wait(),
             len(thread.dispatcher.handles),
         )
 

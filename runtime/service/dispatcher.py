@@ -12,7 +12,6 @@ import copy
 import heapq
 import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -133,12 +132,6 @@ class QueueLimits:
     def num_requests(self) -> int:
         """Requests that wait."""
         return len(self._tokens)
-
-    def oldest_wait(self) -> float:
-        """Return the seconds since the oldest of the waiting requests was submitted; 0 for none."""
-        with self._lock:
-            oldest = next(iter(self._tokens), None)
-        return 0.0 if oldest is None else (time.perf_counter_ns() - oldest.submitted_ns) / 1e9
 
     def enter(self, handle: RequestHandle) -> None:
         """Count a request.

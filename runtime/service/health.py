@@ -73,7 +73,5 @@ class ServiceSnapshot(NamedTuple):
     """Requests that wait for a row, those being tokenised included."""
     queued_tokens: int
     """Their prompt tokens."""
-    oldest_wait: float
-    """Seconds that the oldest of them has waited; 0 without any."""
     open_requests: int
     """Requests that have not ended."""

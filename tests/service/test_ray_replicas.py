@@ -168,10 +168,10 @@ def test_an_update_under_load_loses_no_request(
 def test_replicas_follow_the_load(cluster: Cluster, expected: dict[int, list[str]]) -> None:
     scaling = {
         "max_replicas": 2,
-        "target_row_usage": 0.6,
+        "target_ongoing_requests": 1.5,
         "upscale_delay_s": 1,
         "downscale_delay_s": 3,
-        "look_back_s": 3,
+        "look_back_period_s": 3,
     }
     deploy(autoscaling=scaling)
     wait_until(lambda: num_running() == 1 and len(replica_pids()) == 1)

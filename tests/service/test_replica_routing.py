@@ -1,4 +1,4 @@
-"""Routing, scaling and options of replicas, without Ray."""
+"""Routing and options of replicas, without Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.service.ray_app import build
 from stepgraph.runtime.service.ray_app.application import check_ray, replica_bundle
-from stepgraph.runtime.service.ray_app.autoscaling import LoadPolicy
 from stepgraph.runtime.service.ray_app.options import ReplicaOptions
 from stepgraph.runtime.service.ray_app.prompt_blocks import PromptBlocks
 from stepgraph.runtime.service.ray_app.remote_call import Head, RemoteRequest, respond
@@ -128,26 +127,6 @@ def test_an_ingress_computes_the_hashes_of_the_engine() -> None:
         assert asyncio.run(blocks.of(path, other)) == b""
 
 
-# -- scaling ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("present", "loads", "wanted"),
-    [
-        (2, {"queue_seconds": [0, 0], "kv_usage": [0.5, 0.6]}, 2),  # 0.55 of 0.6: within 10 %
-        (2, {"queue_seconds": [2.0, 0], "kv_usage": [0.1, 0.1]}, 4),
-        (2, {"queue_seconds": [0, 0], "kv_usage": [0.1, 0.1]}, 1),
-        (4, {"queue_seconds": [0] * 4, "kv_usage": [0.9] * 4}, 6),
-        (3, {"queue_seconds": [0] * 3, "kv_usage": [0] * 3}, 1),
-        (1, {}, None),
-        (0, {"kv_usage": []}, None),
-    ],
-)
-def test_replicas_for_a_load(present: int, loads: dict[str, list[float]], wanted: int) -> None:
-    policy = LoadPolicy(queue_seconds=0.5, kv_usage=0.6)
-    assert policy.replicas(present, loads) == wanted
-
-
 # -- requests in other processes -------------------------------------------------------------------
 
 
@@ -215,8 +194,6 @@ def test_arguments_of_a_config_file_and_of_a_command_line() -> None:
         ({"model": "demo", "http": {"api_keys": [""]}}, "api_keys"),
         ({"model": "demo", "replicas": True}, "replicas"),
         ({"model": "demo", "replicas": 1, "autoscaling": {}}, "autoscaling"),
-        ({"model": "demo", "autoscaling": {"min_replicas": 3, "max_replicas": 2}}, "min_replicas"),
-        ({"model": "demo", "autoscaling": {"target_kv_usage": 1.5}}, "target_kv_usage"),
         ({"model": "demo", "routing": {"load_bound": 0.5}}, "load_bound"),
         ({"model": "demo", "drain_seconds": float("nan")}, "drain_seconds"),
     ],

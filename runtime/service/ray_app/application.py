@@ -82,25 +82,15 @@ def build(args: Mapping[str, Any]) -> Application:
 
 
 def _number_of_replicas(options: ReplicaOptions) -> dict[str, Any]:
-    scaling = options.autoscaling
-    if scaling is None:
+    if options.autoscaling is None:
         return {"num_replicas": options.replicas or 1}
-    policy = {
-        "policy_function": f"{__package__}.autoscaling:LoadPolicy",
-        "policy_kwargs": {
-            "queue_seconds": scaling.target_queue_seconds,
-            "kv_usage": scaling.target_kv_usage,
-            "row_usage": scaling.target_row_usage,
-        },
-    }
-    config = {
-        "min_replicas": scaling.min_replicas,
-        "max_replicas": scaling.max_replicas,
-        "upscale_delay_s": scaling.upscale_delay_s,
-        "downscale_delay_s": scaling.downscale_delay_s,
-        "look_back_period_s": scaling.look_back_s,
-        "policy": policy,
-    }
+    from ray.serve.config import AutoscalingConfig
+
+    target = max(1, round(0.8 * options.engine.max_num_seqs))
+    try:
+        config = AutoscalingConfig(**{"target_ongoing_requests": target, **options.autoscaling})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"autoscaling: {error}") from error
     return {"autoscaling_config": config}
 
 

@@ -6,14 +6,11 @@ import os
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ray.serve.metrics import Gauge
-
 from ...errors import EngineFailedError
 from ..async_engine import AsyncEngine
 from ..health import Phase
 from ..http.app import app
 from ..http.flags import API_KEY_VARIABLE
-from .autoscaling import LOADS, load_stats
 from .options import ReplicaOptions
 from .remote_call import Accepted, Head, NotServed, RemoteRequest, respond
 from .routing import fingerprints
@@ -46,9 +43,6 @@ class EngineReplica:
             tool_parser=http.tool_parser,
             reasoning_parser=http.reasoning_parser,
         )
-        self._gauges = {
-            name: Gauge(f"stepgraph_{name}", description=text) for name, text in LOADS.items()
-        }
 
     async def respond(
         self, request: RemoteRequest, prompt: bytes
@@ -91,13 +85,6 @@ class EngineReplica:
         if not most or self._engine.health().phase is not Phase.SERVING:
             return {"blocks": b""}
         return {"blocks": fingerprints(await self._engine.cached_hashes(most))}
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load of the engine for `LoadPolicy`, and set the metrics of Ray to it."""
-        loads = load_stats(self._engine.snapshot())
-        for name, value in loads.items():
-            self._gauges[name].set(value)
-        return loads
 
     def _unavailable(self) -> str | None:
         """Return why the engine serves no requests now; None if it does."""

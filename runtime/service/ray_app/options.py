@@ -16,13 +16,12 @@ from ...errors import ConfigError
 from ..http.flags import ENGINE_DEFAULTS, SERVICE_DEFAULTS
 from ..service_config import ServiceConfig
 
-__all__ = ["AutoscalingOptions", "HttpOptions", "ReplicaOptions", "RoutingOptions"]
+__all__ = ["HttpOptions", "ReplicaOptions", "RoutingOptions"]
 
 MAX_SECONDS = 1e6
 
 Replicas = Annotated[int, Meta(ge=1, le=10_000)]
 Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
-Share = Annotated[float, Meta(gt=0, le=1)]
 Text = Annotated[str, Meta(min_length=1)]
 if TYPE_CHECKING:
     Engine: TypeAlias = EngineConfig
@@ -33,34 +32,6 @@ else:  # they check themselves; msgspec cannot read their types
 
 class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options whose types and limits `msgspec` checks."""
-
-
-class AutoscalingOptions(_Options, frozen=True, kw_only=True):
-    """When replicas are added and removed.
-
-    The number of replicas is multiplied by the largest ratio of a mean over the replicas to its
-    target, rounded up. Nothing changes while that ratio is within 10 % of 1.
-    """
-
-    min_replicas: Replicas = 1
-    """At most `max_replicas`."""
-    max_replicas: Replicas = 1
-    target_queue_seconds: Seconds = 0.5
-    """Wait of the oldest queued request."""
-    target_kv_usage: Share = 0.7
-    """Share of the cache's blocks that requests hold."""
-    target_row_usage: Share = 0.8
-    """Share of the rows (`max_num_seqs`) that have a request."""
-    upscale_delay_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = 10.0
-    """Seconds that a target must be missed for before replicas are added."""
-    downscale_delay_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = 300.0
-    """The same, before replicas are removed."""
-    look_back_s: Seconds = 10.0
-    """Seconds over which the values are averaged."""
-
-    def __post_init__(self) -> None:
-        if self.min_replicas > self.max_replicas:
-            raise ValueError("autoscaling: min_replicas is larger than max_replicas")
 
 
 class RoutingOptions(_Options, frozen=True, kw_only=True):
@@ -108,8 +79,9 @@ class ReplicaOptions(_Options, frozen=True, kw_only=True):
     http: HttpOptions = HttpOptions()
     replicas: Replicas | None = None
     """Their fixed number; None: `autoscaling`, or one."""
-    autoscaling: AutoscalingOptions | None = None
-    """None: a fixed number."""
+    autoscaling: dict[str, Any] | None = None
+    """Ray Serve's `AutoscalingConfig`; `target_ongoing_requests` is by default 80 % of
+    `max_num_seqs`. None: a fixed number."""
     routing: RoutingOptions = RoutingOptions()
     num_cpus: Annotated[float, Meta(gt=0, le=1 << 20)] | None = None
     """CPUs that Ray reserves for a replica. None: `threads` of `engine` for each rank on a CPU, or
