@@ -164,6 +164,7 @@ class AsyncStream:
 
     async def finish(self) -> RequestOutput:
         """Wait for the last output and return it. Raises as `accepted`."""
+        self._handle.streams = False
         self._handle.num_read = None  # the deltas are not read
         if self._handle.paused:
             self._thread.resume(self._handle)

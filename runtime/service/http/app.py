@@ -7,25 +7,21 @@ import hmac
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from ...bounded_repr import bounded_text
 from ...errors import ConfigError
 from ..async_engine import AsyncEngine
 from . import service as endpoints
 from .chat import chat
 from .completions import complete
-from .exchange import BodyLimits, Endpoint, Exchange, RequestIds, encode
+from .exchange import BodyLimits, Endpoint, Exchange
 from .http_errors import ErrorBody, HttpError
 from .output_parsers import make_output_parser
 from .requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -42,8 +38,10 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths that need no API key: load balancers have none."""
 
 OPENAPI_VERSION = "3.1.0"
+MODEL_PATH = "/v1/models/{name}"
 _SCHEMAS = "#/components/schemas/{name}"
 _Json = dict[str, Any]
+Handler = Callable[[Exchange], Awaitable[None]]
 _TEXT: _Json = {"text/plain": {}, "application/openmetrics-text": {}}
 
 
@@ -63,7 +61,7 @@ class Operation:
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/models"): Operation(endpoints.models, endpoints.Models),
-    ("GET", "/v1/models/{name:path}"): Operation(endpoints.model, endpoints.Model),
+    ("GET", MODEL_PATH): Operation(endpoints.model, endpoints.Model),
     ("GET", "/health"): Operation(endpoints.health, endpoints.Health, statuses=(200, 503)),
     ("GET", "/ready"): Operation(endpoints.ready, endpoints.Health, statuses=(200, 503)),
     ("GET", "/metrics"): Operation(endpoints.metrics, None),
@@ -89,7 +87,7 @@ def app(
     metrics: EngineMetrics | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
-) -> Starlette:
+) -> ASGIApp:
     """Return the OpenAI-compatible HTTP service of an engine, to run or to mount.
 
     The caller starts and closes the engine; until it is ready requests are refused with 503.
@@ -125,84 +123,59 @@ def app(
     )
 
     document = openapi_document(needs_key=bool(api_keys))
+    digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def describe(exchange: Exchange) -> None:
         mounted_at = exchange.scope.get("root_path") or "/"
         await exchange.respond({**document, "servers": [{"url": mounted_at}]})
 
-    limits = BodyLimits(max_body_bytes)
-    routes = [
-        Route(path, _endpoint(service, operation, limits), methods=[method])
-        for (method, path), operation in OPERATIONS.items()
-    ]
-    routes.append(Route("/openapi.json", Endpoint(describe, limits), methods=["GET"]))
-    middleware = [Middleware(RequestIds)]
-    if allow_origins:
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=list(allow_origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                expose_headers=["x-request-id"],
+    handlers: dict[str, dict[str, Handler]] = {"/openapi.json": {"GET": describe}}
+    for (method, path), operation in OPERATIONS.items():
+        handlers.setdefault(path, {})[method] = partial(operation.handler, service)
+
+    async def serve(exchange: Exchange) -> None:
+        path, method = exchange.path, exchange.scope["method"]
+        if digests and path not in OPEN_PATHS:
+            _check_key(exchange, digests)
+        methods = handlers.get(MODEL_PATH if path.startswith("/v1/models/") else path)
+        if methods is None:
+            raise HttpError(404, f"there is no {bounded_text(path)}", kind="not_found_error")
+        handler = methods.get("GET" if method == "HEAD" else method)
+        if handler is None:
+            allowed = ", ".join(methods)
+            raise HttpError(
+                405,
+                f"{path} does not accept {method}: use {allowed}",
+                headers=((b"allow", allowed.encode()),),
             )
-        )
-    if api_keys:
-        middleware.append(Middleware(_ApiKeys, keys=api_keys))
-    return Starlette(
-        routes=routes, middleware=middleware, exception_handlers={HTTPException: _respond}
+        await handler(exchange)
+
+    served: ASGIApp = Endpoint(serve, BodyLimits(max_body_bytes))
+    if not allow_origins:
+        return served
+    return CORSMiddleware(
+        served,
+        allow_origins=allow_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id"],
     )
 
 
-def _endpoint(service: Service, operation: Operation, limits: BodyLimits) -> Endpoint:
-    return Endpoint(lambda exchange: operation.handler(service, exchange), limits)
-
-
-class _ApiKeys:
-    """Refuses requests without a valid API key, in a time that does not depend on the keys."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _path(scope) not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not self._is_valid(given):
-                error = HttpError(
-                    401,
-                    "the API key is missing or wrong: send it as Authorization: Bearer KEY",
-                    kind="authentication_error",
-                    code="invalid_api_key",
-                    headers=((b"www-authenticate", b"Bearer"),),
-                )
-                await Exchange(scope, receive, send, BodyLimits(0)).respond_error(error)
-                return
-        await self._app(scope, receive, send)
-
-    def _is_valid(self, given: bytes) -> bool:
-        scheme, _, key = given.partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
-
-
-def _path(scope: Scope) -> str:
-    """Return the path below the prefix that the application is mounted at."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
-
-
-async def _respond(request: Request, error: Exception) -> Response:
-    """Return the response to an unknown path or method."""
-    assert isinstance(error, HTTPException)
-    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    message = f"there is no {request.url.path}"
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        message = f"{request.url.path} does not accept {request.method}: use {allowed}"
-    body = HttpError(error.status_code, message, kind=kind).body
-    return Response(encode(body), error.status_code, error.headers, "application/json")
+def _check_key(exchange: Exchange, digests: Sequence[bytes]) -> None:
+    """Refuse a request without a valid API key, in a time that does not depend on the keys."""
+    given = dict(exchange.scope["headers"]).get(b"authorization", b"")
+    scheme, _, key = given.partition(b" ")
+    digest = hashlib.sha256(key.strip()).digest()
+    matches = [hmac.compare_digest(digest, known) for known in digests]
+    if scheme.lower() != b"bearer" or not any(matches):
+        raise HttpError(
+            401,
+            "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+            kind="authentication_error",
+            code="invalid_api_key",
+            headers=((b"www-authenticate", b"Bearer"),),
+        )
 
 
 def openapi_document(*, needs_key: bool) -> _Json:
@@ -218,8 +191,7 @@ def openapi_document(*, needs_key: bool) -> _Json:
         sorted(kinds, key=lambda kind: kind.__name__), ref_template=_SCHEMAS
     )
     paths: dict[str, _Json] = {}
-    for (method, route), operation in OPERATIONS.items():
-        path = route.replace(":path}", "}")  # a converter of Starlette
+    for (method, path), operation in OPERATIONS.items():
         paths.setdefault(path, {})[method.lower()] = _operation(path, operation, needs_key)
     components: _Json = {"schemas": schemas}
     if needs_key:

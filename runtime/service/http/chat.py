@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,8 +14,8 @@ from ...structured_output import StructuredOutput
 from ..request_handle import Delta
 from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
 from .chat_messages import joined_text
-from .exchange import Exchange, event
-from .generation import Generation, deltas_of
+from .exchange import Exchange
+from .generation import Answer, generate
 from .output_parsers import ChatOutput, OutputParser, ends_in_reasoning, make_output_parser
 from .requests import ChatRequest, chat_prompt
 from .responses import (
@@ -41,7 +39,6 @@ PROMPT_END_TOKENS = 16
 async def chat(service: Service, exchange: Exchange) -> None:
     """Respond to a conversation with the model's answers."""
     request = await exchange.read(ChatRequest, service.fields)
-    exchange.param_of = request.param_of
     model = service.model_name(request.model)
     params = request.params(
         request.num_tokens(service.engine.sampling_defaults.max_tokens),
@@ -54,18 +51,8 @@ async def chat(service: Service, exchange: Exchange) -> None:
     answer = _Answer(service, request, model, params, continued)
     if answer.is_parsed:
         params = replace(params, skip_special_tokens=False)
-    generation = Generation(
-        service.engine,
-        [prompt],
-        params,
-        request.options(exchange.header(b"traceparent")),
-        exchange.request_id,
-    )
     async with exchange.cancelled_on_disconnect():
-        if request.stream:
-            await generation.stream(exchange, answer, request.usage_reports())
-        else:
-            await generation.respond(exchange, answer)
+        await generate(exchange, service.engine, request, [prompt], params, answer)
 
 
 async def _after_reasoning(
@@ -84,7 +71,7 @@ async def _after_reasoning(
     return replace(params, structured=ReasonedOutput(content=structured))
 
 
-class _Answer:
+class _Answer(Answer):
     """The answers to a conversation."""
 
     def __init__(
@@ -99,11 +86,9 @@ class _Answer:
 
         Parsers read all of the text, special tokens included, whatever `params` say of these.
         """
-        self.id = f"chatcmpl-{secrets.token_hex(12)}"
-        self._created = int(time.time())
+        super().__init__("chatcmpl", model)
         self._service = service
         self._request = request
-        self._model = model
         self._tokenizer = service.engine.tokenizer
         as_ids = bool(request.return_tokens_as_token_ids)
         self._texts = TokenTexts(self._tokenizer, as_ids=as_ids)
@@ -120,9 +105,9 @@ class _Answer:
         )
         self._outputs: dict[int, ChatOutput] = {}  # of each completion that has begun
 
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Chat:
-        (output,) = outputs
-        choices = [self._choice(delta, output) for delta in deltas_of(output)]
+    def whole(self, ends: Sequence[tuple[Sequence[Delta], RequestOutput]], usage: Usage) -> Chat:
+        ((deltas, output),) = ends
+        choices = [self._choice(delta, output) for delta in deltas]
         body = Chat(self.id, self._created, self._model, choices, usage)
         if self._request.return_token_ids:
             body.prompt_token_ids = output.prompt_token_ids
@@ -130,9 +115,9 @@ class _Answer:
             body.prompt_logprobs = self._texts.prompt_logprobs(output.prompt_logprobs)
         return body
 
-    def event(
+    def chunk(
         self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
-    ) -> bytes:
+    ) -> ChatChunk:
         begins = delta.index not in self._outputs
         parser = self._output(delta, output)
         message = parser.message(delta.text, delta.finish_reason)
@@ -148,7 +133,7 @@ class _Answer:
             message.role = "assistant"
             if self._request.return_token_ids:
                 chunk.prompt_token_ids = output.prompt_token_ids
-        return event(chunk)
+        return chunk
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return ChatChunk(self.id, self._created, self._model, [], usage)

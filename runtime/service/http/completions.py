@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,8 +9,8 @@ from msgspec import UNSET
 
 from ...engine.request_output import RequestOutput
 from ..request_handle import Delta
-from .exchange import Exchange, event
-from .generation import Generation, deltas_of
+from .exchange import Exchange
+from .generation import Answer, generate
 from .requests import CompletionRequest
 from .responses import Completion, CompletionChoice, CompletionLogprobs, OptionalUsage, Usage
 from .service import Service
@@ -27,7 +25,6 @@ DEFAULT_MAX_TOKENS = 16
 async def complete(service: Service, exchange: Exchange) -> None:
     """Respond to a request for completions of texts or token ids."""
     request = await exchange.read(CompletionRequest, service.fields)
-    exchange.param_of = request.param_of
     model = service.model_name(request.model)
     prompts = request.prompts(
         max_prompts=service.engine.config.max_queued_requests,
@@ -37,22 +34,12 @@ async def complete(service: Service, exchange: Exchange) -> None:
     params = request.params(max_tokens, request.logprobs)
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=request.logprobs)
-    generation = Generation(
-        service.engine,
-        prompts,
-        params,
-        request.options(exchange.header(b"traceparent")),
-        exchange.request_id,
-    )
     as_ids = bool(request.return_tokens_as_token_ids)
     answer = _Answer(request, model, TokenTexts(service.engine.tokenizer, as_ids=as_ids))
     async with exchange.cancelled_on_disconnect():
         if request.echo and request.truncate_prompt_tokens is None:
             answer.prompt_texts = [await _prompt_text(service, prompt) for prompt in prompts]
-        if request.stream:
-            await generation.stream(exchange, answer, request.usage_reports())
-        else:
-            await generation.respond(exchange, answer)
+        await generate(exchange, service.engine, request, prompts, params, answer)
 
 
 async def _prompt_text(service: Service, prompt: str | list[int]) -> str:
@@ -66,34 +53,34 @@ async def _prompt_text(service: Service, prompt: str | list[int]) -> str:
     )
 
 
-class _Answer:
+class _Answer(Answer):
     """The completions of a request. Choice `i * n + j` is completion j of prompt i."""
 
     def __init__(self, request: CompletionRequest, model: str, texts: TokenTexts) -> None:
-        self.id = f"cmpl-{secrets.token_hex(12)}"
+        super().__init__("cmpl", model)
         self.prompt_texts: Sequence[str] = ()
         """Of each prompt, to begin its completions with; empty without `echo`, and if prompts are
         truncated: their texts are those of the tokens that remain."""
-        self._created = int(time.time())
         self._request = request
-        self._model = model
         self._texts = texts
         self._num_chars: dict[int, int] = {}  # of the text of each choice that has begun
         self._tokens: dict[int, ChoiceTokens] = {}  # of those with log-probabilities
 
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
+    def whole(
+        self, ends: Sequence[tuple[Sequence[Delta], RequestOutput]], usage: Usage
+    ) -> Completion:
         choices = [
             self._choice(prompt, delta, output)
-            for prompt, output in enumerate(outputs)
-            for delta in deltas_of(output)
+            for prompt, (deltas, output) in enumerate(ends)
+            for delta in deltas
         ]
         return Completion(self.id, self._created, self._model, choices, usage)
 
-    def event(
+    def chunk(
         self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
-    ) -> bytes:
+    ) -> Completion:
         choices = [self._choice(prompt, delta, output)]
-        return event(Completion(self.id, self._created, self._model, choices, usage))
+        return Completion(self.id, self._created, self._model, choices, usage)
 
     def usage_chunk(self, usage: Usage) -> Completion:
         return Completion(self.id, self._created, self._model, [], usage)

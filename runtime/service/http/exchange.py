@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from ...errors import OverloadedError, RequestError
 from ...structured.exact_json import JsonFloat
@@ -28,7 +28,6 @@ __all__ = [
     "ClientDisconnected",
     "Endpoint",
     "Exchange",
-    "RequestIds",
     "encode",
     "event",
 ]
@@ -52,10 +51,8 @@ MAX_BRACKETS = 1 << 18
 """Opening brackets and braces in a body. Decoding the objects that they begin stops all threads:
 0.5 s and 100 MiB for a body of 4 MiB that has nothing else."""
 
-REQUEST_ID = "stepgraph.request_id"
-"""The key of the id of a request in its scope."""
 _ID_HEADER = b"x-request-id"
-_VALID_ID = re.compile(rb"[!-~]{1,128}")
+_VALID_ID = re.compile(r"[!-~]{1,128}")
 """Printable, without spaces."""
 
 _ENCODER = msgspec.json.Encoder()
@@ -118,6 +115,9 @@ class Exchange:
         self.param_of: Callable[[RequestError], str | None] = lambda error: error.field
         """Returns the field of the body that an error of the engine is about."""
         self._notes: dict[str, object] = scope.setdefault(ACCESS_NOTES, {})
+        given = dict(scope["headers"]).get(_ID_HEADER, b"").decode("latin-1")
+        self.request_id = given if _VALID_ID.fullmatch(given) else secrets.token_hex(12)
+        """The header `X-Request-Id` of the response: that of the request, if it can be one."""
 
     def header(self, name: bytes) -> str | None:
         """Return a header of the request; None without it. `name` is in lower case."""
@@ -125,10 +125,10 @@ class Exchange:
         return None if value is None else value.decode("latin-1")
 
     @property
-    def request_id(self) -> str:
-        """The header `X-Request-Id` of the response; see `RequestIds`."""
-        given: str = self.scope[REQUEST_ID]
-        return given
+    def path(self) -> str:
+        """The path below the prefix that the application is mounted at."""
+        path: str = self.scope["path"]
+        return path.removeprefix(self.scope.get("root_path", "").rstrip("/"))
 
     async def read(self, kind: type[T], fields: UnknownFields | None = None) -> T:
         """Read the body and decode it as JSON; `fields` checks those that `kind` lacks.
@@ -143,6 +143,7 @@ class Exchange:
             if len(body) > LARGE_BODY_BYTES:
                 await self._limits.wait_for_turn()
             request = _decode(body, kind)
+            self.param_of = getattr(request, "param_of", self.param_of)
             if fields is not None:
                 fields.check(body, kind)
             return request
@@ -184,9 +185,9 @@ class Exchange:
         else:
             await self.respond(error.body, status=error.status, headers=error.headers)
 
-    async def start_events(self, headers: Headers = ()) -> None:
+    async def start_events(self) -> None:
         """Send the head of a stream of events."""
-        await self.start(200, (*_EVENT_HEADERS, *headers))
+        await self.start(200, _EVENT_HEADERS)
 
     def send_events(self, events: bytes, *, last: bool = False) -> Awaitable[None]:
         """Send encoded events; waits while the client reads too slowly."""
@@ -219,6 +220,8 @@ class Exchange:
     async def start(self, status: int, headers: Headers) -> None:
         """Send the head of a response; `send_events` sends parts of its body."""
         self.started = True
+        if not any(name == _ID_HEADER for name, _ in headers):
+            headers = (*headers, (_ID_HEADER, self.request_id.encode()))
         start = {"type": "http.response.start", "status": status, "headers": list(headers)}
         await self._send(start)
 
@@ -253,37 +256,22 @@ class Exchange:
         )
 
 
-class RequestIds:
-    """Gives each request an id, that of its header `X-Request-Id` if it can be one, and returns it
-    with every response."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        if scope["type"] != "http":
-            return self._app(scope, receive, send)
-        given = next((v for k, v in scope["headers"] if k == _ID_HEADER), b"")
-        if not _VALID_ID.fullmatch(given):
-            given = secrets.token_hex(12).encode()
-        scope[REQUEST_ID] = given.decode()
-
-        def send_with_id(message: Message) -> Awaitable[None]:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (_ID_HEADER, given)]
-            return send(message)
-
-        return self._app(scope, receive, send_with_id)
-
-
 class Endpoint:
-    """An ASGI application for one route: a coroutine that may raise the errors of the engine."""
+    """An ASGI application: a coroutine that may raise the errors of the engine."""
 
     def __init__(self, handle: Callable[[Exchange], Awaitable[None]], limits: BodyLimits) -> None:
         self._handle = handle
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+            return
+        while scope["type"] == "lifespan":
+            kind = (await receive())["type"]
+            await send({"type": f"{kind}.complete"})
+            if kind == "lifespan.shutdown":
+                return
         exchange = Exchange(scope, receive, send, self._limits)
         try:
             await self._handle(exchange)

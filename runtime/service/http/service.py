@@ -112,7 +112,7 @@ async def models(service: Service, exchange: Exchange) -> None:
 
 async def model(service: Service, exchange: Exchange) -> None:
     """Respond with one model."""
-    name = service.model_name(exchange.scope["path_params"]["name"])
+    name = service.model_name(exchange.path.removeprefix("/v1/models/"))
     await exchange.respond(Model(name, service.created, service.engine.max_model_len))
 
 
@@ -168,7 +168,6 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     service.model_name(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise HttpError(400, "give one of prompt and messages", param="prompt")
-    exchange.param_of = request.param_of
     tokenizer = _tokenizer(service, "prompt")
 
     def encode() -> Tokens:
