@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..cache.memory.handler import MemoryBudget
+from .arguments import Range, check_fields
 from .bounded_repr import bounded_repr
 from .errors import ConfigError
 from .speculation.config import Speculation
@@ -16,17 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineConfig"]
 
-DTYPES = ("float32", "bfloat16", "float16")
-"""Names of the dtypes of weights and activations, which are attributes of torch."""
 MEMORY_BUDGETS = ("memory_fraction", "memory_bytes", "memory_tokens")
 MAX_ROWS = 4096
-MAX_BLOCK_SIZE = 1024
-MAX_STEPS_PER_LAUNCH = 64
-MAX_ITL_MS = 3_600_000
 MAX_SEED = 2**63 - 1
-MAX_THREADS = 1024
-MAX_RANKS = 64
-MAX_RANK_TIMEOUT = 3600
 
 DEFAULT_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 """Default share of the free memory, by type of device. A CPU leaves more to other processes."""
@@ -54,9 +47,9 @@ class EngineConfig:
             `torch`: plain PyTorch around the paged attention operation. `auto`: `native`, with
             `torch` for operations without a native kernel or whose kernel fails its check; `torch`
             with `mode="eager"`. See docs/getting-started.md.
-        mode: `eager`: steps run without preparation. `compile`: steps are prepared at start, and
-            `torch.compile` compiles those without native kernels. `graph`: like `compile`, and
-            captured as CUDA graphs. `auto`: the fastest mode for the device.
+        mode: how steps run. `eager`: without preparation. `compile`: they are prepared at
+            start, and `torch.compile` compiles those without native kernels. `graph`: like
+            `compile`, and captured as CUDA graphs. `auto`: the fastest mode for the device.
         compile: whether `torch.compile` compiles steps before they are captured, with
             `mode="graph"` and without native layers.
         dependent_launch: whether Triton kernels may begin while their predecessors still run
@@ -66,45 +59,44 @@ class EngineConfig:
             step: other rows, padding, the chunks of its prompt, drafts, cached prefixes, blocks
             that were swapped. With native kernels; refused where it cannot be promised. On CUDA it
             costs time. See docs/batch-invariance.md.
-        tensor_parallel: devices, and processes, that share the model, 1 to 64: each holds a part of
-            every layer. On a CPU each process has `threads` threads. See docs/tensor-parallel.md.
-        rank_timeout: seconds, 1 to 3600, after which a process of a tensor-parallel engine that
+        tensor_parallel: devices, and processes, that share the model: each holds a part of every
+            layer. On a CPU each process has `threads` threads. See docs/tensor-parallel.md.
+        rank_timeout: seconds after which a process of a tensor-parallel engine that
             does not respond ends the engine with `RankError`.
-        threads: threads that run the native operators on a CPU, the calling thread included, 1 to
-            1024. None: one per physical core that the process may use, by its affinity mask, the
+        threads: threads that run the native operators on a CPU, the calling thread included.
+            None: one per physical core that the process may use, by its affinity mask, the
             CPU quota of its cgroup and `OMP_NUM_THREADS`. -1: one fewer, which leaves a core to
-            other work; -2: two fewer, and so on to -1024. Engines of one process share a thread
+            other work; -2: two fewer, and so on. Engines of one process share a thread
             pool. PyTorch's own operations use `torch.get_num_threads()` threads. With
             `tensor_parallel`, the threads of each process; None: its share of the cores.
-        block_size: tokens per cache block, 1 to 1024.
-        num_blocks: blocks of the cache, the null block included, 2 to 2^40. If `memory_fraction` or
+        block_size: tokens per cache block.
+        num_blocks: blocks of the cache, the null block included. If `memory_fraction` or
             `memory_bytes` is given too, that budget determines `max_batch_tokens`, unless that is
             given.
-        memory_fraction: share of the free memory that the engine may use, above 0 to 1. Without any
+        memory_fraction: share of the free memory that the engine may use. Without any
             budget it is 0.9 on CUDA and 0.5 on a CPU. The cache is at most as large as
             `max_num_seqs` requests of `max_model_len` tokens need. Use `num_blocks`,
             `memory_tokens` or `memory_bytes` (CUDA) for a larger prefix cache.
         memory_bytes: bytes that the engine uses on CUDA; on a CPU an upper limit, like
-            `memory_fraction`. 1 to 2^60.
-        memory_tokens: tokens of context that the cache must hold, 1 to 2^50.
-        max_batch_tokens: maximum tokens per step, decoding rows and prefill chunk together, 2 to
-            2^20; must be greater than `max_num_seqs`.
-        max_num_seqs: maximum requests that decode together, 1 to 4096.
+            `memory_fraction`.
+        memory_tokens: tokens of context that the cache must hold.
+        max_batch_tokens: maximum tokens per step, decoding rows and prefill chunk together;
+            must be greater than `max_num_seqs`.
+        max_num_seqs: maximum requests that decode together.
         prefix_cache: whether requests with a common prefix share its cache blocks.
         host_cache_bytes: bytes of host memory (pinned for CUDA) for the blocks of preempted
-            requests, 0 to 2^60; 0: no swapping.
+            requests; 0: no swapping.
         preemption: what happens to a request that is preempted because no block is free: `swap`
             copies its blocks to the host cache, `recompute` frees them and computes its tokens
             again, `auto` selects the faster one by the measured speed of copies and prefill.
-        max_model_len: maximum tokens of one sequence, prompt and output, 1 to 2^40; None: the limit
-            of model and cache.
-        prefill_chunk: maximum prompt tokens per step, 1 to 2^20; limits how long a prefill delays
-            decoding.
-        max_itl_ms: target in milliseconds, above 0, for steps that decode and prefill: chunks are
+        max_model_len: maximum tokens of one sequence, prompt and output; None: the limit of model
+            and cache.
+        prefill_chunk: maximum prompt tokens per step; limits how long a prefill delays decoding.
+        max_itl_ms: target in milliseconds for steps that decode and prefill: chunks are
             sized by predicted step time, up to `prefill_chunk`. The predictions need a calibration
             at start. The smallest prefill step runs even if it takes longer, so that prompts always
             make progress. None: only `prefill_chunk` limits the chunk size.
-        steps_per_launch: decode steps per launch, 1 to 64. Their tokens arrive together, and the
+        steps_per_launch: decode steps per launch. Their tokens arrive together, and the
             host overhead is paid once for all of them. Raises the throughput of small models and of
             offline batches. A new request waits for the whole launch, and tokens after the end of a
             request are discarded. docs/embedding.md says when a launch has several steps.
@@ -115,7 +107,7 @@ class EngineConfig:
         freeze_gc: whether Python's garbage collector ignores every object that exists once the
             engine is ready (`gc.freeze`), in the whole process and permanently. See
             docs/embedding.md.
-        buckets: numbers of rows to prepare decode steps for, each 1 to `max_num_seqs`, which is
+        buckets: numbers of rows to prepare decode steps for, at most `max_num_seqs`, which is
             always one of them. None: chosen from `max_num_seqs`.
         prompt_embeds: whether embeddings may replace tokens of prompts; every prefill step then
             reads a buffer of `prefill_chunk` embeddings.
@@ -126,7 +118,7 @@ class EngineConfig:
             a CPU, unless `torch.compile` compiles the sampler (`kernels="torch"`). See
             docs/structured-output.md.
         encoder_cache_bytes: bytes of host memory, outside the memory plan, for the cache of
-            `Engine.encode`, 0 to 2^60; 0: no cache.
+            `Engine.encode`; 0: no cache.
         generation_config: where parameters come from that a request leaves out. `auto`: the
             checkpoint's `generation_config.json` (`temperature`, `top_k`, `top_p`, `min_p`,
             `repetition_penalty`, `max_new_tokens`; `do_sample: false` is temperature 0), as in vLLM
@@ -134,7 +126,7 @@ class EngineConfig:
         tie_word_embeddings: whether the output head is the embedding. True ignores the checkpoint's
             `lm_head.weight`, False uses it. None: as in `config.json`; a checkpoint whose
             `lm_head.weight` differs from its tied embedding is refused.
-        seed: seed of requests that have no seed, and of the weights of presets, 0 to 2^63 - 1.
+        seed: seed of requests that have no seed, and of the weights of presets.
 
     Raises:
         ConfigError: a value is out of range or contradicts another; it names field, value and
@@ -142,127 +134,53 @@ class EngineConfig:
     """
 
     device: str = "auto"
-    dtype: str = "auto"
-    weight_dtype: str = "auto"
-    kv_dtype: str = "auto"
-    model_impl: str = "auto"
-    kernels: str = "auto"
-    mode: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weight_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    model_impl: Literal["auto", "native", "transformers"] = "auto"
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    mode: Literal["auto", "eager", "compile", "graph"] = "auto"
     compile: bool = True
     dependent_launch: bool = True
     batch_invariant: bool = False
-    tensor_parallel: int = 1
-    rank_timeout: float = 5.0
-    threads: int | None = None
-    block_size: int = 16
-    num_blocks: int | None = None
-    memory_fraction: float | None = None
-    memory_bytes: int | None = None
-    memory_tokens: int | None = None
-    max_batch_tokens: int | None = None
-    max_num_seqs: int = 16
+    tensor_parallel: Annotated[int, Range(1, 64)] = 1
+    rank_timeout: Annotated[float, Range(1, 3600)] = 5.0
+    threads: Annotated[int, Range(-1024, 1024)] | None = None
+    block_size: Annotated[int, Range(1, 1024)] = 16
+    num_blocks: Annotated[int, Range(2, 1 << 40)] | None = None
+    memory_fraction: Annotated[float, Range(0, 1, above=True)] | None = None
+    memory_bytes: Annotated[int, Range(1, 1 << 60)] | None = None
+    memory_tokens: Annotated[int, Range(1, 1 << 50)] | None = None
+    max_batch_tokens: Annotated[int, Range(2, 1 << 20)] | None = None
+    max_num_seqs: Annotated[int, Range(1, MAX_ROWS)] = 16
     prefix_cache: bool = True
-    host_cache_bytes: int = 0
+    host_cache_bytes: Annotated[int, Range(0, 1 << 60)] = 0
     preemption: Literal["auto", "swap", "recompute"] = "auto"
-    max_model_len: int | None = None
-    prefill_chunk: int = 512
-    max_itl_ms: float | None = None
-    steps_per_launch: int = 1
+    max_model_len: Annotated[int, Range(1, 1 << 40)] | None = None
+    prefill_chunk: Annotated[int, Range(1, 1 << 20)] = 512
+    max_itl_ms: Annotated[float, Range(0, 3_600_000, above=True)] | None = None
+    steps_per_launch: Annotated[int, Range(1, 64)] = 1
     speculation: Speculation | Mapping[str, Any] | str | None = None
     freeze_gc: bool = False
-    buckets: tuple[int, ...] | None = None
+    buckets: Annotated[tuple[int, ...], Range(1, MAX_ROWS)] | None = None
     prompt_embeds: bool = False
     structured_output: bool | None = None
-    encoder_cache_bytes: int = 0
+    encoder_cache_bytes: Annotated[int, Range(0, 1 << 60)] = 0
     generation_config: Literal["auto", "none"] = "auto"
     tie_word_embeddings: bool | None = None
-    seed: int = 0
+    seed: Annotated[int, Range(0, MAX_SEED)] = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.device, str):
+        check_fields(self, ConfigError)
+        if self.threads == 0:
             raise ConfigError(
-                f"device must be a name such as 'cpu' or 'cuda', not {bounded_repr(self.device)}",
-                field="device",
+                "threads must not be 0: give a number of threads, -1 for all cores but one, or"
+                " leave it out",
+                field="threads",
             )
-        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
-        _check_choice("weight_dtype", self.weight_dtype, ("auto", "int8", "fp8"))
-        _check_choice("kv_dtype", self.kv_dtype, ("auto", "int8", "fp8"))
-        _check_choice("model_impl", self.model_impl, ("auto", "native", "transformers"))
-        _check_choice("kernels", self.kernels, ("auto", "native", "torch"))
-        _check_choice("mode", self.mode, ("auto", "eager", "compile", "graph"))
-        _check_choice("preemption", self.preemption, ("auto", "swap", "recompute"))
-        _check_choice("generation_config", self.generation_config, ("auto", "none"))
-        _check_int("tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
-        patience = self.rank_timeout
-        if (
-            isinstance(patience, bool)
-            or not isinstance(patience, (int, float))
-            or not 1 <= patience <= MAX_RANK_TIMEOUT  # NaN fails too
-        ):
-            raise ConfigError(
-                f"rank_timeout must be from 1 to {MAX_RANK_TIMEOUT} seconds, not"
-                f" {bounded_repr(patience)}",
-                field="rank_timeout",
-            )
-        if self.threads is not None:
-            _check_int("threads", self.threads, -MAX_THREADS, MAX_THREADS)
-            if self.threads == 0:
-                raise ConfigError(
-                    "threads must not be 0: give a number of threads, -1 for all cores but one, or"
-                    " leave it out",
-                    field="threads",
-                )
-        _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
-        _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_ROWS)
-        _check_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
-        _check_int("steps_per_launch", self.steps_per_launch, 1, MAX_STEPS_PER_LAUNCH)
-        _check_int("seed", self.seed, 0, MAX_SEED)
-        _check_int("host_cache_bytes", self.host_cache_bytes, 0, 1 << 60)
-        _check_int("encoder_cache_bytes", self.encoder_cache_bytes, 0, 1 << 60)
-        for field, low, high in (
-            ("num_blocks", 2, 1 << 40),
-            ("memory_bytes", 1, 1 << 60),
-            ("memory_tokens", 1, 1 << 50),
-            ("max_batch_tokens", 2, 1 << 20),
-            ("max_model_len", 1, 1 << 40),
-        ):
-            if getattr(self, field) is not None:
-                _check_int(field, getattr(self, field), low, high)
-        for field in (
-            *("compile", "dependent_launch", "batch_invariant", "prefix_cache"),
-            *("prompt_embeds", "freeze_gc"),
-        ):
-            if not isinstance(getattr(self, field), bool):
-                value = bounded_repr(getattr(self, field))
-                raise ConfigError(f"{field} must be True or False, not {value}", field=field)
-        for field in ("structured_output", "tie_word_embeddings"):
-            if not isinstance(getattr(self, field), bool | None):
-                value = bounded_repr(getattr(self, field))
-                raise ConfigError(f"{field} must be True, False or None, not {value}", field=field)
         if self.preemption == "swap" and not self.host_cache_bytes:
             raise ConfigError(
                 "preemption='swap' needs a host cache: set host_cache_bytes", field="preemption"
-            )
-        fraction = self.memory_fraction
-        if fraction is not None and (
-            isinstance(fraction, bool)
-            or not isinstance(fraction, (int, float))
-            or not 0 < fraction <= 1  # NaN fails too
-        ):
-            raise ConfigError(
-                f"memory_fraction must be in (0, 1], not {bounded_repr(fraction)}",
-                field="memory_fraction",
-            )
-        most_itl = self.max_itl_ms
-        if most_itl is not None and (
-            isinstance(most_itl, bool)
-            or not isinstance(most_itl, (int, float))
-            or not 0 < most_itl <= MAX_ITL_MS  # NaN fails too
-        ):
-            raise ConfigError(
-                f"max_itl_ms must be a positive number of milliseconds, not"
-                f" {bounded_repr(most_itl)}: leave it out for chunks of prefill_chunk tokens",
-                field="max_itl_ms",
             )
         if self.speculation is not None:
             object.__setattr__(self, "speculation", Speculation.of(self.speculation))
@@ -290,15 +208,13 @@ class EngineConfig:
                 " in which all rows decode",
                 field="max_batch_tokens",
             )
-        if self.buckets is not None:
-            if not isinstance(self.buckets, tuple) or not self.buckets:
+        for bucket in self.buckets or ():
+            if not 1 <= bucket <= self.max_num_seqs:
                 raise ConfigError(
-                    "buckets must be a non-empty tuple of numbers of rows, not "
-                    f"{bounded_repr(self.buckets)}",
+                    f"each of buckets must be from 1 to max_num_seqs={self.max_num_seqs}, not"
+                    f" {bounded_repr(bucket)}",
                     field="buckets",
                 )
-            for bucket in self.buckets:
-                _check_int("buckets", bucket, 1, self.max_num_seqs, what="each of buckets")
 
     def memory_budget(self, device: torch.device) -> MemoryBudget:
         """Return the budget that was given, or the default share of the free memory."""
@@ -317,18 +233,3 @@ class EngineConfig:
         """`num_blocks`, if another budget is given too."""
         has_budget = self.memory_bytes is not None or self.memory_fraction is not None
         return self.num_blocks if has_budget else None
-
-
-def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ConfigError(
-            f"{field} must be one of {', '.join(choices)}, not {bounded_repr(value)}", field=field
-        )
-
-
-def _check_int(field: str, value: object, low: int, high: int, *, what: str | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(
-            f"{what or field} must be an integer from {low} to {high}, not {bounded_repr(value)}",
-            field=field,
-        )

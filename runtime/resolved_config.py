@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
@@ -37,11 +37,12 @@ MAX_PREFILL_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedConfig:
+class ResolvedConfig(EngineConfig):
     """The configuration of one engine: an `EngineConfig` resolved for a model and a device.
 
     Fields and properties contain every size that follows from the configuration. The memory plan
     reduces two of them (`fit_to_cache`). `preemption="auto"` is decided later, by measurements.
+    Fields that are not below have the user's values.
 
     Attributes:
         user: the `EngineConfig` as given, for budgets and for messages.
@@ -55,31 +56,15 @@ class ResolvedConfig:
             PyTorch; None if all of them have one.
         mode: how steps run.
         threads: threads of the native operators on a CPU.
-        block_size: tokens of a cache block.
-        max_num_seqs: rows of the largest decode step.
         max_model_len: maximum tokens of one sequence, by model and configuration, and by the cache
             once that is planned.
-        prefill_chunk: maximum prompt tokens of one step; limited by the memory plan once there is
-            one.
-        steps_per_launch: maximum decode steps of one launch.
         speculation: how tokens are drafted; None: they are not.
-        buckets: numbers of rows to prepare decode steps for; None for the default ones.
-        max_itl_ms: time budget of a step with prefill in it, in milliseconds; None for none.
-        dependent_launch: whether Triton kernels may use programmatic dependent launch.
-        batch_invariant: whether logits must not depend on what else is in a step.
-        prompt_embeds: whether prompts may have embeddings.
         structured_output: whether steps can apply token masks.
-        prefix_cache: whether requests with a common prefix share its blocks.
-        host_cache_bytes: bytes of the host cache for preempted requests.
-        encoder_cache_bytes: bytes of the cache of encoder outputs.
-        preemption: what happens to a preempted request.
-        freeze_gc: whether the garbage collector ignores what exists once the engine is ready.
-        seed: seed of requests that have no seed, and of the weights of presets.
     """
 
     user: EngineConfig
-    device: torch.device
-    dtype: torch.dtype
+    device: torch.device  # type: ignore[assignment]  # of the name
+    dtype: torch.dtype  # type: ignore[assignment]  # of the name
     weights: WeightStorage
     storage: Storage
     model_impl: Literal["native", "transformers"]
@@ -87,24 +72,12 @@ class ResolvedConfig:
     native_obstacle: str | None
     mode: Mode
     threads: int
-    block_size: int
-    max_num_seqs: int
     max_model_len: int
-    prefill_chunk: int
-    steps_per_launch: int
     speculation: Speculation | None
-    buckets: tuple[int, ...] | None
-    max_itl_ms: float | None
-    dependent_launch: bool
-    batch_invariant: bool
-    prompt_embeds: bool
     structured_output: bool
-    prefix_cache: bool
-    host_cache_bytes: int
-    encoder_cache_bytes: int
-    preemption: Literal["auto", "swap", "recompute"]
-    freeze_gc: bool
-    seed: int
+
+    def __post_init__(self) -> None:
+        """Nothing: `user` has been checked."""
 
     @property
     def is_async_device(self) -> bool:
@@ -114,7 +87,7 @@ class ResolvedConfig:
     @property
     def compiled(self) -> bool:
         """Whether `torch.compile` compiles steps without native layers."""
-        return self.mode == "compile" or (self.mode == "graph" and self.user.compile)
+        return self.mode == "compile" or (self.mode == "graph" and self.compile)
 
     @property
     def max_prefill_rows(self) -> int:
@@ -205,9 +178,7 @@ class ResolvedConfig:
                 field="max_model_len",
             )
         dtype = getattr(torch, model.torch_dtype if config.dtype == "auto" else config.dtype)
-        weights = cast(
-            WeightStorage, "model" if config.weight_dtype == "auto" else config.weight_dtype
-        )
+        weights: WeightStorage = "model" if config.weight_dtype == "auto" else config.weight_dtype
         if config.batch_invariant:
             check_batch_invariant(config, device, dtype, weights, model)
         obstacle = native_obstacle(device.type, dtype, weights, plan_of(model))
@@ -221,35 +192,23 @@ class ResolvedConfig:
         kernels = resolve_kernels(config.kernels, mode, obstacle, missing)
         if config.batch_invariant:
             kernels = "native"
+        given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         return cls(
-            user=config,
-            device=device,
-            dtype=dtype,
-            weights=weights,
-            storage="model" if config.kv_dtype == "auto" else cast(Storage, config.kv_dtype),
-            model_impl="native" if isinstance(model, ModelConfig) else "transformers",
-            kernels=kernels,
-            native_obstacle=obstacle,
-            mode=mode,
-            threads=_threads(config),
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len or longest,
-            prefill_chunk=config.prefill_chunk,
-            steps_per_launch=config.steps_per_launch,
-            speculation=cast("Speculation | None", config.speculation),
-            buckets=config.buckets,
-            max_itl_ms=config.max_itl_ms,
-            dependent_launch=config.dependent_launch,
-            batch_invariant=config.batch_invariant,
-            prompt_embeds=config.prompt_embeds,
-            structured_output=resolve_masks(config, device, mode, kernels),
-            prefix_cache=config.prefix_cache,
-            host_cache_bytes=config.host_cache_bytes,
-            encoder_cache_bytes=config.encoder_cache_bytes,
-            preemption=config.preemption,
-            freeze_gc=config.freeze_gc,
-            seed=config.seed,
+            **given
+            | {
+                "user": config,
+                "device": device,
+                "dtype": dtype,
+                "weights": weights,
+                "storage": "model" if config.kv_dtype == "auto" else config.kv_dtype,
+                "model_impl": "native" if isinstance(model, ModelConfig) else "transformers",
+                "kernels": kernels,
+                "native_obstacle": obstacle,
+                "mode": mode,
+                "threads": _threads(config),
+                "max_model_len": config.max_model_len or longest,
+                "structured_output": resolve_masks(config, device, mode, kernels),
+            }
         )
 
 
@@ -310,7 +269,7 @@ def resolve_device(name: str) -> torch.device:
 def _resolve_mode(config: EngineConfig, device: torch.device, obstacle: str | None) -> Mode:
     mode = config.mode
     if device.type == "cuda":
-        return "graph" if mode == "auto" else _as_mode(mode)
+        return "graph" if mode == "auto" else mode
     if mode == "graph":
         raise ConfigError(
             f"mode='graph' needs a CUDA device, but the device is {str(device)!r}:"
@@ -332,7 +291,7 @@ def _resolve_mode(config: EngineConfig, device: torch.device, obstacle: str | No
                     f"needs {missing}"
                 )
             return "eager"
-    return "compile" if mode == "auto" else _as_mode(mode)
+    return "compile" if mode == "auto" else mode
 
 
 def resolve_kernels(
@@ -378,7 +337,3 @@ def _missing_for_native(device: torch.device) -> str | None:
 
 def _missing_compiler() -> str | None:
     return None if have_compiler() else "a C++ compiler: install g++ (or set CXX)"
-
-
-def _as_mode(mode: str) -> Mode:
-    return cast(Mode, mode)  # one of `EngineConfig`'s checked choices

@@ -104,8 +104,8 @@ class StructuredOutput:
         names = [field.name for field in fields(cls)]
         if not isinstance(value, Mapping):
             raise RequestError(
-                f"SamplingParams: structured is {bounded_repr(value)}; allowed is a"
-                f" StructuredOutput, or a mapping with one of {', '.join(names)}",
+                f"structured must be a StructuredOutput, or a mapping with one of"
+                f" {', '.join(names)}, not {bounded_repr(value)}",
                 field="structured",
             )
         unknown = [name for name in value if name not in names]

@@ -48,10 +48,9 @@ class StepMode(NamedTuple):
     ranks: int = 1
 
     @classmethod
-    def of(cls, config: EngineConfig | ResolvedConfig) -> StepMode:
+    def of(cls, config: EngineConfig) -> StepMode:
         """Return the mode of an engine."""
-        user = config.user if isinstance(config, ResolvedConfig) else config
-        return cls(config.mode, config.kernels, config.model_impl, user.tensor_parallel)
+        return cls(config.mode, config.kernels, config.model_impl, config.tensor_parallel)
 
     def __str__(self) -> str:
         kernels = "" if self.kernels == "auto" else f" with {self.kernels} kernels"

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...profiling import bandwidth
 from ...profiling.command_line import CommandParser
@@ -69,7 +70,7 @@ def _explain_memory(options: argparse.Namespace) -> int:
     from ..tools.memory_report import explain_memory  # needs torch
 
     def explain(
-        model: str, config: EngineConfig, mode: str, kernels: str, model_impl: str, ranks: int
+        model: str, config: EngineConfig, mode: Any, kernels: Any, model_impl: Any, ranks: int
     ) -> str:
         config = dataclasses.replace(
             config,

@@ -16,8 +16,9 @@ from ...profiling.atomic_write import WriteError, check_writable
 from ...profiling.command_line import CommandParser
 from ...profiling.kernel_names import SUFFIX as KERNELS_SUFFIX
 from ...profiling.trace import SUFFIX as TRACE_SUFFIX
-from ..config import MAX_RANKS, MAX_SEED, EngineConfig
-from ..tools.arguments import DTYPES, STORED_DTYPES, integer, parse_bytes
+from ..arguments import described_fields
+from ..config import EngineConfig
+from ..tools.arguments import flag_settings, integer, parse_bytes
 from .console import program_name
 from .peer_runner import RUNTIMES
 from .peers import peer_spec
@@ -110,6 +111,38 @@ _LIST: dict[str, Any] = {"nargs": "+"}
 _STEADY = {"steady": None}
 _SERVE_MS = {"type": number("a positive number of milliseconds"), "metavar": "MS"}
 
+_DESCRIBED = described_fields(EngineConfig)
+
+
+def _field(
+    name: str,
+    default: Any = "auto",
+    note: str | None = None,
+    *,
+    many: bool = True,
+    scenarios: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Flag:
+    """Return the flag of a field of `EngineConfig`, by default of all scenarios with a model.
+
+    Args:
+        name: of the field, whose first sentence describes the flag.
+        default: value without the flag.
+        note: the default in words.
+        many: whether the flag has a list of values, each of them another case.
+        scenarios: defaults by scenario, if they differ.
+        settings: instead of the field's.
+    """
+    text = _DESCRIBED[name].partition(". ")[0].removesuffix(".").replace("%", "%%")
+    return Flag(
+        f"{text} (default: {default if note is None else note})",
+        _engines([default] if many and default is not None else default)
+        if scenarios is None
+        else scenarios,
+        (_LIST if many else {}) | flag_settings(EngineConfig, name) | settings,
+    )
+
+
 FLAGS: dict[str, dict[str, Flag]] = {
     "model and engine": {
         "model": Flag(
@@ -117,57 +150,26 @@ FLAGS: dict[str, dict[str, Flag]] = {
             _engines(["demo"]),
             _LIST,
         ),
-        "device": Flag("cpu, cuda, cuda:1 ... (default: auto)", _engines("auto")),
-        "dtype": Flag(
-            "dtype of weights and activations (default: auto, as stored)",
-            _engines(["auto"]),
-            _LIST | {"choices": DTYPES},
+        "device": _field("device", "auto", many=False),
+        "dtype": _field("dtype"),
+        "weight-dtype": _field("weight_dtype"),
+        "kv-dtype": _field("kv_dtype"),
+        "mode": _field("mode", None, "the fastest of the device", choices=MODES),
+        "kernels": _field("kernels"),
+        "model-impl": _field("model_impl"),
+        "prefill-chunk": _field("prefill_chunk", EngineConfig().prefill_chunk, many=False),
+        "threads": _field(
+            "threads",
+            None,
+            "a thread per core; serve: -1, all cores but one, which the event loop gets",
+            many=False,
+            scenarios=_engines(serve=-1),
         ),
-        "weight-dtype": Flag(
-            "dtype of the weights of linear layers (default: auto, as --dtype)",
-            _engines(["auto"]),
-            _LIST | {"choices": STORED_DTYPES},
-        ),
-        "kv-dtype": Flag(
-            "dtype of the cache (default: auto, as --dtype)",
-            _engines(["auto"]),
-            _LIST | {"choices": STORED_DTYPES},
-        ),
-        "mode": Flag(
-            "execution modes of steps (default: the fastest of the device)",
-            _engines(),
-            _LIST | {"choices": MODES},
-        ),
-        "kernels": Flag(
-            "native: C++ operators on a CPU, Triton kernels on CUDA; torch: plain PyTorch around"
-            " the paged attention operation; auto: native, but torch with --mode eager (default:"
-            " auto)",
-            _engines(["auto"]),
-            _LIST | {"choices": ("auto", "native", "torch")},
-        ),
-        "model-impl": Flag(
-            "native: layers of our model families; transformers: layers of the package"
-            " transformers, compiled around our cache; auto: native if the family exists"
-            " (default: auto)",
-            _engines(["auto"]),
-            _LIST | {"choices": ("auto", "native", "transformers")},
-        ),
-        "prefill-chunk": Flag(
-            f"maximum prompt tokens per step (default: {EngineConfig().prefill_chunk})",
-            _engines(EngineConfig().prefill_chunk),
-            {"type": integer(1), "metavar": "TOKENS"},
-        ),
-        "threads": Flag(
-            "threads of the engine on a CPU, as `EngineConfig.threads` (default: a thread per core;"
-            " serve: -1, all cores but one, which the event loop gets)",
-            _engines(serve=-1),
-            {"type": integer(-1024, 1024)},
-        ),
-        "tensor-parallel": Flag(
-            "ranks of the engine (docs/tensor-parallel.md), which share the cores of a CPU; several"
-            " numbers are measured in turn",
-            {"steady": None, "interference": None},
-            _LIST | {"type": integer(1, MAX_RANKS), "metavar": "RANKS"},
+        "tensor-parallel": _field(
+            "tensor_parallel",
+            None,
+            "1; several numbers are measured in turn",
+            scenarios={"steady": None, "interference": None},
         ),
     },
     "measurement": {
@@ -241,11 +243,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
             _STEADY,
             {"choices": ("transformers", "compiled")},
         ),
-        "seed": Flag(
-            "seed of prompts and of preset weights",
-            dict.fromkeys(SCENARIOS, 0),
-            {"type": integer(0, MAX_SEED)},
-        ),
+        "seed": _field("seed", 0, many=False, scenarios=dict.fromkeys(SCENARIOS, 0)),
     },
     "serve": {
         "rates": Flag(

@@ -118,7 +118,7 @@ def decode_roofline(engine: Engine, contexts: Sequence[int], bandwidth: float) -
         attend.head_dim,
         attend.value_dim,
     )
-    shared = engine.config.user.tensor_parallel if engine.config.device.type == "cpu" else 1
+    shared = engine.config.tensor_parallel if engine.config.device.type == "cpu" else 1
     return Roofline(
         shared * (engine.weight_bytes_read(len(contexts)) + kv_bytes),
         shared * flops,

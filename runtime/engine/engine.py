@@ -574,7 +574,7 @@ class Engine:
             )
         forced = token_ids[prompt_len:]
         # Greedy steps of a tensor-parallel group do not gather the logits of all ranks.
-        logprobs = None if self.config.user.tensor_parallel == 1 else 0
+        logprobs = None if self.config.tensor_parallel == 1 else 0
         params = SamplingParams(
             max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True, logprobs=logprobs
         ).resolved()
@@ -683,7 +683,7 @@ class Engine:
             if config.device.type == "cuda":
                 torch.cuda.synchronize(config.device)  # steps may run in another stream
             self.model_config = new.config
-            defaults = new.defaults_for(config.user.generation_config)
+            defaults = new.defaults_for(config.generation_config)
             self._parts = dataclasses.replace(
                 parts, tokenizer=new.tokenizer, sampling_defaults=defaults
             )

@@ -129,7 +129,7 @@ def engine_stats(
         "mode": parts.config.mode,
         "kernels": parts.model.kernels.name,
         "threads": None if library_file is None else parts.config.threads,
-        "tensor_parallel": parts.config.user.tensor_parallel,
+        "tensor_parallel": parts.config.tensor_parallel,
         "collectives": None if collectives is None else type(collectives).__name__,
         "kernel_fallbacks": [asdict(fallback) for fallback in parts.model.kernels.fallbacks],
         "max_model_len": max_model_len,

@@ -192,7 +192,7 @@ def ended_by_failures(group: RankGroup | None) -> Iterator[None]:
 
 def check_can_split(found: Source, config: ResolvedConfig) -> None:
     """Raise `ConfigError` if the model, device or platform does not allow this number of ranks."""
-    ranks = config.user.tensor_parallel
+    ranks = config.tensor_parallel
     require_futex()
     check_ranks(plan_of(found.config), ranks)
     if config.device.type != "cuda":
@@ -217,7 +217,7 @@ def spawn_group(found: Source, config: ResolvedConfig) -> RankGroup:
     Raises:
         ConfigError: no process can be started.
     """
-    ranks = config.user.tensor_parallel
+    ranks = config.tensor_parallel
     memory, descriptor = shared_memory(SharedSegment.nbytes_for(ranks))
     children: list[RankProcess] = []
     cores = _cores_of_ranks(config)
@@ -242,7 +242,7 @@ def spawn_group(found: Source, config: ResolvedConfig) -> RankGroup:
 
 def _cores_of_ranks(config: ResolvedConfig) -> list[list[int] | None]:
     """Return the CPUs of each rank; None: all of this process, too few to divide."""
-    ranks, cores = config.user.tensor_parallel, affine_cores()
+    ranks, cores = config.tensor_parallel, affine_cores()
     each = len(cores) // ranks
     if config.device.type != "cpu" or each < config.threads:
         return [None] * ranks

@@ -480,7 +480,7 @@ class EngineParts:
         phases = ", ".join(f"{phase.name} {phase.seconds:.1f} s" for phase in self.phases)
         dtype = str(config.dtype).removeprefix("torch.")
         threads = f", {config.threads} threads" if config.device.type == "cpu" else ""
-        ranks = config.user.tensor_parallel
+        ranks = config.tensor_parallel
         return (
             f"{self.model.config.model_type} in {dtype} on {config.device}"
             f"{f', {ranks} ranks' if ranks > 1 else ''}, mode {config.mode},"
@@ -1051,7 +1051,7 @@ def make_loop(
         rope_lengths=rope_lengths(parts.model.config),
     )
     if parts.runner.commands is not None and parts.group is not None:
-        timeout = config.user.rank_timeout
+        timeout = config.rank_timeout
         parts.runner.commands.serve(timeout)
         _serve_ranks(parts, parts.group, timeout)
     return StepLoop(

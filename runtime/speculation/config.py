@@ -6,14 +6,16 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from ..arguments import Range, check_fields
 from ..bounded_repr import bounded_repr
 from ..errors import ConfigError
 
 __all__ = ["DRAFTER_METHODS", "HOST_METHODS", "MAX_DRAFTS", "METHODS", "Speculation"]
 
 MAX_DRAFTS = 15
+MAX_PATH_CHARS = 4096
 HOST_METHODS = ("suffix", "ngram")
 DRAFTER_METHODS = ("draft_model", "eagle3", "mtp", "dflash")
 METHODS = (*HOST_METHODS, *DRAFTER_METHODS)
@@ -34,9 +36,9 @@ class Speculation:
             multi-token prediction, or a model that fills a block of tokens at once.
         model: the checkpoint of the drafter: a directory, a hub id, `demo` or `preset:NAME`. None:
             for `mtp` the model's own directory, for other drafters the directory `drafter` in it.
-        num_speculative_tokens: maximum drafts of a row and step, 1 to 15. The engine chooses fewer,
+        num_speculative_tokens: maximum drafts of a row and step. The engine chooses fewer,
             or none, by measured acceptance and step times.
-        prompt_lookup_min: tokens, 2 to 32, that an earlier occurrence must share with the newest
+        prompt_lookup_min: tokens that an earlier occurrence must share with the newest
             tokens.
         adaptive: whether measured acceptance and step times decide how many drafts are verified.
             False verifies every draft, which can be slower than no drafts at all.
@@ -49,50 +51,20 @@ class Speculation:
     """
 
     method: Literal["suffix", "ngram", "draft_model", "eagle3", "mtp", "dflash"] = "suffix"
-    model: str | None = None
-    num_speculative_tokens: int = 7
-    prompt_lookup_min: int = 3
+    model: Annotated[str, Range(1, MAX_PATH_CHARS)] | None = None
+    num_speculative_tokens: Annotated[int, Range(1, MAX_DRAFTS)] = 7
+    prompt_lookup_min: Annotated[int, Range(2, 32)] = 3
     adaptive: bool = True
     share_outputs: bool = False
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        check_fields(self, ConfigError, within="speculation")
+        if self.model is not None and not self.uses_drafter:
             raise ConfigError(
-                f"speculation method must be one of {', '.join(METHODS)}, not"
-                f" {bounded_repr(self.method)}",
+                f"speculation method {self.method!r} has no model: use one of"
+                f" {', '.join(DRAFTER_METHODS)}, or leave model out",
                 field="speculation",
             )
-        if self.model is not None:
-            if not isinstance(self.model, str) or not self.model:
-                raise ConfigError(
-                    "speculation model must be the name of a checkpoint as a string, not"
-                    f" {bounded_repr(self.model)}",
-                    field="speculation",
-                )
-            if not self.uses_drafter:
-                raise ConfigError(
-                    f"speculation method {self.method!r} has no model: use one of"
-                    f" {', '.join(DRAFTER_METHODS)}, or leave model out",
-                    field="speculation",
-                )
-        for field, low, high in (
-            ("num_speculative_tokens", 1, MAX_DRAFTS),
-            ("prompt_lookup_min", 2, 32),
-        ):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(
-                    f"speculation {field} must be an integer from {low} to {high}, not"
-                    f" {bounded_repr(value)}",
-                    field="speculation",
-                )
-        for field in ("adaptive", "share_outputs"):
-            value = getattr(self, field)
-            if not isinstance(value, bool):
-                raise ConfigError(
-                    f"speculation {field} must be True or False, not {bounded_repr(value)}",
-                    field="speculation",
-                )
 
     @classmethod
     def of(cls, given: object) -> Speculation:

@@ -1,22 +1,29 @@
-"""Command-line arguments that several commands and tools take. Does not import torch."""
+"""Flags of commands: fields of configurations, and values that several commands take. No torch."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
+from ..arguments import Allowed, allowed_values, described_fields
+from ..config import EngineConfig
 from ..errors import ConfigError
 from ..speculation.config import Speculation
 
-__all__ = ["DTYPES", "STORED_DTYPES", "integer", "parse_bytes", "speculation_spec"]
+__all__ = [
+    *("DTYPES", "STORED_DTYPES", "add_config_flags", "config_of", "flag_settings", "flag_type"),
+    *("integer", "parse_bytes", "speculation_spec"),
+]
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-"""Choices of `--dtype`."""
+Config = TypeVar("Config")
 
-STORED_DTYPES = ("auto", "int8", "fp8")
-"""Choices of `--weight-dtype` and `--kv-dtype`."""
+DTYPES = allowed_values(EngineConfig)["dtype"].choices
+STORED_DTYPES = allowed_values(EngineConfig)["weight_dtype"].choices
+"""Also of `--kv-dtype`."""
 
 _UNITS = {
     unit + suffix: base**power
@@ -27,6 +34,106 @@ _UNITS = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _MOST_BYTES = 2**60
 """An exbibyte, more than any address space."""
+
+
+def add_config_flags(
+    parser: argparse._ActionsContainer,
+    kind: type,
+    *,
+    defaults: Mapping[str, Any],
+    without: Collection[str] = (),
+) -> None:
+    """Add a flag for each field of a dataclass except those `without`.
+
+    Flags that are not given leave no attribute in the result of the parser; see `config_of`, which
+    has the same `defaults`.
+    """
+    texts = described_fields(kind)
+    for field in dataclasses.fields(kind):
+        if field.name not in without:
+            default = defaults.get(field.name, field.default)
+            text = _help(texts[field.name], allowed_values(kind).get(field.name), default)
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                dest=f"{kind.__name__}.{field.name}",
+                default=argparse.SUPPRESS,
+                help=text.replace("%", "%%"),
+                **flag_settings(kind, field.name),
+            )
+
+
+def config_of(kind: type[Config], options: argparse.Namespace, **defaults: Any) -> Config:
+    """Return the configuration that the flags give; `defaults` differ from those of the class.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    values = dict(defaults)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        name = f"{kind.__name__}.{field.name}"
+        if hasattr(options, name):
+            value = getattr(options, name)
+            if isinstance(value, list):  # of a tuple, or the pairs of a mapping
+                value = dict(value) if isinstance(value[0], tuple) else tuple(value)
+            values[field.name] = value
+    return kind(**values)
+
+
+def _help(text: str, allowed: Allowed | None, default: Any) -> str:
+    """Return the description of a field, its range and default; None is not a word of a shell."""
+    notes = [] if allowed is None or not allowed.limits else [allowed.limits]
+    if default is None:
+        text = text.replace(". None:", ". Default:").replace("; None:", "; default:")
+    elif default is not dataclasses.MISSING:
+        text = re.sub(r" None: [^.]*\.$", "", text)
+        shown = "yes" if default is True else "no" if default is False else default
+        notes.append(f"default: {f'{default:g}' if isinstance(default, float) else shown}")
+    return f"{text.removesuffix('.')} ({'; '.join(notes)})" if notes else text
+
+
+def flag_settings(kind: type, name: str) -> dict[str, Any]:
+    """Return the arguments of `add_argument` that read a field of a configuration."""
+    allowed = allowed_values(kind).get(name)
+    if allowed is None:
+        return {"type": flag_type(_speculation, "a method or a JSON object"), "metavar": "METHOD"}
+    if allowed.kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if allowed.choices:
+        return {"choices": allowed.choices}
+    if allowed.kind is Mapping:
+        pair = "NAME=NUMBER"
+        return {"nargs": "+", "type": flag_type(_name_and_number, pair), "metavar": pair}
+    if name.endswith("_bytes"):
+        return {"type": flag_type(parse_bytes, "a size such as 512MB"), "metavar": "SIZE"}
+    value = allowed.entry or allowed
+    metavar = {int: "N", float: "X"}.get(value.kind, "NAME")
+
+    def read(text: str) -> Any:
+        return value.check(name, value.kind(text), ConfigError)
+
+    settings = {"type": flag_type(read, str(value)), "metavar": metavar}
+    return settings | ({} if allowed.entry is None else {"nargs": "+"})
+
+
+def flag_type(read: Callable[[str], Any], what: str) -> Callable[[str], Any]:
+    """Return a type for argparse whose error says `what` was expected."""
+
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except (ValueError, ConfigError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is not {what}") from error
+
+    return convert
+
+
+def _speculation(text: str) -> Speculation:
+    return Speculation.of(json.loads(text) if text.startswith("{") else text)
+
+
+def _name_and_number(text: str) -> tuple[str, float]:
+    name, _, number = text.rpartition("=")
+    return name, float(number)
 
 
 def parse_bytes(text: str) -> int:

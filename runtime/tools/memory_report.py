@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -141,7 +140,7 @@ def resolve_absent(config: EngineConfig, model: DecoderConfig) -> ResolvedConfig
         config, device="cpu", mode="eager", kernels="torch", batch_invariant=False
     )
     resolved = ResolvedConfig.resolve(on_cpu, model)
-    mode = cast(Mode, "graph" if config.mode == "auto" else config.mode)
+    mode: Mode = "graph" if config.mode == "auto" else config.mode
     obstacle = native_obstacle("cuda", resolved.dtype, resolved.weights, plan_of(model))
     device = torch.device("cuda")
     kernels = resolve_kernels(config.kernels, mode, obstacle)

@@ -18,7 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -199,7 +199,7 @@ def main(
 
 
 def _resolve(
-    source: str, dtype: str, weight_dtype: str, device: torch.device
+    source: str, dtype: Any, weight_dtype: Any, device: torch.device
 ) -> tuple[ModelConfig, ResolvedConfig]:
     """The model, and the dtypes of its weights. Raises StepgraphError for what cannot be tuned."""
     model = resolve_source(source, config_only=True).native

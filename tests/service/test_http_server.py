@@ -18,7 +18,8 @@ pytest.importorskip("uvicorn")
 import httpx
 from stepgraph.runtime import EngineConfig, ServiceConfig
 from stepgraph.runtime.service.http import connection, server
-from stepgraph.runtime.service.http.flags import config_of, make_parser
+from stepgraph.runtime.service.http.flags import make_parser
+from stepgraph.runtime.tools.arguments import config_of
 
 from ..rigs.http_rig import COMPLETIONS, events_of
 from ..rigs.http_servers import KEY, SECONDS, Command, Threaded, read_all, request

@@ -17,8 +17,9 @@ from types import FrameType
 
 from ...config import EngineConfig
 from ...errors import ConfigError
+from ...tools.arguments import config_of
 from ..service_config import ServiceConfig
-from .flags import ENGINE_DEFAULTS, PROGRAM, SERVICE_DEFAULTS, config_of, in_flags, make_parser
+from .flags import ENGINE_DEFAULTS, PROGRAM, SERVICE_DEFAULTS, in_flags, make_parser
 
 __all__ = ["ACCESS_LOG", "Serve", "logs_to_stderr", "run"]
 

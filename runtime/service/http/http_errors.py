@@ -111,7 +111,7 @@ def http_error(
 
 
 def _invalid_request(error: RequestError, param: str | None) -> HttpError:
-    message = in_flags(error).removeprefix("SamplingParams: ")
+    message = in_flags(error)
     if error.field == "structured" and param is not None:
         message = _STRUCTURED.sub(param, message)
     return HttpError(400, message, param=param, code=error.code)

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Annotated, Any, cast
 
 import msgspec
 
+from ...arguments import allowed_values
 from ...bounded_repr import bounded_repr
 from ...engine.intake import MAX_SALT_CHARS
 from ...errors import GrammarError, RequestError
 from ...loading.chat_template import ChatPrompt
 from ...prompt_ids import too_long
 from ...sampling_params import (
-    MAX_ADDITIVE_PENALTY,
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORD_CHARS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
-    MAX_N,
-    MAX_REPETITION_PENALTY,
-    MAX_SEED,
-    MAX_STOP_STRING_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TEMPERATURE,
-    MAX_TOKEN_ID,
     MAX_TOKENS_LIMIT,
     MAX_TRUNCATED_TOKENS,
     SamplingParams,
@@ -54,24 +41,28 @@ def allows(**limits: object) -> msgspec.Meta:
     return msgspec.Meta(extra_json_schema=limits)
 
 
-NumTokens = Annotated[int, allows(minimum=0, maximum=MAX_TOKENS_LIMIT)]
-Penalty = Annotated[float, allows(minimum=-MAX_ADDITIVE_PENALTY, maximum=MAX_ADDITIVE_PENALTY)]
-TokenId = Annotated[int, allows(minimum=0, maximum=MAX_TOKEN_ID)]
-NumLogprobs = Annotated[int, allows(minimum=0, maximum=MAX_LOGPROBS)]
-StopString = Annotated[str, allows(minLength=1, maxLength=MAX_STOP_STRING_CHARS)]
-Bias = Annotated[float, allows(minimum=-MAX_LOGIT_BIAS, maximum=MAX_LOGIT_BIAS)]
-Biases = Annotated[
-    dict[TokenId, Bias],
-    allows(maxProperties=MAX_LOGIT_BIAS_ENTRIES, propertyNames={"pattern": "^[0-9]{1,9}$"}),
-]
+def allowed(field: str, *, entry: bool = False) -> msgspec.Meta:
+    """Return the limits of a field of `SamplingParams`, or of each `entry` of one."""
+    values = allowed_values(SamplingParams)[field]
+    values = values.entry if entry and values.entry is not None else values
+    assert values.range is not None, field
+    low, high = values.range.low, values.range.high
+    units: dict[type, str] = {str: "Length", Sequence: "Items", Mapping: "Properties"}
+    unit = units.get(values.kind)
+    if unit is not None:
+        return allows(**{f"min{unit}": low, f"max{unit}": high})
+    return allows(**{"exclusiveMinimum" if values.range.above else "minimum": low, "maximum": high})
+
+
 Seconds = Annotated[float, allows(exclusiveMinimum=0, maximum=MAX_SECONDS)]
-AllowedTokenIds = Annotated[list[TokenId], allows(minItems=1, maxItems=MAX_ALLOWED_TOKEN_IDS)]
-LogprobTokenIds = Annotated[list[TokenId], allows(maxItems=MAX_LOGPROBS)]
-BadWords = Annotated[
-    list[Annotated[str, allows(minLength=1, maxLength=MAX_BAD_WORD_CHARS)]],
-    allows(maxItems=MAX_BAD_WORDS),
+TokenId = Annotated[int, allowed("stop_token_ids", entry=True)]
+StopString = Annotated[str, allowed("stop", entry=True)]
+BadWord = Annotated[str, allowed("bad_words", entry=True)]
+Biases = Annotated[
+    dict[TokenId, Annotated[float, allowed("logit_bias", entry=True)]],
+    allowed("logit_bias"),
+    allows(propertyNames={"pattern": "^[0-9]{1,9}$"}),
 ]
-NumTruncated = Annotated[int, allows(minimum=-1, maximum=MAX_TRUNCATED_TOKENS)]
 Prompts = str | list[str | TokenId | list[TokenId]]
 
 MAX_MESSAGES = 1 << 14
@@ -159,32 +150,30 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: NumTokens | None = None
-    min_tokens: NumTokens | None = None
-    temperature: Annotated[float, allows(minimum=0, maximum=MAX_TEMPERATURE)] | None = None
-    top_p: Annotated[float, allows(exclusiveMinimum=0, maximum=1)] | None = None
-    top_k: Annotated[int, allows(minimum=-1, maximum=MAX_TOKEN_ID)] | None = None
-    min_p: Annotated[float, allows(minimum=0, maximum=1)] | None = None
-    repetition_penalty: (
-        Annotated[float, allows(exclusiveMinimum=0, maximum=MAX_REPETITION_PENALTY)] | None
-    ) = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    max_tokens: Annotated[int, allowed("max_tokens")] | None = None
+    min_tokens: Annotated[int, allowed("min_tokens")] | None = None
+    temperature: Annotated[float, allowed("temperature")] | None = None
+    top_p: Annotated[float, allowed("top_p")] | None = None
+    top_k: Annotated[int, allowed("top_k")] | None = None
+    min_p: Annotated[float, allowed("min_p")] | None = None
+    repetition_penalty: Annotated[float, allowed("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, allowed("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, allowed("frequency_penalty")] | None = None
     logit_bias: Biases | None = None
-    seed: Annotated[int, allows(minimum=0, maximum=MAX_SEED)] | None = None
-    n: Annotated[int, allows(minimum=1, maximum=MAX_N)] | None = None
+    seed: Annotated[int, allowed("seed")] | None = None
+    n: Annotated[int, allowed("n")] | None = None
     best_of: int | None = None
-    stop: StopString | Annotated[list[StopString], allows(maxItems=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], allows(maxItems=MAX_STOP_TOKEN_IDS)] | None = None
+    stop: StopString | Annotated[list[StopString], allowed("stop")] | None = None
+    stop_token_ids: Annotated[list[TokenId], allowed("stop_token_ids")] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: AllowedTokenIds | None = None
-    bad_words: BadWords | None = None
-    prompt_logprobs: NumLogprobs | None = None
-    logprob_token_ids: LogprobTokenIds | None = None
+    allowed_token_ids: Annotated[list[TokenId], allowed("allowed_token_ids")] | None = None
+    bad_words: Annotated[list[BadWord], allowed("bad_words")] | None = None
+    prompt_logprobs: Annotated[int, allowed("prompt_logprobs")] | None = None
+    logprob_token_ids: Annotated[list[TokenId], allowed("logprob_token_ids")] | None = None
     return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: NumTruncated | None = None
+    truncate_prompt_tokens: Annotated[int, allowed("truncate_prompt_tokens")] | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     timeout: Seconds | None = None
@@ -284,7 +273,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     """The body of `/v1/completions`."""
 
     prompt: Prompts
-    logprobs: NumLogprobs | None = None
+    logprobs: Annotated[int, allowed("logprobs")] | None = None
     echo: bool | None = None
 
     def prompts(self, *, max_prompts: int, max_model_len: int) -> list[str] | list[list[int]]:
@@ -323,9 +312,9 @@ class ChatRequest(SamplingRequest, kw_only=True):
     """The body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: NumTokens | None = None
+    max_completion_tokens: Annotated[int, allowed("max_tokens")] | None = None
     logprobs: bool | None = None
-    top_logprobs: NumLogprobs | None = None
+    top_logprobs: Annotated[int, allowed("logprobs")] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
