@@ -7,7 +7,6 @@ replaced, and keeps its permissions.
 
 import os
 import shutil
-import stat
 from pathlib import Path
 
 __all__ = ["WriteError", "check_writable", "write_file"]
@@ -33,14 +32,7 @@ def check_writable(path: Path) -> None:
     Raises:
         WriteError: it cannot; says why.
     """
-    try:
-        temporary = _temporary(_target(path))
-        temporary.open("x").close()
-        temporary.unlink()
-    except WriteError:
-        raise
-    except OSError as error:
-        raise WriteError(path, error.strerror or str(error)) from error
+    _write(path, None)
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -49,48 +41,29 @@ def write_file(path: Path, content: str | bytes) -> None:
     Raises:
         WriteError: it cannot be written; its old content stays.
     """
+    _write(path, content.encode() if isinstance(content, str) else content)
+
+
+def _write(path: Path, content: bytes | None) -> None:
+    """Write a temporary file, and let it replace the target unless there is no content."""
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    if target.is_dir():
+        raise WriteError(path, "it is a directory")
+    if not target.parent.is_dir():
+        raise WriteError(path, f"{path.parent} is not a directory")
+    if os.path.lexists(target) and not (target.is_file() and os.access(target, os.W_OK)):
+        raise WriteError(path, "it is not a regular file, or is read-only")
     try:
-        target = _target(path)
-        temporary = _temporary(target)
         with temporary.open("xb") as file:
             try:
-                file.write(content.encode() if isinstance(content, str) else content)
-                file.flush()
-                if target.exists():
-                    shutil.copymode(target, temporary)
-                os.replace(temporary, target)
-            except BaseException:  # an interrupt as well
+                if content is not None:
+                    file.write(content)
+                    file.flush()
+                    if target.exists():
+                        shutil.copymode(target, temporary)
+                    os.replace(temporary, target)
+            finally:  # after an interrupt as well
                 temporary.unlink(missing_ok=True)
-                raise
-    except WriteError:
-        raise
     except OSError as error:
         raise WriteError(path, error.strerror or str(error)) from error
-
-
-def _target(path: Path) -> Path:
-    """Return the file that the path leads to, with all links resolved."""
-    target = Path(os.path.realpath(path))
-    reason = None
-    try:
-        mode = target.lstat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        if not target.parent.is_dir():
-            leads = f"it leads to {target}, and " if path.is_symlink() else ""
-            reason = f"{leads}{target.parent if leads else path.parent} is not a directory"
-    else:
-        if stat.S_ISDIR(mode):
-            reason = "it is a directory"
-        elif stat.S_ISLNK(mode):  # a link that cannot be resolved
-            reason = "its symbolic links lead in a circle"
-        elif not stat.S_ISREG(mode):
-            reason = "it is no regular file"
-        elif not os.access(target, os.W_OK):
-            reason = "it is read-only"
-    if reason is not None:
-        raise WriteError(path, reason)
-    return target
-
-
-def _temporary(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{os.getpid()}.tmp")

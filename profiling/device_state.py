@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceMonitor", "describe_throttling", "watch"]
+__all__ = ["CLOCKS", "DeviceMonitor", "describe_throttling", "watch"]
+
+CLOCKS: Final = ("driver", "max_sm_mhz", "max_memory_mhz")
+"""What `DeviceMonitor.describe` returns."""
 
 CLOCK_TOLERANCE: Final = 0.05
 """Relative change of the SM clock during a measurement that is no warning."""
@@ -73,51 +76,33 @@ class DeviceMonitor:
 
         `sm_mhz` and `memory_mhz`: clocks; `power_w` and `power_limit_w`: average draw as reported
         by the driver, and enforced limit; `temperature_c`; `reasons`: names of NVML's reasons for
-        lower clocks; `persistence`: whether the driver stays loaded while no process uses the
-        device.
+        lower clocks.
         """
         nvml, query = self._nvml, self._query
         power = query("nvmlDeviceGetPowerUsage")
         limit = query("nvmlDeviceGetEnforcedPowerLimit")
-        persistence = query("nvmlDeviceGetPersistenceMode")
-        # The second of each pair is the query of drivers before 535.
-        temperature = query("nvmlDeviceGetTemperatureV", nvml.NVML_TEMPERATURE_GPU)
-        if temperature is None:
-            temperature = query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)
         bits = query("nvmlDeviceGetCurrentClocksEventReasons")
-        if bits is None:
-            bits = query("nvmlDeviceGetCurrentClocksThrottleReasons")
         return {
             "sm_mhz": query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
             "memory_mhz": query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
             "power_w": None if power is None else power / 1e3,
             "power_limit_w": None if limit is None else limit / 1e3,
-            "temperature_c": temperature,
+            "temperature_c": query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
             "reasons": None if bits is None else _names(bits),
-            "persistence": None if persistence is None else bool(persistence),
         }
 
     def describe(self) -> dict[str, Any]:
         """Return the driver version, and the highest clocks in MHz."""
         nvml = self._nvml
-        try:
-            driver = nvml.nvmlSystemGetDriverVersion()
-        except nvml.NVMLError:
-            driver = None
-        return {
-            "driver": driver,
-            "max_sm_mhz": self._query("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
-            "max_memory_mhz": self._query("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM),
-        }
+        clocks = (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM)
+        highest = [self._query("nvmlDeviceGetMaxClockInfo", clock) for clock in clocks]
+        return dict(zip(CLOCKS, (nvml.nvmlSystemGetDriverVersion(), *highest), strict=True))
 
     def _query(self, name: str, *arguments: Any) -> Any:
         """Return NVML's answer; None where the package, the driver or the card has none."""
-        function = getattr(self._nvml, name, None)
-        if function is None:  # a package older than the query
-            return None
         try:
-            return function(self._handle, *arguments)
-        except self._nvml.NVMLError:
+            return getattr(self._nvml, name)(self._handle, *arguments)
+        except (AttributeError, self._nvml.NVMLError):
             return None
 
 

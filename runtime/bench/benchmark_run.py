@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -83,16 +82,27 @@ def resolve_engine(model: str, config: EngineConfig) -> ResolvedConfig:
         raise ConfigError(f"{model}: {error}") from error
 
 
-class BenchmarkRun(ABC):
+class BenchmarkRun:
     """One run of the command line."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        measure: Callable[[BenchmarkRun, ModelKind, StepMode], Iterator[dict[str, Any]]]
+        | None = None,
+    ) -> None:
         """Check the device and all engines, and measure the bandwidth.
+
+        Args:
+            options: the checked command line.
+            measure: yields the entries of a model and mode as they are measured; None: `run` does
+                something else.
 
         Raises:
             StepgraphError: an engine cannot run as configured; nothing was measured yet.
         """
         self.options = options
+        self._measure_each = measure
         self.device = resolve_device(options.device)
         self.monitor = DeviceMonitor.of(self.device)
         self.modes = self._step_modes(options.mode or modes_of(self.device)[-1:])
@@ -102,9 +112,14 @@ class BenchmarkRun(ABC):
         self.document = new_document(self.device, self.bandwidth, options.threads)
         """The content of `--output-json`; has an entry as soon as it is measured."""
 
-    @abstractmethod
     def run(self) -> None:
         """Measure, and write the document after each entry."""
+        assert self._measure_each is not None
+        entries = self.document[self.options.scenario] = []
+        for kind, mode in itertools.product(self.kinds, self.modes):
+            for entry in self._measure_each(self, kind, mode):
+                entries.append(entry)
+                write_json(self.options, self.document)
 
     def settle(self) -> None:
         """Measure the bandwidth again, after all cases, and write the document."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -125,34 +124,18 @@ def _new_run(options: argparse.Namespace) -> Any:
 
         return SteadyRun(options)
     from .benchmark_run import BenchmarkRun
-    from .results import write_json
 
-    measure = _scenario(options.scenario)
-
-    class ScenarioRun(BenchmarkRun):
-        def run(self) -> None:
-            entries = self.document[options.scenario] = []
-            for kind, mode in itertools.product(self.kinds, self.modes):
-                for entry in measure(self, kind, mode):
-                    entries.append(entry)
-                    write_json(options, self.document)
-
-    return ScenarioRun(options)
-
-
-def _scenario(name: str) -> Callable[..., Iterator[dict[str, Any]]]:
-    """Return the function that yields the entries of a model and mode as they are measured."""
-    if name == "interference":
+    if options.scenario == "interference":
         from .scenarios.interference import run_interference
 
-        return run_interference
-    if name == "neighbours":
+        return BenchmarkRun(options, run_interference)
+    if options.scenario == "neighbours":
         from .scenarios.neighbours import run_neighbours
 
-        return run_neighbours
+        return BenchmarkRun(options, run_neighbours)
     from .scenarios.serve import run_serve
 
-    return run_serve
+    return BenchmarkRun(options, run_serve)
 
 
 def _add_comparison(

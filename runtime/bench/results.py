@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from ...profiling.atomic_write import write_file
-from ...profiling.device_state import DeviceMonitor, describe_throttling
+from ...profiling.device_state import CLOCKS, DeviceMonitor, describe_throttling
 from ...profiling.markdown import aligned
 from ..engine.engine import Engine
 from ..kernels import resolve_threads
@@ -38,7 +38,6 @@ BANDWIDTH_LIMIT = 0.1
 """So is a bandwidth that differs by more before and after the cases."""
 _COMMIT = "STEPGRAPH_COMMIT"
 """The environment variable that names the commit, for a tree without a repository."""
-_DESCRIBE = ("git", "describe", "--always", "--dirty", "--abbrev=12")
 
 
 def new_document(device: torch.device, bandwidth: float, threads: int | None) -> dict[str, Any]:
@@ -49,11 +48,11 @@ def new_document(device: torch.device, bandwidth: float, threads: int | None) ->
         bandwidth: its measured read bandwidth, in bytes per second.
         threads: as `EngineConfig.threads`.
     """
-    frequency = psutil.cpu_freq()
+    frequency, monitor = psutil.cpu_freq(), DeviceMonitor.of(device)
     cpu = _cpu_name()
     environment = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        **_driver_and_clocks(device),
+        **(dict.fromkeys(CLOCKS) if monitor is None else monitor.describe()),
         "cpu": cpu,
         "cpu_mhz": None if frequency is None else round(frequency.current),
         "threads": resolve_threads(threads),
@@ -61,7 +60,7 @@ def new_document(device: torch.device, bandwidth: float, threads: int | None) ->
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "commit": os.environ.get(_COMMIT) or _output(*_DESCRIBE),
+        "commit": os.environ.get(_COMMIT) or _described_commit(),
         "command": shlex.join(shown_command_line()),
     }
     return {"schema_version": SCHEMA_VERSION, "environment": environment, "cases": []}
@@ -121,21 +120,6 @@ def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
     }
 
 
-def _driver_and_clocks(device: torch.device) -> dict[str, Any]:
-    """Return the driver and the maximum clocks through NVML; without NVML only the driver."""
-    monitor = DeviceMonitor.of(device)
-    if monitor is not None:
-        return monitor.describe()
-    driver = None
-    if device.type == "cuda":  # one line per device; all have the same driver
-        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "driver": driver.partition("\n")[0] if driver else None,
-        "max_sm_mhz": None,
-        "max_memory_mhz": None,
-    }
-
-
 def _cpu_name() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -145,16 +129,13 @@ def _cpu_name() -> str:
     return f"{names[0]}, {len(names)} processors" if names else platform.machine()
 
 
-def _output(*command: str) -> str | None:
-    """Return the output of a command run in this folder; None if it is missing or fails."""
+def _described_commit() -> str | None:
+    """Return the commit of the working tree with this file; None where there is none."""
+    command = ("git", "describe", "--always", "--dirty", "--abbrev=12")
+    folder = Path(__file__).resolve().parent
     try:
         done = subprocess.run(
-            command,
-            cwd=Path(__file__).resolve().parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
+            command, cwd=folder, capture_output=True, text=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None

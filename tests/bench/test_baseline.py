@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.bench import baseline
 from stepgraph.runtime.bench.baseline import TransformersBaseline, import_transformers
 from stepgraph.runtime.bench.peers import PeerError
 from stepgraph.runtime.bench.results import table_rows
@@ -75,19 +74,6 @@ def test_preset_is_saved_with_its_weights_and_tokens(
         assert theirs.to_json([1.0], ours)["tokens_equal"] == 1.0
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith(("llama", "qwen"))])
-def test_config_of_a_preset_survives_the_way_to_transformers(name: str) -> None:
-    from stepgraph.runtime.bench import saved_preset
-
-    preset = PRESETS[name]
-    if preset.model_type not in saved_preset.FAMILIES:
-        pytest.skip("presets of this family are not saved")
-    fields = saved_preset._hf_fields(preset) | {"dtype": preset.torch_dtype}
-    assert ModelConfig.from_hf(fields) == preset
-    there = transformers.AutoConfig.for_model(**fields).to_dict()
-    assert ModelConfig.from_hf(there | {"dtype": preset.torch_dtype}) == preset
-
-
 def test_preset_of_another_family_is_refused() -> None:
     with pytest.raises(PeerError), checkpoint_of("preset:gemma-2-2b", "auto", 0):
         raise AssertionError
@@ -121,22 +107,6 @@ def test_generation_settings_of_a_checkpoint_are_left_out(base: TinyModel, tmp_p
         theirs.prepare(prompts, steps=19)
         theirs.run()
         assert theirs.to_json([1.0], plain)["tokens_equal"] == 1.0
-
-
-def test_failures_of_transformers_are_errors_of_ours(
-    monkeypatch: pytest.MonkeyPatch, base: TinyModel, tmp_path: Path
-) -> None:
-    with closing(load(base.directory)) as theirs:
-        theirs.prepare([[1, 2, 3]], 2)
-        with monkeypatch.context() as patch:
-            patch.setattr(baseline._TokenTimes, "put", lambda self, token_ids: None)
-            with pytest.raises(PeerError):
-                theirs.run()
-        monkeypatch.setattr(theirs._model, "forward", None)
-        with pytest.raises(PeerError):
-            theirs.run()
-    with pytest.raises(PeerError):
-        load(tmp_path)
 
 
 @pytest.mark.parametrize("version", [None, "5.16.9", "unknown"])

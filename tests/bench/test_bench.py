@@ -80,23 +80,6 @@ def test_a_step_lasts_until_the_next_tokens(monkeypatch):
     assert durations == pytest.approx([5.0, 5.0, 5.0])
 
 
-def test_what_was_measured_before_a_failure_is_kept(monkeypatch, tmp_path, capsys):
-    def repeat(run):
-        if run.case.batch_size == 2:
-            raise StepgraphError("enough")
-        real(run)
-
-    real = steady.CaseRun.repeat
-    monkeypatch.setattr(steady.CaseRun, "repeat", repeat)
-    arguments = f"{SMALL} --mode eager --output-json {tmp_path}/a.json"
-    assert run_bench(monkeypatch, arguments) == 1
-    (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
-    assert case["batch_size"] == 1
-    captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1] == "bench.py: error: enough"
-    assert "batch 1, input 24: " in captured.out
-
-
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[1:-1]]
 

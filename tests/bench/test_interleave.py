@@ -13,7 +13,6 @@ from stepgraph.cache.memory.handler import MemoryBudgetError
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.bench.results import settle_bandwidth, warnings
-from stepgraph.runtime.bench.scenarios import steady
 from stepgraph.runtime.bench.scenarios.steady import CaseRun
 from stepgraph.runtime.bench.workload import interleave, spread
 from stepgraph.runtime.kernels import have_compiler
@@ -159,19 +158,3 @@ def test_larger_bandwidth_counts_and_a_difference_is_told():
     roofline, told = settled(16e9)
     assert (roofline["floor_ms"], roofline["fraction"]) == (1.25, 0.5)
     assert len(told) == len(settled(5e9)[1]) == 1
-
-
-def test_warning_is_printed_once(monkeypatch, capsys):
-    durations = iter((1.0, 2.0) * 3)
-
-    def run(*arguments: Any, **how: Any) -> Any:
-        outputs, found = real(*arguments, **how)
-        return outputs, [next(durations)] * len(found)
-
-    real = steady._run
-    monkeypatch.setattr(steady, "_run", run)
-    arguments = "--mode eager --batch-size 1 --input-len 8 --output-len 4 --num-warmup 0"
-    assert run_bench(monkeypatch, f"{arguments} --num-iters 2") == 0
-    captured = capsys.readouterr()
-    assert captured.err.count("66.7%") == 1
-    assert "Warning" not in captured.out

@@ -23,7 +23,6 @@ from stepgraph.runtime.bench.scenarios.neighbours import (
     SideRun,
     busy_processes,
     measure_neighbours,
-    points,
 )
 from stepgraph.runtime.errors import StepgraphError
 
@@ -130,12 +129,6 @@ def test_every_round_meets_every_runtime_and_number(at_once: None) -> None:
     ]
     for run in runs:
         assert run.step_ms == {0: [[1.0] * 30] * 2, 2: [[3.0] * 30] * 2}
-
-
-def test_points() -> None:
-    assert points(None, None) == ((1, 128), (8, 1024))
-    assert points([2], None) == [(2, 128), (2, 1024)]
-    assert points([2, 3], [16]) == [(2, 16), (3, 16)]
 
 
 FAKE_VLLM = """

@@ -77,13 +77,6 @@ def test_recording_changes_no_token(
     assert [len(graph.operations) for graph in fake_graphs.graphs[len(captured) :]] == captured
 
 
-def test_eager_engines_record_nothing(open_engine: Callable[..., Engine]) -> None:
-    with attribution.recording() as names:
-        engine = open_engine("micro", mode="eager")
-        engine.generate([[1, 2]], SamplingParams(max_tokens=2, temperature=0.0))
-    assert names == KernelNames()
-
-
 class KernelCallNodes:
     """A `NodeSource`: every call of a Triton kernel is a node."""
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.profiling.device_state import DeviceMonitor, describe_throttling
-from stepgraph.runtime.bench import results as environment
 from stepgraph.runtime.bench.results import new_document
 
 from ..rigs.bench_rig import run_bench
@@ -27,12 +26,11 @@ class NVMLError(Exception):
 
 @dataclasses.dataclass
 class Card:
-    """A card; queries named in `fails` raise."""
+    """A card."""
 
     bus_id: str
     sm_mhz: int = 1980
     reasons: int = 0
-    fails: frozenset[str] = frozenset()
 
 
 ANSWERS: dict[str, Callable[..., object]] = {
@@ -40,11 +38,8 @@ ANSWERS: dict[str, Callable[..., object]] = {
     "MaxClockInfo": lambda card, kind: {1: 1980, 2: 3201}[kind],
     "PowerUsage": lambda card: 412_345,
     "EnforcedPowerLimit": lambda card: 700_000,
-    "TemperatureV": lambda card, sensor, version=0x100000C: 47 + sensor,
     "Temperature": lambda card, sensor: 46 + sensor,
     "CurrentClocksEventReasons": lambda card: card.reasons,
-    "CurrentClocksThrottleReasons": lambda card: card.reasons,
-    "PersistenceMode": lambda card: 1,
 }
 
 
@@ -58,16 +53,7 @@ class FakeNvml(ModuleType):
         super().__init__("pynvml")
         self.cards = {card.bus_id.lower(): card for card in cards}
         for name, answer in ANSWERS.items():
-            setattr(self, f"nvmlDeviceGet{name}", self._query(name, answer))
-
-    @staticmethod
-    def _query(name: str, answer: Callable[..., object]) -> Callable[..., object]:
-        def query(card: Card, *arguments: int) -> object:
-            if name in card.fails:
-                raise NVMLError
-            return answer(card, *arguments)
-
-        return query
+            setattr(self, f"nvmlDeviceGet{name}", answer)
 
     def nvmlInit(self) -> None:  # noqa: N802
         """There is a driver."""
@@ -109,9 +95,8 @@ def test_the_state_is_that_of_the_card_that_torch_sees(monkeypatch: pytest.Monke
         "memory_mhz": 3201,
         "power_w": 412.345,
         "power_limit_w": 700.0,
-        "temperature_c": 47,
+        "temperature_c": 46,
         "reasons": ["sw_power_cap", "hw_thermal_slowdown", "reason_0x8000"],
-        "persistence": True,
     }
     expected = {"driver": "580.65.06", "max_sm_mhz": 1980, "max_memory_mhz": 3201}
     assert monitor.describe() == expected
@@ -132,14 +117,6 @@ def test_without_device_driver_or_package_there_is_no_state(
     assert DeviceMonitor.of(CUDA) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert DeviceMonitor.of(CUDA) is None
-
-
-def test_unavailable_values_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monitor = monitor_of(monkeypatch, fails=frozenset(ANSWERS))
-    state = monitor.read()
-    assert set(state.values()) == {None}
-    assert describe_throttling(state, state) is None
-    assert monitor.describe()["max_sm_mhz"] is None
 
 
 def reading(sm_mhz: int | None, *reasons: str) -> dict[str, Any]:
@@ -169,23 +146,6 @@ def test_what_is_worth_a_warning(
 ) -> None:
     found = describe_throttling(before, after)
     assert found is None if said is None else found is not None and found.endswith(said), found
-
-
-def test_the_environment_names_driver_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    of_two(monkeypatch, TWO)
-    found = new_document(CUDA, 4.3e12, None)["environment"]
-    assert found["device"] == "NVIDIA H200"
-    assert (found["driver"], found["max_sm_mhz"], found["max_memory_mhz"]) == (
-        *("580.65.06", 1980, 3201),
-    )
-    # Without the package the driver's own program knows it.
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(environment, "_output", lambda *command: "570.1\n570.1")
-    found = new_document(CUDA, 4.3e12, None)["environment"]
-    assert (found["driver"], found["max_sm_mhz"]) == ("570.1", None)
-    monkeypatch.setattr(environment, "_output", lambda *command: None)
-    assert new_document(CUDA, 4.3e12, None)["environment"]["driver"] is None
 
 
 STEADY = "steady --batch-size 1 --input-len 8 --output-len 4 --num-iters 1"

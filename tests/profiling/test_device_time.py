@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from itertools import count, pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from stepgraph.profiling.timeline import StepRecord, Timeline
 from stepgraph.runtime import Engine, SamplingParams
-from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents
 
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
@@ -109,44 +106,6 @@ def assert_records_follow_each_other(engine: Engine, *, is_async_device: bool) -
         assert before.device_ns
         assert before.is_async_device == is_async_device
         assert before.started_ns < before.ended_ns < after.started_ns
-
-
-def test_no_event_is_timed_unless_asked_for(untimed: Rig) -> None:
-    rig, runner = untimed, untimed.engine._loop.runner
-    assert runner.outputs is not None
-    assert runner.outputs._events is not None
-    events: Any = runner.outputs._events
-    rig.add([1, 2, 3], [4, 5], max_tokens=16)
-    timed = set()
-    for turn in range(12):
-        timing = contextlib.nullcontext()
-        if turn in (3, 4, 8):
-            timing = rig.engine.device_timing()
-            timed.add(rig.engine.stats()["steps"])
-        with timing, rig.engine.device_timing() if turn == 8 else contextlib.nullcontext():
-            rig.step()
-    rig.drain()
-    assert rig.shown() == {n: ns if n in timed else None for n, ns in rig.expected.items()}
-    assert sum(each.began.records for each in events) == len(timed)
-    assert sum(each.timed_arrived.records for each in events) == len(timed)
-    assert sum(each.arrived.records for each in events) == len(rig.expected) - len(timed)
-
-
-@pytest.mark.parametrize("timed", [False, True])
-def test_events_are_recorded_where_the_outputs_come_from(
-    monkeypatch: pytest.MonkeyPatch, timed: bool
-) -> None:
-    """The device of an engine need not be the current one of the thread that runs it."""
-    recorded: list[Any] = []
-    outputs = HostOutputs(2, 1, 8, device=torch.device("cpu"))
-    outputs._device, outputs.timed = torch.device("cuda:1"), timed
-    events: Any = [SimpleNamespace(record=recorded.append) for _ in OutputEvents._fields]
-    outputs._events = [OutputEvents(*events)] * OUTPUT_SETS
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))
-    began = outputs.begin(0)
-    assert began is (events[0] if timed else None)
-    assert outputs.record_event(0, began) is events[1 if timed else 2]
-    assert recorded == [("stream of", torch.device("cuda:1"))] * (2 if timed else 1)
 
 
 def test_joins_and_blocks_are_those_of_the_step(rig: Rig) -> None:

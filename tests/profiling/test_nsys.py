@@ -74,19 +74,6 @@ def test_a_window_ends_with_an_exception(cuda: Recorder, error) -> None:
         assert cuda.said()[-2:] == ["pop", "stop"]
 
 
-def test_a_window_that_cannot_begin_leaves_none_open(cuda: Recorder, monkeypatch) -> None:
-    def fail() -> None:
-        raise RuntimeError("no profiler")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda.profiler, "start", fail)
-        with pytest.raises(RuntimeError, match="no profiler"), capture_window():
-            pytest.fail("it is not open")
-    with capture_window():
-        pass
-    assert cuda.said()[-2:] == ["pop", "stop"]
-
-
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_a_second_window_is_an_error_and_the_first_stays_open(
     cuda: Recorder, in_thread: bool

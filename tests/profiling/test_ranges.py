@@ -162,21 +162,6 @@ def test_wrong_names_and_payloads_fail_with_and_without_a_listener(
         emit(*arguments)
 
 
-def test_a_listener_receives_the_ranges_of_every_thread() -> None:
-    heard = Heard()
-
-    def work() -> None:
-        with ranges.span(ranges.STEP, 5):
-            pass
-
-    with ranges.listening(heard):
-        thread = threading.Thread(target=work, name="other")
-        thread.start()
-        thread.join()
-    assert heard.events == [("push", "step", 5), ("pop",)]
-    assert heard.threads == ["other", "other"]
-
-
 class Failing(Heard):
     """Raises at one of the events, counted from 0."""
 
@@ -207,16 +192,6 @@ def test_a_listener_that_raises_is_unsubscribed_and_breaks_nothing(
     assert failing.events == heard.events[:at]
     (record,) = caplog.records
     assert "out of paper" in str(record.exc_info)
-
-
-def test_an_engine_goes_on_when_a_listener_fails(open_engine: Callable[..., Engine]) -> None:
-    engine = open_engine("micro")
-    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    alone = engine.generate([[1, 2]], params)
-    with ranges.listening(Failing(7)):
-        observed = engine.generate([[1, 2]], params)
-    assert observed[0].token_ids == alone[0].token_ids
-    engine.check_integrity()
 
 
 def test_a_listener_receives_the_ranges_of_an_engine(

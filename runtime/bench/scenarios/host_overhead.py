@@ -59,6 +59,9 @@ MODEL = ModelConfig(
 BLOCK_SIZE = 16
 PROMPT_LEN = 64
 """Tokens of the shortest prompt; the longest is a block shorter than twice this."""
+ROWS = (1, 32, 256)
+POINTS = ((10, 20_000), (100_000, 20_000), (10, 1_000_000))
+"""Waiting requests and blocks of the cache."""
 TURN = 20
 """Steps of a rig in one turn."""
 WARMUP_STEPS = 60
@@ -180,33 +183,15 @@ class HostRig:
         return times
 
 
-def measure_host(
-    rows: Sequence[int] = (1, 32, 256),
-    queued: Sequence[int] = (10, 100_000),
-    num_blocks: Sequence[int] = (20_000, 1_000_000),
-    *,
-    num_steps: int = 400,
-    seed: int = 0,
-) -> list[HostCost]:
-    """Measure the host's time of a step.
-
-    For every number of rows there is a rig with the first queue and the first cache, and one for
-    each of the other queues and caches.
+def measure_host(*, num_steps: int, seed: int) -> list[HostCost]:
+    """Measure the host's time of a step at each of `POINTS`, for each number of `ROWS`.
 
     Raises:
-        ValueError: an empty list, no step, or a cache that cannot hold the rows that long.
+        ValueError: a cache cannot hold the rows that long.
     """
-    if not (rows and queued and num_blocks) or num_steps < 1:
-        raise ValueError("rows, queued, num_blocks and num_steps must not be empty or 0")
-    points = [(queued[0], num_blocks[0])]
-    points += [(waiting, num_blocks[0]) for waiting in queued[1:]]
-    points += [(queued[0], blocks) for blocks in num_blocks[1:]]
     costs = []
-    for count in rows:
-        rigs = [
-            HostRig(count, waiting, blocks, num_steps=num_steps + WARMUP_STEPS, seed=seed)
-            for waiting, blocks in points
-        ]
+    for rows in ROWS:
+        rigs = [HostRig(rows, *p, num_steps=num_steps + WARMUP_STEPS, seed=seed) for p in POINTS]
         for rig in rigs:
             rig.run(WARMUP_STEPS)
         times: list[list[int]] = [[] for _ in rigs]
@@ -215,8 +200,8 @@ def measure_host(
             [partial(_turn, rig, ns, num_steps) for rig, ns in zip(rigs, times, strict=True)],
             -(-num_steps // TURN),
         )
-        for point, ns in zip(points, times, strict=True):
-            costs.append(HostCost(count, *point, Summary.of(t / 1000 for t in ns)))
+        for point, ns in zip(POINTS, times, strict=True):
+            costs.append(HostCost(rows, *point, Summary.of(t / 1000 for t in ns)))
     return costs
 
 
