@@ -31,6 +31,7 @@ from .rope import UNROTATED, UNSCALED, Rope, RopeScaling, RopeType
 
 __all__ = [
     "AttentionTemperature",
+    "DecoderConfig",
     "ExpertsConfig",
     "LatentConfig",
     "LayerType",
@@ -392,16 +393,39 @@ def config_json_name(field: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class DecoderConfig:
+    """The configuration of a decoder: `ModelConfig` or `TransformersConfig`."""
+
+    model_type: str
+    vocab_size: int
+    """Logits of a token."""
+    hidden_size: int
+    num_layers: int
+    max_position_embeddings: int
+    """Tokens of context the model was trained for."""
+    tie_word_embeddings: bool
+    """Whether the output projection is the embedding."""
+    bos_token_id: int | None = None
+    """Begins a text."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Each of these ends an output."""
+    torch_dtype: str = "float32"
+    """The dtype of the checkpoint's weights, as torch names it."""
+
+    @property
+    def longest_context(self) -> int:
+        """Most tokens of a sequence."""
+        return self.max_position_embeddings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(DecoderConfig):
     """A decoder-only transformer. Raises `ConfigError` if contradictory."""
 
     model_type: str = "llama"
     """Name of the `Family`, which has the traits of all models of this type."""
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
     """Width of the gated MLP."""
-    num_layers: int
     num_heads: int
     """Query heads."""
     num_kv_heads: int
@@ -418,10 +442,6 @@ class ModelConfig:
     """The rotation of sliding layers; None: the same as the other layers."""
     unrotated_layers: tuple[int, ...] = ()
     """Layers whose queries and keys are not rotated."""
-    max_position_embeddings: int
-    """Tokens of context the model was trained for."""
-    tie_word_embeddings: bool
-    """Whether the output projection is the embedding."""
     attention_bias: bool = False
     """Whether the q, k and v projections have biases; in most families the output projection too.
     """
@@ -458,11 +478,6 @@ class ModelConfig:
     """The dimensions of multi-head latent attention."""
     experts: ExpertsConfig | None = None
     """The mixtures of experts; None: every layer has an MLP."""
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    """Each of these ends an output."""
-    torch_dtype: str = "float32"
-    """The dtype of the checkpoint's weights, as torch names it."""
     shard: tuple[int, int] | None = None
     """Rank and number of ranks: the plan of the model is that of one rank of a tensor-parallel
     group. All other fields describe the whole model. None: the plan is that of the whole model."""

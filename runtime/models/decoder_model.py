@@ -9,53 +9,10 @@ import torch
 from ...cache.arena import Storage
 from ..kernels import DecodeStep, Kernels, RaggedBatch, Stack
 from ..kernels.ops.layer_plan import ModelPlan
+from .config import DecoderConfig
 from .modules import ShardedVocabulary
 
 __all__ = ["DecoderConfig", "DecoderModel", "PlannedConfig"]
-
-
-class DecoderConfig(Protocol):
-    """The configuration of a decoder: `ModelConfig` or `TransformersConfig`."""
-
-    @property
-    def model_type(self) -> str:
-        """As in `config.json`."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Logits of a token."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Features of the hidden states."""
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Tokens of context the model was trained for."""
-
-    @property
-    def longest_context(self) -> int:
-        """Most tokens of a sequence."""
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """Begins a text."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Each of these ends an output."""
-
-    @property
-    def torch_dtype(self) -> str:
-        """The dtype of the checkpoint's weights, as torch names it."""
-
-    @property
-    def tie_word_embeddings(self) -> bool:
-        """Whether the output projection is the embedding."""
 
 
 @runtime_checkable

@@ -16,6 +16,7 @@ from ...errors import CheckpointError, ConfigError
 from ...kernels.ops.layer_operations import Attend, Linear, Norm, Opaque
 from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ...kernels.ops.parameter import Parameter, Source
+from ..config import DecoderConfig
 from ..families import read_optional
 from .attention import IMPLEMENTATION, register
 from .library import convertible_parameters, import_transformers, quiet, reason_of
@@ -254,23 +255,11 @@ _NOT_CONSTANT = ("_name_or_path", "transformers_version", "dtype", "eos_token_id
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformersConfig:
-    """What the engine needs to know about a model of transformers.
+class TransformersConfig(DecoderConfig):
+    """What the engine needs to know about a model of transformers."""
 
-    The fields of `ModelConfig` that it shares have the same meaning.
-    """
-
-    model_type: str
     architecture: str
     """Name of the `AutoModelForCausalLM` class."""
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    max_position_embeddings: int
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    torch_dtype: str
-    tie_word_embeddings: bool
     length_limit: LengthLimit | None
     """The longest sequence that it can run, if a rotation changes with the length."""
     probe: Probe
@@ -278,11 +267,6 @@ class TransformersConfig:
     plan: ModelPlan
     source: Any
     """The `PreTrainedConfig`."""
-
-    @property
-    def longest_context(self) -> int:
-        """Most tokens of a sequence."""
-        return self.max_position_embeddings
 
     def constants(self) -> dict[str, Any]:
         """Return the config as `config.json` has it, without names and versions.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,61 +35,35 @@ __all__ = ["TransformersDecoder", "add_scopes"]
 # Layers with the same input are one product: the first to be called computes it for all.
 
 
-class SharedProduct(nn.Module):
-    """Linear layers with the same input as one product."""
+class FirstOfProduct(nn.Module):
+    """Stands in the place of the first linear layer of a group, and computes all of them."""
 
-    def __init__(self, projection: Projection, sizes: list[int]) -> None:
+    def __init__(self, product: Projection, sizes: list[int]) -> None:
         """`sizes` are the output features of the layers, in the order in which they are called."""
         super().__init__()
-        self.projection = projection
+        self.product = product
         self.sizes = sizes
-        self._parts: list[Tensor] = []
+        self.following: list[Tensor] = []
         """Results of layers that are not called yet."""
 
-    def first(self, x: Tensor) -> Tensor:
-        """Compute the product of `[..., in_features]`; return the result of the first layer."""
-        out_TN: Tensor = self.projection(x.reshape(-1, x.shape[-1]))
+    def forward(self, x: Tensor) -> Tensor:
+        out_TN: Tensor = self.product(x.reshape(-1, x.shape[-1]))
         out = out_TN.view(*x.shape[:-1], out_TN.shape[-1])
         if len(self.sizes) == 1:
             return out
-        parts: list[Tensor] = list(out.split(self.sizes, dim=-1))
-        self._parts = parts[1:]
-        return parts[0]
-
-    def next(self) -> Tensor:
-        """Return the result of the next layer."""
-        return self._parts.pop(0)
-
-
-class FirstOfProduct(nn.Module):
-    """Stands in the place of the first linear layer of a group."""
-
-    def __init__(self, product: SharedProduct) -> None:
-        super().__init__()
-        self.product = product
-
-    def forward(self, x: Tensor) -> Tensor:
-        first: Tensor = self.product.first(x)
+        first, *self.following = out.split(self.sizes, dim=-1)
         return first
 
 
 class NextOfProduct(nn.Module):
     """Stands in the place of another linear layer of a group."""
 
-    def __init__(self, product: SharedProduct) -> None:
+    def __init__(self, first: FirstOfProduct) -> None:
         super().__init__()
-        self.product = product
+        self.first = first
 
     def forward(self, x: Tensor) -> Tensor:
-        following: Tensor = self.product.next()
-        return following
-
-
-def stand_ins(projection: Projection, group: LinearGroup) -> list[nn.Module]:
-    """Return the modules that stand in the places of the members of a group."""
-    product = SharedProduct(projection, [member.out_features for member in group.members])
-    following: list[nn.Module] = [NextOfProduct(product) for _ in group.members[1:]]
-    return [FirstOfProduct(product), *following]
+        return self.first.following.pop(0)
 
 
 def stacked_weight(model: nn.Module, group: LinearGroup) -> Tensor:
@@ -112,41 +85,6 @@ def stacked_bias(model: nn.Module, group: LinearGroup) -> Tensor | None:
         has = member.bias
         parts.append(module.bias.data if has else module.weight.new_zeros(member.out_features))
     return torch.cat(parts)
-
-
-def stored_values(
-    projection: Projection, weight_NK: Tensor, bias_N: Tensor | None, device: torch.device
-) -> dict[str, Tensor]:
-    """Return the values of the parameters of a projection, as the kernels want them.
-
-    Raises ValueError for NaN or infinity in a weight to quantise.
-    """
-    stored = projection.as_stored(weight_NK, device)
-    if bias_N is not None:
-        stored["bias"] = bias_N.to(device)
-    return stored
-
-
-def make_projection(
-    kernels: Kernels,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    memory: PackedMemory | None,
-) -> Projection:
-    """Return a projection that stores a weight as the kernels want.
-
-    Raises ValueError for NaN or infinity in a weight to quantise.
-    """
-    projection = Projection(kernels, *weight_NK.shape)
-    projection.dtype = dtype
-    stored = stored_values(projection, weight_NK, bias_N, device)
-    if memory is not None:
-        stored["weight"] = memory.place(stored["weight"])
-    for leaf, value in stored.items():
-        setattr(projection, leaf, nn.Parameter(value, requires_grad=False))
-    return projection
 
 
 # Input embeddings whose rows a projection stores.
@@ -198,7 +136,7 @@ def add_scopes(model: nn.Module, probe: Probe) -> None:
 
 def _stand_in(path: str) -> str:
     """Return the path of the module that a projection belongs to."""
-    return path.removesuffix(".product.projection")
+    return path.removesuffix(".product").removesuffix(".first")
 
 
 def _scope(module: Any, name: str, layer: int | None = None) -> None:
@@ -331,8 +269,10 @@ class TransformersDecoder(nn.Module):
             weight = stacked_weight(model, group)
             projection = self._projection(group.name, weight, stacked_bias(model, group), memory)
             del weight
-            for member, module in zip(group.members, stand_ins(projection, group), strict=True):
-                model.set_submodule(member.module, module)
+            first = FirstOfProduct(projection, [member.out_features for member in group.members])
+            model.set_submodule(group.name, first)
+            for member in group.members[1:]:
+                model.set_submodule(member.module, NextOfProduct(first))
             if shared and group.layer is None:
                 store_rows(embeddings, projection)
         if probe.packed_embedding and not shared:
@@ -353,7 +293,7 @@ class TransformersDecoder(nn.Module):
         for group in linear_groups(probe):
             first: Any = self.model.get_submodule(group.name)
             weight, bias = stacked_weight(model, group), stacked_bias(model, group)
-            self._overwrite(group.name, first.product.projection, weight, bias)
+            self._overwrite(group.name, first.product, weight, bias)
         if probe.packed_embedding and not probe.tied:
             weight = model.get_input_embeddings().weight
             self._overwrite(probe.embedding, self._embeddings.projection, weight, None)
@@ -365,27 +305,36 @@ class TransformersDecoder(nn.Module):
     def _overwrite(
         self, name: str, projection: Projection, weight: Tensor, bias: Tensor | None
     ) -> None:
-        with self._quantising(name):
-            stored = stored_values(projection, weight, bias, self.device)
-        for leaf, value in stored.items():
+        for leaf, value in self._stored(name, projection, weight, bias).items():
             getattr(projection, leaf).copy_(value)
 
     def _projection(
         self, name: str, weight: Tensor, bias: Tensor | None, memory: PackedMemory | None
     ) -> Projection:
-        with self._quantising(name):
-            return make_projection(self.kernels, weight, bias, self.dtype, self.device, memory)
+        """Return a projection that stores a weight as the kernels want."""
+        projection = Projection(self.kernels, *weight.shape)
+        projection.dtype = self.dtype
+        stored = self._stored(name, projection, weight, bias)
+        if memory is not None:
+            stored["weight"] = memory.place(stored["weight"])
+        for leaf, value in stored.items():
+            setattr(projection, leaf, nn.Parameter(value, requires_grad=False))
+        return projection
 
-    @contextmanager
-    def _quantising(self, name: str) -> Iterator[None]:
-        """Convert what `stored_values` raises."""
+    def _stored(
+        self, name: str, projection: Projection, weight: Tensor, bias: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Return the values of the parameters of a projection, as the kernels want them."""
         try:
-            yield
+            stored = projection.as_stored(weight, self.device)
         except ValueError as error:
             raise CheckpointError(
                 f"{name} cannot be stored as {self.kernels.weights}: {error}; look at the"
                 " checkpoint, or use weight_dtype='auto'"
             ) from error
+        if bias is not None:
+            stored["bias"] = bias.to(self.device)
+        return stored
 
     def _packed_memory(self, groups: Sequence[LinearGroup]) -> PackedMemory | None:
         """Room for all packed weights, where the CPU kernels pack them."""
