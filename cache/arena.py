@@ -65,29 +65,11 @@ class Arena:
         device: torch.device,
         storage: Storage = "model",
     ) -> None:
-        """Allocate the arena; `dtype` is the model's.
-
-        Raises:
-            ValueError: there is no group, groups differ in layout or number of layers, or the bytes
-                of a spec do not match dtype and storage.
-        """
-        if not groups:
-            raise ValueError("an arena needs at least one layer group, got none")
+        """Allocate the arena for groups of `group_layers`; `dtype` is the model's."""
         spec, layers_per_group = groups[0].spec, len(groups[0].layers)
-        for group in groups:
-            if group.spec.layout != spec.layout or len(group.layers) != layers_per_group:
-                raise ValueError(
-                    f"layer group {group.index} stores {len(group.layers)} layers of {group.spec} "
-                    f"and layer group {groups[0].index} {layers_per_group} layers of {spec}: "
-                    f"groups of one arena may differ in their windows only"
-                )
         element = dtype if storage == "model" else torch.uint8
-        if (element.itemsize, SCALE_BYTES[storage]) != (spec.element_bytes, spec.scale_bytes):
-            raise ValueError(
-                f"{storage} storage of {dtype} takes {element.itemsize} bytes per element and "
-                f"{SCALE_BYTES[storage]} per scale, the spec says {spec.element_bytes} "
-                f"and {spec.scale_bytes}"
-            )
+        stored = (element.itemsize, SCALE_BYTES[storage])
+        assert stored == (spec.element_bytes, spec.scale_bytes), f"{storage} of {dtype}: {spec}"
         self.storage: Storage = storage
         shape = (
             layers_per_group,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 __all__ = [
     "FullAttentionSpec",
@@ -92,19 +92,6 @@ class LayerSpec:
         span = self.window_tokens - 1 + chunk
         return min(blocks, -(-(span - 1) // block_size) + 1)
 
-    def shard(self, count: int) -> Self:
-        """Return the spec of one of `count` devices that share the heads evenly.
-
-        Raises:
-            ValueError: `count` does not divide the heads.
-        """
-        if count < 1 or self.num_kv_heads % count:
-            raise ValueError(
-                f"{self.num_kv_heads} KV heads cannot be divided among {count} shards: "
-                f"the number of shards must divide the number of heads"
-            )
-        return replace(self, num_kv_heads=self.num_kv_heads // count)
-
 
 @dataclass(frozen=True)
 class FullAttentionSpec(LayerSpec):
@@ -139,12 +126,6 @@ class LatentSpec(LayerSpec):
             raise ValueError(
                 f"a latent has no heads: num_kv_heads must be 1, got {self.num_kv_heads}"
             )
-
-    def shard(self, count: int) -> Self:
-        """Return the spec itself: every device keeps the whole latent."""
-        if count < 1:
-            raise ValueError(f"the number of shards must be at least 1, got {count}")
-        return self
 
 
 @dataclass(frozen=True)

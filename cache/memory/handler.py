@@ -27,7 +27,6 @@ __all__ = [
     "MemoryPlan",
     "ModelFootprint",
     "ReconciledTerm",
-    "Reconciliation",
     "TERMS",
     "format_bytes",
     "plan_memory",
@@ -125,26 +124,15 @@ class MemoryPlan:
         return {name: getattr(self, name) for name in TERMS}
 
     def reconcile(
-        self, measured: Mapping[str, int], notes: Mapping[str, str] | None = None
-    ) -> Reconciliation:
-        """Compare the plan with measured bytes by term; terms may be missing.
+        self, measured: Mapping[str, int], notes: Mapping[str, str]
+    ) -> tuple[ReconciledTerm, ...]:
+        """Compare each of `TERMS` with measured bytes, which may be missing.
 
         `notes` explain for some terms how they were measured, or why they were not.
-
-        Raises:
-            ValueError: `measured` or `notes` has a name that is not one of `TERMS`.
         """
-        notes = notes or {}
-        unknown = sorted({*measured, *notes} - set(TERMS))
-        if unknown:
-            raise ValueError(
-                f"unknown memory terms {', '.join(unknown)}; the terms are {', '.join(TERMS)}"
-            )
-        return Reconciliation(
-            tuple(
-                ReconciledTerm(name, planned, measured.get(name), notes.get(name))
-                for name, planned in self.terms().items()
-            )
+        return tuple(
+            ReconciledTerm(name, planned, measured.get(name), notes.get(name))
+            for name, planned in self.terms().items()
         )
 
     def summary(self) -> str:
@@ -190,40 +178,6 @@ class ReconciledTerm:
     note: str | None = None
     """How it was measured, or why it was not."""
 
-    @property
-    def difference(self) -> int | None:
-        """Measured minus planned bytes: positive if the plan was too low."""
-        return None if self.measured is None else self.measured - self.planned
-
-
-@dataclass(frozen=True)
-class Reconciliation:
-    """A plan compared with measurements, one entry for each of `TERMS`."""
-
-    terms: tuple[ReconciledTerm, ...]
-
-    @property
-    def difference(self) -> int:
-        """Measured minus planned bytes, over the terms that were measured."""
-        return sum(term.difference or 0 for term in self.terms)
-
-    def format(self) -> str:
-        """The comparison as an aligned table in plain text, without a trailing newline."""
-        rows = [("", "planned", "measured", "difference")]
-        for term in self.terms:
-            measured = "-" if term.measured is None else format_bytes(term.measured)
-            rows.append(
-                (
-                    term.name.replace("_", " "),
-                    format_bytes(term.planned),
-                    measured,
-                    _signed(term.difference),
-                )
-            )
-        rows.append(("over the measured terms", "", "", _signed(self.difference)))
-        notes = [f"{t.name.replace('_', ' ')}: {t.note}" for t in self.terms if t.note is not None]
-        return "\n".join([_align(rows), *notes])
-
 
 def format_bytes(size: int) -> str:
     """Format bytes in the largest binary unit not larger than `size`: `1536` is `1.50 KiB`."""
@@ -235,12 +189,6 @@ def format_bytes(size: int) -> str:
         if abs(value) < 1024:
             return f"{value:.2f} {unit}"
     return f"{value / 1024:.2f} TiB"
-
-
-def _signed(size: int | None) -> str:
-    if size is None:
-        return "-"
-    return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> str:

@@ -178,7 +178,7 @@ def engine_stats(
         "padding": counters.padding_fraction,
         "memory": {
             term.name: {"planned": term.planned, "measured": term.measured, "note": term.note}
-            for term in parts.reconcile().terms
+            for term in parts.reconcile()
         },
         "memory_phases": [asdict(phase) for phase in parts.phases],
     }

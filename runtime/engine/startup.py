@@ -33,7 +33,7 @@ from ...cache.memory.handler import (
     MemoryBudget,
     MemoryBudgetError,
     MemoryPlan,
-    Reconciliation,
+    ReconciledTerm,
     format_bytes,
     plan_memory,
 )
@@ -490,7 +490,7 @@ class EngineParts:
             f" {self.start_seconds:.1f} s ({phases})"
         )
 
-    def reconcile(self) -> Reconciliation:
+    def reconcile(self) -> tuple[ReconciledTerm, ...]:
         """Compare the plan with the memory held now and measured for steps.
 
         On CUDA, weights, cache and static buffers are what torch's allocator counted in their
@@ -1019,7 +1019,6 @@ def _start(
         compiled_kernels,
         group,
     )
-    logger.debug("memory as measured\n%s", parts.reconcile().format())
     if group is None or group.rank == 0:
         logger.info("started %s", parts.describe())
     return parts

@@ -484,7 +484,7 @@ def _three_of_four_slide(config: Json, layer: int) -> bool:
 
 
 def _is_unrotated(config: Json, layer: int) -> bool:
-    """SmolLM3: `no_rope_layers` has a 1 for each layer that is rotated."""
+    """SmolLM3 and Llama 4: `no_rope_layers` has a 1 for each layer that is rotated."""
     listed = config.get("no_rope_layers")
     if listed is None:
         interval = read_field(config, "no_rope_layer_interval", int)
@@ -492,14 +492,14 @@ def _is_unrotated(config: Json, layer: int) -> bool:
             raise CheckpointError(f"no_rope_layer_interval = {interval} must be at least 1")
         return (layer + 1) % interval == 0
     num_layers = read_field(config, "num_hidden_layers", int)
-    if not isinstance(listed, list) or not all(flag in (0, 1) for flag in listed):
+    if isinstance(listed, list) and len(listed) < num_layers:
+        raise CheckpointError(
+            f"no_rope_layers lists {len(listed)} layers, num_hidden_layers = {num_layers}"
+        )
+    if not isinstance(listed, list) or listed[layer] not in (0, 1):
         raise CheckpointError(
             "no_rope_layers must be a list with a 1 for each layer that is rotated and a 0 for "
             f"each other, not {bounded_repr(listed)}"
-        )
-    if len(listed) < num_layers:
-        raise CheckpointError(
-            f"no_rope_layers lists {len(listed)} layers, num_hidden_layers = {num_layers}"
         )
     return not listed[layer]
 
@@ -864,23 +864,14 @@ _CHUNKED = "chunked_attention"
 
 
 def prepare_llama4(config: Json) -> Json:
-    """Return the config with `no_rope_layers`, and with chunks as windows of sliding layers.
+    """Return the config with chunks as windows of sliding layers.
 
     Raises:
         CheckpointError: the keys that describe layers contradict each other.
     """
     layers = read_field(config, "num_hidden_layers", int)
-    every = read_field(config, "no_rope_layer_interval", int)
-    if every < 1:
-        raise CheckpointError(f"no_rope_layer_interval = {every} must be at least 1")
-    # In spite of its name, 1 marks a layer with rotation.
-    rotated = config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
-    listed = isinstance(rotated, list) and len(rotated) >= layers
-    if not listed or not all(kind in (0, 1) for kind in rotated):
-        raise CheckpointError(
-            f"no_rope_layers must list 0 or 1 for each of num_hidden_layers = {layers} layers, not "
-            + bounded_repr(rotated)
-        )
+    config = {**config, "no_rope_layers": config.get("no_rope_layers") or None}
+    rotated = [not _is_unrotated(config, layer) for layer in range(layers)]
     types = config.get("layer_types")
     if types is None:
         types = [_CHUNKED if rotated[i] else "full_attention" for i in range(layers)]
@@ -897,15 +888,9 @@ def prepare_llama4(config: Json) -> Json:
         )
     return {
         **config,
-        "no_rope_layers": rotated,
         "layer_types": ["sliding_attention" if t == _CHUNKED else t for t in types],
         "sliding_window": chunk,
     }
-
-
-def is_unrotated_llama4(config: Json, layer: int) -> bool:
-    """Whether a layer has no rotation, in a config that `prepare` returned."""
-    return not config["no_rope_layers"][layer]
 
 
 def _sliding_if_used(config: Json, layer: int) -> bool:
@@ -1145,7 +1130,7 @@ FAMILIES: dict[str, Family] = {
         },
         prepare=prepare_llama4,
         lists_layer_types=True,
-        is_unrotated=is_unrotated_llama4,
+        is_unrotated=_is_unrotated,
         gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
         down="feed_forward.down_proj",
         inner_size_key="intermediate_size_mlp",

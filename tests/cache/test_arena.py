@@ -11,7 +11,6 @@ from stepgraph.cache.blocks import NULL_BLOCK
 from stepgraph.cache.spec import (
     FullAttentionSpec,
     LatentSpec,
-    LayerGroup,
     LayerSpec,
     SlidingWindowSpec,
     group_layers,
@@ -65,27 +64,6 @@ def test_null_block_is_zero_and_nothing_else_is_touched(
     assert as_bytes(tensor[:, :, NULL_BLOCK]).eq(0).all()
     rest = tensor[:, :, 1:]
     assert (rest.isnan() if storage == "model" else rest.eq(255)).all()
-
-
-def test_unequal_groups_are_refused() -> None:
-    def arena(*groups: LayerGroup) -> Arena:
-        return Arena(groups, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, CPU)
-
-    with pytest.raises(ValueError, match="groups of one arena may differ in their windows only"):
-        arena(LayerGroup(0, SPEC, (0,)), LayerGroup(1, replace(SPEC, num_kv_heads=6), (1,)))
-    with pytest.raises(ValueError, match="groups of one arena may differ in their windows only"):
-        arena(LayerGroup(0, SPEC, (0, 2)), LayerGroup(1, SPEC, (1,)))
-    with pytest.raises(ValueError, match="at least one layer group"):
-        arena()
-
-
-def test_dtype_and_storage_must_have_the_bytes_of_the_spec() -> None:
-    with pytest.raises(ValueError, match=r"takes 4 bytes per element and 0 per scale, the spec"):
-        Arena(group_layers([SPEC]), NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
-    with pytest.raises(ValueError, match=r"takes 1 bytes per element and 2 per scale, the spec"):
-        make_arena(SPEC, "int8")
-    with pytest.raises(ValueError, match=r"takes 2 bytes per element and 0 per scale, the spec"):
-        make_arena(BYTES, "model")
 
 
 # Copies ------------------------------------------------------------------------------------------

@@ -48,27 +48,6 @@ def test_budget_above_what_the_device_has(budget: MemoryBudget) -> None:
         plan_memory(LLAMA, budget, available_bytes=16 * GIB)
 
 
-def llama_plan(**arguments: object) -> MemoryPlan:
-    budget = MemoryBudget(fraction=0.9)
-    return plan_memory(LLAMA, budget, available_bytes=80 * GIB, reserve_bytes=GIB, **arguments)
-
-
-def test_reconciliation() -> None:
-    plan = llama_plan()
-    measured = {"weights": plan.weights, "cache": plan.cache + 512, "captured_graphs": 0}
-    reconciliation = plan.reconcile(measured, {"logits": "from 1 row"})
-    by_name = {term.name: term for term in reconciliation.terms}
-    assert tuple(by_name) == TERMS
-    assert by_name["weights"].difference == 0
-    assert by_name["cache"].difference == 512
-    assert by_name["captured_graphs"].difference == -LLAMA.graph_bytes
-    assert by_name["reserve"].measured is by_name["reserve"].difference is None
-    assert reconciliation.difference == 512 - LLAMA.graph_bytes
-    assert by_name["logits"].note == "from 1 row"
-    with pytest.raises(ValueError, match="unknown memory terms kv; the terms are weights, cache"):
-        plan.reconcile({"kv": 1})
-
-
 def test_host_terms_count_where_the_memory_is_one() -> None:
     swapping = dataclasses.replace(
         LLAMA, host_blocks=1000, host_buffer_bytes=lambda tokens, row_blocks: 5000

@@ -48,17 +48,6 @@ def test_other_bad_fields() -> None:
         replace(LATENT, num_kv_heads=2)
 
 
-def test_shards_divide_the_heads() -> None:
-    assert SLIDING.shard(4) == replace(SLIDING, num_kv_heads=2)
-    assert FULL.shard(1) == FULL
-    assert LATENT.shard(8) == LATENT
-    for count in (0, -1, 3, 16):
-        with pytest.raises(ValueError, match=f"8 KV heads cannot be divided among {count} shards"):
-            FULL.shard(count)
-    with pytest.raises(ValueError, match="number of shards must be at least 1, got 0"):
-        LATENT.shard(0)
-
-
 @given(
     window=st.none() | st.integers(1, 20),
     position=st.integers(0, 60),

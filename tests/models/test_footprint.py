@@ -212,7 +212,7 @@ def test_a_cuda_device_is_measured_by_its_allocator(tiny: Callable[[str], TinyMo
             for name, (before, after) in zip(held, pairwise(ends), strict=True)
         ),
     )
-    terms = {term.name: term for term in on_cuda.reconcile().terms}
+    terms = {term.name: term for term in on_cuda.reconcile()}
     measured = {name: terms[name].measured for name in ("weights", "cache", "static_buffers")}
     assert measured == {"weights": 1000, "cache": 200, "static_buffers": 30}
     assert not any(terms[name].note for name in measured)

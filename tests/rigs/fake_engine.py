@@ -96,7 +96,7 @@ def fake_engine(
         groups=groups_of((None,)),
         plan=SimpleNamespace(num_blocks=num_blocks, max_batch_tokens=64),
         runner=runner,
-        reconcile=lambda: SimpleNamespace(terms=()),
+        reconcile=tuple,
         phases=(),
         load_seconds=0.0,
         start_seconds=0.0,
