@@ -575,11 +575,6 @@ class ModelConfig(DecoderConfig):
         """Elements of the queries of one token, as attention takes them."""
         return self.num_heads * self.head_dim
 
-    @property
-    def kv_size(self) -> int:
-        """Elements of the keys of one token in one layer (as many as of the values)."""
-        return self.num_kv_heads * self.head_dim
-
     def window(self, layer: int) -> int | None:
         """Tokens that a token of the layer attends to, itself included; None: all before it."""
         return self.sliding_window if self._slides(layer) else None

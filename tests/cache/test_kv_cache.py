@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.cache.kv_cache import Admitted, KVCache
@@ -107,12 +106,3 @@ def test_room_that_was_not_computed_is_not_swapped() -> None:
 
 
 # The rest ----------------------------------------------------------------------------------------
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="at least one layer group"):
-        make_cache(num_blocks=4)
-    with pytest.raises(ValueError, match="num_blocks"):
-        make_cache(None, num_blocks=1)
-    with pytest.raises(ValueError, match="block_size"):
-        make_cache(None, num_blocks=4, block_size=0)

@@ -6,7 +6,6 @@ import hashlib
 from array import array
 from collections.abc import Callable
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.cache.blocks import HASH_BYTES, PrefixHashes
@@ -45,19 +44,6 @@ def test_growing_by_pieces_is_hashing_at_once(
     assert [pieces[i] for i in range(len(pieces))] == [at_once[i] for i in range(len(at_once))]
 
 
-def test_only_new_blocks_are_read() -> None:
-    asked: list[tuple[int, int]] = []
-
-    def tokens(start: int, stop: int) -> list[int]:
-        asked.append((start, stop))
-        return list(range(start, stop))
-
-    growing = PrefixHashes(4)
-    for num_tokens in (3, 4, 7, 12, 5, 13):
-        growing.extend(tokens, num_tokens)
-    assert asked == [(0, 4), (4, 8), (8, 12)]
-
-
 def test_copies_part_ways() -> None:
     first = hashes_of([1, 2, 3, 4], 2, "salt")
     second = first.copy()
@@ -90,8 +76,3 @@ def test_a_salt_cannot_pass_for_a_block() -> None:
     block = hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES).digest()
     child = hashlib.blake2b(block + array("q", [6]).tobytes(), digest_size=HASH_BYTES).digest()
     assert hashes_of([6], 1, salt)[0] != child
-
-
-def test_no_token_beyond_64_bits() -> None:
-    with pytest.raises(OverflowError):
-        hashes_of([1 << 63], 1)

@@ -23,31 +23,6 @@ WIDER = replace(SLIDING, window=1024)
 LATENT = LatentSpec(num_kv_heads=1, head_dim=512 + 64, element_bytes=2)
 
 
-def test_bytes() -> None:
-    # Llama-3.2-1B in bfloat16: 8 heads of 64, keys and values.
-    assert FULL.slot_bytes == SLIDING.slot_bytes == 2048
-    assert FULL.block_bytes(16) == 32768
-    # In 8 bits, with a bfloat16 scale for each head of keys and of values.
-    assert replace(FULL, element_bytes=1, scale_bytes=2).slot_bytes == 1024 + 2 * 8 * 2
-    # DeepSeek-V2: one vector of 512 compressed and 64 rotated elements.
-    assert LATENT.slot_bytes == 1152
-    assert replace(LATENT, element_bytes=1, scale_bytes=2).slot_bytes == 578
-
-
-@pytest.mark.parametrize("field", ["num_kv_heads", "head_dim", "element_bytes", "window"])
-def test_fields_are_positive(field: str) -> None:
-    values = {"num_kv_heads": 8, "head_dim": 64, "element_bytes": 2, "window": 4, field: 0}
-    with pytest.raises(ValueError, match=f"{field} must be at least 1, got 0"):
-        SlidingWindowSpec(**values)
-
-
-def test_other_bad_fields() -> None:
-    with pytest.raises(ValueError, match="scale_bytes must be at least 0, got -1"):
-        replace(FULL, scale_bytes=-1)
-    with pytest.raises(ValueError, match="num_kv_heads must be 1, got 2"):
-        replace(LATENT, num_kv_heads=2)
-
-
 @given(
     window=st.none() | st.integers(1, 20),
     position=st.integers(0, 60),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ import pytest
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.loading.loader import read_config, resolve_source
-from stepgraph.runtime.models.presets import PRESETS
 from stepgraph.runtime.tools.memory_report import explain_memory
 
 if TYPE_CHECKING:
@@ -30,35 +28,6 @@ def test_directory(saved: Path, kind: type) -> None:
     source = resolve_source(kind(saved))
     assert (source.name, source.directory) == (str(saved), saved)
     assert source.config == read_config(saved)
-
-
-def test_preset() -> None:
-    source = resolve_source("preset:llama-3.2-1b")
-    assert source.directory is None
-    assert source.config is PRESETS["llama-3.2-1b"]
-
-
-@pytest.mark.parametrize("kind", [str, Path])
-def test_missing_directory(tmp_path: Path, kind: type) -> None:
-    path = tmp_path / "nowhere"
-    with pytest.raises(CheckpointError, match=rf"no checkpoint at {path}.*config\.json"):
-        resolve_source(kind(path))
-
-
-def test_file_instead_of_a_directory(saved: Path) -> None:
-    with pytest.raises(CheckpointError, match="must be a directory"):
-        resolve_source(str(saved / "model.safetensors"))
-
-
-def test_directory_without_a_config(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        resolve_source(tmp_path)
-
-
-def test_hub_package_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match=r"huggingface_hub.*stepgraph\[hub\]"):
-        resolve_source("some-org/some-model")
 
 
 class TestHub:

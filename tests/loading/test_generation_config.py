@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import stepgraph.runtime.demo
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.loading.checkpoint import read_sampling_defaults
 from stepgraph.runtime.sampling_params import SamplingDefaults
 
@@ -79,15 +78,3 @@ def test_generation_config_values_that_are_invalid_are_ignored(
         assert read_sampling_defaults(source) == SamplingDefaults(repetition_penalty=1.1)
     (record,) = caplog.records
     assert all(name in record.getMessage() for name in wrong)
-
-
-def test_generation_config_of_another_name_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        EngineConfig(generation_config="vllm")  # type: ignore[arg-type]
-
-
-def test_generation_config_resolves_only_what_is_none() -> None:
-    defaults = SamplingDefaults(temperature=0.3, top_k=5, max_tokens=9)
-    params = SamplingParams(temperature=1.0).resolved(defaults)
-    assert (params.temperature, params.top_k, params.max_tokens) == (1.0, 5, 9)
-    assert params.resolved(SamplingDefaults(top_k=7)) is params

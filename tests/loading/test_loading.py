@@ -23,11 +23,9 @@ if TYPE_CHECKING:
     from conftest import TinyModel
 
 
-def load_all(
-    directory: Path, dtype: torch.dtype = torch.float32, *, progress: bool = False
-) -> dict[str, torch.Tensor]:
+def load_all(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     with CheckpointReader(directory) as reader:
-        return dict(iter_weights(reader, read_config(directory), dtype, progress=progress))
+        return dict(iter_weights(reader, read_config(directory), dtype))
 
 
 def reference(model: Any) -> dict[str, torch.Tensor]:
@@ -86,11 +84,6 @@ class TestWeights:
             assert tensor.is_contiguous()
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
 
-    def test_cast_to_the_dtype_asked_for(self, single: Path) -> None:
-        half = load_all(single, torch.float16)
-        for name, tensor in load_all(single).items():
-            torch.testing.assert_close(half[name], tensor.half(), rtol=0, atol=0)
-
     def test_the_index_decides_between_duplicates(
         self, tiny: Callable[[str], TinyModel], tmp_path: Path
     ) -> None:
@@ -112,22 +105,6 @@ class TestWeights:
         loaded = load_all(single)
         assert loaded.keys() == expected.keys()
         torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
-
-    @pytest.mark.parametrize("terminal", [False, True])
-    def test_progress_is_for_a_terminal(
-        self,
-        base: TinyModel,
-        capfd: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
-        terminal: bool,
-    ) -> None:
-        if terminal:
-            monkeypatch.setenv("FORCE_COLOR", "1")  # rich: as if stderr were a terminal
-        load_all(base.directory, progress=True)
-        out, err = capfd.readouterr()
-        assert out == ""
-        assert ("loading weights" in err and "100%" in err) == terminal
-        assert terminal or not err.strip()
 
 
 class TestContradictions:

@@ -46,11 +46,8 @@ FILES: dict[str, tuple[str, Files]] = {
 }
 """Directories without `config.json`."""
 BESIDE: dict[str, tuple[str, Files, Files]] = {
-    "gguf": ("gguf", {}, {"model.gguf": GGUF}),
     "peft": ("peft", {}, {"adapter_config.json": PEFT, "model.safetensors": TENSORS}),
-    "mistral": ("mistral", {}, {"params.json": {}, "consolidated.safetensors": TENSORS}),
     "pickle": ("pickle", {}, {"pytorch_model.bin": b""}),
-    "onnx": ("onnx", {}, {"model.onnx": b""}),
     "tensorflow": ("tensorflow", {}, {"tf_model.h5": b""}),
     "flax": ("flax", {}, {"flax_model.msgpack": b""}),
     "no weights": ("no_weights", {}, {}),

@@ -1,4 +1,4 @@
-"""Engines with experts: compiled steps, quantised weights and caches, shared prefixes."""
+"""Engines with experts: tokens of transformers, quantised weights and caches, shared prefixes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,24 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+
+
+REPEATED = (  # of parts that others have
+    *("mixtral_one", "mixtral_all", "qwen3_moe_sliding", "gpt_oss_odd", "deepseek_v2_greedy"),
+    *("deepseek_v3_scaled", "llama4_maverick"),
+)
+CASES = [
+    pytest.param(variant, marks=pytest.mark.slow) if variant in REPEATED else variant
+    for variant in EXPERT_VARIANTS
+]
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize("variant", CASES)
+def test_eager_engine_equals_transformers(
+    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
+) -> None:
+    assert_parity(open_engine(variant, prefill_chunk=32, block_size=4), tiny(variant))
 
 
 @pytest.mark.parametrize(

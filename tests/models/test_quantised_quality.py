@@ -49,15 +49,3 @@ def test_perplexity_stays_within_one_percent(
         quantised = demo_perplexity(mode, num_tokens, window, **storage)
         assert quantised != exact, "nothing was quantised"
         assert quantised == pytest.approx(exact, rel=0.01)
-
-
-def test_bytes_are_halved() -> None:
-    """But for the scale: 2 bytes for the 32 elements of a head."""
-    sizes = {}
-    for kv_dtype in ("auto", "int8", "fp8"):
-        config = EngineConfig(
-            device="cpu", mode="eager", kv_dtype=kv_dtype, max_num_seqs=1, num_blocks=9
-        )
-        with Engine.from_pretrained("demo", config) as engine:
-            sizes[kv_dtype] = engine.stats()["memory"]["cache"]["measured"]
-    assert sizes["int8"] == sizes["fp8"] == sizes["auto"] * (32 + 2) / 64

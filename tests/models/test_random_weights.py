@@ -36,13 +36,6 @@ def test_names_shapes_and_distribution() -> None:
     assert len(embedding[:, :16].float().unique(dim=0)) == len(embedding), "two rows are equal"
 
 
-def test_norms_that_are_offsets_are_zero() -> None:
-    weights = random_weights(small("gemma-3-1b", layer_types=()), torch.bfloat16)
-    norms = [tensor for name, tensor in weights if name.endswith("norm.weight")]
-    assert len(norms) == 7
-    assert not any(norm.any() for norm in norms)
-
-
 def test_parts_that_no_checkpoint_has_are_zero() -> None:
     latent = small("mla-small", attention_bias=True)
     weights = dict(random_weights(latent, torch.float32))

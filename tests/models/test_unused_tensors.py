@@ -10,13 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime import CheckpointError, Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.models.transformers.library import (
-    convertible_parameters,
-    quiet,
-    reason_of,
-)
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 
 from ..rigs.tiny_models import TinyModel
 
@@ -104,19 +98,3 @@ def test_unused_tensors_of_published_gpt_neox(tmp_path: Path) -> None:
         tensors[prefix + "masked_bias"] = torch.tensor(-1e9)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     opened(tmp_path, "auto").close()
-
-
-def test_parameters_without_data_convert_while_a_model_is_built() -> None:
-    """As the classes of DeepSeek-V4 do in transformers; torch refuses to swap such tensors."""
-    before = nn.Module._apply
-    with FakeTensorMode(), quiet(), convertible_parameters():
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(dtype=torch.float16)
-    assert {p.dtype for p in model.parameters()} == {torch.float16}
-    assert model[1].running_mean.dtype == torch.float16
-    assert nn.Module._apply is before
-
-
-def test_reasons_of_errors_are_the_innermost() -> None:
-    error = RuntimeError("could not swap")
-    error.__cause__ = ZeroDivisionError("division")
-    assert "ZeroDivisionError: division" in reason_of(error)
