@@ -33,7 +33,7 @@ from stepgraph.runtime.bench.scenarios.steady import BenchmarkCase, CaseRun
 from stepgraph.runtime.kernels.triton import layer_kernels, linear, tuning
 from stepgraph.runtime.kernels.triton.linear import LinearConfig
 from stepgraph.runtime.loading.loader import resolve_source
-from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.tools.verify_kernels import check_operations
 
 WIDE = LinearConfig(block_n=8, block_k=512)

@@ -11,7 +11,7 @@ from . import errors
 from .errors import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from .config import EngineConfig
+    from .config import EngineConfig, Speculation
     from .engine.engine import Engine
     from .engine.request_output import CompletionOutput, OutputDelta, RequestOutput
     from .loading.chat_template import ChatPrompt
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .service.health import Health, ReloadResult
     from .service.request_handle import Delta
     from .service.service_config import ServiceConfig
-    from .speculation.config import Speculation
     from .structured_output import StructuredOutput
 else:  # a visible __getattr__ would let type checkers accept any name
     _MODULES = {
@@ -37,7 +36,7 @@ else:  # a visible __getattr__ would let type checkers accept any name
         "Health": "service.health",
         "ReloadResult": "service.health",
         "SamplingParams": "sampling_params",
-        "Speculation": "speculation.config",
+        "Speculation": "config",
         "StructuredOutput": "structured_output",
         "RequestOutput": "engine.request_output",
         "CompletionOutput": "engine.request_output",

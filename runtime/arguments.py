@@ -245,7 +245,7 @@ def check_fields(config: Any, error: type[RequestError | ConfigError], within: s
     Raises:
         error: a value is not allowed.
     """
-    for name, allowed in allowed_values(type(config)).items():
+    for name, allowed in allowed_values(config.__class__).items():
         value = getattr(config, name)
         checked = allowed.check(within or name, value, error, f"{within} {name}".lstrip())
         if checked is not value:

@@ -22,16 +22,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..cache.blocks import PrefixHashes
-from .loading.detokenizer import IncrementalDetokenizer
+from .detokenizer import IncrementalDetokenizer
 from .logprobs import PromptLogprobs, TokenLogprobs
 from .rope_lengths import UNLIMITED
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # the scheduler reads this file, and needs neither torch nor numpy
     from .errors import StructuredOutputError
-    from .kernels.ops.mask_words import MaskWords
+    from .mask_words import MaskWords
     from .prompt_embeds import EmbeddedSpan
-    from .speculation.request_drafter import RequestDrafter, RowDrafts
 
 __all__ = [
     "DRAFT_ON_DEVICE",
@@ -159,10 +158,11 @@ class Request:
     num_reported_tokens: int = 0
     num_reported_chars: int = 0
     """Tokens and characters in outputs so far: the next `delta` begins there."""
-    drafter: RequestDrafter | None = field(default=None, init=False, repr=False)
-    """Its tokens as the proposer of drafts sees them; None until it first decodes with one."""
-    proposed: RowDrafts | None = field(default=None, init=False, repr=False)
-    """What a drafter on the device has proposed last, in committed steps."""
+    drafter: Any = field(default=None, init=False, repr=False)
+    """Its tokens as the proposer of drafts sees them (`RequestDrafter`); None until it first
+    decodes with one."""
+    proposed: Any = field(default=None, init=False, repr=False)
+    """What a drafter on the device has proposed last, in committed steps (`RowDrafts`); or None."""
     num_drafts: int = field(default=0, init=False)
     """Drafts that the last launched step proposes for it; its row keeps them on the device."""
     paused: bool = False
@@ -195,7 +195,8 @@ class Request:
             return drafts
         if self.proposed is None:  # it has ended
             return ()
-        return self.proposed.tokens[: len(drafts)]
+        proposed: Sequence[int] = self.proposed.tokens
+        return proposed[: len(drafts)]
 
     def advanced(self, count: int, accepted: int) -> None:
         """Correct the counts after a verify step of `count` tokens, of which `accepted` remain.

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from . import exact_json
 from .bounded_repr import bounded_repr
 from .errors import RequestError
-from .structured import exact_json
 
 __all__ = ["GrammarKind", "StructuredOutput"]
 

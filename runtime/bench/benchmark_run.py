@@ -18,7 +18,7 @@ from ..engine.rank_start import check_can_split
 from ..errors import ConfigError
 from ..kernels import cpu_kernels_obstacle
 from ..loading.loader import resolve_source
-from ..resolved_config import ResolvedConfig, resolve_device
+from ..models.resolved_config import ResolvedConfig, resolve_device
 from .options import MODES
 from .results import describe_engine, new_document, settle_bandwidth, write_json
 

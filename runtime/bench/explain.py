@@ -90,7 +90,7 @@ def _explain_memory(options: argparse.Namespace) -> int:
 
 def _explain_step(options: argparse.Namespace) -> int:
     """Print the floor of a decode step, or of groups, for every point; return the status."""
-    from ..resolved_config import resolve_device  # these need torch
+    from ..models.resolved_config import resolve_device  # these need torch
     from ..tools.step_costs import explain_step
 
     if options.bandwidth_gb_s is not None:

@@ -33,13 +33,12 @@ from ...profiling.command_line import CommandParser
 from ...profiling.markdown import aligned
 from ...profiling.stats import Summary
 from .. import request
-from ..config import EngineConfig
+from ..config import EngineConfig, Speculation
 from ..engine.engine import Engine
 from ..errors import ConfigError, StepgraphError
 from ..execution import inputs
 from ..loading.loader import resolve_source
 from ..sampling_params import SamplingParams
-from ..speculation.config import Speculation
 from ..tools.arguments import integer, speculation_spec
 from .console import exit_status, print_error, print_text, program_name
 from .workload import interleave

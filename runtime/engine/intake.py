@@ -14,9 +14,9 @@ import torch
 
 from ...cache.blocks import PrefixHashes
 from ..arguments import MAX_PRIORITY, check_integer
+from ..detokenizer import IncrementalDetokenizer
 from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt
-from ..loading.detokenizer import IncrementalDetokenizer
 from ..loading.tokenizer import TextTokenizer
 from ..logprobs import PromptLogprobs
 from ..models.decoder import rope_lengths
@@ -248,11 +248,9 @@ class RequestBuilder:
         if isinstance(params.structured, StructuredOutput):  # whose text must be complete
             skips = skips and not self._tokenizer.spells_special(params.structured.source)
         return IncrementalDetokenizer(
-            self._tokenizer,
-            prompt_ids,
+            self._tokenizer.text_stream(prompt_ids, skip_special_tokens=skips).push,
             params.stop,
             min_tokens=params.min_tokens,
-            skip_special_tokens=skips,
             include_stop=params.include_stop_str_in_output,
         )
 

@@ -33,8 +33,8 @@ from ..models.decoder import Decoder
 from ..models.decoder_model import DecoderModel
 from ..models.drafters.drafter import DrafterConfig
 from ..models.plan import fused_layout, plan_of
+from ..models.resolved_config import ResolvedConfig
 from ..models.sharding import check_ranks
-from ..resolved_config import ResolvedConfig
 from .collectives_self_test import CollectiveCases, check_collectives
 
 __all__ = [

@@ -46,7 +46,7 @@ from ..kernels.result_check import (
 from ..kernels.triton.dependent import dependent_launch
 from ..kernels.triton.filled_memory import FilledMemory, poison
 from ..models.config import ModelConfig
-from ..resolved_config import ResolvedConfig
+from ..models.resolved_config import ResolvedConfig
 from ..sampling.sample_output import SampleOutput
 from ..sampling.samplers import SAMPLERS, Sampler
 from ..sampling.sampling_state import SamplingState

@@ -77,11 +77,11 @@ from ..models.decoder import Decoder, attention_specs, rope_lengths
 from ..models.decoder_model import DecoderConfig, DecoderModel
 from ..models.drafters.drafter import Drafter, DrafterConfig
 from ..models.plan import plan_of
+from ..models.resolved_config import ResolvedConfig
 from ..models.transformers.config import TransformersConfig
 from ..models.transformers.decoder import TransformersDecoder, add_scopes
 from ..models.transformers.loading import load_decoder, load_model, overwrite_decoder
 from ..progress import progress_bar
-from ..resolved_config import ResolvedConfig
 from ..sampling_params import SamplingDefaults
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import PreemptionPolicy, StepBudget, calibrate

@@ -29,8 +29,8 @@ from ...graphs.buffers import TensorSpec
 from ..kernels.ops.token_masks import MASK_BITS
 from ..models.decoder_model import DecoderConfig
 from ..models.plan import plan_of
+from ..models.resolved_config import ResolvedConfig
 from ..request import DRAFT_ON_DEVICE
-from ..resolved_config import ResolvedConfig
 from ..sampling.sampling_state import SamplingState
 from ..scheduling.plan import RowSpan, TableUpdate
 from .step_key import MOST_VERIFIED_TOKENS

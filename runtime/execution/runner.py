@@ -35,8 +35,8 @@ from ..kernels.cpu.threads import TorchThreads, limit_threads
 from ..models.decoder_model import DecoderModel
 from ..models.drafters.drafter import Drafter
 from ..models.plan import plan_of
+from ..models.resolved_config import ResolvedConfig
 from ..request import Request
-from ..resolved_config import ResolvedConfig
 from ..sampling.sampling_state import RowParameters
 from ..scheduling.plan import Proposed, StepPlan, TableUpdate
 from .inputs import (

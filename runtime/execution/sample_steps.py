@@ -21,7 +21,7 @@ from ..kernels.ops.kv_storage import read_blocks, write_blocks
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, attention_specs
 from ..models.plan import fused_layout, model_plan
-from ..resolved_config import ResolvedConfig
+from ..models.resolved_config import ResolvedConfig
 from .inputs import RowState, StepInputs
 from .step_functions import StepFunctions
 from .step_key import StepKey, StepSizes

@@ -14,8 +14,8 @@ from ...graphs.buckets import Buckets, default_width_buckets
 from ...profiling import ranges
 from ..kernels import Kernels
 from ..models.drafters.drafter import Drafts
+from ..models.resolved_config import ResolvedConfig
 from ..request import Request
-from ..resolved_config import ResolvedConfig
 from ..sampling.sample_output import SampleOutput
 from ..scheduling.plan import StepPlan
 

@@ -18,7 +18,7 @@ import torch
 from ...profiling import ranges
 from ..bounded_repr import bounded_repr
 from ..errors import StructuredOutputError
-from ..kernels.ops.mask_words import MaskWords
+from ..mask_words import MaskWords
 from ..request import Request, RequestStatus
 from ..scheduling.plan import StepPlan
 from .inputs import MaskState

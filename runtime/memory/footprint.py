@@ -33,7 +33,7 @@ from ..kernels.ops.layer_plan import ModelPlan
 from ..kernels.ops.weight_storage import quantised_dtype
 from ..models.decoder_model import DecoderConfig
 from ..models.plan import parameter_bytes, plan_of
-from ..resolved_config import ResolvedConfig
+from ..models.resolved_config import ResolvedConfig
 
 __all__ = ["DrafterBytes", "model_footprint", "weight_bytes"]
 

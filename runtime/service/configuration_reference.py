@@ -13,9 +13,8 @@ from pathlib import Path
 
 from ...profiling.atomic_write import WriteError, write_file
 from ..arguments import Allowed, allowed_values, described_fields
-from ..config import EngineConfig
+from ..config import EngineConfig, Speculation
 from ..sampling_params import SamplingParams
-from ..speculation.config import Speculation
 from .service_config import ServiceConfig
 
 __all__ = ["reference"]

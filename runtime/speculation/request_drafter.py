@@ -9,7 +9,7 @@ from itertools import accumulate, count
 from operator import mul
 from typing import NamedTuple, Protocol
 
-from .config import MAX_DRAFTS
+from ..config import MAX_DRAFTS
 
 __all__ = [
     "AHEAD",

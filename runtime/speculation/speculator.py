@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...graphs.buckets import Buckets
+from ..config import Speculation
 from ..request import DRAFT_ON_DEVICE, Request, RequestStatus
 from ..scheduling.plan import Proposed, RowSpan, StepPlan
-from .config import Speculation
 from .request_drafter import (
     MAX_CANDIDATES,
     MAX_INDEXED_TOKENS,
@@ -655,7 +655,7 @@ class DrafterSpeculator(Speculator):
         """Return what may follow a request's newest token."""
         if request.matcher is not None:
             return with_grammar(request, NOTHING, self.config.num_speculative_tokens)
-        drafts = request.proposed
+        drafts: RowDrafts | None = request.proposed
         if request.num_pending:  # of the step in flight, which leaves them on the device
             acceptance = self._by_position if drafts is None else drafts.acceptance
             count = request.num_drafts
@@ -672,7 +672,8 @@ class DrafterSpeculator(Speculator):
         for request, stop, drafts, probabilities in proposed:
             if request.status is RequestStatus.FINISHED:
                 continue
-            last, known = request.proposed, request.num_tokens
+            last: RowDrafts | None = request.proposed
+            known = request.num_tokens
             if last is None:
                 acceptance = PositionAcceptance(self._by_position)
             else:
@@ -959,7 +960,7 @@ class LookupSpeculator(Speculator):
         most_pause = self._most_pause()
         paused_until = step + MAX_PAUSE
         for row, request in enumerate(requests):
-            drafter = request.drafter
+            drafter: RequestDrafter | None = request.drafter
             if drafter is None:
                 drafter = self._new_drafter(request)
             if step >= drafter.paused_until:
@@ -1009,7 +1010,8 @@ class LookupSpeculator(Speculator):
         index = SuffixIndex(self.config.prompt_lookup_min, self._candidates)
         first = max(0, request.num_tokens - MAX_INDEXED_TOKENS // 2)
         own, most = Acceptance(self._acceptance), self.config.num_speculative_tokens
-        request.drafter = RequestDrafter(index, own, most, first, self._shared, request.salt)
+        drafter = RequestDrafter(index, own, most, first, self._shared, request.salt)
+        request.drafter = drafter
         if self._shared is not None:
             self._open.append(request)
-        return request.drafter
+        return drafter

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .exact_json import decode_at, dumps, loads
+from ..exact_json import decode_at, dumps, loads
 from .json_schemas import COMPACT, PreparedSchema, prepared_schema
 
 __all__ = ["grammar_text"]

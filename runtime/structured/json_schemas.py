@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ..bounded_repr import bounded_repr, bounded_text
-from .exact_json import LARGEST_EXACT, NumberRange, dumps, is_number, loads
+from ..exact_json import LARGEST_EXACT, NumberRange, dumps, is_number, loads
 from .schema_rules import BOUNDS, NoRulesError, decimals_of, schema_rules, types_of
 
 if TYPE_CHECKING:

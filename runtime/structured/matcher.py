@@ -11,8 +11,8 @@ import numpy as np
 
 from ..bounded_repr import bounded_text
 from ..errors import StructuredOutputError
-from ..kernels.ops.mask_words import MaskWords
 from ..kernels.ops.token_masks import MASK_BITS
+from ..mask_words import MaskWords
 from ..request import OutputMatcher, Request
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from operator import and_
 from typing import Any, Final
 from urllib.parse import unquote
 
-from .exact_json import MAX_NUMBER_CHARS, NumberRange, dumps, is_number
+from ..exact_json import MAX_NUMBER_CHARS, NumberRange, dumps, is_number
 
 __all__ = ["BOUNDS", "NoRulesError", "decimals_of", "schema_rules", "types_of"]
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from ..arguments import Allowed, allowed_values, described_fields
-from ..config import EngineConfig
+from ..config import EngineConfig, Speculation
 from ..errors import ConfigError
-from ..speculation.config import Speculation
 
 __all__ = [
     *("DTYPES", "STORED_DTYPES", "add_config_flags", "config_of", "flag_settings", "flag_type"),

@@ -37,7 +37,7 @@ from ..kernels.triton.rowwise import reference_activate_rows, reference_norm_row
 from ..kernels.triton.split_attention import Partials
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
-from ..resolved_config import ResolvedConfig
+from ..models.resolved_config import ResolvedConfig
 
 __all__ = ["KernelCase", "decode_cases"]
 

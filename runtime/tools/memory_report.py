@@ -12,7 +12,6 @@ import torch
 
 from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, format_bytes, plan_memory
-from ..batch_invariance import check_batch_invariant
 from ..config import MAX_ROWS, EngineConfig
 from ..engine.startup import RESERVE_BYTES, layer_groups, plan_engine, planned_kernels
 from ..kernels import Kernels, Mode, native_obstacle
@@ -22,7 +21,12 @@ from ..loading.loader import resolve_source
 from ..memory.footprint import model_footprint
 from ..models.decoder_model import DecoderConfig
 from ..models.plan import parameter_bytes, plan_of, shard_config
-from ..resolved_config import ResolvedConfig, resolve_kernels, resolve_masks
+from ..models.resolved_config import (
+    ResolvedConfig,
+    check_batch_invariant,
+    resolve_kernels,
+    resolve_masks,
+)
 
 __all__ = ["describe_experts", "explain_memory", "resolve_absent"]
 

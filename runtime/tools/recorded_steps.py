@@ -37,7 +37,7 @@ from ..loading.loader import Source, resolve_source
 from ..models.decoder import Decoder
 from ..models.drafters.drafter import DraftModel
 from ..models.plan import fused_layout, model_plan
-from ..resolved_config import ResolvedConfig
+from ..models.resolved_config import ResolvedConfig
 from .memory_report import resolve_absent
 
 __all__ = ["RecordedStep", "record_paged_attention", "record_steps"]

@@ -34,8 +34,8 @@ from ..kernels.triton.fusion import (
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
+from ..models.resolved_config import ResolvedConfig
 from ..models.sharding import shard_plan
-from ..resolved_config import ResolvedConfig
 from .memory_report import describe_experts
 
 __all__ = ["StepBytes", "StoredSizes", "decode_operation_costs", "explain_step", "floor_bytes"]

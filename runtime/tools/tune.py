@@ -33,7 +33,7 @@ from ..kernels.triton.fusion import fusion_obstacle
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
-from ..resolved_config import ResolvedConfig
+from ..models.resolved_config import ResolvedConfig
 from .arguments import DTYPES, STORED_DTYPES, integer
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from ..kernels.triton.precompile import compile_kernels
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
-from ..resolved_config import ResolvedConfig
+from ..models.resolved_config import ResolvedConfig
 from .kernel_cases import KernelCase, decode_cases
 
 __all__ = ["TOLERANCE", "Verified", "check_operations", "launches", "main"]

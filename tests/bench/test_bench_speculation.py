@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from stepgraph.runtime.bench import cli
-from stepgraph.runtime.speculation.config import Speculation
+from stepgraph.runtime.config import Speculation
 from stepgraph.runtime.tools.arguments import speculation_spec
 
 from ..rigs.tiny_models import TinyModel

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.cache.memory.handler import MemoryBudget
-from stepgraph.runtime import resolved_config
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.errors import ConfigError
+from stepgraph.runtime.models import resolved_config
 from stepgraph.runtime.models.presets import preset
-from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.models.resolved_config import ResolvedConfig
 
 MODEL = preset("smollm2-135m")  # bfloat16, 8192 positions
 

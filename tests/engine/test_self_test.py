@@ -13,7 +13,6 @@ from stepgraph.runtime import (
     EngineConfig,
     KernelSelfTestError,
     SamplingParams,
-    resolved_config,
 )
 from stepgraph.runtime.engine.self_test import check_kernels, sampler_failure
 from stepgraph.runtime.execution.sample_steps import sample_config
@@ -25,9 +24,10 @@ from stepgraph.runtime.kernels import (
     select_kernels,
 )
 from stepgraph.runtime.kernels.result_check import disagreement
+from stepgraph.runtime.models import resolved_config
 from stepgraph.runtime.models.config import ExpertsConfig, ModelConfig
 from stepgraph.runtime.models.plan import model_plan
-from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling.sample_output import SampleOutput
 from stepgraph.runtime.sampling.samplers import SAMPLERS, Sampler
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from stepgraph.cache.arena import Storage
 from stepgraph.runtime import ConfigError, EngineConfig
-from stepgraph.runtime.batch_invariance import check_batch_invariant
 from stepgraph.runtime.engine.self_test import check_kernels
 from stepgraph.runtime.kernels import (
     LayerPlace,
@@ -24,7 +23,7 @@ from stepgraph.runtime.kernels import (
 )
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.models.resolved_config import ResolvedConfig, check_batch_invariant
 from stepgraph.runtime.tools.memory_report import resolve_absent
 from torch import Tensor
 

@@ -15,7 +15,7 @@ from stepgraph.runtime.engine.self_test import check_kernels, dependent_launch_f
 from stepgraph.runtime.kernels import Kernels, reference_paged_attention, select_kernels
 from stepgraph.runtime.kernels.result_check import Fallback
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.models.resolved_config import ResolvedConfig
 
 pytest.importorskip("triton")
 

@@ -17,7 +17,7 @@ from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.kernels.triton.operations import Operations
 from stepgraph.runtime.models.families import ExpertsConfig
 from stepgraph.runtime.models.presets import PRESETS
-from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.tools import verify_kernels
 from stepgraph.runtime.tools.verify_kernels import Verified, check_operations, main
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams, resolved_config
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.kernels import Kernels, have_compiler, native_gaps
 from stepgraph.runtime.kernels.ops.layer_operations import Activate, Attend
@@ -17,7 +17,7 @@ from stepgraph.runtime.kernels.ops.stack import stack_obstacle
 from stepgraph.runtime.kernels.triton.fusion import Activation, GateUp, NormLinear, fuse
 from stepgraph.runtime.loading import loader
 from stepgraph.runtime.loading.loader import random_weights
-from stepgraph.runtime.models import families, presets
+from stepgraph.runtime.models import families, presets, resolved_config
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.plan import model_plan
 

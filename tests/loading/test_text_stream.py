@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stepgraph.runtime.detokenizer import IncrementalDetokenizer
 from stepgraph.runtime.errors import CheckpointError, RequestError
-from stepgraph.runtime.loading.detokenizer import IncrementalDetokenizer
 from stepgraph.runtime.loading.tokenizer import TextTokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
@@ -145,7 +145,9 @@ def test_pushed_tokens_are_the_decoded_text(kind: str, data: st.DataObject, skip
     prompt, output = data.draw(ids), data.draw(ids)
     if not (valid_bytes(tokenizer, prompt) and valid_bytes(tokenizer, output)):
         return
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    detokenizer = IncrementalDetokenizer(
+        tokenizer.text_stream(prompt, skip_special_tokens=skip).push
+    )
     text = "".join(detokenizer.push([token_id]) for token_id in output) + detokenizer.finish()
     whole, before = (finished(tokenizer, part, skip) for part in (prompt + output, prompt))
     assert text == whole[len(before) :]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stepgraph.runtime.detokenizer import IncrementalDetokenizer
 from stepgraph.runtime.errors import CheckpointError, RequestError
-from stepgraph.runtime.loading.detokenizer import IncrementalDetokenizer
 from stepgraph.runtime.loading.tokenizer import (
     TextTokenizer,
     load_tokenizer,
@@ -172,7 +172,7 @@ class TestGrowingText:
         self, prompt: list[int], output: list[int], borders: Sequence[int]
     ) -> None:
         tokenizer = byte_level()
-        detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+        detokenizer = IncrementalDetokenizer(tokenizer.text_stream(prompt).push)
         before, ids, text = settled(tokenizer, prompt), list(prompt), ""
         for tokens in cut(output, borders):
             text += detokenizer.push(tokens)
@@ -185,7 +185,7 @@ class TestGrowingText:
     def test_any_part_of_the_text(self, data: st.DataObject, num_tokens: int) -> None:
         tokenizer = byte_level()
         ids = tokenizer.encode(CORPUS[0], special=False)
-        detokenizer = IncrementalDetokenizer(tokenizer, [])
+        detokenizer = IncrementalDetokenizer(tokenizer.text_stream([]).push)
         for number in range(num_tokens):
             detokenizer.push([ids[number % len(ids)]])
         places = st.integers(0, detokenizer.num_chars)
@@ -196,7 +196,7 @@ class TestGrowingText:
         tokenizer = byte_level()
         ids = tokenizer.encode("\u20ad", special=False)
         assert len(ids) == 3
-        detokenizer = IncrementalDetokenizer(tokenizer, ids[:2])
+        detokenizer = IncrementalDetokenizer(tokenizer.text_stream(ids[:2]).push)
         assert detokenizer.push(ids[2:]) == "\u20ad"
 
 
@@ -204,7 +204,7 @@ class TestText:
     def test_a_reader_in_another_thread_takes_nothing_away(self) -> None:
         tokenizer = byte_level()
         ids = tokenizer.encode("ab", special=False)
-        detokenizer = IncrementalDetokenizer(tokenizer, [], ())
+        detokenizer = IncrementalDetokenizer(tokenizer.text_stream([]).push, ())
         done = threading.Event()
         lengths: list[int] = []
 
@@ -248,7 +248,9 @@ class TestStop:
         stop = tuple(string for string in (*random_stops, *taken) if string)
         expected, found = first_stop(whole, stop, len(settled(tokenizer, ids[:min_tokens])))
         prompt = tokenizer.encode("stop")
-        detokenizer = IncrementalDetokenizer(tokenizer, prompt, stop, min_tokens=min_tokens)
+        detokenizer = IncrementalDetokenizer(
+            tokenizer.text_stream(prompt).push, stop, min_tokens=min_tokens
+        )
         emitted = ""
         for tokens in cut(ids, borders):
             emitted += detokenizer.push(tokens)
@@ -260,7 +262,7 @@ class TestStop:
 
     def test_only_what_may_begin_a_stop_string_is_held(self) -> None:
         tokenizer = byte_level()
-        detokenizer = IncrementalDetokenizer(tokenizer, [], ("\n\nabab!", "aba?"))
+        detokenizer = IncrementalDetokenizer(tokenizer.text_stream([]).push, ("\n\nabab!", "aba?"))
         seen = [detokenizer.push(tokenizer.encode(c, special=False)) for c in "x\n\nababab"]
         assert seen == ["x", "", "", "", "", "", "", "\n\nab", "ab"]
         assert detokenizer.finish() == "ab"

@@ -20,7 +20,7 @@ from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.errors import CheckpointError, ConfigError, MemoryBudgetError
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.presets import preset
-from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.models.resolved_config import ResolvedConfig
 
 TYPED = (CheckpointError, ConfigError, MemoryBudgetError)
 LONGEST_MESSAGE = 3000

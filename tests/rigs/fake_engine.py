@@ -10,7 +10,7 @@ import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.bench.scenarios.host_overhead import MODEL
 from stepgraph.runtime.loading.tokenizer import TextTokenizer
-from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling_params import SamplingDefaults
 
 from .fake_device import VOCAB, FakeRunner, oracle

@@ -24,7 +24,6 @@ from stepgraph.cache.arena import Arena, HostArena
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.steps import Capture, EagerStep
 from stepgraph.profiling import attribution
-from stepgraph.runtime import resolved_config
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.execution import outputs, runner
 from stepgraph.runtime.execution.inputs import RowState
@@ -34,7 +33,8 @@ from stepgraph.runtime.execution.runner import DrafterCache, Runner
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.execution.token_masks import HostMasks
 from stepgraph.runtime.kernels import Kernels, select_kernels
-from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.models import resolved_config
+from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling.sampling_state import SamplingState
 
 from .operation_tape import Operation, Tape, poison, tensors_of

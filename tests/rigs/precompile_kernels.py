@@ -27,7 +27,7 @@ from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attent
 from stepgraph.runtime.kernels.triton.precompile import compile_kernels
 from stepgraph.runtime.memory.measurement import StepMemory
 from stepgraph.runtime.models.presets import PRESETS
-from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.tools.verify_kernels import check_operations, launches
 from triton.backends.compiler import GPUTarget
 

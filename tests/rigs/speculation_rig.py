@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime import Engine
+from stepgraph.runtime.config import Speculation
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.scheduling.plan import StepPlan
-from stepgraph.runtime.speculation.config import Speculation
 from stepgraph.runtime.speculation.speculator import BatchCosts, DrafterSpeculator, VerifyCosts
 
 Known = Callable[[Request], Sequence[int]]

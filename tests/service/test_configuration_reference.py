@@ -19,8 +19,8 @@ from stepgraph.runtime import (
     StepgraphError,
 )
 from stepgraph.runtime.arguments import allowed_values, described_fields
+from stepgraph.runtime.config import Speculation
 from stepgraph.runtime.service.configuration_reference import reference
-from stepgraph.runtime.speculation.config import Speculation
 from stepgraph.runtime.tools.arguments import add_config_flags, config_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"

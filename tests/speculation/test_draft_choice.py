@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.graphs.buckets import Buckets
+from stepgraph.runtime.config import Speculation
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import RowSpan, StepPlan
-from stepgraph.runtime.speculation.config import Speculation
 from stepgraph.runtime.speculation.request_drafter import (
     AHEAD,
     MAX_PAUSE,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.graphs.buckets import Buckets
+from stepgraph.runtime.config import Speculation
 from stepgraph.runtime.request import DRAFT_ON_DEVICE, Request
 from stepgraph.runtime.scheduling.plan import Proposed, RowSpan, StepPlan
-from stepgraph.runtime.speculation.config import Speculation
 from stepgraph.runtime.speculation.request_drafter import DrafterAcceptance
 from stepgraph.runtime.speculation.speculator import (
     FIRST_DRAFTER_CREDIT,

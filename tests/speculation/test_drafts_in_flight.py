@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from stepgraph.runtime import Engine, SamplingParams
 from stepgraph.runtime.execution.outputs import LaunchedStep
+from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.request import DRAFT_ON_DEVICE, Request
-from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.scheduling.plan import StepPlan
 
 from ..rigs.engine_rig import greedy

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.runtime import SamplingParams
 from stepgraph.runtime.errors import RequestError, StructuredOutputError
-from stepgraph.runtime.kernels.ops.mask_words import MaskWords
+from stepgraph.runtime.mask_words import MaskWords
 from stepgraph.runtime.structured.matcher import ListMatcher, TokenLists, word_tokens
 
 from ..loading.test_text_stream import make

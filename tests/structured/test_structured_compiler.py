@@ -18,8 +18,8 @@ from stepgraph.runtime.errors import (
     OverloadedError,
     RequestError,
 )
-from stepgraph.runtime.kernels.ops.mask_words import MaskWords
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
+from stepgraph.runtime.mask_words import MaskWords
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.structured import (

@@ -12,7 +12,7 @@ import llguidance
 import numpy as np
 import pytest
 from stepgraph.runtime.errors import RequestError
-from stepgraph.runtime.structured.exact_json import dumps
+from stepgraph.runtime.exact_json import dumps
 from stepgraph.runtime.structured.grammar_texts import grammar_text
 from stepgraph.runtime.structured_output import StructuredOutput
 

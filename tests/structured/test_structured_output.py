@@ -20,7 +20,7 @@ from stepgraph.runtime import (
     StructuredOutputError,
 )
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.resolved_config import resolve_masks
+from stepgraph.runtime.models.resolved_config import resolve_masks
 from stepgraph.runtime.structured.matcher import TokenMatcher
 
 from ..rigs.structured_rig import GRAMMARS, ll_tokenizer, reference

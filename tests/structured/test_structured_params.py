@@ -60,7 +60,7 @@ def test_kind_and_source(fields: dict[str, Any], kind: str, source: str) -> None
         ({"json_object": False}, "none given"),
         ({"json_object": 1}, "json_object is 1"),
         ({"whitespace": "a"}, "no field 'whitespace'"),
-        ("regex", "structured is 'regex'"),
+        ("regex", "structured must be"),
         ({"json": 5}, "json is 5"),
         ({"json": "[1]"}, "json is '"),
         ({"json": "{"}, "json is no JSON"),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from stepgraph.runtime import Engine, GrammarError, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
-from stepgraph.runtime.kernels.ops.mask_words import MaskWords
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
+from stepgraph.runtime.mask_words import MaskWords
 from stepgraph.runtime.structured.compiler import GrammarCompiler
 from stepgraph.runtime.structured_output import StructuredOutput
 

@@ -32,7 +32,7 @@ from ...execution.step_key import StepKey, StepOutput
 from ...kernels import select_kernels
 from ...models.config import ModelConfig
 from ...models.decoder import Decoder
-from ...resolved_config import ResolvedConfig
+from ...models.resolved_config import ResolvedConfig
 from ...sampling.sample_output import SampleOutput
 from ...sampling_params import MAX_LOGPROBS, SamplingParams
 from ...scheduling.scheduler import Scheduler

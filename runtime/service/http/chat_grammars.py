@@ -9,7 +9,7 @@ from typing import Any
 
 from ...bounded_repr import bounded_repr
 from ...errors import RequestError
-from ...structured.exact_json import dumps, loads
+from ...exact_json import dumps, loads
 from ...structured.json_schemas import prepared_schema
 from ...structured_output import MAX_GRAMMAR_BYTES, GrammarKind, StructuredOutput
 from .http_errors import HttpError

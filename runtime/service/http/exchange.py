@@ -18,7 +18,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...errors import OverloadedError, RequestError
-from ...structured.exact_json import JsonFloat
+from ...exact_json import JsonFloat
 from .http_errors import HttpError, http_error
 from .unknown_fields import UnknownFields
 

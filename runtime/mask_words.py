@@ -8,10 +8,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .token_masks import MASK_BITS
-
 __all__ = ["MaskWords"]
 
+MASK_BITS: Final = 32
+"""Tokens of a word, as in `kernels/ops/token_masks.py`."""
 _NO_BITS: Final = 0
 _ALL_BITS: Final = -1
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, Final, NoReturn, TypeGuard
 
-from ..bounded_repr import bounded_text
+from .bounded_repr import bounded_text
 
 __all__ = [
     "JsonFloat",

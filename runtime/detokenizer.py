@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .tokenizer import TextTokenizer
+from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["IncrementalDetokenizer"]
 
@@ -57,25 +53,22 @@ class IncrementalDetokenizer:
 
     def __init__(
         self,
-        tokenizer: TextTokenizer,
-        prompt_ids: Sequence[int],
+        next_text: Callable[[int], str],
         stop: Sequence[str] = (),
         *,
         min_tokens: int = 0,
-        skip_special_tokens: bool = True,
         include_stop: bool = False,
     ) -> None:
         """Begin the output after a prompt.
 
         Args:
-            tokenizer: of the checkpoint.
-            prompt_ids: the tokens before the output.
+            next_text: `push` of the stream that continues the prompt, see
+                `TextTokenizer.text_stream`.
             stop: strings that end it.
             min_tokens: tokens whose text no stop string ends.
-            skip_special_tokens: whether special tokens have no text.
             include_stop: whether the text ends after the stop string, and has that of a stop token.
         """
-        self._stream = tokenizer.text_stream(prompt_ids, skip_special_tokens=skip_special_tokens)
+        self._next_text = next_text
         self._patterns = [_StopPattern(text) for text in stop]
         self._tokens_to_ignore = min_tokens
         self.include_stop = include_stop
@@ -129,7 +122,7 @@ class IncrementalDetokenizer:
         for token_id in token_ids:
             if self._stopped is not None:
                 break
-            text += self._advance(self._stream.push(token_id))
+            text += self._advance(self._next_text(token_id))
         return self._emit(text)
 
     def finish(self) -> str:
