@@ -20,7 +20,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -68,37 +67,24 @@ class CompiledKernel:
     num_stages: int
     registers: int
     """Registers per thread."""
-    shared_bytes: int
-    stack_bytes: int
+    shared: int
+    stack: int
     """Local memory per thread, for spilled registers."""
-    local_bytes: int
-    seconds: float
-    """Compilation time; near zero if Triton's disk cache has the kernel."""
+    local: int
     parameters: tuple[str, ...]
     """Names of the parameters that are not constants."""
     ptx: str
     cubin: bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the code."""
+        """Return everything but parameters and code."""
+        named = ("name", "capability", "num_warps", "num_stages", "shared", "stack", "local")
         constants = {
             name: value if isinstance(value, bool | int | float | str | None) else str(value)
             for name, value in self.constants.items()
         }
-        return {
-            "name": self.name,
-            "capability": self.capability,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "constants": constants,
-            "shared": self.shared_bytes,
-            "stack": self.stack_bytes,
-            "local": self.local_bytes,
-            "registers": self.registers,
-            "seconds": self.seconds,
-            "waits": self.waits,
-            "faults": self.faults,
-        }
+        values = {name: getattr(self, name) for name in (*named, "registers", "waits", "faults")}
+        return values | {"constants": constants}
 
     @property
     def title(self) -> str:
@@ -124,9 +110,9 @@ class CompiledKernel:
     def faults(self) -> list[str]:
         """Faults: spilled registers, too much shared memory, a missing or a second wait."""
         found = []
-        if self.stack_bytes or self.local_bytes:
-            found.append(f"spills ({self.stack_bytes} + {self.local_bytes} bytes)")
-        if self.shared_bytes > SHARED_MEMORY_LIMIT[self.capability]:
+        if self.stack or self.local:
+            found.append(f"spills ({self.stack} + {self.local} bytes)")
+        if self.shared > SHARED_MEMORY_LIMIT[self.capability]:
             found.append("too much shared memory")
         if self.waits != bool(self.constants.get("PDL")):
             found.append(f"waits {self.waits} times")
@@ -166,13 +152,9 @@ def compile_kernel_calls(calls: Iterable[KernelCall], capability: int) -> Iterat
         source = ASTSource(call.kernel, signature, values, attributes)
         key = f"{source.hash()} {options}"
         if key not in compiled:
-            started = time.perf_counter()
             made = triton.compile(source, target=target, options=parsed.__dict__)
-            seconds = time.perf_counter() - started
             names = list(signature)
-            ptx: str = made.asm["ptx"]
-            cubin: bytes = made.asm["cubin"]
-            registers, stack_bytes, static_bytes, local_bytes = _resources(cubin)
+            registers, stack, static, local = _resources(made.asm["cubin"])
             compiled[key] = CompiledKernel(
                 name=call.name,
                 capability=capability,
@@ -180,13 +162,12 @@ def compile_kernel_calls(calls: Iterable[KernelCall], capability: int) -> Iterat
                 num_warps=call.num_warps,
                 num_stages=call.num_stages,
                 registers=registers,
-                shared_bytes=max(made.metadata.shared, static_bytes),
-                stack_bytes=stack_bytes,
-                local_bytes=local_bytes,
-                seconds=seconds,
+                shared=max(made.metadata.shared, static),
+                stack=stack,
+                local=local,
                 parameters=tuple(n for n, kind in signature.items() if kind != "constexpr"),
-                ptx=ptx,
-                cubin=cubin,
+                ptx=made.asm["ptx"],
+                cubin=made.asm["cubin"],
             )
         yield compiled[key]
 
@@ -226,9 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ..errors import StepgraphError
     from .recorded_steps import record_paged_attention, record_steps
 
-    document: dict[str, Any] = {"model": options.model, "steps": [], "kernels": []}
-    kernels: dict[CompiledKernel, list[str]] = {}
-    faults: list[str] = []
+    steps: dict[str, dict[str, int]] = {}
+    kernels: dict[CompiledKernel, dict[str, None]] = {}
     try:
         config = EngineConfig(
             dtype=options.dtype,
@@ -243,50 +223,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _check(capability)
         for capability in options.capability:
             record = partial(record_steps, options.model, config, capability=capability)
-            steps = record(rows=options.rows, tokens=options.tokens)
+            recorded = record(rows=options.rows, tokens=options.tokens)
             if not options.batch_invariant:
-                steps += record_paged_attention(
+                recorded += record_paged_attention(
                     options.model, config, tokens=options.tokens, capability=capability
                 )
-            if not document["steps"]:  # of any device there are as many
-                for step in steps:
-                    counts = Counter(call.name for call in step.kernel_calls)
-                    document["steps"].append({"name": step.name, "launches": dict(counts)})
-                    print(f"{step.name}: {counts.total()} launches", file=sys.stderr)
-            calls = itertools.chain.from_iterable(step.kernel_calls for step in steps)
+            for step in recorded:
+                if step.name not in steps:  # of any device there are as many
+                    steps[step.name] = Counter(call.name for call in step.kernel_calls)
+                    launches = len(step.kernel_calls)
+                    print(f"{step.name}: {launches} launches", file=sys.stderr)
+            calls = itertools.chain.from_iterable(step.kernel_calls for step in recorded)
             compiled = compile_kernel_calls(calls, capability)
-            for step in steps:
+            for step in recorded:
                 for kernel in itertools.islice(compiled, len(step.kernel_calls)):
-                    kernels.setdefault(kernel, []).append(step.name)
+                    kernels.setdefault(kernel, {})[step.name] = None
     except (CompileAheadError, StepgraphError) as error:
         print(f"compile_ahead: error: {error}", file=sys.stderr)
         return 1
-    for kernel in kernels:
-        faults += [f"{kernel.title} sm_{kernel.capability}: {text}" for text in kernel.faults]
-    document["kernels"] = [
-        kernel.to_json() | {"steps": list(dict.fromkeys(names))}
-        for kernel, names in kernels.items()
+    faults = list(
+        dict.fromkeys(f"{k.title} sm_{k.capability}: {text}" for k in kernels for text in k.faults)
+    )
+    head = ("kernel", "constants", "sm", "registers", "shared", "stack", "local")
+    cells = [
+        (k.title, k.choices, *map(str, (k.capability, k.registers, k.shared, k.stack, k.local)))
+        for k in kernels
     ]
-    document["faults"] = list(dict.fromkeys(faults))
-    print(kernel_table(list(kernels)))
-    print("\n".join(document["faults"]) or "no faults")
+    print("\n".join([*aligned(head, cells, text_columns=2), *(faults or ["no faults"])]))
     if options.json is not None:
+        document = {
+            "model": options.model,
+            "steps": [{"name": name, "launches": counts} for name, counts in steps.items()],
+            "kernels": [k.to_json() | {"steps": list(names)} for k, names in kernels.items()],
+            "faults": faults,
+        }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 1 if faults else 0
-
-
-def kernel_table(kernels: Sequence[CompiledKernel]) -> str:
-    """Return the resources of kernels as an aligned Markdown table."""
-    head = ("kernel", "constants", "sm", "registers", "shared", "stack", "local", "s")
-    cells = [
-        (
-            *(kernel.title, kernel.choices),
-            *(str(kernel.capability), str(kernel.registers), str(kernel.shared_bytes)),
-            *(str(kernel.stack_bytes), str(kernel.local_bytes), f"{kernel.seconds:.1f}"),
-        )
-        for kernel in kernels
-    ]
-    return "\n".join(aligned(head, cells, text_columns=2))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
