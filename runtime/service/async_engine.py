@@ -37,13 +37,13 @@ from ..loading.tokenizer import TextTokenizer
 from ..prompt_ids import type_name
 from ..request import RequestGroup
 from ..sampling_params import SamplingDefaults, SamplingParams
-from ..structured.compile_threads import MAX_COMPILATIONS
+from ..structured.compiler import MAX_COMPILATIONS
 from ..structured_output import StructuredOutput
-from .consumers import AsyncStream, CallbackMailbox, FutureConsumer, LoopMailbox
+from .consumers import AsyncStream, CallbackLoop
 from .health import Health, Phase, ReloadResult, ServiceSnapshot
 from .request_handle import (
     Delta,
-    Mailbox,
+    LoopMailbox,
     RequestHandle,
     RequestOptions,
     make_handle,
@@ -98,7 +98,7 @@ class AsyncEngine:
         self._pool = ThreadPoolExecutor(self.config.preparation_threads, "stepgraph-prepare")
         self._grammar_pool = ThreadPoolExecutor(MAX_COMPILATIONS, "stepgraph-grammars")
         """Prepares prompts whose outputs follow a grammar, which can take seconds to compile."""
-        self._callbacks = CallbackMailbox()
+        self._callbacks = CallbackLoop()
         self._thread.dispatcher.on_ended = self._callbacks.report
         self._engine_config: EngineConfig | None = None
         self._progress = False
@@ -197,7 +197,7 @@ class AsyncEngine:
             OverloadedError: too many requests wait.
             EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
         """
-        return self._stream(prompt, params, options, streams=True)
+        return self._stream(self._mailbox, prompt, params, options, num_read=0)
 
     async def generate(
         self,
@@ -209,7 +209,7 @@ class AsyncEngine:
 
         Arguments and errors are those of `stream` and `AsyncStream.accepted`.
         """
-        return await self._stream(prompt, params, options, streams=False).finish()
+        return await self._stream(self._mailbox, prompt, params, options, streams=False).finish()
 
     async def chat(
         self,
@@ -240,19 +240,11 @@ class AsyncEngine:
 
         Arguments and errors are those of `stream`; errors of the prompt come from the future.
         """
-        streams = callback is not None
-        if streams:
+        if callback is not None:
             check_callable("callback", callback, "a Delta")
-        handle = self._make_handle(self._callbacks, params, options, streams=streams)
-        future: Future[RequestOutput] = Future()
-        consumer = FutureConsumer(handle, future, callback, self._thread)
-        self._callbacks.register(handle, consumer)
-        try:
-            self._submit(handle, prompt, params, options)
-        except BaseException:
-            self._callbacks.discard(handle)
-            raise
-        return future
+        streams = callback is not None
+        stream = self._stream(self._callbacks.mailbox, prompt, params, options, streams=streams)
+        return self._callbacks.consume(stream, callback)
 
     def abort(self, request_id: str) -> bool:
         """End a request within one step, with `finish_reason` `abort`. Any thread may call it.
@@ -478,32 +470,23 @@ class AsyncEngine:
 
     def _stream(
         self,
+        mailbox: Callable[[], LoopMailbox],
         prompt: Prompt,
         params: SamplingParams | None,
         options: RequestOptions,
         *,
-        streams: bool,
+        num_read: int | None = None,
+        streams: bool = True,
     ) -> AsyncStream:
-        mailbox = self._mailbox()
-        handle = self._make_handle(mailbox, params, options, streams=streams)
-        handle.num_read = 0 if streams else None
-        self._submit(handle, prompt, params, options)
-        return AsyncStream(handle, mailbox, self._thread)
-
-    def _make_handle(
-        self,
-        mailbox: Mailbox,
-        params: SamplingParams | None,
-        options: RequestOptions,
-        *,
-        streams: bool,
-    ) -> RequestHandle:
+        """Queue a prompt; see `RequestHandle` for `num_read` and `streams`."""
         self._check_process()
-        now = time.perf_counter_ns()
-        handle = make_handle(next(self._ids), mailbox, params, options, streams=streams, now_ns=now)
+        handle = make_handle(next(self._ids), params, options, time.perf_counter_ns())
+        handle.num_read, handle.streams = num_read, streams
         with self._reports_refusal(handle):
             self._thread.check_serving()
-        return handle
+            handle.mailbox = mailbox()
+        self._submit(handle, prompt, params, options)
+        return AsyncStream(handle, self._thread)
 
     @contextmanager
     def _reports_refusal(self, handle: RequestHandle) -> Iterator[None]:
@@ -586,8 +569,10 @@ class AsyncEngine:
 
     def _prepared(self, handle: RequestHandle, result: RequestGroup | BaseException) -> None:
         """Pass a request to the step thread, or the error of its preparation."""
-        if handle.prepared is None:
-            handle.prepared = result
+        if isinstance(result, RequestGroup):
+            handle.group = result
+        elif handle.group is None:
+            handle.failure = result
         self._thread.admit(handle)
 
     def _mailbox(self) -> LoopMailbox:
@@ -607,7 +592,7 @@ def _request_ids() -> Iterator[str]:
     return map(f"req-{secrets.token_hex(4)}-{{}}".format, count(1))
 
 
-def _drop(thread: StepThread, callbacks: CallbackMailbox) -> None:
+def _drop(thread: StepThread, callbacks: CallbackLoop) -> None:
     """Close an engine that is garbage-collected, without waiting."""
     thread.close()
     thread.run(callbacks.end)

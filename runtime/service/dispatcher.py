@@ -9,8 +9,6 @@ end them all after an exception, which may have interrupted any method at any li
 from __future__ import annotations
 
 import copy
-import heapq
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,10 +24,10 @@ from ..errors import (
 )
 from ..request import AbortReason
 from .admission_queue import AdmissionQueue
-from .request_handle import HandleState, Mailbox, RequestHandle
+from .request_handle import HandleState, LoopMailbox, RequestHandle
 from .service_config import ServiceConfig
 
-__all__ = ["Deadlines", "Dispatcher", "QueueLimits"]
+__all__ = ["Dispatcher", "QueueLimits"]
 
 
 MEASURED_SHARE = 0.05
@@ -54,64 +52,6 @@ class _Mean:
     @property
     def seconds(self) -> float:
         return self._seconds / self._units if self._units else 0.0
-
-
-class Deadlines:
-    """A heap of the deadlines of requests that have not ended. For one thread.
-
-    Entries of ended requests are removed once they are the majority, so that requests with distant
-    deadlines take memory only as long as they run.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, bool, RequestHandle]] = []
-        self._numbers = itertools.count()
-        self._num_ended = 0
-        """At most this many entries are of ended requests."""
-
-    def watch(self, handle: RequestHandle) -> None:
-        """Add the deadlines of a request."""
-        for due_ns, first_token in (
-            (handle.deadline_ns, False),
-            (handle.first_token_deadline_ns, True),
-        ):
-            if due_ns is not None and not handle.ended:
-                heapq.heappush(self._heap, (due_ns, next(self._numbers), first_token, handle))
-
-    def forget(self, handle: RequestHandle) -> None:
-        """Remove the deadlines of a request that ends, now or later."""
-        self._num_ended += handle.deadline_ns is not None
-        self._num_ended += handle.first_token_deadline_ns is not None
-        if self._num_ended > 64 + len(self._heap) // 2:
-            self._heap = [e for e in self._heap if e[3] is not handle and not e[3].ended]
-            heapq.heapify(self._heap)
-            self._num_ended = 0
-
-    def clear(self) -> None:
-        """Forget all requests."""
-        self._heap.clear()
-        self._num_ended = 0
-
-    @property
-    def next_ns(self) -> int | None:
-        """The earliest deadline, on the clock of `time.perf_counter_ns`; None without any."""
-        while self._heap and self._heap[0][3].ended:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
-
-    def expired(self, now_ns: int) -> list[RequestHandle]:
-        """Remove and return the requests that missed a deadline."""
-        late = []
-        while self._heap and self._heap[0][0] <= now_ns:
-            _, _, first_token, handle = heapq.heappop(self._heap)
-            if not handle.ended and not (first_token and handle.has_first_token):
-                late.append(handle)
-        return late
-
-    def check_integrity(self) -> None:
-        """Assert that ended requests are not the majority."""
-        num_ended = sum(entry[3].ended for entry in self._heap)
-        assert num_ended <= 64 + len(self._heap) // 2 + 2
 
 
 class QueueLimits:
@@ -184,7 +124,9 @@ class Dispatcher:
         self._prefilled_ns = 0  # when prefill was measured last
         self.handles: dict[str, RequestHandle] = {}
         """The requests that have not ended, by id."""
-        self.deadlines = Deadlines()
+        self.next_deadline_ns: int | None = None
+        """No request that is watched has an earlier deadline, on the clock of
+        `time.perf_counter_ns`."""
         self.on_ended: Callable[[RequestHandle], None] = lambda handle: None
         """Called for each request that has ended. It must not raise or wait."""
         self._ending: RequestHandle | None = None  # the one that `_end` is ending
@@ -197,8 +139,8 @@ class Dispatcher:
         self._unstarted: dict[RequestHandle, None] = {}  # running, without a first token
         self._unstarted_tokens = 0
         self._num_rows = 1
-        self._news: set[Mailbox] = set()
-        self._served: Counter[Mailbox] = Counter()  # queued and running requests of each
+        self._news: set[LoopMailbox] = set()
+        self._served: Counter[LoopMailbox] = Counter()  # queued and running requests of each
 
     @property
     def num_queued(self) -> int:
@@ -248,7 +190,9 @@ class Dispatcher:
 
     def watch(self, handle: RequestHandle) -> None:
         """Observe the deadlines of a request from now on."""
-        self.deadlines.watch(handle)
+        due = handle.due_ns
+        if due is not None and (self.next_deadline_ns is None or due < self.next_deadline_ns):
+            self.next_deadline_ns = due
 
     def admit(
         self,
@@ -265,24 +209,24 @@ class Dispatcher:
             refusal: returns why there is no engine.
             now_ns: the time.
         """
-        group = handle.prepared
         if handle.ended:
             self.limits.leave(handle)
             return
-        if handle.state is not HandleState.PREPARING or group is None:
+        if handle.state is not HandleState.PREPARING:
             return
-        if isinstance(group, BaseException):
-            self._refuse(handle, group)
+        if handle.failure is not None:
+            self._refuse(handle, handle.failure)
             return
-        handle.group = group
-        handle.num_prompt_tokens = len(group.prompt_ids)
-        due = [ns for ns in (handle.deadline_ns, handle.first_token_deadline_ns) if ns is not None]
+        if handle.group is None:
+            return
+        handle.num_prompt_tokens = len(handle.group.prompt_ids)
+        due = handle.due_ns
         if engine is None:
             self._refuse(handle, refusal())
-        elif due and min(due) <= now_ns:
+        elif due is not None and due <= now_ns:
             self.limits.leave(handle)
             self.abort(handle, engine, "deadline")
-        elif due and (late := self._predict_delay(handle, engine, min(due), now_ns)) > 0:
+        elif due is not None and (late := self._predict_delay(handle, engine, due, now_ns)) > 0:
             self._refuse(
                 handle,
                 DeadlineUnreachableError(
@@ -317,8 +261,15 @@ class Dispatcher:
 
     def expire(self, engine: Engine | None, now_ns: int) -> None:
         """End the requests whose deadline has passed."""
-        for handle in self.deadlines.expired(now_ns):
-            self.abort(handle, engine, "deadline")
+        if self.next_deadline_ns is None or now_ns < self.next_deadline_ns:
+            return
+        self.next_deadline_ns = None
+        for handle in tuple(self.handles.values()):
+            due = handle.due_ns
+            if due is not None and due <= now_ns:
+                self.abort(handle, engine, "deadline")
+            else:
+                self.watch(handle)
 
     def end_unread(self, engine: Engine | None, now_ns: int) -> None:
         """End the paused requests whose consumers have read nothing for too long."""
@@ -415,7 +366,7 @@ class Dispatcher:
             self._end(handle, None if complete else _copy(error))
         self._queue.clear()
         self._served.clear()
-        self.deadlines.clear()
+        self.next_deadline_ns = None
         self._running.clear()
         self._paused.clear()
         self._pausing = False
@@ -449,7 +400,6 @@ class Dispatcher:
         served = states[HandleState.QUEUED] | states[HandleState.RUNNING]
         assert +self._served == Counter(handle.mailbox for handle in served)
         assert self.limits.num_requests >= len(self._queue)
-        self.deadlines.check_integrity()
 
     def _predict_delay(
         self, handle: RequestHandle, engine: Engine, due_ns: int, now_ns: int
@@ -484,7 +434,6 @@ class Dispatcher:
         self._running.pop(handle.id, None)
         self._paused.pop(handle, None)
         self._note_started(handle)
-        self.deadlines.forget(handle)
         handle.error = error
         self._ending = handle
         handle.state = HandleState.ENDED

@@ -12,9 +12,13 @@ consumer reads too little is paused, and ended if that lasts (see `Dispatcher`).
 
 from __future__ import annotations
 
+import asyncio
 import enum
-from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from collections import deque
+from collections.abc import Callable
+from contextvars import Context
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, TypedDict
 
 from ..arguments import MAX_PRIORITY, check_integer
 from ..bounded_repr import bounded_repr
@@ -26,7 +30,7 @@ if TYPE_CHECKING:  # it needs torch
     from ..engine.request_output import RequestOutput
 
 __all__ = [
-    *("Delta", "DeltaReader", "HandleState", "Mailbox"),
+    *("Delta", "DeltaReader", "HandleState", "LoopMailbox"),
     *("RequestHandle", "RequestOptions", "make_handle", "nanoseconds"),
 ]
 
@@ -44,21 +48,90 @@ class HandleState(enum.Enum):
     ENDED = enum.auto()
 
 
-class Mailbox(Protocol):
-    """Wakes the consumers of its requests, all of them at once."""
+class _Waiter(asyncio.Future[None]):
+    """What the task of a consumer awaits; `resume` continues that task at once.
+
+    The result of a plain future reaches its task in the next turn of the event loop. Between two
+    turns the loop passes on the interpreter lock, and may wait longer for it than a delivery takes.
+    """
+
+    _callback: Callable[[_Waiter], object] | None = None
+    _context: Context | None = None
+
+    def add_done_callback(
+        self, callback: Callable[[_Waiter], object], /, *, context: Context | None = None
+    ) -> None:
+        super().add_done_callback(callback, context=context)
+        self._callback, self._context = callback, context
+
+    def resume(self) -> None:
+        """Complete it and continue its task. Call it in the event loop, outside of tasks."""
+        callback, context = self._callback, self._context
+        if callback is None or context is None:
+            self.set_result(None)
+            return
+        self.remove_done_callback(callback)
+        self.set_result(None)
+        context.run(callback, self)
+
+
+class LoopMailbox:
+    """The requests whose consumers are tasks of one event loop.
+
+    Any thread may call `post` and `flush`.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._news: deque[RequestHandle] = deque()
+        self._scheduled = False
+        self._waiters: dict[RequestHandle, _Waiter] = {}
 
     @property
     def closed(self) -> bool:
-        """Whether no consumer can read its requests any more."""
+        """Whether the event loop is closed: its streams cannot be read any more."""
+        return self._loop.is_closed()
 
     def post(self, handle: RequestHandle) -> None:
-        """Note that a request has news. The next `flush` wakes its consumer."""
+        """Note that a request has news."""
+        if not handle.posted:
+            handle.posted = True
+            self._news.append(handle)
 
     def flush(self, *, again: bool = False) -> None:
-        """Wake the consumers of the requests that have news.
+        """Wake the consumers that have news, unless a wake-up is scheduled already.
 
-        `again` is for after a failure, which may have interrupted a wake-up.
+        `again` schedules one in any case.
         """
+        if self._news and (again or not self._scheduled):
+            self._scheduled = True
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:
+                if not self.closed:
+                    raise
+                self._news.clear()
+
+    def news(self, handle: RequestHandle) -> asyncio.Future[None]:
+        """Return a future that is done once a request has news, at the latest when it ends.
+
+        One task at a time may await a request.
+        """
+        waiter = self._waiters[handle] = _Waiter(loop=self._loop)
+        return waiter
+
+    def _deliver(self) -> None:
+        self._scheduled = False  # first: what is posted from now on schedules again
+        try:
+            while self._news:
+                handle = self._news.popleft()
+                handle.posted = False
+                waiter = self._waiters.pop(handle, None)
+                if waiter is not None and not waiter.done():
+                    waiter.resume()
+        finally:
+            if self._news:  # a task raised `KeyboardInterrupt` or `SystemExit`
+                self.flush()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +162,10 @@ class RequestHandle:
     """
 
     id: str
-    mailbox: Mailbox
     _: KW_ONLY
-    streams: bool
+    mailbox: LoopMailbox = field(init=False)
+    """Wakes its consumer."""
+    streams: bool = True
     """Whether the consumer reads more than the last output."""
     num_completions: int
     """`SamplingParams.n`."""
@@ -102,11 +176,10 @@ class RequestHandle:
     first_token_deadline_ns: int | None
     traceparent: str | None = None
     state: HandleState = HandleState.PREPARING
-    prepared: RequestGroup | BaseException | None = None
-    """The result of its preparation, from the preparing thread."""
     group: RequestGroup | None = None
-    """Its requests, once it is admitted."""
+    """Its requests, from the thread that prepared it."""
     num_prompt_tokens: int = 0
+    """Set once it is admitted."""
     started_ns: int | None = None
     """When it entered the engine."""
     num_charged: int = 0
@@ -120,7 +193,7 @@ class RequestHandle:
     abort_reason: AbortReason | None = None
     """Set once it should end early."""
     failure: BaseException | None = None
-    """The error to end with, once the engine has ended it."""
+    """The error to end with: of its preparation, or once the engine has ended it."""
     num_read: int | None = None
     """Output tokens that its consumer has read; None if it need not read them."""
     unread_ns: int | None = None
@@ -158,9 +231,12 @@ class RequestHandle:
         )
 
     @property
-    def has_first_token(self) -> bool:
-        """Whether any of its completions has a token."""
-        return self.group is not None and any(r.num_output for r in self.group.requests)
+    def due_ns(self) -> int | None:
+        """The deadline that it misses first; None without one."""
+        due = [self.deadline_ns]
+        if self.group is None or not any(r.num_output for r in self.group.requests):
+            due.append(self.first_token_deadline_ns)
+        return min([ns for ns in due if ns is not None], default=None)
 
 
 class DeltaReader:
@@ -232,22 +308,14 @@ _NAMES = frozenset(RequestOptions.__annotations__)
 
 
 def make_handle(
-    request_id: str,
-    mailbox: Mailbox,
-    params: SamplingParams | None,
-    options: RequestOptions,
-    *,
-    streams: bool,
-    now_ns: int,
+    request_id: str, params: SamplingParams | None, options: RequestOptions, now_ns: int
 ) -> RequestHandle:
     """Return the handle of a new request.
 
     Args:
         request_id: its id, unless the options have one.
-        mailbox: wakes its consumer.
         params: of the caller, not checked yet.
         options: of the caller.
-        streams: whether the consumer reads more than the last output.
         now_ns: the time of the call.
 
     Raises:
@@ -274,8 +342,6 @@ def make_handle(
         )
     return RequestHandle(
         given_id or request_id,
-        mailbox,
-        streams=streams,
         num_completions=params.n if isinstance(params, SamplingParams) else 1,
         tenant=_tenant(options),
         priority=priority,

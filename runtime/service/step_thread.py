@@ -382,7 +382,7 @@ class StepThread:
     def _seconds_to_wait(self) -> float | None:
         """Return when there is something to do without an action; None for never."""
         times = [drain.end_ns for drain in self._drains]
-        times += [self.dispatcher.deadlines.next_ns, self.dispatcher.send_timeout_ns]
+        times += [self.dispatcher.next_deadline_ns, self.dispatcher.send_timeout_ns]
         due = min([ns for ns in times if ns is not None], default=None)
         seconds = None if due is None else max(due - time.perf_counter_ns(), 0) / 1e9
         if self.engine is None or not self.engine.has_ranks:

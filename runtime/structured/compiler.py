@@ -13,9 +13,9 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,6 @@ from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import ConfigError, GrammarError, OverloadedError, RequestError
 from ..loading.tokenizer import TextTokenizer
 from ..structured_output import StructuredOutput
-from .compile_threads import CompilationsBusyError, NotCompiledError, compile_until
 from .grammar_texts import grammar_text
 from .grammar_tokenizers import GrammarTokenizers
 from .json_schemas import MAX_FORCED_CHARS
@@ -33,10 +32,16 @@ from .matcher import MASK_SECONDS, TokenMatcher
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
-__all__ = ["GrammarCompiler", "check_installed"]
+__all__ = ["MAX_COMPILATIONS", "GrammarCompiler", "check_installed"]
 
 logger = logging.getLogger("stepgraph.runtime")
 
+MAX_COMPILATIONS: Final = 4
+"""Grammars of this process that compile at the same time, those that were given up included."""
+STACK_BYTES: Final = 512 << 20
+"""Stack of a compilation; only what is used takes memory. llguidance recurses along references
+between rules and schemas, of which there are thousands in the largest text that is accepted. An
+overflow would end the process."""
 COMPILE_SECONDS: Final = 5.0
 """Seconds until a grammar is refused, the wait for other compilations included."""
 MAX_CACHED: Final = 64
@@ -54,6 +59,12 @@ _REFUSED_SECONDS: Final = 60.0
 """How many refusals are remembered, and for how long: refusing a grammar anew can cost seconds."""
 _PROBED_TOKENS: Final = 4
 """Tokens of an output after which the time of a mask is measured."""
+
+
+T = TypeVar("T")
+
+_slots = threading.BoundedSemaphore(MAX_COMPILATIONS)
+_starting = threading.Lock()
 
 
 def check_installed() -> None:
@@ -333,3 +344,68 @@ def _reason(matcher: LLMatcher) -> str:
 
 def _hash(kind: str, source: str) -> bytes:
     return hashlib.sha256(f"{kind}:{source}".encode()).digest()
+
+
+class NotCompiledError(Exception):
+    """The deadline has passed."""
+
+
+class CompilationsBusyError(Exception):
+    """As many compilations as may run at the same time took too long."""
+
+
+def compile_until(work: Callable[[], T], seconds: float) -> T:
+    """Return the result of `work`, called in another thread within `seconds`.
+
+    Waiting for a place may take as long before. After the deadline `work` goes on, and counts as
+    one of `MAX_COMPILATIONS`, until it returns.
+
+    Raises:
+        NotCompiledError: the deadline has passed.
+        CompilationsBusyError: others were compiling for `seconds`.
+        RequestError: no thread can be started.
+        Exception: whatever `work` raises.
+    """
+    if not _slots.acquire(timeout=seconds):
+        raise CompilationsBusyError(
+            f"{MAX_COMPILATIONS} others have been compiling for {seconds:g} s"
+        )
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except Exception as error:
+            result.set_exception(error)
+        except BaseException as error:  # a panic of llguidance
+            result.set_exception(ValueError(f"llguidance failed: {bounded_repr(error)}"))
+        finally:
+            _slots.release()
+
+    try:
+        _start(run)
+    except BaseException as error:
+        _slots.release()
+        if not isinstance(error, RuntimeError | MemoryError | ValueError):
+            raise
+        raise RequestError(
+            f"the grammar of structured cannot be compiled: no thread with a stack of"
+            f" {STACK_BYTES >> 20} MiB can be started ({error}). Raise the limits of threads and"
+            " virtual memory of the process, or leave out structured",
+            field="structured",
+        ) from error
+    try:
+        return result.result(seconds)
+    except TimeoutError:
+        raise NotCompiledError(f"it did not compile within {seconds:g} s") from None
+
+
+def _start(run: Callable[[], None]) -> None:
+    """Start a thread with a large stack. Its size is a setting of the process for a moment."""
+    thread = threading.Thread(target=run, name="stepgraph-grammar", daemon=True)
+    with _starting:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)

@@ -10,28 +10,19 @@
 - llguidance computes with double precision, and its expressions for bounds with a fraction allow
   some numbers beyond them and lack others within. Such schemas become rules (`schema_rules.py`).
   Where that is not possible the bounds are narrowed, or the schema is refused.
-- A pattern that only some named properties match leaves llguidance without a name to go on with. It
-  becomes these properties.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-import numpy as np
+from typing import Any, Final, NamedTuple
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..exact_json import LARGEST_EXACT, NumberRange, dumps, is_number, loads
 from .schema_rules import BOUNDS, NoRulesError, decimals_of, schema_rules, types_of
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
 
 __all__ = ["COMPACT", "PreparedSchema", "prepared_schema"]
 
@@ -52,9 +43,6 @@ MAX_COUNT: Final = 2**31 - 1
 """Of items, characters and properties. No output has more."""
 MAX_PATTERNS: Final = 100
 """Of names of properties; each takes some milliseconds."""
-_MAX_STEPS: Final = 1000
-"""Bytes that are tried for a pattern, some milliseconds."""
-_MAX_BRANCHES: Final = 64
 MAX_BOUND_DIGITS: Final = 100
 """Of a bound of numbers."""
 
@@ -63,8 +51,6 @@ _MOST: Final = ("maxItems", "maxLength", "maxProperties")
 _SWITCHES: Final = ("exclusiveMinimum", "exclusiveMaximum")
 """Bounds that are bools in draft 4."""
 _NOTHING: Final = NumberRange(Decimal(1), Decimal(0))
-_UNIVERSAL: Final = frozenset(("", "^", "$", ".*", "^.*", ".*$", "^.*$", "^(.*)$", "[\\s\\S]*"))
-"""Patterns that all names match."""
 _SPECIFIED: Final = frozenset(
     (
         *("date-time", "time", "date", "duration", "email", "idn-email", "hostname"),
@@ -118,7 +104,6 @@ def prepared_schema(source: str, layout: Mapping[str, Any] = COMPACT) -> Prepare
     walk = _Walk()
     walk.visit(schema)
     walk.check_factors()
-    walk.name_patterns()
     escapes = {"json_allowed_escapes": 'nrbtf\\"'} if walk.has_open_names else {}
     options = {**layout, **escapes}
     rules = None
@@ -141,9 +126,7 @@ class _Walk:
         self.exact: dict[int, dict[str, Any]] = {}
         """Schemas with numbers that llguidance would get wrong, by `id`."""
         self._factors: list[Fraction] = []
-        self._names: set[str] = set()
-        """Of properties."""
-        self._patterned: list[dict[str, Any]] = []
+        self._num_patterns = 0
         self._spans: list[NumberRange] = []
 
     def visit(self, schema: Any) -> None:
@@ -159,9 +142,9 @@ class _Walk:
         is_closed = schema.get("additionalProperties") is False
         named, patterns = schema.get("properties"), schema.get("patternProperties")
         self.has_open_names |= bool(patterns) or (bool(named) and not is_closed)
-        self._names.update(named if isinstance(named, dict) else ())
-        if isinstance(patterns, dict) and isinstance(named, dict | None):
-            self._patterned.append(schema)
+        self._num_patterns += len(patterns) if isinstance(patterns, dict) else 0
+        if self._num_patterns > MAX_PATTERNS:
+            raise ValueError(f"patternProperties has more than {MAX_PATTERNS} patterns in all")
         self._bound_counts(schema)
         _check_count(schema, is_closed and not patterns)
         self._add_factor(schema.get("multipleOf"))
@@ -184,36 +167,6 @@ class _Walk:
                 "the least common multiple of all values of multipleOf has the digits"
                 f" {bounded_repr(common)}; allowed are {MAX_COMMON_FACTOR}"
             )
-
-    def name_patterns(self) -> None:
-        """Replace patterns of property names that match only names of the schema."""
-        count = sum(len(schema["patternProperties"]) for schema in self._patterned)
-        if count > MAX_PATTERNS:
-            raise ValueError(
-                f"patternProperties has {count} patterns in all; allowed are {MAX_PATTERNS}"
-            )
-        for schema in self._patterned:
-            patterns: dict[str, Any] = schema["patternProperties"]
-            named: dict[str, Any] = schema.setdefault("properties", {})
-            for pattern, inner in list(patterns.items()):
-                if inner is False and pattern in _UNIVERSAL:
-                    schema["additionalProperties"] = False
-                    texts: list[str] | None = list(named)
-                else:
-                    texts = _matching_texts(pattern, len(self._names))
-                if texts is None:
-                    continue
-                self.changed = True
-                del patterns[pattern]
-                for text in texts:
-                    given = named.get(text, True)
-                    named[text] = (
-                        inner if inner is False or given is True else {"allOf": [given, inner]}
-                    )
-            if not named:
-                del schema["properties"]
-            if not patterns:
-                del schema["patternProperties"]
 
     def narrow(self, reason: str) -> None:
         """Narrow bounds to those with which llguidance computes exactly.
@@ -426,45 +379,3 @@ def _check_texts(keyword: str, value: Any) -> None:
         raise ValueError(
             f"{keyword} has a text of {longest} characters; allowed are {MAX_FORCED_CHARS}"
         )
-
-
-def _matching_texts(pattern: str, most: int) -> list[str] | None:
-    """Return the texts in which a pattern is found; None if they are more than `most`, or many.
-
-    An invalid pattern has None.
-    """
-    from llguidance import LLMatcher  # an optional package
-
-    schema = json.dumps({"type": "string", "pattern": pattern})
-    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(schema), log_level=0)
-    if matcher.is_error():
-        return [] if "Regex is empty" in matcher.get_error() else None
-    found: set[str] = set()
-    steps, open_ = 0, [(matcher, b"")]
-    while open_:
-        matcher, begun = open_.pop()
-        if matcher.is_accepting():
-            try:
-                found.add(json.loads(begun))
-            except ValueError:
-                return None
-            if len(found) > most:
-                return None
-            continue
-        packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = np.flatnonzero(np.unpackbits(packed, bitorder="little")[:256])
-        steps += len(allowed)
-        if len(allowed) > _MAX_BRANCHES or steps > _MAX_STEPS:
-            return None
-        for byte in allowed.tolist():
-            longer = matcher.deep_copy()
-            longer.consume_token(byte)
-            open_.append((longer, begun + bytes([byte])))
-    return sorted(found)
-
-
-@lru_cache(maxsize=1)
-def _bytes() -> LLTokenizer:
-    from llguidance import LLTokenizer
-
-    return LLTokenizer("byte")

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from stepgraph.runtime import AsyncEngine, Engine, SamplingParams, ServiceConfig
+from stepgraph.runtime.service.dispatcher import Dispatcher
 from stepgraph.runtime.service.request_handle import RequestHandle
+from stepgraph.runtime.service.step_thread import StepThread
 
 from .fake_engine import expected, fake_engine, params
 
@@ -137,30 +139,38 @@ class Rig:
         self.made.append(engine)
         return engine
 
+    @property
+    def thread(self) -> StepThread:
+        return self.engine._thread
+
+    @property
+    def requests(self) -> Dispatcher:
+        return self.thread.dispatcher
+
     def expected(self, prompt: list[int], own: SamplingParams) -> list[int]:
         """The tokens of a request that runs alone."""
         return expected(self.made[-1], prompt, own)
 
     def on_thread(self, function: Callable[[], Any]) -> Any:
         """Run a function between two steps and return its result."""
-        return self.engine._thread.run(function).result(SECONDS)
+        return self.thread.run(function).result(SECONDS)
 
     def check_idle(self) -> None:
         """Assert that no request, row, block or count is left."""
 
         def check() -> None:
-            requests, engine = self.engine._thread.dispatcher, self.made[-1]
+            requests, engine = self.requests, self.made[-1]
             requests.check_integrity()
             assert not requests.handles
             assert not requests.has_work
             assert requests.limits.num_requests == requests.limits.num_tokens == 0
-            if self.engine._thread.engine is not None:
+            if self.thread.engine is not None:
                 engine.check_integrity()
                 stats = engine.stats()
                 assert (stats["running"], stats["waiting"]) == (0, 0)
                 assert stats["blocks"]["free"] == stats["blocks"]["usable"]
 
-        limits = self.engine._thread.dispatcher.limits
+        limits = self.requests.limits
         wait_until(lambda: not limits.num_requests)  # prepared, although they have ended
         self.on_thread(check)
 
@@ -190,7 +200,6 @@ def config(**options: Any) -> ServiceConfig:
 
 def make_handle(number: int, mailbox: Any, **options: Any) -> RequestHandle:
     defaults: dict[str, Any] = {
-        "streams": True,
         "num_completions": 1,
         "tenant": "a",
         "priority": 0,
@@ -198,4 +207,6 @@ def make_handle(number: int, mailbox: Any, **options: Any) -> RequestHandle:
         "deadline_ns": None,
         "first_token_deadline_ns": None,
     }
-    return RequestHandle(f"r{number}", mailbox, **(defaults | options))
+    handle = RequestHandle(f"r{number}", **(defaults | options))
+    handle.mailbox = mailbox
+    return handle

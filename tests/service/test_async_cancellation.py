@@ -51,7 +51,7 @@ class Phase:
             await asyncio.to_thread(r.steps.waiting.acquire, timeout=SECONDS)
 
     def reached(self, phase: str) -> bool:
-        handle = self.r.engine._thread.dispatcher.handles["mine"]
+        handle = self.r.requests.handles["mine"]
         requests = handle.group.requests if handle.group else []
         if phase == "queued":
             return handle.state is HandleState.QUEUED
@@ -119,19 +119,6 @@ def test_rows_and_blocks_are_free_one_step_after_the_consumer_left(
 
         do(main())
         r.check_serves()
-
-
-def test_an_abort_twice_or_of_an_unknown_request_does_nothing() -> None:
-    with rig() as r:
-        assert not r.engine.abort("unknown")
-        r.steps.close()
-        future = r.engine.submit(PROMPT, params(1), request_id="mine")
-        assert r.engine.abort("mine")
-        r.engine.abort("mine")
-        r.steps.open()
-        assert future.result(SECONDS).finish_reason == "abort"
-        assert not r.engine.abort("mine")
-        r.check_idle()
 
 
 @pytest.mark.parametrize("streams", [True, False])

@@ -40,7 +40,7 @@ def test_close_answers_every_request(phase: str) -> None:
         held.close()
         futures = [r.engine.submit((1, i), params(1)) for i in range(5)]
         assert held.waiting.acquire(timeout=SECONDS)
-        r.engine._thread.close()  # as `close` does before it waits
+        r.thread.close()  # as `close` does before it waits
         closing = threading.Thread(target=r.engine.close)
         closing.start()
         if phase == "preparing":  # answered while a prompt is still prepared

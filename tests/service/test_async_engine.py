@@ -31,28 +31,6 @@ def new_loops() -> list[Any]:
     return [*factories, uvloop.new_event_loop]
 
 
-@pytest.mark.parametrize("factory", new_loops())
-def test_stream_and_generate_return_the_tokens_of_a_request_alone(factory: Any) -> None:
-    with rig() as r:
-
-        async def main() -> None:
-            own = [params(i, n=n) for i, n in enumerate((1, 1, 1, 3))]
-            streams = [r.engine.stream(p, o) for p, o in zip(PROMPTS, own, strict=True)]
-            whole = await asyncio.gather(
-                *[r.engine.generate(p, o) for p, o in zip(PROMPTS, own, strict=True)]
-            )
-            streamed = await asyncio.gather(*[joined(stream) for stream in streams])
-            for prompt, output, o in zip(PROMPTS[:3], whole, own, strict=False):
-                assert output.token_ids == r.expected(prompt, o)
-            for output, found, o in zip(whole, streamed, own, strict=True):
-                assert len(output.completions) == o.n
-                completions = [(c.token_ids, c.finish_reason) for c in output.completions]
-                assert found == dict(enumerate(completions))
-
-        do(main(), factory)
-        r.check_idle()
-
-
 def test_several_loops_of_several_threads_share_the_engine() -> None:
     with rig() as r:
         found: list[bool] = []

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from stepgraph.runtime.service.consumers import LoopMailbox
-from stepgraph.runtime.service.request_handle import RequestHandle
+from stepgraph.runtime.service.request_handle import LoopMailbox, RequestHandle
+
+from ..rigs.service_rig import make_handle
 
 
 def handles(mailbox: LoopMailbox, number: int) -> list[RequestHandle]:
-    return [
-        RequestHandle(
-            str(index),
-            mailbox,
-            streams=True,
-            num_completions=1,
-            tenant="",
-            priority=0,
-            submitted_ns=0,
-            deadline_ns=None,
-            first_token_deadline_ns=None,
-        )
-        for index in range(number)
-    ]
+    return [make_handle(index, mailbox) for index in range(number)]
 
 
 class Consumers:
@@ -120,30 +107,3 @@ def test_an_exception_of_a_consumer_delays_no_other(error: type[BaseException]) 
     loop.close()
     assert consumers.mailbox.closed
     consumers.post(1)  # is dropped
-
-
-def test_a_mailbox_wakes_its_loop_once_until_it_has_run() -> None:
-    class Loop:
-        calls: list[Any]
-
-        def is_closed(self) -> bool:
-            return False
-
-        def call_soon_threadsafe(self, function: Any) -> None:
-            self.calls.append(function)
-
-    loop = Loop()
-    loop.calls = []
-    mailbox = LoopMailbox(loop)  # type: ignore[arg-type]
-    handles: list[Any] = [type("Handle", (), {"posted": False})() for _ in range(64)]
-    for _ in range(10):
-        for handle in handles:
-            mailbox.post(handle)
-        mailbox.flush()
-    assert len(loop.calls) == 1
-    loop.calls[0]()
-    mailbox.flush()
-    assert len(loop.calls) == 1
-    mailbox.post(handles[0])
-    mailbox.flush()
-    assert len(loop.calls) == 2

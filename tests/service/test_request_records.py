@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 import time
-from collections import Counter
 from concurrent.futures import Future
 from typing import Any
 
@@ -92,21 +90,6 @@ def test_listeners_run_in_the_thread_of_callbacks_and_harm_nothing() -> None:
     assert threads == ["stepgraph-callbacks"] * 3
 
 
-def test_requests_of_an_event_loop_are_recorded() -> None:
-    async def use() -> list[RequestRecord]:
-        async with AsyncEngine(lambda: fake_engine()) as engine:
-            records = listening(engine)
-            await engine.generate([1, 2], params(1))
-            async for _ in engine.stream([1, 2], params(2)):
-                pass
-            with pytest.raises(StepgraphError):
-                await engine.generate([1] * 100, params(1))
-        return records
-
-    outcomes = [record.outcome for record in asyncio.run(use())]
-    assert outcomes == ["length", "length", "invalid"]
-
-
 def test_every_outcome() -> None:
     slow = SlowEngine()
     config = ServiceConfig(max_queued_requests=4)
@@ -158,33 +141,3 @@ def test_every_outcome() -> None:
     for record in records:
         answered = record.outcome in ("length", "abort", "deadline")
         assert (record.error is None) == answered, record
-
-
-def test_one_record_for_each_of_many_requests() -> None:
-    draw = random.Random(7)
-    submitted = 0
-    with AsyncEngine(lambda: fake_engine(), ServiceConfig(max_queued_requests=8)) as engine:
-        records = listening(engine)
-        futures: list[Future[Any]] = []
-        for seed in range(300):
-            deadline = draw.choice([None, None, 1e-4, 1.0])
-            own = params(seed, draw.randint(1, LONG), n=draw.choice([1, 1, 3]))
-            submitted += 1
-            try:
-                futures.append(engine.submit([1, 2, seed % 5], own, deadline=deadline))
-            except OverloadedError:
-                time.sleep(1e-3)
-            if draw.random() < 0.3 and futures:
-                draw.choice(futures).cancel()
-    outcomes = Counter(record.outcome for record in records)
-    assert outcomes.total() == submitted
-    assert len({record.request_id for record in records}) == submitted
-    assert outcomes["length"] > 0
-
-
-def test_a_traceparent_must_be_text() -> None:
-    with (
-        AsyncEngine(lambda: fake_engine()) as engine,
-        pytest.raises(StepgraphError, match="traceparent"),
-    ):
-        engine.submit([1], params(1), traceparent=3)  # type: ignore[arg-type]

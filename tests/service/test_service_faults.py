@@ -67,12 +67,12 @@ def test_step_failure_ends_all_requests(where: str) -> None:
         errors = [future.exception(SECONDS) for future in futures]
         assert all(isinstance(error, EngineFailedError) for error in errors)
         assert len({id(error) for error in errors}) == 3, "raising changes an exception"
-        r.engine._thread.join()
+        r.thread.join()
         assert r.engine.health().phase is Phase.FAILED
         assert not r.engine.health().live
         with pytest.raises(EngineFailedError, match="injected"):
             r.engine.submit(PROMPT)
-        assert r.engine._thread.dispatcher.is_empty
+        assert r.requests.is_empty
 
 
 def test_failure_keeps_no_memory_of_the_engine() -> None:
@@ -84,7 +84,7 @@ def test_failure_keeps_no_memory_of_the_engine() -> None:
 
         r.on_step = fail_with_locals
         error = r.engine.submit(PROMPT).exception(SECONDS)
-        r.engine._thread.join()
+        r.thread.join()
         assert error is not None
         assert error.__cause__ is not None
         frames = []
@@ -253,7 +253,7 @@ def test_an_event_loop_that_is_closed_ends_its_requests(streams: bool) -> None:
         assert r.steps.waiting.acquire(timeout=SECONDS)
         loop.close()  # without a word to its tasks
         r.steps.permit(2)
-        wait_until(lambda: not r.engine._thread.dispatcher.handles)
+        wait_until(lambda: not r.requests.handles)
         assert r.num_steps <= 2
         r.steps.open()
         r.check_serves()
@@ -303,7 +303,7 @@ def test_an_exception_that_kills_the_step_thread(busy: bool) -> None:
         if busy:
             r.on_step = lambda: time.sleep(0.002)
         futures = [r.engine.submit(PROMPT, params(1, max_tokens=40)) for _ in range(4 * busy)]
-        raise_in(r.engine._thread._thread, SystemExit)
+        raise_in(r.thread._thread, SystemExit)
         after = []
         try:
             after.append(r.engine.submit(PROMPT, params(1)))
@@ -311,7 +311,7 @@ def test_an_exception_that_kills_the_step_thread(busy: bool) -> None:
             assert busy
         errors = [future.exception(SECONDS) for future in (*futures, *after)]
         assert all(error is None or isinstance(error, EngineFailedError) for error in errors)
-        r.engine._thread.join()
+        r.thread.join()
         assert r.engine.health().phase is Phase.FAILED
 
 
@@ -319,7 +319,7 @@ def test_an_exception_while_a_failure_is_handled_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with rig(max_num_seqs=1) as r:
-        requests = r.engine._thread.dispatcher
+        requests = r.requests
         lose_all, fail = requests.lose_all, once(MemoryError("injected"))
 
         def interrupted(error: Exception) -> None:
@@ -333,7 +333,7 @@ def test_an_exception_while_a_failure_is_handled_ends_the_engine(
         submitted.set()
         for future in futures:
             assert isinstance(future.exception(SECONDS), EngineFailedError)
-        r.engine._thread.join()
+        r.thread.join()
         assert not r.engine.health().live
         with pytest.raises(EngineFailedError):
             r.engine.submit(PROMPT)
@@ -385,8 +385,8 @@ def serve_with_fault(at: int) -> int:
             do(r.engine.wake())
             r.check_serves()
         else:
-            assert r.engine._thread.dispatcher.is_empty
-            wait_until(lambda: not r.engine._thread.dispatcher.limits.num_requests)  # prepared
+            assert r.requests.is_empty
+            wait_until(lambda: not r.requests.limits.num_requests)  # prepared
     return lines
 
 

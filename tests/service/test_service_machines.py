@@ -154,7 +154,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.prepare_one(data.draw(st.sampled_from(self.unprepared())), fails)
 
     def unprepared(self) -> list[RequestHandle]:
-        return [handle for handle in self.given if handle.prepared is None]
+        return [h for h in self.given if h.group is None and h.failure is None]
 
     def prepare_one(self, handle: RequestHandle, fails: bool = False) -> None:
         prompt, own, _ = self.given[handle]
@@ -163,9 +163,9 @@ class DispatcherMachine(RuleBasedStateMachine):
                 raise RequestError("injected in the tokenizer")
             group = self.engine.prepare(prompt, own, handle.id, priority=handle.priority)
             self.requests.limits.add_tokens(handle, len(prompt))
-            handle.prepared = group
+            handle.group = group
         except (RequestError, OverloadedError) as error:
-            handle.prepared = error
+            handle.failure = error
         refusal = EngineUnavailableError("there is no engine")
         self.requests.admit(handle, self.engine, lambda: refusal, self.now)
 

@@ -22,9 +22,7 @@ def paced(**options: Any) -> ServiceConfig:
 
 
 def is_paused(r: Rig) -> bool:
-    return bool(r.on_thread(lambda: not r.engine._thread.dispatcher.has_rows)) and bool(
-        r.engine._thread.dispatcher._paused
-    )
+    return bool(r.on_thread(lambda: not r.requests.has_rows)) and bool(r.requests._paused)
 
 
 def test_a_stream_that_is_not_read_gives_its_row_to_others() -> None:
@@ -44,28 +42,6 @@ def test_a_stream_that_is_not_read_gives_its_row_to_others() -> None:
                 assert (tokens, reason) == (r.expected(PROMPT, LONG_OUTPUT), "length")
 
         do(main())
-        r.check_serves()
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_slow_reader_gets_the_same_tokens(n: int) -> None:
-    own = params(3, max_tokens=30, n=n)
-    with rig(paced(), max_num_seqs=3) as r:
-
-        async def main() -> Any:
-            stream, found = r.engine.stream(PROMPT, own), {i: [] for i in range(n)}
-            while deltas := await stream.next_deltas():
-                for delta in deltas:
-                    found[delta.index] += delta.token_ids
-                await asyncio.to_thread(wait_until, lambda: r.on_thread(lambda: is_idle(r)))
-            return found
-
-        def is_idle(r: Rig) -> bool:
-            return not r.engine._thread.dispatcher.has_rows
-
-        found = do(main())
-        reference = do(r.engine.generate(PROMPT, own))
-        assert list(found.values()) == [c.token_ids for c in reference.completions]
         r.check_serves()
 
 
@@ -150,9 +126,3 @@ def test_a_paused_request_can_end(how: str) -> None:
 
         do(main())
         r.check_serves()
-
-
-@pytest.mark.parametrize(("field", "value"), [("send_timeout", 0), ("max_unread_tokens", 0)])
-def test_limits_of_unread_output_are_checked(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=field):
-        ServiceConfig(**{field: value})

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from stepgraph.runtime.errors import RequestError
 from stepgraph.runtime.exact_json import dumps
-from stepgraph.runtime.structured.compile_threads import STACK_BYTES
+from stepgraph.runtime.structured.compiler import STACK_BYTES
 from stepgraph.runtime.structured.grammar_texts import grammar_text
 from stepgraph.runtime.structured_output import StructuredOutput
 
