@@ -2,22 +2,16 @@
 
 The step thread does nothing for them. Gauges and counters are read when they are scraped, times of
 steps are taken from the engine's timeline then, and requests are counted by a listener.
-
-    python -m stepgraph.runtime.service.metrics docs/metrics.md
-
-writes the table of that page.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -44,7 +38,7 @@ except ModuleNotFoundError as error:
         'metrics need prometheus-client: pip install "stepgraph[server]"', name=error.name
     ) from error
 
-__all__ = ["METRICS", "EngineMetrics", "Histogram", "Metric", "with_table"]
+__all__ = ["METRICS", "EngineMetrics", "Histogram", "Metric"]
 
 PREFIX: Final = "stepgraph:"
 VLLM_PREFIX: Final = "vllm:"
@@ -185,23 +179,6 @@ METRICS: Final = (
     _histogram("step_time_seconds", "Launches, from plan to commit.", TOKEN_SECONDS, _KIND),
     _histogram("step_bucket_size", "Buckets of the launches, in rows or tokens.", SIZES, _KIND),
 )
-
-
-def with_table(page: str) -> str:
-    """Return a page with the table of all metrics between its two marks."""
-    begin, end = "<!-- metrics -->\n", "<!-- end of metrics -->\n"
-    lines = ["| Metric | Type | Labels | Meaning |", "|---|---|---|---|"]
-    for metric in METRICS:
-        name = metric.name + ("_total" if metric.kind == "counter" else "")
-        labels = "; ".join(
-            f"`{label}`" + (": " + ", ".join(f"`{value}`" for value in values) if values else "")
-            for label, values in metric.labels.items()
-        )
-        alias = " (vLLM)" if metric.vllm else ""
-        lines.append(f"| `{name}`{alias} | {metric.kind} | {labels} | {metric.help} |")
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    return before + begin + "\n" + "\n".join(lines) + "\n\n" + end + after
 
 
 _REQUEST_COUNTERS: Final = (
@@ -464,8 +441,3 @@ def _counters(snapshot: ServiceSnapshot) -> dict[str, float]:
         "gc_collections": counters.collections,
         "gc_seconds": counters.collected_ns / 1e9,
     }
-
-
-if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(with_table(path.read_text()))

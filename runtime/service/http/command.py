@@ -27,8 +27,6 @@ ACCESS_LOG = "stepgraph.access"
 """Name of the logger with a record for each request."""
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_COLOURS = {"DEBUG": 2, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
-"""Codes of ANSI escapes (dim, yellow, red) by level."""
 
 Serve = Callable[[argparse.Namespace, EngineConfig, ServiceConfig], int]
 
@@ -87,7 +85,9 @@ def logs_to_stderr(level: str, *, access: bool) -> Iterator[None]:
     loggers = (own, uvicorn, requests)
     before = [logger.level for logger in loggers]
     handler = _Handler()
-    handler.setFormatter(_Formatter(_FORMAT))
+    formatter = logging.Formatter(_FORMAT)
+    formatter.default_msec_format = "%s.%03d"
+    handler.setFormatter(formatter)
     root.addHandler(handler)
     own.setLevel(level.upper())
     uvicorn.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
@@ -114,20 +114,3 @@ class _Handler(logging.Handler):
             print(self.format(record), file=sys.stderr, flush=True)
         except Exception:
             self.handleError(record)
-
-
-class _Formatter(logging.Formatter):
-    """Colours the level on a terminal."""
-
-    default_msec_format = "%s.%03d"
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # of the base class
-        colour = _COLOURS.get(record.levelname)
-        if colour is None or os.environ.get("NO_COLOR") or not sys.stderr.isatty():
-            return super().formatMessage(record)
-        name = record.levelname
-        record.levelname = f"\x1b[{colour}m{name}\x1b[0m"
-        try:
-            return super().formatMessage(record)
-        finally:
-            record.levelname = name

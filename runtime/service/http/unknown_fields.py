@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -25,127 +25,102 @@ MAX_LOGGED_NAMES = 1000
 """Names of which each is logged once; further ones are not logged at all."""
 
 
-class _Field(NamedTuple):
-    """A field that is refused."""
+_EMPTY: Final = (None, False, "", [], {})
 
-    neutral: tuple[Any, ...] = (None, False, "", [], {})
-    """Values that are accepted, since they change nothing."""
-    instead: str = ""
-    """The field of this service with the same effect."""
-
-
-def _off(*values: Any, instead: str = "") -> _Field:
-    """A field that these values switch off."""
-    return _Field((None, *values), instead)
-
-
-_GRAMMAR = _Field(instead="structured_outputs.grammar, in Lark's syntax or as an EBNF with ::=")
-_REGEX = _Field(instead="structured_outputs.regex")
-_SCHEMA = _Field(instead="response_format or structured_outputs.json")
-_CHOICE = _Field(instead="structured_outputs.choice")
-_MAX_TOKENS = _off(-1, instead="max_tokens")
-_PENALTY = _off(1.0, instead="repetition_penalty")
-_REASONING_OUT = _off(True)
-
-_REFUSED: dict[str, _Field] = {
+_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     # OpenAI
-    "suffix": _Field(),
-    "functions": _Field(instead="tools"),
-    "function_call": _Field(instead="tool_choice"),
-    "audio": _off(),
-    "modalities": _off([], ["text"]),
-    "prediction": _off(),
-    "web_search_options": _off(),
-    "verbosity": _off("medium"),
-    "reasoning": _off({}, instead="reasoning_effort"),
+    **dict.fromkeys(("suffix", "functions", "function_call"), _EMPTY),
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), (None,)),
+    "modalities": (None, [], ["text"]),
+    "verbosity": (None, "medium"),
+    "reasoning": (None, {}),
     # vLLM
-    "guided_json": _SCHEMA,
-    "guided_regex": _REGEX,
-    "guided_choice": _CHOICE,
-    "guided_grammar": _GRAMMAR,
-    "guided_json_object": _Field(instead='response_format {"type": "json_object"}'),
-    "guided_whitespace_pattern": _Field(),
-    "prompt_embeds": _Field(),
-    "logits_processors": _Field(),
-    "vllm_xargs": _Field(),
-    "kv_transfer_params": _Field(),
-    "ec_transfer_params": _Field(),
-    "use_beam_search": _Field(),
-    "length_penalty": _off(1.0),
-    "early_stopping": _Field(),
-    "repetition_detection": _Field(),
-    "thinking_token_budget": _off(-1),
-    "include_reasoning": _REASONING_OUT,
-    "spaces_between_special_tokens": _off(True),
-    "truncation_side": _off("left"),
-    "detokenize": _off(True),
-    "watermarking": _Field(),
-    "mm_processor_kwargs": _Field(),
-    "media_io_kwargs": _Field(),
-    "return_prompt_text": _Field(),
-    "prompt_logprob_token_ids": _Field(),
-    "trace_decode_token_ids": _Field(),
+    **dict.fromkeys(
+        (
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+            *("guided_json_object", "guided_whitespace_pattern", "prompt_embeds"),
+            *("logits_processors", "vllm_xargs", "kv_transfer_params", "ec_transfer_params"),
+            *("use_beam_search", "early_stopping", "repetition_detection", "watermarking"),
+            *("mm_processor_kwargs", "media_io_kwargs", "return_prompt_text"),
+            *("prompt_logprob_token_ids", "trace_decode_token_ids"),
+        ),
+        _EMPTY,
+    ),
+    "length_penalty": (None, 1.0),
+    "thinking_token_budget": (None, -1),
+    "include_reasoning": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "truncation_side": (None, "left"),
+    "detokenize": (None, True),
     # SGLang
-    "regex": _REGEX,
-    "ebnf": _GRAMMAR,
-    "structural_tag": _Field(),
-    "min_new_tokens": _off(0, instead="min_tokens"),
-    "max_new_tokens": _off(-1, instead="max_tokens"),
-    "sampling_seed": _off(instead="seed"),
-    "no_stop_trim": _Field(instead="include_stop_str_in_output"),
-    "stop_regex": _Field(),
-    "lora_path": _Field(),
-    "custom_logit_processor": _Field(),
-    "custom_params": _Field(),
-    "session_params": _Field(),
-    "return_hidden_states": _Field(),
-    "return_routed_experts": _Field(),
-    "separate_reasoning": _REASONING_OUT,
-    "stream_reasoning": _REASONING_OUT,
-    "input_ids": _Field(instead="prompt of /v1/completions"),
-    "task": _Field(),
+    **dict.fromkeys(
+        (
+            *("regex", "ebnf", "structural_tag", "no_stop_trim", "stop_regex", "lora_path"),
+            *("custom_logit_processor", "custom_params", "session_params", "input_ids", "task"),
+            *("return_hidden_states", "return_routed_experts"),
+        ),
+        _EMPTY,
+    ),
+    "min_new_tokens": (None, 0),
+    "max_new_tokens": (None, -1),
+    "sampling_seed": (None,),
+    "separate_reasoning": (None, True),
+    "stream_reasoning": (None, True),
     # llama.cpp
-    "grammar": _GRAMMAR,
-    "grammar_lazy": _Field(),
-    "json_schema": _SCHEMA,
-    "n_predict": _MAX_TOKENS,
-    "n_cmpl": _off(1, instead="n"),
-    "n_probs": _off(0, instead="logprobs"),
-    "n_indent": _off(0),
-    "min_keep": _off(0),
-    "repeat_penalty": _PENALTY,
-    "mirostat": _off(0),
-    "typical_p": _off(1.0),
-    "typ_p": _off(1.0),
-    "tfs_z": _off(1.0),
-    "top_a": _off(0),
-    "eta_cutoff": _off(0),
-    "epsilon_cutoff": _off(0),
-    "top_n_sigma": _off(-1, 0),
-    "dry_multiplier": _off(0),
-    "xtc_probability": _off(0),
-    "dynatemp_range": _off(0),
-    "adaptive_target": _off(-1),
-    "samplers": _Field(),
-    "logit_processors": _Field(),
-    "t_max_predict_ms": _off(0, -1, instead="timeout"),
-    "post_sampling_probs": _Field(),
-    "response_fields": _Field(),
-    "return_tokens": _Field(instead="return_token_ids"),
-    "lora": _Field(),
-    "input_prefix": _Field(),
-    "input_suffix": _Field(),
-    "input_extra": _Field(),
-    "reasoning_format": _off("auto"),
-    "reasoning_budget": _off(-1),
-    "enable_thinking": _off(instead="chat_template_kwargs"),
-    "thinking": _off(instead="chat_template_kwargs"),
+    **dict.fromkeys(
+        (
+            *("grammar", "grammar_lazy", "json_schema", "samplers", "logit_processors", "lora"),
+            *("post_sampling_probs", "response_fields", "return_tokens"),
+            *("input_prefix", "input_suffix", "input_extra"),
+        ),
+        _EMPTY,
+    ),
+    **dict.fromkeys(
+        (
+            *("n_probs", "n_indent", "min_keep", "mirostat", "top_a", "eta_cutoff"),
+            *("epsilon_cutoff", "dry_multiplier", "xtc_probability", "dynatemp_range"),
+        ),
+        (None, 0),
+    ),
+    **dict.fromkeys(("repeat_penalty", "typical_p", "typ_p", "tfs_z"), (None, 1.0)),
+    **dict.fromkeys(("n_predict", "adaptive_target", "reasoning_budget"), (None, -1)),
+    **dict.fromkeys(("top_n_sigma", "t_max_predict_ms"), (None, 0, -1)),
+    "n_cmpl": (None, 1),
+    "reasoning_format": (None, "auto"),
+    "enable_thinking": (None,),
+    "thinking": (None,),
     # of several engines
-    "num_beams": _off(1),
-    "do_sample": _off(True, instead="temperature"),
-    "no_repeat_ngram_size": _off(0),
-    "penalty_alpha": _off(0),
+    "num_beams": (None, 1),
+    "do_sample": (None, True),
+    "no_repeat_ngram_size": (None, 0),
+    "penalty_alpha": (None, 0),
 }
+"""Fields that are refused, and their values that change nothing."""
+
+_INSTEAD: Final = {
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "reasoning": "reasoning_effort",
+    **dict.fromkeys(("guided_json", "json_schema"), "response_format or structured_outputs.json"),
+    **dict.fromkeys(("guided_regex", "regex"), "structured_outputs.regex"),
+    "guided_choice": "structured_outputs.choice",
+    **dict.fromkeys(("guided_grammar", "ebnf", "grammar"), "structured_outputs.grammar"),
+    "guided_json_object": 'response_format {"type": "json_object"}',
+    "min_new_tokens": "min_tokens",
+    **dict.fromkeys(("max_new_tokens", "n_predict"), "max_tokens"),
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+    "input_ids": "prompt of /v1/completions",
+    "n_cmpl": "n",
+    "n_probs": "logprobs",
+    "repeat_penalty": "repetition_penalty",
+    "t_max_predict_ms": "timeout",
+    "return_tokens": "return_token_ids",
+    **dict.fromkeys(("enable_thinking", "thinking"), "chat_template_kwargs"),
+    "do_sample": "temperature",
+}
+"""Fields of this service with the same effect."""
+
 _HARMLESS = frozenset(
     {
         *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -188,13 +163,13 @@ class UnknownFields:
             self._check_field(name, given[name])
 
     def _check_field(self, name: str, raw: msgspec.Raw) -> None:
-        refused = _REFUSED.get(name)
-        if refused is None and name in self._all:
-            refused = _Field(instead="the other endpoint, which has it")
-        if refused is not None:
+        neutral, instead = _REFUSED.get(name), _INSTEAD.get(name)
+        if name in self._all:
+            neutral, instead = _EMPTY, "the other endpoint, which has it"
+        if neutral is not None:
             value = msgspec.json.decode(raw)
-            if not any(_same(value, neutral) for neutral in refused.neutral):
-                instead = f": use {refused.instead}" if refused.instead else ""
+            if not any(_same(value, other) for other in neutral):
+                instead = f": use {instead}" if instead else ""
                 shown = bounded_repr(value, 60)
                 raise HttpError(
                     400,
