@@ -60,13 +60,6 @@ def test_content_has_the_form_that_the_template_reads(
     assert text == f"[{role}:{of_parts}][{role}:{of_text}]"
 
 
-def test_content_depends_on_the_role() -> None:
-    messages = [{"role": role, "content": "c"} for role in ("user", "assistant")]
-    assert rendered(USERS_LOOP, messages) == "[user:c][assistant:c]"
-    messages = [{"role": role, "content": PARTS} for role in ("user", "assistant")]
-    assert rendered(USERS_LOOP, messages) == "[user:ab][assistant:a\nb]"
-
-
 def test_content_that_a_template_refuses_stays() -> None:
     template = "{% if messages[0].content != 'x' %}{{ raise_exception('no') }}{% endif %}yes"
     assert rendered(template, [{"role": "user", "content": "x"}]) == "yes"
@@ -107,9 +100,3 @@ def test_arguments_that_are_no_object_become_an_empty_one(arguments: Any, expect
     assert converted["tool_calls"][0]["function"]["arguments"] == expected
     template = "{{ messages[0].tool_calls[0].function.arguments.items() | list }}"
     assert rendered(template, [message]) == str(list(expected.items()))
-
-
-def test_arguments_may_be_missing() -> None:
-    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
-    (converted,) = template_messages([message])
-    assert converted["tool_calls"][0]["function"]["arguments"] == {}

@@ -226,16 +226,6 @@ def test_messages_of_other_types(directory: Path, messages: Any, part: str) -> N
         load(save(directory, CHATML)).apply_chat_template(messages)
 
 
-def test_options_that_contradict(directory: Path) -> None:
-    tokenizer = load(save(directory, CHATML))
-    with pytest.raises(RequestError, match="set one of them"):
-        tokenizer.apply_chat_template(SAID, add_generation_prompt=True, continue_final_message=True)
-    with pytest.raises(RequestError, match="no 'name' that the template reads"):
-        tokenizer.apply_chat_template(SAID, continue_final_message="name")
-    with pytest.raises(RequestError, match="tools must be a list of JSON objects"):
-        tokenizer.apply_chat_template(SAID, tools={"name": "f"})  # type: ignore[arg-type]
-
-
 def test_without_jinja2(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 

@@ -81,19 +81,6 @@ def test_fields_restrict_tokens(serve: Serve) -> None:
     serve(use)
 
 
-def test_fields_restrict_tokens_within_a_grammar(serve: Serve) -> None:
-    async def use(rig: Rig) -> None:
-        grammar = {"choice": ["self", "title"]}
-        assert (await choice(rig, structured_outputs=grammar))["text"] == "self"
-        found = await choice(rig, structured_outputs=grammar, bad_words=["self"])
-        assert found["text"] == "title"
-        response = await rig.post({**BODY, "structured_outputs": grammar, "allowed_token_ids": [3]})
-        assert response.status_code == 400
-        assert (await choice(rig))["text"].startswith("self")  # others are not affected
-
-    serve(use)
-
-
 def test_fields_keep_the_stop_string(serve: Serve) -> None:
     async def use(rig: Rig) -> None:
         for stop in ("):", "self", "f)"):

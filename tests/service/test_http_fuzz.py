@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
-import subprocess
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +29,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from ..rigs.fake_engine import fake_engine
 from ..rigs.http_bodies import DOCUMENT, POSTS, bodies, resolved
 from ..rigs.http_rig import Rig, events_of, service
-from ..rigs.http_servers import Threaded
 
 SECONDS = 20
 PIECES = [
@@ -226,30 +222,3 @@ def test_the_document_names_the_mount_and_the_key() -> None:
 @given(data=st.data())
 def test_many_bodies(serve: Serve, path: str, hostile: bool, data: st.DataObject) -> None:
     fuzz(serve, path, data.draw(bodies(path, hostile)))
-
-
-@pytest.mark.slow
-def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
-    """Found by `PATH`: it needs packages of its own. It sends what no schema allows, too."""
-    schemathesis = shutil.which("schemathesis")
-    if schemathesis is None:
-        pytest.skip("schemathesis is not in PATH")
-    server = Threaded(text_engine, **OPTIONS)
-    checks = ("not_a_server_error", "status_code_conformance", "content_type_conformance")
-    checks += ("response_schema_conformance", "negative_data_rejection", "unsupported_method")
-    try:
-        run = subprocess.run(
-            [
-                *(schemathesis, "run", f"http://127.0.0.1:{server.port}/openapi.json"),
-                *("--checks", ",".join(checks), "--phases", "examples,coverage,fuzzing"),
-                *("--max-examples", "500", "--request-timeout", str(SECONDS), "--no-color"),
-                "--continue-on-failure",
-            ],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-        )
-    finally:
-        server.close()
-    print(run.stdout)
-    assert run.returncode == 0, run.stdout

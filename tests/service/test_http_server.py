@@ -75,26 +75,6 @@ def test_the_openai_client(command: Command) -> None:
         )
 
 
-def test_the_asynchronous_openai_client(command: Command) -> None:
-    _, client = openai_clients(command)
-
-    async def run() -> None:
-        async with client:
-            body = {"model": "small", "max_tokens": 8, "temperature": 0.0}
-            prompts = [f"def f{number}(" for number in range(8)]
-            answers = await asyncio.gather(
-                *(client.completions.create(prompt=p, **body) for p in prompts)
-            )
-            streams = await asyncio.gather(
-                *(client.completions.create(prompt=p, stream=True, **body) for p in prompts)
-            )
-            for answer, stream in zip(answers, streams, strict=True):
-                text = "".join([chunk.choices[0].text async for chunk in stream])
-                assert text == answer.choices[0].text
-
-    asyncio.run(run())
-
-
 def test_metrics_count_the_requests(command: Command) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
 

@@ -219,35 +219,6 @@ def test_the_parameters_of_a_demanded_call_may_refer_to_themselves(
 
 
 @pytest.mark.parametrize(
-    ("parameters", "field", "reason"),
-    [
-        (5, "tools[1].function.parameters", "is 5; allowed is a JSON schema"),
-        ([SCHEMA], "tools[1].function.parameters", "allowed is a JSON schema"),
-        ({"enum": ["x" * 150_000]}, "tools[1].function.parameters", "bytes"),
-        (
-            {"enum": [4000 * "x" + str(n) for n in range(20)]},
-            "tools",
-            "offer fewer or smaller tools",
-        ),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_invalid_parameters_of_a_tool_are_named(
-    engine: AsyncEngine, parameters: Any, field: str, reason: str
-) -> None:
-    async def use(rig: Rig) -> None:
-        tool = {"type": "function", "function": {"name": "bad", "parameters": parameters}}
-        body = {"messages": HI, "tools": [TOOL, tool], "tool_choice": "required", "max_tokens": 5}
-        response = await rig.post(body, CHAT)
-        assert response.status_code == 400
-        error = response.json()["error"]
-        assert error["param"] == field
-        assert reason in error["message"]
-
-    asyncio.run(use(Rig(engine, tool_parser="hermes")))
-
-
-@pytest.mark.parametrize(
     ("fields", "field", "reason"),
     [
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
@@ -308,16 +279,6 @@ def test_refusals_name_the_field_and_the_reason(
         assert "of structured " not in error["message"]
 
     asyncio.run(use(Rig(engine, tool_parser="hermes")))
-
-
-def test_a_demanded_call_needs_a_parser(engine: AsyncEngine) -> None:
-    async def use(rig: Rig) -> None:
-        body = {"messages": HI, "tools": [TOOL], "tool_choice": "required"}
-        response = await rig.post(body, CHAT)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "tool_choice"
-
-    asyncio.run(use(Rig(engine)))
 
 
 @pytest.mark.parametrize("demand", ["response_format", "tool_choice"])

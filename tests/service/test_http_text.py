@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 import stepgraph.runtime.demo
-from hypothesis import given
-from hypothesis import strategies as st
 from stepgraph.runtime import AsyncEngine, ChatPrompt, Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.service.http.output_parsers import ChatOutput, make_output_parser
-from stepgraph.runtime.service.http.responses import ChatMessage
 
 from ..rigs.http_rig import Rig
 
@@ -236,30 +230,3 @@ CALLING = (
     '<tool_call>\n{"name": "f", "arguments": {"x": [1, "<tool_call>"]}}\n</tool_call>\n'
     '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
 )
-
-
-@given(st.sets(st.integers(1, len(CALLING) - 1)))
-def test_messages_of_calls_do_not_depend_on_the_pieces(cuts: set[int]) -> None:
-    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
-    output = ChatOutput(make_output_parser("hermes", "think", tools=tools))
-    bounds = [0, *sorted(cuts), len(CALLING)]
-    pieces = [CALLING[a:b] for a, b in pairwise(bounds)]
-    messages = [output.message(piece, None) for piece in pieces[:-1]]
-    messages.append(output.message(pieces[-1], "stop"))
-    assert output.finish_reason("stop") == "tool_calls"
-    assert output.finish_reason("length") == "length"
-    assert _joined(messages, "reasoning_content") == "which?"
-    assert _joined(messages, "content").strip() == "I look."
-    calls: dict[int, list[str]] = {}
-    for message in messages:
-        for call in message.tool_calls or ():
-            if call.id:
-                assert call.type == "function"
-                calls[call.index] = [call.function.name, ""]
-            calls[call.index][1] += call.function.arguments
-    decoded = {index: (name, json.loads(text)) for index, (name, text) in calls.items()}
-    assert decoded == {0: ("f", {"x": [1, "<tool_call>"]}), 1: ("g", {})}
-
-
-def _joined(messages: list[ChatMessage], field: str) -> str:
-    return "".join(getattr(message, field) or "" for message in messages)

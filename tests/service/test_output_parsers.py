@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.service.http import output_parsers
-from stepgraph.runtime.service.http.output_parsers import ends_in_reasoning, make_output_parser
-from stepgraph.runtime.service.http.text_parsers import (
+from stepgraph.runtime.service.http.output_parsers import (
     MAX_HELD_CHARS,
     ContentDelta,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallBegin,
+    ends_in_reasoning,
+    make_output_parser,
 )
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "größe")]

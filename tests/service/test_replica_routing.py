@@ -77,15 +77,6 @@ def test_no_replica_exceeds_its_bound(n: int, prompts: list[int], load_bound: fl
         cached[first, prompt] += 1
 
 
-def test_a_replica_with_few_requests_is_not_overloaded() -> None:
-    loads = {"cold": 0, "warm": 3}
-    settings: dict[str, Any] = {"load_bound": 1.0, "spare_requests": 4}
-    cached = {"cold": 0, "warm": 9}
-    assert by_preference(loads, cached.__getitem__, **settings)[0] == "warm"
-    loads["warm"] = 4
-    assert by_preference(loads, cached.__getitem__, **settings)[0] == "cold"
-
-
 @given(st.randoms(use_true_random=False))
 def test_cached_keys_are_those_of_the_pool_in_the_order_of_eviction(rng: random.Random) -> None:
     pool = BlockPool(12)

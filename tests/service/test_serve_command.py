@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import signal
 import subprocess
@@ -20,12 +19,9 @@ pytest.importorskip("uvicorn")
 
 import httpx
 from stepgraph.runtime import (
-    AsyncEngine,
     ConfigError,
     Engine,
     EngineConfig,
-    ServiceConfig,
-    progress,
 )
 from stepgraph.runtime.engine.engine_stats import EngineCounters
 from stepgraph.runtime.service.http.command import ACCESS_LOG, logs_to_stderr
@@ -108,23 +104,6 @@ def test_config_errors_name_field_and_flag(values: dict[str, Any], field: str) -
     shown = in_flags(raised.value)
     assert raised.value.flag in shown
     assert not [name for name in values if "_" in name and name in shown]
-
-
-def test_config_errors_of_the_service_name_field_and_flag() -> None:
-    for values in ({"max_queued_requests": 0}, {"tenant_weights": {"a": -1}}):
-        with pytest.raises(ConfigError) as raised:
-            ServiceConfig(**values)
-        assert raised.value.field == next(iter(values))
-        assert raised.value.flag in in_flags(raised.value)
-
-
-def test_engines_are_not_made_of_names() -> None:
-    for make in (lambda: Engine("demo"), Engine, lambda: Engine(model="demo")):  # type: ignore
-        with pytest.raises(TypeError, match=r"Engine\.from_pretrained"):
-            make()
-    for given in ("demo", EngineConfig()):
-        with pytest.raises(TypeError, match=r"AsyncEngine\.from_pretrained"):
-            AsyncEngine(given)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -237,20 +216,3 @@ def test_throughput_is_logged_while_the_engine_is_busy(caplog: pytest.LogCapture
             state.counters = EngineCounters(prompt_tokens=100, output_tokens=50)
     (record,) = caplog.records
     assert record.args == (2, 4, 10.0, 5.0, 25.0)
-
-
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "stepgraph.runtime")
-    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
-    for terminal, shown in ((True, True), (True, False), (False, True)):
-        stderr = io.StringIO()
-        stderr.isatty = lambda terminal=terminal: terminal  # type: ignore[method-assign]
-        monkeypatch.setattr(sys, "stderr", stderr)
-        caplog.clear()
-        with progress.progress_bar("loading", shown=shown) as report:
-            report(1, 2)
-        drawn = terminal and shown
-        assert ("loading" in stderr.getvalue()) == drawn
-        assert [record.args for record in caplog.records] == ([] if drawn else [("loading", 50)])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime import AsyncEngine, Engine, EngineConfig
-from stepgraph.runtime.errors import CheckpointError, StepgraphError
+from stepgraph.runtime.errors import CheckpointError
 
 from ..rigs.engine_rig import greedy
 
@@ -115,21 +115,6 @@ def test_what_cannot_be_loaded_leaves_the_present_model(
         with pytest.raises(CheckpointError):
             await engine.reload(other)
         assert engine.health().ready
-        assert await generate(engine) == tokens_of(base.directory)
-
-    run(base.directory, test)
-
-
-def test_unknown_preset_leaves_the_present_model(base: TinyModel) -> None:
-    async def test(engine: AsyncEngine) -> None:
-        with pytest.raises(StepgraphError, match="preset"):
-            await engine.reload("preset:none-of-these")
-        assert await generate(engine) == tokens_of(base.directory)
-        await engine.sleep()
-        with pytest.raises(StepgraphError, match="preset"):
-            await engine.reload("preset:none-of-these")
-        assert engine.health().reason == "asleep"
-        await engine.wake()
         assert await generate(engine) == tokens_of(base.directory)
 
     run(base.directory, test)

@@ -1,32 +1,43 @@
-"""The ASGI application: routes, API keys, CORS, and the OpenAPI document of them."""
+"""The ASGI application: its routes, the endpoints that decode nothing, and the OpenAPI document."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import inspect
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from ...bounded_repr import bounded_text
-from ...errors import ConfigError
+from ...bounded_repr import bounded_repr, bounded_text
+from ...errors import ConfigError, RequestError
+from ...loading.tokenizer import TextTokenizer
+from ...prompt_ids import too_long
+from ...sampling_params import MAX_TOKEN_ID
 from ..async_engine import AsyncEngine
-from . import service as endpoints
 from .chat import chat
 from .completions import complete
 from .exchange import BodyLimits, Endpoint, Exchange
+from .generation import Service
 from .http_errors import ErrorBody, HttpError
 from .output_parsers import make_output_parser
-from .requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    chat_prompt,
+)
 from .responses import Chat, ChatChunk, Completion
-from .service import Service, package_version
+from .token_text import TokenTexts
 from .unknown_fields import UnknownFields
 
 if TYPE_CHECKING:  # it needs prometheus-client
@@ -45,6 +56,160 @@ Handler = Callable[[Exchange], Awaitable[None]]
 _TEXT: _Json = {"text/plain": {}, "application/openmetrics-text": {}}
 
 
+def package_version() -> str:
+    """Return the version of stepgraph."""
+    package = sys.modules[__name__.partition(".")[0]]  # it imports this one, not the reverse
+    version: str = package.__version__
+    return version
+
+
+class Model(msgspec.Struct):
+    """A name that requests may give as `model`, and the longest sequence in tokens."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "stepgraph"
+
+
+class Models(msgspec.Struct):
+    """The response of `/v1/models`."""
+
+    data: list[Model]
+    object: str = "list"
+
+
+class Health(msgspec.Struct):
+    """The response of `/health` and `/ready`; `step_age` is in seconds."""
+
+    phase: str
+    live: bool
+    ready: bool
+    step_age: float | None
+    reason: str | None
+
+
+class Version(msgspec.Struct):
+    """The response of `/version`."""
+
+    version: str
+
+
+async def models(service: Service, exchange: Exchange) -> None:
+    """Respond with the names that requests may give as their model."""
+    longest = service.engine.max_model_len
+    names = [Model(name, service.created, longest) for name in service.model_names]
+    await exchange.respond(Models(names))
+
+
+async def model(service: Service, exchange: Exchange) -> None:
+    """Respond with one model."""
+    name = service.model_name(exchange.path.removeprefix("/v1/models/"))
+    await exchange.respond(Model(name, service.created, service.engine.max_model_len))
+
+
+async def health(service: Service, exchange: Exchange) -> None:
+    """Respond with 200 if the engine lives, also while it loads; else with 503."""
+    await _respond_health(service, exchange, live=True)
+
+
+async def ready(service: Service, exchange: Exchange) -> None:
+    """Respond with 200 if requests are served now, else with 503 and the reason."""
+    await _respond_health(service, exchange, live=False)
+
+
+async def version(service: Service, exchange: Exchange) -> None:
+    """Respond with the version of stepgraph."""
+    await exchange.respond(Version(package_version()))
+
+
+async def metrics(service: Service, exchange: Exchange) -> None:
+    """Respond with the metrics in the format of Prometheus."""
+    if service.metrics is None:
+        raise HttpError(404, "this service has no metrics", kind="not_found_error")
+    accept = exchange.header(b"accept") or ""
+    body, content_type = await asyncio.to_thread(service.metrics.exposition, accept)
+    await exchange.respond(body, content_type=content_type.encode("latin-1"))
+
+
+async def _respond_health(service: Service, exchange: Exchange, *, live: bool) -> None:
+    state = service.engine.health()
+    good = state.live if live else state.ready
+    body = Health(state.phase.value, state.live, state.ready, state.step_age, state.reason)
+    await exchange.respond(body, status=200 if good else 503)
+
+
+class Tokens(msgspec.Struct):
+    """The response of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(msgspec.Struct):
+    """The response of `/detokenize`."""
+
+    prompt: str
+
+
+async def tokenize(service: Service, exchange: Exchange) -> None:
+    """Respond with the token ids of a text or of a conversation."""
+    request = await exchange.read(TokenizeRequest)
+    service.model_name(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise HttpError(400, "give one of prompt and messages", param="prompt")
+    tokenizer = _tokenizer(service, "prompt")
+
+    def encode() -> Tokens:
+        if request.messages is None:
+            text, special = cast(str, request.prompt), request.add_special_tokens is not False
+        else:
+            text = tokenizer.render(chat_prompt(request, request.tools))
+            special = bool(request.add_special_tokens)  # templates write them
+        longest = service.engine.max_model_len
+        least = tokenizer.least_tokens(text, enough=longest + 1)
+        if least > longest:  # it could occupy the thread for seconds
+            raise too_long(f"at least {least} tokens", longest)
+        token_ids = tokenizer.encode(text, special=special)
+        texts = TokenTexts(tokenizer)
+        strings = [texts.text(i) for i in token_ids] if request.return_token_strs else None
+        return Tokens(len(token_ids), longest, token_ids, strings)
+
+    await exchange.respond(await service.engine.run_in_pool(encode))
+
+
+async def detokenize(service: Service, exchange: Exchange) -> None:
+    """Respond with the text of token ids."""
+    request = await exchange.read(DetokenizeRequest)
+    service.model_name(request.model)
+    longest = service.engine.max_model_len
+    if len(request.tokens) > longest:
+        raise too_long(f"{len(request.tokens)} tokens", longest, "tokens")
+    for index, token_id in enumerate(request.tokens):
+        if not 0 <= token_id <= MAX_TOKEN_ID:
+            shown = bounded_repr(token_id)
+            message = f"tokens[{index}] is {shown}; allowed is 0 to {MAX_TOKEN_ID}"
+            raise HttpError(400, message, param="tokens")
+    tokenizer = _tokenizer(service, "tokens")
+
+    def decode() -> Text:
+        return Text(tokenizer.decode(request.tokens, skip_special_tokens=False))
+
+    await exchange.respond(await service.engine.run_in_pool(decode))
+
+
+def _tokenizer(service: Service, field: str) -> TextTokenizer:
+    tokenizer = service.engine.tokenizer
+    if tokenizer is None:
+        raise RequestError(
+            "the checkpoint has no tokenizer.json: prompts must be token ids", field=field
+        )
+    return tokenizer
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """An endpoint, with the types of what it reads and sends. Its docstring is the summary."""
@@ -60,20 +225,18 @@ class Operation:
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
-    ("GET", "/v1/models"): Operation(endpoints.models, endpoints.Models),
-    ("GET", MODEL_PATH): Operation(endpoints.model, endpoints.Model),
-    ("GET", "/health"): Operation(endpoints.health, endpoints.Health, statuses=(200, 503)),
-    ("GET", "/ready"): Operation(endpoints.ready, endpoints.Health, statuses=(200, 503)),
-    ("GET", "/metrics"): Operation(endpoints.metrics, None),
-    ("GET", "/version"): Operation(endpoints.version, endpoints.Version),
+    ("GET", "/v1/models"): Operation(models, Models),
+    ("GET", MODEL_PATH): Operation(model, Model),
+    ("GET", "/health"): Operation(health, Health, statuses=(200, 503)),
+    ("GET", "/ready"): Operation(ready, Health, statuses=(200, 503)),
+    ("GET", "/metrics"): Operation(metrics, None),
+    ("GET", "/version"): Operation(version, Version),
     ("POST", "/v1/completions"): Operation(
         complete, Completion, body=CompletionRequest, event=Completion
     ),
     ("POST", "/v1/chat/completions"): Operation(chat, Chat, body=ChatRequest, event=ChatChunk),
-    ("POST", "/tokenize"): Operation(endpoints.tokenize, endpoints.Tokens, body=TokenizeRequest),
-    ("POST", "/detokenize"): Operation(
-        endpoints.detokenize, endpoints.Text, body=DetokenizeRequest
-    ),
+    ("POST", "/tokenize"): Operation(tokenize, Tokens, body=TokenizeRequest),
+    ("POST", "/detokenize"): Operation(detokenize, Text, body=DetokenizeRequest),
 }
 
 

@@ -15,7 +15,7 @@ from ..request_handle import Delta
 from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
 from .chat_messages import joined_text
 from .exchange import Exchange
-from .generation import Answer, generate
+from .generation import Answer, Service, generate
 from .output_parsers import ChatOutput, OutputParser, ends_in_reasoning, make_output_parser
 from .requests import ChatRequest, chat_prompt
 from .responses import (
@@ -27,7 +27,6 @@ from .responses import (
     OptionalUsage,
     Usage,
 )
-from .service import Service
 from .token_text import TokenTexts
 
 __all__ = ["chat"]

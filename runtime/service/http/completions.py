@@ -10,10 +10,9 @@ from msgspec import UNSET
 from ...engine.request_output import RequestOutput
 from ..request_handle import Delta
 from .exchange import Exchange
-from .generation import Answer, generate
+from .generation import Answer, Service, generate
 from .requests import CompletionRequest
 from .responses import Completion, CompletionChoice, CompletionLogprobs, OptionalUsage, Usage
-from .service import Service
 from .token_text import ChoiceTokens, TokenTexts
 
 __all__ = ["complete"]

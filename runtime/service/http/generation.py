@@ -7,10 +7,13 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET
 
+from ...bounded_repr import bounded_repr
 from ...engine.intake import Prompt
 from ...engine.request_output import RequestOutput
 from ...sampling_params import SamplingParams
@@ -18,12 +21,52 @@ from ..async_engine import AsyncEngine
 from ..consumers import AsyncStream
 from ..request_handle import Delta
 from .exchange import Exchange, event
+from .http_errors import HttpError
 from .requests import SamplingRequest
 from .responses import OptionalUsage, Usage
+from .unknown_fields import UnknownFields
 
-__all__ = ["Answer", "generate"]
+if TYPE_CHECKING:  # it needs prometheus-client
+    from ..metrics import EngineMetrics
+
+__all__ = ["Answer", "Service", "generate"]
 
 DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """An engine and the settings of its HTTP service."""
+
+    engine: AsyncEngine
+    model_names: tuple[str, ...]
+    """Names that requests may give; responses without one have the first."""
+    metrics: EngineMetrics | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    """Names for `make_output_parser`."""
+    fields: UnknownFields
+    """Checks the fields of requests."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def model_name(self, given: str | None) -> str:
+        """Return the name of the model for the response.
+
+        Raises:
+            HttpError: 404, there is no model of this name.
+        """
+        if given is None:
+            return self.model_names[0]
+        if given not in self.model_names:
+            names = " or ".join(self.model_names)
+            raise HttpError(
+                404,
+                f"the model {bounded_repr(given)} is not served: give {names}, or leave model out",
+                kind="not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+        return given
 
 
 class Answer(ABC):

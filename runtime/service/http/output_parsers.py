@@ -1,4 +1,7 @@
-"""A chat model's text as messages, by parsers of this package and of installed packages.
+"""A chat model's text as messages: reasoning, tool calls and content, in pieces of any size.
+
+A parser reads text with states. A state reads the text from an index, adds events, and returns the
+index from which the next state reads. Text that cannot be decided yet is held until more arrives.
 
 A package adds parsers by entry points. One of the group `stepgraph.tool_parsers` is a function
 from the request's `tools` to a `TextParser`; one of `stepgraph.reasoning_parsers` is a function
@@ -8,32 +11,417 @@ reasoning parser finds is the text of the tool parser.
 
 from __future__ import annotations
 
+import re
+import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib.metadata import entry_points
-from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, Protocol
+
+import msgspec
 
 from ...bounded_repr import bounded_repr
 from ...errors import ConfigError
 from ...request import FinishReason
 from .responses import ChatMessage, Function, ToolCall
-from .text_parsers import (
-    CLOSE,
-    OPEN,
-    ContentDelta,
-    OutputEvent,
-    ReasoningDelta,
-    TextParser,
-    ThinkParser,
-    ToolCallArguments,
-    ToolCallBegin,
-    hermes_parser,
-    llama_parser,
-)
 
-__all__ = ["ChatOutput", "OutputParser", "ends_in_reasoning", "make_output_parser"]
+__all__ = [
+    *("CLOSE", "OPEN", "ChatOutput", "OutputParser", "ends_in_reasoning", "make_output_parser"),
+    *("ContentDelta", "OutputEvent", "ReasoningDelta", "TextParser"),
+    *("ToolCallArguments", "ToolCallBegin"),
+]
+
+OPEN = "<think>"
+CLOSE = "</think>"
+
+MAX_HELD_CHARS = 1 << 16
+"""Characters of an object that are held until it is known to be a call."""
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_BEGIN = re.compile(
+    r"""(?s)\{\s{0,32}"name"\s{0,32}:\s{0,32}("(?:[^"\\]|\\.){1,256}")\s{0,32},"""
+    r"""\s{0,32}"(?:arguments|parameters)"\s{0,32}:\s{0,32}(?=\{\s{0,32}["}])"""
+)
+"""The usual begin of a call, up to its arguments, which are then passed on as they arrive."""
+_FIRST_KEY = re.compile(
+    r"""(?s)\{\s{0,32}(?:\Z|\}|"((?:[^"\\]|\\.){0,256})(?:\\?\Z|"\s{0,32}(?:\Z|:)))"""
+)
+"""What an object may begin with, cut off anywhere."""
+_BEGIN_CHARS = 1024
+"""Characters in which these are looked for."""
+_BRACKET = re.compile(r'\\.?|["{}\[\]]', re.S)
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """Text of the reasoning before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallBegin:
+    """The model calls a function. Its arguments follow."""
+
+    index: int
+    """Number of the call within the answer, from 0."""
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """JSON text of a call's arguments, joined over all events of the call. As the model wrote it:
+    it may be invalid or cut off."""
+
+    index: int
+    text: str
+
+
+OutputEvent = ContentDelta | ReasoningDelta | ToolCallBegin | ToolCallArguments
+
+
+class TextParser(Protocol):
+    """Turns the text of one completion into events, in pieces of any size.
+
+    Joined over all calls, the events do not depend on where the text was split. No text raises.
+    """
+
+    def push(self, text: str) -> list[OutputEvent]:
+        """Take the next text; return the events that are certain."""
+
+    def finish(self) -> list[OutputEvent]:
+        """Return the events of the text that was held back; there is no more text."""
+
+
+class _StateParser(ABC):
+    """A `TextParser` that reads all text with states."""
+
+    def __init__(self, start: Callable[[str, int], int]) -> None:
+        """Begin before the text, in the state `start`."""
+        self._read = start
+        self._held = ""
+        """The end of the text, which is not decided."""
+        self._events: list[OutputEvent] = []
+
+    def push(self, text: str) -> list[OutputEvent]:
+        """Take the next text; return the events that are certain."""
+        text, self._held, at = self._held + text, "", 0
+        while at < len(text):
+            at = self._read(text, at)
+        return self._take_events()
+
+    def finish(self) -> list[OutputEvent]:
+        """Return the events of the text that was held back; there is no more text."""
+        self._end(self._held)
+        return self._take_events()
+
+    @abstractmethod
+    def _end(self, held: str) -> None:
+        """Add the events of the text that was held back."""
+
+    def _take_events(self) -> list[OutputEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _add(self, kind: type[ContentDelta | ReasoningDelta], text: str) -> None:
+        if text:
+            self._events.append(kind(text))
+
+    def _hold(self, text: str, at: int) -> int:
+        """Hold the text from `at` back until more arrives."""
+        self._held = text[at:]
+        return len(text)
+
+    def _skip_space(self, text: str, at: int, *, then: Callable[[str, int], int]) -> int:
+        """Drop white space; the state after it is `then`."""
+        at = _skip_space(text, at)
+        if at < len(text):
+            self._read = then
+        return at
+
+    def _add_until(
+        self, tag: str, kind: type[ContentDelta | ReasoningDelta], text: str, at: int
+    ) -> tuple[int, bool]:
+        """Add the text before a tag; return the index after the tag and whether it was found."""
+        index = text.find(tag, at)
+        if index >= 0:
+            self._add(kind, text[at:index])
+            return index + len(tag), True
+        for begin in range(max(at, len(text) - len(tag) + 1), len(text)):
+            if tag.startswith(text[begin:]):
+                self._add(kind, text[at:begin])
+                return self._hold(text, begin), False
+        self._add(kind, text[at:])
+        return len(text), False
+
+
+class ThinkParser(_StateParser):
+    """Reads reasoning at the start of the text; `<think>` elsewhere is content.
+
+    White space after either tag is dropped. Reasoning that is not closed lasts to the end.
+    """
+
+    def __init__(self, started: bool) -> None:
+        """Begin before the text; `started` is whether the prompt ends within the reasoning."""
+        super().__init__(self._before)
+        self._started = started
+
+    def _end(self, held: str) -> None:
+        reasons = self._started or self._read == self._reasoning
+        self._add(ReasoningDelta if reasons else ContentDelta, held)
+
+    def _before(self, text: str, at: int) -> int:
+        begin = _skip_space(text, at)
+        if not self._started:
+            self._add(ContentDelta, text[at:begin])
+        opens = _begins_with_tag(text, begin, OPEN)
+        if opens is None:
+            return self._hold(text, begin)
+        if opens:
+            self._read = partial(self._skip_space, then=self._reasoning)
+            return begin + len(OPEN)
+        self._read = self._reasoning if self._started else self._content
+        return begin
+
+    def _reasoning(self, text: str, at: int) -> int:
+        at, closed = self._add_until(CLOSE, ReasoningDelta, text, at)
+        if closed:
+            self._read = partial(self._skip_space, then=self._content)
+        return at
+
+    def _content(self, text: str, at: int) -> int:
+        self._add(ContentDelta, text[at:])
+        return len(text)
+
+
+class _Brackets:
+    """Finds the end of an object: the bracket that closes it, outside of strings."""
+
+    def __init__(self, depth: int = 0) -> None:
+        """Begin within `depth` open brackets."""
+        self._depth = depth
+        self._in_string = False
+        self._escapes = False
+
+    def feed(self, text: str, at: int, stop: int) -> int | None:
+        """Read `text` from `at` to `stop`; return the index after the end, None without it."""
+        if self._escapes and at < stop:
+            self._escapes, at = False, at + 1
+        for found in _BRACKET.finditer(text, at, stop):
+            token = found[0]
+            if token[0] == "\\":
+                self._escapes = len(token) == 1
+            elif token == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string:
+                self._depth += 1 if token in "{[" else -1
+                if self._depth <= 0:
+                    return found.end()
+        return None
+
+
+class _JsonToolParser(_StateParser):
+    """Finds tool calls that models write as JSON objects, marked by tags or alone.
+
+    If a call begins with its name and then its arguments, the arguments are reported as they
+    arrive. Otherwise it is held until its object is whole. What is not a call is content, tags
+    included. White space after a call is dropped.
+    """
+
+    def __init__(
+        self,
+        open_tag: str,
+        close_tag: str = "",
+        *,
+        bare_calls: bool = False,
+        accepts: Callable[[str], bool] = bool,
+    ) -> None:
+        """Begin before the text.
+
+        Args:
+            open_tag: precedes a call.
+            close_tag: follows a call; empty if calls have none.
+            bare_calls: whether a call needs no tag at the start of the text and after a call.
+                `;` separates calls.
+            accepts: whether there is a function of this name, for calls without a tag.
+        """
+        super().__init__(self._content)
+        self._open_tag = open_tag
+        self._close_tag = close_tag
+        self._bare_calls = bare_calls
+        self._accepts = accepts
+        self._opened = ""
+        """The tag of the present call."""
+        self._brackets = _Brackets()
+        self._num_scanned = 0  # characters of the held object that they have read
+        self._num_calls = 0
+        if bare_calls:
+            self._begin_object("")
+
+    def _end(self, held: str) -> None:
+        if self._read == self._object:
+            held = self._opened + held
+        self._add(ContentDelta, held)
+
+    def _content(self, text: str, at: int) -> int:
+        at, found = self._add_until(self._open_tag, ContentDelta, text, at)
+        if found:
+            self._begin_object(self._open_tag)
+        return at
+
+    def _begin_object(self, tag: str) -> None:
+        self._opened, self._read = tag, self._object
+        self._brackets, self._num_scanned = _Brackets(), 0
+
+    def _not_a_call(self, text: str, start: int, end: int) -> int:
+        """The text up to `end` is content, with the tag before it."""
+        self._add(ContentDelta, self._opened + text[start:end])
+        self._read = self._content
+        return end
+
+    def _object(self, text: str, start: int) -> int:
+        """Read an object from its begin, and decide whether it is a call."""
+        at = _skip_space(text, start)
+        if at - start >= MAX_HELD_CHARS:
+            return self._not_a_call(text, start, start + MAX_HELD_CHARS)
+        if at == len(text):
+            return self._hold(text, start)
+        key = _FIRST_KEY.match(text, at, at + _BEGIN_CHARS)
+        if key is None:
+            return self._not_a_call(text, start, at)
+        is_whole = key[1] is not None and text.startswith('"', key.end(1))
+        if is_whole and not self._opened and key[1] not in _KEYS:
+            return self._not_a_call(text, start, at)
+        begin = _BEGIN.match(text, at, at + _BEGIN_CHARS)
+        if begin is not None:
+            if not self._begin_call(begin[1].encode(errors="surrogatepass")):
+                return self._not_a_call(text, start, begin.end())
+            self._brackets, self._read = _Brackets(), self._arguments
+            return begin.end()
+        stop = min(len(text), start + MAX_HELD_CHARS)
+        end = self._brackets.feed(text, max(at, start + self._num_scanned), stop)
+        self._num_scanned = stop - start
+        if end is None:
+            if stop == start + MAX_HELD_CHARS:
+                return self._not_a_call(text, start, stop)
+            return self._hold(text, start)
+        if not self._take_call(text[at:end]):
+            return self._not_a_call(text, start, end)
+        self._read = self._after_call
+        return end
+
+    def _begin_call(self, name: bytes) -> bool:
+        """Report a call, if there is a function of this name, a string in JSON."""
+        try:
+            decoded = msgspec.json.decode(name, type=str)
+        except ValueError:
+            return False
+        if not decoded or not (self._opened or self._accepts(decoded)):
+            return False
+        call_id = f"call_{secrets.token_hex(12)}"
+        self._events.append(ToolCallBegin(self._num_calls, call_id, decoded))
+        return True
+
+    def _take_call(self, text: str) -> bool:
+        """Report a whole object, if it is a call."""
+        try:
+            fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        except (ValueError, RecursionError):
+            return False
+        given = [bytes(fields[name]) for name in _ARGUMENTS if name in fields]
+        if not self._opened and (not given or not fields.keys() <= _KEYS):
+            return False
+        arguments = given[0] if given else b"null"
+        if len(given) > 1 or arguments[:1] not in (b"{", b"n") or "name" not in fields:
+            return False
+        if not self._begin_call(bytes(fields["name"])):
+            return False
+        shown = "{}" if arguments == b"null" else arguments.decode()
+        self._events.append(ToolCallArguments(self._num_calls, shown))
+        self._num_calls += 1
+        return True
+
+    def _arguments(self, text: str, at: int) -> int:
+        end = self._brackets.feed(text, at, len(text))
+        stop = len(text) if end is None else end
+        self._events.append(ToolCallArguments(self._num_calls, text[at:stop]))
+        if end is not None:
+            self._num_calls += 1
+            self._read = partial(self._skip_space, then=self._after_arguments)
+        return stop
+
+    def _after_arguments(self, text: str, at: int) -> int:
+        self._read = self._after_call  # also without the last brackets
+        if text[at] == ",":
+            self._brackets, self._read = _Brackets(depth=1), self._other_fields
+        return at + 1 if text[at] in "}," else at
+
+    def _other_fields(self, text: str, at: int) -> int:
+        end = self._brackets.feed(text, at, len(text))
+        if end is None:
+            return len(text)
+        self._read = self._after_call
+        return end
+
+    def _after_call(self, text: str, at: int) -> int:
+        at = _skip_space(text, at)
+        closes = _begins_with_tag(text, at, self._close_tag)
+        if closes is None:
+            return self._hold(text, at)
+        self._read = self._between_calls if closes else self._content
+        return at + len(self._close_tag) if closes else at
+
+    def _between_calls(self, text: str, at: int) -> int:
+        at = _skip_space(text, at)
+        if self._bare_calls and text.startswith(";", at):
+            return at + 1
+        if at < len(text):
+            self._read = self._content
+            if self._bare_calls and text[at] == "{":
+                self._begin_object("")
+        return at
+
+
+def hermes_parser(tools: Sequence[Mapping[str, Any]]) -> TextParser:
+    """Return a parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+    return _JsonToolParser("<tool_call>", "</tool_call>")
+
+
+def llama_parser(tools: Sequence[Mapping[str, Any]]) -> TextParser:
+    """Return a parser of `{"name": …, "parameters": {…}}`, also after `<|python_tag|>`.
+
+    An object without the tag is a call only if it names a function of `tools`, which has the form
+    of a chat request's `tools`.
+    """
+    names = {tool["function"]["name"] for tool in tools if "function" in tool}
+    return _JsonToolParser("<|python_tag|>", bare_calls=True, accepts=names.__contains__)
+
+
+def _begins_with_tag(text: str, start: int, tag: str) -> bool | None:
+    """Return whether `text` from `start` begins with a tag; None if more text must tell."""
+    if text.startswith(tag, start):
+        return True
+    return None if tag.startswith(text[start : start + len(tag)]) else False
+
+
+def _skip_space(text: str, start: int) -> int:
+    """Return the index of the first character from `start` that is not JSON white space."""
+    found = _SPACE.match(text, start)
+    assert found is not None, "the pattern matches nothing too"
+    return found.end()
+
 
 BUILT_IN: Final[Mapping[str, Mapping[str, Callable[..., TextParser]]]] = {
     "tool": {"hermes": hermes_parser, "llama3_json": llama_parser},
@@ -56,14 +444,14 @@ class OutputParser:
         events: list[OutputEvent] = [ContentDelta(text)]
         if self._reasoning is not None:
             events = self._reasoning.push(text)
-        return _join(self._find_calls(events))
+        return self._find_calls(events)
 
     def finish(self) -> list[OutputEvent]:
         """Return the events of the text that was held back; there is no more text."""
         events = [] if self._reasoning is None else self._find_calls(self._reasoning.finish())
         if self._tools is not None:
             events += self._tools.finish()
-        return _join(events)
+        return events
 
     def _find_calls(self, events: list[OutputEvent]) -> list[OutputEvent]:
         """Replace content by what the tool parser finds in it."""
@@ -108,30 +496,20 @@ class ChatOutput:
         if finish_reason is not None:
             events += self._parser.finish()
         if self._one_call:
-            events = [event for event in events if not _is_later_call(event)]
-        message = _message(self._without_hidden(events))
+            events = [event for event in events if getattr(event, "index", 0) == 0]
+        message = _message(events, self._shown)
         self._has_calls |= bool(message.tool_calls)
         return message
+
+    def _shown(self, text: str, is_reasoning: bool) -> str:
+        if is_reasoning or not self._keeps_special:
+            for hidden in self._hidden:
+                text = text.replace(hidden, "")
+        return text
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
         """Return the reason of the OpenAI API; call it after `message`."""
         return "tool_calls" if reason == "stop" and self._has_calls else reason
-
-    def _without_hidden(self, events: list[OutputEvent]) -> list[OutputEvent]:
-        if not self._hidden:
-            return events
-        kept: list[OutputEvent] = []
-        for event in events:
-            keeps = self._keeps_special and not isinstance(event, ReasoningDelta)
-            if keeps or isinstance(event, ToolCallBegin):
-                kept.append(event)
-                continue
-            text = event.text
-            for hidden in self._hidden:
-                text = text.replace(hidden, "")
-            if text:
-                kept.append(replace(event, text=text))
-        return kept
 
 
 def make_output_parser(
@@ -199,37 +577,28 @@ def _find(kind: str, name: str) -> Callable[..., TextParser]:
     return loaded
 
 
-def _join(events: list[OutputEvent]) -> list[OutputEvent]:
-    """Join neighbours that differ in their text only."""
-    joined: list[OutputEvent] = []
-    for _, group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
-        first, *others = group
-        if others and not isinstance(first, ToolCallBegin):
-            text = "".join(event.text for event in (first, *others))  # type: ignore[union-attr]
-            first = replace(first, text=text)
-        joined.append(first)
-    return joined
-
-
-def _is_later_call(event: OutputEvent) -> bool:
-    return isinstance(event, ToolCallBegin | ToolCallArguments) and event.index > 0
-
-
-def _message(events: Sequence[OutputEvent]) -> ChatMessage:
-    message = ChatMessage()
+def _message(events: Sequence[OutputEvent], shown: Callable[[str, bool], str]) -> ChatMessage:
+    """Return a message of events; `shown` returns what is shown of a text, or of a reasoning."""
+    content = reasoning = ""
     calls: dict[int, ToolCall] = {}
     for event in events:
         match event:
             case ContentDelta(text):
-                message.content = (message.content or "") + text
+                content += text
             case ReasoningDelta(text):
-                message.reasoning_content = (message.reasoning_content or "") + text
-                message.reasoning = message.reasoning_content
+                reasoning += text
             case ToolCallBegin(index, call_id, name):
                 calls[index] = ToolCall(Function("", name), index, call_id, "function")
             case ToolCallArguments(index, text):
                 call = calls.setdefault(index, ToolCall(Function(""), index))
                 call.function.arguments += text
+    message = ChatMessage()
+    if content := shown(content, False):
+        message.content = content
+    if reasoning := shown(reasoning, True):
+        message.reasoning_content = message.reasoning = reasoning
+    for call in calls.values():
+        call.function.arguments = shown(call.function.arguments, False)
     if calls:
         message.tool_calls = list(calls.values())
     return message
