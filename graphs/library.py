@@ -163,17 +163,16 @@ class StepLibrary(Generic[K, O]):
             sorted({self._size_of(key) for key in self._steps}),
         )
 
-    def lookup(self, key: K) -> Step[O]:
-        """Return the step for `key`, and count a hit, or a miss if it is a fallback."""
+    def run(self, key: K) -> O:
+        """Run the step for `key`, or the fallback, and return its output (see `Step.run`).
+
+        Counts a hit or a miss.
+        """
         step = self._steps.get(key)
         if step is None:
-            return self._miss(key)
+            return self._miss(key).run()
         self._hits += 1
-        return step
-
-    def run(self, key: K) -> O:
-        """Run the step for `key` and return its output (see `Step.run`)."""
-        return self.lookup(key).run()
+        return step.run()
 
     def record_padding(self, used: int, bucket: int) -> None:
         """Count a step of `bucket` rows or tokens, of which `used` belong to requests."""

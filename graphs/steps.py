@@ -59,6 +59,9 @@ class Step(ABC, Generic[O]):
 
     kind: ClassVar[StepKind]
 
+    run: Callable[[], O]
+    """Runs the step with the current static buffers. Does not wait for the device."""
+
     def __init__(self, fn: Callable[[], O], name: str) -> None:
         """Wrap `fn`, which runs in the grad mode that it sets itself."""
         self._fn = fn
@@ -92,10 +95,6 @@ class Step(ABC, Generic[O]):
         self.seconds += time.perf_counter() - started
 
     @abstractmethod
-    def run(self) -> O:
-        """Run the step with the current static buffers. Does not wait for the device."""
-
-    @abstractmethod
     def _warm_up(self) -> None:
         """Do the work of `warm_up`; may raise anything."""
 
@@ -126,19 +125,9 @@ class CompiledStep(Step[O]):
 
     kind = "compile"
 
-    def __init__(self, fn: Callable[[], O], name: str) -> None:
-        """Wrap `fn`."""
-        super().__init__(fn, name)
-        self._prepared = False
-
     def _warm_up(self) -> None:
         run_until_compiled(self._fn)
-        self._prepared = True
-
-    def run(self) -> O:
-        """Call the compiled callable; its outputs are new tensors."""
-        assert self._prepared, f"step {self.name} is run before it is prepared"
-        return self._fn()
+        self.run = self._fn  # its outputs are new tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,10 @@ class ScopeListener(Protocol):
 
 _names: ContextVar[KernelNames | None] = ContextVar("stepgraph_kernel_names", default=None)
 _step: ContextVar[StepIdentity | None] = ContextVar("stepgraph_captured_step", default=None)
-_capture: ContextVar[ScopeListener | None] = ContextVar("stepgraph_capture", default=None)
-_listener: ScopeListener | None = None
+capture_listener: ContextVar[ScopeListener | None] = ContextVar("stepgraph_capture", default=None)
+"""Of the capture on this thread, if its kernels are recorded."""
+scope_listener: ScopeListener | None = None
+"""Of all threads; see `listening`."""
 
 
 @contextlib.contextmanager
@@ -115,8 +117,8 @@ def operation(
         layer: index of the layer; None: the layer of the enclosing scope, if any. A scope of a
             whole layer names the nodes that no scope inside it names.
     """
-    listener = _capture.get() or _listener
-    return NOTHING if listener is None else _Scope(listener, name, layer)
+    listener = capture_listener.get() or scope_listener
+    return NOTHING if listener is None else Scope(listener, name, layer)
 
 
 @contextlib.contextmanager
@@ -126,12 +128,12 @@ def listening(listener: ScopeListener) -> Iterator[None]:
     A replayed graph enters no scopes, and compiled code only the scopes around it. The innermost
     `listening` receives them.
     """
-    global _listener
-    before, _listener = _listener, listener
+    global scope_listener
+    before, scope_listener = scope_listener, listener
     try:
         yield
     finally:
-        _listener = before
+        scope_listener = before
 
 
 @contextlib.contextmanager
@@ -159,12 +161,12 @@ def capturing(open_source: Callable[[], CudaGraphNodes]) -> Iterator[Tape | None
         yield None
         return
     tape = Tape(names, identity, open_source)
-    token = _capture.set(tape)
+    token = capture_listener.set(tape)
     try:
         yield tape
         tape.boundary()
     finally:
-        _capture.reset(token)
+        capture_listener.reset(token)
 
 
 class Tape:
@@ -246,7 +248,9 @@ class Tape:
             logger.warning("kernels of captured steps: %s", reason)
 
 
-class _Scope:
+class Scope:
+    """The scope of an operation, for a listener."""
+
     __slots__ = ("_layer", "_listener", "_name")
 
     def __init__(self, listener: ScopeListener, name: str, layer: int | None) -> None:

@@ -7,6 +7,7 @@ import contextlib
 from torch.compiler import is_dynamo_compiling
 
 from ..profiling import attribution
+from ..profiling.ranges import NOTHING
 
 __all__ = ["operation"]
 
@@ -22,4 +23,7 @@ def operation(
     Compiled kernels span operations, so they have the name of the scope around the compiled code,
     which must not depend on whether scopes were recorded during compilation.
     """
-    return _NOTHING_COMPILED if is_dynamo_compiling() else attribution.operation(name, layer)
+    if is_dynamo_compiling():
+        return _NOTHING_COMPILED
+    listener = attribution.capture_listener.get() or attribution.scope_listener
+    return NOTHING if listener is None else attribution.Scope(listener, name, layer)

@@ -414,7 +414,7 @@ class StepLoop:
                     number,
                     len(plan.decode),
                     step.bucket,
-                    plan.prefill_tokens,
+                    plan.prefill_tokens if plan.prefill else 0,
                     started,
                     planned - started,
                     launched - planned - step.device_ns,
@@ -479,7 +479,8 @@ class StepLoop:
             request.decoding = False
             request.num_preemptions += 1
             self._counts["preemptions"] += 1
-        self._issue_copies(plan)
+        if plan.preempted or plan.admitted:
+            self._issue_copies(plan)
         for admission in plan.admitted:
             request = admission.request
             request.status = RequestStatus.RUNNING
@@ -489,7 +490,7 @@ class StepLoop:
             if first:
                 request.num_cached_tokens = admission.found.num_tokens
             self.scheduler.cache.count_admission(admission.found, request.num_tokens, first=first)
-        if plan.is_empty:
+        if not (plan.prefill or plan.decode):
             return None
         plan.blocks_in_use = self.scheduler.cache.num_held_blocks
         with ranges.span(ranges.LAUNCH, len(plan.decode) or plan.prefill_tokens):
@@ -600,16 +601,15 @@ class StepLoop:
             started = time.perf_counter_ns() if is_async_device else 0
             sampled = self.runner.read(step)
             arrived = time.perf_counter_ns()
-            elapsed = step.elapsed_ns()
-            if elapsed is not None:  # the timeline has recorded this step already
-                self.timeline.set_device_ns(step.number, elapsed)
+            if step.began is not None:  # the timeline has recorded this step already
+                self.timeline.set_device_ns(step.number, step.elapsed_ns())
             if self._step_budget is not None and step.advanced is None and not step.plan.proposes:
                 self._step_budget.observe(step.plan, step.launched_ns, arrived)
             if self.speculator is not None:
                 self.speculator.committed(step.plan, step.advanced, arrived)
             if step.advanced is not None:
                 self._take_back(step.plan, step.advanced)
-            if step.plan.scored_tokens:
+            if step.plan.prefill and step.plan.scored_tokens:
                 self.requests.append_scores(self.runner.read_scores(step))
             self.requests.append(sampled, arrived)
             if step.plan.proposes or step.plan.prompt_drafts:

@@ -78,13 +78,13 @@ class LaunchedStep:
     ends: Sequence[GrammarEnd] = ()
     """Requests that end before the tokens of this step."""
 
-    def elapsed_ns(self) -> int | None:
-        """Device time in nanoseconds from `began` to `arrived`, or None without timing.
+    def elapsed_ns(self) -> int:
+        """Device time in nanoseconds from `began` to `arrived`, of a step with timing.
 
         Valid once the outputs have arrived, until the launch after the next reuses the events.
         """
-        if self.began is None or self.arrived is None:
-            return None
+        assert self.began is not None
+        assert self.arrived is not None
         return round(1e6 * float(self.began.elapsed_time(self.arrived)))
 
 
@@ -325,29 +325,23 @@ def _of_rows(
 
 def sampled_tokens(launched: LaunchedStep) -> Iterable[Sampled]:
     """Return the tokens of a launch whose outputs have arrived, by step, then by lane."""
-    parts = []
+    parts: list[Iterable[Sampled]] = []
     for lanes, output in launched.parts:
         tokens, details = output.tokens.tolist(), output.details
         if output.tokens.dim() == 1:
-            parts.append(_of_lanes(lanes, tokens, details))
+            # Lanes end before padding does.
+            logprobs = repeat(None) if details is None else _logprobs(lanes, details)
+            parts.append(zip(lanes, tokens, logprobs, strict=False))
             continue
         each = repeat(None, len(tokens)) if details is None else details.unbind()
-        for index, step in enumerate(zip(tokens, each, strict=True)):
+        for index, (own, own_details) in enumerate(zip(tokens, each, strict=True)):
             kept = lanes
             if launched.advanced is not None:  # tokens after a rejected draft are invalid
                 row_counts = zip(lanes, launched.advanced, strict=True)
                 kept = [request if index < count else None for request, count in row_counts]
-            parts.append(_of_lanes(kept, *step))
+            logprobs = repeat(None) if own_details is None else _logprobs(kept, own_details)
+            parts.append(zip(kept, own, logprobs, strict=False))
     return chain.from_iterable(parts)
-
-
-def _of_lanes(
-    lanes: Sequence[Request | None], tokens: list[int], details: SampleOutput | None
-) -> Iterable[Sampled]:
-    logprobs: Iterable[TokenLogprobs | None] = repeat(None)
-    if details is not None:
-        logprobs = _logprobs(lanes, details)
-    return zip(lanes, tokens, logprobs, strict=False)  # lanes end before padding does
 
 
 def _num_top(request: Request) -> int | None:
@@ -355,7 +349,9 @@ def _num_top(request: Request) -> int | None:
     return len(params.logprob_token_ids) or params.logprobs
 
 
-def _logprobs(lanes: Sequence[Request | None], details: SampleOutput) -> list[TokenLogprobs | None]:
+def _logprobs(
+    lanes: Sequence[Request | None], details: SampleOutput
+) -> Iterable[TokenLogprobs | None]:
     """Return the log-probabilities that `SamplingParams.logprobs` requests, by lane."""
     counts = [None if request is None else _num_top(request) for request in lanes]
     found: list[TokenLogprobs | None] = [None] * len(lanes)

@@ -189,8 +189,6 @@ class BlockCopies:
 
     def swap_out(self, plan: StepPlan) -> None:
         """Issue the copies of preempted requests to the host, before any write to the blocks."""
-        if not plan.preempted:
-            return
         pairs = [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
         if pairs:
             with ranges.span(ranges.SWAP, len(pairs)):
@@ -198,8 +196,6 @@ class BlockCopies:
 
     def copy_in(self, plan: StepPlan) -> None:
         """Issue the copies for admitted requests: forked blocks, and blocks from the host."""
-        if not plan.admitted:
-            return
         copies = [pair for admission in plan.admitted for pair in admission.found.copies]
         if copies:
             with ranges.span(ranges.FORK, len(copies)):

@@ -482,11 +482,6 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _verifies(key: StepKey) -> bool:
-    """Whether a step accepts drafts or proposes them."""
-    return key.phase == "decode" and (key.tokens_per_row > 1 or key.drafts > 0)
-
-
 class Forward(NamedTuple):
     """A forward pass and, in a greedy step, its tokens. B: tokens to sample.
 
@@ -626,7 +621,7 @@ class StepFunctions:
 
     def _padded(self, key: StepKey) -> StepOutput:
         """Run a decode, verify or prefill step, up to the logits if it is a forward part."""
-        if key.masked and self._masks_thread is not None and self.model.stack is None:
+        if key.masked and self._masks_thread is not None:
             self._masks_thread.start()
         forward = self._forward(key)
         if key.part == "forward":
@@ -635,7 +630,7 @@ class StepFunctions:
             if self._masks_thread is not None:
                 self._masks_thread.wait()
             output = self._sample_masked(forward.logits, forward.positions, key)
-        elif _verifies(key):
+        elif forward.token_ids is not None:
             output = self._sample_verified(forward, key)
         elif key.full_sampler:
             logits_BV = self._gathered(forward.logits)
@@ -676,7 +671,7 @@ class StepFunctions:
         parts = self._parts
         if key.phase == "prefill":
             return self._prefill_forward(key)
-        if _verifies(key):
+        if key.tokens_per_row > 1 or key.drafts:
             rows_B, drafts_BK, counts_B = self._drafts(key)
             token_ids_BN = self._with_newest(rows_B, drafts_BK)
             part = self._verify_parts
@@ -735,7 +730,9 @@ class StepFunctions:
             *(self.state, self.block_size, positions_B, rows_B, rows_B, read_blocks),
             tokens_per_row=1,
         )
-        hidden_BD = self.model.decode(self._embedded(token_ids_B), self.arena, batch)
+        with operation("begin"):
+            x_BD = self.model.embed(token_ids_B)
+        hidden_BD = self.model.decode(x_BD, self.arena, batch)
         return self._with_logits(hidden_BD, rows_B, positions_B, greedy)
 
     def _prefill_parts(
@@ -829,26 +826,14 @@ class StepFunctions:
         embed_mask_T: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the final hidden states `[T, hidden_size]`, and what a drafter reads of them."""
-        x_TD = self._embedded(token_ids_T, embeds_TD, embed_mask_T)
-        if not self._taps:
-            return self.model.decode(x_TD, self.arena, batch), None
-        assert isinstance(self.model, Decoder), "drafters for other models are refused"
-        return self.model.decode_tapped(x_TD, self.arena, batch, self._taps)
-
-    def _embedded(
-        self,
-        token_ids_T: torch.Tensor,
-        embeds_TD: torch.Tensor | None = None,
-        embed_mask_T: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return what the first layer takes, `[T, hidden_size]`."""
         with operation("begin"):
             x_TD = self.model.embed(token_ids_T)
             if embeds_TD is not None and embed_mask_T is not None:
                 x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
-        if self._masks_thread is not None and self.model.stack is not None:
-            self._masks_thread.start()  # not earlier: the thread needs Python's lock to start
-        return x_TD
+        if not self._taps:
+            return self.model.decode(x_TD, self.arena, batch), None
+        assert isinstance(self.model, Decoder), "drafters for other models are refused"
+        return self.model.decode_tapped(x_TD, self.arena, batch, self._taps)
 
     # Sampling.
 
@@ -1128,7 +1113,7 @@ class StepFunctions:
         """
         state, rows_B = self.state, self.inputs.decode_rows[: key.size]
         drafts_BK, counts_B = self._no_drafts[: key.size], self._ones[: key.size]
-        verifies = _verifies(key)
+        verifies = key.tokens_per_row > 1 or key.drafts > 0
         if verifies:
             _, drafts_BK, counts_B = self._drafts(key)
         kept_B = counts_B
@@ -1144,11 +1129,15 @@ class StepFunctions:
                 *(rows_B, key.read_blocks),
                 query_start_loc=inputs.query_start_loc,
             )
-        if key.drafts:
-            hidden_TD, features_TF = self._forward_pass(inputs.token_ids, batch)
+        with operation("begin"):
+            x_TD = self.model.embed(inputs.token_ids)
+        if key.masked and self._masks_thread is not None:
+            self._masks_thread.start()  # not earlier: the thread needs Python's lock to start
+        features_TF = None
+        if key.drafts and self._taps:
+            hidden_TD, features_TF = self.model.decode_tapped(x_TD, self.arena, batch, self._taps)
         else:
-            hidden_TD = self.model.decode(self._embedded(inputs.token_ids), self.arena, batch)
-            features_TF = None
+            hidden_TD = self.model.decode(x_TD, self.arena, batch)
         logits_TV = self.model.own_logits(hidden_TD)
         rows_T, mask_rows_T, masks = inputs.token_rows, None, None
         if key.masked:

@@ -294,29 +294,27 @@ class PlanParts:
         elif decoding.changed:
             decoding.find_longest()
         parts = []
-        if plan.decode:
-            drafting = plan.drafts or plan.proposes
-            parts.append(self._verify_part(plan) if drafting else self._decode_part(plan))
+        if plan.drafts or plan.proposes:
+            parts.append(self._verify_part(plan))
+        elif plan.decode:
+            decoding, steps, part = self._decoding, plan.steps, self._decoding.part
+            assert decoding.longest is not None, "the plan has no decoding row"
+            positions = decoding.longest.num_computed + steps
+            if (
+                part is None
+                or part.key.steps != steps
+                or positions > part.key.read_blocks * self._block_size
+            ):
+                rows, blocks = len(plan.decode), -(-positions // self._block_size)
+                key = self._sizes.decode_key(
+                    rows, blocks, decoding.full_sampler, steps, masked=decoding.masked
+                )
+                lanes = steps * rows, steps * key.size
+                part = decoding.part = PlannedPart(ranges.REPLAY, key, plan.decode, *lanes)
+            parts.append(part)
         if plan.prefill:
             parts.append(self._prefill_part(plan))
         return parts
-
-    def _decode_part(self, plan: StepPlan) -> PlannedPart:
-        decoding, steps, part = self._decoding, plan.steps, self._decoding.part
-        assert decoding.longest is not None, "the plan has no decoding row"
-        positions, rows = decoding.longest.num_computed + steps, len(plan.decode)
-        if (
-            part is None
-            or part.key.steps != steps
-            or positions > part.key.read_blocks * self._block_size
-        ):
-            blocks = -(-positions // self._block_size)
-            key = self._sizes.decode_key(
-                rows, blocks, decoding.full_sampler, steps, masked=decoding.masked
-            )
-            lanes = steps * rows, steps * key.size
-            part = decoding.part = PlannedPart(ranges.REPLAY, key, plan.decode, *lanes)
-        return part
 
     def _verify_part(self, plan: StepPlan) -> PlannedPart:
         """The part of a step that drafts, after which another row may be longest."""

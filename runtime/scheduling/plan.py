@@ -102,11 +102,6 @@ class StepPlan:
     blocks_in_use: int = 0
     """Blocks that requests hold at the launch, for the timeline and profilers."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to launch."""
-        return not (self.prefill or self.decode)
-
     def drafted_rows(self) -> Iterator[tuple[Request, Sequence[int]]]:
         """Yield the rows of a verify step with their drafts."""
         return zip(self.decode, self.drafts, strict=True)
@@ -124,13 +119,9 @@ class StepPlan:
     @property
     def prefill_tokens(self) -> int:
         """Tokens of all prefill chunks."""
-        if not self.prefill:
-            return 0
         return sum(chunk.count for chunk in self.prefill)
 
     @property
     def scored_tokens(self) -> int:
         """Positions that the prefill chunks score for `prompt_logprobs`."""
-        if not self.prefill:
-            return 0
         return sum(len(chunk.scored) for chunk in self.prefill)

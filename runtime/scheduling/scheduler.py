@@ -173,8 +173,8 @@ class RunningRequests:
         self.ending: set[Request] = set()
         """Requests whose launched steps may have sampled all of their tokens."""
         self._all: list[Request] = []
-        self._decoding: list[Request] = []
-        self._shown: list[Request] | None = []  # a copy of `_decoding`, until that changes
+        self.decoding: list[Request] = []
+        """Replaced when one joins or leaves: steps in flight keep the list that they have."""
         self._max_num_seqs = max_num_seqs
 
     def __len__(self) -> int:
@@ -188,15 +188,6 @@ class RunningRequests:
         """The request that is served last."""
         return self._all[-1]
 
-    def decoding(self) -> list[Request]:
-        """Return the decoding requests: the same list object until one joins or leaves.
-
-        Steps in flight keep the list that they were launched with.
-        """
-        if self._shown is None:
-            self._shown = self._decoding.copy()
-        return self._shown
-
     def join(self, request: Request) -> int:
         """Give a request a row to prefill, and return the row."""
         row = self.rows[request] = heapq.heappop(self.free_rows)
@@ -207,13 +198,12 @@ class RunningRequests:
     def begin_decoding(self, request: Request) -> None:
         """Let a request decode that has been prefilled or has not ended after all."""
         self.ending.discard(request)
-        insort(self._decoding, request, key=order_of)
-        self._shown = None
+        self.decoding = self.decoding.copy()
+        insort(self.decoding, request, key=order_of)
 
     def stop_decoding(self, request: Request) -> None:
         """Exclude a decoding request from later steps."""
-        self._decoding.remove(request)
-        self._shown = None
+        self.decoding = [other for other in self.decoding if other is not request]
 
     def leave(self, request: Request) -> None:
         """Free the row of a request in any phase."""
@@ -222,7 +212,7 @@ class RunningRequests:
             self.prefilling.remove(request)
         elif request in self.ending:
             self.ending.remove(request)
-        elif request in self._decoding:
+        elif request in self.decoding:
             self.stop_decoding(request)
         heapq.heappush(self.free_rows, self.rows.pop(request))
 
@@ -233,12 +223,11 @@ class RunningRequests:
         assert self.rows.keys() == set(self._all)
         assert len(self.rows) == len(self._all)
         assert self._all == sorted(self._all, key=order_of)
-        prefilling, decoding = set(self.prefilling), set(self._decoding)
+        prefilling, decoding = set(self.prefilling), set(self.decoding)
         assert not prefilling & decoding
         assert [r for r in self._all if r in prefilling] == self.prefilling
-        assert [r for r in self._all if r in decoding] == self._decoding
+        assert [r for r in self._all if r in decoding] == self.decoding
         assert self.ending == set(self._all) - prefilling - decoding
-        assert self._shown is None or self._shown == self._decoding
 
 
 class WakeTimes:
@@ -298,13 +287,10 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Request]] = []
-        self._num_alive = 0  # in the heap
+        self.num_alive = 0
+        """In the heap: those that have not ended and are not paused."""
         self.paused: set[Request] = set()
         """Requests that have not ended and that `head` does not return until they are resumed."""
-
-    def __len__(self) -> int:
-        """Number of requests that have not ended and are not paused."""
-        return self._num_alive
 
     def __iter__(self) -> Iterator[Request]:
         """The requests that have not ended, in any order, paused ones included."""
@@ -317,13 +303,13 @@ class WaitingQueue:
             self.paused.add(request)
             return
         heapq.heappush(self._heap, (request.order, request))
-        self._num_alive += 1
+        self.num_alive += 1
 
     def pause(self, request: Request) -> None:
         """Set a waiting request aside."""
         self._heap = [entry for entry in self._heap if entry[1] is not request]
         heapq.heapify(self._heap)
-        self._num_alive -= 1
+        self.num_alive -= 1
         self.paused.add(request)
 
     def resume(self, request: Request) -> None:
@@ -344,21 +330,21 @@ class WaitingQueue:
         """Remove the head."""
         assert self.head() is not None, "the queue is empty"
         heapq.heappop(self._heap)
-        self._num_alive -= 1
+        self.num_alive -= 1
 
     def drop_ended(self, request: Request) -> None:
         """Remove a request that has ended."""
         if request in self.paused:
             self.paused.remove(request)
             return
-        self._num_alive -= 1
-        if len(self._heap) > 2 * self._num_alive + 64:
+        self.num_alive -= 1
+        if len(self._heap) > 2 * self.num_alive + 64:
             self._heap = [entry for entry in self._heap if _is_alive(entry[1])]
             heapq.heapify(self._heap)
 
     def check_integrity(self) -> None:
         """Assert that the count is right, and that exactly the paused requests are set aside."""
-        assert sum(1 for _ in self) == self._num_alive + len(self.paused)
+        assert sum(1 for _ in self) == self.num_alive + len(self.paused)
         assert all(_is_alive(request) for request in self.paused)
         assert all(request.paused == (request in self.paused) for request in self)
 
@@ -410,7 +396,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a row."""
-        return len(self._waiting)
+        return self._waiting.num_alive
 
     @property
     def num_paused(self) -> int:
@@ -474,11 +460,10 @@ class Scheduler:
             self._pause_rows(plan)
         if due is not None or running.prefilling:
             self._look_at(plan, due or {})
-        plan.decode = running.decoding()
-        if running.prefilling or running.free_rows:
+        plan.decode = running.decoding
+        if running.prefilling or (self._waiting.num_alive and running.free_rows):
             self._plan_prefill(plan)
-            if plan.preempted:
-                plan.decode = running.decoding()
+            plan.decode = running.decoding
         if self.steps_per_launch > 1 and not single and plan.decode and not running.prefilling:
             self._decode_several(plan, self.steps_per_launch)
         return plan
@@ -597,7 +582,7 @@ class Scheduler:
         for request in ending:
             assert request.decoding
             assert request.reached_max_tokens == (request not in wakes)
-        assert wakes.keys() - ending == set(self._running.decoding())
+        assert wakes.keys() - ending == set(self._running.decoding)
         for request, number in wakes.items():
             tokens = number - self._wakes.num_steps - 1  # decoded before, if no step verifies
             assert 0 <= tokens <= request.num_unsampled

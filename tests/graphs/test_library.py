@@ -157,7 +157,9 @@ def test_close_lets_go_of_every_step():
     library = Runner().library(KEYS)
     library.prepare()
     library.run(Key(5))
-    alive = [weakref.ref(library.lookup(key)) for key in (*KEYS, Key(5))]
+    steps = *library._steps.values(), *library._fallbacks.values()
+    alive = [weakref.ref(step) for step in steps]
+    del steps
     library.close()
     library.close()
     gc.collect()

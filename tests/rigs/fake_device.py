@@ -195,9 +195,7 @@ class FakeLaunchedStep:
     proposed: Sequence[Proposed] = ()  # likewise
     unfinished: None = None
     ends: tuple[()] = ()
-
-    def elapsed_ns(self) -> None:
-        return None
+    began: None = None
 
 
 class FakeRunner:
@@ -247,9 +245,12 @@ class FakeRunner:
         try:
             self._copy("swap_out", [(p, device.blocks, device.host) for p in swapped(plan)])
         finally:
-            for block in self._fresh:  # now, because what was in them has just been copied
-                device.blocks.pop(block, None)
-            self._fresh.clear()
+            self._empty_fresh()  # now, because what was in them has just been copied
+
+    def _empty_fresh(self) -> None:
+        for block in self._fresh:
+            self.device.blocks.pop(block, None)
+        self._fresh.clear()
 
     def copy_in(self, plan: StepPlan) -> None:
         assert self._stages == ["swap_out"]
@@ -290,9 +291,12 @@ class FakeRunner:
 
     def launch(self, number: int, plan: StepPlan) -> FakeLaunchedStep:
         assert number == self.launched
-        assert self._stages == ["swap_out", "copy_in"]
+        if plan.preempted or plan.admitted:
+            assert self._stages == ["swap_out", "copy_in"]
+        else:
+            self._empty_fresh()
         assert len(self.unread) <= self.in_flight
-        self._stages.append("launch")
+        self._stages = []
         self.launched += 1
         self.plans.append(plan)
         self.sampling = [chunk.samples for chunk in plan.prefill]  # true of the plan at launch only
@@ -450,7 +454,7 @@ def swapped(plan: StepPlan) -> list[tuple[int, int]]:
 
 def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
     """What every plan promises; requests are as the step finds them."""
-    assert not plan.is_empty
+    assert plan.prefill or plan.decode
     prefilled = [chunk.request for chunk in plan.prefill]
     taking_part = plan.decode + prefilled
     assert len(set(taking_part)) == len(taking_part), "nobody takes part twice"

@@ -96,7 +96,7 @@ def test_aborted_requests_do_not_pile_up_in_the_queue() -> None:
             rig.loop.requests.abort(group)
         rig.step()
     assert rig.scheduler.num_waiting == 20
-    assert len(rig.scheduler._waiting) <= 2 * rig.scheduler.num_waiting + 64
+    assert len(rig.scheduler._waiting._heap) <= 2 * rig.scheduler.num_waiting + 64
 
 
 def sizes_of(rig: Rig) -> dict[str, int]:
