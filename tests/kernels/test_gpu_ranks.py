@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +22,6 @@ from stepgraph.runtime.kernels.triton.fusion import (
     fusion_obstacle,
 )
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
-from stepgraph.runtime.kernels.triton.linear import GpuNorm, reference_norm
-from stepgraph.runtime.kernels.triton.operations import sum_rows
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.sharding import shard_plan
@@ -52,22 +49,6 @@ def test_sums_belong_to_the_products_before_them(variant: str) -> None:
         assert len(summed) == sum(isinstance(op, AllReduce) for op in of_rank.operations) == 2
         assert [type(f) for f in fused] == [type(f) for f in fuse(layer)]
         assert [f.name for f in fused] == [f.name for f in fuse(layer)]
-
-
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_sum_rows(scale: float, normed: bool, added: bool) -> None:
-    """The sum over ranks with its norm, scale, residual and the next norm, as in plain torch."""
-    torch.manual_seed(0)
-    x_TD, residual_TD, weight_D = torch.randn(3, 96), torch.randn(3, 96), torch.randn(96)
-    post, norm = (GpuNorm(weight_D, 1e-5) if normed else None), GpuNorm(weight_D + 1, 1e-6)
-    group: Any = SimpleNamespace(all_reduce=lambda part: 2 * part)
-    sum_TD, out_TD = torch.empty(3, 96), torch.empty(3, 96)
-    sum_rows(group, x_TD, residual_TD if added else None, post, norm, sum_TD, out_TD, scale=scale)
-    expected = reference_norm(2 * x_TD, post) * scale + (residual_TD if added else 0)
-    torch.testing.assert_close(sum_TD, expected)
-    torch.testing.assert_close(out_TD, reference_norm(expected, norm))
 
 
 def rank_results(variant: str, directory: Path) -> list[Any]:

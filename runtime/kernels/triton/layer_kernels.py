@@ -238,8 +238,6 @@ class Hidden:
     x: Tensor
     delta: Tensor | None = None
     norm: GpuNorm | None = None
-    normed: Tensor | None = None
-    """x, normed as the next kernel would do it first; None: not yet."""
 
     def after(self, out_TD: Tensor, norm: GpuNorm | None) -> Hidden:
         """After a product that added x itself, unless a norm comes first."""
@@ -304,29 +302,18 @@ def _weights_ahead(kernel: LayerKernel | None) -> list[Tensor]:
 
 
 def add_over_ranks(
-    operations: Operations,
-    collectives: Collectives | None,
-    kernel: LayerKernel,
-    hidden: Hidden,
-    part_TD: Tensor,
+    collectives: Collectives | None, kernel: LayerKernel, hidden: Hidden, part_TD: Tensor
 ) -> Hidden:
-    """Return the hidden states plus the sum over ranks of what a kernel left, its norm included.
-
-    They are normed for the next kernel at the same time.
-    """
-    fused, after = kernel.fused, kernel.after
+    """Return the hidden states plus the sum over ranks of what a kernel left, its norm included."""
+    fused = kernel.fused
     assert collectives is not None, "a plan with sums over ranks belongs to a group"
     assert isinstance(fused, ResidualLinear | Mixture)
     post = kernel.norm if isinstance(fused, ResidualLinear) else kernel.output_norm
-    norms = after is not None and isinstance(after.fused, NormLinear | GateUp | Mixture)
-    norm = after.norm if after is not None and norms else None
-    sum_TD = torch.empty_like(part_TD)
-    normed_TD = None if norm is None else torch.empty_like(part_TD)
     with operation("all_reduce"):
-        operations.sum_rows(
-            collectives, part_TD, hidden.x, post, norm, sum_TD, normed_TD, scale=fused.scale
-        )
-    return Hidden(sum_TD, normed=normed_TD)
+        sum_TD = collectives.all_reduce(part_TD)
+        if post is not None:
+            return Hidden(hidden.x, sum_TD, post)
+        return Hidden(hidden.x + (sum_TD if fused.scale == 1.0 else sum_TD * fused.scale))
 
 
 def run_mixture(
@@ -351,7 +338,7 @@ def run_mixture(
             fused.experts, normed_TD, tensors, routed, residual_TD, out_TD, scale=scale
         )
     if fused.sums:
-        return add_over_ranks(operations, collectives, kernel, hidden, out_TD)
+        return add_over_ranks(collectives, kernel, hidden, out_TD)
     return hidden.after(out_TD, kernel.output_norm)
 
 
@@ -359,8 +346,6 @@ def norm_hidden(
     operations: Operations, hidden: Hidden, norm: Norm | None, bound: GpuNorm | None
 ) -> tuple[Tensor, Hidden]:
     """Return the hidden states normed (as they are without a norm), and nothing pending."""
-    if hidden.normed is not None:
-        return hidden.normed, Hidden(hidden.x)
     pending = hidden.pending()
     if bound is None and pending is None:
         return hidden.x, hidden
@@ -425,11 +410,7 @@ class FewRows:
     def _normed_product(self, kernel: LayerKernel, fused: NormLinear | GateUp) -> None:
         pending = self.hidden.pending()
         out_TN = self._new(fused.features)
-        x_TD, norm = self.hidden.x, kernel.norm
-        if self.hidden.normed is not None:
-            x_TD, norm = self.hidden.normed, None
-            self.hidden = Hidden(self.hidden.x)
-        arguments = (x_TD, norm, kernel.linear, out_TN)
+        arguments = (self.hidden.x, kernel.norm, kernel.linear, out_TN)
         with operation(fused.name):
             if isinstance(fused, GateUp):
                 self._operations.gate_up(*arguments, gelu=fused.gelu, pending=pending)
@@ -454,6 +435,6 @@ class FewRows:
         with operation(fused.name):
             operations.residual_linear(self._value, kernel.linear, residual_TD, out_TD, scale=scale)
         if fused.sums:
-            self.hidden = add_over_ranks(operations, self._collectives, kernel, self.hidden, out_TD)
+            self.hidden = add_over_ranks(self._collectives, kernel, self.hidden, out_TD)
             return
         self.hidden = self.hidden.after(out_TD, kernel.norm)

@@ -1,8 +1,4 @@
-"""The operations that the steps of a GPU consist of: Triton kernels and products of the library.
-
-Over the ranks of a tensor-parallel group, collectives compute the sum or the largest value, with
-other kernels around them.
-"""
+"""The operations that the steps of a GPU consist of: Triton kernels and products of the library."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from .decode_attention import decode_attention
 from .expert_routing import Routed, route
 from .experts import experts, experts_of_any_tokens
 from .head import head, pick_greedy
-from .linear import GpuNorm, Pending
 from .linear_kernels import gate_up, norm_linear, residual_linear
 from .matmul import library_linear, linear_of_any_rows
 from .prefill_attention import prefill_attention, prefill_tiles
@@ -30,52 +25,7 @@ from .store import rotate_and_store
 __all__ = [
     "Operations",
     "pick_of_ranks",
-    "sum_rows",
 ]
-
-
-def sum_rows(
-    collectives: Collectives,
-    x_TD: Tensor,
-    residual_TD: Tensor | None,
-    post: GpuNorm | None,
-    norm: GpuNorm | None,
-    sum_TD: Tensor,
-    out_TD: Tensor | None,
-    *,
-    scale: float = 1.0,
-) -> None:
-    """`sum = residual + scale * post(sum over ranks of x)` and `out = norm(sum)`.
-
-    Results are rounded at each of these steps.
-
-    Args:
-        collectives: of this rank.
-        x_TD: its part.
-        residual_TD: None: nothing is added.
-        post: None: the sum is not normed.
-        norm: None: there is no `out_TD`.
-        sum_TD: written.
-        out_TD: written.
-        scale: of the sum, after its norm.
-    """
-    total_TD = collectives.all_reduce(x_TD)
-    if post is not None and residual_TD is not None and scale == 1.0:
-        normed_TD = torch.empty_like(sum_TD) if out_TD is None else out_TD
-        norm_rows(residual_TD, norm, normed_TD, Pending(total_TD, post, sum_TD))
-        return
-    if post is not None:
-        normed_TD = torch.empty_like(total_TD)
-        norm_rows(total_TD, post, normed_TD)
-        total_TD = normed_TD
-    if scale != 1.0:
-        total_TD = total_TD * scale
-    if residual_TD is None:
-        sum_TD.copy_(total_TD)
-    else:
-        torch.add(residual_TD, total_TD, out=sum_TD)
-    if out_TD is not None:
-        norm_rows(sum_TD, norm, out_TD)
 
 
 def pick_of_ranks(
@@ -108,8 +58,6 @@ class Operations:
     residual_linear: Callable[..., None] = residual_linear
     gate_up: Callable[..., None] = gate_up
     norm_rows: Callable[..., None] = norm_rows
-    sum_rows: Callable[..., None] = sum_rows
-    """Over the ranks of a group."""
     activate_rows: Callable[..., None] = activate_rows
     linear: Callable[..., None] = library_linear
     """Of any number of rows."""

@@ -9,8 +9,7 @@
 Up to four rows each operation is one kernel. For 5 to 32 rows a kernel norms the inputs of a
 product first, and the product is the library's (`linear_kernels.py`).
 
-In a tensor-parallel group the ranks add what 3 and 5 leave; kernels of their own add the residual
-and norm for the next one (`operations.sum_rows`).
+In a tensor-parallel group the ranks add what 3 and 5 leave before the residual is added.
 
 The positions of few rows are split; the last program of attention combines the splits.
 
@@ -216,9 +215,7 @@ class GpuStack:
                 with operation(fused.linear.name):
                     value = self._product(value, kernel.linear)
                 if fused.sums:
-                    hidden = add_over_ranks(
-                        self.operations, self._collectives, kernel, hidden, value
-                    )
+                    hidden = add_over_ranks(self._collectives, kernel, hidden, value)
                 elif kernel.norm is None:
                     with operation("residual"):
                         scaled_TD = value if fused.scale == 1.0 else value * fused.scale
