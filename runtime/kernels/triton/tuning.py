@@ -15,8 +15,6 @@ import hashlib
 import json
 import logging
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from ....profiling.atomic_write import write_file
 from ..cpu.build import cache_directory
 from .kernel_calls import compute_capability, num_multiprocessors
 from .linear import (
@@ -258,28 +257,19 @@ def is_tight(pending: bool) -> bool:
 def store(results: Mapping[TuningKey, Tuned]) -> Path:
     """Put results into the file, in place of what it has for these keys; return where it is.
 
-    Processes may do so at the same time: they wait for each other, and nobody reads half a file. A
-    file that cannot be read is replaced.
+    No process reads half a file. A file that cannot be read is replaced.
     """
     path = tuning_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.with_suffix(".lock")):
-        entries = {**_read(path), **results}
-        document = {
-            "version": VERSION,
-            "entries": [
-                {**dataclasses.asdict(key), **dataclasses.asdict(tuned)}
-                for key, tuned in entries.items()
-            ],
-        }
-        descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(document, file, indent=1)
-            os.replace(scratch, path)
-        except BaseException:
-            os.unlink(scratch)
-            raise
+    entries = {**_read(path), **results}
+    document = {
+        "version": VERSION,
+        "entries": [
+            {**dataclasses.asdict(key), **dataclasses.asdict(tuned)}
+            for key, tuned in entries.items()
+        ],
+    }
+    write_file(path, json.dumps(document, indent=1))
     return path
 
 
@@ -304,7 +294,7 @@ def _read(path: Path) -> dict[TuningKey, Tuned]:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:  # JSON's errors are ValueErrors
         logger.warning(
-            "%s is ignored, kernels run with their defaults: %s: %s (delete it to tune anew)",
+            "%s is ignored, kernels run with their defaults: %s: %s (delete it to tune again)",
             path,
             type(error).__name__,
             error,
@@ -335,16 +325,6 @@ def _checked(kind: type[Any], values: dict[str, Any]) -> Any:
             raise TypeError(f"{field.name} is {value!r}, not of type {field.type}")
         found[field.name] = value
     return kind(**found)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes, for as long as the block lasts."""
-    import fcntl  # of POSIX, which kernels for GPUs need anyway
-
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @cache
