@@ -36,6 +36,7 @@ from ..models.decoder_model import DecoderModel
 from ..models.drafters.drafter import Drafter
 from ..models.plan import plan_of
 from ..models.resolved_config import ResolvedConfig
+from ..progress import progress_bar
 from ..request import Request
 from ..sampling.sampling_state import RowParameters
 from ..scheduling.plan import Proposed, StepPlan, TableUpdate
@@ -610,11 +611,12 @@ class Runner:
             for key in self._keys
         )
         steps = [(str(key), self._eager.bind(key)) for key in needed]
-        if self._capturer is None:
-            return compile_kernels(steps, progress=progress)
-        # Libraries keep a workspace per stream, so use the stream that captures need anyway.
-        compiled: list[CompiledKernels] = []
-        self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps, progress=progress)))
+        with progress_bar("compiling kernels", shown=progress) as report:
+            if self._capturer is None:
+                return compile_kernels(steps, report=report)
+            # Libraries keep a workspace per stream, so use the stream that captures need anyway.
+            compiled: list[CompiledKernels] = []
+            self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps, report=report)))
         return compiled[0]
 
     def run(self, key: StepKey, lanes: int = 0) -> StepOutput:

@@ -34,9 +34,7 @@ from pathlib import Path
 
 import torch
 
-from ...bounded_repr import bounded_text
 from ...errors import KernelBuildError
-from ...progress import progress_bar
 from ..result_check import warn
 from .features import cpu_features, features_of_macros
 
@@ -60,61 +58,8 @@ KERNEL_DIR = "STEPGRAPH_KERNEL_DIR"
 """The environment variable that names a folder of libraries which were built beforehand."""
 
 _HERE = Path(__file__).parent / "csrc"
-# Those that take longest to compile come first.
-_UNITS = (
-    "ops.cpp",
-    "attention_int8.cpp",
-    "attention.cpp",
-    "attention_fp8.cpp",
-    "linear.cpp",
-    "drafting.cpp",
-    "mixture.cpp",
-    "sampling.cpp",
-    "stack.cpp",
-    "communicator.cpp",
-    "pool.cpp",
-)
-_HEADERS = (
-    "kernels.h",
-    "vec.h",
-    "int8.h",
-    "exp.h",
-    "storage.h",
-    "attention_plan.h",
-    "attention_math.h",
-    "attention_worker.h",
-    "attention.h",
-    "attention_scaled.h",
-    "sampling.h",
-    "sampling_math.h",
-    "sampling_ops.h",
-    "argument_reader.h",
-    "checks.h",
-    "collective_ops.h",
-    "communicator.h",
-    "draft_ops.h",
-    "drafting.h",
-    "elementwise_ops.h",
-    "embedding_ops.h",
-    "head_ops.h",
-    "linear.h",
-    "linear_ops.h",
-    "mixture.h",
-    "mixture_job.h",
-    "mixture_ops.h",
-    "mixture_thread.h",
-    "phases.h",
-    "pool.h",
-    "routing.h",
-    "stack.h",
-    "stack_create.h",
-    "stack_job.h",
-    "stack_math.h",
-    "stack_ops.h",
-    "verify_ops.h",
-    "stack_thread.h",
-    "work_space.h",
-)
+_LARGE_UNITS = ("ops.cpp", "attention_int8.cpp", "attention.cpp", "attention_fp8.cpp")
+"""Those that take longest to compile come first."""
 _CODE, _MANIFEST = "cpu_ops.so", "manifest.json"
 _MOST_MANIFEST_BYTES = 1 << 16
 _SCRATCH = "build-"
@@ -200,7 +145,7 @@ def find_libraries(
         try:
             manifest = _checked_manifest(path, source)
         except ValueError as error:
-            refused.append(f"{path} is damaged or foreign: {bounded_text(error)}")
+            refused.append(f"{path} is damaged or foreign: {str(error)[:200]}")
             continue
         if missing := set(manifest.features) - set(features):
             refused.append(f"{path} needs a CPU with {', '.join(sorted(missing))}")
@@ -250,7 +195,7 @@ def _untrusted(folder: Path) -> str | None:
         if os.statvfs(folder).f_flag & os.ST_NOEXEC:
             return f"{folder} is on a file system that is mounted noexec"
     except (OSError, ValueError) as error:
-        return f"{bounded_text(folder)} cannot be read: {bounded_text(error)}"
+        return f"{folder} cannot be read: {error}"[:400]
     return None
 
 
@@ -486,8 +431,8 @@ def _source_key(portable: bool) -> str:
     """Digest of what decides a library, but for the CPU and the compiler."""
     key = hashlib.sha256("\0".join([torch.__version__, platform.machine()]).encode())
     key.update("\0".join(_flags(portable)).encode())
-    for name in (*_UNITS, *_HEADERS):
-        key.update((_HERE / name).read_bytes())
+    for path in sorted(_HERE.iterdir()):
+        key.update(path.read_bytes())
     return key.hexdigest()
 
 
@@ -544,20 +489,16 @@ def _build(folder: Path, *, portable: bool = False, march: str = "native") -> Pa
 def _compile(compiler: str, flags: Sequence[str], scratch: Path) -> Path:
     """Compile and link all units; return the library, which lies in `scratch`."""
     torch_root = Path(torch.__file__).parent
-    objects = [f"{scratch}/{Path(unit).stem}.o" for unit in _UNITS]
+    units = sorted(_HERE.glob("*.cpp"), key=lambda unit: unit.name not in _LARGE_UNITS)
+    objects = [f"{scratch}/{unit.stem}.o" for unit in units]
     commands = [
-        [compiler, *flags, f"-I{torch_root}/include", "-c", str(_HERE / unit), "-o", output]
-        for unit, output in zip(_UNITS, objects, strict=True)
+        [compiler, *flags, f"-I{torch_root}/include", "-c", str(unit), "-o", output]
+        for unit, output in zip(units, objects, strict=True)
     ]
-    with (
-        progress_bar("compiling the CPU kernels", shown=not os.environ.get(_QUIET)) as report,
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-    ):
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         what = "compiling the CPU kernels"
-        builds = [pool.submit(_run, command, what, scratch) for command in commands]
-        for done, build in enumerate(as_completed(builds), start=1):
+        for build in as_completed([pool.submit(_run, line, what, scratch) for line in commands]):
             build.result()
-            report(done, len(builds))
     linked = f"{scratch}/cpu_ops.so"
     torch_libraries = [f"-L{torch_root}/lib", "-ltorch_cpu", "-lc10"]
     _run(

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import triton
 
-from ...progress import progress_bar
 from .filled_memory import FilledMemory
 from .kernel_calls import INTERPRETED, divert_kernel_calls
 
@@ -57,14 +56,14 @@ def compile_kernels(
     steps: Iterable[tuple[str, Callable[[], object]]],
     *,
     threads: int | None = None,
-    progress: bool = False,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> CompiledKernels:
     """Compile what the steps launch on the current device.
 
     Args:
         steps: name and callable of each step; called in this thread, on the current stream.
         threads: that compile; None: as many as the process has processors, at most 8.
-        progress: draw a bar on stderr if that is a terminal.
+        report: called in these threads with the number of kernels that are compiled, and of all.
 
     Where kernels are interpreted nothing is compiled, and no step is called.
     """
@@ -75,7 +74,6 @@ def compile_kernels(
     compiling = _Compiling()
     failures: list[str] = []
     with (
-        progress_bar("compiling kernels", shown=progress) as report,
         ThreadPoolExecutor(threads, thread_name_prefix="stepgraph-compile") as executor,
         # Errors are kept with the kernels, and read from there.
         triton.AsyncCompileMode(_WithLauncher(executor, report), ignore_errors=True),
