@@ -30,18 +30,8 @@ _ARGUMENTS = (
 )
 """An operation and its tensors, as arguments of an operator."""
 
-torch.library.define("stepgraph::experts", f"(Tensor x, Tensor? live, {_ARGUMENTS}) -> Tensor")
-
 RunExperts = Callable[[Experts, Tensor, ExpertTensors, "Tensor | None"], Tensor]
 """Signature of `reference_experts`."""
-
-
-def opaque_experts(
-    op: Experts, x_TD: Tensor, tensors: ExpertTensors, live_T: Tensor | None = None
-) -> Tensor:
-    """`reference_experts` as an operator."""
-    out: Tensor = torch.ops.stepgraph.experts.default(x_TD, live_T, *tensors, *_numbers(op))
-    return out
 
 
 def packed_experts(
@@ -103,15 +93,21 @@ def _operation(tensors: ExpertTensors, numbers: tuple[Any, ...]) -> Experts:
     )
 
 
-def define_experts(name: str, on_cuda: RunExperts) -> RunExperts:
-    """Define the operator `stepgraph::<name>`, which runs `on_cuda` on CUDA; return its wrapper."""
+def _fake(x_TD: Tensor, *arguments: Any) -> Tensor:
+    return torch.empty_like(x_TD)
+
+
+def define_experts(name: str, implementation: RunExperts, *keys: str) -> RunExperts:
+    """Define the operator `stepgraph::<name>`, with this implementation under the dispatch keys;
+    return its wrapper."""
 
     def run(x_TD: Tensor, live_T: Tensor | None, *arguments: Any) -> Tensor:
         tensors = ExpertTensors(*arguments[:_TENSORS])
-        return on_cuda(_operation(tensors, arguments[_TENSORS:]), x_TD, tensors, live_T)
+        return implementation(_operation(tensors, arguments[_TENSORS:]), x_TD, tensors, live_T)
 
     torch.library.define(f"stepgraph::{name}", f"(Tensor x, Tensor? live, {_ARGUMENTS}) -> Tensor")
-    torch.library.impl(f"stepgraph::{name}", "CUDA", run)
+    for key in keys:
+        torch.library.impl(f"stepgraph::{name}", key, run)
     torch.library.register_fake(f"stepgraph::{name}", _fake)
     operator = getattr(torch.ops.stepgraph, name).default
 
@@ -124,20 +120,11 @@ def define_experts(name: str, on_cuda: RunExperts) -> RunExperts:
     return call
 
 
-def _run(x_TD: Tensor, live_T: Tensor | None, *arguments: Any) -> Tensor:
-    tensors = ExpertTensors(*arguments[:_TENSORS])
-    return reference_experts(_operation(tensors, arguments[_TENSORS:]), x_TD, tensors, live_T)
-
-
-def _fake(x_TD: Tensor, *arguments: Any) -> Tensor:
-    return torch.empty_like(x_TD)
-
+opaque_experts = define_experts("experts", reference_experts, "CPU", "CUDA")
+"""`reference_experts` as an operator."""
 
 torch.library.define(
     "stepgraph::packed_experts",
     "(Tensor x, Tensor? live, Tensor?[] tensors, int[] integers, float[] numbers) -> Tensor",
 )
 torch.library.register_fake("stepgraph::packed_experts", _fake)
-torch.library.impl("stepgraph::experts", "CPU", _run)
-torch.library.impl("stepgraph::experts", "CUDA", _run)
-torch.library.register_fake("stepgraph::experts", _fake)

@@ -63,38 +63,15 @@ torch.library.define("stepgraph::stack_workspace", "(int handle, int tokens) -> 
 torch.library.define(
     "stepgraph::decoder_stack",
     "(Tensor x, Tensor(a!) arena, Tensor positions, Tensor slots, Tensor block_tables,"
-    " Tensor token_rows, Tensor cos, Tensor sin, int read_blocks, Tensor handle) -> Tensor",
-)
-torch.library.define(
-    "stepgraph::tapped_stack",
-    "(Tensor x, Tensor(a!) arena, Tensor positions, Tensor slots, Tensor block_tables,"
     " Tensor token_rows, Tensor cos, Tensor sin, int read_blocks, Tensor handle, int[] taps,"
     " Tensor? embeddings) -> (Tensor, Tensor)",
 )
 
 
-def _fake_decoder_stack(
-    x_TD: Tensor,
-    arena: Tensor,
-    positions_T: Tensor,
-    slots_GT: Tensor,
-    block_tables: Tensor,
-    token_rows_T: Tensor,
-    cos_KTE: Tensor,
-    sin_KTE: Tensor,
-    read_blocks: int,
-    handle: Tensor,
-) -> Tensor:
-    return x_TD.new_empty(x_TD.shape)
-
-
-torch.library.register_fake("stepgraph::decoder_stack", _fake_decoder_stack)
-
-
-@torch.library.register_fake("stepgraph::tapped_stack")
-def _fake_tapped_stack(x_TD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+@torch.library.register_fake("stepgraph::decoder_stack")
+def _fake_decoder_stack(x_TD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *_, taps, _embeddings = arguments
-    return torch.empty_like(x_TD), x_TD.new_empty(len(x_TD), len(taps) * x_TD.shape[1])
+    return torch.empty_like(x_TD), x_TD.new_empty(x_TD.shape[0], len(taps) * x_TD.shape[1])
 
 
 class GatedLayer(NamedTuple):
@@ -274,14 +251,9 @@ class DecoderStack:
         Opaque to torch.compile. Raises RuntimeError for inconsistent arguments and IndexError for
         an index out of range, in both cases before anything is written.
         """
-        arguments = (
+        out_TD, outputs_TD = torch.ops.stepgraph.decoder_stack.default(
             *(x_TD, arena, batch.positions, batch.slots, batch.block_tables, batch.token_rows),
-            *(cos_KTE, sin_KTE, batch.read_blocks, self.handle),
-        )
-        if not taps and embeddings_TD is None:
-            return torch.ops.stepgraph.decoder_stack.default(*arguments), None
-        out_TD, outputs_TD = torch.ops.stepgraph.tapped_stack.default(
-            *arguments, taps, embeddings_TD
+            *(cos_KTE, sin_KTE, batch.read_blocks, self.handle, taps, embeddings_TD),
         )
         return out_TD, outputs_TD if taps else None
 

@@ -324,5 +324,5 @@ def triton_experts(
     return out_TD
 
 
-experts_on_gpu = define_experts("triton_experts", triton_experts)
+experts_on_gpu = define_experts("triton_experts", triton_experts, "CUDA")
 """`triton_experts` as an operation that torch.compile does not look into."""

@@ -116,8 +116,8 @@ std::tuple<at::Tensor, at::Tensor> head_drafts_cpu(
       cos = at::mul(cos, *amplitudes);
       sin = at::mul(sin, *amplitudes);
     }
-    auto [normed, output] = tapped_stack_cpu(hidden, arena, position, slot, block_tables, token_row,
-                                             cos, sin, read_blocks, stack, {last}, embeddings);
+    auto [normed, output] = decoder_stack_cpu(hidden, arena, position, slot, block_tables, token_row,
+                                              cos, sin, read_blocks, stack, {last}, embeddings);
     if (place == 0) {
       normed = rows_of(normed, index);
       output = rows_of(output, index);

@@ -118,7 +118,6 @@ TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
   library.impl("paged_attention", &stepgraph::paged_attention_cpu);
   library.impl("advise_huge_pages", &stepgraph::advise_huge_pages);
   library.impl("decoder_stack", &stepgraph::decoder_stack_cpu);
-  library.impl("tapped_stack", &stepgraph::tapped_stack_cpu);
   library.impl("stack_create", &stepgraph::stack_create);
 }
 

@@ -31,7 +31,7 @@ inline int64_t stack_workspace(int64_t handle, int64_t tokens) {
 }
 
 // The final hidden states, and the outputs of the tapped layers side by side.
-inline std::tuple<at::Tensor, at::Tensor> tapped_stack_cpu(
+inline std::tuple<at::Tensor, at::Tensor> decoder_stack_cpu(
     const at::Tensor& x, at::Tensor& arena, const at::Tensor& positions, const at::Tensor& slots,
     const at::Tensor& block_tables, const at::Tensor& token_rows, const at::Tensor& cos,
     const at::Tensor& sin, int64_t read_blocks, const at::Tensor& handle, at::IntArrayRef taps,
@@ -86,11 +86,8 @@ inline std::tuple<at::Tensor, at::Tensor> tapped_stack_cpu(
   const at::Tensor joined = embeddings ? embeddings->contiguous() : at::Tensor();
   at::Tensor out = at::empty(x.sizes(), x.options());
   const int64_t tapped = static_cast<int64_t>(taps.size()) * shape.hidden;
-  at::Tensor outputs, taken;
-  if (!taps.empty()) {
-    outputs = at::empty({tokens, tapped}, x.options());
-    taken = taps.size() == 1 ? outputs : at::empty({tokens * tapped}, x.options());
-  }
+  at::Tensor outputs = at::empty({tokens, tapped}, x.options());
+  const at::Tensor taken = taps.size() > 1 ? at::empty({tokens * tapped}, x.options()) : outputs;
   const auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{
       inputs, joined, out, outputs, taken, arena, positions, slots, block_tables, token_rows, cos, sin});
   const auto run = [&]<class T>(T) {
@@ -108,15 +105,6 @@ inline std::tuple<at::Tensor, at::Tensor> tapped_stack_cpu(
   if (owned->dtype == at::kBFloat16) run(at::BFloat16());
   else run(float());
   return {out, outputs};
-}
-
-inline at::Tensor decoder_stack_cpu(const at::Tensor& x, at::Tensor& arena,
-                                    const at::Tensor& positions, const at::Tensor& slots,
-                                    const at::Tensor& block_tables, const at::Tensor& token_rows,
-                                    const at::Tensor& cos, const at::Tensor& sin,
-                                    int64_t read_blocks, const at::Tensor& handle) {
-  return std::get<0>(tapped_stack_cpu(x, arena, positions, slots, block_tables, token_rows, cos,
-                                      sin, read_blocks, handle, {}, std::nullopt));
 }
 
 }  // namespace stepgraph
