@@ -7,7 +7,6 @@ loads weights, warms up and captures its steps before it, and the profile holds 
 
 import contextlib
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,6 @@ __all__ = [
     "capture_window",
     "environment_of_nsys",
     "export_command",
-    "find_nsys",
     "inside_nsys",
     "nsys_command",
 ]
@@ -88,11 +86,6 @@ def export_command(report: str | Path) -> list[str]:
     output = report.with_suffix(".sqlite")
     how = ["--type=sqlite", "--include-blobs=true", "--force-overwrite=true"]
     return ["nsys", "export", *how, "-o", str(output), str(report)]
-
-
-def find_nsys() -> str | None:
-    """Return the path of nsys, or None where the PATH has none."""
-    return shutil.which("nsys")
 
 
 def inside_nsys() -> bool:

@@ -432,8 +432,6 @@ class TraceOperations:
         gap_us: time in which the device did nothing; None without a device.
         operations: the longest first. Without a device, host time outside of operations is under
             the name of the range that it is in, in parentheses, so that the sum is `step_us`.
-        kernels: of the device by the name of the function, copies and fills by their kind, the
-            longest first; empty without a device.
     """
 
     device: bool
@@ -441,7 +439,6 @@ class TraceOperations:
     step_us: float
     gap_us: float | None
     operations: list[OperationTime]
-    kernels: list[OperationTime]
 
     def markdown(self) -> str:
         """Return the table of operations as Markdown."""
@@ -468,7 +465,6 @@ class TraceOperations:
             "step_us": self.step_us,
             "gap_us": self.gap_us,
             "operations": [row._asdict() for row in self.operations],
-            "kernels": [row._asdict() for row in self.kernels],
         }
 
 
@@ -514,7 +510,6 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
             step_us=sum(turn["dur"] for turn in turns) / len(turns),
             gap_us=None,
             operations=_means(_self_times(scopes), len(turns)),
-            kernels=[],
         )
     by_step: defaultdict[Any, list[Event]] = defaultdict(list)
     for event in sorted(work, key=lambda event: event["ts"]):
@@ -526,20 +521,16 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
     spans = [[(event["ts"], end_of(event)) for event in found] for found in by_step.values()]
     step_us = sum(max(end for _, end in found) - found[0][0] for found in spans) / steps
     operations: list[tuple[str, float]] = []
-    kernels: list[tuple[str, float]] = []
     for event in itertools.chain.from_iterable(by_step.values()):
         kind, args = DEVICE_CATEGORIES[event["cat"]], event["args"]
         unnamed = UNNAMED if kind == "kernel" else kind
         operations.append((str(args.get("operation", unnamed)), event["dur"]))
-        kernel = str(args.get("kernel", event["name"])) if kind == "kernel" else kind
-        kernels.append((kernel, event["dur"]))
     return TraceOperations(
         device=True,
         steps=steps,
         step_us=step_us,
         gap_us=step_us - sum(map(covered, spans)) / steps,
         operations=_means(operations, steps),
-        kernels=_means(kernels, steps),
     )
 
 

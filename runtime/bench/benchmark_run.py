@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...profiling import bandwidth
-from ...profiling.device_state import DeviceMonitor, watch
+from ...profiling.device_state import DeviceMonitor
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.rank_start import check_can_split
@@ -20,7 +20,7 @@ from ..kernels import cpu_kernels_obstacle
 from ..loading.loader import resolve_source
 from ..models.resolved_config import ResolvedConfig, resolve_device
 from .options import MODES
-from .results import describe_engine, new_document, settle_bandwidth, write_json
+from .results import new_document, settle_bandwidth, write_json
 
 __all__ = ["BenchmarkRun", "ModelKind", "StepMode", "modes_of", "resolve_engine"]
 
@@ -157,36 +157,6 @@ class BenchmarkRun:
         if self.options.verbose:
             self.say(f"{engine.memory_plan.format()}\n{_describe_start(engine.stats())}")
         return engine
-
-    def measure_budgeted(
-        self,
-        kind: ModelKind,
-        config: EngineConfig,
-        sizes: Mapping[str, int],
-        measure: Callable[[Engine], dict[str, Any]],
-    ) -> dict[str, Any]:
-        """Measure an engine with or without a latency budget; return the entry of the document.
-
-        Args:
-            kind: the model.
-            config: of the engine.
-            sizes: `batch_size`, `input_len` and further fields of the entry.
-            measure: returns the other fields.
-        """
-        max_itl_ms = config.max_itl_ms
-        budget = "no budget" if max_itl_ms is None else f"{max_itl_ms:g} ms"
-        what = f"{sizes['batch_size']} rows, prompts of {sizes['input_len']}, {budget}"
-        with self.start(kind, config, what) as engine:
-            read_again = watch(self.monitor)
-            measured = measure(engine)
-            return {
-                **describe_engine(engine, kind.model),
-                "max_itl_ms": max_itl_ms,
-                "step_budget": engine.stats()["step_budget"],
-                **sizes,
-                **measured,
-                "device_state": read_again(),
-            }
 
     def _step_modes(self, modes: Iterable[str]) -> list[StepMode]:
         """Return every combination of modes, `--kernels`, `--model-impl` and ranks once.

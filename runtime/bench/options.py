@@ -425,19 +425,12 @@ def _completed(given: dict[str, Any]) -> argparse.Namespace:
     options.scenario, options.profile = scenario, given.get("profile", "none")
     path = options.output_json
     if path is not None:
-        if any(_same_file(path, other) for other in options.compare or ()):
+        if os.path.realpath(path) in map(os.path.realpath, options.compare or ()):
             raise ValueError(f"--output-json {path} is what --compare reads: write to another file")
         check_writable(path)
     if profiled:
         _check_profile(options, given)
     return options
-
-
-def _same_file(one: Path, other: Path) -> bool:
-    """Whether two paths lead to the same file, which need not exist."""
-    if os.path.exists(one) and os.path.exists(other):
-        return os.path.samefile(one, other)
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _check_profile(options: argparse.Namespace, given: Mapping[str, Any]) -> None:

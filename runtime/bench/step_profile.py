@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ def run_nsys(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         device=_device_type(options.device),
     )
     print(shlex.join(command), flush=True)
-    found = nsys.find_nsys()
+    found = shutil.which("nsys")
     if found is None:
         message = "nsys was not found on the PATH: nothing was run"
         print(f"{program_name()}: {message}", file=sys.stderr)
@@ -75,7 +76,7 @@ def _device_type(device: str) -> Literal["cuda", "cpu"]:
     """Return the device type of `--device`, whose command may be meant for another machine."""
     if device != "auto":
         return "cpu" if device == "cpu" else "cuda"
-    return "cuda" if torch.cuda.is_available() or nsys.find_nsys() is None else "cpu"
+    return "cuda" if torch.cuda.is_available() or shutil.which("nsys") is None else "cpu"
 
 
 class ProfileRun(SteadyRun):

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.bench.baseline import TransformersBaseline, import_transformers
+from stepgraph.runtime.bench.baseline import TransformersBaseline
 from stepgraph.runtime.bench.peers import PeerError
 from stepgraph.runtime.bench.results import table_rows
-from stepgraph.runtime.bench.saved_preset import checkpoint_of, save_random_weights
+from stepgraph.runtime.bench.saved_preset import save_random_weights
 from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
 from stepgraph.runtime.loading.loader import iter_weights, random_weights
 from stepgraph.runtime.models.config import ModelConfig
@@ -74,11 +73,6 @@ def test_preset_is_saved_with_its_weights_and_tokens(
         assert theirs.to_json([1.0], ours)["tokens_equal"] == 1.0
 
 
-def test_preset_of_another_family_is_refused() -> None:
-    with pytest.raises(PeerError), checkpoint_of("preset:gemma-2-2b", "auto", 0):
-        raise AssertionError
-
-
 @pytest.mark.parametrize("variant", ["base", "gemma2", "deepseek_v3"])
 def test_checkpoint_has_the_same_tokens(variant: str, tiny: Callable[[str], TinyModel]) -> None:
     model = tiny(variant)
@@ -109,7 +103,7 @@ def test_generation_settings_of_a_checkpoint_are_left_out(base: TinyModel, tmp_p
         assert theirs.to_json([1.0], plain)["tokens_equal"] == 1.0
 
 
-@pytest.mark.parametrize("version", [None, "5.16.9", "unknown"])
+@pytest.mark.parametrize("version", [None, "5.16.9"])
 def test_without_transformers_nothing_is_measured(
     version: str | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -127,10 +121,6 @@ def test_without_transformers_nothing_is_measured(
     assert 'pip install "stepgraph[baseline]"' in captured.err or version is not None
     assert captured.out == ""
     assert not file.exists()
-    for accepted in ("5.17.0.dev0", "6.0rc1", "5.100"):
-        monkeypatch.setitem(sys.modules, "transformers", transformers)
-        monkeypatch.setattr(transformers, "__version__", accepted)
-        assert import_transformers().__version__ == accepted
 
 
 def test_benchmark_takes_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -101,12 +101,6 @@ def test_the_table_of_host(capsys, monkeypatch):
     assert cells(lines[3]) == ["1", "100,000", "20,000", "23.12 / 27.62 / 28.75", "17.5", "100"]
 
 
-def test_more_steps_than_the_cache_holds_are_refused(capsys, monkeypatch):
-    assert run_bench(monkeypatch, "--scenario host --num-steps 100000") == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("bench.py: error: 100060 steps make")
-
-
 def test_ranks_are_checked_before_the_first_engine_starts(capsys, monkeypatch):
     flags = "--model preset:smollm2-135m --tensor-parallel 1 2"
     with monkeypatch.context() as patched:

@@ -36,24 +36,6 @@ def test_every_round_runs_every_side_once_and_none_is_always_first(sides, repeti
         assert len(set(times)) <= 1
 
 
-def test_a_side_that_takes_long_is_run_less_often(monkeypatch):
-    clock, log = [0.0], []
-
-    def side(name: str, seconds: float) -> Any:
-        def run() -> None:
-            clock[0] += seconds
-            log.append(name)
-
-        return run
-
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    interleave([side("long", 11.0), side("half", 4.5), side("short", 0.5)], 3, 10.0)
-    assert [log.count(name) for name in ("long", "half", "short")] == [1, 2, 3]
-    log.clear()
-    interleave([side("long", 11.0)], 3)
-    assert log == ["long"] * 3
-
-
 TWO_MODES = "--mode compile eager --batch-size 1 --input-len 24 --output-len 6 --num-warmup 0"
 
 

@@ -140,18 +140,6 @@ def test_a_recompile_limit_that_is_reached_is_no_secret(kind, fullgraph):
     assert isinstance(caught.value.__cause__, StepCompilationError) != fullgraph
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_a_part_that_torch_cannot_compile_is_no_secret():
-    def eager_inside(x):
-        with threading.Lock():
-            torch._dynamo.graph_break()
-            return x * 2
-
-    part = compiled(eager_inside)
-    with pytest.raises(StepPreparationError, match="parts and runs the others in eager mode"):
-        make("compile", lambda: part(torch.ones(3))).prepare()
-
-
 @pytest.mark.parametrize("kind", ["compile", "graph"])
 def test_a_part_that_compiles_on_every_run_is_refused(kind):
     """A host scalar that changes from run to run would compile in the middle of traffic."""

@@ -158,13 +158,6 @@ def test_sources_that_fail_end_the_attribution_only(
     assert len(caplog.records) == 2
 
 
-def test_ids_belong_to_the_nodes_in_order() -> None:
-    source = Nodes()
-    source.ids = list(range(50, 60))
-    (step,) = capture(source, nested).steps
-    assert [node.tools_id for node in step.nodes] == source.ids
-
-
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCuda], None]:
     """Let `cuda.bindings` be a fake."""

@@ -126,21 +126,6 @@ def test_threads_do_not_share_event_attributes() -> None:
     assert first is not second
 
 
-def test_a_mark_while_a_thread_s_events_are_being_built_is_left_out() -> None:
-    """Building them makes objects, so it may run the collector, which emits a mark."""
-
-    class Collecting(Domain):
-        def get_event_attributes(self, *args: Any) -> SimpleNamespace:
-            if threading.current_thread().name == "other":
-                tool.mark("collection", (0, 1, 2))
-            return super().get_event_attributes(*args)
-
-    domain = Collecting()
-    tool = NvtxTool(domain)
-    push_in_thread(tool)
-    assert domain.events == [("push", "step", 4)]
-
-
 @pytest.mark.parametrize("listening", [False, True])
 @pytest.mark.parametrize(
     ("emit", "arguments"),

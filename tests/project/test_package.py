@@ -75,14 +75,6 @@ def test_every_command_has_help(
     assert err == ""
 
 
-def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["benhc"])
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert all(repr(name) in line for name in ("benhc", *command.COMMANDS))
-
-
 def fake_torch(folder: Path) -> dict[str, str]:
     """An environment whose torch reports its import on stdout and then takes a minute."""
     (folder / "torch.py").write_text("import time; print('torch', flush=True); time.sleep(60)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 
@@ -64,13 +63,6 @@ def test_a_quantised_cache_holds_more() -> None:
     assert tokens[1] > 1.4 * tokens[0]
 
 
-def test_this_machine() -> None:
-    text = explain("demo", None, device="cpu", mode="eager", max_num_seqs=2)
-    assert ", on cpu, " in text
-    assert "eager, 2 rows" in text
-    assert answer(text, "longest context of 1 row") == 2048
-
-
 ROWS = 4
 USED_BY_ROWS = ROWS * 2048 // 16 + 1
 """Blocks that four rows of the demo model's 2,048 positions use, and the null block."""
@@ -86,37 +78,9 @@ def test_a_share_of_the_memory_is_no_more_than_the_rows_can_use(
     assert ": 8,192 tokens of context, " in text
 
 
-@pytest.mark.parametrize(
-    ("budget", "blocks"),
-    [
-        ({"num_blocks": 5000}, range(5000, 5001)),
-        ({"memory_tokens": 100_000}, range(6250, 6260)),
-        # A token of the demo model takes less than 4 KiB, a block less than 64.
-        ({"memory_bytes": 8 << 30}, range((7 << 30) >> 16, 1 << 30)),
-        ({"num_blocks": 5000, "memory_fraction": 0.5}, range(5000, 5001)),
-    ],
-    ids=str,
-)
-def test_a_larger_prefix_cache_can_be_asked_for(budget: dict[str, float], blocks: range) -> None:
-    text = explain("demo", "80GB", mode="graph", max_num_seqs=ROWS, **budget)
-    found = re.search(r"^([\d,]+) blocks of 16 slots: ", text, re.MULTILINE)
-    assert found is not None, text
-    assert int(found[1].replace(",", "")) in blocks
-
-
 def test_a_card_too_small() -> None:
     with pytest.raises(MemoryBudgetError, match=r"memory budget of .* is too small: .* weights"):
         explain("preset:llama-3.1-8b", "8GB")
-
-
-def test_the_plan_is_that_of_an_engine() -> None:
-    """On a machine with as much memory the engine of the same configuration has the same plan."""
-    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=2)
-    text = explain_memory("demo", config, 1 << 30)
-    assert re.search(r"^budget +512\.00 MiB$", text, re.MULTILINE)
-    assert re.search(r"^weights +10\.63 MiB$", text, re.MULTILINE)
-    smaller = explain_memory("demo", dataclasses.replace(config, max_num_seqs=1), 1 << 30)
-    assert smaller != text
 
 
 @pytest.fixture

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
+from ....profiling.device_state import watch
 from ....profiling.stats import Summary
 from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
+from ..results import describe_engine
 from ..workload import abort_all, decode_roofline, greedy, random_prompts, steps_in_flight
 
 __all__ = ["InterferenceCase", "measure_interference", "run_interference"]
@@ -136,9 +137,6 @@ def run_interference(
     options = run.options
     for input_len, rows in itertools.product(options.input_len, options.batch_size):
         case = InterferenceCase(rows, input_len, options.num_steps)
-        measure = partial(
-            measure_interference, case=case, seed=options.seed, bandwidth=run.bandwidth
-        )
         budgets: list[float | None] = [None, *(options.max_itl_ms or ())]
         for max_itl_ms in budgets:
             config = run.config(
@@ -149,8 +147,21 @@ def run_interference(
                 max_model_len=case.longest_sequence,
                 max_itl_ms=max_itl_ms,
             )
-            entry = run.measure_budgeted(kind, config, asdict(case), measure)
+            budget = "no budget" if max_itl_ms is None else f"{max_itl_ms:g} ms"
+            what = f"{rows} rows, prompts of {input_len}, {budget}"
+            with run.start(kind, config, what) as engine:
+                read_again = watch(run.monitor)
+                measured = measure_interference(
+                    engine, case, seed=options.seed, bandwidth=run.bandwidth
+                )
+                yield {
+                    **describe_engine(engine, kind.model),
+                    "max_itl_ms": max_itl_ms,
+                    "automatic_budget": max_itl_ms is not None and not options.max_itl_ms,
+                    "step_budget": engine.stats()["step_budget"],
+                    **asdict(case),
+                    **measured,
+                    "device_state": read_again(),
+                }
             if max_itl_ms is None and not options.max_itl_ms:
-                budgets.append(round(AUTOMATIC_BUDGET * entry["decode_step_ms"]["p50"], 2))
-            automatic = max_itl_ms is not None and not options.max_itl_ms
-            yield entry | {"automatic_budget": automatic}
+                budgets.append(round(AUTOMATIC_BUDGET * measured["decode_step_ms"]["p50"], 2))

@@ -13,7 +13,7 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -359,38 +359,32 @@ class SteadyRun(BenchmarkRun):
         With a baseline our entries are written first, as transformers may take minutes to load and
         compile. Then a second measurement, interleaved with transformers, replaces them.
         """
-        options = self.options
-        check = None
+        options, cases, check = self.options, self.document["cases"], None
         if self.checks:
             unpacked = [engine for engine in engines if engine.decoder.kernels.pack is None]
             check = TokenCheck((unpacked or engines)[0], model)
         for number, case in enumerate(self.grid, 1):
             about = f"{case.batch_size} rows after {case.input_len} tokens"
             self.say(f"{model}, {number} of {len(self.grid)}: {about}")
-            first = len(self.document["cases"])
+            first = len(cases)
             runs = [self.case_run(engine, case) for engine in engines]
             for run in runs:
                 for _ in range(options.num_warmup):
                     run.warm_up()
-            self._write_cases(first, self._repeat(model, runs, eager, check, None))
+            cases[first:] = self._repeat(model, runs, eager, check, None)
+            write_json(options, self.document)
             if baseline is None or self.baseline_error is not None:
                 continue
             runs = [self.case_run(engine, case) for engine in engines]
             try:
                 theirs = baseline()
                 theirs.prepare(runs[0].prompts, case.output_len - 1)
-                self._write_cases(first, self._repeat(model, runs, eager, check, theirs))
+                cases[first:] = self._repeat(model, runs, eager, check, theirs)
+                write_json(options, self.document)
             except PeerError as error:
                 # Its text alone: the frames of its traceback hold the model.
                 self.baseline_error = str(error)
                 self.say(f"from here on without transformers: {error}")
-
-    def _write_cases(self, first: int, entries: Iterable[dict[str, Any]]) -> None:
-        """Put entries into the document from index `first` on, and write it after each."""
-        cases: list[dict[str, Any]] = self.document["cases"]
-        for index, entry in enumerate(entries, first):
-            cases[index : index + 1] = [entry]
-            write_json(self.options, self.document)
 
     def _repeat(
         self,
@@ -399,11 +393,11 @@ class SteadyRun(BenchmarkRun):
         eager: dict[BenchmarkCase, Reference],
         check: TokenCheck | None,
         theirs: TransformersBaseline | None,
-    ) -> Iterator[dict[str, Any]]:
-        """Interleave the repetitions of one case, and yield the entry of each run.
+    ) -> list[dict[str, Any]]:
+        """Interleave the repetitions of one case, and return the entry of each run.
 
         Raises:
-            PeerError: transformers failed, before anything was yielded.
+            PeerError: transformers failed.
         """
         options, case = self.options, runs[0].case
         sides = [run.repeat for run in runs]
@@ -412,15 +406,18 @@ class SteadyRun(BenchmarkRun):
         read_again = watch(self.monitor)
         interleave(sides, options.num_iters, options.turn_seconds)
         state = read_again()
+        entries = []
         for run in runs:
             if is_reference(run.engine):
                 eager[case] = run.reference()
-            yield run.to_json(model, self.bandwidth, eager.get(case), check) | {
+            more = {
                 "interleaved": len(runs) > 1,
                 "baselines": [theirs.to_json(run.step_ms, run.token_ids)] if theirs else [],
                 "device_state": state,
                 "profiled": self.profiled,
             }
+            entries.append(run.to_json(model, self.bandwidth, eager.get(case), check) | more)
+        return entries
 
     def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:
         """Return a case to be run on an engine."""
