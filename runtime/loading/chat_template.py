@@ -247,29 +247,16 @@ class ChatTemplates:
 
 
 def chat_prompts(
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None,
-    documents: Sequence[Mapping[str, Any]] | None,
-    add_generation_prompt: bool,
-    continue_final_message: bool | str,
-    chat_template: str | None,
-    template_kwargs: Mapping[str, Any],
+    messages: Sequence[Message] | Sequence[Sequence[Message]], **fields: Any
 ) -> list[ChatPrompt]:
-    """Return the prompt of a conversation, or those of a list of conversations."""
+    """Return the prompt of a conversation, or those of a list of conversations.
+
+    Args:
+        messages: the conversation or conversations.
+        **fields: the other fields of `ChatPrompt`.
+    """
     conversations = messages if is_batch(messages) else [messages]
-    return [
-        ChatPrompt(
-            cast("Sequence[Message]", conversation),
-            tools,
-            documents,
-            add_generation_prompt,
-            continue_final_message,
-            chat_template,
-            template_kwargs,
-        )
-        for conversation in conversations
-    ]
+    return [ChatPrompt(cast("Sequence[Message]", each), **fields) for each in conversations]
 
 
 def is_batch(messages: object) -> bool:

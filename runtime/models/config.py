@@ -542,6 +542,8 @@ class ModelConfig(DecoderConfig):
             raise ConfigError(f"latent = {self.latent} contradicts model_type {self.model_type!r}")
         if self.experts is not None and self.family.experts is None:
             raise ConfigError(f"experts contradict model_type {self.model_type!r}")
+        if self.experts is not None and self.mlp_bias:
+            raise ConfigError("mlp_bias is set, which models with experts cannot have here")
         if (temperature := self.temperature) is not None and temperature.floor < 1:
             raise ConfigError(f"floor_scale = {temperature.floor} must be at least 1")
         if self.latent is not None:

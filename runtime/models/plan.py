@@ -333,7 +333,6 @@ class _Builder:
         self.traits = traits
         self.routed, self.shared = moe.num_experts, moe.n_shared_experts
         self.hidden, self.width = config.hidden_size, moe.moe_intermediate_size
-        self.shared_bias = config.mlp_bias and self.shared > 0
 
     def router(self, leaf: str) -> Parameter:
         shape = (self.routed, self.hidden) if leaf == "weight" else (self.routed,)
@@ -402,44 +401,25 @@ class _Builder:
                 yield Source(layout.down.format(expert), stored)
 
     def gate_up_bias(self) -> Parameter | None:
-        """`[(R + S) * 2F]`: of routed experts, or of the shared MLP."""
-        width = self.width
-        if self.traits.biases:
-            layout = self.traits.layouts[0]
-            name, shape = _bias_name(layout.gate_up[0]), (self.routed, 2 * width)
-            rows = _gate_up_rows(self.routed, width, replace(layout, transposed=False))
-            return _bias("gate_up", tuple(Source(name, shape, part) for part in rows))
-        if not self.shared_bias:
+        """`[R * 2F]`."""
+        if not self.traits.biases:
             return None
-        always = (
-            Source(
-                f"{self.traits.shared}.{name}.bias",
-                (self.shared * width,),
-                Slice(0, expert * width, width),
-            )
-            for expert in range(self.shared)
-            for name in ("gate_proj", "up_proj")
-        )
-        return _bias("gate_up", (Source(None, (self.routed * 2 * width,)), *always))
+        layout = replace(self.traits.layouts[0], transposed=False)
+        name, shape = _bias_name(layout.gate_up[0]), (self.routed, 2 * self.width)
+        rows = _gate_up_rows(self.routed, self.width, layout)
+        sources = tuple(Source(name, shape, part) for part in rows)
+        return Parameter("experts.gate_up.bias", sources, (self.routed * 2 * self.width,))
 
     def down_bias(self) -> Parameter | None:
-        """`[(R + S) * D]`; the first shared expert has the bias of the shared MLP."""
-        hidden = self.hidden
-        if self.traits.biases:
-            name = _bias_name(self.traits.layouts[0].down)
-            sources = tuple(
-                Source(name, (self.routed, hidden), ExpertRows(expert, 0, hidden))
-                for expert in range(self.routed)
-            )
-            return _bias("down", sources)
-        if not self.shared_bias:
+        """`[R * D]`."""
+        if not self.traits.biases:
             return None
-        sources = (
-            Source(None, (self.routed * hidden,)),
-            Source(f"{self.traits.shared}.down_proj.bias", (hidden,)),
-            Source(None, ((self.shared - 1) * hidden,)),
+        hidden, name = self.hidden, _bias_name(self.traits.layouts[0].down)
+        sources = tuple(
+            Source(name, (self.routed, hidden), ExpertRows(expert, 0, hidden))
+            for expert in range(self.routed)
         )
-        return _bias("down", sources)
+        return Parameter("experts.down.bias", sources, (self.routed * hidden,))
 
 
 def _gate_up_rows(routed: int, width: int, layout: ExpertLayout) -> Iterator[ExpertRows]:
@@ -454,11 +434,6 @@ def _gate_up_rows(routed: int, width: int, layout: ExpertLayout) -> Iterator[Exp
 
 def _bias_name(weight: str) -> str:
     return weight.removesuffix("_blocks") + "_bias"
-
-
-def _bias(ours: str, sources: Sources) -> Parameter:
-    size = sum(source.part_shape[0] for source in sources)
-    return _parameter(f"experts.{ours}.bias", (size,), [sources])
 
 
 def _parameter(

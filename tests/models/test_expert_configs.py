@@ -77,6 +77,7 @@ def test_the_layers_with_experts(variant: str) -> None:
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported"),
         ("deepseek_v2", {"num_experts_per_tok": None}, "no num_experts_per_tok"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias"),
         ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size = None must"),
         ("gpt_oss", {"swiglu_limit": None}, "no swiglu_limit"),
         ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq'"),

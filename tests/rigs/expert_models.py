@@ -109,7 +109,6 @@ EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
         "n_group": 3,
         "topk_group": 2,
         "routed_scaling_factor": 3.5,
-        "mlp_bias": True,
     },
     "deepseek_v2_greedy": _LATENT
     | {
