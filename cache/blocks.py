@@ -87,16 +87,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Make a pool of `num_blocks` blocks, the null block included.
-
-        Raises:
-            ValueError: fewer than 2 blocks, which leaves none for tokens.
-        """
-        if num_blocks < 2:
-            raise ValueError(
-                f"num_blocks must be at least 2 (the null block and one for tokens), "
-                f"got {num_blocks}"
-            )
+        """Make a pool of `num_blocks` blocks, the null block and at least one more."""
+        assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none for tokens"
         self._num_blocks = num_blocks
         self._num_free = num_blocks - 1
         self._next = array("i", [*range(1, num_blocks), NULL_BLOCK])

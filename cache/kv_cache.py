@@ -36,13 +36,7 @@ class GroupAllocator:
     """
 
     def __init__(self, pool: BlockPool, group: LayerGroup, block_size: int) -> None:
-        """Allocate from `pool` in blocks of `block_size` slots.
-
-        Raises:
-            ValueError: `block_size` is not positive.
-        """
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        """Allocate from `pool` in blocks of `block_size` slots."""
         self._pool = pool
         self.block_size = block_size
         self.index = group.index
@@ -259,9 +253,8 @@ def find_reuse(
 ) -> Reuse:
     """Return the longest reusable prefix of a request of `num_tokens` known tokens.
 
-    It never contains all of them: the last one must be computed for its logits. `hashes` and
-    For `siblings` see `KVCache.admit`; at most `most_shared` tokens are shared with other
-    requests.
+    It never contains all of them: the last one must be computed for its logits. For `hashes` and
+    `siblings` see `KVCache.admit`; at most `most_shared` tokens are shared with other requests.
     """
     swapped = host.find(request_id)
     if swapped is not None:
@@ -351,12 +344,7 @@ class KVCache:
             block_size: slots of a block.
             chunk: maximum tokens of a request that one step computes.
             host_blocks: blocks of the host cache.
-
-        Raises:
-            ValueError: no group, `num_blocks < 2` or `block_size < 1`.
         """
-        if not groups:
-            raise ValueError("a cache needs at least one layer group, got none")
         self._pool = BlockPool(num_blocks)
         self._allocators = tuple(GroupAllocator(self._pool, g, block_size) for g in groups)
         self._sliding = tuple(a for a in self._allocators if a.slides)

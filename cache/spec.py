@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 __all__ = [
@@ -27,9 +27,6 @@ class LayerSpec:
         element_bytes: bytes of one element as it is stored.
         scale_bytes: bytes of the scale that is stored with each vector; 0 for a cache in the
             model's dtype.
-
-    Raises:
-        ValueError: a field is out of range.
     """
 
     num_kv_heads: int
@@ -39,14 +36,6 @@ class LayerSpec:
 
     sides: ClassVar[int] = 2
     """Vectors of one head and token: a key and a value."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            least = 0 if field.name == "scale_bytes" else 1
-            if getattr(self, field.name) < least:
-                raise ValueError(
-                    f"{field.name} must be at least {least}, got {getattr(self, field.name)}"
-                )
 
     @property
     def window_tokens(self) -> int | None:
@@ -119,13 +108,6 @@ class LatentSpec(LayerSpec):
     """
 
     sides: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_kv_heads != 1:
-            raise ValueError(
-                f"a latent has no heads: num_kv_heads must be 1, got {self.num_kv_heads}"
-            )
 
 
 @dataclass(frozen=True)

@@ -485,6 +485,10 @@ class _Recorder:
             raise self.unfit(f"{path} attends in both directions (is_causal is False)")
         if form.unknown is not None:
             raise self.unfit(f"{path} attends with the mask function {form.unknown}")
+        if min(form.window, form.chunk) < 0 or 0 in (*query.shape, *key.shape, *value.shape):
+            raise self.unfit(
+                f"{path} attends to a negative number of tokens, or with heads of no elements"
+            )
         tokens = query.shape[2]
         if query.shape[0] != 1 or tokens != _TOKENS or key.shape[2] != tokens:
             raise self.unfit(
