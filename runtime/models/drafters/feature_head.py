@@ -147,16 +147,17 @@ def eagle3_config(
         )
     taps = _taps(config, target)
     residual_normed = read_field(config, "norm_before_residual", bool, speculators)
-    parts = _parts(name, model, target, draft_vocab, len(taps), names, residual_normed)
-    plan = _plan(model, draft_vocab, residual_normed)
     prefix = "layers." if "layers.0.hidden_norm.weight" in names else "midlayer."
     if prefix == "midlayer." and model.num_layers > 1:
         raise CheckpointError(
             f"num_hidden_layers = {model.num_layers}, but a head with a midlayer has one layer"
         )
-    if parts.input_norm is not None:
+    input_norm = None
+    if residual_normed:
         stored = vector("input_norm", f"{_layer_name(prefix, 0)}hidden_norm", model.hidden_size)
-        parts = replace(parts, input_norm=replace(parts.input_norm, weight=stored))
+        input_norm = Norm(name="input_norm", weight=stored, eps=model.rms_norm_eps)
+    parts = _parts(name, model, target, draft_vocab, len(taps), names, input_norm)
+    plan = _plan(model, draft_vocab, residual_normed)
     return DrafterConfig(
         kind="eagle3",
         name=name,
@@ -219,7 +220,7 @@ def _parts(
     draft_vocab: int,
     taps: int,
     names: Container[str],
-    residual_normed: bool,
+    input_norm: Norm | None,
 ) -> Eagle3Parts:
     hidden, vocab = model.hidden_size, model.vocab_size
     own_embedding, own_head = _EMBEDDING in names, _HEAD in names
@@ -237,12 +238,11 @@ def _parts(
             f"the head has draft_vocab_size = {draft_vocab} of {vocab} tokens, but no tensor"
             f" {TO_TARGET} that maps them to those of the model"
         )
-    norm = Norm(name="input_norm", weight=vector("input_norm", "", hidden), eps=model.rms_norm_eps)
     return Eagle3Parts(
         fuse=matrix("fc", "fc", hidden, taps * target.hidden_size),
         embedding=matrix("embed_tokens", "embed_tokens", vocab, hidden) if own_embedding else None,
         head=matrix("lm_head", "lm_head", draft_vocab, hidden) if own_head else None,
-        input_norm=norm if residual_normed else None,
+        input_norm=input_norm,
         target_ids=TO_TARGET if TO_TARGET in names else None,
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -221,38 +221,30 @@ _CURRENT_STEP = "stepgraph_current_step"
 """Attribute of the modules of a model."""
 
 
-class AttentionStep(Protocol):
-    """The attention of a forward pass."""
+AttendFunction = Callable[
+    [nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], Tensor
+]
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        keywords: dict[str, Any],
-    ) -> Tensor:
-        """Return `[1, T, H, value_dim]`."""
+"""Module, query, key, value, mask and other keywords -> `[1, T, H, value_dim]`."""
 
 
 class CurrentStep:
-    """The step of the forward pass that a model runs; None between its forward passes."""
+    """What attends in the forward pass that a model runs; None between its forward passes."""
 
     def __init__(self, model: nn.Module) -> None:
         """Make all modules of a model refer to this object."""
-        self.step: AttentionStep | None = None
+        self.attend: AttendFunction | None = None
         for module in model.modules():
             setattr(module, _CURRENT_STEP, self)
 
     @contextmanager
-    def running(self, step: AttentionStep) -> Iterator[None]:
-        """Run forward passes with a step."""
-        self.step = step
+    def running(self, attend: AttendFunction) -> Iterator[None]:
+        """Run forward passes with a function."""
+        self.attend = attend
         try:
             yield
         finally:
-            self.step = None
+            self.attend = None
 
 
 class PagedLayer(NamedTuple):
@@ -330,8 +322,8 @@ def paged_attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function that is registered with transformers."""
     current: CurrentStep = getattr(module, _CURRENT_STEP)
-    assert current.step is not None, "a forward pass needs a step"
-    return current.step.attend(module, query, key, value, attention_mask, keywords), None
+    assert current.attend is not None, "a forward pass needs a step"
+    return current.attend(module, query, key, value, attention_mask, keywords), None
 
 
 def register() -> None:

@@ -222,7 +222,7 @@ class TransformersDecoder(nn.Module):
         `layers` are those of `arena`; None: of the groups that the decoder was made for.
         """
         step = PagedStep(self.kernels.attention, arena, batch, layers or self._layers)
-        with operation("layers"), self._current.running(step):
+        with operation("layers"), self._current.running(step.attend):
             output = self._base(
                 inputs_embeds=x_TD[None], position_ids=batch.positions[None], use_cache=False
             )

@@ -348,7 +348,7 @@ def probe_model(model: Any, fake: FakeTensorMode, name: str) -> Probe:
         CheckpointError: this engine cannot run it; the message says what was found.
     """
     recorder = _Recorder(model, name)
-    with fake, torch.no_grad(), quiet(), CurrentStep(model).running(recorder):
+    with fake, torch.no_grad(), quiet(), CurrentStep(model).running(recorder.attend):
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
         positions = torch.arange(_TOKENS)[None]
         set_implementation(model, PROBED_IMPLEMENTATION)
@@ -405,7 +405,7 @@ def set_implementation(model: Any, name: str) -> None:
 
 
 class _Recorder:
-    """The `AttentionStep` of a probe."""
+    """Records the attention of a probe."""
 
     def __init__(self, model: Any, name: str) -> None:
         self._model = model
