@@ -12,5 +12,5 @@ consecutive slots and the unit of allocation. A block id that a layer group hold
 all layers of the group. Block 0 is the *null block*: no request gets it, padding reads and writes
 it.
 
-Import from the modules. Only `arena`, `encoder_outputs` and `memory.device_memory` import torch.
+Import from the modules. Only `arena` and `memory.device_memory` import torch.
 """

@@ -211,8 +211,6 @@ class EngineConfig:
             logits, and more prepared steps. True also refuses to start without llguidance. None: on
             a CPU, unless `torch.compile` compiles the sampler (`kernels="torch"`). See
             docs/structured-output.md.
-        encoder_cache_bytes: bytes of host memory, outside the memory plan, for the cache of
-            `Engine.encode`; 0: no cache.
         generation_config: where parameters come from that a request leaves out. `auto`: the
             checkpoint's `generation_config.json` (`temperature`, `top_k`, `top_p`, `min_p`,
             `repetition_penalty`, `max_new_tokens`; `do_sample: false` is temperature 0), as in vLLM
@@ -259,7 +257,6 @@ class EngineConfig:
     buckets: Annotated[tuple[int, ...], Range(1, MAX_ROWS)] | None = None
     prompt_embeds: bool = False
     structured_output: bool | None = None
-    encoder_cache_bytes: Annotated[int, Range(0, 1 << 60)] = 0
     generation_config: Literal["auto", "none"] = "auto"
     tie_word_embeddings: bool | None = None
     seed: Annotated[int, Range(0, MAX_SEED)] = 0

@@ -9,18 +9,18 @@ are shared like others: the content's key is part of their hash.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ..cache.encoder_outputs import content_key
 from .arguments import check_type
 from .errors import RequestError
 from .prompt_ids import type_name
 
-__all__ = ["EmbeddedSpan", "EncodedContent", "PromptEmbeds", "check_embeds", "check_spans"]
+__all__ = ["EmbeddedSpan", "EncodedContent", "PromptEmbeds", "check_spans"]
 
 KEY_BYTES = 32
 
@@ -46,11 +46,9 @@ class EncodedContent:
         except (RuntimeError, NotImplementedError) as error:  # sparse, or on the meta device
             shown = f"a {embeds.layout} tensor on {embeds.device}"
             raise RequestError(f"embeds must be {allowed}, not {shown}", field="embeds") from error
-        shape = f"{raw.dtype}{list(raw.shape)}".encode()
-        return cls(
-            embeds,
-            content_key(shape + raw.flatten().view(torch.uint8).numpy().tobytes(), "embeds"),
-        )
+        content = f"{raw.dtype}{list(raw.shape)}".encode()
+        content += raw.flatten().view(torch.uint8).numpy().tobytes()
+        return cls(embeds, hashlib.blake2b(content, digest_size=KEY_BYTES).digest())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,8 +73,8 @@ class PromptEmbeds:
     spans: Sequence[EmbeddedSpan] = field(default=())
 
 
-def check_embeds(
-    embeds: object, hidden_size: int, dtype: torch.dtype, what: str, field: str
+def _checked_embeds(
+    embeds: object, hidden_size: int, dtype: torch.dtype, what: str
 ) -> torch.Tensor:
     """Return a copy of embeddings in host memory, as float32 `[tokens, hidden_size]`.
 
@@ -86,32 +84,30 @@ def check_embeds(
         embeds: from a user.
         hidden_size: elements of an embedding.
         dtype: of the model.
-        what: the beginning of the message, such as `the encoder gave`.
-        field: of the error.
+        what: the beginning of the message, such as `span 0 has`.
 
     Raises:
         RequestError: not a tensor of that shape, not floating point, or values that are not finite
             in `dtype`.
     """
     if not isinstance(embeds, torch.Tensor):
-        raise RequestError(f"{what} {type(embeds).__name__}, but a tensor is needed", field=field)
+        raise _refusal(f"{what} {type(embeds).__name__}, but a tensor is needed")
     shape = tuple(embeds.shape)
     if len(shape) != 2 or shape[1] != hidden_size or not shape[0]:
-        raise RequestError(
+        raise _refusal(
             f"{what} embeddings of shape {list(shape)}: "
-            f"they must be [tokens, {hidden_size}], the model's hidden size",
-            field=field,
+            f"they must be [tokens, {hidden_size}], the model's hidden size"
         )
     if not embeds.is_floating_point():
-        raise RequestError(
-            f"{what} embeddings of {embeds.dtype}: give floating-point numbers", field=field
-        )
+        raise _refusal(f"{what} embeddings of {embeds.dtype}: give floating-point numbers")
     copied = embeds.detach().to("cpu", torch.float32, copy=True)
     if not bool(torch.isfinite(copied.to(dtype)).all()):
-        raise RequestError(
-            f"{what} embeddings with NaN or infinity, or too large for {dtype}", field=field
-        )
+        raise _refusal(f"{what} embeddings with NaN or infinity, or too large for {dtype}")
     return copied
+
+
+def _refusal(message: str) -> RequestError:
+    return RequestError(message, field="spans")
 
 
 def check_spans(
@@ -120,46 +116,38 @@ def check_spans(
     """Return the spans in order of position, with copies of their embeddings in host memory.
 
     Raises:
-        RequestError: a span or content has a wrong type, `check_embeds` refuses its embeddings,
+        RequestError: a span or content has a wrong type or embeddings that the model cannot have,
             or it is outside of the prompt or overlaps another.
     """
     if isinstance(spans, (str, bytes)) or not isinstance(spans, Sequence):
-        raise RequestError(
-            f"spans must be a sequence of EmbeddedSpan, not {type_name(spans)}", field="spans"
-        )
+        raise _refusal(f"spans must be a sequence of EmbeddedSpan, not {type_name(spans)}")
     checked: list[EmbeddedSpan] = []
     for index, span in enumerate(spans):
         if not isinstance(span, EmbeddedSpan) or type(span.position) is not int:
-            raise RequestError(
+            raise _refusal(
                 f"span {index} of the prompt must be an EmbeddedSpan with an integer position,"
-                f" not a {type_name(span)}",
-                field="spans",
+                f" not a {type_name(span)}"
             )
         content = span.content
         if not isinstance(content, EncodedContent):
-            raise RequestError(
-                f"span {index} has a content of type {type(content).__name__}: "
-                "use Engine.encode, or EncodedContent.of(tensor)",
-                field="spans",
+            raise _refusal(
+                f"span {index} has a content of type {type(content).__name__}: use"
+                " EncodedContent.of(tensor)"
             )
         if not isinstance(content.key, bytes) or len(content.key) != KEY_BYTES:
-            raise RequestError(
-                f"span {index} has a content whose key is not {KEY_BYTES} bytes", field="spans"
-            )
-        embeds = check_embeds(content.embeds, hidden_size, dtype, f"span {index} has", "spans")
+            raise _refusal(f"span {index} has a content whose key is not {KEY_BYTES} bytes")
+        embeds = _checked_embeds(content.embeds, hidden_size, dtype, f"span {index} has")
         if not 0 <= span.position <= num_tokens - len(embeds):
-            raise RequestError(
+            raise _refusal(
                 f"span {index} covers positions {span.position} to {span.stop - 1}, "
-                f"but the prompt has {num_tokens} tokens",
-                field="spans",
+                f"but the prompt has {num_tokens} tokens"
             )
         checked.append(EmbeddedSpan(span.position, EncodedContent(embeds, content.key)))
     checked.sort(key=lambda span: span.position)
     for before, after in itertools.pairwise(checked):
         if before.stop > after.position:
-            raise RequestError(
+            raise _refusal(
                 f"spans at positions {before.position} and {after.position} overlap: "
-                f"the first one ends at {before.stop - 1}",
-                field="spans",
+                f"the first one ends at {before.stop - 1}"
             )
     return tuple(checked)

@@ -27,12 +27,10 @@ from typing import Any, Self, TypeVar, cast, get_args
 
 import torch
 
-from ...cache.encoder_outputs import EncoderOutputCache, content_key
 from ...cache.memory.handler import MemoryPlan
 from ...profiling.timeline import Timeline
 from ..arguments import (
     MAX_COUNT,
-    check_callable,
     check_choice,
     check_config,
     check_integer,
@@ -55,7 +53,7 @@ from ..loading.chat_template import ChatPrompt, Message, chat_prompts
 from ..loading.loader import OpenedSource
 from ..loading.tokenizer import TextTokenizer
 from ..models.decoder_model import DecoderConfig, DecoderModel
-from ..prompt_embeds import EncodedContent, PromptEmbeds, check_embeds
+from ..prompt_embeds import PromptEmbeds
 from ..prompt_ids import plain_batch, type_name
 from ..request import AbortReason, RequestGroup
 from ..sampling_params import SamplingDefaults, SamplingParams
@@ -124,8 +122,6 @@ class Engine:
         self._numbers = itertools.count(1)
         self._failure: BaseException | None = None
         self._ended: EngineClosedError | None = None
-        self._encoder_cache = EncoderOutputCache(config.encoder_cache_bytes)
-        self._encoder_lock = threading.RLock()
         self._intake = RequestBuilder(
             parts.model.config,
             parts.tokenizer,
@@ -215,7 +211,6 @@ class Engine:
                 parts.model.kernels.collectives.close()
             if parts.runner.host_arena is not None:
                 parts.runner.host_arena.close()
-        self._encoder_cache.clear()
         # The traceback of a failure holds frames, and these the tensors.
         self._failure = self._parts = self._open_loop = None
         if device.type == "cuda":
@@ -507,43 +502,6 @@ class Engine:
         )
         return self.generate(prompts, params)
 
-    def encode(self, content: bytes, encoder: Callable[[bytes], torch.Tensor]) -> EncodedContent:
-        """Return the embeddings of a content, for the spans of a `PromptEmbeds`.
-
-        They are cached by content in `encoder_cache_bytes` of host memory. The encoder runs only
-        for contents that are not cached, in the calling thread. Other threads can run steps
-        meanwhile. The cache does not distinguish encoders, so use one encoder per engine.
-
-        Args:
-            content: the bytes of an image, for instance.
-            encoder: returns embeddings `[tokens, hidden_size]`, floating point, on any device.
-
-        Raises:
-            RequestError: `content` is not bytes, or the encoder did not return embeddings of this
-                shape that are finite in the model's dtype.
-            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
-        """
-        self._usable_loop()
-        if not isinstance(content, bytes):
-            raise RequestError(
-                f"content must be bytes, not {type(content).__name__}", field="content"
-            )
-        check_callable("encoder", encoder, "bytes that returns embeddings")
-        key = content_key(content, "encoded")
-        with self._encoder_lock:
-            embeds = self._encoder_cache.get(key)
-        if embeds is None:
-            hidden_size, dtype = self.model_config.hidden_size, self.config.dtype
-            encoded = encoder(content)
-            embeds = check_embeds(encoded, hidden_size, dtype, "the encoder gave", "encoder")
-            with self._encoder_lock:
-                try:
-                    self._encoder_cache.put(key, embeds)
-                except BaseException:
-                    self._encoder_cache.clear()  # an interrupt may have left it inconsistent
-                    raise
-        return EncodedContent(embeds, key)
-
     def score(self, token_ids: Sequence[int], prompt_len: int = 1) -> torch.Tensor:
         """Return the logits under teacher forcing, float32 `[len(token_ids) - prompt_len + 1, V]`.
 
@@ -641,7 +599,7 @@ class Engine:
         The weights are copied into the present tensors one by one; captured graphs and compiled
         code stay valid. With `model_impl="transformers"` all of them are in memory twice
         meanwhile. Tokenizer, chat templates and end-of-sequence tokens are replaced too; the
-        prefix cache and the cache of `encode` are cleared. Prompts that another thread adds during
+        prefix cache is cleared. Prompts that another thread adds during
         the call may be tokenised by the previous tokenizer.
 
         Args:
@@ -688,7 +646,6 @@ class Engine:
                 parts, tokenizer=new.tokenizer, sampling_defaults=defaults
             )
             self._intake = self._intake.for_model(new.config, new.tokenizer, defaults)
-            self._encoder_cache.clear()
 
         loop.change_weights(change)
 
@@ -852,11 +809,6 @@ class Engine:
         """The memory plan that set the size of the cache."""
         return self._open_parts().plan
 
-    @property
-    def weight_bytes_per_step(self) -> int:
-        """Bytes of the weights that a decode step of one row reads."""
-        return self.weight_bytes_read(1)
-
     def weight_bytes_read(self, rows: float) -> int:
         """Bytes of the weights that a decode step of `rows` rows reads.
 
@@ -864,11 +816,6 @@ class Engine:
         """
         rows = check_number("rows", rows, 0, MAX_COUNT)
         return self._open_parts().model.weight_bytes_read(rows)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token, over all layers."""
-        return sum(group.spec.slot_bytes * len(group.layers) for group in self._open_parts().groups)
 
     def kv_bytes_read(self, context: int) -> int:
         """Bytes of the cache that a row of `context` tokens reads in a decode step."""
@@ -896,8 +843,7 @@ class Engine:
           between them, or None.
         - `kernel_fallbacks`: native operations that plain PyTorch replaces, with the reason.
         - `blocks`: blocks by state. `cache`: known and cached tokens at first admissions
-          (`queried_tokens`, `hit_tokens`), forks, copied and swapped blocks. `encoder_cache`:
-          bytes, hits, misses and evictions.
+          (`queried_tokens`, `hit_tokens`), forks, copied and swapped blocks.
         - `start`: seconds of each phase, whether kernels and compiled code came from a cache, and
           how many Triton kernels were compiled ahead, in how many threads. `load_seconds`: seconds
           to read and pack the weights. `prepared`: the cost of the prepared steps.
@@ -915,7 +861,6 @@ class Engine:
         return engine_stats(
             self._open_parts(),
             self._loop,
-            self._encoder_cache,
             self._step_budget,
             max_model_len=self.max_model_len,
             healthy=self.healthy,

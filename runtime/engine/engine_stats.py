@@ -6,7 +6,6 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from ...cache.encoder_outputs import EncoderOutputCache
 from ..scheduling.step_budget import StepBudget
 from .loop import StepLoop
 from .startup import EngineParts
@@ -111,7 +110,6 @@ class EngineCounters(NamedTuple):
 def engine_stats(
     parts: EngineParts,
     loop: StepLoop,
-    encoded: EncoderOutputCache,
     step_budget: StepBudget | None,
     *,
     max_model_len: int,
@@ -147,12 +145,6 @@ def engine_stats(
             "host_free": cache.host.num_free,
         },
         "cache": dict(cache.counts),
-        "encoder_cache": {
-            "bytes": encoded.num_bytes,
-            "hits": encoded.hits,
-            "misses": encoded.misses,
-            "evictions": encoded.evictions,
-        },
         "prepared": {
             "steps": counters.steps,
             "seconds": sum(report.seconds for report in reports),

@@ -28,12 +28,12 @@ def test_bytes_are_those_that_are_stored(
     if not engine.model_config.tie_word_embeddings:
         embedding = parts.model.embed_tokens.parameters()
         gathered = sum(p.untyped_storage().nbytes() for p in embedding)
-    assert engine.weight_bytes_per_step == sum(weights.values()) - gathered
+    assert engine.weight_bytes_read(1) == sum(weights.values()) - gathered
     if weight_dtype != "auto":
         stored = {p.dtype for p in parts.model.parameters()}
         assert stored & {torch.int8, torch.float8_e4m3fn, torch.uint8}
     limit = decode_roofline(engine, [1, 1, 1], 1e9)
-    assert limit.bytes_per_step == engine.weight_bytes_per_step + 3 * engine.kv_bytes_read(1)
+    assert limit.bytes_per_step == engine.weight_bytes_read(1) + 3 * engine.kv_bytes_read(1)
 
 
 def test_a_window_is_read_and_no_more(open_engine: Callable[..., Engine]) -> None:

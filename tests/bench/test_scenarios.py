@@ -45,7 +45,7 @@ def test_interference_counts_a_gap_for_each_step(
     assert entry["decode_step_ms"]["n"] == interference.SETTLING_STEPS + CASE.steps - 4 * 5
     p50 = entry["decode_step_ms"]["p50"]
     # Rows have from 33 tokens, which the first step reads, to 31 + 30 + 40 and more.
-    kv_bytes = entry["roofline"]["bytes_per_step"] - engine.weight_bytes_per_step
+    kv_bytes = entry["roofline"]["bytes_per_step"] - engine.weight_bytes_read(1)
     assert 2 * engine.kv_bytes_read(33) < kv_bytes < 2 * engine.kv_bytes_read(110)
     assert entry["roofline"]["fraction"] == pytest.approx(entry["roofline"]["floor_ms"] / p50)
 

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import EmbeddedSpan, Engine, PromptEmbeds, RequestOutput, SamplingParams
+from stepgraph.runtime import (
+    EmbeddedSpan,
+    EncodedContent,
+    Engine,
+    PromptEmbeds,
+    RequestOutput,
+    SamplingParams,
+)
 
 from ..rigs.engine_rig import greedy
 from ..rigs.parallel_rig import PROMPTS, children, opened
@@ -184,13 +191,10 @@ def test_prompt_logprobs_of_a_chunk_that_ends_within_a_slice(tiny: TinyModels) -
 
 
 def test_prompt_embeds(pair: tuple[Engine, Engine]) -> None:
-    def seen(content: bytes) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(content[0])
-        return torch.randn(5, 48, generator=generator)
-
+    generator = torch.Generator().manual_seed(7)
+    content = EncodedContent.of(torch.randn(5, 48, generator=generator))
     outputs = []
     for engine in pair:
-        content = engine.encode(b"a", seen)
         prompt = PromptEmbeds([7, *[0] * 5, 3, 1], [EmbeddedSpan(1, content)])
         outputs.append(tokens(engine.generate([prompt, PROMPTS[1]], greedy())))
     assert outputs[0] == outputs[1]

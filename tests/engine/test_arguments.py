@@ -41,10 +41,6 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def embeddings(content: bytes) -> torch.Tensor:
-    return torch.zeros(2, 256)
-
-
 Call = Callable[[Any, Any], Any]
 """A method of an engine with one wrong argument; or a coroutine of it."""
 TABLE: dict[str, tuple[str | None, list[Any], Call]] = {
@@ -81,17 +77,6 @@ TABLE: dict[str, tuple[str | None, list[Any], Call]] = {
         "continue_final_message",
         [None, 7, 1.5, [1], torch.zeros(2)],
         lambda e, v: e.chat(MESSAGES, GREEDY, continue_final_message=v),
-    ),
-    "encode content": (
-        "content",
-        [None, 7, "x", [1], torch.zeros(2)],
-        lambda e, v: e.encode(v, embeddings),
-    ),
-    "encode encoder": ("encoder", NO_FUNCTION, lambda e, v: e.encode(b"1", v)),
-    "encode result": (
-        None,
-        [None, 7, "x", torch.zeros(2)],
-        lambda e, v: e.encode(b"2", lambda _: v),
     ),
     "score token_ids": (
         None,

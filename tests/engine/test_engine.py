@@ -200,7 +200,7 @@ def test_stats_count(open_engine: Callable[..., Engine], base: TinyModel) -> Non
         if sizes["measured"] is not None:
             assert sizes["measured"] <= sizes["planned"], term
     assert stats["memory"]["weights"]["measured"] == stats["memory"]["weights"]["planned"]
-    assert engine.kv_bytes_per_token == 3 * 2 * 2 * 16 * 4
+    assert engine.kv_bytes_read(1) == 3 * 2 * 2 * 16 * 4
 
 
 def test_addresses_and_books_hold_for_a_thousand_steps(

@@ -133,20 +133,6 @@ def test_prompt_larger_than_the_cache(base: TinyModel) -> None:
         assert (len(output.token_ids), output.finish_reason) == (1, "length")
 
 
-def test_request_id_and_priority(engine: Engine) -> None:
-    engine.add_request([1], GREEDY, "mine")
-    refusal(RequestError, lambda: engine.add_request([2], GREEDY, "mine"), "'mine'", "in use")
-    refusal(RequestError, lambda: engine.add_request([2], GREEDY, ""), "request_id", "non-empty")
-    refusal(RequestError, lambda: engine.add_request([2], GREEDY, 7), "request_id", "7")
-    refusal(RequestError, lambda: engine.add_request([2], GREEDY, priority=0.5), "priority", "0.5")
-    assert engine.stats()["waiting"] == 1
-    while engine.has_unfinished():
-        engine.step()
-    assert engine.add_request([2], GREEDY, "mine") == "mine", "free again"
-    assert engine.abort("mine")
-    engine.step()
-
-
 def test_a_bad_request_does_not_touch_the_good_ones(engine: Engine, base: TinyModel) -> None:
     good = base.prompts(5, 9, 2, seed=51)
     prompts: list[Any] = [good[0], [], good[1], [5, 200], "text", [1] * 40, good[2]]

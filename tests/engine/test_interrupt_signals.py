@@ -97,24 +97,6 @@ def test_handler_of_the_application_is_called_between_steps(
     check_serves(engine)
 
 
-@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
-def test_interrupt_waits_for_nested_engines(handlers: Callable[[Any], None], handler: Any) -> None:
-    """A signal in a step within a step of another engine waits for both."""
-    handlers(handler)
-    inner, outer = fake_engine(), fake_engine()
-    in_launch(inner, interrupt)
-    done: list[object] = []
-    in_launch(outer, lambda: done.extend(inner.generate([[1]], params(1))))
-    if handler is signal.SIG_IGN:
-        outer.generate([[1]], params(1))
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            outer.generate([[1]], params(1))
-    assert len(done) == 1
-    check_serves(inner)
-    check_serves(outer)
-
-
 def test_generate_in_other_threads_leaves_the_handler_alone() -> None:
     engine = fake_engine()
     seen: list[object] = []
@@ -156,35 +138,3 @@ def send(delay: float) -> None:
     time.sleep(delay)
     assert MAIN is not None
     signal.pthread_kill(MAIN, signal.SIGINT)
-
-
-def test_interrupt_while_other_threads_generate() -> None:
-    """The interrupted call hands the steps over, whether it ran them or slept."""
-    rng = random.Random(4)
-    engine = fake_engine(max_num_seqs=6)
-    stop = threading.Event()
-
-    def call(number: int) -> int:
-        count = 0
-        while not stop.is_set():
-            own = params(number + count, 12)
-            (output,) = engine.generate([[number, count % 11]], own)
-            assert output.token_ids == expected(engine, [number, count % 11], own)
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(call, number) for number in range(3)]
-        try:
-            for _ in range(10):
-                try:
-                    pool.submit(send, rng.uniform(0, 0.01))
-                    while True:
-                        engine.generate([[1, 2, 3]], params(1, 20))
-                except KeyboardInterrupt:
-                    pass
-        finally:
-            stop.set()
-        assert all(each.result(120) > 0 for each in calls)
-    run(engine)
-    check_serves(engine)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-import torch
 from stepgraph.runtime import Engine, EngineFailedError, RequestError, RequestOutput
 
 from ..rigs.fake_engine import check_serves, expected, fake_engine, params
@@ -28,7 +27,6 @@ USES: dict[str, Callable[[Engine], object]] = {
     "add_request": lambda engine: engine.add_request(PROMPTS[0], params(3), "new"),
     "abort": lambda engine: engine.abort("bystander"),
     "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
-    "encode": lambda engine: engine.encode(b"image", lambda _: torch.zeros(2, 8)),
     "score": lambda engine: engine.score([1, 2, 3, 4], 2),
     "close": lambda engine: engine.close(),
     "with": close_and_open,

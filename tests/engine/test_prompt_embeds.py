@@ -96,33 +96,6 @@ def test_blocks_are_shared_by_content(open_engine: Callable[..., Engine], base: 
     assert cached([]) == 8
 
 
-def test_an_encoder_runs_once_for_a_content(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
-    calls: list[bytes] = []
-
-    def encoder(data: bytes) -> torch.Tensor:
-        calls.append(data)
-        return torch.full((data[0], HIDDEN), float(data[0]))
-
-    engine = open_engine("base", prompt_embeds=True, encoder_cache_bytes=5 * HIDDEN * 4)
-    for data in (b"\x02", b"\x03", b"\x02", b"\x03"):
-        assert engine.encode(data, encoder).embeds.shape == (data[0], HIDDEN)
-    assert calls == [b"\x02", b"\x03"]
-    engine.encode(b"\x01", encoder)  # pushes out what was used least recently
-    engine.encode(b"\x03", encoder)
-    engine.encode(b"\x02", encoder)
-    assert calls == [b"\x02", b"\x03", b"\x01", b"\x02"]
-    stats = engine.stats()["encoder_cache"]
-    assert stats["hits"] == 3
-    assert stats["misses"] == 4
-    assert stats["bytes"] <= 5 * HIDDEN * 4
-    ids = base.prompts(9)[0]
-    spans = [EmbeddedSpan(4, engine.encode(b"\x03", encoder))]
-    (output,) = engine.generate([PromptEmbeds(ids, spans)], GREEDY)
-    assert output.token_ids == reference(base, ids, spans)
-
-
 def test_preempted_prompts_show_their_embeddings_again(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from stepgraph.runtime import (
     Engine,
     EngineBusyError,
@@ -199,21 +198,6 @@ def test_score_leaves_requests_of_other_threads_for_later() -> None:
     check_serves(engine)
 
 
-def test_encoders_run_in_any_thread() -> None:
-    engine = fake_engine(encoder_cache_bytes=10_000)
-
-    def encode(number: int) -> None:
-        for turn in range(20):
-            made = torch.full((2, 8), float((number + turn) % 5))
-            got = engine.encode(bytes([(number + turn) % 5]), lambda _, made=made: made)
-            assert got.embeds.float().equal(made)
-
-    with ThreadPoolExecutor(6) as pool:
-        for each in [pool.submit(encode, number) for number in range(6)]:
-            each.result(SECONDS)
-    engine._encoder_cache.check_integrity()
-
-
 # Re-entry ----------------------------------------------------------------------------------------
 
 
@@ -279,8 +263,7 @@ def test_a_forked_child_is_refused() -> None:
         lambda: engine.abort("parent's"),
         lambda: engine.generate([[1]]),
         lambda: engine.score([1, 2]),
-        lambda: engine.encode(b"", lambda _: torch.zeros(1, 8)),
-        lambda: engine.kv_bytes_per_token,
+        lambda: engine.kv_bytes_read(1),
         engine.__enter__,
     ]
     with step_under_way(engine):  # in a thread that the child does not have

@@ -42,7 +42,7 @@ HOST_LOGIC = (
     FACE,
 )
 OF_TENSORS = {
-    *("cache/arena.py", "cache/encoder_outputs.py", "cache/memory/device_memory.py"),
+    *("cache/arena.py", "cache/memory/device_memory.py"),
     *("graphs/buffers.py", "graphs/library.py", "graphs/steps.py"),
 }
 WITHOUT_TORCH = [f for f in FILES if f.startswith(HOST_LOGIC) and f not in OF_TENSORS]

@@ -53,7 +53,7 @@ def test_operations_read_what_an_engine_reads(
     plan = model_plan(engine.model_config)
     sizes = stored_sizes(engine.config, engine.model_config.head_dim)
     for rows, context in ((1, 1), (3, 200)):
-        expected = engine.weight_bytes_per_step + rows * engine.kv_bytes_read(context)
+        expected = engine.weight_bytes_read(1) + rows * engine.kv_bytes_read(context)
         assert floor_bytes(step_bytes(plan, sizes, rows=rows, context=context)) == expected
 
 

@@ -25,7 +25,7 @@ MAX_SECONDS = 1e9
 ENGINE_DEFAULTS: dict[str, Any] = {"freeze_gc": True}
 SERVICE_DEFAULTS: dict[str, Any] = {"switch_interval": 1e-4}
 """Settings of the whole process, which belongs to this command."""
-WITHOUT_FLAG = ("prompt_embeds", "encoder_cache_bytes")
+WITHOUT_FLAG = ("prompt_embeds",)
 """What HTTP requests cannot use."""
 
 _DESCRIPTION = """\
