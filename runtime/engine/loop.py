@@ -47,8 +47,8 @@ from ..kernels.ops.batch import NON_FINITE
 from ..request import AbortReason, FinishReason, Request, RequestGroup, RequestStatus
 from ..scheduling.plan import StepPlan
 from ..scheduling.scheduler import Scheduler
+from ..scheduling.speculator import Speculator
 from ..scheduling.step_budget import StepBudget
-from ..speculation.speculator import Speculator
 from .request_output import RequestOutput
 
 __all__ = ["RequestTracker", "StepLoop"]

@@ -84,14 +84,14 @@ from ..models.transformers.loading import load_decoder, load_model, overwrite_de
 from ..progress import progress_bar
 from ..sampling_params import SamplingDefaults
 from ..scheduling.scheduler import Scheduler
-from ..scheduling.step_budget import PreemptionPolicy, StepBudget, calibrate
-from ..speculation.speculator import (
+from ..scheduling.speculator import (
     BatchCosts,
     DrafterSpeculator,
     LookupSpeculator,
     Speculator,
     VerifyCosts,
 )
+from ..scheduling.step_budget import PreemptionPolicy, StepBudget, calibrate
 from ..structured.compiler import check_installed
 from .loop import StepLoop
 from .rank_start import (

@@ -1,1 +1,1 @@
-"""Selects the requests of each step. Does not import torch."""
+"""Selects the requests of each step, and how many drafts it verifies. Does not import torch."""

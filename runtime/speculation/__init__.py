@@ -1,1 +1,1 @@
-"""Speculative decoding: proposers of drafts, and the choice of how many are verified. No torch."""
+"""Speculative decoding: the drafts of a request, and how it is configured. No torch."""

@@ -10,7 +10,7 @@ from stepgraph.runtime import Engine
 from stepgraph.runtime.config import Speculation
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.scheduling.plan import StepPlan
-from stepgraph.runtime.speculation.speculator import BatchCosts, DrafterSpeculator, VerifyCosts
+from stepgraph.runtime.scheduling.speculator import BatchCosts, DrafterSpeculator, VerifyCosts
 
 Known = Callable[[Request], Sequence[int]]
 """Returns the output tokens of a request, those to come included."""

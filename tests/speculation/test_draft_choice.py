@@ -15,15 +15,7 @@ from stepgraph.runtime.config import Speculation
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import RowSpan, StepPlan
-from stepgraph.runtime.speculation.request_drafter import (
-    AHEAD,
-    MAX_PAUSE,
-    Acceptance,
-    Draft,
-    RequestDrafter,
-    SuffixIndex,
-)
-from stepgraph.runtime.speculation.speculator import (
+from stepgraph.runtime.scheduling.speculator import (
     FEW_TOKENS,
     INDEXED_PER_STEP,
     LEAST_GAIN,
@@ -31,6 +23,14 @@ from stepgraph.runtime.speculation.speculator import (
     BatchCosts,
     LookupSpeculator,
     VerifyCosts,
+)
+from stepgraph.runtime.speculation.request_drafter import (
+    AHEAD,
+    MAX_PAUSE,
+    Acceptance,
+    Draft,
+    RequestDrafter,
+    SuffixIndex,
 )
 
 ROWS = Buckets([1, 8])

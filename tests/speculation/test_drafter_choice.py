@@ -13,13 +13,13 @@ from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime.config import Speculation
 from stepgraph.runtime.request import DRAFT_ON_DEVICE, Request
 from stepgraph.runtime.scheduling.plan import Proposed, RowSpan, StepPlan
-from stepgraph.runtime.speculation.request_drafter import DrafterAcceptance
-from stepgraph.runtime.speculation.speculator import (
+from stepgraph.runtime.scheduling.speculator import (
     FIRST_DRAFTER_CREDIT,
     BatchCosts,
     DrafterSpeculator,
     VerifyCosts,
 )
+from stepgraph.runtime.speculation.request_drafter import DrafterAcceptance
 
 from .test_draft_choice import row
 

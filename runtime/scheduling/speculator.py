@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from ...graphs.buckets import Buckets
 from ..config import Speculation
 from ..request import DRAFT_ON_DEVICE, Request, RequestStatus
-from ..scheduling.plan import Proposed, RowSpan, StepPlan
-from .request_drafter import (
+from ..speculation.request_drafter import (
     MAX_CANDIDATES,
     MAX_INDEXED_TOKENS,
     MAX_PAUSE,
@@ -35,6 +34,7 @@ from .request_drafter import (
     SharedOutputs,
     SuffixIndex,
 )
+from .plan import Proposed, RowSpan, StepPlan
 
 __all__ = [
     "BatchCosts",
