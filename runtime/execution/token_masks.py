@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import repeat
-from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,80 +22,11 @@ from ..scheduling.plan import StepPlan
 from .inputs import MaskState
 from .rank_commands import CommandSender
 
-__all__ = ["FollowedMasks", "GrammarEnd", "HelperThread", "HostMasks", "TokenMasks"]
+__all__ = ["FollowedMasks", "GrammarEnd", "HostMasks", "TokenMasks"]
 
 
 GrammarEnd: TypeAlias = tuple[Request, StructuredOutputError | None]
 """A request that ends before its next token: with an error, or None if its grammar is complete."""
-
-
-# A thread that shares lists of tasks with the thread that made it.
-
-T = TypeVar("T")
-
-
-class HelperThread(Generic[T]):
-    """Helps its owner with lists of tasks, one list at a time.
-
-    The owner gives a list with `begin`, does other work, and does with `finish` itself what the
-    thread has not begun: on a busy machine it may wait for a processor for milliseconds. Between
-    two lists the thread references nothing of its owner.
-    """
-
-    def __init__(self, name: str) -> None:
-        """Start the thread, a daemon."""
-        self._work: Callable[[], None] | None = None
-        self._stopped = False
-        self._given, self._helping = threading.Lock(), threading.Lock()
-        self._given.acquire()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def begin(self, do: Callable[[T], object], tasks: Iterable[T]) -> None:
-        """Share tasks; those of the last call are finished. `do` does one and raises nothing."""
-        self._work = partial(_do_all, do, deque(tasks))
-        self._wake()
-
-    def finish(self) -> None:
-        """Do the tasks that are left, and wait for the one that the thread is doing."""
-        if self._work is not None:
-            self._work()
-            with self._helping:
-                self._work = None
-
-    def stop(self) -> None:
-        """Let the thread end."""
-        self._stopped = True
-        self._wake()
-
-    def close(self) -> None:
-        """End the thread."""
-        self.stop()
-        self._thread.join()
-
-    def _wake(self) -> None:
-        if self._given.locked():  # otherwise the thread is waking up
-            self._given.release()
-
-    def _run(self) -> None:
-        while True:
-            self._given.acquire()
-            if self._stopped:
-                return
-            with self._helping:
-                work = self._work
-                if work is not None:
-                    work()
-                del work
-
-
-def _do_all(do: Callable[[T], object], tasks: deque[T]) -> None:
-    while True:
-        try:
-            task = tasks.popleft()
-        except IndexError:
-            return
-        do(task)
 
 
 # Token masks of all rows on the host, and on ranks above 0 their source.
@@ -233,9 +162,11 @@ class TokenMasks:
         """Rows whose masks may forbid tokens."""
         self.in_thread = in_thread
         """Whether `start` leaves the work to a thread."""
-        self._thread: HelperThread[_Lane] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._filling: Future[None] | None = None
+        """What the thread does of the step, if it helps."""
         self._plan: StepPlan | None = None
-        self._lanes: list[_Lane] = []
+        self._lanes: deque[_Lane] = deque()
         """Of the step, until they are being computed."""
         self._cuts: list[tuple[int, int]] = []
         """Decoding rows and how many of their drafts are kept."""
@@ -284,17 +215,14 @@ class TokenMasks:
 
     def start(self) -> None:
         """Start to compute the masks of the step, if it has any."""
-        lanes, self._lanes = self._lanes, []
-        if not lanes:
+        if not self._lanes:
             return
         if not self.in_thread:
-            for lane in lanes:
-                self._fill(lane)
+            self._fill_all()
             return
         if self._thread is None:
-            self._thread = HelperThread("stepgraph-masks")
-            weakref.finalize(self, self._thread.stop)
-        self._thread.begin(self._fill, lanes)
+            self._thread = ThreadPoolExecutor(1, "stepgraph-masks")
+        self._filling = self._thread.submit(self._fill_all)
 
     def wait(self) -> None:
         """Wait for the masks of the step, if it has any; bring them to the devices of all ranks.
@@ -306,11 +234,11 @@ class TokenMasks:
             return
         sampling = len(plan.decode) + sum(chunk.samples for chunk in plan.prefill)
         with ranges.span(ranges.MASK, sampling):
-            for lane in self._lanes:
-                self._fill(lane)
-            self._lanes = []
-            if self._thread is not None:
-                self._thread.finish()
+            # What the thread has not begun: on a busy machine it may wait for a processor for long.
+            self._fill_all()
+            filling, self._filling = self._filling, None
+            if filling is not None and not filling.cancel():
+                filling.result()
             self._end_slowest()
         if self._cuts:
             drafts = list(plan.drafts)
@@ -328,8 +256,17 @@ class TokenMasks:
     def close(self) -> None:
         """End the thread."""
         if self._thread is not None:
-            self._thread.close()
+            self._thread.shutdown()
             self._thread = None
+
+    def _fill_all(self) -> None:
+        """Compute the masks of lanes that neither thread has begun."""
+        while True:
+            try:
+                lane = self._lanes.popleft()
+            except IndexError:
+                return
+            self._fill(lane)
 
     def _fill(self, lane: _Lane) -> None:
         place, row, request, drafts = lane
