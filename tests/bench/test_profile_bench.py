@@ -187,7 +187,7 @@ def test_a_run_that_fails_in_the_window_writes_nothing(tmp_path, monkeypatch):
         return step(self)
 
     monkeypatch.setattr(Engine, "step", failing)
-    with pytest.raises(AssertionError, match="in the window"):
+    with pytest.raises(AssertionError):
         run_bench(monkeypatch, f"--profile torch --profile-steps 7 {CASE}")
     assert list(tmp_path.iterdir()) == []
 

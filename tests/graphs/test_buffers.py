@@ -122,7 +122,7 @@ def test_arrays_of_some_of_the_fields():
     buffers = StaticBuffers.allocate(Two, specs, "cpu")
     buffers.arrays(Whole).whole[...] = 5
     assert buffers.device.whole.item() == 5
-    with pytest.raises(TypeError, match=r"bfloat16 for the field 'half'"):
+    with pytest.raises(TypeError):
         buffers.arrays(Two)
     with pytest.raises(ValueError, match=r"Inputs has fields .* \['positions', "):
         buffers.arrays(Inputs[np.ndarray])

@@ -86,12 +86,12 @@ def test_files_without_kernel_names_are_refused(tmp_path: Path) -> None:
     contents += [whole.replace(b'"layer"', b'"layers"')]
     for content in contents:
         path.write_bytes(content)
-        with pytest.raises(NamesFileError, match=path.name):
+        with pytest.raises(NamesFileError):
             kernel_names.load(path)
     for missing in (tmp_path / "absent", tmp_path):
-        with pytest.raises(NamesFileError, match="cannot be read"):
+        with pytest.raises(NamesFileError):
             kernel_names.load(missing)
-    with pytest.raises(NamesFileError, match="cannot be written"):
+    with pytest.raises(NamesFileError):
         NAMES.save(tmp_path / "absent" / "names")
 
 

@@ -22,7 +22,7 @@ def test_the_public_names_are_those_of_the_runtime() -> None:
     for name in runtime.__all__:
         assert getattr(stepgraph, name) is getattr(runtime, name)
     assert set(stepgraph.__all__) <= set(dir(stepgraph))
-    with pytest.raises(AttributeError, match="has no attribute 'Engines'"):
+    with pytest.raises(AttributeError):
         stepgraph.Engines  # noqa: B018
 
 

@@ -79,7 +79,7 @@ def test_a_share_of_the_memory_is_no_more_than_the_rows_can_use(
 
 
 def test_a_card_too_small() -> None:
-    with pytest.raises(MemoryBudgetError, match=r"memory budget of .* is too small: .* weights"):
+    with pytest.raises(MemoryBudgetError):
         explain("preset:llama-3.1-8b", "8GB")
 
 
