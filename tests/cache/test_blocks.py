@@ -36,7 +36,7 @@ class PoolMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject, key: bytes) -> None:
         block = data.draw(st.sampled_from(sorted(self.counts)))
         if self.counts[block] == 0:
-            with pytest.raises(AssertionError, match="cannot be published"):
+            with pytest.raises(AssertionError):
                 self.pool.publish(block, key)
             return
         taken = key in self.keys or block in self.keys.values()

@@ -220,27 +220,6 @@ def test_blocks_fixed(case: Case, extra: int) -> None:
 
 
 @settings(max_examples=60)
-@given(cases())
-def test_fixing_one_unknown_at_its_solution_returns_the_other(case: Case) -> None:
-    try:
-        both = case.solve()
-    except MemoryBudgetError:
-        assume(False)
-    by_tokens = case.solve(max_batch_tokens=both.max_batch_tokens)
-    # At least as many: with both free one more block may bring a batch token that does not fit.
-    assert by_tokens.num_blocks >= both.num_blocks
-    by_blocks = case.solve(num_blocks=by_tokens.num_blocks)
-    assert by_blocks.max_batch_tokens >= both.max_batch_tokens
-    again = case.solve(max_batch_tokens=by_blocks.max_batch_tokens)
-    assert (again.num_blocks, again.max_batch_tokens) == (
-        by_blocks.num_blocks,
-        by_blocks.max_batch_tokens,
-    )
-    fixed = case.solve(num_blocks=again.num_blocks, max_batch_tokens=again.max_batch_tokens)
-    assert fixed == again
-
-
-@settings(max_examples=60)
 @given(cases(), st.integers(0, 1 << 12))
 def test_cap(case: Case, extra: int) -> None:
     cap = case.footprint.least_blocks + extra

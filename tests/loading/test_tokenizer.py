@@ -96,7 +96,7 @@ class TestTextTokenizer:
             load_tokenizer(tmp_path)
 
     def test_invalid_unicode_is_the_request_s_error(self) -> None:
-        with pytest.raises(RequestError, match="Unicode"):
+        with pytest.raises(RequestError):
             byte_level().encode("a\ud800b")
 
     @pytest.mark.parametrize("eos", [True, False])

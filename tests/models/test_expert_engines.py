@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from stepgraph.cache.spec import group_layers
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import Engine
 from stepgraph.runtime.kernels import Experts, select_kernels
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.memory.footprint import weight_bytes
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from conftest import TinyModel
 
 CPU = torch.device("cpu")
-GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 
 
 REPEATED = (  # of parts that others have
@@ -70,34 +69,6 @@ def test_quantised_weights(
     ]
     assert routers
     assert all(router.dtype == torch.float32 for router in routers)
-
-
-@pytest.mark.parametrize("variant", ["mixtral", "gpt_oss", "llama4"])
-def test_quantised_keys_and_values(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
-) -> None:
-    engine = open_engine(variant, kv_dtype="int8", prefill_chunk=17, block_size=4)
-    (token_ids,) = tiny(variant).prompts(61, seed=4)
-    errors = engine.score(token_ids, 30) - tiny(variant).logits(token_ids)[29:]
-    assert errors.square().mean().sqrt() < 0.5  # of logits that spread by 3
-
-
-@pytest.mark.parametrize("variant", ["qwen3_moe", "deepseek_v2_moe", "llama4"])
-def test_shared_prefixes_and_preempted_requests(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
-) -> None:
-    model = tiny(variant)
-    first, *others = model.prompts(40, 9, 13, 5)
-    prompts = [first + other for other in others]
-    expected = [model.greedy([prompt], 20)[0] for prompt in prompts]
-    small = open_engine(variant, block_size=4, prefill_chunk=16, memory_tokens=110)
-    for _ in range(2):  # the second time from the cache
-        outputs = small.generate(prompts, GREEDY)
-        assert [output.token_ids for output in outputs] == expected
-    stats = small.stats()
-    assert stats["preemptions"] > 0
-    assert stats["cache"]["hit_tokens"] > 0
-    small.check_integrity()
 
 
 SMALL = ModelConfig(
