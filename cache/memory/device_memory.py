@@ -45,11 +45,7 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, device: torch.device) -> Self:
-        """Read a device; see `available_bytes`.
-
-        Raises:
-            ValueError: the device is neither a CPU nor a CUDA device.
-        """
+        """Read a device; see `available_bytes`."""
         shared = is_shared_with_os(device)
         return cls(available_bytes(device), shared, available_bytes(torch.device("cpu")))
 
@@ -60,13 +56,9 @@ def available_bytes(device: torch.device) -> int:
     On CUDA, the free memory that the driver reports. On a CPU, the smallest of: the memory that
     the operating system has available without swapping, the headroom of the control groups, and
     the headroom of the resource limits of this process.
-
-    Raises:
-        ValueError: the device is neither a CPU nor a CUDA device.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    _require_cpu(device)
     headrooms = [int(psutil.virtual_memory().available), *_rlimit_headrooms()]
     with contextlib.suppress(OSError):  # no Linux, or /proc is not mounted
         headroom = cgroup_headroom(_CGROUP_MEMBERSHIP.read_text(), _CGROUP_ROOT)
@@ -89,26 +81,16 @@ def _rlimit_headrooms() -> Iterator[int]:
 
 
 def is_shared_with_os(device: torch.device) -> bool:
-    """Whether `device` and the operating system share memory: a CPU, or unified memory.
-
-    Raises:
-        ValueError: the device is neither a CPU nor a CUDA device.
-    """
+    """Whether `device` and the operating system share memory: a CPU, or unified memory."""
     if device.type == "cuda":
         return bool(torch.cuda.get_device_properties(device).is_integrated)
-    _require_cpu(device)
     return True
 
 
 def resident_bytes(device: torch.device) -> int:
-    """Bytes this process holds: tensors on a CUDA device, the resident set on the CPU.
-
-    Raises:
-        ValueError: the device is neither a CPU nor a CUDA device.
-    """
+    """Bytes this process holds: tensors on a CUDA device, the resident set on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
-    _require_cpu(device)
     return int(psutil.Process().memory_info().rss)
 
 
@@ -118,9 +100,6 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
     On CUDA, bytes of tensors. On a CPU, bytes of the resident set, or None if the system does not
     report its peak. Free memory of the C library is returned to the system first, so that all
     memory of `work` counts.
-
-    Raises:
-        ValueError: the device is neither a CPU nor a CUDA device.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -129,7 +108,6 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
         work()
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device)) - before
-    _require_cpu(device)
     held = _reset_peak()
     work()
     return None if held is None else max(0, _status_bytes("VmHWM") - held)
@@ -215,8 +193,3 @@ def _reclaimable(directory: Path, name: str) -> int:
             if key == name:
                 return int(value)
     return 0
-
-
-def _require_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise ValueError(f"memory of device {device} cannot be read: use a cpu or a cuda device")

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from ...cache.arena import Storage
 from ..kernels import DecodeStep, Kernels, RaggedBatch, Stack
-from ..kernels.ops.layer_plan import ModelPlan
 from .config import DecoderConfig
 from .modules import ShardedVocabulary
 
-__all__ = ["DecoderConfig", "DecoderModel", "PlannedConfig"]
-
-
-@runtime_checkable
-class PlannedConfig(Protocol):
-    """A configuration that has the plan of its model: `TransformersConfig`."""
-
-    @property
-    def plan(self) -> ModelPlan:
-        """The operations of the model."""
+__all__ = ["DecoderConfig", "DecoderModel"]
 
 
 class DecoderModel(Protocol):

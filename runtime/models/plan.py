@@ -32,11 +32,11 @@ from ..kernels.ops.layer_operations import (
 )
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ..kernels.ops.parameter import Cut, ExpertRows, HeadRows, Parameter, Shape, Slice, Source
-from .config import LatentConfig, ModelConfig, Rope
-from .decoder_model import DecoderConfig, PlannedConfig
+from .config import DecoderConfig, LatentConfig, ModelConfig, Rope
 from .families import ExpertLayout, ExpertsConfig, ExpertTraits
 from .rope import UNROTATED
 from .sharding import check_ranks, shard_plan
+from .transformers.config import TransformersConfig
 
 __all__ = [
     "Cut",
@@ -547,7 +547,7 @@ def plan_of(config: DecoderConfig) -> ModelPlan:
     """Return the plan of a model of a native family, or of transformers."""
     if isinstance(config, ModelConfig):
         return model_plan(config)
-    assert isinstance(config, PlannedConfig)
+    assert isinstance(config, TransformersConfig)
     return config.plan
 
 

@@ -51,8 +51,9 @@ class FirstOfProduct(nn.Module):
         out = out_TN.view(*x.shape[:-1], out_TN.shape[-1])
         if len(self.sizes) == 1:
             return out
-        first, *self.following = out.split(self.sizes, dim=-1)
-        return first
+        parts: list[Tensor] = list(out.split(self.sizes, dim=-1))
+        self.following = parts[1:]
+        return parts[0]
 
 
 class NextOfProduct(nn.Module):
