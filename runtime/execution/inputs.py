@@ -94,11 +94,6 @@ class MaskSizes:
         """Bytes of all masks."""
         return 4 * self.rows * self.tokens_per_row * -(-self.vocab_size // MASK_BITS)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole state."""
-        return self.mask_bytes + self.lanes * (self.own_vocab_size * self.dtype.itemsize + 8)
-
 
 @dataclass(frozen=True, slots=True)
 class MaskState:
@@ -206,24 +201,6 @@ class RowState:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
-
-    @staticmethod
-    def bytes_for(
-        max_num_seqs: int,
-        num_groups: int,
-        max_blocks_per_row: int,
-        vocab_size: int,
-        *,
-        rope_by_length: bool = False,
-        masked: MaskSizes | None = None,
-        drafts: int = 0,
-    ) -> int:
-        """Bytes that `allocate` will allocate."""
-        per_row = 8 + 8 + 4 * num_groups * max_blocks_per_row + 8 * (rope_by_length + drafts)
-        own = (max_num_seqs + 1) * per_row
-        if masked is not None:
-            own += masked.nbytes
-        return own + SamplingState.bytes_for(max_num_seqs, vocab_size)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name."""

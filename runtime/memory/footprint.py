@@ -263,15 +263,16 @@ def _static_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int)
     by_length = plan_of(model).rope_by_length
 
     def static_bytes(prefill_tokens: int, row_blocks: int) -> int:
-        rows = RowState.bytes_for(
+        rows = RowState.allocate(
             config.max_num_seqs,
             num_groups,
             row_blocks,
             model.vocab_size,
+            torch.device("meta"),
             rope_by_length=by_length,
             masked=MaskSizes.of(config, model),
             drafts=config.kept_drafts,
-        )
+        ).nbytes
         scores = PromptScorer.bytes_for(
             prefill_tokens, model.hidden_size, model.vocab_size, config.dtype
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -72,25 +72,16 @@ class SamplingState:
         """Allocate the state of `max_num_seqs` rows and the null row, all of them greedy."""
         rows = max_num_seqs + 1
         greedy = SamplingParams(temperature=0.0).resolved()
-        reals = torch.tensor(_row_reals(greedy), dtype=torch.float32, device=device)
+        reals = torch.tensor(_row_reals(greedy), dtype=torch.float32).expand(rows, -1)
         integers = _row_integers(greedy, seed=0, ban_until=0, stop_ids=(), vocab_size=vocab_size)
         return cls(
-            reals=reals.repeat(rows, 1),
-            integers=torch.tensor(integers, dtype=torch.int64, device=device).repeat(rows, 1),
+            # `repeat` of a "meta" tensor (memory plan) would import much Python code of torch.
+            reals=torch.empty(reals.shape, device=device).copy_(reals),
+            integers=torch.empty((rows, len(integers)), dtype=torch.int64, device=device).copy_(
+                torch.tensor(integers, dtype=torch.int64)
+            ),
             token_counts=torch.zeros(rows, vocab_size, dtype=torch.int32, device=device),
         )
-
-    @staticmethod
-    def bytes_for(max_num_seqs: int, vocab_size: int) -> int:
-        """Bytes that `allocate` takes."""
-        reals = 4 * (NUM_REALS + MAX_LOGIT_BIAS_ENTRIES)
-        integers = 8 * (NUM_INTEGERS + MAX_LOGIT_BIAS_ENTRIES + MAX_ROW_STOP_IDS)
-        return (max_num_seqs + 1) * (reals + integers + 4 * vocab_size)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(getattr(self, field.name).nbytes for field in fields(self))
 
     def write_row(
         self,

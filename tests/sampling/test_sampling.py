@@ -275,13 +275,6 @@ def test_too_many_stop_ids_are_refused_and_the_row_stays() -> None:
         assert torch.equal(tensor, old)
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 5])
-@pytest.mark.parametrize("vocab_size", [1, V])
-def test_bytes_are_known_before_allocation(max_num_seqs: int, vocab_size: int) -> None:
-    state = SamplingState.allocate(max_num_seqs, vocab_size, CPU)
-    assert state.nbytes == SamplingState.bytes_for(max_num_seqs, vocab_size)
-
-
 KINDS = [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 9, "presence_penalty": 1.0}]
 
 
