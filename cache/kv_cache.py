@@ -616,10 +616,6 @@ class KVCache:
         """Drop all cached contents. Requests keep the blocks they hold."""
         self._pool.forget_contents()
 
-    def num_blocks_of(self, request_id: str, num_tokens: int) -> int:
-        """Return how many blocks `swap_out` copies for `num_tokens` computed tokens."""
-        return len(self._computed(request_id, num_tokens))
-
     def swap_out(self, request_id: str, num_tokens: int) -> list[tuple[int, int]] | None:
         """Release a request and reserve host blocks for its `num_tokens` computed tokens.
 

@@ -179,10 +179,8 @@ class EngineConfig:
         max_num_seqs: maximum requests that decode together.
         prefix_cache: whether requests with a common prefix share its cache blocks.
         host_cache_bytes: bytes of host memory (pinned for CUDA) for the blocks of preempted
-            requests; 0: no swapping.
-        preemption: what happens to a request that is preempted because no block is free: `swap`
-            copies its blocks to the host cache, `recompute` frees them and computes its tokens
-            again, `auto` selects the faster one by the measured speed of copies and prefill.
+            requests, which are copied there and back. 0, or without room: their blocks are freed,
+            and their tokens computed again.
         max_model_len: maximum tokens of one sequence, prompt and output; None: the limit of model
             and cache.
         prefill_chunk: maximum prompt tokens per step; limits how long a prefill delays decoding.
@@ -247,7 +245,6 @@ class EngineConfig:
     max_num_seqs: Annotated[int, Range(1, MAX_ROWS)] = 16
     prefix_cache: bool = True
     host_cache_bytes: Annotated[int, Range(0, 1 << 60)] = 0
-    preemption: Literal["auto", "swap", "recompute"] = "auto"
     max_model_len: Annotated[int, Range(1, 1 << 40)] | None = None
     prefill_chunk: Annotated[int, Range(1, 1 << 20)] = 512
     max_itl_ms: Annotated[float, Range(0, 3_600_000, above=True)] | None = None
@@ -268,10 +265,6 @@ class EngineConfig:
                 "threads must not be 0: give a number of threads, -1 for all cores but one, or"
                 " leave it out",
                 field="threads",
-            )
-        if self.preemption == "swap" and not self.host_cache_bytes:
-            raise ConfigError(
-                "preemption='swap' needs a host cache: set host_cache_bytes", field="preemption"
             )
         if self.speculation is not None:
             object.__setattr__(self, "speculation", Speculation.of(self.speculation))

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import signal
-import statistics
 import sys
 import time
 import traceback
@@ -91,7 +90,7 @@ from ..scheduling.speculator import (
     Speculator,
     VerifyCosts,
 )
-from ..scheduling.step_budget import PreemptionPolicy, StepBudget, calibrate
+from ..scheduling.step_budget import StepBudget, calibrate
 from ..structured.compiler import check_installed
 from .loop import StepLoop
 from .rank_start import (
@@ -127,19 +126,15 @@ __all__ = [
     "overwriting",
     "plan_engine",
     "planned_kernels",
-    "preemption_policy",
     "start",
 ]
 
 
 # Measures costs on this device, with the prepared steps of an engine without requests.
 #
-# Preemption costs the copy of a block or the recomputation of a token. If chunks are sized by time,
-# every step is measured too.
+# If chunks are sized by time, every step is measured.
 
 REPETITIONS = 5
-
-COPIED_BLOCKS = 8
 
 LONG_STEP = 0.01
 
@@ -149,41 +144,6 @@ CONTEXT = 1024
 
 """Positions before the tokens of steps that measure the time of attention, if the model has so
 many."""
-
-
-def preemption_policy(
-    runner: Runner, choice: Literal["auto", "swap", "recompute"]
-) -> PreemptionPolicy:
-    """Return the policy of a prepared runner; `recompute` if it has no host arena.
-
-    Only `auto` measures: it runs the largest prefill step on padding, and copies unused blocks to
-    the host and back.
-    """
-    host = runner.host_arena
-    if host is None:
-        return PreemptionPolicy("recompute")
-    if choice != "auto":
-        return PreemptionPolicy(choice)
-    # Block i and host block i - 1, so that the null block is not copied.
-    count = min(COPIED_BLOCKS, host.num_blocks, runner.num_blocks - 1)
-    outward = [(i + 1, i) for i in range(count)]
-    inward = [(i, i + 1) for i in range(count)]
-
-    def copy() -> None:
-        runner.blocks.copy("to_host", outward)
-        runner.blocks.copy("from_host", inward)
-
-    widest = runner.sizes.read_blocks.largest
-    key = runner.sizes.prefill_key(runner.sizes.tokens.largest, widest, False)
-
-    def prefill() -> None:
-        runner.run(key)
-
-    return PreemptionPolicy(
-        "auto",
-        block_seconds=_median_seconds(copy, runner.device) / (2 * count),
-        token_seconds=_median_seconds(prefill, runner.device) / key.size,
-    )
 
 
 def calibrated_step_budget(
@@ -308,22 +268,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
-
-
-def _median_seconds(work: Callable[[], None], device: torch.device) -> float:
-    seconds = []
-    for _ in range(REPETITIONS):
-        _wait(device)
-        started = time.perf_counter()
-        work()
-        _wait(device)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # Starts the drafter of an engine: finds it, plans its memory, loads it.
@@ -1044,7 +988,6 @@ def make_loop(
         max_batch_tokens=parts.plan.max_batch_tokens,
         prefill_chunk=config.prefill_chunk,
         max_prefill_rows=config.max_prefill_rows,
-        preemption=preemption_policy(parts.runner, config.preemption),
         step_budget=step_budget,
         steps_per_launch=config.steps_per_launch,
         rope_lengths=rope_lengths(parts.model.config),

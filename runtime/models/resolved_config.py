@@ -43,7 +43,7 @@ class ResolvedConfig(EngineConfig):
     """The configuration of one engine: an `EngineConfig` resolved for a model and a device.
 
     Fields and properties contain every size that follows from the configuration. The memory plan
-    reduces two of them (`fit_to_cache`). `preemption="auto"` is decided later, by measurements.
+    reduces two of them (`fit_to_cache`).
     Fields that are not below have the user's values.
 
     Attributes:

@@ -33,7 +33,7 @@ from ...cache.kv_cache import Admitted, KVCache, TableChange
 from ..request import Request, RequestStatus
 from ..rope_lengths import RopeLengths
 from .plan import Admission, Preemption, RowSpan, StepPlan, TableUpdate
-from .step_budget import PreemptionPolicy, StepBudget
+from .step_budget import StepBudget
 
 __all__ = ["Scheduler"]
 
@@ -364,7 +364,6 @@ class Scheduler:
         max_batch_tokens: int,
         prefill_chunk: int,
         max_prefill_rows: int,
-        preemption: PreemptionPolicy | None = None,
         step_budget: StepBudget | None = None,
         steps_per_launch: int = 1,
         rope_lengths: RopeLengths | None = None,
@@ -379,7 +378,6 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.prefill_chunk = prefill_chunk
         self.max_prefill_rows = max_prefill_rows
-        self.preemption = preemption or PreemptionPolicy()
         self.steps_per_launch = steps_per_launch
         self._step_budget = step_budget
         self._rope_lengths = rope_lengths or RopeLengths()
@@ -712,8 +710,7 @@ class Scheduler:
         self._publisher.publish(victim)
         pairs = None
         num_tokens = victim.least_computed
-        num_blocks = self.cache.num_blocks_of(victim.id, num_tokens)
-        if may_swap and self.preemption.swaps(num_blocks, num_tokens):
+        if may_swap and num_tokens and self.cache.host.num_blocks:
             pairs = self.cache.swap_out(victim.id, num_tokens)
         if pairs is None:
             self.cache.release(victim.id)

@@ -54,7 +54,6 @@ def resolve(**choices: Any) -> ResolvedConfig:
         {"memory_fraction": 0.5, "memory_bytes": 100},
         {"memory_tokens": 100, "num_blocks": 10},
         {"max_batch_tokens": 16, "max_num_seqs": 16},
-        {"preemption": "swap"},
         {"prefix_cache": 1},
         {"compile": "yes"},
         {"max_itl_ms": 0},

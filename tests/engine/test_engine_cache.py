@@ -141,17 +141,17 @@ def _run_with_seed(engine: Engine, prompt: list[int], params: SamplingParams, se
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block_size", sweep([1, 4, 16, 32], 1, 16))
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("preemption", sweep(["swap", "recompute", "auto"], "swap", "recompute"))
+@pytest.mark.parametrize("host_cache_bytes", [1 << 20, 0])
 def test_preemption_changes_no_token(
     open_engine: Callable[..., Engine],
     base: TinyModel,
     block_size: int,
     prefix_cache: bool,
-    preemption: str,
+    host_cache_bytes: int,
     mode: str,
 ) -> None:
     """Room for about two and a half of the four sequences that run at once."""
-    if mode == "compile" and (block_size not in (4, 16) or preemption == "auto"):
+    if mode == "compile" and (block_size not in (4, 16)):
         pytest.skip("the compiled code is the same")
     lengths = (20, 31, 32, 7, 16, 25)
     engine = open_engine(
@@ -160,8 +160,7 @@ def test_preemption_changes_no_token(
         block_size=block_size,
         num_blocks=1 + 160 // block_size,
         prefix_cache=prefix_cache,
-        preemption=preemption,
-        host_cache_bytes=1 << 20,
+        host_cache_bytes=host_cache_bytes,
     )
     prompts = base.prompts(*lengths, seed=36)
     plain = base.greedy(prompts, NEW_TOKENS)
@@ -172,21 +171,20 @@ def test_preemption_changes_no_token(
         engine.check_integrity()
     stats = engine.stats()
     assert stats["preemptions"] > 0
-    if preemption != "auto":
-        assert (stats["cache"]["swapped_out"] > 0) == (preemption == "swap")
+    assert (stats["cache"]["swapped_out"] > 0) == (host_cache_bytes > 0)
     assert stats["cache"]["swapped_in"] == stats["cache"]["swapped_out"]
     assert stats["blocks"]["host_free"] == stats["blocks"]["host"]
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("preemption", sweep(["swap", "recompute"], "swap"))
+@pytest.mark.parametrize("host_cache_bytes", sweep([1 << 22, 0], 1 << 22))
 @pytest.mark.parametrize("variant", ["qwen3", "mistral", "gemma2", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_family_shares_forks_and_swaps(
     open_engine: Callable[..., Engine],
     tiny: Callable[[str], TinyModel],
     variant: str,
-    preemption: str,
+    host_cache_bytes: int,
     mode: str,
 ) -> None:
     """Windows, hybrids and latents through the same cache, which is too small for all rows."""
@@ -214,8 +212,7 @@ def test_every_family_shares_forks_and_swaps(
         prefill_chunk=5,
         max_num_seqs=12,
         num_blocks=1 + blocks,
-        preemption=preemption,
-        host_cache_bytes=1 << 22,
+        host_cache_bytes=host_cache_bytes,
     )
     poison(tight)
     assert texts(tight.generate(prompts, params)) == expected
@@ -223,7 +220,7 @@ def test_every_family_shares_forks_and_swaps(
     stats = tight.stats()
     if variant != "mistral":  # whose rows need no more blocks the longer they get
         assert stats["preemptions"] > 0
-        assert (stats["cache"]["swapped_in"] > 0) == (preemption == "swap")
+        assert (stats["cache"]["swapped_in"] > 0) == (host_cache_bytes > 0)
 
 
 def test_what_ran_during_a_reset_is_not_shared_afterwards(

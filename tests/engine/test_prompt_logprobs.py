@@ -110,10 +110,10 @@ def test_completions_share_the_prompt_of_the_first(
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("host_cache_bytes", [1 << 20, 0])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_preempted_prompts_are_scored_once(
-    open_engine: Callable[..., Engine], base: TinyModel, preemption: str, prefix_cache: bool
+    open_engine: Callable[..., Engine], base: TinyModel, host_cache_bytes: int, prefix_cache: bool
 ) -> None:
     """Decoding rows grow and preempt a prompt between two of its chunks. They do not change."""
     engine = open_engine(
@@ -122,8 +122,7 @@ def test_preempted_prompts_are_scored_once(
         prefill_chunk=2,
         num_blocks=40,
         prefix_cache=prefix_cache,
-        preemption=preemption,
-        host_cache_bytes=1 << 20,
+        host_cache_bytes=host_cache_bytes,
     )
     long, *urgent = base.prompts(70, 24, 24)
     for index, prompt in enumerate(urgent):
@@ -137,12 +136,12 @@ def test_preempted_prompts_are_scored_once(
     assert engine.stats()["scored_prompt_tokens"] == 69
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("host_cache_bytes", [1 << 20, 0])
 def test_steps_in_flight(
     open_engine: Callable[..., Engine],
     fake_graphs: FakeGraphs,
     base: TinyModel,
-    preemption: str,
+    host_cache_bytes: int,
 ) -> None:
     """Captured steps of a device that works after the host has launched the next one."""
     engine = open_engine(
@@ -154,8 +153,7 @@ def test_steps_in_flight(
         block_size=4,
         num_blocks=28,
         prefill_chunk=16,
-        preemption=preemption,
-        host_cache_bytes=1 << 20,
+        host_cache_bytes=host_cache_bytes,
     )
     fake_graphs.stream.behind = True
     prompts = base.prompts(40, 21, 22, 23, 5)

@@ -125,14 +125,12 @@ def test_tokens_are_those_of_single_steps(
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("choice", ["swap", "recompute"])
+@pytest.mark.parametrize("host_bytes", [1 << 20, 0])
 def test_preemption_and_a_cached_prefix(
-    open_engine: Callable[..., Engine], base: TinyModel, choice: str
+    open_engine: Callable[..., Engine], base: TinyModel, host_bytes: int
 ) -> None:
-    sizes = {"block_size": 4, "num_blocks": 36, "prefill_chunk": 16, "host_cache_bytes": 1 << 20}
-    engines = [
-        open_engine("base", **sizes, preemption=choice, steps_per_launch=steps) for steps in (1, 3)
-    ]
+    sizes = {"block_size": 4, "num_blocks": 36, "prefill_chunk": 16, "host_cache_bytes": host_bytes}
+    engines = [open_engine("base", **sizes, steps_per_launch=steps) for steps in (1, 3)]
     prompts = base.prompts(20, 21, 22, 23, 5)
     params = SamplingParams(max_tokens=24, temperature=0.6, seed=2, ignore_eos=True)
     for _ in range(2):

@@ -117,7 +117,7 @@ def test_preempted_requests_keep_their_lengths(
     host = {"host_cache_bytes": 1 << 22} if preemption == "swap" else {}
     blocks = 55 if variant == "olmo3_lengths" else 40  # which has four layer groups
     tight = {"num_blocks": blocks, "max_model_len": 80, "max_num_seqs": 4}
-    engine = open_engine(variant, preemption=preemption, **host, **SMALL | tight)
+    engine = open_engine(variant, **host, **SMALL | tight)
     check_tokens(engine, model, model.prompts(28, 36, 20, 41), 30)
     assert engine.stats()["preemptions"] >= 1
 

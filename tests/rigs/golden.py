@@ -105,7 +105,6 @@ LIMITS: dict[str, Any] = {
     "threads": 1,
     "block_size": 8,
     "num_blocks": 34,  # two requests are preempted
-    "preemption": "recompute",  # `auto` depends on times
     "max_num_seqs": 4,
     "max_model_len": 128,
     "prefill_chunk": 24,
@@ -139,7 +138,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "base/eager/torch/fp8": {"weight_dtype": "fp8", "kv_dtype": "fp8"},
     "base/compile/native/batch_invariant": {"batch_invariant": True},
     "base/compile/native/launches": {"steps_per_launch": 4},
-    "base/compile/native/swap": {"preemption": "swap", "host_cache_bytes": 1 << 20},
+    "base/compile/native/swap": {"host_cache_bytes": 1 << 20},
     "base/compile/native/threads": {"threads": 2},
     "base/compile/native/suffix": drafts("suffix"),
     "base/compile/native/schema": MASKS,

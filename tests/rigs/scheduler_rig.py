@@ -23,7 +23,7 @@ from stepgraph.runtime.rope_lengths import RopeLengths
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
-from stepgraph.runtime.scheduling.step_budget import PreemptionPolicy, StepBudget
+from stepgraph.runtime.scheduling.step_budget import StepBudget
 
 from .fake_device import NAN, NO_ROPES, NO_TOKENS, VOCAB, FakeRunner, Windows, oracle
 from .speculation_rig import DeviceDrafts, Guesses, OutputGuesses
@@ -60,7 +60,6 @@ class Rig:
         in_flight: int = 0,
         prefix: bool = False,
         host_blocks: int = 0,
-        preemption: PreemptionPolicy | None = None,
         step_budget: StepBudget | None = None,
         steps_per_launch: int = 1,
         tokens_per_row: int = 1,
@@ -93,7 +92,6 @@ class Rig:
             max_batch_tokens=max_batch_tokens,
             prefill_chunk=prefill_chunk,
             max_prefill_rows=max_prefill_rows,
-            preemption=preemption,
             step_budget=step_budget,
             steps_per_launch=steps_per_launch,
             rope_lengths=ropes,

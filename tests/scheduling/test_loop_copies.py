@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime.request import Request, RequestStatus
-from stepgraph.runtime.scheduling.step_budget import PreemptionPolicy
 
 from ..rigs.fake_device import oracle
 from ..rigs.scheduler_rig import Rig
@@ -19,7 +18,6 @@ def swapping_rig(**options: Any) -> Rig:
     return Rig(
         block_size=2,
         prefill_chunk=8,
-        preemption=PreemptionPolicy("swap"),
         **{"host_blocks": 20, **options},
     )
 

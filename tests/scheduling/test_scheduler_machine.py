@@ -23,7 +23,6 @@ from stepgraph.runtime.engine.request_output import CompletionOutput, RequestOut
 from stepgraph.runtime.request import Request, RequestGroup, RequestStatus
 from stepgraph.runtime.rope_lengths import RopeLengths
 from stepgraph.runtime.scheduling.plan import StepPlan
-from stepgraph.runtime.scheduling.step_budget import PreemptionPolicy
 
 from ..rigs.fake_device import VOCAB, Windows, oracle
 from ..rigs.scheduler_rig import Rig, groups_of
@@ -35,13 +34,6 @@ ROPES = [
     RopeLengths(grows=(4,)),
     *(RopeLengths(switches=(n,), recompute_above=n) for n in (3, 7, 12)),
 ]
-POLICIES = [
-    PreemptionPolicy("recompute"),
-    PreemptionPolicy("swap"),
-    PreemptionPolicy("auto", block_seconds=2.0, token_seconds=1.0),
-]
-
-
 pytestmark = pytest.mark.usefixtures("no_tracebacks")
 
 
@@ -93,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         windows=st.sampled_from(WINDOWS),
         usable_blocks=st.integers(2, 14),
-        host_blocks=st.integers(0, 12),
+        host_blocks=st.just(0) | st.integers(0, 12),
         block_size=st.integers(1, 4),
         max_num_seqs=st.integers(1, 4),
         spare_tokens=st.integers(1, 8),
@@ -103,7 +95,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps=st.sampled_from([(1, 1), (1, 1), (2, 1), (8, 1), (1, 2), (1, 3), (1, 5)]),
         drafter=st.booleans(),
         prefix=st.booleans(),
-        preemption=st.sampled_from(POLICIES),
         faults=st.none() | st.integers(0, 1000),
         nan_tokens=st.sampled_from([frozenset(), frozenset({VOCAB - 1})]),
         ropes=st.sampled_from(ROPES),
@@ -360,7 +351,6 @@ def test_outputs_in_a_crowd(
             in_flight=in_flight,
             prefix=prefix,
             host_blocks=(40, 8, 12, 40)[seed],
-            preemption=POLICIES[(1, 2, 1, 1)[seed]],
             steps_per_launch=steps[seed],
             tokens_per_row=verify[seed],
             drafter=several == "of a drafter",

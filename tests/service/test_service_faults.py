@@ -97,7 +97,7 @@ def test_failure_keeps_no_memory_of_the_engine() -> None:
 
 @pytest.mark.parametrize("where", ["swap_out", "copy_in"])
 def test_a_swap_that_fails_is_recomputed(where: str) -> None:
-    with rig(num_blocks=14, host_blocks=20, preemption="swap", host_cache_bytes=1) as r:
+    with rig(num_blocks=14, host_blocks=20, host_cache_bytes=1) as r:
         runner: Any = r.made[0]._loop.runner
         failed: list[str] = []
 
