@@ -86,9 +86,9 @@ def open_nccl(group: RankGroup, cases: CollectiveCases, limit_seconds: float) ->
     except RuntimeError as error:
         raise _no_collectives(group, str(error)) from error
     nccl = ProcessGroupCollectives(processes.process_group, processes.close, processes.abort)
-    if (error := failed_check(group, nccl, cases)) is not None:
+    if (wrong := failed_check(group, nccl, cases)) is not None:
         nccl.close()
-        raise _no_collectives(group, error)
+        raise _no_collectives(group, wrong)
     return nccl
 
 
