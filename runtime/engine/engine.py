@@ -49,6 +49,7 @@ from ..errors import (
     RequestError,
     StepgraphError,
 )
+from ..execution.rank_commands import Command
 from ..loading.chat_template import ChatPrompt, Message, chat_prompts
 from ..loading.loader import OpenedSource
 from ..loading.tokenizer import TextTokenizer
@@ -203,7 +204,7 @@ class Engine:
             if parts.group is not None:
                 if parts.runner.commands is not None:
                     with suppress(RankError):  # they have ended
-                        parts.runner.commands.close()
+                        parts.runner.commands.call(Command.CLOSE, wake=True)
                 parts.group.close()
             if parts.model.stack is not None:
                 parts.model.stack.close()
@@ -634,7 +635,7 @@ class Engine:
         def change() -> None:
             commands = parts.runner.commands
             if commands is not None:
-                commands.reload(new.place)
+                commands.call(Command.RELOAD, new.place, wake=True)
             overwrite()
             if parts.group is not None:
                 agree_on_weights(parts.group, parts.model)

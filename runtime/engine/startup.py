@@ -45,7 +45,7 @@ from ..distributed.rank_processes import GROUP_ENDED
 from ..distributed.segment import SharedSegment, open_shared
 from ..errors import ConfigError, RankError, StepgraphError, StepPreparationError
 from ..execution.follower import Follower
-from ..execution.rank_commands import CommandSender
+from ..execution.rank_commands import Command, CommandSender
 from ..execution.runner import DrafterCache, Runner
 from ..execution.step_functions import compile_settings
 from ..execution.step_key import StepKey
@@ -994,7 +994,7 @@ def make_loop(
     )
     if parts.runner.commands is not None and parts.group is not None:
         timeout = config.rank_timeout
-        parts.runner.commands.serve(timeout)
+        parts.runner.commands.call(Command.SERVE, timeout, wake=True)
         _serve_ranks(parts, parts.group, timeout)
     return StepLoop(
         scheduler,

@@ -17,16 +17,10 @@ from .outputs import OUTPUT_SETS
 from .rank_commands import (
     Command,
     InputBuffer,
-    decode_blocks,
-    decode_copies,
     decode_inputs,
     decode_masks,
-    decode_padding,
     decode_row,
     decode_run,
-    decode_score,
-    decode_serve,
-    decode_token,
 )
 from .runner import Runner
 from .step_key import StepKey, StepOutput
@@ -79,16 +73,16 @@ class Follower:
             Command.RUN: self._run,
             Command.INPUTS: self._inputs,
             Command.ROW: self._row,
-            Command.COPY_BLOCKS: lambda payload: runner.blocks.copy(*decode_copies(payload)),
-            Command.CLEAR_DRAFTER: lambda payload: runner.blocks.clear_drafter(
-                decode_blocks(payload)
-            ),
-            Command.FORCE_TOKEN: lambda payload: runner.force_token(*decode_token(payload)),
-            Command.SCORE: lambda payload: runner.scorer.run(*decode_score(payload)),
-            Command.PADDING: lambda payload: runner.place_padding(*decode_padding(payload)),
-            Command.RELOAD: self._reload_weights,
-            Command.SERVE: lambda payload: serve(*decode_serve(payload)),
             Command.MASKS: self._masks,
+        }
+        self._call: dict[int, Callable[..., None]] = {
+            Command.COPY_BLOCKS: runner.blocks.copy,
+            Command.CLEAR_DRAFTER: runner.blocks.clear_drafter,
+            Command.FORCE_TOKEN: runner.force_token,
+            Command.SCORE: runner.scorer.run,
+            Command.PADDING: runner.place_padding,
+            Command.RELOAD: self._reload_weights,
+            Command.SERVE: serve,
         }
 
     def follow(self) -> None:
@@ -103,7 +97,10 @@ class Follower:
             kind, payload = reader.receive()
             if kind == Command.CLOSE:
                 return
-            self._apply[kind](payload)
+            if kind in self._apply:
+                self._apply[kind](payload)
+            else:
+                self._call[kind](*json.loads(payload))
 
     def _run(self, payload: bytes) -> None:
         decoded = self._keys.get(payload)
@@ -166,9 +163,9 @@ class Follower:
         while self._pending:
             self._check_in(self._pending.popleft())
 
-    def _reload_weights(self, payload: bytes) -> None:
+    def _reload_weights(self, source: str) -> None:
         self._check_in_all()  # rank 0 has read them, and does not wait for long
-        self._reload(json.loads(payload))
+        self._reload(source)
 
     def _inputs(self, payload: bytes) -> None:
         runner = self._runner

@@ -28,7 +28,7 @@ from ..models.modules import each_token
 from ..request import Request
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import RowSpan
-from .rank_commands import CommandSender
+from .rank_commands import Command, CommandSender
 from .step_functions import on_device
 
 __all__ = ["LaunchedScores", "PromptScorer", "Score", "ScoreArrays", "ScoreInputs", "slice_tokens"]
@@ -235,7 +235,7 @@ class PromptScorer:
         On all ranks of a tensor-parallel group.
         """
         if self._commands is not None:
-            self._commands.score(count, num_top)
+            self._commands.call(Command.SCORE, count, num_top, wake=True)
         with (
             on_device(self.hidden.device),
             dependent_launch(self._model.kernels.dependent_launch),

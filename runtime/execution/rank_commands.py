@@ -21,10 +21,9 @@ from ..distributed.rank_group import RankGroup
 from ..sampling.sampling_state import RowParameters
 from .step_key import StepKey, StepPart
 
-__all__ = ["BLOCK_COPIES", "INPUT_BUFFERS", "Command", "CommandSender", "Inputs", "decode_inputs"]
+__all__ = ["INPUT_BUFFERS", "Command", "CommandSender", "Inputs", "decode_inputs"]
 
 BlockCopy = Literal["within", "to_host", "from_host"]
-BLOCK_COPIES: tuple[BlockCopy, ...] = ("within", "to_host", "from_host")
 InputBuffer = Literal["steps", "embeds", "scores", "drafts"]
 INPUT_BUFFERS: tuple[InputBuffer, ...] = ("steps", "embeds", "scores", "drafts")
 
@@ -33,14 +32,12 @@ _PREFILL, _FULL_SAMPLER, _MASKED, _AWAITS_MASKS, _PART = 1, 2, 4, 8, 16
 """Bits of a key; from the last one on the index of its part."""
 _RUN = Struct("<BIIHHHI")
 _INPUTS, _FIELD = Struct("<BBI"), Struct("<BI")
-_ROW, _TOKEN, _SCORE = Struct("<Iqq"), Struct("<Iq"), Struct("<II")
-_PADDING = Struct("<qqqq")
-_SERVE = Struct("<d")
+_ROW = Struct("<Iqq")
 _MASKS = Struct("<III")
 
 
 class Command(IntEnum):
-    """Kind of a message."""
+    """Kind of a message. Those that `CommandSender.call` sends have their arguments as JSON."""
 
     RUN = 1
     INPUTS = 2
@@ -137,40 +134,9 @@ class CommandSender:
             parts += [used.numpy().tobytes(), counts[used].numpy().tobytes()]
         self._send(Command.ROW, b"".join(parts), wake=False)
 
-    def copy_blocks(self, copy: BlockCopy, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, destination) blocks."""
-        kind = bytes([BLOCK_COPIES.index(copy)])
-        encoded = kind + np.asarray(pairs, dtype=np.int64).tobytes()
-        self._send(Command.COPY_BLOCKS, encoded, wake=False)
-
-    def clear_drafter(self, blocks: Sequence[int]) -> None:
-        """Zero blocks of the drafter's cache."""
-        encoded = np.asarray(blocks, dtype=np.int64).tobytes()
-        self._send(Command.CLEAR_DRAFTER, encoded, wake=False)
-
-    def force_token(self, row: int, token_id: int) -> None:
-        """Replace the newest token of a row."""
-        self._send(Command.FORCE_TOKEN, _TOKEN.pack(row, token_id), wake=False)
-
-    def score(self, count: int, num_top: int) -> None:
-        """Score the first `count` scored tokens."""
-        self._send(Command.SCORE, _SCORE.pack(count, num_top))
-
-    def padding(self, null_position: int, start: int, count: int, last: int) -> None:
-        """Move the null row and padding; see `Runner.place_padding`."""
-        self._send(Command.PADDING, _PADDING.pack(null_position, start, count, last), wake=False)
-
-    def reload(self, source: str) -> None:
-        """Take the weights of another checkpoint."""
-        self._send(Command.RELOAD, json.dumps(source).encode())
-
-    def serve(self, timeout: float) -> None:
-        """Wait for rank 0 no longer than `timeout` seconds from now on: it has started."""
-        self._send(Command.SERVE, _SERVE.pack(timeout))
-
-    def close(self) -> None:
-        """End the processes."""
-        self._send(Command.CLOSE)
+    def call(self, command: Command, *arguments: object, wake: bool = False) -> None:
+        """Apply a command whose arguments are numbers, strings and lists of them."""
+        self._send(command, json.dumps(arguments).encode(), wake=wake)
 
 
 def encode_run(key: StepKey, lanes: int, *, awaits_masks: bool = False) -> bytes:
@@ -244,18 +210,6 @@ def decode_row(
     return row, rope_length, parameters
 
 
-def decode_copies(payload: bytes) -> tuple[BlockCopy, list[tuple[int, int]]]:
-    """Return kind and pairs of `Command.COPY_BLOCKS`."""
-    pairs = np.frombuffer(payload, np.int64, offset=1).reshape(-1, 2).tolist()
-    return BLOCK_COPIES[payload[0]], [(source, target) for source, target in pairs]
-
-
-def decode_blocks(payload: bytes) -> list[int]:
-    """Return the blocks of `Command.CLEAR_DRAFTER`."""
-    blocks: list[int] = np.frombuffer(payload, np.int64).tolist()
-    return blocks
-
-
 def decode_masks(
     payload: bytes, words: int
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.NDArray[np.int32], int]:
@@ -265,7 +219,3 @@ def decode_masks(
     begin = _MASKS.size + indices.nbytes
     masks = np.frombuffer(payload, np.int32, written * words, begin).reshape(written, words)
     return indices[:allowed], indices[allowed:], masks, tokens_per_row
-
-
-decode_token, decode_score, decode_padding = _TOKEN.unpack, _SCORE.unpack, _PADDING.unpack
-decode_serve = _SERVE.unpack

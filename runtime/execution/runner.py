@@ -66,7 +66,7 @@ from .outputs import (
     sampled_tokens,
 )
 from .prompt_scorer import PromptScorer, Score
-from .rank_commands import BlockCopy, CommandSender, InputBuffer
+from .rank_commands import BlockCopy, Command, CommandSender, InputBuffer
 from .step_functions import DraftStep, StepFunctions
 from .step_key import PlannedPart, PlanParts, StepKey, StepOutput, StepSizes, most_table_updates
 from .token_masks import FollowedMasks, HostMasks, TokenMasks
@@ -180,7 +180,7 @@ class BlockCopies:
         blocks = list(self._new)
         self._new.clear()
         if self._commands is not None:
-            self._commands.clear_drafter(blocks)
+            self._commands.call(Command.CLEAR_DRAFTER, blocks)
         self.clear_drafter(blocks)
 
     def clear_drafter(self, blocks: Sequence[int]) -> None:
@@ -210,7 +210,7 @@ class BlockCopies:
         """Issue the copies of (source, destination) blocks."""
         self.zero_new()
         if self._commands is not None:
-            self._commands.copy_blocks(kind, pairs)
+            self._commands.call(Command.COPY_BLOCKS, kind, pairs)
         for arena, host in self._arenas:
             if kind == "within":
                 arena.copy_blocks(pairs)
@@ -783,7 +783,7 @@ class Runner:
     def force_token(self, row: int, token_id: int) -> None:
         """Replace the last sampled token of a row."""
         if self.commands is not None:
-            self.commands.force_token(row, token_id)
+            self.commands.call(Command.FORCE_TOKEN, row, token_id)
         self.state.token_ids[row] = token_id
 
     def _take_row(self, request: Request, row: int) -> None:
@@ -820,7 +820,7 @@ class Runner:
             last: the largest position of these tokens.
         """
         if self.commands is not None:
-            self.commands.padding(null_position, start, count, last)
+            self.commands.call(Command.PADDING, null_position, start, count, last)
         self.state.positions[self.null_row] = null_position
         positions = self.inputs.device.positions
         if count:
