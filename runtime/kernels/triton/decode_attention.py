@@ -8,10 +8,8 @@ key and value do not go through memory: the first split without tiles, or the la
 them, writes them to the slot, and starts its softmax from them (as they would be read back, where
 the cache is quantised). The others read what earlier steps wrote.
 
-With programmatic dependent launch a program has time before its inputs are there. It asks for two
-things to be brought to the L2 cache meanwhile: its share of the weights that the next kernels read,
-and the first tile of its own run. Where that is, it reads from inputs that may still be those of
-the step before, in which case it asks in vain; nothing is computed from them.
+With programmatic dependent launch a program has time before its inputs are there. It asks for its
+share of the weights that the next kernels read to be brought to the L2 cache meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from torch import Tensor
 from ..ops.attention import AttentionForm, reference_paged_attention
 from ..ops.batch import LayerPlace, RaggedBatch
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .quantised import cache_views, fp8_is_native, scale_offset, store_vectors, vector_offset
+from .quantised import cache_views, fp8_is_native, store_vectors
 from .rotated_heads import (
     HeadRotation,
     load_norm,
@@ -84,48 +82,17 @@ def _bring_weight(  # type: ignore[no-untyped-def]
         _bring_line(weight_ptr, line.to(tl.int64) * LINE)
 
 
-@triton.jit
-def _bring_tile(  # type: ignore[no-untyped-def]
-    keys_ptr, values_ptr, tables_ptr, token_rows_ptr, positions_ptr, t, g, split, splits,
-    table_rows, table_stride, num_blocks, window, key_scales_ptr, value_scales_ptr,
-    CHUNK: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STORAGE: tl.constexpr, TILE: tl.constexpr, LINE: tl.constexpr,
-):  # fmt: skip
-    """The first tile of the run, as inputs that may be outdated, or not yet written, have it: all
-    indices are forced into their ranges, and no line of them stays in L1 (`.cg`)."""
-    position = tl.load(positions_ptr + t, cache_modifier=".cg").to(tl.int32)
-    position = tl.minimum(tl.maximum(position, 0), table_stride * BLOCK_SIZE - 1)
-    row = tl.load(token_rows_ptr + t, cache_modifier=".cg").to(tl.int32)
-    row = tl.minimum(tl.maximum(row, 0), table_rows - 1)
-    first = first_seen(position, window, CHUNK)
-    begin, _, _ = split_tiles(first, position, split, splits, TILE)
-    n = begin * TILE + tl.arange(0, TILE)
-    entry = tables_ptr + row * table_stride + n // BLOCK_SIZE
-    seen = (n >= first) & (n < position)
-    block = tl.load(entry, mask=seen, other=0, cache_modifier=".cg")
-    block = tl.minimum(tl.maximum(block, 0), num_blocks - 1)
-    width: tl.constexpr = keys_ptr.dtype.element_ty.primitive_bitwidth // 8
-    at = vector_offset(block, g, n % BLOCK_SIZE, G, E, BLOCK_SIZE, STORAGE) * width
-    for line in tl.static_range(0, E * width, LINE):
-        _bring_line(keys_ptr, at + line)
-        _bring_line(values_ptr, at + line)
-    if STORAGE != "model":
-        scale_at = scale_offset(block, g, n % BLOCK_SIZE, G, E, BLOCK_SIZE) * 2
-        _bring_line(key_scales_ptr, scale_at)
-        _bring_line(value_scales_ptr, scale_at)
-
-
 @triton.jit(do_not_specialize=["lines", "lines_each", "second_lines", "second_lines_each"])
 def _decode_attention(  # type: ignore[no-untyped-def]
     qkv_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, q_norm_ptr, k_norm_ptr,
     cos_ptr, sin_ptr, sinks_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,
-    acc_ptr, m_ptr, l_ptr, counters_ptr, out_ptr, weight_ptr, second_ptr, table_rows, table_stride,
-    num_blocks, window, eps, scale, lines, lines_each, second_lines, second_lines_each,
+    acc_ptr, m_ptr, l_ptr, counters_ptr, out_ptr, weight_ptr, second_ptr, table_stride, window,
+    eps, scale, lines, lines_each, second_lines, second_lines_each,
     GROUP: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr, CHUNK: tl.constexpr,
     OFFSET_NORMS: tl.constexpr, ALL_HEADS: tl.constexpr, FLOOR: tl.constexpr,
     TEMPERATURE: tl.constexpr, BLOCK_E: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
-    LANES: tl.constexpr, LINE: tl.constexpr, BRING_TILE: tl.constexpr, COMBINED: tl.constexpr,
+    LANES: tl.constexpr, LINE: tl.constexpr, COMBINED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (g, s, t): kv head g of row t, split s."""
@@ -150,12 +117,6 @@ def _decode_attention(  # type: ignore[no-untyped-def]
             _bring_weight(weight_ptr, lines, lines_each, program, LANES, LINE)
         if second_ptr is not None:
             _bring_weight(second_ptr, second_lines, second_lines_each, program, LANES, LINE)
-        if BRING_TILE:
-            _bring_tile(
-                keys_ptr, values_ptr, tables_ptr, token_rows_ptr, positions_ptr, t, g, split,
-                splits, table_rows, table_stride, num_blocks, window, key_scales_ptr,
-                value_scales_ptr, CHUNK, G, E, BLOCK_SIZE, STORAGE, TILE, LINE,
-            )  # fmt: skip
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
     position = tl.load(positions_ptr + t).to(tl.int32)
@@ -276,14 +237,14 @@ def decode_attention(
         _decode_attention, (kv_heads, splits, tokens),
         qkv_TN, *views, rotation.q_norm, rotation.k_norm, rotation.cos, rotation.sin,
         form.sinks, batch.slots[place.group], block_tables, batch.token_rows, batch.positions,
-        *partials, counters, attended_TN, weight, second, *block_tables.shape, kv.shape[1],
+        *partials, counters, attended_TN, weight, second, block_tables.shape[1],
         form.window or NO_WINDOW, rotation.eps, form.scale, *lines, *second_lines,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         GROUP=group, G=kv_heads, E=head_dim, BLOCK_SIZE=batch.block_size, STORAGE=form.storage,
         NATIVE_FP8=fp8_is_native(qkv_TN.device), SOFTCAP=form.softcap, CHUNK=form.chunk,
         **rotation.constants, BLOCK_E=padded(head_dim),
         HEADS=max(tile.heads, triton.next_power_of_2(group)), TILE=tile.positions, LANES=threads,
-        LINE=LINE_BYTES, BRING_TILE=splits > 1, COMBINED=combined,
+        LINE=LINE_BYTES, COMBINED=combined,
     )  # fmt: skip
 
 
