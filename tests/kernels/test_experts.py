@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime.kernels import (
     Routing,
-    load_cpu_ops,
-    packed_experts,
     reference_experts,
     reference_route,
 )
@@ -19,7 +17,7 @@ from stepgraph.runtime.kernels.ops import experts as module
 from stepgraph.runtime.kernels.ops.experts_operator import opaque_experts
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..rigs.expert_cases import Mixture, make_mixture, packed, simple_experts, simple_route
+from ..rigs.expert_cases import Mixture, make_mixture, simple_experts, simple_route
 
 CASES: dict[str, dict[str, Any]] = {
     "mixtral": {"routing": Routing(2, normalised=True)},
@@ -59,17 +57,6 @@ def test_both_forms_equal_the_simple_version(name: str, storage: str, tokens: in
     weights, experts = module._chosen(mixture.op, x, mixture.tensors, None)
     by_block = module._by_block(mixture.op, x, mixture.tensors, weights, experts)
     close(by_block, mixture, x, x.dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("storage", ["model", "int8"])
-@pytest.mark.parametrize("name", CASES)
-def test_packed_experts(name: str, storage: str, dtype: torch.dtype) -> None:
-    load_cpu_ops()
-    mixture = make_mixture(**CASES[name], storage=storage, dtype=dtype)
-    x = torch.randn(9, 12, generator=torch.Generator().manual_seed(1)).to(dtype)
-    close(reference_experts(mixture.op, x, mixture.tensors), mixture, x, dtype)
-    close(packed_experts(mixture.op, x, packed(mixture)), mixture, x, dtype)
 
 
 @pytest.mark.parametrize("name", CASES)

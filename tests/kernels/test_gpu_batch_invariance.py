@@ -304,16 +304,3 @@ def test_what_cannot_be_invariant_on_cuda_is_refused(
     model = read_config(tiny(variant).directory)
     with pytest.raises(ConfigError, match=message):
         check_batch_invariant(config, torch.device("cuda", 0), BF16, "model", model)
-
-
-@pytest.mark.parametrize("mode", ["auto", "eager", "compile", "graph"])
-@pytest.mark.parametrize("variant", ["base", "gemma3", "gpt_oss", "qwen3_yarn"])
-def test_models_of_the_kernels_are_accepted(tiny: Tiny, variant: str, mode: str) -> None:
-    model = read_config(tiny(variant).directory)
-    config = EngineConfig(device="cuda", mode=mode, batch_invariant=True)
-    for dtype in (F32, BF16, F16):
-        for weights in ("model", "int8", "fp8"):
-            check_batch_invariant(config, torch.device("cuda", 0), dtype, weights, model)
-    resolved = resolve_absent(config, model)
-    assert resolved.batch_invariant
-    assert resolved.kernels == "native"

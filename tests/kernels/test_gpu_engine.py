@@ -176,39 +176,6 @@ def test_logits_are_those_of_transformers(
 
 
 @pytest.mark.slow
-def test_sampled_tokens_are_those_of_the_plain_engine(
-    gpu_engine: Callable[..., Engine],
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-) -> None:
-    prompts = tiny("base").prompts(5, 9, 2)
-    every: dict[str, Any] = {"max_tokens": 2, "ignore_eos": True, "logprobs": 2}
-    params = [
-        SamplingParams(temperature=0.8, top_p=0.9, seed=3, **every),
-        SamplingParams(
-            temperature=1.2,
-            top_k=9,
-            repetition_penalty=1.3,
-            frequency_penalty=0.4,
-            logit_bias={5: 2.0},
-            min_tokens=2,
-            seed=4,
-            **every,
-        ),
-        SamplingParams(temperature=0.0, presence_penalty=0.5, **every),
-    ]
-    expected = open_engine("base").generate(prompts, params)
-    with gpu_engine("base") as engine:
-        outputs = engine.generate(prompts, params)
-    for output, other in zip(outputs, expected, strict=True):
-        assert output.token_ids == other.token_ids
-        for found, wanted in zip(output.logprobs, other.logprobs, strict=True):
-            assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-            assert list(found.top) == list(wanted.top)
-            assert found.top == pytest.approx(wanted.top, abs=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_two_steps_a_launch(
     gpu_engine: Callable[..., Engine],
@@ -255,35 +222,6 @@ def test_a_chunk_of_as_many_tokens_as_rows_is_prefilled() -> None:
     names = {call.name for call in step.kernel_calls}
     assert "_attention_kernel" in names
     assert "_decode_attention" not in names
-
-
-@pytest.mark.slow
-def test_more_rows_than_the_kernels_for_few_take(
-    gpu_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]
-) -> None:
-    model = tiny("micro")
-    prompts = model.prompts(*[2] * 34)
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    with gpu_engine("micro", max_num_seqs=34, buckets=(34,), max_model_len=8) as engine:
-        outputs = engine.generate(prompts, params)
-    assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
-
-
-@pytest.mark.slow  # the positions of a tile are many for the interpreter
-def test_splits_of_attention(
-    gpu_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Behind 64 positions, a tile, there are two runs, which attention combines."""
-    monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", 8)
-    model = tiny("base")
-    (token_ids,) = model.prompts(67, seed=5)
-    expected = model.logits(token_ids)
-    sizes = {"max_num_seqs": 1, "max_model_len": 128, "block_size": 16, "prefill_chunk": 64}
-    with gpu_engine("base", **sizes) as engine:
-        logits = engine.score(token_ids, 64).cpu()
-        torch.testing.assert_close(logits, expected[63:], rtol=0, atol=1e-4)
 
 
 def test_attention_brings_the_weights_of_later_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,12 @@ from stepgraph.runtime.kernels.triton.expert_blocks import (
     sort_pairs,
 )
 from stepgraph.runtime.kernels.triton.expert_routing import (
-    Routed,
     choose_experts,
     reference_routed,
     router_logits,
 )
 from stepgraph.runtime.kernels.triton.expert_tiles import ExpertSizes, block_rows, default_tiles
-from stepgraph.runtime.kernels.triton.experts import experts, experts_on_gpu, triton_experts
+from stepgraph.runtime.kernels.triton.experts import experts, triton_experts
 from stepgraph.runtime.kernels.triton.linear import EXPERT_PRODUCTS
 
 from ..rigs.expert_cases import Mixture, make_mixture, simple_experts
@@ -242,23 +241,6 @@ def test_the_result_of_a_row_does_not_depend_on_others() -> None:
     rest = torch.arange(24, device=DEVICE) != 3
     assert torch.equal(out[rest], with_other[rest])
     assert not with_other[3].isfinite().any()
-
-
-def test_the_operator_is_registered_for_cuda() -> None:
-    mixture = make_mixture(TOP_2)
-    tensors = ExpertTensors(*(None if t is None else t.to("meta") for t in mixture.tensors))
-    out = experts_on_gpu(mixture.op, torch.empty(5, 12, device="meta"), tensors)
-    assert out.shape == (5, 12)
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("stepgraph::triton_experts", "CUDA")
-
-
-def test_routed_is_what_the_reference_routes() -> None:
-    mixture = on_device(make_mixture(TOP_2, shared=1))
-    logits = torch.randn(3, 6, device=DEVICE)
-    found = choose_experts(mixture.op, logits, None)
-    assert isinstance(found, Routed)
-    assert found.experts[:, 2].tolist() == [6, 6, 6]
-    assert found.weights[:, 2].tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("transposed", [False, True])

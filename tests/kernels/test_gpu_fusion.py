@@ -29,7 +29,6 @@ from stepgraph.runtime.kernels.triton.fusion import (
     ResidualLinear,
     fuse,
     fusion_obstacle,
-    runs_by_pair,
 )
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.families import FAMILIES
@@ -182,11 +181,3 @@ def test_layers_of_experts(inputs: bool, outputs: bool) -> None:
     assert (mixture.norm is not None, mixture.output_norm is not None) == (inputs, outputs)
     assert mixture.experts is experts
     assert fusion_obstacle(model(dense, sparse, sparse)) is None
-
-
-def test_experts_of_many_pairs_are_read_once() -> None:
-    experts = make_mixture(Routing(top_k=2), routed=8).op
-    assert runs_by_pair(experts, 1, 1e12), "one token uses no expert twice"
-    assert runs_by_pair(experts, 4, 1e6)
-    assert not runs_by_pair(experts, 4, 352e6)
-    assert not runs_by_pair(experts, 5, 1.0)

@@ -167,13 +167,6 @@ def test_against_float64(count: int, offset: bool) -> None:
     assert error(out_TN, x @ product.linear.weight.double().T) < tolerance(HALF)
 
 
-@pytest.mark.parametrize("count", [3, 8])
-def test_without_a_residual(count: int) -> None:
-    product = Product("residual_linear", count, torch.float32, residual=False)
-    out_TN = product.run()
-    assert error(out_TN, product.x_TK.double() @ product.linear.weight.double().T) < 1e-5
-
-
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("count", [3, 8])
 def test_results_that_are_scaled(count: int, residual: bool) -> None:

@@ -173,8 +173,3 @@ def test_fp8_is_encoded_to_the_nearest_even_number() -> None:
     out = torch.full((1024,), 0x7F, dtype=torch.uint8, device=DEVICE)
     call_kernel(_encode, (1,), x, out, N=1024)
     assert torch.equal(out, x.to(torch.float8_e4m3fn).view(torch.uint8))
-
-
-def test_scales_at_odd_addresses_are_refused() -> None:
-    with pytest.raises(ValueError, match="9 elements in blocks of 3"):
-        qc.cache_views(_side("int8", 2, 2, 3, 9), 9, 3, "int8")

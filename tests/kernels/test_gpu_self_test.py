@@ -131,12 +131,6 @@ def test_engine_with_wrong_kernels_gives_right_tokens(
     assert fallback["name"] == "Triton layers"
 
 
-def test_required_kernels_that_fail_are_an_error() -> None:
-    model, config = resolved()
-    with pytest.raises(KernelSelfTestError):
-        check_kernels(kernels_of(config, gate_up=raises), model, config, required=True)
-
-
 def test_device_that_is_lost_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*arguments: Any, **keywords: Any) -> None:
         def fail(*arguments: Any, **keywords: Any) -> None:

@@ -122,23 +122,6 @@ def test_wrong_kernels_are_found(fault: Callable[..., Any], dtype: str) -> None:
             assert str(result).startswith("FAILED norm_linear")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--rows 1 33", "take 1 to 32 rows"),
-        ("--model preset:mla-small", "latent attention"),
-        ("--model preset:none", "none"),
-    ],
-)
-def test_what_cannot_be_checked_is_one_clear_line(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments.split()) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("verify: error: ")
-    assert message in line
-
-
 def test_lost_device_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -204,15 +204,3 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, Any], message: st
     wrong = tensors._replace(**{name: changed(getattr(tensors, name))})
     with pytest.raises(RuntimeError, match=message):
         packed_experts(mixture.op, inputs(3, 12, torch.float32), wrong)
-
-
-def test_compiled_steps_call_one_operator() -> None:
-    mixture = make_mixture(Routing(2), features=32, shared=1)
-    tensors, live = packed(mixture), torch.tensor([True, False, True])
-    compiled = torch.compile(
-        lambda x: packed_experts(mixture.op, x, tensors, live) + 1,
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    x = inputs(3, 12, torch.float32)
-    assert torch.equal(compiled(x), packed_experts(mixture.op, x, tensors, live) + 1)

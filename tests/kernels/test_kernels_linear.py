@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from stepgraph.runtime import kernels
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
 
 from ..rigs.thread_rig import kernel_threads
 
@@ -76,13 +75,6 @@ def test_rows_of_a_packed_weight(t: int, n: int, k: int, dtype: torch.dtype) -> 
     assert torch.equal(kernels.reference_packed_embedding(tokens, packed, k), rows)
 
 
-@pytest.mark.parametrize("token", [-1, 64])
-def test_a_row_outside_a_packed_weight_is_refused(token: int) -> None:
-    packed = kernels.pack_linear(torch.ones(33, 8))
-    with pytest.raises(IndexError, match=f"tokens.0. is {token}, outside 0"):
-        kernels.packed_embedding(torch.tensor([token]), packed, 8)
-
-
 @pytest.mark.sampled(31)
 @pytest.mark.parametrize("storage", ["model", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -141,22 +133,6 @@ def test_nan_and_infinity_come_through() -> None:
         assert torch.isfinite(out[0, 8:]).all()
 
 
-@pytest.mark.slow  # the steps of `test_step_functions.py` are compiled quickly
-def test_compiled_equals_eager_in_one_graph() -> None:
-    layer = make(3, 100, 576, torch.bfloat16)
-    x, bias = layer.x, layer.bias
-    packed = torch.nn.Parameter(layer.packed, requires_grad=False)
-
-    def model(x: Tensor) -> Tensor:
-        hidden = kernels.packed_linear(F.silu(x), packed, bias, 100)
-        return kernels.packed_embedding(hidden.argmax(-1), packed, 576) + 1
-
-    compiled = torch.compile(model, fullgraph=True, dynamic=False)
-    out, (code,) = run_and_get_code(compiled, x)
-    assert torch.equal(out, model(x))
-    assert "stepgraph.packed_linear" in code
-
-
 @pytest.mark.parametrize(
     ("x", "out_features"),
     [
@@ -198,15 +174,3 @@ def test_every_number_counts_in_every_place() -> None:
     for dtype in DTYPES:
         out = kernels.packed_linear(torch.eye(5, dtype=dtype), packed, None, 255, torch.ones(255))
         assert torch.equal(out.int(), data.T.int())
-
-
-def test_dtypes_without_packed_form_are_named() -> None:
-    with pytest.raises(TypeError, match="float16"):
-        kernels.pack_linear(torch.zeros(4, 4, dtype=torch.float16))
-    with pytest.raises(ValueError, match=r"\(4,\)"):
-        kernels.pack_linear(torch.zeros(4))
-
-
-def test_reference_is_the_plain_layer() -> None:
-    x, weight, bias = torch.randn(3, 12), torch.randn(20, 12), torch.randn(20)
-    assert torch.equal(kernels.reference_linear(x, weight, bias, 20), F.linear(x, weight, bias))

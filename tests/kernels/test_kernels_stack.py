@@ -15,8 +15,6 @@ from stepgraph.cache.arena import Storage
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import RaggedBatch, WeightStorage, select_kernels
-from stepgraph.runtime.kernels.ops import stack
-from stepgraph.runtime.kernels.ops.layer_plan import BoundModel
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
@@ -150,17 +148,6 @@ def test_a_row_sees_neither_batch_nor_threads(dtype: torch.dtype, fields: dict[s
         assert torch.equal(out, torch.cat((expected[:20], expected[129:])))
 
 
-def test_what_an_earlier_step_left_behind_is_not_read() -> None:
-    for fields in ({}, {"intermediate_size": 601, "hidden_size": 261}):
-        rig = wide(torch.bfloat16, **fields)
-        for chunks in CHUNKS.values():
-            inputs = rig.inputs(chunks)
-            expected, _ = rig.step(inputs, rig.hidden(inputs))
-            nan = rig.inputs(CHUNKS["T=130"])
-            rig.step(nan, torch.full_like(rig.hidden(nan), torch.nan))
-            assert torch.equal(rig.step(inputs, rig.hidden(inputs))[0], expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("storage", ["model", "int8", "fp8"])
 def test_nan_stays_in_its_row(dtype: torch.dtype, storage: Storage) -> None:
@@ -172,39 +159,6 @@ def test_nan_stays_in_its_row(dtype: torch.dtype, storage: Storage) -> None:
     out, _ = rig.step(inputs, x_TD)
     assert out[0].isnan().all()
     assert torch.equal(out[1], expected[1])
-
-
-@pytest.mark.parametrize("broken", ["tensors", "integers", "numbers"])
-@pytest.mark.parametrize("change", ["few", "many"])
-def test_other_arguments_are_refused(
-    tiny: Callable[[str], TinyModel], broken: str, change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig.of(tiny("gemma2"), torch.float32)
-    plain = stack.stack_arguments
-
-    def arguments(model: BoundModel) -> tuple[Any, ...]:
-        *lists, dtype, storage = plain(model)
-        changed = lists[["tensors", "integers", "numbers"].index(broken)]
-        if change == "many":
-            changed.append(changed[-1])
-        else:
-            changed.pop()
-        return *lists, dtype, storage
-
-    monkeypatch.setattr(stack, "stack_arguments", arguments)
-    message = f"{broken} are too few" if change == "few" else "are too many"
-    with pytest.raises(RuntimeError, match=message):
-        rig.decoder.store([])
-
-
-def test_work_space_grows_with_tokens_and_threads() -> None:
-    stack = wide(torch.bfloat16).decoder.stack
-    assert stack is not None
-    with kernel_threads(1):
-        few, many = stack.workspace_bytes(1), stack.workspace_bytes(130)
-    with kernel_threads(2):
-        assert stack.workspace_bytes(130) > many
-    assert 0 < few < many
 
 
 def test_stacks_do_not_know_each_other() -> None:
