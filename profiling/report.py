@@ -286,15 +286,25 @@ def _read_ranges(
     wanted = "start end globalTid domainId eventType text textId int64Value"
     found: dict[tuple[int, int], list[Event]] = defaultdict(list)
     cut: Counter[tuple[int, int]] = Counter()
-    for start, end, thread, domain, kind, text, text_id, value, *numbers in _select(
-        connection, "NVTX_EVENTS", f"{wanted} jsonText jsonTextId binaryData"
-    ):
+    for (
+        start,
+        end,
+        thread,
+        domain,
+        kind,
+        text,
+        text_id,
+        value,
+        json_text,
+        json_id,
+        binary,
+    ) in _select(connection, "NVTX_EVENTS", f"{wanted} jsonText jsonTextId binaryData"):
         # Domain 0 has the ranges without a domain.
         if kind != _PUSH_POP or not (_integers(start, thread, domain) and domain):
             continue
         name = str(strings.get(text_id, text))
         if _integers(end):
-            args = _step_numbers(*numbers, strings)
+            args = _step_numbers(strings.get(json_id, json_text), binary)
             if _integers(value):
                 args["payload"] = value
             event = _event("user_annotation", name, start, end, thread, args)
@@ -362,7 +372,7 @@ def _integers(*values: object) -> bool:
     return all(isinstance(value, int) for value in values)
 
 
-def _step_numbers(text: Any, text_id: Any, binary: Any, strings: dict[Any, Any]) -> dict[str, int]:
+def _step_numbers(text: Any, binary: Any) -> dict[str, int]:
     """Return the step numbers in a structured payload: JSON, or bytes.
 
     Bytes (`nsys export --include-blobs=true`) are a header followed by the struct.
@@ -370,7 +380,7 @@ def _step_numbers(text: Any, text_id: Any, binary: Any, strings: dict[Any, Any])
     if isinstance(binary, bytes) and len(binary) >= _NUMBERS.size:
         values = _NUMBERS.unpack_from(binary, len(binary) - _NUMBERS.size)
         return dict(zip(StepNumbers._fields, values, strict=True))
-    found = _PAIRS.findall(str(strings.get(text_id, text)))
+    found = _PAIRS.findall(str(text))
     return {name: int(value) for name, value in found}
 
 
@@ -455,18 +465,18 @@ def _steps(turns: Sequence[_Turn], *, in_thread: bool) -> Iterator[Step]:
         waits = sum(call["dur"] for call in turn.outermost(_WAITS, commits=True))
         launched = sum(one["dur"] for one in launches) if in_thread else 0
         spans = _spans(launches if in_thread else itertools.chain(*turn.work.values()))
-        begin, end = (spans[0][0], max(end for _, end in spans)) if spans else (None, None)
+        begin, end = (spans[0][0], max(end for _, end in spans)) if spans else (0, 0)
         numbers = [one["args"] for one in launches if "rows" in one["args"]]
         first = numbers[0] if numbers else {}
         number = turn.range["args"].get("payload", first.get("step"))
         thread = threads.index(turn.range["tid"])
         gap = between = None
-        if begin is not None and before is not None:
+        if spans and before is not None:
             follows = before[0].step is None or number == before[0].step + 1
             if before[0].thread == thread and follows:
                 gap, between = max(0, begin - before[1]) / 1e3, (end - before[1]) / 1e3
         totals = {
-            name: sum(found[name] for found in numbers) if numbers else None
+            name: sum(found.get(name, 0) for found in numbers) if numbers else None
             for name in ("rows", "tokens", "padding")
         }
         step = Step(
@@ -481,14 +491,14 @@ def _steps(turns: Sequence[_Turn], *, in_thread: bool) -> Iterator[Step]:
             plan_us=turn.range_ns[ranges.PLAN] / 1e3,
             launch_us=(turn.range_ns[ranges.LAUNCH] - launched) / 1e3,
             commit_us=turn.range_ns[ranges.COMMIT] / 1e3,
-            device_us=None if begin is None else (end - begin) / 1e3,
+            device_us=(end - begin) / 1e3 if spans else None,
             busy_us=covered(spans) / 1e3 if spans else None,
             launches=len(turn.outermost(_LAUNCHES, commits=False)),
             gap_us=gap,
             step_us=between,
         )
         yield step
-        before = None if end is None else (step, end)
+        before = (step, end) if spans else None
 
 
 def _spans(events: Iterable[Event]) -> list[tuple[int, int]]:
@@ -541,8 +551,8 @@ def _operations(
             phase.device_ns += max(end for _, end in spans) - spans[0][0]
             phase.busy_ns += covered(spans)
             args = {} if launch is None else launch["args"]
-            lanes = args.get("tokens", 0) + args.get("padding", 0)
-            phase.steps += lanes / args["bucket"] if lanes else 1
+            lanes, bucket = args.get("tokens", 0) + args.get("padding", 0), args.get("bucket", 0)
+            phase.steps += lanes / bucket if lanes > 0 and bucket > 0 else 1
             times: Counter[str] = Counter()
             for one in work:
                 name = one["args"].get("operation", OTHER)

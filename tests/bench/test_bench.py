@@ -76,7 +76,7 @@ def test_a_step_lasts_until_the_next_tokens(monkeypatch):
             return [Output()]
 
     monkeypatch.setattr(steady.time, "perf_counter", lambda: clock[0])
-    _, durations = steady._run(Engine(), [[1]], None, 3)
+    _, durations = steady.decode_together(Engine(), [[1]], None, 3)
     assert durations == pytest.approx([5.0, 5.0, 5.0])
 
 

@@ -209,8 +209,8 @@ def test_a_run_is_compared_with_an_earlier_one(measured, tmp_path, monkeypatch, 
         outputs, durations = real(*arguments, **how)
         return outputs, [1e6 * duration for duration in durations]
 
-    real = steady._run
-    monkeypatch.setattr(steady, "_run", run)
+    real = steady.decode_together
+    monkeypatch.setattr(steady, "decode_together", run)
     files = f"--output-json {tmp_path}/new.json"
     arguments = SMALL.replace("1 2", "2 3")
     arguments = f"{arguments} --num-iters 2 --compare {measured} {files}"

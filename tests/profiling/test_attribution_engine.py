@@ -47,7 +47,7 @@ def test_nodes_of_every_step_have_layers_and_operations(
         for (layer, name), _ in groupby((n.layer, n.operation) for n in step.nodes):
             inside.setdefault(layer, []).append(name)
         around = set(inside.pop(None))
-        assert list(inside) == list(range(engine._parts.model.config.num_layers))
+        assert list(inside) == list(range(engine.model_config.num_layers))
         assert all(operations == inside[0] for operations in inside.values())
         assert {"down_linear", "attention", "output_linear"} <= set(inside[0])
         assert {"begin", "final_norm", "head"} <= around
@@ -163,8 +163,8 @@ def test_costs_and_scopes_have_the_same_names(
     record_names: Callable[..., KernelNames], open_engine: Callable[..., Engine]
 ) -> None:
     names = record_names("demo", EngineConfig(max_num_seqs=1), rows=[1], tokens=[])
-    parts = open_engine("gemma2")._parts
-    costs = decode_operation_costs(parts.model.config, parts.config, rows=2, context=20)
+    engine = open_engine("gemma2")
+    costs = decode_operation_costs(engine.model_config, engine.config, rows=2, context=20)
     assert [cost.operation for cost in costs] == [
         *("begin", *FUSED_LAYER, "head", "greedy"),
     ]
@@ -175,8 +175,8 @@ def test_costs_and_scopes_have_the_same_names(
         "greedy": 1,
         **dict.fromkeys(FUSED_LAYER, 4),
     }
-    latent = open_engine("deepseek_v2")._parts
-    assert decode_operation_costs(latent.model.config, latent.config, rows=1, context=1) == []
+    latent = open_engine("deepseek_v2")
+    assert decode_operation_costs(latent.model_config, latent.config, rows=1, context=1) == []
 
 
 def test_scopes_are_nothing_to_compiled_code() -> None:

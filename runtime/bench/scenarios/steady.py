@@ -47,7 +47,8 @@ from ..workload import (
     spread,
 )
 
-__all__ = ["BenchmarkCase", "CaseRun", "Reference", "SteadyRun", "is_reference"]
+__all__ = ["BenchmarkCase", "CaseRun", "Reference", "SteadyRun", "decode_together"]
+__all__ += ["is_reference"]
 
 SCORED_TOKENS = 32
 """Length of the sequence whose logits two modes are compared on, half of it prefilled."""
@@ -100,7 +101,7 @@ class CaseRun:
         seed: int,
         before_step: Callable[[int], None] | None = None,
     ) -> None:
-        """Make the prompts. `before_step` is called in repetitions: see `_run`."""
+        """Make the prompts. `before_step` is called in repetitions: see `decode_together`."""
         self.engine = engine
         self.case = case
         self._before_step = before_step
@@ -122,13 +123,13 @@ class CaseRun:
 
     def warm_up(self) -> None:
         """Run it once without recording."""
-        _run(self.engine, self.prompts, self._params, self.case.output_len - 1)
+        decode_together(self.engine, self.prompts, self._params, self.case.output_len - 1)
 
     def repeat(self) -> None:
         """Run it once more."""
         engine, case = self.engine, self.case
         engine.timeline().clear()
-        outputs, durations = _run(
+        outputs, durations = decode_together(
             engine, self.prompts, self._params, case.output_len - 1, self._before_step
         )
         self.repetitions.append(durations)
@@ -200,7 +201,7 @@ class CaseRun:
         }
 
 
-def _run(
+def decode_together(
     engine: Engine,
     prompts: Sequence[list[int]],
     params: SamplingParams,
