@@ -1135,6 +1135,7 @@ class StepFunctions:
             self._masks_thread.start()  # not earlier: the thread needs Python's lock to start
         features_TF = None
         if key.drafts and self._taps:
+            assert isinstance(self.model, Decoder), "drafters for other models are refused"
             hidden_TD, features_TF = self.model.decode_tapped(x_TD, self.arena, batch, self._taps)
         else:
             hidden_TD = self.model.decode(x_TD, self.arena, batch)

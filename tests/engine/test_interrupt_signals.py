@@ -36,10 +36,14 @@ def no_collections() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_handler() -> Iterator[None]:
-    """The handler of the application is in place after every test."""
-    before = signal.getsignal(signal.SIGINT)
+    """The handler of the application is in place after every test.
+
+    It is Python's own during the test: a job in the background of a shell ignores SIGINT.
+    """
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    assert signal.getsignal(signal.SIGINT) is before
+    handler = signal.signal(signal.SIGINT, found)
+    assert handler is signal.default_int_handler
 
 
 @pytest.fixture

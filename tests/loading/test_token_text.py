@@ -51,7 +51,7 @@ def test_token_text_offsets_index_the_text(kind: str, data: st.DataObject) -> No
     ids = st.lists(st.integers(0, tokenizer.id_bound - 1), min_size=1, max_size=20)
     prompt, output = data.draw(ids), data.draw(ids)
     skip, cut = data.draw(st.booleans()), data.draw(st.integers(0, len(output)))
-    text = IncrementalDetokenizer(tokenizer.text_stream(prompt, skip_special_tokens=skip))
+    text = IncrementalDetokenizer(tokenizer.text_stream(prompt, skip_special_tokens=skip).push)
     text.push(output)
     text.finish()
     tokens = ChoiceTokens(TokenTexts(tokenizer), prompt, skip_special_tokens=skip)

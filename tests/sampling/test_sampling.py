@@ -269,7 +269,7 @@ def test_too_many_stop_ids_are_refused_and_the_row_stays() -> None:
     with pytest.raises(RequestError, match="at most 32 stop token ids"):
         state.write_row(0, params, stop_token_ids=range(33), **arguments)
     biased = dataclasses.replace(params, logit_bias={V: 1.0})
-    with pytest.raises(RequestError, match=f"logit_bias is {V}"):
+    with pytest.raises(RequestError, match=f"logit_bias .* {V}$"):
         state.write_row(0, biased, stop_token_ids=[1], **arguments)
     for tensor, old in zip((state.reals, state.integers, state.token_counts), before, strict=True):
         assert torch.equal(tensor, old)

@@ -25,7 +25,7 @@ MAX_LOGGED_NAMES = 1000
 """Names of which each is logged once; further ones are not logged at all."""
 
 
-_EMPTY: Final = (None, False, "", [], {})
+_EMPTY: Final[tuple[Any, ...]] = (None, False, "", [], {})
 
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     # OpenAI
