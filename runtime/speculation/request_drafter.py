@@ -1,4 +1,4 @@
-"""The drafts of one request, and the protocol of what proposes them. No torch."""
+"""The drafts of one request, and what proposes them. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate, count
 from operator import mul
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..config import MAX_DRAFTS
 
@@ -26,7 +26,6 @@ __all__ = [
     "NOTHING",
     "Pause",
     "PositionAcceptance",
-    "Proposer",
     "RequestDrafter",
     "RowDrafts",
     "SharedOutputs",
@@ -517,21 +516,8 @@ class SharedOutputs:
 
 MAX_INDEXED_TOKENS = 1 << 17
 
-"""Tokens of a request that are indexed, then indexing begins anew; of a long prompt the last half
+"""Tokens of a request that are indexed, then indexing starts over; of a long prompt the last half
 of so many."""
-
-
-class Proposer(Protocol):
-    """Proposes drafts for one sequence, on the host."""
-
-    def extend(self, tokens: list[int]) -> None:
-        """Append known tokens of the sequence."""
-
-    def forget(self) -> None:
-        """Begin anew, without known tokens."""
-
-    def propose(self, most: int) -> Draft | None:
-        """Return at most `most` tokens that may follow the known ones; None: no idea."""
 
 
 class RequestDrafter:
@@ -539,7 +525,7 @@ class RequestDrafter:
 
     def __init__(
         self,
-        proposer: Proposer,
+        proposer: SuffixIndex,
         acceptance: Acceptance,
         most: int,
         first: int,
