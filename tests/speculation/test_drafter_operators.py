@@ -62,7 +62,7 @@ def test_newest_tokens() -> None:
         assert torch.equal(ours, expected)
     assert newest_tokens(*arguments)[1].tolist() == [30, 0, 31]
     positions[0] = 10
-    with pytest.raises(IndexError, match="newest_tokens: row 1 is at position 10"):
+    with pytest.raises(IndexError):
         newest_tokens(*arguments)
 
 
