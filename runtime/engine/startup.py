@@ -796,7 +796,8 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     began = time.perf_counter()
     if config.structured_output:
         check_installed()
-    found, resolved = resolved_source(source, config)
+    with _within_memory():
+        found, resolved = resolved_source(source, config)
     if config.tensor_parallel == 1:
         return start_parts(found, resolved, began=began, progress=progress)
     check_can_split(found, resolved)
