@@ -200,7 +200,7 @@ class CallbackLoop:
                 raise EngineClosedError("the engine is closed: make a new one")
             if self._loop is None or self._mailbox is None:
                 self._loop = asyncio.new_event_loop()
-                self._mailbox = LoopMailbox(self._loop)
+                self._mailbox = LoopMailbox(self._loop, at_once=True)
             if self._thread is None:
                 thread = threading.Thread(
                     target=self._run, args=(self._loop,), name="stepgraph-callbacks", daemon=True

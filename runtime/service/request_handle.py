@@ -81,8 +81,10 @@ class LoopMailbox:
     Any thread may call `post` and `flush`.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, at_once: bool = False) -> None:
+        """Wake consumers of a loop: at a `flush`, or `at_once`."""
         self._loop = loop
+        self._at_once = at_once
         self._news: deque[RequestHandle] = deque()
         self._scheduled = False
         self._waiters: dict[RequestHandle, _Waiter] = {}
@@ -97,6 +99,8 @@ class LoopMailbox:
         if not handle.posted:
             handle.posted = True
             self._news.append(handle)
+            if self._at_once:
+                self.flush()
 
     def flush(self, *, again: bool = False) -> None:
         """Wake the consumers that have news, unless a wake-up is scheduled already.

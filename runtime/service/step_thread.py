@@ -23,11 +23,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from operator import call
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..engine.engine import Engine
@@ -65,77 +63,61 @@ _RANK_CHECK_SECONDS = 1.0
 T = TypeVar("T")
 
 
-class Inbox(Generic[T]):
-    """Items for one thread. Once that thread has ended, the thread that puts an item handles it.
+class Inbox:
+    """Actions for one thread. Once that thread has ended, the thread that puts one runs it.
 
-    An item leaves the inbox after it was handled. If an exception interrupts its handler, the
-    handler gets it once more, so handlers must be idempotent.
+    An action leaves the inbox after it has run. If an exception interrupts it, it runs once more,
+    so actions must be idempotent.
     """
 
-    def __init__(self, handle: Callable[[T], None]) -> None:
-        """Start empty; `handle` gets each item."""
-        self._handle = handle
-        self._items: deque[T] = deque()
-        self._begun: T | None = None  # the last item whose handler was called
+    def __init__(self) -> None:
+        """Start empty."""
+        self._items: deque[Callable[[], None]] = deque()
+        self._begun: Callable[[], None] | None = None  # the last action that was called
         self._wake = threading.Lock()  # locked: no item has arrived since the last wait
         self._wake.acquire()
         self._handling = threading.Lock()
         self._ended = False
 
-    def put(self, item: T) -> None:
-        """Add an item. Any thread and any finalizer may call it: it does not block."""
+    def put(self, item: Callable[[], None]) -> None:
+        """Add an action. Any thread and any finalizer may call it: it does not block."""
         self._items.append(item)
         if self._ended:
             self._handle_here()
         else:
-            self.wake()
-
-    def wake(self) -> None:
-        """End the wait of the thread."""
-        with suppress(RuntimeError):  # released already
-            self._wake.release()
+            with suppress(RuntimeError):  # released already
+                self._wake.release()
 
     def wait(self, timeout: float | None) -> None:
-        """Wait for an item, at most `timeout` seconds. It may return early."""
+        """Wait for an action, at most `timeout` seconds. It may return early."""
         if not self._items:
             self._wake.acquire(timeout=MAX_WAIT if timeout is None else min(timeout, MAX_WAIT))
 
     def run(self) -> None:
-        """Handle the items that have arrived. For the one thread."""
+        """Run the actions that have arrived. For the one thread."""
         while self._items:
             item = self._items[0]
             second = item is self._begun
             if second:
                 self._items.popleft()  # there is no third attempt
             self._begun = item
-            self._handle(item)
+            item()
             if not second:
                 self._items.popleft()
             self._begun = None
 
     def end(self) -> None:
-        """Let other threads handle what arrives from now on. The one thread calls it last."""
+        """Let other threads run what arrives from now on. The one thread calls it last."""
         self._ended = True
         self._handle_here()
 
     def _handle_here(self) -> None:
-        """Handle the items, unless another thread or a caller of this function does."""
+        """Run the actions, unless another thread or a caller of this function does."""
         while self._items and self._handling.acquire(blocking=False):
             try:
                 self.run()
             finally:
                 self._handling.release()
-
-
-@dataclass(slots=True, eq=False)
-class _Drain:
-    """A call that waits until no request is left."""
-
-    end_ns: int | None
-    """When the remaining requests are aborted; None for never, or if that was done."""
-    future: Future[bool]
-    complete: bool = True
-    """Whether no request was aborted for it, or lost."""
 
 
 class StepThread:
@@ -163,11 +145,16 @@ class StepThread:
         """The engine, and the sum of the counters of the earlier ones. Replaced as one, so that
         any thread reads a sum that never decreases."""
         self._start_engine = start_engine
-        self._drains: list[_Drain] = []
+        self._drains: list[Future[bool]] = []
+        """Calls that wait until no request is left."""
+        self._drain_end_ns: int | None = None
+        """When the remaining requests are aborted; None for never, or if that was done."""
+        self._drain_complete = True
+        """Whether no request was aborted for the drains, or lost."""
         self._draining = False
         """From the first drain until the engine is woken or put to sleep."""
         self._stall_seconds = config.stall_seconds
-        self._inbox: Inbox[Callable[[], None]] = Inbox(call)
+        self._inbox = Inbox()
         self._busy_since_ns: int | None = None
         self._last_step_ns = 0
         self._closing = False
@@ -265,9 +252,9 @@ class StepThread:
         """
         self._check_was_started()
         end_ns = None if timeout is None else time.perf_counter_ns() + int(timeout * 1e9)
-        drain = _Drain(end_ns, _future())
-        self._inbox.put(partial(self._begin_drain, drain))
-        return drain.future
+        future: Future[bool] = _future()
+        self._inbox.put(partial(self._begin_drain, future, end_ns))
+        return future
 
     def sleep(self) -> Future[None]:
         """Close the engine, which has been drained. This frees its memory."""
@@ -381,8 +368,8 @@ class StepThread:
 
     def _seconds_to_wait(self) -> float | None:
         """Return when there is something to do without an action; None for never."""
-        times = [drain.end_ns for drain in self._drains]
-        times += [self.dispatcher.next_deadline_ns, self.dispatcher.send_timeout_ns]
+        requests = self.dispatcher
+        times = [self._drain_end_ns, requests.next_deadline_ns, requests.send_timeout_ns]
         due = min([ns for ns in times if ns is not None], default=None)
         seconds = None if due is None else max(due - time.perf_counter_ns(), 0) / 1e9
         if self.engine is None or not self.engine.has_ranks:
@@ -402,8 +389,7 @@ class StepThread:
         """End all requests and the engine after an exception."""
         self.failure = error
         self.phase = Phase.FAILED  # first: clients may read it before the rest is done
-        for drain in self._drains:
-            drain.complete = False
+        self._drain_complete = False
         reason = bounded_text(error, MAX_REASON)
         lost = EngineFailedError(f"the engine failed, and the request was lost: {reason}")
         lost.__cause__ = error
@@ -437,12 +423,14 @@ class StepThread:
             except Exception:  # of a failed engine, whose memory is lost
                 logger.exception("the engine could not be closed")
 
-    def _begin_drain(self, drain: _Drain) -> None:
+    def _begin_drain(self, future: Future[bool], end_ns: int | None) -> None:
         if self.phase is Phase.SERVING:
             self.phase = Phase.DRAINING
         self._draining = True
-        if not drain.future.done() and drain not in self._drains:  # else this repeats it
-            self._drains.append(drain)
+        if not future.done() and future not in self._drains:  # else this repeats it
+            self._drains.append(future)
+            if end_ns is not None and (self._drain_end_ns is None or end_ns < self._drain_end_ns):
+                self._drain_end_ns = end_ns
         if self._ended:
             self._settle_drains()
 
@@ -450,12 +438,10 @@ class StepThread:
         """Complete the drains if no request is left; abort the rest when their time is over."""
         if not self._drains:
             return
-        if not self.dispatcher.is_empty:
-            now = time.perf_counter_ns()
-            for drain in self._drains:
-                if drain.end_ns is not None and drain.end_ns <= now:
-                    drain.end_ns, drain.complete = None, False
-                    self.dispatcher.abort_all(self.engine)
+        end_ns = self._drain_end_ns
+        if end_ns is not None and end_ns <= time.perf_counter_ns() and not self.dispatcher.is_empty:
+            self._drain_end_ns, self._drain_complete = None, False
+            self.dispatcher.abort_all(self.engine)
         if self.dispatcher.is_empty:
             self._complete_drains(complete=True)
 
@@ -466,10 +452,10 @@ class StepThread:
 
     def _complete_drains(self, *, complete: bool) -> None:
         while self._drains:
-            drain = self._drains[0]
-            if not drain.future.done():
-                drain.future.set_result(complete and drain.complete)
+            if not self._drains[0].done():
+                self._drains[0].set_result(complete and self._drain_complete)
             self._drains.pop(0)
+        self._drain_end_ns, self._drain_complete = None, True
 
     def _check_drained(self) -> None:
         """Refuse to end requests that were accepted since the drain."""

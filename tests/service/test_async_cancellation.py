@@ -180,7 +180,7 @@ def test_an_id_may_be_reused_while_an_aborted_prompt_is_still_prepared() -> None
         own = params(2, max_tokens=40)
         r.steps.close()
         second = r.engine.submit((1, 2), own, request_id="mine")
-        with pytest.raises(RequestError, match="'mine' is in use"):
+        with pytest.raises(RequestError):
             r.engine.submit((1, 2), own, request_id="mine")
         r.preparations.open()
         r.steps.open()

@@ -59,9 +59,9 @@ def test_a_start_that_fails_raises_its_error_and_leaves_no_thread() -> None:
 
     r.on_start = refuse
     before = threading.active_count()
-    with pytest.raises(ConfigError, match="no such device"), r.engine:
+    with pytest.raises(ConfigError), r.engine:
         pass
-    with pytest.raises(ConfigError, match="no such device"):
+    with pytest.raises(ConfigError):
         do(AsyncEngine(r.make).__aenter__())
     assert threading.active_count() == before
 
@@ -97,7 +97,7 @@ def test_a_drain_completes_the_present_requests_and_refuses_others() -> None:
         running = r.engine.submit(tuple(PROMPT), params(1, max_tokens=30))
         draining = r.thread.drain(None)
         wait_until(lambda: r.engine.health().phase is Phase.DRAINING)
-        with pytest.raises(EngineUnavailableError, match="draining"):
+        with pytest.raises(EngineUnavailableError):
             r.engine.submit(PROMPT)
         r.preparations.open()  # of a request that was there before
         r.steps.open()
@@ -148,9 +148,9 @@ def test_sleep_frees_the_engine_and_wake_makes_it_again() -> None:
         assert r.thread.engine is None
         health = r.engine.health()
         assert (health.phase, health.live, health.ready) == (Phase.ASLEEP, True, False)
-        with pytest.raises(EngineUnavailableError, match="asleep"):
+        with pytest.raises(EngineUnavailableError):
             do(r.engine.stats())
-        with pytest.raises(EngineUnavailableError, match="asleep"):
+        with pytest.raises(EngineUnavailableError):
             r.engine.submit(PROMPT)
         with pytest.raises(EngineClosedError):
             r.made[0].step()
@@ -183,7 +183,7 @@ def test_a_drain_that_wake_ends_loses_no_request(operation: str) -> None:
             r.steps.permit()
             await waking
             r.steps.open()
-            with pytest.raises(EngineUnavailableError, match="woken"):
+            with pytest.raises(EngineUnavailableError):
                 await task
 
         do(main())

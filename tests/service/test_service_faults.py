@@ -70,7 +70,7 @@ def test_step_failure_ends_all_requests(where: str) -> None:
         r.thread.join()
         assert r.engine.health().phase is Phase.FAILED
         assert not r.engine.health().live
-        with pytest.raises(EngineFailedError, match="injected"):
+        with pytest.raises(EngineFailedError):
             r.engine.submit(PROMPT)
         assert r.requests.is_empty
 
@@ -347,7 +347,7 @@ def test_no_thread_for_preparations(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr(r.engine._pool, "submit", fail)
-        with pytest.raises(EngineUnavailableError, match="can't start new thread"):
+        with pytest.raises(EngineUnavailableError):
             r.engine.submit(tuple(PROMPT), params(1)).result(SECONDS)
         r.check_serves()
 

@@ -143,7 +143,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         handle = data.draw(st.sampled_from(list(self.given)))
         again = make_handle(int(handle.id[1:]), self.mailboxes[0])
         if handle.id in self.requests.handles and self.requests.limits.num_requests < 8:
-            with pytest.raises(RequestError, match="in use"):
+            with pytest.raises(RequestError):
                 self.requests.register(again)
             self.requests.abort(again, self.engine, "abort")
             assert not again.ended
