@@ -128,7 +128,6 @@ def pair(tiny: TinyModels) -> Iterator[tuple[Engine, Engine]]:
     fields: dict[str, Any] = {
         "prompt_embeds": True,
         "host_cache_bytes": 1 << 20,
-        "preemption": "swap",
         "steps_per_launch": 3,
     }
     directory = tiny("base").directory
@@ -205,7 +204,6 @@ def test_swapped_requests(tiny: TinyModels) -> None:
     fields: dict[str, Any] = {
         "num_blocks": 14,
         "host_cache_bytes": 1 << 20,
-        "preemption": "swap",
         "prefix_cache": False,
     }
     found = []

@@ -43,7 +43,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_model_len": 64,
         "num_blocks": 11,
         "host_cache_bytes": 1 << 20,
-        "preemption": "swap",
     },
     "compiled": {"kernels": "torch", "mode": "compile", "buckets": (4,)},
     "cache in 8 bits": {"kernels": "native", "kv_dtype": "int8"},

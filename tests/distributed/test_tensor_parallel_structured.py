@@ -144,7 +144,7 @@ def test_aborted_rows_leave_nothing_to_the_next(pair: Pair) -> None:
         {"kernels": "torch"},
         {"mode": "compile", "kernels": "torch"},
         {"mode": "compile", "kernels": "native"},
-        {"num_blocks": 24, "host_cache_bytes": 1 << 20, "preemption": "swap"},
+        {"num_blocks": 24, "host_cache_bytes": 1 << 20},
     ],
     ids=str,
 )

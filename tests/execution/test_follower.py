@@ -171,7 +171,6 @@ def test_a_follower_has_the_drafts_of_rank_0(
         "prefill_chunk": 32,
         "num_blocks": 19,
         "host_cache_bytes": 1 << 20,
-        "preemption": "swap",
         "speculation": {
             "method": "draft_model",
             "model": str(base.directory),

@@ -244,8 +244,8 @@ WINDOWED = "gemma2"
     "config",
     [
         pytest.param({"prefix_cache": False, "prefill_chunk": 7}, marks=pytest.mark.slow),
-        {"num_blocks": 14, "host_cache_bytes": 1 << 20, "preemption": "swap"},
-        pytest.param({"num_blocks": 14, "preemption": "recompute"}, marks=pytest.mark.slow),
+        {"num_blocks": 14, "host_cache_bytes": 1 << 20},
+        pytest.param({"num_blocks": 14}, marks=pytest.mark.slow),
         {"block_size": 5, "prompt_embeds": True},
     ],
 )

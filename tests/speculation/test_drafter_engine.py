@@ -68,7 +68,7 @@ def test_tokens_are_those_of_plain_decoding(
     [
         {},
         {"prefill_chunk": 16},
-        {"num_blocks": 19, "host_cache_bytes": 1 << 20, "preemption": "swap"},
+        {"num_blocks": 19, "host_cache_bytes": 1 << 20},
         {"num_blocks": 19},
     ],
 )

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "base": ("base", {}),
     "windows": ("mistral", {}),
     "no prefix cache": ("base", {"prefix_cache": False}),
-    "swap": ("base", {"num_blocks": 19, "host_cache_bytes": 1 << 20, "preemption": "swap"}),
+    "swap": ("base", {"num_blocks": 19, "host_cache_bytes": 1 << 20}),
     "recompute": ("gemma2", {"num_blocks": 30}),
     "latent": ("deepseek_v3", {}),
 }

@@ -42,7 +42,7 @@ CASES = {
     "int8": ("gemma3", {"kv_dtype": "int8"}),
     "latent": ("deepseek_v3", {}),
     "no prefix cache": ("base", {"prefix_cache": False}),
-    "swap": ("base", {"num_blocks": 24, "host_cache_bytes": 1 << 20, "preemption": "swap"}),
+    "swap": ("base", {"num_blocks": 24, "host_cache_bytes": 1 << 20}),
     "recompute": ("base", {"num_blocks": 24}),
 }
 
@@ -263,7 +263,7 @@ def test_a_failed_copy_leaves_nothing_behind(
     open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan of a step that is not launched is not waited for."""
-    fields = {"num_blocks": 24, "host_cache_bytes": 1 << 20, "preemption": "swap"}
+    fields = {"num_blocks": 24, "host_cache_bytes": 1 << 20}
     engine = open_engine("base", **SIZES | fields, speculation="suffix")
     runner, failures = engine._loop.runner, []
     copy_in = runner.blocks.copy_in

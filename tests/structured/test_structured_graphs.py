@@ -27,7 +27,7 @@ def tokens(outputs: list[RequestOutput]) -> list[Any]:
     [
         {},
         {"block_size": 4, "num_blocks": 25, "prefill_chunk": 8},
-        {"block_size": 4, "num_blocks": 25, "host_cache_bytes": 1 << 18, "preemption": "swap"},
+        {"block_size": 4, "num_blocks": 25, "host_cache_bytes": 1 << 18},
         {"steps_per_launch": 3},
     ],
     ids=str,

@@ -34,7 +34,7 @@ def params_of(grammar: int, seed: int, fields: dict[str, Any]) -> SamplingParams
     ("config", "examples"),
     [
         (TIGHT, 15),
-        (TIGHT | {"host_cache_bytes": 1 << 16, "preemption": "swap", "kernels": "native"}, 15),
+        (TIGHT | {"host_cache_bytes": 1 << 16, "kernels": "native"}, 15),
         ({"steps_per_launch": 3, "max_num_seqs": 2}, 8),
         (TIGHT | {"speculation": {"adaptive": False, "prompt_lookup_min": 2}}, 15),
     ],

@@ -60,7 +60,7 @@ def expected(tiny: Callable[[str], TinyModel]) -> list[list[int]]:
         pytest.param({"mode": "compile", "kernels": "torch"}, marks=pytest.mark.slow),
         {"steps_per_launch": 4},
         {"num_blocks": 14, "block_size": 4, "prefill_chunk": 4},
-        {"num_blocks": 14, "block_size": 4, "host_cache_bytes": 1 << 20, "preemption": "swap"},
+        {"num_blocks": 14, "block_size": 4, "host_cache_bytes": 1 << 20},
         {"max_num_seqs": 1},
     ],
     ids=str,
