@@ -51,6 +51,8 @@ def values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     schema = resolved(schema)
     if "anyOf" in schema:
         return st.one_of([values(each) for each in schema["anyOf"]])
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
     low, high = schema.get("minimum"), schema.get("maximum")
     match schema.get("type"):
         case "null":

@@ -144,14 +144,17 @@ NEEDS: dict[str, dict[str, Any]] = {
 }
 """Other fields without which a field is refused."""
 NEED_MORE = frozenset(
-    {"allowed_token_ids", "bad_words", "truncate_prompt_tokens", "logprob_token_ids"}
+    (
+        *("allowed_token_ids", "bad_words", "truncate_prompt_tokens", "logprob_token_ids"),
+        *("messages", "tools", "documents"),
+    )
 )
-"""Fields whose largest values need token masks, more context or log-probabilities."""
+"""Fields whose largest values need token masks, more context, log-probabilities or entries."""
 
 
 def limits(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """(value on a limit, value beyond it) for each limit of a schema."""
-    step: Any = 1 if schema["type"] == "integer" else 1e-6
+    step: Any = 1 if schema.get("type") == "integer" else 1e-6
     if "minimum" in schema:
         yield schema["minimum"], schema["minimum"] - step
     if "exclusiveMinimum" in schema:

@@ -22,7 +22,7 @@ def test_a_unix_socket_that_is_used_and_other_files_stay(tmp_path: Path) -> None
     file.write_text("content")
     with listen_unix(str(used)):
         for path in (used, file, tmp_path):
-            with pytest.raises(OSError, match=f"cannot listen on --uds {path} "):
+            with pytest.raises(OSError, match=str(path)):
                 listen_unix(str(path))
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(used))

@@ -219,64 +219,34 @@ def test_the_parameters_of_a_demanded_call_may_refer_to_themselves(
 
 
 @pytest.mark.parametrize(
-    ("fields", "field", "reason"),
+    ("fields", "field"),
     [
-        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one"),
-        ({"structured_outputs": {"json": UNSUPPORTED}}, "structured_outputs", "not"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": UNSUPPORTED}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object", "schema": UNSUPPORTED}}, "response_format"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": UNSUPPORTED}}},
-            "response_format",
-            "not",
-        ),
-        (
-            {"response_format": {"type": "json_object", "schema": UNSUPPORTED}},
-            "response_format",
-            "not",
-        ),
-        ({"response_format": {"type": "text"}, "bad_words": [""]}, "bad_words", "bad_words"),
-        (
-            {
-                "structured_outputs": {"regex": "a"},
-                "response_format": {"type": "json_object"},
-            },
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "structured_outputs",
-            "contradict",
         ),
-        (
-            {"tools": [TOOL], "tool_choice": {"function": {"name": "missing"}}},
-            "tool_choice",
-            "no such tool",
-        ),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": "missing"}}}, "tool_choice"),
         (
             {
                 "tools": [{"function": {"name": "f", "parameters": UNSUPPORTED}}],
                 "tool_choice": "required",
             },
             "tools",
-            "not",
         ),
-        ({"guided_regex": "a"}, "guided_regex", "use structured_outputs.regex"),
-        ({"cache_salt": ""}, "cache_salt", "cache_salt"),
-        ({"timeout": -1.0}, "timeout", "timeout"),
-        ({"messages": [{"content": "hi"}]}, "messages", "role"),
-        ({"chat_template": "other"}, "chat_template", "other"),
-        ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens"),
+        ({"messages": [{"content": "hi"}]}, "messages"),
+        ({"chat_template": "other"}, "chat_template"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("stream", [False, True])
-def test_refusals_name_the_field_and_the_reason(
-    engine: AsyncEngine, fields: dict[str, Any], field: str, reason: str, stream: bool
-) -> None:
+def test_refusals_name_the_field(engine: AsyncEngine, fields: dict[str, Any], field: str) -> None:
     async def use(rig: Rig) -> None:
-        body = {"messages": HI, "max_tokens": 5, "stream": stream, **fields}
+        body = {"messages": HI, "max_tokens": 5, **fields}
         response = await rig.post(json.dumps(body).encode(), CHAT)
         assert response.status_code == 400
-        error = response.json()["error"]
-        assert error["param"] == field
-        assert reason in error["message"]
-        assert "of structured " not in error["message"]
+        assert response.json()["error"]["param"] == field
 
     asyncio.run(use(Rig(engine, tool_parser="hermes")))
 

@@ -279,7 +279,7 @@ def test_parsers_of_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
         assert make_output_parser(*names, tools=TOOLS).push("a") == [ContentDelta("A")]
     with pytest.raises(ConfigError, match=r"no tool parser 'x'; choose one of broken, hermes"):
         make_output_parser("x", None)
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError):
         make_output_parser(None, "broken")
 
 

@@ -151,9 +151,9 @@ def test_a_response_crosses_in_parts_and_a_closed_one_is_cancelled() -> None:
         assert ended.is_set()
 
         async def failing(scope: Any, receive: Any, send: Any) -> None:
-            raise ValueError("of the application")
+            raise LookupError
 
-        with pytest.raises(ValueError, match="of the application"):
+        with pytest.raises(LookupError):
             await anext(respond(failing, request))
 
     asyncio.run(run())

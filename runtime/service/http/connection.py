@@ -1,25 +1,18 @@
 """A connection of the HTTP server, with what uvicorn's httptools protocol lacks.
 
 Limits of the head of a request; the end of all pipelined requests with their connection; responses
-without chunks for HTTP/1.0; the access log.
+without chunks for HTTP/1.0.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
-import time
-from collections.abc import Mapping
 from typing import Any
 
 import httptools
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-
-from ...bounded_repr import bounded_text
-from .command import ACCESS_LOG
-from .exchange import ACCESS_NOTES
 
 __all__ = ["LimitedConnection"]
 
@@ -38,12 +31,6 @@ UNSENT_BYTES = 16 << 10
 kernel would take megabytes, which is thousands of tokens that a client may never read."""
 
 _UPGRADE = b"upgrade"
-_MAX_CHARS = 200
-"""Of a path or an error in the access log."""
-_POLLED = ("/health", "/ready", "/metrics")
-"""Paths that monitors request every few seconds: their records have the level DEBUG."""
-
-logger = logging.getLogger(ACCESS_LOG)
 
 _NOTSENT_LOWAT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # Linux and macOS
 
@@ -57,7 +44,6 @@ class LimitedConnection(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, send_timeout: float = 30.0, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self.app = _AccessLog(self.app)
         self._write_seconds = send_timeout + GRACE_SECONDS
         self._num_unparsed = 0  # bytes since the last end of a head, or piece of a body
         self._reads_head = True
@@ -182,11 +168,6 @@ class _Exchange(RequestResponseCycle):
 
     async def send(self, message: Message) -> None:  # type: ignore[override]
         """Send a message of the response; drop it if the connection is closed."""
-        notes: dict[str, Any] = self.scope[ACCESS_NOTES]  # type: ignore[literal-required]
-        if message["type"] == "http.response.start":
-            notes["status"] = message["status"]
-        elif not message.get("more_body", False):
-            notes["complete"] = not self.disconnected
         if self.scope["http_version"] == "1.0":  # no chunks: a body may end with the connection
             self.chunked_encoding = False
             self.expected_content_length = len(message.get("body", b""))
@@ -195,39 +176,3 @@ class _Exchange(RequestResponseCycle):
         except RuntimeError:  # of uvloop, before it reports that the connection is lost
             if not self.transport.is_closing():
                 raise
-
-
-class _AccessLog:
-    """Logs the requests to an application, with what `Exchange.note` has noted."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        notes: dict[str, Any] = {"status": None, "complete": False}
-        scope[ACCESS_NOTES] = notes
-        began = time.perf_counter()
-        try:
-            await self._app(scope, receive, send)
-        except Exception:
-            notes.update(status=500, complete=True)
-            raise
-        finally:
-            level = logging.DEBUG if scope["path"].endswith(_POLLED) else logging.INFO
-            if logger.isEnabledFor(level):
-                seconds = time.perf_counter() - began
-                logger.log(level, "%s", _record(scope, notes, seconds))
-
-
-def _record(scope: Scope, notes: Mapping[str, Any], seconds: float) -> str:
-    path = bounded_text(scope["raw_path"].decode("latin-1"), _MAX_CHARS)
-    parts = [f"{scope['method']} {path} {notes['status'] or '-'} {1000 * seconds:.0f} ms"]
-    if "tokens_in" in notes:
-        parts.append(f"{notes['tokens_in']} tokens in, {notes['tokens_out']} out")
-    if "request_id" in notes:
-        parts.append(notes["request_id"])
-    if "error" in notes:
-        parts.append(bounded_text(notes["error"], _MAX_CHARS))
-    if not notes["complete"]:
-        parts.append("the client disconnected")
-    return ", ".join(parts).encode("unicode_escape").decode()  # stays on one line

@@ -7,8 +7,10 @@ that a step has given to a request.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import cache
@@ -17,13 +19,14 @@ from typing import Any, TypeVar, cast
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ...bounded_repr import bounded_text
 from ...errors import OverloadedError, RequestError
 from ...exact_json import JsonFloat
+from .command import ACCESS_LOG
 from .http_errors import HttpError, http_error
 from .unknown_fields import UnknownFields
 
 __all__ = [
-    "ACCESS_NOTES",
     "BodyLimits",
     "ClientDisconnected",
     "Endpoint",
@@ -32,11 +35,15 @@ __all__ = [
     "event",
 ]
 
+access_logger = logging.getLogger(ACCESS_LOG)
+
 T = TypeVar("T")
 Headers = tuple[tuple[bytes, bytes], ...]
 
-ACCESS_NOTES = "stepgraph.access"
-"""Key of an ASGI scope: what `Exchange.note` has noted."""
+MAX_LOGGED_CHARS = 200
+"""Of a path or an error in the access log."""
+POLLED = ("/health", "/ready", "/metrics")
+"""Paths that monitors request every few seconds: their records have the level DEBUG."""
 
 BODY_SECONDS = 60.0
 """Time that a client has to send the body of its request."""
@@ -114,7 +121,9 @@ class Exchange:
         """Whether the response has begun."""
         self.param_of: Callable[[RequestError], str | None] = lambda error: error.field
         """Returns the field of the body that an error of the engine is about."""
-        self._notes: dict[str, object] = scope.setdefault(ACCESS_NOTES, {})
+        self._notes: dict[str, object] = {}
+        self._status: int | None = None
+        self._began = time.perf_counter()
         given = dict(scope["headers"]).get(_ID_HEADER, b"").decode("latin-1")
         self.request_id = given if _VALID_ID.fullmatch(given) else secrets.token_hex(12)
         """The header `X-Request-Id` of the response: that of the request, if it can be one."""
@@ -219,11 +228,32 @@ class Exchange:
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send the head of a response; `send_events` sends parts of its body."""
-        self.started = True
+        self.started, self._status = True, status
         if not any(name == _ID_HEADER for name, _ in headers):
             headers = (*headers, (_ID_HEADER, self.request_id.encode()))
         start = {"type": "http.response.start", "status": status, "headers": list(headers)}
         await self._send(start)
+
+    def log(self, *, complete: bool) -> None:
+        """Write the record of the access log; `complete` is whether the client has the response."""
+        level = logging.DEBUG if self.path.endswith(POLLED) else logging.INFO
+        if not access_logger.isEnabledFor(level):
+            return
+        scope, notes = self.scope, self._notes
+        path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
+        milliseconds = 1e3 * (time.perf_counter() - self._began)
+        shown = bounded_text(path, MAX_LOGGED_CHARS)
+        parts = [f"{scope['method']} {shown} {self._status or '-'} {milliseconds:.0f} ms"]
+        if "tokens_in" in notes:
+            parts.append(f"{notes['tokens_in']} tokens in, {notes['tokens_out']} out")
+        if "request_id" in notes:
+            parts.append(str(notes["request_id"]))
+        if "error" in notes:
+            parts.append(bounded_text(notes["error"], MAX_LOGGED_CHARS))
+        if not complete:
+            parts.append("the client disconnected")
+        line = ", ".join(parts).encode("unicode_escape").decode()  # stays on one line
+        access_logger.log(level, "%s", line)
 
     async def _read_body(self) -> bytearray:
         most = self._limits.max_bytes
@@ -272,13 +302,17 @@ class Endpoint:
             await send({"type": f"{kind}.complete"})
             if kind == "lifespan.shutdown":
                 return
-        exchange = Exchange(scope, receive, send, self._limits)
+        exchange, complete = Exchange(scope, receive, send, self._limits), False
         try:
             await self._handle(exchange)
+            complete = True
         except ClientDisconnected:
             pass
         except Exception as error:
             await exchange.respond_error(http_error(error, exchange.param_of))
+            complete = True
+        finally:
+            exchange.log(complete=complete)
 
 
 @cache
@@ -302,32 +336,14 @@ def _decode(body: bytearray, kind: type[T]) -> T:
         raise HttpError(400, f"the body is {problem}") from error
 
 
-_TYPES = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "a boolean",
-    "array": "an array",
-    "object": "an object",
-}
-"""Types of msgspec in the words of JSON."""
-
-
 def _invalid_body(error: msgspec.ValidationError) -> HttpError:
     """Return the response to a body that msgspec refuses; `param` is the field that it names."""
     problem, _, where = str(error).partition(" - at ")
     found = re.search(r"`\$\.?([^`]*)`$", where)
     field = found[1] if found else ""
-    name = field or "the body"
-    if where.startswith("`key` in"):
-        name = f"a key of {name}"
-    if expected := re.fullmatch(r"Expected `([^`]*)`, got `([^`]*)`", problem):
-        types = [_TYPES.get(t, t) for t in expected[1].split(" | ") if t != "null"]
-        allowed = " or ".join(filter(None, [", ".join(types[:-1]), types[-1]]))
-        message = f"{name} must be {allowed}, not {_TYPES.get(expected[2], expected[2])}"
-    elif missing := re.fullmatch(r"Object missing required field `([^`]*)`", problem):
+    missing = re.fullmatch(r"Object missing required field `([^`]*)`", problem)
+    if missing:
         field = f"{field}.{missing[1]}" if field else missing[1]
-        message = f"{field} is missing"
-    else:
-        message = f"{name}: {problem}"
-    return HttpError(400, message, param=field or None)
+        problem = "it is missing"
+    name = f"a key of {field}" if where.startswith("`key` in") else field or "the body"
+    return HttpError(400, f"{name}: {problem}", param=field or None)

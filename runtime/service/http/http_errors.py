@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable
 
 import msgspec
@@ -29,8 +28,6 @@ logger = logging.getLogger("stepgraph.runtime")
 MAX_MESSAGE_CHARS = 1000
 MAX_RETRY_SECONDS = 3600
 Headers = tuple[tuple[bytes, bytes], ...]
-_STRUCTURED = re.compile(r"(?<![\w\[-])structured(?![\w-]| output)")
-"""The parameter of the engine in a message."""
 
 
 class ErrorDetails(msgspec.Struct):
@@ -91,7 +88,7 @@ def http_error(
         case HttpError():
             return error
         case RequestError():
-            return _invalid_request(error, param_of(error))
+            return HttpError(400, in_flags(error), param=param_of(error), code=error.code)
         case StructuredOutputError():
             return HttpError(400, in_flags(error))
         case OverloadedError():
@@ -108,13 +105,6 @@ def http_error(
             return HttpError(500, in_flags(error), kind="server_error")
     logger.error("a request failed", exc_info=error)
     return HttpError(500, "internal error: see the log of the server", kind="server_error")
-
-
-def _invalid_request(error: RequestError, param: str | None) -> HttpError:
-    message = in_flags(error)
-    if error.field == "structured" and param is not None:
-        message = _STRUCTURED.sub(param, message)
-    return HttpError(400, message, param=param, code=error.code)
 
 
 def _unavailable(error: Exception, code: str, headers: Headers = ()) -> HttpError:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
-from typing import Annotated, Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
+from msgspec import Meta
 
 from ...arguments import allowed_values
-from ...bounded_repr import bounded_repr
 from ...engine.intake import MAX_SALT_CHARS
 from ...errors import GrammarError, RequestError
 from ...loading.chat_template import ChatPrompt
@@ -54,7 +54,7 @@ def allowed(field: str, *, entry: bool = False) -> msgspec.Meta:
     return allows(**{"exclusiveMinimum" if values.range.above else "minimum": low, "maximum": high})
 
 
-Seconds = Annotated[float, allows(exclusiveMinimum=0, maximum=MAX_SECONDS)]
+Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 TokenId = Annotated[int, allowed("stop_token_ids", entry=True)]
 StopString = Annotated[str, allowed("stop", entry=True)]
 BadWord = Annotated[str, allowed("bad_words", entry=True)]
@@ -65,8 +65,8 @@ Biases = Annotated[
 ]
 Prompts = str | list[str | TokenId | list[TokenId]]
 
-MAX_MESSAGES = 1 << 14
-"""Also of tools and of documents."""
+Entries = Annotated[list[dict[str, Any]], Meta(max_length=1 << 14)]
+"""Messages, tools or documents."""
 
 _SAMPLING_FIELDS = (
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -82,7 +82,6 @@ _PARAMETERS = {
     "template_kwargs": "chat_template_kwargs",
 }
 """Fields for parameters of the engine that have another name."""
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -102,7 +101,7 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 class ResponseFormat(msgspec.Struct):
     """`response_format` of the OpenAI API: `text`, `json_object` or `json_schema`."""
 
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
     schema: dict[str, Any] | bool | None = None
     """A schema in the place of `json_schema.schema`, as llama.cpp has it; also of `json_object`."""
@@ -111,33 +110,19 @@ class ResponseFormat(msgspec.Struct):
         """Return what the output must be.
 
         Raises:
-            HttpError: the type is not supported, or the schema is missing, no JSON or too large.
+            HttpError: the schema is missing, no JSON or too large.
         """
         if self.type == "text":
             return None
         if self.type == "json_object" and self.schema is None:
             return StructuredOutput(json_object=True)
-        if self.type not in ("json_object", "json_schema"):
-            raise HttpError(
-                400,
-                f"response_format.type is {bounded_repr(self.type)}; supported are text,"
-                " json_object and json_schema",
-                param="response_format",
-            )
-        if self.schema is not None:
-            if self.json_schema is not None:
+        schema, field = self.schema, "response_format.schema"
+        if schema is None:
+            if self.json_schema is None:
                 raise HttpError(
-                    400,
-                    "response_format has schema and json_schema: give one",
-                    param="response_format.schema",
+                    400, "response_format needs json_schema", param="response_format.json_schema"
                 )
-            schema, field = self.schema, "response_format.schema"
-        elif self.json_schema is not None:
             schema, field = self.json_schema.schema, "response_format.json_schema.schema"
-        else:
-            raise HttpError(
-                400, "response_format needs json_schema", param="response_format.json_schema"
-            )
         try:
             return StructuredOutput(json=schema)
         except RequestError as error:
@@ -180,9 +165,9 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     """Seconds until the last token."""
     first_token_timeout: Seconds | None = None
     """Seconds until the first token."""
-    user: Annotated[str, allows(maxLength=MAX_TENANT_CHARS)] | None = None
+    user: Annotated[str, Meta(max_length=MAX_TENANT_CHARS)] | None = None
     """The tenant, for fairness."""
-    cache_salt: Annotated[str, allows(minLength=1, maxLength=MAX_SALT_CHARS)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -234,14 +219,6 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 
     def options(self, traceparent: str | None) -> RequestOptions:
         """Return the options for an `AsyncEngine`; `traceparent` is a header of the request."""
-        for name in ("timeout", "first_token_timeout"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= MAX_SECONDS:
-                raise HttpError(
-                    400, f"{name} must be above 0 and up to {MAX_SECONDS:g} seconds", param=name
-                )
-        _check_length("user", self.user, MAX_TENANT_CHARS, "characters")
-        _check_length("cache_salt", self.cache_salt, MAX_SALT_CHARS, "characters", least=1)
         return RequestOptions(
             priority=self.priority or 0,
             deadline=self.timeout,
@@ -311,20 +288,22 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 class ChatRequest(SamplingRequest, kw_only=True):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
-    max_completion_tokens: Annotated[int, allowed("max_tokens")] | None = None
+    messages: Entries
+    max_completion_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, allowed("logprobs")] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Entries | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    documents: Entries | None = None
     chat_template: str | None = None
     """The name of a template of the checkpoint."""
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Annotated[str, allows(enum=list(_EFFORTS))] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
 
     def param_of(self, error: RequestError) -> str | None:
         """See `SamplingRequest.param_of`."""
@@ -335,42 +314,24 @@ class ChatRequest(SamplingRequest, kw_only=True):
         return "messages" if error.field == "prompt" else super().param_of(error)
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Return the variables of the template, `reasoning_effort` among them as in vLLM.
-
-        Raises:
-            HttpError: there is no such effort.
-        """
+        """Return the variables of the template, `reasoning_effort` among them as in vLLM."""
         effort, given = self.reasoning_effort, self.chat_template_kwargs or {}
         if effort is None:
             return given
-        if effort not in _EFFORTS:
-            raise HttpError(
-                400,
-                f"reasoning_effort is {bounded_repr(effort)}; allowed are {', '.join(_EFFORTS)}",
-                param="reasoning_effort",
-            )
         return {"reasoning_effort": effort, "enable_thinking": effort != "none", **given}
 
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """Return the tools that the model may call.
 
         Raises:
-            HttpError: a tool has no name, or `tool_choice` is invalid.
+            HttpError: a tool has no name.
         """
         for index, tool in enumerate(self.tools or ()):
             function = tool.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 field = f"tools[{index}].function.name"
                 raise HttpError(400, f"{field} must be a string", param=field)
-        choice = self.tool_choice
-        if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-            raise HttpError(
-                400,
-                f"tool_choice is {bounded_repr(choice)}; allowed are 'none', 'auto', 'required' and"
-                ' {"type": "function", "function": {"name": ...}}',
-                param="tool_choice",
-            )
-        return None if choice == "none" else self.tools or None
+        return None if self.tool_choice == "none" else self.tools or None
 
     def forced_call(self, tool_parser: str | None) -> StructuredOutput | None:
         """Return the form of an answer that must be a call; None if `tool_choice` forces none.
@@ -404,16 +365,13 @@ class ChatRequest(SamplingRequest, kw_only=True):
 
         If the request has none, `default` is that of the model; None: the longest sequence ends it.
         """
-        most = MAX_TOKENS_LIMIT
-        _check_count("max_completion_tokens", self.max_completion_tokens, most)
         for given in (self.max_completion_tokens, self.max_tokens, default):
             if given is not None:
                 return given
-        return most
+        return MAX_TOKENS_LIMIT
 
     def num_logprobs(self) -> int | None:
         """Return how many of the most probable tokens to report; None for no report at all."""
-        _check_count("top_logprobs", self.top_logprobs, MAX_LOGPROBS)
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:
@@ -428,9 +386,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
+    messages: Entries | None = None
+    tools: Entries | None = None
+    documents: Entries | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -464,10 +422,8 @@ def chat_prompt(
     """Return the prompt of a conversation.
 
     Raises:
-        HttpError: there are too many messages, tools or documents; and as `template_messages`.
+        HttpError: as `template_messages`.
     """
-    for name in ("messages", "tools", "documents"):
-        _check_length(name, getattr(request, name), MAX_MESSAGES, "entries")
     begins = request.add_generation_prompt
     kwargs = request.chat_template_kwargs or {}
     if isinstance(request, ChatRequest):
@@ -481,20 +437,3 @@ def chat_prompt(
         chat_template=request.chat_template,
         template_kwargs=kwargs,
     )
-
-
-def _check_count(name: str, value: int | None, most: int) -> None:
-    """Raise `HttpError` if a number is below 0 or above `most`."""
-    if value is not None and not 0 <= value <= most:
-        shown = bounded_repr(value)
-        raise HttpError(
-            400, f"{name} is {shown}; allowed is an integer from 0 to {most}", param=name
-        )
-
-
-def _check_length(name: str, value: Sized | None, most: int, unit: str, *, least: int = 0) -> None:
-    """Raise `HttpError` if a text or a list is shorter than `least` or longer than `most`."""
-    if value is not None and not least <= len(value) <= most:
-        raise HttpError(
-            400, f"{name} has {len(value)} {unit}; allowed are {least} to {most}", param=name
-        )
