@@ -17,10 +17,13 @@ pytest.importorskip("uvicorn")
 
 import httpx
 import psutil
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from stepgraph.runtime import ServiceConfig
 from stepgraph.runtime.service.http import connection, exchange
 
 from ..rigs.fake_engine import fake_engine
+from ..rigs.http_bodies import POSTS, bodies
 from ..rigs.http_rig import COMPLETIONS, events_of
 from ..rigs.http_servers import KEY, SECONDS, Command, Threaded, read_all, request
 
@@ -228,6 +231,30 @@ def check_memory(command: Command, before: int) -> None:
 HEADERS = {"authorization": f"Bearer {KEY}"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("path", POSTS)
+def test_hostile_bodies_over_a_socket(attacked: Command, path: str) -> None:
+    before = psutil.Process(attacked.process.pid).memory_info().rss
+    with httpx.Client(headers=HEADERS, timeout=SECONDS) as client:
+
+        @settings(
+            max_examples=1000,
+            deadline=None,
+            derandomize=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(body=bodies(path, hostile=True), kind=st.sampled_from(["text/html", "", "x"]))
+        def attack(body: bytes, kind: str) -> None:
+            answer = client.post(
+                attacked.address + path, content=body, headers={"content-type": kind}
+            )
+            assert answer.status_code in (200, 400, 404, 503), answer.text
+            assert answer.status_code != 503 or "retry-after" in answer.headers
+
+        attack()
+    check_memory(attacked, before)
+
+
 SIZE = (4 << 20) - 64
 LARGE = [
     (COMPLETIONS, b'{"prompt": "%b"}', b"a "),
@@ -261,3 +288,32 @@ def test_large_bodies(attacked: Command, number: int) -> None:
     with ThreadPoolExecutor(NUM_CLIENTS) as threads:
         assert set(threads.map(attack, range(2 * NUM_CLIENTS))) <= {200, 400}
     check_memory(attacked, before)
+
+
+@pytest.mark.slow
+def test_slow_and_endless_requests(attacked: Command) -> None:
+    """Hundreds of connections that never complete a request, and that never read an answer."""
+    before = psutil.Process(attacked.process.pid).memory_info().rss
+    key = b"authorization: Bearer %b" % KEY.encode()
+    stream = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true, "stream": true}'
+    begins = [
+        b"POST /v1/comp",
+        request(b"", b"a: b" * 100)[:-2],
+        request(b"{" * 1000, key, b"content-length: 4000000"),
+        request(b"1\r\n{\r\n" * 1000, key, b"transfer-encoding: chunked"),
+        request(b"1;" + b"a" * 1000, key, b"transfer-encoding: chunked"),
+        request(stream, key, b"content-length: %d" % len(stream)) * 20,
+        b"\x00" * 1000,
+    ]
+    host, port = attacked.address.removeprefix("http://").split(":")
+    sockets = [socket.create_connection((host, int(port))) for _ in range(50 * len(begins))]
+    try:
+        for sock, begin in zip(sockets, begins * 50, strict=True):
+            sock.sendall(begin)
+        for _ in range(20):
+            time.sleep(0.1)
+            assert httpx.get(f"{attacked.address}/health", timeout=SECONDS).status_code == 200
+        check_memory(attacked, before)
+    finally:
+        for sock in sockets:
+            sock.close()
