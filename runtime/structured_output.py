@@ -29,7 +29,7 @@ GrammarKind = Literal["json", "regex", "grammar", "choice", "calls", "reasoned"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutput:
-    """What an output must be; exactly one field is given. The names are those of vLLM.
+    """What an output must be; exactly one field is given. The names are vLLM's.
 
     Attributes:
         json: a JSON schema, as a mapping, a bool or its text: at most 128 KiB, 64 levels deep. It
@@ -97,7 +97,7 @@ class StructuredOutput:
         """Return a value of `SamplingParams.structured`, which may be a mapping of the fields.
 
         Raises:
-            RequestError: the value is no `StructuredOutput` or invalid.
+            RequestError: the value is not a valid `StructuredOutput`.
         """
         if isinstance(value, StructuredOutput):
             return value
@@ -134,7 +134,7 @@ def _schema_text(schema: object) -> str:
                 " schemas under $defs and refer to them",
                 field="json",
             )
-        text = exact_json.dumps(parsed)  # the order of properties is that of the output
+        text = exact_json.dumps(parsed)  # properties appear in this order in the output
         size = len(text.encode())
     except RequestError:
         raise

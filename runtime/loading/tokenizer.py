@@ -193,7 +193,7 @@ class TextTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
-        """Tokens that end the model's output, those of the engine's requests."""
+        """Tokens that end the output of a request."""
         self._templates = templates or ChatTemplates({}, {})
         decoder = component_state(tokenizer.decoder)
         if not is_streamable(decoder):
@@ -272,7 +272,7 @@ class TextTokenizer:
         that begins a text).
 
         Raises:
-            RequestError: `text` is no valid Unicode, or the tokenizer cannot encode it.
+            RequestError: `text` is not valid Unicode, or the tokenizer cannot encode it.
         """
         if not isinstance(text, str):
             raise RequestError(f"the text must be a str, not a {type_name(text)}", field="text")
@@ -312,7 +312,7 @@ class TextTokenizer:
     ) -> str | list[int] | list[str] | list[list[int]]:
         """Return the prompt of a conversation, or the prompts of a list of conversations.
 
-        The arguments are those of transformers' method of this name. Templates write the token
+        Takes the arguments of transformers' method of this name. Templates write the token
         that begins a text themselves, so none is added: `encode` a text with `special=False`.
 
         Args:

@@ -65,7 +65,7 @@ class LatentConfig:
     qk_nope_head_dim: int
     """Elements of a head's queries and keys that are not rotated."""
     qk_rope_head_dim: int
-    """Elements that are rotated; all heads share those of the key."""
+    """Rotated elements; all heads share the key's."""
     v_head_dim: int
     """Elements of a head's values."""
     rope_interleave: bool = True
@@ -102,7 +102,7 @@ class LatentConfig:
 
 
 def read_ropes(config: Json, family: Family) -> tuple[Rope, Rope | None]:
-    """Return the rotation of the layers and, where a family has two, that of sliding layers.
+    """Return the rotation of the layers and, if the family has two, of sliding layers.
 
     Reads `rope_parameters` (transformers 5) or `rope_scaling` with a separate base (4). Raises
     `CheckpointError` if both are present and contradict each other.
@@ -457,7 +457,7 @@ class ModelConfig(DecoderConfig):
     temperature: AttentionTemperature | None = None
     """Of the queries of layers without rotation."""
     query_pre_attn_scalar: float | None = None
-    """Scores are multiplied by this to the power of -1/2; None: by that of `head_dim`."""
+    """Scores are multiplied by this to the power of -1/2; None: `head_dim`."""
     attention_multiplier: float | None = None
     """Factor of the scores; None: as `query_pre_attn_scalar` says."""
     embedding_multiplier: float = 1.0

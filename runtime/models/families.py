@@ -49,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class MtpLayout:
-    """The modules of a family. Names are those of a checkpoint, relative to the module."""
+    """The modules of a family. Names are as in a checkpoint, relative to the module."""
 
     modules: str
     """What the names of all modules begin with, before their number."""
@@ -69,14 +69,14 @@ class MtpLayout:
     """Whether hidden states are taken after the norm before the head: those of the model, and those
     of the module itself when it continues its own draft; otherwise before it."""
     copies: frozenset[str] = frozenset()
-    """Tensors that repeat those of the model."""
+    """Tensors that repeat tensors of the model."""
 
     def prefix(self, num_layers: int) -> str:
         """Return what the names of the first module's tensors begin with."""
         return f"{self.modules}{num_layers if self.after_last else 0}."
 
     def holds(self, name: str, num_layers: int) -> bool:
-        """Whether a tensor belongs to a module of a model with so many layers."""
+        """Whether a tensor belongs to a module of a model with this number of layers."""
         number = re.match(r"(\d{1,9})\.", name.removeprefix(self.modules))
         if number is None or not name.startswith(self.modules):
             return False
@@ -307,9 +307,9 @@ class ExpertTraits:
     """Returns the fields of `ExpertsConfig` that describe the routing and shared experts, from a
     `config.json`. Raises `CheckpointError`."""
     dense_layers: Callable[[Mapping[str, Any], int], tuple[int, ...]] = lambda config, layers: ()
-    """Returns which of so many layers have an MLP. Raises `CheckpointError`."""
+    """Returns which of a number of layers have an MLP. Raises `CheckpointError`."""
     layouts: tuple[ExpertLayout, ...]
-    """Layouts of checkpoints; the first is that of published ones."""
+    """Layouts of checkpoints; published ones have the first."""
     optional: bool = False
     """Whether a config without experts has an MLP in every layer."""
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -408,7 +408,7 @@ class Family:
     scaled_embeddings: bool = False
     """Embeddings are multiplied by the root of the hidden size."""
     query_scalar: bool = False
-    """Scores are divided by the root of `query_pre_attn_scalar`, not by that of the head size."""
+    """Scores are divided by the root of `query_pre_attn_scalar`, not of the head size."""
     multipliers: bool = False
     """`embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling`
     apply (Granite)."""
@@ -419,7 +419,7 @@ class Family:
     two_ropes: bool = False
     """Sliding layers have rotary parameters of their own."""
     recomputes_long: bool = False
-    """A sequence that outgrows the first context of a `longrope` is computed anew with the
+    """A sequence that outgrows the first context of a `longrope` is recomputed with the
     parameters of long sequences."""
     partial_rotation: bool = False
     """`partial_rotary_factor` applies: the first elements of a head are rotated."""
@@ -561,7 +561,7 @@ def _without_rope(config: Json, layer: int) -> bool:
 
 
 def _with_end_tokens(config: Json) -> Json:
-    """GLM: without end-of-text tokens, it has those of the published models."""
+    """GLM: without end-of-text tokens, it gets the published models' tokens."""
     if config.get("eos_token_id") is not None:
         return config
     return {**config, "eos_token_id": _GLM["eos_token_id"]}

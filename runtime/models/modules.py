@@ -67,7 +67,7 @@ class ShardedVocabulary:
     collectives: Collectives
 
     def embed(self, token_ids_T: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the embeddings `[T, D]`; `rows` returns those of rows of the rank's part."""
+        """Return the embeddings `[T, D]`; `rows` looks up rows of the rank's part."""
         held = self.shard.vocab
         index_T = token_ids_T - held.start
         own_T = (index_T >= 0) & (index_T < len(held))
@@ -108,7 +108,7 @@ class ShardedVocabulary:
 class Projection(nn.Module):
     """A linear layer whose weight is stored in the format of the selected kernels.
 
-    With several `matrices` it holds those of experts, stacked along the first dimension.
+    With several `matrices` it holds one per expert, stacked along the first dimension.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Vector(nn.Module):
     """Holds a parameter that is stored unchanged, and perhaps a bias."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
-        """`dtype` is that of the parameter; None: the model's."""
+        """`dtype` is the parameter's; None: the model's."""
         super().__init__()
         self.dtype = dtype
         self.weight: nn.Parameter | None = None
@@ -231,7 +231,7 @@ class RMSNorm(nn.Module):
     ) -> torch.Tensor:
         """Norm the last dimension; there may be others before it.
 
-        `mean_square_T1` is that of a longer vector of which each is a part; None: its own.
+        `mean_square_T1` belongs to a longer vector of which each is a part; None: its own.
         """
         assert self.weight is not None
         x = x_TD.float()

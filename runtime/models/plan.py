@@ -1,6 +1,6 @@
 """Builds the plan of a model from its config; the only place that orders a layer's operations.
 
-Parameter names are ours; source names are those of a Hugging Face checkpoint. Matrices with the
+Parameter names are ours; source names are as in a Hugging Face checkpoint. Matrices with the
 same input (q, k, v and gate, up) are stacked into one product.
 """
 
@@ -59,7 +59,7 @@ __all__ = [
 
 # Operations of a layer from the names of their tensors in a checkpoint.
 #
-# Names of parameters are ours; names of sources are those of a Hugging Face checkpoint, in a layer
+# Names of parameters are ours; names of sources are as in a Hugging Face checkpoint, in a layer
 # relative to the layer.
 
 
@@ -124,7 +124,7 @@ class LayerKind(NamedTuple):
     """Tokens that a token attends to; None: all previous tokens."""
     rope: Rope
     rope_kind: int
-    """Index of the rotation among those of the model."""
+    """Index into the model's rotations."""
     mixture: bool = False
     """Whether it has experts instead of an MLP."""
 
@@ -284,7 +284,7 @@ def gated_mlp(config: ModelConfig) -> Iterator[Operation]:
 
 
 def activate(config: ModelConfig, features: int) -> Activate:
-    """The activation of an MLP, or of an expert, with so many features."""
+    """The activation of an MLP, or of an expert, with this number of features."""
     function = _ACTIVATIONS[config.hidden_act]
     if not config.swiglu_limit:
         return Activate(name="activate", function=function, features=features)
@@ -513,7 +513,7 @@ def model_plan(config: ModelConfig) -> ModelPlan:
     """Return the plan of a model, or of its shard; layers of one kind share a plan.
 
     Raises:
-        ConfigError: the model cannot be split over so many ranks.
+        ConfigError: the model cannot be split over this number of ranks.
     """
     if config.shard is not None:
         return shard_plan(model_plan(config.whole), *config.shard)
@@ -552,7 +552,7 @@ def plan_of(config: DecoderConfig) -> ModelPlan:
 
 
 def shard_config(config: DecoderConfig, rank: int, ranks: int) -> DecoderConfig:
-    """Return the config whose plan is that of one rank; of a single one it is `config`.
+    """Return the config that one rank's plan is made from; `config` for a single rank.
 
     Raises:
         ConfigError: as `check_ranks`.
@@ -599,7 +599,7 @@ def fused_layout(config: ModelConfig) -> dict[str, Parameter]:
     """Return the parameters of the model by our name, in the order a forward pass needs them.
 
     Each says which tensors of a Hugging Face checkpoint make it, in which order, and their shapes.
-    With tied embeddings there is no `lm_head.weight`.
+    Models with tied embeddings have no `lm_head.weight`.
     """
     return {parameter.name: parameter for parameter in model_plan(config).parameters()}
 
@@ -614,7 +614,7 @@ def weights_per_step(config: DecoderConfig) -> int:
 
 
 def plan_weights_per_step(plan: ModelPlan) -> int:
-    """Return the same for a plan, which may be that of one rank of a tensor-parallel group."""
+    """Return the same for a plan, which may belong to one rank of a tensor-parallel group."""
     unread = 0 if plan.tied else plan.embedding.elements
     for layer in plan.layers:
         for op in layer.operations:

@@ -117,10 +117,10 @@ VERIFY_IN_A_ROW = 32
 
 
 class _Times:
-    """Of the steps of so many rows: the time of a decode step, and multiples of it."""
+    """For steps of one number of rows: the time of a decode step, and multiples of it."""
 
     def __init__(self, size: int, seconds: Mapping[int, float]) -> None:
-        """`seconds` by tokens of the step; the fewest are those of the decode step."""
+        """`seconds` by tokens of the step; the fewest tokens belong to the decode step."""
         self.size = size
         self.tokens = sorted(seconds)
         self.decode = seconds[self.tokens[0]]
@@ -138,7 +138,7 @@ class _Times:
             self.unfaded = 0
 
     def between(self, tokens: int) -> tuple[int, float]:
-        """Return the first measured point of at least so many tokens, and its weight."""
+        """Return the first measured point of at least `tokens`, and its weight."""
         at = min(bisect_left(self.tokens, tokens), len(self.tokens) - 1)
         if at == 0:
             return 0, 1.0
@@ -146,7 +146,7 @@ class _Times:
         return at, (min(tokens, above) - below) / (above - below)
 
     def multiple(self, tokens: int) -> float:
-        """Return the time of a step as a multiple of that of a decode step."""
+        """Return the time of a step as a multiple of a decode step's."""
         at, weight = self.between(tokens)
         own = self.multiples
         return own[at] if weight == 1.0 else own[at] * weight + own[at - 1] * (1 - weight)
@@ -260,7 +260,7 @@ class VerifyCosts:
         return math.exp(LEAST_GAIN) * min(times.multiples[1:], default=math.inf) - 1
 
     def decode_seconds(self, rows: int) -> float:
-        """Return the time of a decode step of so many rows."""
+        """Return the time of a decode step of this number of rows."""
         return self._times[rows].decode
 
     def verify_seconds(self, rows: int, tokens_per_row: int, tokens: int) -> float:
@@ -293,7 +293,7 @@ class VerifyCosts:
     def observe(self, rows: int, tokens_per_row: int, tokens: int, seconds: float) -> None:
         """Correct the time of a verify step by how long one took. Invalid times are ignored.
 
-        `tokens` are those of all rows, without padding.
+        `tokens` counts all rows, without padding.
         """
         if not 0 < seconds < math.inf:
             return

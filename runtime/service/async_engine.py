@@ -74,7 +74,7 @@ class AsyncEngine:
     it ends with `finish_reason` `deadline` and the tokens it has; in the queue it is never
     prefilled.
 
-    Handlers installed with `signal.signal` must not call its methods; those of an event loop may.
+    Handlers of `signal.signal` must not call its methods; handlers of an event loop can.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class AsyncEngine:
         Raises:
             RequestError: an option is invalid. Errors of the prompt come from the iterator.
             OverloadedError: too many requests wait.
-            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
+            EngineUnavailableError, EngineFailedError, EngineClosedError: the engine is not running.
         """
         return self._stream(self._mailbox, prompt, params, options, num_read=0)
 
@@ -207,7 +207,7 @@ class AsyncEngine:
     ) -> RequestOutput:
         """Decode a prompt to its end and return its output. Cancelling the task aborts it.
 
-        Arguments and errors are those of `stream` and `AsyncStream.accepted`.
+        Takes the arguments of `stream`; raises as `stream` and `AsyncStream.accepted`.
         """
         return await self._stream(self._mailbox, prompt, params, options, streams=False).finish()
 
@@ -238,7 +238,7 @@ class AsyncEngine:
         all callbacks, one after the other. If a callback raises, its request is aborted and the
         future has the exception.
 
-        Arguments and errors are those of `stream`; errors of the prompt come from the future.
+        Takes the arguments of `stream` and raises as it; errors of the prompt come from the future.
         """
         if callback is not None:
             check_callable("callback", callback, "a Delta")
@@ -249,7 +249,7 @@ class AsyncEngine:
     def abort(self, request_id: str) -> bool:
         """End a request within one step, with `finish_reason` `abort`. Any thread may call it.
 
-        Returns False if there is no unfinished request of this id.
+        Returns False if no unfinished request has this id.
         """
         check_type("request_id", request_id, str, "a string")
         handle = self._thread.dispatcher.handles.get(request_id)
@@ -301,7 +301,7 @@ class AsyncEngine:
         `preparing` requests that are tokenised.
 
         Raises:
-            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
+            EngineUnavailableError, EngineFailedError, EngineClosedError: the engine is not running.
         """
         self._check_process()
         return await asyncio.wrap_future(self._thread.run(self._stats))
@@ -312,7 +312,7 @@ class AsyncEngine:
         They are copied between two steps, and listed in another thread.
 
         Raises:
-            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
+            EngineUnavailableError, EngineFailedError, EngineClosedError: the engine is not running.
         """
         self._check_process()
         check_integer("most", most, 0, MAX_COUNT)
@@ -323,7 +323,7 @@ class AsyncEngine:
         """Drop the prefix cache between two steps; see `Engine.reset_prefix_cache`.
 
         Raises:
-            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
+            EngineUnavailableError, EngineFailedError, EngineClosedError: the engine is not running.
         """
         self._check_process()
         reset = self._thread.run(lambda: self._thread.check_started().reset_prefix_cache())
@@ -334,7 +334,7 @@ class AsyncEngine:
         """The tokenizer of the model; None for presets and without a `tokenizer.json`.
 
         Raises:
-            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
+            EngineUnavailableError, EngineFailedError, EngineClosedError: the engine is not running.
         """
         return self._thread.check_started().tokenizer
 
@@ -381,7 +381,7 @@ class AsyncEngine:
         """Drain, then free the memory of the engine, on the device and of the weights.
 
         Raises:
-            EngineFailedError, EngineClosedError: there is no engine.
+            EngineFailedError, EngineClosedError: the engine is not running.
             EngineUnavailableError: `wake` or `reload` ended the drain.
         """
         await self.drain(timeout)
@@ -391,7 +391,7 @@ class AsyncEngine:
         """Serve again after `drain` or `sleep`. After `sleep` it loads the model again.
 
         Raises:
-            EngineFailedError, EngineClosedError: there is no engine.
+            EngineFailedError, EngineClosedError: the engine is not running.
             StepgraphError: as `start`; it sleeps on.
         """
         self._check_process()
@@ -405,7 +405,7 @@ class AsyncEngine:
         is served again and the error raised; if it was asleep, it sleeps on.
 
         Raises:
-            EngineFailedError, EngineClosedError: there is no engine.
+            EngineFailedError, EngineClosedError: the engine is not running.
             EngineUnavailableError: `wake` or another `reload` ended the drain.
             StepgraphError: as `start`.
         """
@@ -493,7 +493,7 @@ class AsyncEngine:
         """Pass a request that is refused within this context to the listeners."""
         try:
             yield
-        except RequestError:  # its id is that of another request
+        except RequestError:  # another request has its id
             raise
         except StepgraphError as error:
             handle.error = error

@@ -197,7 +197,7 @@ AHEAD = 2
 
 _LONGEST = (3, 5, 8, 16)
 
-"""Matches of at most so many tokens are counted together; longer ones are the last class."""
+"""Tokens of the longest match of each class; longer matches are the last class."""
 
 _CLASS_OF = tuple(
     2 * bisect_left(_LONGEST, length) for length in range(MAX_MATCH + AHEAD * MAX_DRAFTS + 1)
@@ -215,7 +215,7 @@ _FIRST_WEIGHT = 4.0
 
 
 class _Counts:
-    """Counts of drafts by class: of all rows, or of one, which adds to those of `everywhere`."""
+    """Counts of drafts by class: of all rows, or of one, which adds to `everywhere`."""
 
     def __init__(self, kinds: int, most: float, everywhere: _Counts | None = None) -> None:
         self._everywhere = everywhere
@@ -250,7 +250,7 @@ class _Counts:
 
 
 class Acceptance(_Counts):
-    """Acceptance rates of a proposer, or of one row, which begins with those of its proposer."""
+    """Acceptance rates of a proposer, or of one row, which begins with its proposer's rates."""
 
     def __init__(self, everywhere: Acceptance | None = None) -> None:
         """Measure one row, and `everywhere` together with it; None: all rows."""
@@ -503,7 +503,7 @@ class SharedOutputs:
         return best
 
     def _newest_index(self, salt: str | None, more: int) -> SuffixIndex:
-        """Return the index that takes so many more tokens of a salt."""
+        """Return the index that takes this many more tokens of a salt."""
         indexes = self._salts.setdefault(salt, [])
         self._salts.move_to_end(salt)
         if len(self._salts) > MAX_SALTS:
@@ -559,7 +559,7 @@ class RequestDrafter:
     def catch_up(self, known: int, tokens_of: Callable[[int, int], list[int]], most: int) -> int:
         """Guess what follows the `known` tokens of the request, if the proposer has seen them.
 
-        While the tokens are those of the draft, its rest is the guess, and nothing is searched.
+        While the tokens match the draft, its rest is the guess, and nothing is searched.
         Otherwise shows the proposer at most `most` more tokens, and returns how many. `tokens_of`:
         see `Request.tokens`.
         """
@@ -630,7 +630,7 @@ class RequestDrafter:
             self._guess(draft, self.acceptance.chances(draft))
 
     def is_promising(self, least: float, step: int, most_pause: int) -> bool:
-        """Return whether at least so many drafts are expected to be accepted; otherwise pause.
+        """Return whether at least this many drafts are expected to be accepted; otherwise pause.
 
         `step` and `most_pause`: see `Pause.next_lookup`.
         """

@@ -85,7 +85,7 @@ class BlockParts:
 
 
 def is_block_drafter(config: Json) -> bool:
-    """Whether a `config.json` is that of a block-parallel drafter."""
+    """Whether a `config.json` describes a block-parallel drafter."""
     architectures = config.get("architectures")
     named = isinstance(architectures, list) and _ARCHITECTURE in architectures
     return named or "dflash_config" in config
@@ -170,7 +170,7 @@ def _layer_config(config: Json) -> ModelConfig:
 
 
 def _is_causal(config: Json, model: ModelConfig) -> bool:
-    """Whether blocks are causal: by default those of sliding layers."""
+    """Whether blocks are causal; by default, in sliding layers only."""
     slides = {model.window(layer) is not None for layer in range(model.num_layers)}
     given = read_optional(config, "is_causal", bool)
     causal = slides if given is None else {given}

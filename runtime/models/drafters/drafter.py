@@ -176,7 +176,7 @@ def most_likely_after(
 def most_likely(layers: LayerStack, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the most likely token of each row, int64 `[B]`, and its probability, float32 `[B]`.
 
-    `layers` are those of the drafter: where they run in C++, so does this. If a logit is NaN, any
+    `layers` are the drafter's: if they run in C++, so does this. If a logit is NaN, any
     token is returned.
     """
     if layers.runs_natively_on_cpu:
@@ -186,7 +186,7 @@ def most_likely(layers: LayerStack, logits_BV: torch.Tensor) -> tuple[torch.Tens
     return ids_B, (top_B - logits_BV.logsumexp(-1)).exp()
 
 
-# The embedding and the output projection of a drafter: its own, or those of its target.
+# The embedding and the output projection of a drafter: its own, or its target's.
 #
 # Shape suffixes: T tokens, B rows, D hidden_size.
 
@@ -226,7 +226,7 @@ class FollowedTokens:
     next_ids: torch.Tensor
     """int64 `[T]`: the token after each of them, sampled by the step or known before."""
     features: torch.Tensor | None
-    """`[T, F]`: hidden states of the target model, those of `Drafter.taps` side by side."""
+    """`[T, F]`: hidden states of the target's layers `Drafter.taps`, concatenated."""
     batch: RaggedBatch
     """Their positions and slots. Padding, and drafts beyond a row's own, go to the null block."""
     of_prompts: bool = False
@@ -315,7 +315,7 @@ class SharedLayers(LayerStack):
     def __init__(
         self, config: DrafterConfig, target: Decoder, kernels: Kernels, group: LayerGroup
     ) -> None:
-        """See `load_drafter`; embedding and output projection are those of `target`."""
+        """See `load_drafter`; it may share embedding and output projection with `target`."""
         plan, ropes = within_window(config.plan, group.spec.window_tokens), rope_kinds(config.model)
         device = target.device
         super().__init__(plan, ropes, kernels, target.dtype, device, [group], target.storage)

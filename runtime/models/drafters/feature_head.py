@@ -84,9 +84,9 @@ class Eagle3Parts:
     fuse: Parameter
     """Of the features to the hidden size of the head."""
     embedding: Parameter | None
-    """None: that of the target."""
+    """None: the target's."""
     head: Parameter | None
-    """To logits of its own vocabulary; None: that of the target."""
+    """To logits of its own vocabulary; None: the target's projection."""
     input_norm: Norm | None
     """Of the hidden states before the first layer, where its residual is normed, too."""
     target_ids: str | None
@@ -95,7 +95,7 @@ class Eagle3Parts:
 
 
 def is_eagle3(config: Json) -> bool:
-    """Whether a `config.json` is that of an EAGLE-3 head."""
+    """Whether a `config.json` describes an EAGLE-3 head."""
     architectures = config.get("architectures")
     named = architectures if isinstance(architectures, list) else []
     return config.get("speculators_model_type") == "eagle3" or any(
@@ -301,7 +301,7 @@ class FeatureHead(SharedLayers, ABC):
     """int64 `[V]`: tokens of the target; None: the same vocabulary."""
 
     def map_to_target(self, target_ids_V: torch.Tensor | None) -> None:
-        """Set the tokens of the target that those of the head are; None: the same."""
+        """Map the head's tokens to the target's; None: they are the same."""
         self.target_ids = None if target_ids_V is None else target_ids_V.to(self.device)
 
     @abstractmethod
@@ -357,7 +357,7 @@ class Eagle3(FeatureHead):
     def __init__(
         self, config: DrafterConfig, target: Decoder, kernels: Kernels, group: LayerGroup
     ) -> None:
-        """See `load_drafter`; what the head has no weights for is that of `target`."""
+        """See `load_drafter`; the head shares with `target` what it has no weights for."""
         super().__init__(config, target, kernels, group)
         parts = config.parts
         assert isinstance(parts, Eagle3Parts)
@@ -479,7 +479,7 @@ class MtpParts:
 
 
 def has_mtp(config: Json) -> bool:
-    """Whether a `config.json` is that of a model with a module for multi-token prediction."""
+    """Whether a `config.json` describes a model with a multi-token prediction module."""
     return read_field(config, _COUNT, int, 0) > 0
 
 
@@ -505,7 +505,7 @@ def mtp_config(
 
     Raises:
         CheckpointError: the checkpoint has no module.
-        ConfigError: it is not that of the target.
+        ConfigError: it differs from the target's.
     """
     layout = target.family.mtp
     if layout is None:

@@ -102,7 +102,7 @@ class TextParser(Protocol):
         """Take the next text; return the events that are certain."""
 
     def finish(self) -> list[OutputEvent]:
-        """Return the events of the text that was held back; there is no more text."""
+        """Return the events of the held-back text, at the end of the output."""
 
 
 class _StateParser(ABC):
@@ -123,7 +123,7 @@ class _StateParser(ABC):
         return self._take_events()
 
     def finish(self) -> list[OutputEvent]:
-        """Return the events of the text that was held back; there is no more text."""
+        """Return the events of the held-back text, at the end of the output."""
         self._end(self._held)
         return self._take_events()
 
@@ -447,7 +447,7 @@ class OutputParser:
         return self._find_calls(events)
 
     def finish(self) -> list[OutputEvent]:
-        """Return the events of the text that was held back; there is no more text."""
+        """Return the events of the held-back text, at the end of the output."""
         events = [] if self._reasoning is None else self._find_calls(self._reasoning.finish())
         if self._tools is not None:
             events += self._tools.finish()
@@ -530,7 +530,7 @@ def make_output_parser(
         in_reasoning: whether the prompt ends within the reasoning; see `ends_in_reasoning`.
 
     Raises:
-        ConfigError: there is no parser of this name, or it cannot be loaded.
+        ConfigError: no parser has this name, or it cannot be loaded.
     """
     find_calls = None if tool_parser is None else _find("tool", tool_parser)
     find_reasoning = None if reasoning_parser is None else _find("reasoning", reasoning_parser)
