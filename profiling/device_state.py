@@ -22,7 +22,7 @@ CLOCKS: Final = ("driver", "max_sm_mhz", "max_memory_mhz")
 """What `DeviceMonitor.describe` returns."""
 
 CLOCK_TOLERANCE: Final = 0.05
-"""Relative change of the SM clock during a measurement that is no warning."""
+"""Relative change of the SM clock that a measurement tolerates without a warning."""
 
 _REASONS: Final = (
     "gpu_idle",

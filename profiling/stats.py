@@ -44,7 +44,7 @@ class Summary:
         """Summarise `samples`, in any order.
 
         Raises:
-            ValueError: if there is no sample, or one is NaN or infinite.
+            ValueError: no sample was given, or one is NaN or infinite.
         """
         ordered = [float(sample) for sample in samples]
         if not ordered:

@@ -47,7 +47,7 @@ class IncrementalDetokenizer:
     are matched in the output only, not in the prompt, and are ignored if they end within the text
     of the first `min_tokens` tokens, as in vLLM.
 
-    The text is that of `decode(prompt + output)` after the prompt, without the bytes of an
+    The text is `decode(prompt + output)` after the prompt, without the bytes of an
     incomplete character at the end; see `text_stream`.
     """
 

@@ -27,7 +27,7 @@ _CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
-"""Written to `clear_refs`: the peak of the resident set begins anew (Linux, proc(5))."""
+"""Written to `clear_refs`: resets the peak of the resident set (Linux, proc(5))."""
 _PEAK_SLACK = 4 << 20
 """Bytes by which the kernel's counters of the resident set may differ."""
 

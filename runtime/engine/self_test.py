@@ -380,7 +380,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def sampler_failure(
     name: SamplerName, vocab_size: int, config: ResolvedConfig, generator: torch.Generator
 ) -> Fallback | None:
-    """Compare greedy and random draws of a few rows with those of the plain sampler.
+    """Compare greedy and random draws of a few rows with the plain sampler's.
 
     With speculation also those of a verify step, and with structured output those with token masks.
 

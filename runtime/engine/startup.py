@@ -318,7 +318,7 @@ def find_engine_drafter(
     """Find the drafter of an engine; None if it has none. Each rank of a group has the whole one.
 
     Raises:
-        CheckpointError: there is no such drafter, or its checkpoint is damaged.
+        CheckpointError: the drafter does not exist, or its checkpoint is damaged.
         ConfigError: it does not fit the model or the engine.
     """
     speculation = engine.speculation

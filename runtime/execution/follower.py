@@ -51,9 +51,9 @@ class Follower:
         """Follow with the runner of this rank.
 
         Args:
-            runner: prepared like that of rank 0.
+            runner: prepared like rank 0's.
             group: of the rank.
-            reload: replaces the weights by those of a source.
+            reload: replaces the weights by a source's.
             serve: sets how many seconds this rank waits for the others.
         """
         self._runner = runner

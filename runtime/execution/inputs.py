@@ -66,7 +66,7 @@ class MaskSizes:
     """Most tokens that a step with two parts samples; 0 where steps have one part."""
     vocab_size: int
     own_vocab_size: int
-    """Logits of a token, before those of all ranks are gathered."""
+    """Logits of a token, before all ranks' logits are gathered."""
     dtype: torch.dtype
     """Of logits."""
 
@@ -105,7 +105,7 @@ class MaskState:
 
     bits: torch.Tensor
     """int32 `[N * R, ceil(V / 32)]`: bit i % 32 of word i // 32 is set if token i may be sampled.
-    Mask `n * R + row` is that of the token after the newest one of a row and `n` drafts. All bits
+    Mask `n * R + row` applies to the token after the newest one of a row and `n` drafts. All bits
     of rows without a grammar are set, those of the null row included."""
     logits: torch.Tensor
     """`[L, W]` in the model's dtype: logits of the lanes."""

@@ -121,7 +121,7 @@ class HostOutputs:
     ) -> None:
         """Allocate buffers for `steps` decode steps of `max_num_seqs`, and `prefill_rows` chunks.
 
-        Each row may have so many proposed `drafts`. `device` is the source of the outputs. Copies
+        A row has at most `drafts` proposed drafts. `device` is the source of the outputs. Copies
         from CUDA are asynchronous.
         """
         self._device = device

@@ -190,7 +190,7 @@ def decode_inputs(payload: bytes, arrays: dict[InputBuffer, object]) -> Inputs:
 def decode_row(
     payload: bytes, vocab_size: int, sizes: tuple[int, int]
 ) -> tuple[int, int, RowParameters]:
-    """Return row, rope length and parameters of `Command.ROW`; `sizes` are those of the latter."""
+    """Return row, rope length and parameters of `Command.ROW`; `sizes` are the parameters'."""
     row, rope_length, used = _ROW.unpack_from(payload)
     begin = _ROW.size
     reals = np.frombuffer(payload, np.float32, sizes[0], begin)
@@ -213,7 +213,7 @@ def decode_row(
 def decode_masks(
     payload: bytes, words: int
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.NDArray[np.int32], int]:
-    """Return the arguments of `FollowedMasks.write`; a mask has so many words."""
+    """Return the arguments of `FollowedMasks.write`, given the words of a mask."""
     allowed, written, tokens_per_row = _MASKS.unpack_from(payload)
     indices = np.frombuffer(payload, np.uint32, allowed + written, _MASKS.size)
     begin = _MASKS.size + indices.nbytes

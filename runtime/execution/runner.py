@@ -152,7 +152,7 @@ def new_blocks(plan: StepPlan, group: int, block_size: int) -> list[int]:
 
 
 class BlockCopies:
-    """The copies of preempted and admitted requests: in the cache, and in that of a drafter."""
+    """The copies of preempted and admitted requests, in the cache and in a drafter's."""
 
     def __init__(
         self,
@@ -787,7 +787,7 @@ class Runner:
         self.state.token_ids[row] = token_id
 
     def _take_row(self, request: Request, row: int) -> None:
-        """Overwrite the row's sampling parameters and rope length with those of a request."""
+        """Overwrite the row's sampling parameters and rope length with a request's."""
         parameters = self.state.sampling.row_parameters(
             request.params,
             seed=request.seed,
@@ -807,7 +807,7 @@ class Runner:
         self.state.sampling.store_row(row, parameters)
 
     def place_drafts(self, rows: int, drafts: int) -> None:
-        """Let each of the first `rows` rows of verify steps have so many drafts of token 0."""
+        """Give each of the first `rows` rows of verify steps this many drafts of token 0."""
         self._writer.write_drafts([[0] * drafts] * rows, ())
 
     def place_padding(self, null_position: int, start: int, count: int, last: int) -> None:

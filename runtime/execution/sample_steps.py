@@ -272,7 +272,7 @@ class SampleSteps:
         self.state.block_tables.copy_(tables)
 
     def stored(self) -> torch.Tensor:
-        """Return all cached vectors except those of padding; NaN where nothing was written."""
+        """Return all cached vectors except padding; NaN where nothing was written."""
         blocks = torch.arange(1, self.arena.shape[2], device=self.arena.device)
         sides = self.arena.flatten(0, 1)
         return torch.stack([read_blocks(s, blocks, self._block_size, self._storage) for s in sides])

@@ -410,7 +410,7 @@ class DraftStep:
     ) -> Drafts | None:
         """Let the drafter follow the chunks of a prefill step, which has sampled these tokens.
 
-        With `key.drafts`, return drafts of the rows that sample; those of others are 0.
+        With `key.drafts`, return drafts of the rows that sample; other rows have 0.
         Where steps are `ragged`, there are none of padding.
         """
         tokens = self._chunks(inputs, key, sampled_P, features_TF)
@@ -489,7 +489,7 @@ class Forward(NamedTuple):
     """
 
     logits: torch.Tensor
-    """`[B, vocab_size]`, or those of the rank's own tokens."""
+    """`[B, vocab_size]`, or the columns of the rank's own tokens."""
     positions: torch.Tensor
     """int64 `[B]`: the positions after which tokens are sampled."""
     tokens: torch.Tensor | None
@@ -950,7 +950,7 @@ class StepFunctions:
     ) -> torch.Tensor:
         """Take the most probable token after each position, and store it as the row's newest.
 
-        The logits are those of the whole vocabulary, or with `vocabulary` the rank's own.
+        The logits cover the whole vocabulary, or with `vocabulary` the rank's own tokens.
         """
         fused, own = self._sampler.greedy_step, () if masks is None else (masks,)
         feedback = Feedback(rows_B, positions_B, self.state.token_ids, self.state.positions)

@@ -155,7 +155,7 @@ class StepSizes:
         return tuple(n for n in self.tokens_per_row if n <= most)
 
     def proposing(self, rows: int) -> int:
-        """Return the drafts that steps of so many rows propose: no more than can be verified."""
+        """Return the drafts that steps of `rows` propose: no more than can be verified."""
         return min(self.proposed, max(self.verifying(rows), default=1) - 1)
 
     def _drafting(self, rows: int) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class HostMasks:
 
         Args:
             state: the masks on the device.
-            rows: those of the state, the null row included.
+            rows: rows of the state, the null row included.
             is_async: whether the device runs steps asynchronously.
         """
         self._device = self._host = state.bits
@@ -69,7 +69,7 @@ class HostMasks:
             mask.allow_all()
 
     def copy_to_device(self, tokens_per_row: int) -> None:
-        """Issue the copy of the masks of so many tokens of each row, if the device has its own."""
+        """Issue the copy of masks of each row's first tokens, if the device has its own."""
         if self._host is not self._device:
             end = tokens_per_row * self.rows
             self._device[:end].copy_(self._host[:end], non_blocking=True)
@@ -277,7 +277,7 @@ class TokenMasks:
             outcome, kept = request.matcher.fill(request, masks, drafts)
         except (KeyboardInterrupt, SystemExit):  # of a signal handler of the application
             raise
-        except BaseException as error:  # a panic of llguidance is no Exception
+        except BaseException as error:  # a panic of llguidance is not an Exception
             outcome, kept = (
                 StructuredOutputError(
                     f"request {request.id}: its grammar failed after {request.num_output} output"

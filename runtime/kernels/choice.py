@@ -77,7 +77,7 @@ class Kernels:
     def stored_bytes(self, n: int, k: int, dtype: torch.dtype, matrices: int = 1) -> int:
         """Bytes of a `[n, k]` weight of a model in `dtype`, as stored: padding, scales and all.
 
-        It consists of so many stacked `matrices`, each of which is packed.
+        It consists of `matrices` stacked matrices, each of which is packed.
         """
         if self.pack is None:
             return stored_bytes(self.weights, n, k, dtype)

@@ -160,7 +160,7 @@ def fused_full(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return tokens or `NON_FINITE`, log-probabilities, the `num_top` highest ones, their tokens.
 
-    `reals`, `integers` and `token_counts_RV` are those of a `SamplingState`; the counts are updated
+    `reals`, `integers` and `token_counts_RV` belong to a `SamplingState`; the counts are updated
     in place. With `inputs_B`, the tokens that the lanes of a verify step follow, lanes of a row are
     drawn as `sample_drafted` does. With `masks`, samples as after `mask_logits`. Runs on CPU after
     `load_cpu_ops`. Raises RuntimeError or IndexError for arguments that do not fit together.

@@ -33,7 +33,7 @@ def limit_threads(threads: int) -> None:
 
 
 class TorchThreads:
-    """A block in which torch's own operations, called by its thread, use so many threads.
+    """A block in which torch's own operations, called by its thread, use this many threads.
 
     Can be entered again after it was left.
     """
@@ -74,7 +74,7 @@ def usable_cores() -> int:
 
 
 def _affine_cores() -> int:
-    """Physical cores with a CPU in the affinity mask; where there is no such mask, all of them."""
+    """Physical cores with a CPU in the affinity mask; all of them without such a mask."""
     if not hasattr(os, "sched_getaffinity"):
         return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     return len(affine_cores())

@@ -1,12 +1,12 @@
 """Attention over a paged KV cache: writes the step's keys and values, then attends.
 
 Shapes: T tokens, R rows, H query heads, G kv heads (G divides H), D head_dim, E value_dim, L
-positions read. The arena is that of `cache/arena.py`. With block_size 16, slot 37 is offset 5 of
+positions read. `cache/arena.py` describes the arena. With block_size 16, slot 37 is offset 5 of
 block 2, and position 20 of a row lives in block `block_tables[row, 1]`, offset 4.
 
 The tokens of a call are a `RaggedBatch` (`batch.py`). Token t of row r = `token_rows[t]` attends to
 positions 0 ... p of r with p = `positions[t]`. With a window w it attends to p - w + 1 ... p, with
-chunks of c positions to those of its own chunk, p - p % c ... p. All T tokens are written before
+chunks of c positions to its own chunk, p - p % c ... p. All T tokens are written before
 any is read, so the tokens of a row attend to each other, causally. No other
 memory affects the result, not even multiplied by zero: a reused block may contain NaN, and blocks
 that left the window may belong to other rows. A padded token has the null row, position 0 and slot
@@ -50,7 +50,7 @@ class AttentionForm(NamedTuple):
     value_dim: int = 0
     """Elements of a value: head_dim, or the latent part of a key."""
     chunk: int = 0
-    """A token attends only to its own chunk, of so many positions; 0: off."""
+    """Positions of the chunk that a token attends to, its own only; 0: off."""
     sinks: Tensor | None = None
     """`[H]`: attention sink of each head, a softmax logit without value."""
 
@@ -64,7 +64,7 @@ _SCHEMA = (
 """Arguments of the operator, which cannot be dataclasses; `_flat` and `_unflat` convert them.
 Compiled code would be specific to an `int`, and one version serves all values of a `SymInt`."""
 _BEFORE_FORM = 14
-"""Number of arguments before those of `AttentionForm`."""
+"""Number of arguments before `AttentionForm`'s."""
 
 PagedAttention = Callable[
     [Tensor, Tensor, "Tensor | None", Tensor, LayerPlace, RaggedBatch, AttentionForm], Tensor

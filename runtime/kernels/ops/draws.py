@@ -170,7 +170,7 @@ def _int64(bits: int) -> int:
     return bits - (1 << 64)
 
 
-# Sums and products of int64 wrap around, and their low 64 bits are those of the unsigned ones.
+# Sums and products of int64 wrap around, and their low 64 bits equal the unsigned results'.
 _GAMMA = _int64(0x9E3779B97F4A7C15)
 
 _MIX_1 = _int64(0xBF58476D1CE4E5B9)

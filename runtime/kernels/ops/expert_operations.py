@@ -79,7 +79,7 @@ class Experts(Operation):
         return self.routing.top_k + self.shared
 
     def expected_experts(self, tokens: float) -> float:
-        """Return how many different experts process so many tokens, if all are as likely.
+        """Return how many different experts process a number of tokens, if all are equally likely.
 
         A token chooses k of R experts, so one of them is chosen by none of n tokens with
         probability (1 - k / R)**n: R * (1 - (1 - k / R)**n), and all shared ones.

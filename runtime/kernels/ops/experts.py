@@ -70,7 +70,7 @@ class ExpertTensors(NamedTuple):
         return self._each(split)
 
     def of(self, expert: int) -> ExpertTensors:
-        """Return those of one expert, from the result of `by_expert`."""
+        """Return one expert's, from the result of `by_expert`."""
         return self._each(lambda stacked: stacked[expert])
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> ExpertTensors:

@@ -40,7 +40,7 @@ def packed_experts(
     """As `reference_experts` over packed weights, in C++; needs `load_cpu_ops`.
 
     The result of a token is bitwise independent of other tokens and of the number of threads. The
-    experts of a token are added in their own order, not in that of the choice.
+    experts of a token are added in their own order, not in the order of the choice.
 
     Raises RuntimeError for tensors that do not fit the operation.
     """

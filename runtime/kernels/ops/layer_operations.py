@@ -63,7 +63,7 @@ class Norm(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinNorms(Operation):
-    """Norm of the embeddings of the step, followed by that of the hidden states, `[T, 2 D]`.
+    """Norm of the step's embeddings, followed by the norm of the hidden states, `[T, 2 D]`.
 
     The first operation of a layer (EAGLE-3, arXiv 2503.01840).
     """
@@ -73,7 +73,7 @@ class JoinNorms(Operation):
     """None: the hidden states are not normed."""
     eps: float
     offset: bool = False
-    """As that of `Norm`."""
+    """As in `Norm`."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -161,7 +161,7 @@ class Attend(Operation):
     window: int = 0
     """Tokens that a token attends to, itself included; 0: all previous tokens."""
     chunk: int = 0
-    """A token attends only to its own chunk, of so many positions; 0: off (Llama 4)."""
+    """Positions of the chunk that a token attends to, its own only; 0: off (Llama 4)."""
     softcap: float = 0.0
     """Scores s become softcap * tanh(s / softcap); 0: off."""
     sinks: Parameter | None = None

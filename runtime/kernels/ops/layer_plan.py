@@ -87,7 +87,7 @@ class ModelPlan:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary, those of other ranks included."""
+        """Tokens of the vocabulary, other ranks' included."""
         return self.embedding.shape[0] if self.shard is None else sum(self.shard.vocab_sizes)
 
     @property
@@ -117,7 +117,7 @@ class ModelPlan:
 class LinearTensors(NamedTuple):
     """A linear layer as stored: weight, scales and bias.
 
-    The weight is packed if the kernels pack weights; scales are those of `quantise_weight`.
+    The weight is packed if the kernels pack weights; scales come from `quantise_weight`.
     """
 
     weight: Tensor

@@ -184,7 +184,7 @@ class Parameter(NamedTuple):
         yield from zip(self.sources, parameter.view(self.stacked_shape).split(sizes), strict=True)
 
     def stored_in(self, names: Container[str]) -> Parameter:
-        """Return the parameter with that of its layouts of which most tensors are in `names`."""
+        """Return the parameter with the layout of which most tensors are in `names`."""
         if not self.alternatives:
             return self
 
@@ -226,7 +226,7 @@ class ExpertRows:
     """First row."""
     count: int
     step: int = 1
-    """Distance between rows: 2 where those of gate and up alternate."""
+    """Distance between rows: 2 where rows of gate and up alternate."""
     transposed: bool = False
 
     def shape(self, stored: Shape) -> Shape:

@@ -37,7 +37,7 @@ def gpu_kernels(
     Latent attention has no stack: its layers are compiled around the attention of this package.
 
     Args:
-        weights: how those of linear layers are stored.
+        weights: how weights of linear layers are stored.
         operations: what steps launch; None: the kernels of this package.
         batch_invariant: whether results of a token must not depend on the others of its step. There
             is no fused decode step then: its kernels are others than those of prefill steps.

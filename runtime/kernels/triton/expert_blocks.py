@@ -8,7 +8,7 @@ pairs an expert has is known on the device alone, so there are as many blocks as
 programs of blocks without pairs end. With blocks of 2:
 
     experts of pairs 0 to 5   2 0 2 2 0 2
-    pairs of blocks           1 4 | 0 2 | 3 5 | . .        . is no pair
+    pairs of blocks           1 4 | 0 2 | 3 5 | . .        . is padding
     experts of blocks         0     2     2     no expert
 
 The pairs of an expert are in ascending order, and each result is written to the place of its pair,
@@ -67,7 +67,7 @@ def num_blocks(pairs: int, total: int, rows: int) -> int:
 
 
 def sort_pairs(experts_TK: Tensor, total: int, rows: int) -> PairBlocks:
-    """Sort the pairs by expert into blocks of `rows`; those of padding are in no block.
+    """Sort the pairs by expert into blocks of `rows`; padding is left out.
 
     Args:
         experts_TK: int32, contiguous; `total` for padding.
@@ -104,7 +104,7 @@ def gate_up_of_blocks(
 ) -> tuple[PairBlocks, Tensor]:
     """Return the sorted pairs, and gate and up of each pair, activated: `[N, F]`.
 
-    Blocks have so many `rows`; None: those of `block_rows`.
+    Blocks have `rows` rows; None: as in `block_rows`.
     """
     pairs = routed.experts.numel()
     blocks = sort_pairs(routed.experts, op.total, rows or block_rows(pairs, op.total))
@@ -276,7 +276,7 @@ def pairs_of_experts(  # type: ignore[no-untyped-def]
         place = block * ROWS + lane
         empty = place >= first * ROWS + found
         tl.store(sorted_ptr + place, tl.zeros_like(place) + N, mask=empty)
-    if mine == TOTAL - 1:  # the last blocks are those of no expert
+    if mine == TOTAL - 1:  # the last blocks belong to no expert
         for block in range(first + own, BLOCKS):
             tl.store(block_experts_ptr + block, TOTAL)
 
@@ -310,7 +310,7 @@ def product_of_blocks(  # type: ignore[no-untyped-def]
     rows = expert.to(tl.int64) * (N * HALVES) + row
     pair = tl.load(pairs_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS))
     there = pair < PAIRS
-    # What is no pair reads the inputs of the first one, which is not stored.
+    # Padding reads the inputs of the first pair; its result is not stored.
     read = tl.where(there, pair, 0)
     x_rows = x_ptr + (read // PER_TOKEN if GATED else read).to(tl.int64)[None, :] * K
     if TRANSPOSED:  # neighbouring features are neighbours in memory, which a minimum would hide

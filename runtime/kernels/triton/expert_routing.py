@@ -54,7 +54,7 @@ def route(
         op: the mixture.
         x_TD: normed hidden states, contiguous.
         tensors: of which the router, its bias and the correction count.
-        live_T: bool, false for padding; None: there is no padding.
+        live_T: bool, false for padding; None: without padding.
         any_tokens: one compiled kernel for any number of tokens, so that the logits of a token do
             not depend on it.
     """

@@ -80,7 +80,7 @@ class ExpertSizes:
         weight: torch.Tensor,
         scales: torch.Tensor | None,
     ) -> ExpertSizes:
-        """Return the sizes of a mixture; weight and scales are those of one of its products."""
+        """Return the sizes of a mixture; weight and scales belong to one of its products."""
         hidden, features = op.router.shape[1], op.activate.features
         return cls(
             tokens=tokens,
@@ -174,7 +174,7 @@ def any_tiles(dtype: torch.dtype) -> LinearConfig:
 
 
 def candidate_tiles(kernel: str, sizes: ExpertSizes, kind: str | None = None) -> list[LinearConfig]:
-    """Return the sizes to time, the default first; with `kind` only those of one kind."""
+    """Return the sizes to time, the default first; with `kind` only sizes of one kind."""
     kinds = [kind] if kind else ["pairs", "blocks"]
     if sizes.tokens > FEW_ROWS:
         kinds = ["blocks"]

@@ -14,7 +14,7 @@ A mixture of experts on a GPU: from normed hidden states to their sum with the r
 
 Shapes: T tokens, D hidden_size, K experts of a token.
 
-The arithmetic is that of `ops/experts.py`. All shapes are static and nothing waits for the device,
+The arithmetic follows `ops/experts.py`. All shapes are static and nothing waits for the device,
 so a step with experts can be captured. Results are the same in every run: the experts of a token
 are summed in float32 and in their order, without atomic operations.
 """
@@ -260,7 +260,7 @@ def experts(
         routed: the experts of each token.
         residual_TD: None: the result is the sum alone.
         out_TD: written; may be `residual_TD`.
-        configs: sizes of both products, of one kind; None: those of `expert_tiles`.
+        configs: sizes of both products, of one kind; None: from `expert_tiles`.
         scale: of the sum.
     """
     if configs is None:

@@ -70,7 +70,7 @@ _WORTH_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class NormLinear:
-    """A linear layer over the hidden states, which are normed before unless there is no norm."""
+    """A linear layer over the hidden states, which are normed first if the layer has a norm."""
 
     norm: Norm | None
     linear: Linear
@@ -127,7 +127,7 @@ class ResidualLinear:
 
 @dataclass(frozen=True)
 class Activation:
-    """A gated activation that is no part of a product."""
+    """A gated activation that is not part of a product."""
 
     activate: Activate
     name: str = "activate"

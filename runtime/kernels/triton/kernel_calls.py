@@ -174,7 +174,7 @@ def call_kernel(
 def runs_in_turn() -> bool:
     """Whether programs run one after the other, as in the interpreter: none can wait for another.
 
-    Calls that are recorded are those of a device.
+    Recorded calls assume a device.
     """
     return INTERPRETED and _recorded.get() is None
 

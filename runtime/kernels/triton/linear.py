@@ -3,7 +3,7 @@
 Shapes: T rows (tokens), N output features, K input features.
 
 A weight is `[N, K]`, as a checkpoint has it. The kernels serve the rows of a decode step, where the
-time is that of reading the weight once.
+time is spent on reading the weight once.
 
 Default configurations of the products of up to four rows, and the candidates for tuning; products
 of more rows are the library's (`matmul.py`).
@@ -108,7 +108,7 @@ class LinearConfig:
     """Which implementation computes a product, and its tile sizes, powers of two."""
 
     block_n: int = 1
-    """Output features of a program; of gate and up, so many of each."""
+    """Output features of a program; of gate and up, this many of each."""
     block_k: int = 1
     """Input features of a tile; the next ones are loaded while it is multiplied."""
     num_warps: int = 4
@@ -193,7 +193,7 @@ def default_config(
     Args:
         kernel: `norm_linear`, `gate_up`, `residual_linear` or `head`.
         rows: T, or its class.
-        n: output features; of gate_up those of the result (F).
+        n: output features; of gate_up, features of the result (F).
         k: input features.
         weight_bytes: of an element of the weight.
         multiprocessors: of the device.

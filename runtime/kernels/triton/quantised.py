@@ -197,7 +197,7 @@ def store_vectors(  # type: ignore[no-untyped-def]
 
 
 def operation_name(specialization: Any) -> str:
-    """Of a compiled kernel, as profilers show it: that of the operation."""
+    """Name of a compiled kernel, as profilers show it: the operation's."""
     name: str = specialization.constants["NAME"]
     return name
 
