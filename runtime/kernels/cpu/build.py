@@ -58,8 +58,11 @@ KERNEL_DIR = "STEPGRAPH_KERNEL_DIR"
 """The environment variable that names a folder of libraries which were built beforehand."""
 
 _HERE = Path(__file__).parent / "csrc"
-_LARGE_UNITS = ("ops.cpp", "attention_int8.cpp", "attention.cpp", "attention_fp8.cpp")
-"""Those that take longest to compile come first."""
+_UNITS = (
+    *("ops", "attention_int8", "attention", "attention_fp8", "linear", "drafting", "mixture"),
+    *("sampling", "stack", "communicator", "pool"),
+)
+"""What is compiled, the longest first, and linked in this order."""
 _CODE, _MANIFEST = "cpu_ops.so", "manifest.json"
 _MOST_MANIFEST_BYTES = 1 << 16
 _SCRATCH = "build-"
@@ -489,11 +492,11 @@ def _build(folder: Path, *, portable: bool = False, march: str = "native") -> Pa
 def _compile(compiler: str, flags: Sequence[str], scratch: Path) -> Path:
     """Compile and link all units; return the library, which lies in `scratch`."""
     torch_root = Path(torch.__file__).parent
-    units = sorted(_HERE.glob("*.cpp"), key=lambda unit: unit.name not in _LARGE_UNITS)
-    objects = [f"{scratch}/{unit.stem}.o" for unit in units]
+    objects = [f"{scratch}/{unit}.o" for unit in _UNITS]
+    compile_unit = [compiler, *flags, f"-I{torch_root}/include", "-c"]
     commands = [
-        [compiler, *flags, f"-I{torch_root}/include", "-c", str(unit), "-o", output]
-        for unit, output in zip(units, objects, strict=True)
+        [*compile_unit, str(_HERE / f"{unit}.cpp"), "-o", output]
+        for unit, output in zip(_UNITS, objects, strict=True)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         what = "compiling the CPU kernels"
