@@ -45,7 +45,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def _write(path: Path, content: bytes | None) -> None:
-    """Write a temporary file, and let it replace the target unless there is no content."""
+    """Write a temporary file that replaces the target, unless `content` is None."""
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     if target.is_dir():

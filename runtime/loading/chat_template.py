@@ -249,7 +249,7 @@ class ChatTemplates:
 def chat_prompts(
     messages: Sequence[Message] | Sequence[Sequence[Message]], **fields: Any
 ) -> list[ChatPrompt]:
-    """Return the prompt of a conversation, or those of a list of conversations.
+    """Return the prompt of a conversation, or the prompts of a list of conversations.
 
     Args:
         messages: the conversation or conversations.

@@ -62,7 +62,7 @@ def add_config_flags(
 
 
 def config_of(kind: type[Config], options: argparse.Namespace, **defaults: Any) -> Config:
-    """Return the configuration that the flags give; `defaults` differ from those of the class.
+    """Return the configuration that the flags give; `defaults` replace the defaults of the class.
 
     Raises:
         ConfigError: a value is out of range.

@@ -7,8 +7,8 @@ the model's dtype on the way to the tensor cores, tile by tile, which is exact; 
 by the scales. The same kernel computes all products of a batch-invariant engine.
 
 A row of the result is one chain of tensor-core products over blocks of input features in ascending
-order. There are no parts of the input features (split-K), whose sums would need memory for T rows
-each. In a batch-invariant engine sizes follow from the shape of the weight, so the same machine
+order. Input features are not split (split-K): partial sums would need memory for T rows each.
+In a batch-invariant engine sizes follow from the shape of the weight, so the same machine
 code multiplies a row in any step: the rows of a step only choose how many programs there are.
 
 The rows are the left operand, 64 of them, as many as a warp group of Hopper multiplies. With few

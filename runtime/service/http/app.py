@@ -302,7 +302,7 @@ def app(
             _check_key(exchange, digests)
         methods = handlers.get(MODEL_PATH if path.startswith("/v1/models/") else path)
         if methods is None:
-            raise HttpError(404, f"there is no {bounded_text(path)}", kind="not_found_error")
+            raise HttpError(404, f"{bounded_text(path)} is not an endpoint", kind="not_found_error")
         handler = methods.get("GET" if method == "HEAD" else method)
         if handler is None:
             allowed = ", ".join(methods)

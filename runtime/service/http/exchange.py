@@ -126,7 +126,7 @@ class Exchange:
         self._began = time.perf_counter()
         given = dict(scope["headers"]).get(_ID_HEADER, b"").decode("latin-1")
         self.request_id = given if _VALID_ID.fullmatch(given) else secrets.token_hex(12)
-        """The header `X-Request-Id` of the response: that of the request, if it can be one."""
+        """The header `X-Request-Id` of the response: the request's, if it is valid."""
 
     def header(self, name: bytes) -> str | None:
         """Return a header of the request; None without it. `name` is in lower case."""

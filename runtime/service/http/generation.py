@@ -53,7 +53,7 @@ class Service:
         """Return the name of the model for the response.
 
         Raises:
-            HttpError: 404, there is no model of this name.
+            HttpError: 404, no model has this name.
         """
         if given is None:
             return self.model_names[0]
