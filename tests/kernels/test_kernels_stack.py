@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import itertools
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from conftest import TinyModel
 
 pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+
+M_PERTURB = -6
+"""`mallopt`'s option to fill freed memory, in malloc.h."""
 
 VARIANTS = [
     "base",
@@ -146,6 +150,28 @@ def test_a_row_sees_neither_batch_nor_threads(dtype: torch.dtype, fields: dict[s
         pair = rig.inputs([(0, 20, 20), CHUNKS["T=130"][2]])
         out, _ = rig.step(pair, torch.cat((x_TD[:20], x_TD[129:])))
         assert torch.equal(out, torch.cat((expected[:20], expected[129:])))
+
+
+def test_closing_a_stack_waits_for_late_threads() -> None:
+    """Freed under a late thread, a stack ends the process in most runs of 100 rounds."""
+    try:
+        fill_freed_memory = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        pytest.skip("needs mallopt, which glibc has")
+    rig = wide(torch.float32)
+    inputs = rig.inputs(CHUNKS["T=1"])
+    x_TD = rig.hidden(inputs)
+    expected, _ = rig.step(inputs, x_TD)
+    fill_freed_memory(M_PERTURB, 0xA5)
+    try:
+        for _ in range(100):
+            rig = wide(torch.float32)
+            with kernel_threads(32):
+                assert torch.equal(rig.step(inputs, x_TD)[0], expected)
+                assert rig.decoder.stack is not None
+                rig.decoder.stack.close()
+    finally:
+        fill_freed_memory(M_PERTURB, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

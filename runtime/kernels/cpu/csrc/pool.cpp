@@ -93,9 +93,11 @@ class Pool {
   void start(int threads) {
     if (started_.load(std::memory_order_acquire) >= std::min(threads, kMostThreads)) return;
     const std::lock_guard<std::mutex> alone(starting_);
-    // Signals are for the threads of the program.
+    // Signals are for the threads of the program, but for those of a fault: were they blocked, the
+    // system would end the process without calling a handler, which says where it was.
     sigset_t all, before;
     sigfillset(&all);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (started_ < std::min(threads, kMostThreads)) {
       try {
@@ -182,7 +184,6 @@ class Pool {
 Job::Job() : control_(Pool::new_control()) { control_->job = this; }
 
 Job::~Job() {
-  acquire();
   control_->job = nullptr;
   give_back();
   Pool::keep_control(control_);

@@ -36,11 +36,11 @@ struct JobControl {
   int threads = 0;  // that may take part
 };
 
-// Work for several threads. One call uses it at a time.
+// Work for several threads. One call uses it at a time. It lives in a `JobPointer`.
 class Job {
  public:
   Job();
-  virtual ~Job();  // waits until every thread has left
+  virtual ~Job();  // of an acquired job
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
@@ -86,6 +86,18 @@ class Job {
   JobControl* control_;
 };
 
+// Waits until every thread has left a job before any part of it is destroyed. (A destructor of `Job`
+// would wait too late: the members of the derived class, which threads read, go before it.)
+struct DeleteJob {
+  template <class J>
+  void operator()(J* job) const {
+    job->acquire();
+    delete job;
+  }
+};
+template <class J>
+using JobPointer = std::unique_ptr<J, DeleteJob>;
+
 // Jobs of one kind, for calls that may overlap.
 template <class J>
 class JobList {
@@ -94,10 +106,10 @@ class JobList {
   template <class... Arguments>
   J& acquire(Arguments&... arguments) {
     const std::lock_guard<std::mutex> alone(mutex_);
-    for (const std::unique_ptr<J>& job : jobs_) {
+    for (const JobPointer<J>& job : jobs_) {
       if (job->try_acquire()) return *job;
     }
-    jobs_.push_back(std::make_unique<J>(arguments...));
+    jobs_.push_back(JobPointer<J>(new J(arguments...)));
     jobs_.back()->acquire();
     return *jobs_.back();
   }
@@ -105,12 +117,12 @@ class JobList {
   // Drops what unused jobs still refer to.
   void sweep() {
     const std::lock_guard<std::mutex> alone(mutex_);
-    for (const std::unique_ptr<J>& job : jobs_) job->sweep();
+    for (const JobPointer<J>& job : jobs_) job->sweep();
   }
 
  private:
   std::mutex mutex_;
-  std::vector<std::unique_ptr<J>> jobs_;
+  std::vector<JobPointer<J>> jobs_;
 };
 
 // Threads that an operator may use, the calling one included. 0 (as at first): as many as torch.

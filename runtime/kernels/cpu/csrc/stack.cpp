@@ -63,7 +63,7 @@ Stack::Stack(const StackShape& shape, std::vector<StackLayer> layers, std::vecto
       plan_keys_(std::move(plans)),
       norm_(norm),
       communicator_(communicator),
-      large_job_(std::make_unique<StackJob>(*this)) {}
+      large_job_(new StackJob(*this)) {}
 
 Stack::~Stack() = default;
 

@@ -141,7 +141,7 @@ class Stack {
   Communicator* communicator_;
   std::mutex busy_;
   JobList<StackJob> jobs_;
-  std::unique_ptr<StackJob> large_job_;  // for steps that need a large workspace
+  JobPointer<StackJob> large_job_;  // for steps that need a large workspace
 };
 
 }  // namespace stepgraph
