@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from itertools import chain
 
 from .request_handle import RequestHandle
 
@@ -25,54 +25,44 @@ MAX_IDLE_TENANTS = 1024
 """Tenants without a waiting request whose counters are kept."""
 
 
-@dataclass(slots=True)
-class _Level:
-    """The waiting requests of one priority."""
-
-    tenants: dict[str, deque[RequestHandle]] = field(default_factory=dict)
-    num_requests: int = 0
-    num_tokens: int = 0
-
-
 class AdmissionQueue:
     """Handles that wait, by priority and tenant. For one thread."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         """Start empty; tenants that `weights` does not name have weight 1."""
         self._weights = dict(weights)
-        self._levels: dict[int, _Level] = {}  # by priority; none is empty
+        self._levels: dict[int, dict[str, deque[RequestHandle]]] = {}
+        """By priority and tenant; none is empty."""
         self._served: dict[str, float] = {}  # tokens of service over weight; oldest tenants first
-        self._num_waiting: dict[str, int] = {}  # of each tenant that waits
         self._floor = 0.0  # the largest counter at which a tenant was served
+
+    def __bool__(self) -> bool:
+        """Whether a request waits."""
+        return bool(self._levels)
 
     def __len__(self) -> int:
         """Number of waiting requests."""
-        return sum(level.num_requests for level in self._levels.values())
+        return sum(map(_num_requests, self._levels.values()))
 
     def __iter__(self) -> Iterator[RequestHandle]:
         """The waiting requests, in no particular order."""
-        for level in self._levels.values():
-            for queue in level.tenants.values():
-                yield from queue
+        for tenants in self._levels.values():
+            yield from chain.from_iterable(tenants.values())
 
     def push(self, handle: RequestHandle) -> None:
         """Append a request to the queue of its priority and tenant."""
-        tenant = handle.tenant
-        if tenant not in self._num_waiting:
-            least = min((self._served[other] for other in self._num_waiting), default=self._floor)
+        tenant, waiting = handle.tenant, self._waiting()
+        if tenant not in waiting:
+            least = min((self._served[other] for other in waiting), default=self._floor)
             self._served[tenant] = max(self._served.pop(tenant, 0.0), least)
-            self._num_waiting[tenant] = 0
-        self._num_waiting[tenant] += 1
-        level = self._levels.setdefault(handle.priority, _Level())
-        level.tenants.setdefault(tenant, deque()).append(handle)
-        level.num_requests += 1
-        level.num_tokens += handle.num_prompt_tokens
+        tenants = self._levels.setdefault(handle.priority, {})
+        tenants.setdefault(tenant, deque()).append(handle)
 
     def head(self) -> RequestHandle | None:
         """Return the next request, or None."""
         if not self._levels:
             return None
-        tenants = self._levels[min(self._levels)].tenants
+        tenants = self._levels[min(self._levels)]
         return tenants[min(tenants, key=self._served.__getitem__)][0]
 
     def pop(self) -> RequestHandle:
@@ -86,23 +76,17 @@ class AdmissionQueue:
 
     def remove(self, handle: RequestHandle) -> None:
         """Remove a waiting request."""
-        tenant, level = handle.tenant, self._levels[handle.priority]
-        level.tenants[tenant].remove(handle)
-        level.num_requests -= 1
-        level.num_tokens -= handle.num_prompt_tokens
-        if not level.tenants[tenant]:
-            del level.tenants[tenant]
-        if not level.tenants:
-            del self._levels[handle.priority]
-        self._num_waiting[tenant] -= 1
-        if not self._num_waiting[tenant]:
-            del self._num_waiting[tenant]
+        tenants = self._levels[handle.priority]
+        tenants[handle.tenant].remove(handle)
+        if not tenants[handle.tenant]:
+            del tenants[handle.tenant]
+            if not tenants:
+                del self._levels[handle.priority]
             self._forget_idle()
 
     def clear(self) -> None:
         """Remove all requests, and keep the service of their tenants."""
         self._levels.clear()
-        self._num_waiting.clear()
         self._forget_idle()
 
     def charge(self, handle: RequestHandle, num_output: int) -> None:
@@ -115,44 +99,46 @@ class AdmissionQueue:
     def ahead_of(self, tenant: str, priority: int) -> tuple[int, int]:
         """Estimate the waiting requests, and their prompt tokens, served before a new one.
 
-        These are all of smaller priorities, and of the same priority those of the tenant itself
+        These are all of smaller priorities, and of the same priority the tenant's own requests
         with what the other tenants receive meanwhile by their weights.
         """
         requests = tokens = 0
-        for value, level in self._levels.items():
-            if value < priority:
-                requests += level.num_requests
-                tokens += level.num_tokens
-            elif value == priority:
-                own = len(level.tenants.get(tenant, ()))
-                weights = sum(self._weight(other) for other in {*level.tenants, tenant})
-                turn = (own + 1) * weights / self._weight(tenant)
-                ahead = min(float(level.num_requests), turn - 1)
-                requests += round(ahead)
-                tokens += round(level.num_tokens * ahead / level.num_requests)
+        for value, tenants in self._levels.items():
+            if value > priority:
+                continue
+            waiting = ahead = float(_num_requests(tenants))
+            if value == priority:
+                weights = sum(self._weight(other) for other in {*tenants, tenant})
+                turn = (len(tenants.get(tenant, ())) + 1) * weights / self._weight(tenant)
+                ahead = min(waiting, turn - 1)
+            handles = chain.from_iterable(tenants.values())
+            requests += round(ahead)
+            tokens += round(sum(h.num_prompt_tokens for h in handles) * ahead / waiting)
         return requests, tokens
 
     def check_integrity(self) -> None:
-        """Assert that counts, sums and counters agree with the waiting requests."""
-        counts: dict[str, int] = {}
-        for level in self._levels.values():
-            handles = [handle for queue in level.tenants.values() for handle in queue]
-            assert len(handles) == level.num_requests > 0
-            assert sum(handle.num_prompt_tokens for handle in handles) == level.num_tokens
-            assert all(level.tenants.values())
-            for handle in handles:
-                counts[handle.tenant] = counts.get(handle.tenant, 0) + 1
-        assert counts == self._num_waiting
-        assert counts.keys() <= self._served.keys()
-        assert len(self._served) - len(counts) <= MAX_IDLE_TENANTS
+        """Assert that the counters agree with the waiting requests."""
+        assert all(self._levels.values())
+        assert all(all(tenants.values()) for tenants in self._levels.values())
+        waiting = self._waiting()
+        assert waiting <= self._served.keys()
+        assert len(self._served) - len(waiting) <= MAX_IDLE_TENANTS
+
+    def _waiting(self) -> set[str]:
+        """Return the tenants with a waiting request."""
+        return set(chain.from_iterable(self._levels.values()))
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
     def _forget_idle(self) -> None:
         """Drop the oldest idle counters above the limit."""
-        excess = len(self._served) - len(self._num_waiting) - MAX_IDLE_TENANTS
-        if excess > 0:
-            idle = [tenant for tenant in self._served if tenant not in self._num_waiting]
-            for tenant in idle[:excess]:
+        if len(self._served) > MAX_IDLE_TENANTS:
+            waiting = self._waiting()
+            idle = [tenant for tenant in self._served if tenant not in waiting]
+            for tenant in idle[: max(len(idle) - MAX_IDLE_TENANTS, 0)]:
                 del self._served[tenant]
+
+
+def _num_requests(tenants: Mapping[str, deque[RequestHandle]]) -> int:
+    return sum(map(len, tenants.values()))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..bounded_repr import bounded_repr
@@ -136,21 +135,14 @@ class Dispatcher:
         self._pausing = False  # the next step takes the row of one of them
         self._max_unread = config.max_unread_tokens
         self._send_timeout = config.send_timeout
-        self._unstarted: dict[RequestHandle, None] = {}  # running, without a first token
-        self._unstarted_tokens = 0
         self._num_rows = 1
         self._news: set[LoopMailbox] = set()
-        self._served: Counter[LoopMailbox] = Counter()  # queued and running requests of each
+        self._mailboxes: set[LoopMailbox] = set()  # of all requests whose loops were open
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for a row."""
         return len(self._queue)
-
-    @property
-    def num_running(self) -> int:
-        """Requests in the engine."""
-        return len(self._running)
 
     @property
     def has_rows(self) -> bool:
@@ -160,7 +152,7 @@ class Dispatcher:
     @property
     def has_work(self) -> bool:
         """Whether a request is queued, or running and not paused."""
-        return self.has_rows or len(self._queue) > 0
+        return self.has_rows or bool(self._queue)
 
     @property
     def send_timeout_ns(self) -> int | None:
@@ -237,7 +229,7 @@ class Dispatcher:
             )
         else:
             handle.state = HandleState.QUEUED
-            self._served[handle.mailbox] += 1
+            self._mailboxes.add(handle.mailbox)
             self._queue.push(handle)
             self._post(handle)
 
@@ -253,8 +245,6 @@ class Dispatcher:
             handle.state = HandleState.RUNNING
             handle.started_ns = now_ns
             self._running[handle.id] = handle
-            self._unstarted[handle] = None
-            self._unstarted_tokens += handle.num_prompt_tokens
             assert handle.group is not None
             engine.queue(handle.group)
             free -= len(handle.group.requests)
@@ -287,21 +277,21 @@ class Dispatcher:
 
     def end_unreadable(self, engine: Engine | None) -> None:
         """End the requests of closed event loops."""
-        closed = [mailbox for mailbox in self._served if mailbox.closed]
+        closed = {mailbox for mailbox in self._mailboxes if mailbox.closed}
         if closed:
             for handle in tuple(self.handles.values()):
                 if handle.mailbox in closed:
                     self.abort(handle, engine, "abort")
+            self._mailboxes -= closed
 
     def deliver(self, outputs: Sequence[RequestOutput], engine: Engine, now_ns: int) -> None:
         """Store the outputs of a step for their consumers."""
         self._pausing = False
-        if self._unstarted:
-            record = engine.timeline().latest()
-            if record is not None and record.prefill_tokens:
-                seconds = (record.ended_ns - record.started_ns) / 1e9
-                self._prefill_seconds.observe(seconds, record.prefill_tokens)
-                self._prefilled_ns = record.ended_ns
+        record = engine.timeline().latest()
+        if record is not None and record.prefill_tokens:
+            seconds = (record.ended_ns - record.started_ns) / 1e9
+            self._prefill_seconds.observe(seconds, record.prefill_tokens)
+            self._prefilled_ns = record.ended_ns
         for output in outputs:
             handle = self._running[output.request_id]
             num_read = handle.num_read
@@ -310,8 +300,6 @@ class Dispatcher:
             handle.output = output
             tokens = sum([completion.num_tokens for completion in output.completions])
             self._queue.charge(handle, tokens)
-            if tokens:
-                self._note_started(handle)
             if output.finished:
                 assert handle.started_ns is not None
                 held = (now_ns - handle.started_ns) / 1e9
@@ -365,13 +353,11 @@ class Dispatcher:
             complete = handle.output is not None and handle.output.finished
             self._end(handle, None if complete else _copy(error))
         self._queue.clear()
-        self._served.clear()
+        self._mailboxes.clear()
         self.next_deadline_ns = None
         self._running.clear()
         self._paused.clear()
         self._pausing = False
-        self._unstarted.clear()
-        self._unstarted_tokens = 0
         for mailbox in self._news:
             mailbox.flush(again=True)
 
@@ -395,10 +381,7 @@ class Dispatcher:
         assert not states[HandleState.ENDED]
         assert self._paused.keys() <= states[HandleState.RUNNING]
         assert all(handle.paused for handle in self._paused)
-        assert self._unstarted.keys() <= states[HandleState.RUNNING]
-        assert self._unstarted_tokens == sum(h.num_prompt_tokens for h in self._unstarted)
-        served = states[HandleState.QUEUED] | states[HandleState.RUNNING]
-        assert +self._served == Counter(handle.mailbox for handle in served)
+        assert {handle.mailbox for handle in self._running.values()} <= self._mailboxes
         assert self.limits.num_requests >= len(self._queue)
 
     def _predict_delay(
@@ -411,14 +394,17 @@ class Dispatcher:
         seconds = 0.0
         if self.has_work or now_ns - self._prefilled_ns <= STALE_SECONDS * 1e9:
             requests, tokens = self._queue.ahead_of(handle.tenant, handle.priority)
+            unstarted = [h for h in self._running.values() if h.output is None]
             gauges = engine.gauges()
             position = max(requests + 1 - gauges.free_rows, 0)
             a_token = self._prefill_seconds.seconds
             seconds = max(
                 position * self._row_seconds.seconds / gauges.rows,
-                (tokens + self._unstarted_tokens) * a_token,
+                (tokens + sum(h.num_prompt_tokens for h in unstarted)) * a_token,
             )
-            seconds += a_token * _num_to_prefill(handle, engine)
+            assert handle.group is not None
+            to_prefill = handle.num_prompt_tokens - engine.num_cached_tokens(handle.group)
+            seconds += a_token * to_prefill
         return seconds - (due_ns - now_ns) / 1e9
 
     def _refuse(self, handle: RequestHandle, error: BaseException) -> None:
@@ -427,13 +413,8 @@ class Dispatcher:
         self._end(handle, error)
 
     def _end(self, handle: RequestHandle, error: BaseException | None = None) -> None:
-        if handle.state in (HandleState.QUEUED, HandleState.RUNNING):
-            self._served[handle.mailbox] -= 1
-            if not self._served[handle.mailbox]:
-                del self._served[handle.mailbox]
         self._running.pop(handle.id, None)
         self._paused.pop(handle, None)
-        self._note_started(handle)
         handle.error = error
         self._ending = handle
         handle.state = HandleState.ENDED
@@ -473,12 +454,6 @@ class Dispatcher:
             )
         self.abort(handle, engine, "abort")
 
-    def _note_started(self, handle: RequestHandle) -> None:
-        """Note that a request has its first token, or will have none."""
-        if handle in self._unstarted:
-            del self._unstarted[handle]
-            self._unstarted_tokens -= handle.num_prompt_tokens
-
     def _post(self, handle: RequestHandle) -> None:
         handle.mailbox.post(handle)
         self._news.add(handle.mailbox)
@@ -486,12 +461,6 @@ class Dispatcher:
     def _retry_after(self) -> float:
         """Predict the seconds until a queued request gets a row."""
         return self._row_seconds.seconds / self._num_rows or 1.0
-
-
-def _num_to_prefill(handle: RequestHandle, engine: Engine) -> int:
-    """Return the tokens of a prompt that the prefix cache does not hold."""
-    assert handle.group is not None
-    return handle.num_prompt_tokens - engine.num_cached_tokens(handle.group)
 
 
 def _copy(error: Exception) -> Exception:

@@ -115,7 +115,7 @@ def test_a_drain_aborts_what_is_left_at_its_timeout() -> None:
         r.preparations.close()
         futures = [r.engine.submit(p, params(1, max_tokens=40)) for p in (tuple(PROMPT), (1,))]
         r.preparations.permit()
-        wait_until(lambda: r.requests.num_running)
+        wait_until(lambda: r.requests.has_rows)
         begun = time.monotonic()
         assert do(r.engine.drain(0.05)) is False
         assert 0.04 < time.monotonic() - begun < 2.0
