@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from ...profiling.timeline import RECORD_FIELDS, Timeline
 from ..engine.engine_stats import EngineGauges
@@ -38,7 +37,7 @@ except ModuleNotFoundError as error:
         'metrics need prometheus-client: pip install "stepgraph[server]"', name=error.name
     ) from error
 
-__all__ = ["METRICS", "EngineMetrics", "Histogram", "Metric"]
+__all__ = ["METRICS", "EngineMetrics", "Metric"]
 
 PREFIX: Final = "stepgraph:"
 VLLM_PREFIX: Final = "vllm:"
@@ -181,133 +180,34 @@ METRICS: Final = (
 )
 
 
-_REQUEST_COUNTERS: Final = (
-    *("request_success", "requests_cancelled", "deadlines_missed"),
-    *("requests_shed", "requests_invalid", "requests_failed", "send_timeouts"),
-)
+_Counted = tuple[list[tuple[str, float]], float]
+"""A histogram at one moment: each upper bound with the count of values up to it; and their sum."""
 
 
-class Counted(NamedTuple):
-    """The values of a histogram at one moment."""
-
-    buckets: list[tuple[str, float]]
-    """Each upper bound, as Prometheus writes it, and the count of values up to it."""
-    sum: float
-
-
-class Histogram:
+class _Histogram:
     """Counts of values by bucket, and their sum."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """Start empty; `bounds` are the upper bounds of all buckets but the last, ascending."""
-        self._bounds = list(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
+        self._bounds = np.array(bounds)
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
+        self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        """Count a value, in the unit of the bounds."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
+    def observe(self, values: ArrayLike) -> None:
+        """Count a value or several, in the unit of the bounds."""
+        np.add.at(self._counts, self._bounds.searchsorted(values), 1)
+        self._sum += float(np.sum(values))
 
-    def observe_all(self, values: NDArray[Any]) -> None:
-        """Count many values."""
-        buckets, counts = np.unique(np.searchsorted(self._bounds, values), return_counts=True)
-        for bucket, count in zip(buckets.tolist(), counts.tolist(), strict=True):
-            self._counts[bucket] += count
-        self.sum += float(values.sum())
-
-    def counted(self) -> Counted:
+    def counted(self) -> _Counted:
         """Return the present counts."""
-        names = [*map(str, self._bounds), "+Inf"]
-        return Counted(list(zip(names, accumulate(self._counts), strict=True)), self.sum)
-
-
-class Observations:
-    """The counters of requests, and all histograms. For one thread at a time."""
-
-    def __init__(self) -> None:
-        """Start at zero."""
-        self.counters: dict[str, dict[str, float]] = {
-            metric.name: dict.fromkeys(metric.series, 0.0)
-            for metric in METRICS
-            if metric.name in _REQUEST_COUNTERS
-        }
-        """Name → value of its label, empty without a label → count."""
-        self.histograms: dict[str, dict[str, Histogram]] = {
-            metric.name: {value: Histogram(metric.bounds) for value in metric.series}
-            for metric in METRICS
-            if metric.kind == "histogram"
-        }
-        """Name → value of its label, empty without a label → histogram."""
-        self._timeline: Timeline | None = None
-        self._num_steps = 0
-
-    def count_request(self, record: RequestRecord) -> None:
-        """Count a request that has ended."""
-        counters, outcome = self.counters, record.outcome
-        if outcome in ("overloaded", "deadline_unreachable", "unavailable"):
-            counters["requests_shed"][outcome] += 1
-        elif outcome == "send_timeout":
-            counters["send_timeouts"][""] += 1
-        elif outcome in ("invalid", "failed"):
-            counters[f"requests_{outcome}"][""] += 1
-        else:
-            counters["request_success"][outcome] += 1
-            self._observe("request_prompt_tokens", record.num_prompt_tokens)
-            self._observe("request_generation_tokens", record.num_output_tokens)
-            if outcome == "abort":
-                counters["requests_cancelled"][record.phase] += 1
-            else:
-                latency = (record.ended_ns - record.submitted_ns) / 1e9
-                self._observe("e2e_request_latency_seconds", latency)
-        if outcome == "deadline":
-            counters["deadlines_missed"][record.phase] += 1
-        self._count_times(record)
-
-    def count_steps(self, timeline: Timeline | None) -> None:
-        """Count the steps since the last call, and all kept steps of a new timeline."""
-        if timeline is not self._timeline:
-            self._timeline, self._num_steps = timeline, 0
-        if timeline is None:
-            return
-        self._num_steps, copied = timeline.copy_since(self._num_steps)
-        steps = np.frombuffer(copied, np.int64).reshape(-1, len(RECORD_FIELDS))
-        column = {name: steps[:, number] for number, name in enumerate(RECORD_FIELDS)}
-        taken_ns = column["plan_ns"] + column["launch_ns"] + column["commit_ns"] + column["wait_ns"]
-        if not timeline.is_async_device:
-            taken_ns += np.maximum(column["device_ns"], 0)
-        seconds = taken_ns / 1e9
-        prefills = column["prefill_tokens"] > 0
-        for kind, chosen in (("decode", ~prefills), ("prefill", prefills)):
-            self.histograms["step_time_seconds"][kind].observe_all(seconds[chosen])
-            self.histograms["step_bucket_size"][kind].observe_all(column["bucket"][chosen])
-
-    def _count_times(self, record: RequestRecord) -> None:
-        submitted, started, first = record.submitted_ns, record.started_ns, record.first_token_ns
-        if started is None:
-            return
-        self._observe("request_queue_time_seconds", (started - submitted) / 1e9)
-        last = record.last_token_ns
-        if first is None or last is None:
-            return
-        self._observe("time_to_first_token_seconds", (first - submitted) / 1e9)
-        self._observe("request_prefill_time_seconds", (first - started) / 1e9)
-        self._observe("request_decode_time_seconds", (last - first) / 1e9)
-        self._observe("request_inference_time_seconds", (last - started) / 1e9)
-        latencies = [np.diff(times) / 1e9 for times in record.token_ns if len(times) > 1]
-        if latencies:
-            joined = np.concatenate(latencies)
-            self.histograms["inter_token_latency_seconds"][""].observe_all(joined)
-            self._observe("request_time_per_output_token_seconds", float(joined.mean()))
-
-    def _observe(self, name: str, value: float) -> None:
-        self.histograms[name][""].observe(value)
+        names = [*map(str, self._bounds.tolist()), "+Inf"]
+        return list(zip(names, self._counts.cumsum().tolist(), strict=True)), self._sum
 
 
 PAUSE_SECONDS = 1e-5
 """Pause between two metrics of a scrape, in which the step thread can take Python's lock."""
 
-_Series = Mapping[tuple[str, ...], float | Counted]
+_Series = Mapping[tuple[str, ...], float | _Counted]
 """Values of the labels → value."""
 
 _NO_ENGINE = EngineGauges._make([0] * len(EngineGauges._fields))
@@ -337,7 +237,16 @@ class EngineMetrics(Collector):
         self._engine = engine
         self._model = {} if model_name is None else {"model_name": model_name}
         self._vllm_names = vllm_names
-        self._observations = Observations()
+        self._counts = Counter[tuple[str, str]]()
+        """Ended requests, by the name of a counter and its label, empty without one."""
+        self._histograms = {
+            (metric.name, label): _Histogram(metric.bounds)
+            for metric in METRICS
+            if metric.kind == "histogram"
+            for label in metric.series
+        }
+        self._timeline: Timeline | None = None
+        self._num_steps = 0
         self._lock = threading.Lock()
         engine.add_listener(self._count_request)
         self.registry.register(self)
@@ -361,26 +270,90 @@ class EngineMetrics(Collector):
     def collect(self) -> Iterator[Family]:
         """Return the present values."""
         with self._lock:
-            snapshot, observed = self._engine.snapshot(), self._observations
-            observed.count_steps(snapshot.timeline)
+            snapshot = self._engine.snapshot()
+            self._count_steps(snapshot.timeline)
             series = _gauges(snapshot)
             series |= {name: {(): value} for name, value in _counters(snapshot).items()}
             series["spec_decode_num_accepted_tokens_per_pos"] = {
                 (str(position),): count
                 for position, count in enumerate(snapshot.counters.accepted_by_position)
             }
-            for name, counts in observed.counters.items():
-                series[name] = _labelled(counts)
-            for name, histograms in observed.histograms.items():
-                series[name] = _labelled({label: h.counted() for label, h in histograms.items()})
+            for metric in METRICS:
+                if metric.name not in series:
+                    series[metric.name] = {
+                        (label,) if label else (): self._observed(metric, label)
+                        for label in metric.series
+                    }
         for metric in METRICS:
             for family in self._families(metric, series[metric.name]):
                 yield family
                 time.sleep(PAUSE_SECONDS)
 
+    def _observed(self, metric: Metric, label: str) -> float | _Counted:
+        if metric.kind == "histogram":
+            return self._histograms[metric.name, label].counted()
+        return self._counts[metric.name, label]
+
     def _count_request(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        outcome = record.outcome
         with self._lock:
-            self._observations.count_request(record)
+            if outcome in ("overloaded", "deadline_unreachable", "unavailable"):
+                self._counts["requests_shed", outcome] += 1
+            elif outcome == "send_timeout":
+                self._counts["send_timeouts", ""] += 1
+            elif outcome in ("invalid", "failed"):
+                self._counts[f"requests_{outcome}", ""] += 1
+            else:
+                self._counts["request_success", outcome] += 1
+                self._observe("request_prompt_tokens", record.num_prompt_tokens)
+                self._observe("request_generation_tokens", record.num_output_tokens)
+                if outcome == "abort":
+                    self._counts["requests_cancelled", record.phase] += 1
+                else:
+                    latency = (record.ended_ns - record.submitted_ns) / 1e9
+                    self._observe("e2e_request_latency_seconds", latency)
+            if outcome == "deadline":
+                self._counts["deadlines_missed", record.phase] += 1
+            self._count_times(record)
+
+    def _count_steps(self, timeline: Timeline | None) -> None:
+        """Count the steps since the last call, and all kept steps of a new timeline."""
+        if timeline is not self._timeline:
+            self._timeline, self._num_steps = timeline, 0
+        if timeline is None:
+            return
+        self._num_steps, copied = timeline.copy_since(self._num_steps)
+        steps = np.frombuffer(copied, np.int64).reshape(-1, len(RECORD_FIELDS))
+        column = {name: steps[:, number] for number, name in enumerate(RECORD_FIELDS)}
+        taken_ns = column["plan_ns"] + column["launch_ns"] + column["commit_ns"] + column["wait_ns"]
+        if not timeline.is_async_device:
+            taken_ns += np.maximum(column["device_ns"], 0)
+        prefills = column["prefill_tokens"] > 0
+        for kind, chosen in (("decode", ~prefills), ("prefill", prefills)):
+            self._observe("step_time_seconds", taken_ns[chosen] / 1e9, kind)
+            self._observe("step_bucket_size", column["bucket"][chosen], kind)
+
+    def _count_times(self, record: RequestRecord) -> None:
+        submitted, started, first = record.submitted_ns, record.started_ns, record.first_token_ns
+        if started is None:
+            return
+        self._observe("request_queue_time_seconds", (started - submitted) / 1e9)
+        last = record.last_token_ns
+        if first is None or last is None:
+            return
+        self._observe("time_to_first_token_seconds", (first - submitted) / 1e9)
+        self._observe("request_prefill_time_seconds", (first - started) / 1e9)
+        self._observe("request_decode_time_seconds", (last - first) / 1e9)
+        self._observe("request_inference_time_seconds", (last - started) / 1e9)
+        latencies = [np.diff(times) / 1e9 for times in record.token_ns if len(times) > 1]
+        if latencies:
+            joined = np.concatenate(latencies)
+            self._observe("inter_token_latency_seconds", joined)
+            self._observe("request_time_per_output_token_seconds", float(joined.mean()))
+
+    def _observe(self, name: str, values: ArrayLike, label: str = "") -> None:
+        self._histograms[name, label].observe(values)
 
     def _families(self, metric: Metric, series: _Series) -> Iterator[Family]:
         """Return a metric under each of its names."""
@@ -390,22 +363,16 @@ class EngineMetrics(Collector):
             if metric.kind == "histogram":
                 histogram = HistogramMetricFamily(name, metric.help, labels=labels)
                 for values, value in series.items():
-                    assert isinstance(value, Counted)
-                    labelled = [*self._model.values(), *values]
-                    histogram.add_metric(labelled, value.buckets, value.sum)
+                    assert isinstance(value, tuple)
+                    histogram.add_metric([*self._model.values(), *values], *value)
                 yield histogram
                 continue
             make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = make(name, metric.help, labels=labels)
             for values, value in series.items():
-                assert not isinstance(value, Counted)
+                assert not isinstance(value, tuple)
                 family.add_metric([*self._model.values(), *values], value)
             yield family
-
-
-def _labelled(values: Mapping[str, float | Counted]) -> _Series:
-    """Return values by label; the label of a metric without labels is empty."""
-    return {(label,) if label else (): value for label, value in values.items()}
 
 
 def _gauges(snapshot: ServiceSnapshot) -> dict[str, _Series]:
