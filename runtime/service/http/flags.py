@@ -43,23 +43,17 @@ wrong command line or configuration. See docs/serving.md
 """
 
 _FLAGS = {
-    **{
-        field.name: f"--{field.name.replace('_', '-')}"
-        for kind in (EngineConfig, ServiceConfig)
-        for field in dataclasses.fields(kind)
-    },
+    field.name: f"--{field.name.replace('_', '-')}"
+    for kind in (EngineConfig, ServiceConfig)
+    for field in dataclasses.fields(kind)
+    if "_" in field.name  # other names are also words
+} | {
     **{"model_names": "--served-model-name", "api_keys": "--api-key"},
-    **{name: f"--{name.replace('_', '-')}" for name in ("tool_parser", "reasoning_parser")},
+    **{"tool_parser": "--tool-parser", "reasoning_parser": "--reasoning-parser"},
 }
-_FIELD = "|".join(sorted(_FLAGS, key=len, reverse=True))
-_LONG_FIELD = "|".join(name for name in _FLAGS if "_" in name)
-"""Other names are also words."""
-_SETTING = re.compile(
-    rf"(?:(?:Engine|Service)Config\()?(?<![\w.\"'-])({_FIELD}) ?= ?('[^']*'|[\w.+-]+)\)?"
-    r"(?: in (?:its|the) (?:Engine|Service)Config)?"
-)
 _NAME = re.compile(
-    rf"(?:Engine|Service)Config\.({_FIELD})\b|(?<![\w.'\"/-])({_LONG_FIELD})(?![\w'\"/])"
+    rf"(?:(?:Engine|Service)Config\.|(?<![\w.'\"/-]))({'|'.join(_FLAGS)})"
+    r"(?:=True\b(?: in (?:its|the) EngineConfig)?|(?![\w'\"/]))"
 )
 
 
@@ -201,21 +195,9 @@ def _seconds(text: str) -> float:
 def in_flags(error: Exception) -> str:
     """Return the message of an error with flags of `stepgraph serve` for fields of configurations.
 
-    `max_num_seqs must be` becomes `--max-num-seqs must be`, `mode='eager'` becomes `--mode eager`.
+    `max_num_seqs must be` becomes `--max-num-seqs must be`.
     """
-    message = _SETTING.sub(_flag_of, str(error))
-    message = _NAME.sub(lambda found: _FLAGS[found[1] or found[2]], message)
+    message = _NAME.sub(lambda found: _FLAGS[found[1]], str(error))
     if isinstance(error, ConfigError) and error.flag is not None and error.flag not in message:
-        field = error.field
-        named = re.compile(rf"(?<![\w'\"-]){field}(?![\w'\"])")
-        found = named.search(message) is not None
-        return named.sub(error.flag, message, count=1) if found else f"{error.flag}: {message}"
+        return f"{error.flag}: {message}"
     return message
-
-
-def _flag_of(found: re.Match[str]) -> str:
-    """Return the flag that gives a field a value."""
-    flag, value = _FLAGS[found[1]], found[2].strip("'")
-    if value in ("True", "False"):
-        return flag if value == "True" else f"--no-{flag.removeprefix('--')}"
-    return f"{flag} {value}"
