@@ -402,7 +402,7 @@ class StepThread:
         if self._closing:
             self.phase = Phase.CLOSED
         self._close_engine(error)
-        self._end_drains(complete=False)
+        self._end_drains()
 
     def _make_engine(self) -> None:
         self.phase = Phase.STARTING
@@ -443,17 +443,18 @@ class StepThread:
             self._drain_end_ns, self._drain_complete = None, False
             self.dispatcher.abort_all(self.engine)
         if self.dispatcher.is_empty:
-            self._complete_drains(complete=True)
+            self._complete_drains()
 
-    def _end_drains(self, *, complete: bool) -> None:
-        """Complete all drains, and accept requests again."""
-        self._complete_drains(complete=complete)
+    def _end_drains(self) -> None:
+        """Complete all drains with False, and accept requests again."""
+        self._drain_complete = False
+        self._complete_drains()
         self._draining = False
 
-    def _complete_drains(self, *, complete: bool) -> None:
+    def _complete_drains(self) -> None:
         while self._drains:
             if not self._drains[0].done():
-                self._drains[0].set_result(complete and self._drain_complete)
+                self._drains[0].set_result(self._drain_complete)
             self._drains.pop(0)
         self._drain_end_ns, self._drain_complete = None, True
 
@@ -473,12 +474,12 @@ class StepThread:
 
     def _sleep(self) -> None:
         self._close_engine(EngineUnavailableError("the engine was put to sleep"))
-        self._end_drains(complete=False)
+        self._end_drains()
         self.phase = Phase.ASLEEP
 
     def _wake(self) -> None:
         self._check_can_start()
-        self._end_drains(complete=False)
+        self._end_drains()
         if self.engine is not None:
             self.phase = Phase.SERVING
             return
