@@ -25,7 +25,7 @@ from ..kernels.triton.expert_routing import Routed, reference_routing
 from ..kernels.triton.experts import reference_experts_of_choice
 from ..kernels.triton.fusion import Fused, Mixture, fuse
 from ..kernels.triton.head import reference_head
-from ..kernels.triton.linear import Pending, reference_linear
+from ..kernels.triton.linear import Pending
 from ..kernels.triton.linear_kernels import (
     reference_gate_up,
     reference_norm_linear,
@@ -80,7 +80,6 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "gate_up": _writing(reference_gate_up, "out_TF"),
     "norm_rows": _writing(reference_norm_rows, "out_TD"),
     "activate_rows": _writing(reference_activate_rows, "out_TF"),
-    "linear": _writing(reference_linear, "out_TN"),
     "route": reference_routing,
     "experts": reference_experts_of_choice,
     "head": reference_head,
@@ -193,7 +192,7 @@ def decode_cases(
     Args:
         model: one that `fusion_obstacle` has nothing against.
         config: device, dtype, storage of weights and cache, block size.
-        rows: that decode, at most `linear.MOST_ROWS`.
+        rows: that decode.
         context: tokens of each row, the newest included.
         operations: that run; None: the Triton kernels.
     """

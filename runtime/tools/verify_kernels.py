@@ -27,13 +27,12 @@ import torch
 from torch import Tensor
 
 from ...profiling.atomic_write import write_file
-from ..config import EngineConfig
+from ..config import MAX_ROWS, EngineConfig
 from ..errors import StepgraphError
 from ..kernels.result_check import relative_error
 from ..kernels.triton.dependent import dependent_launch
 from ..kernels.triton.fusion import fusion_obstacle
 from ..kernels.triton.kernel_calls import INTERPRETED
-from ..kernels.triton.linear import MOST_ROWS
 from ..kernels.triton.operations import Operations
 from ..kernels.triton.precompile import compile_kernels
 from ..loading.loader import resolve_source
@@ -134,7 +133,7 @@ def check_operations(
         model: one that `fusion_obstacle` has nothing against.
         config: dtype, storage of weights and cache, block size, and the device: a CUDA device, or
             the CPU in Triton's interpreter, where nothing is captured.
-        rows: that decode, at most `linear.MOST_ROWS`.
+        rows: that decode.
         context: tokens of each row, the newest included.
         replays: of each captured graph.
         kernels: names of those to check; None: all, and the layer.
@@ -276,8 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not INTERPRETED:
         return _refuse("no CUDA device: set TRITON_INTERPRET=1 to interpret the kernels on the CPU")
-    if not 1 <= min(options.rows) <= max(options.rows) <= MOST_ROWS:
-        return _refuse(f"--rows {options.rows}: these kernels take 1 to {MOST_ROWS} rows")
+    if not 1 <= min(options.rows) <= max(options.rows) <= MAX_ROWS:
+        return _refuse(f"--rows {options.rows}: a step has 1 to {MAX_ROWS} rows")
     models: dict[str, tuple[ModelConfig, ResolvedConfig]] = {}
     for source in options.model:
         try:

@@ -148,7 +148,7 @@ def test_a_chunk_on_a_gpu_runs_its_kernels_in_the_scopes_of_its_layers(
     attends = "prefill_attention"
     (prefill,) = (s.nodes for s in names.steps if any(n.operation == attends for n in s.nodes))
     inside = [node for node in prefill if node.layer is not None]
-    operations = {"input_norm", "rotate_and_store", attends, "mlp_norm", "activate"}
+    operations = {"norm_linear", "rotate_and_store", attends, "gate_up"}
     for layer in range(max(node.layer or 0 for node in inside) + 1):
         assert {node.operation for node in inside if node.layer == layer} >= operations
     assert {node.operation for node in prefill if node.layer is None} <= {

@@ -1,16 +1,14 @@
-"""Attention of the layers of one step: of decode steps and of prefill steps.
+"""The kernels of decoder layers bound to their tensors, and a step through them.
 
-Shapes: T tokens, N features of queries, keys and values, H query heads, E head_dim, K kinds of
-rotation.
+Attention has a class for each kind of step: decode, prefill, and any step of a batch-invariant
+engine.
 
-The kernels of decoder layers bound to their tensors, and decode steps of few rows of them.
-
-Shapes: T tokens, D hidden_size, N features of a result, K features that attention returns.
+Shapes: T tokens, D hidden_size, N features of a result (of queries, keys and values together), H
+query heads, E head_dim, K kinds of rotation, or features that attention returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +21,7 @@ from ..ops.batch import LayerPlace, RaggedBatch
 from ..ops.collectives import Collectives
 from ..ops.experts import ExpertTensors
 from ..ops.layer_operations import Attend, Norm
-from ..ops.layer_plan import BoundLayer, BoundModel, LinearTensors
+from ..ops.layer_plan import BoundLayer, BoundModel
 from .fusion import Activation, Attention, Fused, GateUp, Mixture, NormLinear, ResidualLinear
 from .kernel_calls import num_multiprocessors
 from .linear import GpuLinear, GpuNorm, Pending
@@ -36,16 +34,12 @@ from .split_attention import choose_splits, new_partials
 __all__ = [
     "AnyAttention",
     "DecodeAttention",
-    "FewRows",
     "Hidden",
     "LayerAttention",
+    "LayerChain",
     "LayerKernel",
     "PrefillAttention",
-    "add_over_ranks",
-    "gpu_linear",
     "norm_hidden",
-    "run_activation",
-    "run_mixture",
 ]
 
 
@@ -137,10 +131,10 @@ class DecodeAttention(_StepAttention):
         splits = choose_splits(tokens, attend.kv_heads, most, num_multiprocessors(device))
         self._partials = new_partials(tokens, attend.heads, splits, attend.value_dim, device)
 
-    def attended(
-        self, layer: LayerAttention, qkv_TN: Tensor, next_weights: Sequence[Tensor] = ()
-    ) -> Tensor:
+    def attended(self, kernel: LayerKernel, qkv_TN: Tensor) -> Tensor:
         """Write keys and values, and attend: `[T, H * E]`."""
+        layer = kernel.attention
+        assert layer is not None
         attended_TK = self.x.new_empty(self.x.shape[0], layer.attend.features)
         with operation("decode_attention"):
             self.operations.decode_attention(
@@ -153,7 +147,7 @@ class DecodeAttention(_StepAttention):
                 self._partials,
                 self._counters,
                 attended_TK,
-                next_weights=next_weights,
+                next_weights=_weights_ahead(kernel.after),
             )
         return attended_TK
 
@@ -180,8 +174,10 @@ class PrefillAttention(_StepAttention):
             self.x.device,
         )
 
-    def attended(self, layer: LayerAttention, qkv_TN: Tensor) -> Tensor:
+    def attended(self, kernel: LayerKernel, qkv_TN: Tensor) -> Tensor:
         """Write keys and values, and attend: `[T, H * E]`."""
+        layer = kernel.attention
+        assert layer is not None
         place, form = layer.place, layer.form
         with operation("rotate_and_store"):
             q_THE = self.operations.rotate_and_store(
@@ -239,10 +235,6 @@ class Hidden:
     delta: Tensor | None = None
     norm: GpuNorm | None = None
 
-    def after(self, out_TD: Tensor, norm: GpuNorm | None) -> Hidden:
-        """After a product that added x itself, unless a norm comes first."""
-        return Hidden(out_TD) if norm is None else Hidden(self.x, out_TD, norm)
-
     def pending(self) -> Pending | None:
         """What the next kernel that norms has to add first, with room for the sum."""
         if self.delta is None or self.norm is None:
@@ -283,13 +275,8 @@ class LayerKernel:
             case Mixture():
                 tensors, output_norm = layer.experts(fused.experts), bound(fused.output_norm)
                 return cls(fused, None, bound(fused.norm), None, after, tensors, output_norm)
-        linear = gpu_linear(layer.linear(fused.linear))
+        linear = GpuLinear(*layer.linear(fused.linear))
         return cls(fused, linear, bound(fused.norm), None, after)
-
-
-def gpu_linear(linear: LinearTensors) -> GpuLinear:
-    """A linear layer as the kernels take it."""
-    return GpuLinear(*linear)
 
 
 def _weights_ahead(kernel: LayerKernel | None) -> list[Tensor]:
@@ -299,47 +286,6 @@ def _weights_ahead(kernel: LayerKernel | None) -> list[Tensor]:
         weights.append(kernel.linear.weight)
         kernel = kernel.after
     return weights
-
-
-def add_over_ranks(
-    collectives: Collectives | None, kernel: LayerKernel, hidden: Hidden, part_TD: Tensor
-) -> Hidden:
-    """Return the hidden states plus the sum over ranks of what a kernel left, its norm included."""
-    fused = kernel.fused
-    assert collectives is not None, "a plan with sums over ranks belongs to a group"
-    assert isinstance(fused, ResidualLinear | Mixture)
-    post = kernel.norm if isinstance(fused, ResidualLinear) else kernel.output_norm
-    with operation("all_reduce"):
-        sum_TD = collectives.all_reduce(part_TD)
-        if post is not None:
-            return Hidden(hidden.x, sum_TD, post)
-        return Hidden(hidden.x + (sum_TD if fused.scale == 1.0 else sum_TD * fused.scale))
-
-
-def run_mixture(
-    operations: Operations,
-    collectives: Collectives | None,
-    kernel: LayerKernel,
-    hidden: Hidden,
-    live_T: Tensor | None,
-) -> Hidden:
-    """Return the hidden states after a mixture of experts; padding is not `live_T`."""
-    fused, tensors = kernel.fused, kernel.experts
-    assert isinstance(fused, Mixture)
-    assert tensors is not None
-    normed_TD, hidden = norm_hidden(operations, hidden, fused.norm, kernel.norm)
-    with operation("route"):
-        routed = operations.route(fused.experts, normed_TD, tensors, live_T)
-    out_TD = torch.empty_like(hidden.x)
-    adds = kernel.output_norm is None and not fused.sums
-    residual_TD, scale = hidden.x if adds else None, 1.0 if fused.sums else fused.scale
-    with operation(fused.name):
-        operations.experts(
-            fused.experts, normed_TD, tensors, routed, residual_TD, out_TD, scale=scale
-        )
-    if fused.sums:
-        return add_over_ranks(collectives, kernel, hidden, out_TD)
-    return hidden.after(out_TD, kernel.output_norm)
 
 
 def norm_hidden(
@@ -355,29 +301,16 @@ def norm_hidden(
     return normed_TD, Hidden(hidden.x if pending is None else pending.out)
 
 
-def run_activation(
-    operations: Operations, fused: GateUp | Activation, gate_up_TF: Tensor
-) -> Tensor:
-    """Return the activation of gate and up, `[T, F]`, computed by a kernel of its own."""
-    out_TF = gate_up_TF.new_empty(gate_up_TF.shape[0], fused.features)
-    activate, clamp = fused.activate, Clamp.of(fused.activate)
-    with operation(activate.name):
-        operations.activate_rows(
-            gate_up_TF, out_TF, gelu=activate.function == "gelu_tanh", clamp=clamp
-        )
-    return out_TF
-
-
-class FewRows:
-    """A decode step of few rows, kernel by kernel; scopes are the names of `fusion.py`."""
+class LayerChain:
+    """A step through the layers, kernel by kernel; scopes are the names of `fusion.py`."""
 
     def __init__(
         self,
         operations: Operations,
-        step: DecodeAttention,
+        step: DecodeAttention | PrefillAttention,
         x_TD: Tensor,
         live_T: Tensor | None,
-        collectives: Collectives | None = None,
+        collectives: Collectives | None,
     ) -> None:
         """Experts need `live_T`, false for padding."""
         self._operations, self._step, self._live = operations, step, live_T
@@ -391,26 +324,26 @@ class FewRows:
         """Run a kernel of the chain."""
         fused = kernel.fused
         if isinstance(fused, Attention):
-            self._attend(kernel)
+            self._value = self._step.attended(kernel, self._value)
         elif isinstance(fused, ResidualLinear):
             self._add_product(kernel, fused)
         elif isinstance(fused, Mixture):
-            self.hidden = run_mixture(
-                self._operations, self._collectives, kernel, self.hidden, self._live
-            )
+            self._mix(kernel, fused)
         elif isinstance(fused, Activation):
-            self._value = run_activation(self._operations, fused, self._value)
+            self._activate(fused)
         else:
             self._normed_product(kernel, fused)
 
-    def _new(self, features: int) -> Tensor:
-        x_TD = self.hidden.x
-        return x_TD.new_empty(x_TD.shape[0], features)
+    def settle(self) -> Tensor:
+        """Return the hidden states with nothing left to add."""
+        if self.hidden.delta is not None:
+            _, self.hidden = norm_hidden(self._operations, self.hidden, None, None)
+        return self.hidden.x
 
     def _normed_product(self, kernel: LayerKernel, fused: NormLinear | GateUp) -> None:
-        pending = self.hidden.pending()
-        out_TN = self._new(fused.features)
-        arguments = (self.hidden.x, kernel.norm, kernel.linear, out_TN)
+        x_TD, pending = self.hidden.x, self.hidden.pending()
+        out_TN = x_TD.new_empty(x_TD.shape[0], fused.features)
+        arguments = (x_TD, kernel.norm, kernel.linear, out_TN)
         with operation(fused.name):
             if isinstance(fused, GateUp):
                 self._operations.gate_up(*arguments, gelu=fused.gelu, pending=pending)
@@ -420,21 +353,59 @@ class FewRows:
         if pending is not None:
             self.hidden = Hidden(pending.out)
 
-    def _attend(self, kernel: LayerKernel) -> None:
-        assert kernel.attention is not None
-        after = kernel.after
-        adds = after is not None and isinstance(after.fused, ResidualLinear)
-        weights = _weights_ahead(after) if adds else []
-        self._value = self._step.attended(kernel.attention, self._value, weights)
+    def _activate(self, fused: Activation) -> None:
+        gate_up_TF, activate = self._value, fused.activate
+        self._value = gate_up_TF.new_empty(gate_up_TF.shape[0], fused.features)
+        with operation(fused.name):
+            self._operations.activate_rows(
+                gate_up_TF,
+                self._value,
+                gelu=activate.function == "gelu_tanh",
+                clamp=Clamp.of(activate),
+            )
 
     def _add_product(self, kernel: LayerKernel, fused: ResidualLinear) -> None:
-        x_TD, operations = self.hidden.x, self._operations
+        x_TD = self.hidden.x
         out_TD = torch.empty_like(x_TD)
         residual_TD = x_TD if kernel.norm is None and not fused.sums else None
         scale = 1.0 if fused.sums else fused.scale
         with operation(fused.name):
-            operations.residual_linear(self._value, kernel.linear, residual_TD, out_TD, scale=scale)
-        if fused.sums:
-            self.hidden = add_over_ranks(self._collectives, kernel, self.hidden, out_TD)
+            self._operations.residual_linear(
+                self._value, kernel.linear, residual_TD, out_TD, scale=scale
+            )
+        self._added(fused, out_TD, kernel.norm)
+
+    def _mix(self, kernel: LayerKernel, fused: Mixture) -> None:
+        """A mixture of experts; padding is not live."""
+        operations, tensors = self._operations, kernel.experts
+        assert tensors is not None
+        normed_TD, self.hidden = norm_hidden(operations, self.hidden, fused.norm, kernel.norm)
+        with operation("route"):
+            routed = operations.route(fused.experts, normed_TD, tensors, self._live)
+        out_TD = torch.empty_like(normed_TD)
+        adds = kernel.output_norm is None and not fused.sums
+        residual_TD, scale = self.hidden.x if adds else None, 1.0 if fused.sums else fused.scale
+        with operation(fused.name):
+            operations.experts(
+                fused.experts, normed_TD, tensors, routed, residual_TD, out_TD, scale=scale
+            )
+        self._added(fused, out_TD, kernel.output_norm)
+
+    def _added(self, fused: ResidualLinear | Mixture, out_TD: Tensor, norm: GpuNorm | None) -> None:
+        """Go on with what a kernel left; `norm` is that of its result.
+
+        Without one and without a sum over ranks, the kernel has added the hidden states itself.
+        """
+        x_TD = self.hidden.x
+        if not fused.sums:
+            self.hidden = Hidden(out_TD) if norm is None else Hidden(x_TD, out_TD, norm)
             return
-        self.hidden = self.hidden.after(out_TD, kernel.norm)
+        assert self._collectives is not None, "a plan with sums over ranks belongs to a group"
+        with operation("all_reduce"):
+            sum_TD = self._collectives.all_reduce(out_TD)
+            if norm is not None:
+                self.hidden = Hidden(x_TD, sum_TD, norm)
+            else:
+                self.hidden = Hidden(
+                    x_TD + (sum_TD if fused.scale == 1.0 else sum_TD * fused.scale)
+                )

@@ -28,7 +28,6 @@ __all__ = [
     "GpuNorm",
     "KINDS",
     "LinearConfig",
-    "MOST_ROWS",
     "PREFETCH_BUDGET",
     "Pending",
     "ROW_CLASSES",
@@ -51,9 +50,6 @@ ROW_CLASSES = (1, 2, 4)
 
 FEW_ROWS = ROW_CLASSES[-1]
 """What the kernel without tensor cores takes at most."""
-
-MOST_ROWS = 32
-"""Rows up to which a decode step runs operation by operation."""
 
 STORAGES = {
     torch.float32: "float32",

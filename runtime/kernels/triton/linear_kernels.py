@@ -16,6 +16,8 @@ adds it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -210,6 +212,10 @@ def _grown(  # type: ignore[no-untyped-def]
     return grown
 
 
+Product = Callable[[Tensor, GpuLinear, Tensor], None]
+"""`product(x_TK, linear, out_TN)`, of any number of rows."""
+
+
 def dispatch_linear(
     name: str,
     x_TK: Tensor,
@@ -225,6 +231,7 @@ def dispatch_linear(
     scale: float = 1.0,
     softcap: float = 0.0,
     best: tuple[Tensor, Tensor] | None = None,
+    product: Product | None = None,
 ) -> None:
     """Compute the product of up to four rows in one kernel, or of more with the library.
 
@@ -243,6 +250,8 @@ def dispatch_linear(
         softcap: results x become softcap * tanh(x / softcap); 0: they stay. Up to four rows.
         best: for each row and program of the kernel the largest result and its feature, float32 and
             int32 `[T, programs]`, which are written. Up to four rows.
+        product: computes the product of any number of rows, in a kernel of its own; None: the
+            library does if there are more than four.
 
     Raises ValueError for sizes that do not fit together.
     """
@@ -255,7 +264,9 @@ def dispatch_linear(
         )
     if linear.weight.dtype not in STORAGES:
         raise TypeError(f"{name}: no kernel for weights of {linear.weight.dtype}")
-    if rows > FEW_ROWS:
+    if product is None and rows > FEW_ROWS:
+        product = library_linear
+    if product is not None:
         assert best is None
         if norm is not None or pending is not None:
             normed_TK = torch.empty_like(x_TK)
@@ -263,7 +274,7 @@ def dispatch_linear(
             x_TK = normed_TK
         direct = not gated and residual_TN is None and scale == 1.0
         product_TN = out_TN if direct else x_TK.new_empty(rows, stored_n)
-        library_linear(x_TK, linear, product_TN)
+        product(x_TK, linear, product_TN)
         if gated:
             activate_rows(product_TN, out_TN, gelu=gelu)
         elif residual_TN is not None:
@@ -334,12 +345,15 @@ def norm_linear(
     out_TN: Tensor,
     pending: Pending | None = None,
     config: LinearConfig | None = None,
+    *,
+    product: Product | None = None,
 ) -> None:
     """`out = linear(norm(x))`, or of `x + pending.norm(pending.delta)`, which is kept.
 
     All contiguous; activations in the model's dtype. Without `norm`, of the rows as they are.
     """
-    dispatch_linear("norm_linear", x_TK, linear, out_TN, config, norm=norm, pending=pending)
+    normed = {"norm": norm, "pending": pending, "product": product}
+    dispatch_linear("norm_linear", x_TK, linear, out_TN, config, **normed)
 
 
 def reference_norm_linear(
@@ -358,6 +372,7 @@ def gate_up(
     gelu: bool,
     pending: Pending | None = None,
     config: LinearConfig | None = None,
+    product: Product | None = None,
 ) -> None:
     """`out = act(gate) * up` of `linear(norm(x))`, whose weight is `[2F, K]`, gate first.
 
@@ -374,6 +389,7 @@ def gate_up(
         pending=pending,
         gated=True,
         gelu=gelu,
+        product=product,
     )
 
 
@@ -398,13 +414,14 @@ def residual_linear(
     config: LinearConfig | None = None,
     *,
     scale: float = 1.0,
+    product: Product | None = None,
 ) -> None:
     """`out = residual + scale * linear(a)`, both products rounded, or the scaled product alone.
 
     All contiguous, activations in the model's dtype. `out_TN` may be `residual_TN` itself.
     """
-    product = ("residual_linear", a_TK, linear, out_TN, config)
-    dispatch_linear(*product, residual_TN=residual_TN, scale=scale)
+    added = {"residual_TN": residual_TN, "scale": scale, "product": product}
+    dispatch_linear("residual_linear", a_TK, linear, out_TN, config, **added)
 
 
 def reference_residual_linear(

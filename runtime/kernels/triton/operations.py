@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class Operations:
     norm_rows: Callable[..., None] = norm_rows
     activate_rows: Callable[..., None] = activate_rows
     linear: Callable[..., None] = library_linear
-    """Of any number of rows."""
+    """Of any number of rows, outside of the layers of a stack."""
     route: Callable[..., Routed] = route
     experts: Callable[..., None] = experts
     rotate_and_store: Callable[..., Tensor] = rotate_and_store
@@ -74,7 +75,11 @@ class Operations:
     @classmethod
     def batch_invariant(cls) -> Operations:
         """Those of `GpuStack` with `any_batch`: none of its sums depends on the rows of a step."""
+        alone: dict[str, Any] = {"product": linear_of_any_rows}
         return cls(
+            norm_linear=partial(norm_linear, **alone),
+            residual_linear=partial(residual_linear, **alone),
+            gate_up=partial(gate_up, **alone),
             linear=linear_of_any_rows,
             route=partial(route, any_tokens=True),
             experts=experts_of_any_tokens,

@@ -1,4 +1,4 @@
-"""All layers of a decoder on a GPU: five operations a layer for up to 32 rows of a decode step.
+"""All layers of a decoder on a GPU: five operations a layer.
 
     1 norm_linear        norm, then queries, keys and values
     2 decode_attention   norms of queries and keys, rotation, write to the cache, attention
@@ -6,16 +6,15 @@
     4 gate_up            norm, then gate and up, activation
     5 residual_linear    down projection, residual
 
-Up to four rows each operation is one kernel. For 5 to 32 rows a kernel norms the inputs of a
-product first, and the product is the library's (`linear_kernels.py`).
+Up to four tokens each operation is one kernel. For more, a kernel norms the inputs of a product
+first, and the product is the library's (`linear_kernels.py`).
 
 In a tensor-parallel group the ranks add what 3 and 5 leave before the residual is added.
 
 The positions of few rows are split; the last program of attention combines the splits.
 
 Families that norm the outputs of attention and the MLP leave the residual addition to the next
-kernel that norms. Steps of more rows and prefill steps are bound by arithmetic and not by reading
-weights: they use the library's products with kernels of this package between them.
+kernel that norms. Prefill steps write keys and values first and then attend in tiles.
 
 Shapes: T tokens, D hidden_size, F intermediate_size, K kinds of rotation, E half of head_dim, G
 layer groups, N features of queries, keys and values. Which kernels a layer is follows from its plan
@@ -39,21 +38,17 @@ from ..ops.expert_operations import Experts
 from ..ops.layer_plan import BoundModel
 from ..ops.stack import DecodeResult, Stack
 from .begin import Embedding, Rotations
-from .fusion import Activation, Attention, GateUp, Mixture, ResidualLinear, fuse
+from .fusion import fuse
 from .layer_kernels import (
     AnyAttention,
     DecodeAttention,
-    FewRows,
     Hidden,
+    LayerChain,
     LayerKernel,
     PrefillAttention,
-    add_over_ranks,
-    gpu_linear,
     norm_hidden,
-    run_activation,
-    run_mixture,
 )
-from .linear import MOST_ROWS, GpuLinear, GpuNorm
+from .linear import GpuLinear, GpuNorm
 from .operations import Operations
 from .split_attention import new_counters
 
@@ -140,7 +135,6 @@ class GpuStack:
         outputs of the layers that are keys of `outputs` become its values.
         """
         outputs = outputs or {}
-        tokens = x_TD.shape[0]
         like = next(kernel.attention for kernel in self._layers[0] if kernel.attention is not None)
         shared = (self.operations, like, x_TD, arena, batch, cos_KTE, sin_KTE)
         live_T = batch.live_tokens if self._has_experts else None
@@ -150,91 +144,17 @@ class GpuStack:
                 step = AnyAttention(*shared)
         elif decodes:
             step = DecodeAttention(self._counters, *shared)
-            if tokens <= MOST_ROWS:
-                return self._few(x_TD, step, live_T, outputs)
         else:
             with operation("prefill_tiles"):
                 step = PrefillAttention(*shared)
-        hidden = Hidden(x_TD)
-        for index, layer in enumerate(self._layers):
-            with operation("layer", index):
-                hidden = self._many(layer, hidden, step, live_T)
-            if index in outputs:
-                hidden = self._added(hidden)
-                outputs[index] = hidden.x
-        return hidden
-
-    def _added(self, hidden: Hidden) -> Hidden:
-        """The hidden states with nothing left to add."""
-        if hidden.delta is None:
-            return hidden
-        return norm_hidden(self.operations, hidden, None, None)[1]
-
-    def _few(
-        self,
-        x_TD: Tensor,
-        step: DecodeAttention,
-        live_T: Tensor | None,
-        outputs: dict[int, Tensor],
-    ) -> Hidden:
-        """A decode step of few rows."""
-        run = FewRows(self.operations, step, x_TD, live_T, self._collectives)
+        chain = LayerChain(self.operations, step, x_TD, live_T, self._collectives)
         for index, layer in enumerate(self._layers):
             with operation("layer", index):
                 for kernel in layer:
-                    run.run(kernel)
+                    chain.run(kernel)
             if index in outputs:
-                run.hidden = self._added(run.hidden)
-                outputs[index] = run.hidden.x
-        return run.hidden
-
-    def _many(
-        self,
-        layer: list[LayerKernel],
-        hidden: Hidden,
-        step: DecodeAttention | PrefillAttention,
-        live_T: Tensor | None,
-    ) -> Hidden:
-        """Products of the library, with kernels between them; scopes are those of the plan."""
-        value = hidden.x
-        for kernel in layer:
-            fused = kernel.fused
-            if isinstance(fused, Attention):
-                assert kernel.attention is not None
-                value = step.attended(kernel.attention, value)
-                continue
-            if isinstance(fused, Activation):
-                value = run_activation(self.operations, fused, value)
-                continue
-            if isinstance(fused, Mixture):
-                hidden = run_mixture(self.operations, self._collectives, kernel, hidden, live_T)
-                value = hidden.x
-                continue
-            assert kernel.linear is not None
-            if isinstance(fused, ResidualLinear):
-                with operation(fused.linear.name):
-                    value = self._product(value, kernel.linear)
-                if fused.sums:
-                    hidden = add_over_ranks(self._collectives, kernel, hidden, value)
-                elif kernel.norm is None:
-                    with operation("residual"):
-                        scaled_TD = value if fused.scale == 1.0 else value * fused.scale
-                        hidden = Hidden(hidden.x + scaled_TD)
-                else:
-                    hidden = Hidden(hidden.x, value, kernel.norm)
-                continue
-            value, hidden = norm_hidden(self.operations, hidden, fused.norm, kernel.norm)
-            with operation(fused.linear.name):
-                value = self._product(value, kernel.linear)
-            if isinstance(fused, GateUp):
-                value = run_activation(self.operations, fused, value)
-        return hidden
-
-    def _product(self, x_TK: Tensor, linear: GpuLinear) -> Tensor:
-        """A product of the library, `[T, N]`."""
-        out_TN = x_TK.new_empty(x_TK.shape[0], linear.weight.shape[0])
-        self.operations.linear(x_TK, linear, out_TN)
-        return out_TN
+                outputs[index] = chain.settle()
+        return chain.hidden
 
 
 class GpuDecodeStep:
@@ -256,7 +176,7 @@ class GpuDecodeStep:
         )
         self._rotations = Rotations(model.frequencies, model.amplitudes)
         self._norm = GpuNorm(model.norm, plan.norm.eps, plan.norm.offset)
-        self._head = gpu_linear(model.head)
+        self._head = GpuLinear(*model.head)
         self._logit_softcap, self._logit_scale = plan.logit_softcap, plan.logit_scale
 
     @torch.no_grad()
