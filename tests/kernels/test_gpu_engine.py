@@ -18,7 +18,7 @@ from stepgraph.runtime.kernels import Kernels
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.triton import kernel_calls, layer_kernels, tuning
+from stepgraph.runtime.kernels.triton import kernel_calls, tuning
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.experts import triton_experts
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
@@ -224,20 +224,11 @@ def test_a_chunk_of_as_many_tokens_as_rows_is_prefilled() -> None:
     assert "_decode_attention" not in names
 
 
-def test_attention_brings_the_weights_of_later_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of output, and of gate and up, in a budget of 16 MiB together."""
-    config = EngineConfig(max_num_seqs=1)
-
-    def lines() -> list[int | None]:
-        steps = record_steps("preset:llama-3.2-1b", config, rows=[1], tokens=[])
-        calls = [call for call in steps[0].kernel_calls if call.name == "_decode_attention"]
-        assert len(calls) == 16
-        names = calls[0].kernel.arg_names
-        return [calls[0].args[names.index(name)] for name in ("lines", "second_lines")]
-
-    assert lines() == [(8 << 20) // 128, None]
-    monkeypatch.setattr(layer_kernels, "WEIGHTS_AHEAD", 2)
-    assert lines() == [(8 << 20) // 128, (8 << 20) // 128]
+def test_attention_brings_the_weight_of_the_next_product() -> None:
+    steps = record_steps("preset:llama-3.2-1b", EngineConfig(max_num_seqs=1), rows=[1], tokens=[])
+    calls = [call for call in steps[0].kernel_calls if call.name == "_decode_attention"]
+    assert len(calls) == 16
+    assert calls[0].args[calls[0].kernel.arg_names.index("lines")] == (8 << 20) // 128
 
 
 def test_more_prefetching_changes_no_token(
@@ -245,8 +236,7 @@ def test_more_prefetching_changes_no_token(
     tiny: Callable[[str], TinyModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In steps of 1 and 4 rows, with a bounded prefetch of every product and two weights ahead."""
-    monkeypatch.setattr(layer_kernels, "WEIGHTS_AHEAD", 2)
+    """In steps of 1 and 4 rows, with a bounded prefetch of every product."""
     default = tuning.default_config
     monkeypatch.setattr(
         tuning,

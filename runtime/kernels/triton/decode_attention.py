@@ -9,12 +9,10 @@ them, writes them to the slot, and starts its softmax from them (as they would b
 the cache is quantised). The others read what earlier steps wrote.
 
 With programmatic dependent launch a program has time before its inputs are there. It asks for its
-share of the weights that the next kernels read to be brought to the L2 cache meanwhile.
+share of the weight that the next kernel reads to be brought to the L2 cache meanwhile.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -55,11 +53,8 @@ LINE_BYTES = 128
 """Of a line of the L2 cache."""
 
 MOST_NEAR_BYTES = 16 << 20
-"""Of the next weights that are brought near: a part of the cache (50 MiB) that is not yet read from
+"""Of the next weight that are brought near: a part of the cache (50 MiB) that is not yet read from
 when the next kernel needs it."""
-
-_Share = tuple[Tensor | None, int | None, int | None]
-"""A weight as bytes, its lines that are brought near, and those of a program; None: no weight."""
 
 
 @triton.jit
@@ -82,12 +77,12 @@ def _bring_weight(  # type: ignore[no-untyped-def]
         _bring_line(weight_ptr, line.to(tl.int64) * LINE)
 
 
-@triton.jit(do_not_specialize=["lines", "lines_each", "second_lines", "second_lines_each"])
+@triton.jit(do_not_specialize=["lines", "lines_each"])
 def _decode_attention(  # type: ignore[no-untyped-def]
     qkv_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, q_norm_ptr, k_norm_ptr,
     cos_ptr, sin_ptr, sinks_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,
-    acc_ptr, m_ptr, l_ptr, counters_ptr, out_ptr, weight_ptr, second_ptr, table_stride, window,
-    eps, scale, lines, lines_each, second_lines, second_lines_each,
+    acc_ptr, m_ptr, l_ptr, counters_ptr, out_ptr, weight_ptr, table_stride, window,
+    eps, scale, lines, lines_each,
     GROUP: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr, CHUNK: tl.constexpr,
     OFFSET_NORMS: tl.constexpr, ALL_HEADS: tl.constexpr, FLOOR: tl.constexpr,
@@ -111,12 +106,9 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     sink = 0.0
     if sinks_ptr is not None:
         sink = load_sinks(sinks_ptr + g * GROUP + h, inside)
-    if PDL:
+    if PDL and weight_ptr is not None:
         program = (t * splits + split) * G + g
-        if weight_ptr is not None:
-            _bring_weight(weight_ptr, lines, lines_each, program, LANES, LINE)
-        if second_ptr is not None:
-            _bring_weight(second_ptr, second_lines, second_lines_each, program, LANES, LINE)
+        _bring_weight(weight_ptr, lines, lines_each, program, LANES, LINE)
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
     position = tl.load(positions_ptr + t).to(tl.int32)
@@ -199,7 +191,7 @@ def decode_attention(
     counters: Tensor | None,
     attended_TN: Tensor,
     *,
-    next_weights: Sequence[Tensor] = (),
+    next_weight: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Write the step's keys and values, and attend.
@@ -210,9 +202,8 @@ def decode_attention(
         counters: `new_counters`, which are zeros before and after; to combine more than one split.
             No two launches that share them may run at the same time.
         attended_TN: written, `[T, H * E]` in the dtype of `qkv_TN`, contiguous.
-        next_weights: at most two that the next kernels read, contiguous: programs ask for the first
-            16 MiB of them, in this order, to be brought to the L2 cache while they wait for what
-            earlier kernels write.
+        next_weight: that the next kernel reads, contiguous: programs ask for its first 16 MiB to be
+            brought to the L2 cache while they wait for what earlier kernels write.
         tile: sizes, where those of `choose_tile` are not wanted.
     """
     assert batch.tokens_per_row == 1
@@ -224,7 +215,11 @@ def decode_attention(
     views = cache_views(kv, head_dim, batch.block_size, form.storage)
     tile = tile or choose_tile(group, head_dim, head_dim, views.keys.element_size())
     splits = partials.m.shape[2]
-    (weight, *lines), (second, *second_lines) = _shares(next_weights, tokens * splits * kv_heads)
+    lines = 0
+    if next_weight is not None:
+        lines = min(next_weight.nbytes, MOST_NEAR_BYTES) // LINE_BYTES
+        next_weight = next_weight.view(torch.uint8)  # not every device knows float8
+    lines_each = triton.cdiv(lines, tokens * splits * kv_heads)
     threads, combined = 32 * tile.num_warps, 0
     if splits == 1:
         counters = None
@@ -237,8 +232,9 @@ def decode_attention(
         _decode_attention, (kv_heads, splits, tokens),
         qkv_TN, *views, rotation.q_norm, rotation.k_norm, rotation.cos, rotation.sin,
         form.sinks, batch.slots[place.group], block_tables, batch.token_rows, batch.positions,
-        *partials, counters, attended_TN, weight, second, block_tables.shape[1],
-        form.window or NO_WINDOW, rotation.eps, form.scale, *lines, *second_lines,
+        *partials, counters, attended_TN, next_weight if lines else None,
+        block_tables.shape[1], form.window or NO_WINDOW, rotation.eps, form.scale, lines,
+        lines_each,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         GROUP=group, G=kv_heads, E=head_dim, BLOCK_SIZE=batch.block_size, STORAGE=form.storage,
         NATIVE_FP8=fp8_is_native(qkv_TN.device), SOFTCAP=form.softcap, CHUNK=form.chunk,
@@ -246,19 +242,6 @@ def decode_attention(
         HEADS=max(tile.heads, triton.next_power_of_2(group)), TILE=tile.positions, LANES=threads,
         LINE=LINE_BYTES, COMBINED=combined,
     )  # fmt: skip
-
-
-def _shares(weights: Sequence[Tensor], programs: int) -> list[_Share]:
-    """What is brought near of up to two weights."""
-    assert len(weights) <= 2
-    left = MOST_NEAR_BYTES // LINE_BYTES
-    shares: list[_Share] = []
-    for weight in weights:
-        lines = min(weight.nbytes // LINE_BYTES, left)
-        left -= lines
-        if lines:  # not every device knows float8
-            shares.append((weight.view(torch.uint8), lines, triton.cdiv(lines, programs)))
-    return [*shares, (None, None, None), (None, None, None)][:2]
 
 
 def reference_decode_attention(

@@ -133,8 +133,9 @@ class DecodeAttention(_StepAttention):
 
     def attended(self, kernel: LayerKernel, qkv_TN: Tensor) -> Tensor:
         """Write keys and values, and attend: `[T, H * E]`."""
-        layer = kernel.attention
+        layer, after = kernel.attention, kernel.after
         assert layer is not None
+        next_weight = None if after is None or after.linear is None else after.linear.weight
         attended_TK = self.x.new_empty(self.x.shape[0], layer.attend.features)
         with operation("decode_attention"):
             self.operations.decode_attention(
@@ -147,7 +148,7 @@ class DecodeAttention(_StepAttention):
                 self._partials,
                 self._counters,
                 attended_TK,
-                next_weights=_weights_ahead(kernel.after),
+                next_weight=next_weight,
             )
         return attended_TK
 
@@ -222,11 +223,6 @@ def _aligned(parts_PT: Tensor) -> Tensor:
     return padded[:, :tokens].copy_(parts_PT)
 
 
-WEIGHTS_AHEAD = 1
-"""Weights of the products after attention, at most two, that it brings to the L2 cache: with two
-also that of gate and up. A benchmark on a GPU decides between them."""
-
-
 @dataclass(frozen=True, slots=True)
 class Hidden:
     """Hidden states `[T, D]` on their way: `x`, and what a norm has to be taken of and added."""
@@ -277,15 +273,6 @@ class LayerKernel:
                 return cls(fused, None, bound(fused.norm), None, after, tensors, output_norm)
         linear = GpuLinear(*layer.linear(fused.linear))
         return cls(fused, linear, bound(fused.norm), None, after)
-
-
-def _weights_ahead(kernel: LayerKernel | None) -> list[Tensor]:
-    """The weights of this kernel and of those after it, up to the first without one."""
-    weights: list[Tensor] = []
-    while kernel is not None and kernel.linear is not None and len(weights) < WEIGHTS_AHEAD:
-        weights.append(kernel.linear.weight)
-        kernel = kernel.after
-    return weights
 
 
 def norm_hidden(
