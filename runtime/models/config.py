@@ -14,6 +14,7 @@ from .families import (
     FAMILIES,
     LAYER_TYPES,
     MOST_SIZE,
+    MULTIPLIERS,
     ExpertsConfig,
     ExpertTraits,
     Family,
@@ -35,7 +36,6 @@ __all__ = [
     "ExpertsConfig",
     "LatentConfig",
     "LayerType",
-    "MULTIPLIERS",
     "ModelConfig",
     "Rope",
     "RopeScaling",
@@ -164,7 +164,7 @@ def _rope(
     """
     holder = rope if rope.get("partial_rotary_factor") is not None else config
     partial = read_field(holder, "partial_rotary_factor", float, 1.0)
-    if partial != 1.0 and not family.partial_rotation:
+    if partial != 1.0 and not family.reads("partial_rotary_factor"):
         raise CheckpointError(
             f"partial_rotary_factor = {partial} is not supported for {family.architecture}, whose "
             "heads are rotated as a whole"
@@ -220,14 +220,18 @@ def _read_factors(rope: Json, name: str) -> tuple[float, ...]:
 
 # Reads the keys of a `config.json` that describe its layers and their attention.
 
-MULTIPLIERS = (
-    "embedding_multiplier",
-    "attention_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-)
+_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
-"""Of Granite; keys of `config.json` and fields of `ModelConfig`."""
+_OF_SOME_FAMILIES: dict[str, type[Any]] = {
+    **dict.fromkeys((*MULTIPLIERS, *_SOFTCAPS), float),
+    "swiglu_limit": float,
+    "swiglu_alpha": float,
+    "query_pre_attn_scalar": float,
+    "use_qk_norm": bool,
+    "mlp_bias": bool,
+}
+
+"""Keys that `Family.reads` decides about, with their types. The fields have the same names."""
 
 
 def read_attention(config: Json, family: Family) -> dict[str, Any]:
@@ -253,22 +257,16 @@ def read_attention(config: Json, family: Family) -> dict[str, Any]:
         ),
         "attention_bias": read_field(config, "attention_bias", bool, False),
     }
-    if family.multipliers:
-        for name in MULTIPLIERS:
-            fields[name] = read_field(config, name, float, 1.0)
-    if family.clamped_activation:
-        for name in ("swiglu_limit", "swiglu_alpha"):
-            fields[name] = read_field(config, name, float)
-    if family.qk_norm == "unweighted":
-        fields["use_qk_norm"] = read_field(config, "use_qk_norm", bool)
-    if family.tempered and read_field(config, "attn_temperature_tuning", bool):
+    for name, kind in _OF_SOME_FAMILIES.items():
+        if family.reads(name) and name in _SOFTCAPS:
+            fields[name] = read_optional(config, name, kind)
+        elif family.reads(name):
+            fields[name] = read_field(config, name, kind, False if kind is bool else None)
+    tunes = "attn_temperature_tuning"
+    if family.reads(tunes) and read_field(config, tunes, bool):
         fields["temperature"] = AttentionTemperature(
             read_field(config, "floor_scale", int), read_field(config, "attn_scale", float)
         )
-    if family.query_scalar:
-        fields["query_pre_attn_scalar"] = read_field(config, "query_pre_attn_scalar", float)
-    if family.score_softcap:
-        fields["attn_logit_softcapping"] = read_optional(config, "attn_logit_softcapping", float)
     if family.latent:
         return fields | _latent_fields(config, family, heads)
     if config.get("head_dim") is None and heads > 0 and hidden_size % heads:
@@ -679,11 +677,7 @@ class ModelConfig(DecoderConfig):
                 intermediate_size=read_field(config, family.inner_size_key, int),
                 rms_norm_eps=read_field(config, "rms_norm_eps", float, 1e-6),
                 tie_word_embeddings=read_field(config, "tie_word_embeddings", bool, False),
-                mlp_bias=family.mlp_bias and read_field(config, "mlp_bias", bool, False),
                 hidden_act=read_field(config, family.activation_key, str, family.activation),
-                final_logit_softcapping=read_optional(config, "final_logit_softcapping", float)
-                if family.logits_softcap
-                else None,
                 experts=None if family.experts is None else read_experts(config, family.experts),
                 bos_token_id=read_optional(config, "bos_token_id", int),
                 eos_token_ids=tuple(dict.fromkeys(eos)),

@@ -26,6 +26,7 @@ __all__ = [
     "LAYER_TYPES",
     "LayerType",
     "MOST_SIZE",
+    "MULTIPLIERS",
     "MtpLayout",
     "check_rope",
     "family_of",
@@ -336,6 +337,15 @@ LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
 
 Json = Mapping[str, Any]
 
+MULTIPLIERS = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
+
+"""Of Granite; keys of `config.json` and fields of `ModelConfig`."""
+
 T = TypeVar("T")
 
 _MOST_INT = 2**63 - 1
@@ -370,7 +380,8 @@ class Family:
     architecture: str
     """The class name that checkpoints give."""
     defaults: Json = field(default_factory=dict)
-    """Optional keys of `config.json`, with the defaults of transformers."""
+    """Optional keys of `config.json`, with the defaults of transformers. Keys that only some
+    families have, such as `attn_logit_softcapping`, are read where they are listed: see `reads`."""
     fixed: Json = field(default_factory=dict)
     """Keys of `config.json` that transformers does not read, with the values it assumes."""
     prepare: Callable[[Json], Json] = _unchanged
@@ -394,8 +405,6 @@ class Family:
     """The key of `config.json` with the width of the MLP."""
     output_bias: bool = True
     """Whether the output projection of attention has a bias if q, k and v have one."""
-    mlp_bias: bool = False
-    """Whether the MLP has biases if the config says so."""
     activation_key: str = "hidden_act"
     """The key of `config.json` that names the activation of the MLP."""
     activation: str = "silu"
@@ -407,31 +416,13 @@ class Family:
     """Norms multiply by one plus their weight, in float32, and round afterwards."""
     scaled_embeddings: bool = False
     """Embeddings are multiplied by the root of the hidden size."""
-    query_scalar: bool = False
-    """Scores are divided by the root of `query_pre_attn_scalar`, not of the head size."""
-    multipliers: bool = False
-    """`embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling`
-    apply (Granite)."""
-    score_softcap: bool = False
-    """`attn_logit_softcapping` applies."""
-    logits_softcap: bool = False
-    """`final_logit_softcapping` applies."""
-    two_ropes: bool = False
-    """Sliding layers have rotary parameters of their own."""
     recomputes_long: bool = False
     """A sequence that outgrows the first context of a `longrope` is recomputed with the
     parameters of long sequences."""
-    partial_rotation: bool = False
-    """`partial_rotary_factor` applies: the first elements of a head are rotated."""
     attention_sinks: bool = False
     """Each head has an attention sink, a softmax logit without a value (gpt-oss)."""
-    clamped_activation: bool = False
-    """`swiglu_limit` applies: gate and up are clamped, and the activation is
-    (up + 1) * gate * sigmoid(swiglu_alpha * gate) (gpt-oss)."""
     chunked: bool = False
     """Tokens of sliding layers attend only to their own chunk, of `sliding_window` positions."""
-    tempered: bool = False
-    """Queries of layers without rotation have a temperature by position (Llama 4)."""
     latent: bool = False
     """Multi-head latent attention."""
     experts: ExpertTraits | None = None
@@ -440,6 +431,15 @@ class Family:
     """Modules for multi-token prediction that checkpoints may hold, which only drafters read."""
     rope_interleaved: bool | None = False
     """Whether rotated pairs are neighbours; None: `rope_interleave` of the config says it."""
+
+    def reads(self, key: str) -> bool:
+        """Whether a key of `config.json` that only some families have applies to this one."""
+        return key in self.defaults or key in self.fixed
+
+    @property
+    def two_ropes(self) -> bool:
+        """Whether sliding layers have rotary parameters of their own."""
+        return self.reads("rope_local_base_freq")
 
 
 def read_optional(config: Json, name: str, kind: type[T]) -> T | None:
@@ -581,12 +581,11 @@ _OLMO2 = Family(
     qk_norm="all_heads",
 )
 
-_GRANITE = Family(
-    architecture="GraniteForCausalLM",
-    defaults={"bos_token_id": 1, "eos_token_id": 2},
-    mlp_bias=True,
-    multipliers=True,
-)
+_GRANITE: dict[str, Any] = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    **dict.fromkeys(MULTIPLIERS, 1.0),
+}
 
 _GLM: dict[str, Any] = {
     "num_key_value_heads": 2,
@@ -603,7 +602,6 @@ _GLM_FAMILY = Family(
     prepare=_with_end_tokens,
     gate_up=("mlp.gate_up_proj",),
     output_bias=False,
-    partial_rotation=True,
     rope_interleaved=True,
 )
 
@@ -618,11 +616,11 @@ DENSE_FAMILIES: dict[str, Family] = {
             "rope_theta": 2e6,
             "use_sliding_window": False,
             "no_rope_layer_interval": 4,
+            "mlp_bias": False,
         },
         is_sliding=_unrotated_layers_slide,
         lists_layer_types=True,
         is_unrotated=_is_unrotated,
-        mlp_bias=True,
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",
@@ -631,13 +629,13 @@ DENSE_FAMILIES: dict[str, Family] = {
             "eos_token_id": 32000,
             "rms_norm_eps": 1e-5,
             "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0,
         },
         fixed={"attention_bias": False},
         prepare=_with_longrope,
         is_sliding=sliding_if_windowed,
         qkv=("self_attn.qkv_proj",),
         gate_up=("mlp.gate_up_proj",),
-        partial_rotation=True,
         recomputes_long=True,
     ),
     "olmo2": _OLMO2,
@@ -648,23 +646,16 @@ DENSE_FAMILIES: dict[str, Family] = {
         fixed={"rope_local_base_freq": 5e5},
         is_sliding=_three_of_four_slide,
         lists_layer_types=True,
-        two_ropes=True,
     ),
-    "granite": _GRANITE,
-    "granitemoehybrid": replace(
-        _GRANITE,
+    "granite": Family(architecture="GraniteForCausalLM", defaults=_GRANITE | {"mlp_bias": False}),
+    "granitemoehybrid": Family(
         architecture="GraniteMoeHybridForCausalLM",
-        defaults={
-            **_GRANITE.defaults,
-            "num_local_experts": 8,
-            "shared_intermediate_size": 1024,
-        },
+        defaults=_GRANITE | {"num_local_experts": 8, "shared_intermediate_size": 1024},
         prepare=_dense_granite,
         is_unrotated=_without_rope,
         gate_up=("shared_mlp.input_linear",),
         down="shared_mlp.output_linear",
         inner_size_key="shared_intermediate_size",
-        mlp_bias=False,
     ),
     "glm": _GLM_FAMILY,
     "glm4": replace(
@@ -921,6 +912,7 @@ _GEMMA: dict[str, Any] = {
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+    "final_logit_softcapping": None,
 }
 
 _GEMMA2 = Family(
@@ -937,9 +929,6 @@ _GEMMA2 = Family(
         mlp_output="post_feedforward_layernorm",
     ),
     scaled_embeddings=True,
-    query_scalar=True,
-    score_softcap=True,
-    logits_softcap=True,
 )
 
 _QWEN: dict[str, Any] = {
@@ -985,8 +974,7 @@ _DEEPSEEK: dict[str, Any] = {
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         architecture="LlamaForCausalLM",
-        defaults={"bos_token_id": 1, "eos_token_id": 2},
-        mlp_bias=True,
+        defaults={"bos_token_id": 1, "eos_token_id": 2, "mlp_bias": False},
     ),
     "mistral": Family(
         architecture="MistralForCausalLM",
@@ -1017,8 +1005,6 @@ FAMILIES: dict[str, Family] = {
         | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         is_sliding=_last_of_each_pattern_full,
         qk_norm="each_head",
-        score_softcap=False,
-        two_ropes=True,
     ),
     "deepseek_v2": Family(
         architecture="DeepseekV2ForCausalLM",
@@ -1032,8 +1018,8 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 1407,
             "routed_scaling_factor": 1.0,
             "topk_method": "greedy",
+            "mlp_bias": False,
         },
-        mlp_bias=True,
         latent=True,
         rope_interleaved=True,
         experts=DEEPSEEK_V2,
@@ -1107,7 +1093,6 @@ FAMILIES: dict[str, Family] = {
         is_sliding=_every_second_full,
         lists_layer_types=True,
         attention_sinks=True,
-        clamped_activation=True,
         experts=GPT_OSS,
     ),
     "llama4_text": Family(
@@ -1136,7 +1121,6 @@ FAMILIES: dict[str, Family] = {
         inner_size_key="intermediate_size_mlp",
         qk_norm="unweighted",
         chunked=True,
-        tempered=True,
         rope_interleaved=True,
         experts=LLAMA4,
     ),

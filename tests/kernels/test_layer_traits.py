@@ -44,9 +44,7 @@ def _families(monkeypatch: pytest.MonkeyPatch) -> None:
     for sinks in (False, True):
         for clamped in (False, True):
             kind = f"{'sinks' if sinks else 'plain'}_{'clamped' if clamped else 'silu'}"
-            family = dataclasses.replace(
-                families.FAMILIES["llama"], attention_sinks=sinks, clamped_activation=clamped
-            )
+            family = dataclasses.replace(families.FAMILIES["llama"], attention_sinks=sinks)
             monkeypatch.setitem(families.FAMILIES, kind, family)
 
 
