@@ -23,8 +23,8 @@ from ..loading.checkpoint import CheckpointReader
 from ..loading.loader import iter_weights, random_weights, resolve_source
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, rope_lengths
-from ..models.decoder_model import DecoderModel
 from ..models.transformers.config import TransformersConfig
+from ..models.transformers.decoder import DecoderModel
 from ..models.transformers.loading import load_decoder
 from ..rope_lengths import RopeLengths
 

@@ -11,7 +11,7 @@ import torch
 
 from ...profiling.roofline import Roofline, step_flops
 from ..engine.engine import Engine
-from ..models.decoder_model import DecoderConfig
+from ..models.config import DecoderConfig
 from ..models.plan import plan_of, weights_per_step
 from ..sampling_params import SamplingParams
 

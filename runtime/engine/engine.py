@@ -53,7 +53,8 @@ from ..execution.rank_commands import Command
 from ..loading.chat_template import ChatPrompt, Message, chat_prompts
 from ..loading.loader import OpenedSource
 from ..loading.tokenizer import TextTokenizer
-from ..models.decoder_model import DecoderConfig, DecoderModel
+from ..models.config import DecoderConfig
+from ..models.transformers.decoder import DecoderModel
 from ..prompt_embeds import PromptEmbeds
 from ..prompt_ids import plain_batch, type_name
 from ..request import AbortReason, RequestGroup

@@ -19,8 +19,8 @@ from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt
 from ..loading.tokenizer import TextTokenizer
 from ..logprobs import PromptLogprobs
+from ..models.config import DecoderConfig
 from ..models.decoder import rope_lengths
-from ..models.decoder_model import DecoderConfig
 from ..prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
 from ..prompt_ids import plain_token_ids, too_long, type_name
 from ..request import OutputMatcher, Request, RequestGroup

@@ -30,11 +30,11 @@ from ..kernels.ops.collectives import Collectives
 from ..loading.loader import OpenedSource, Source
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
-from ..models.decoder_model import DecoderModel
 from ..models.drafters.drafter import DrafterConfig
 from ..models.plan import fused_layout, plan_of
 from ..models.resolved_config import ResolvedConfig
 from ..models.sharding import check_ranks
+from ..models.transformers.decoder import DecoderModel
 from .collectives_self_test import CollectiveCases, check_collectives
 
 __all__ = [

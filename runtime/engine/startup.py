@@ -60,7 +60,7 @@ from ..kernels import (
 )
 from ..kernels.result_check import Fallback, brief, warn
 from ..loading.drafter_loading import find_drafter, load_drafter
-from ..loading.loader import OpenedSource, Source, find_source, open_source
+from ..loading.loader import OpenedSource, Source, open_source, resolve_source
 from ..loading.tokenizer import TextTokenizer
 from ..memory.footprint import DrafterBytes, model_footprint, weight_bytes
 from ..memory.measurement import (
@@ -71,14 +71,13 @@ from ..memory.measurement import (
     add_scoring,
     measure_steps,
 )
-from ..models.config import ModelConfig, config_json_name
+from ..models.config import DecoderConfig, ModelConfig, config_json_name
 from ..models.decoder import Decoder, attention_specs, rope_lengths
-from ..models.decoder_model import DecoderConfig, DecoderModel
 from ..models.drafters.drafter import Drafter, DrafterConfig
 from ..models.plan import plan_of
 from ..models.resolved_config import ResolvedConfig
 from ..models.transformers.config import TransformersConfig
-from ..models.transformers.decoder import TransformersDecoder, add_scopes
+from ..models.transformers.decoder import DecoderModel, TransformersDecoder, add_scopes
 from ..models.transformers.loading import load_decoder, load_model, overwrite_decoder
 from ..progress import progress_bar
 from ..sampling_params import SamplingDefaults
@@ -692,7 +691,7 @@ def open_replacement(
         ConfigError: it differs from the engine's model in a field other than its weights.
     """
     native = isinstance(model, ModelConfig)
-    found = find_source(
+    found = resolve_source(
         source,
         tied=config.tie_word_embeddings,
         model_impl="native" if native else "transformers",
@@ -826,7 +825,7 @@ def follow(found: Source, config: ResolvedConfig, group: RankGroup) -> None:
 
 def resolved_source(source: str | Path, config: EngineConfig) -> tuple[Source, ResolvedConfig]:
     """Return the model, and the configuration of its engine on this machine."""
-    found = find_source(source, tied=config.tie_word_embeddings, model_impl=config.model_impl)
+    found = resolve_source(source, tied=config.tie_word_embeddings, model_impl=config.model_impl)
     resolved = ResolvedConfig.resolve(config, found.config)
     if isinstance(found.config, TransformersConfig):
         found.config.check_length(resolved.max_model_len)

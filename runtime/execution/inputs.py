@@ -27,7 +27,7 @@ import torch
 
 from ...graphs.buffers import TensorSpec
 from ..kernels.ops.token_masks import MASK_BITS
-from ..models.decoder_model import DecoderConfig
+from ..models.config import DecoderConfig
 from ..models.plan import plan_of
 from ..models.resolved_config import ResolvedConfig
 from ..request import DRAFT_ON_DEVICE

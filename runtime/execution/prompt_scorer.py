@@ -23,8 +23,8 @@ from ...graphs.buffers import StaticBuffers, TensorSpec
 from ..kernels.ops.draws import largest
 from ..kernels.triton.dependent import dependent_launch
 from ..logprobs import Float32Array, Int64Array
-from ..models.decoder_model import DecoderModel
 from ..models.modules import each_token
+from ..models.transformers.decoder import DecoderModel
 from ..request import Request
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import RowSpan

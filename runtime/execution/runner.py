@@ -32,10 +32,10 @@ from ...graphs.steps import (
 from ...profiling import ranges
 from ..errors import RankError
 from ..kernels.cpu.threads import TorchThreads, limit_threads
-from ..models.decoder_model import DecoderModel
 from ..models.drafters.drafter import Drafter
 from ..models.plan import plan_of
 from ..models.resolved_config import ResolvedConfig
+from ..models.transformers.decoder import DecoderModel
 from ..progress import progress_bar
 from ..request import Request
 from ..sampling.sampling_state import RowParameters

@@ -53,7 +53,6 @@ from ..kernels.ops.batch import Feedback
 from ..kernels.ops.token_masks import LaneMasks, mask_logits
 from ..kernels.triton.dependent import dependent_launch
 from ..models.decoder import Decoder
-from ..models.decoder_model import DecoderModel
 from ..models.drafters.drafter import (
     Drafter,
     Drafts,
@@ -62,6 +61,7 @@ from ..models.drafters.drafter import (
     SampledTokens,
 )
 from ..models.modules import ShardedVocabulary
+from ..models.transformers.decoder import DecoderModel
 from ..operation_scopes import operation
 from ..sampling.reference_sampler import drafted_lanes, sample_lanes
 from ..sampling.sample_output import SampleOutput

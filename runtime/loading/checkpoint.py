@@ -21,8 +21,7 @@ from torch import Tensor
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError, MemoryBudgetError, RequestError
 from ..kernels.ops.parameter import Narrowed, Selection
-from ..models.config import ModelConfig
-from ..models.decoder_model import DecoderConfig
+from ..models.config import DecoderConfig, ModelConfig
 from ..models.families import Json, family_of
 from ..models.plan import Parameter, Source, fused_layout
 from ..models.transformers.config import read_transformers_config

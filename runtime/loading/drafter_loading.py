@@ -39,7 +39,14 @@ from ..models.families import Json
 from ..models.plan import model_plan
 from .checkpoint import CONFIG_BYTES, CheckpointReader, check_layout
 from .checkpoint_files import has_file, no_checkpoint, read_json_object
-from .loader import PRESET_PREFIX, Source, find_directory, find_source, open_source, read_parameters
+from .loader import (
+    PRESET_PREFIX,
+    Source,
+    find_directory,
+    open_source,
+    read_parameters,
+    resolve_source,
+)
 
 __all__ = ["find_drafter", "load_drafter", "new_drafter"]
 
@@ -173,7 +180,7 @@ def _check_kind(path: str | Path, kind: DrafterKind, method: str | None) -> None
 def _draft_model(
     path: str | Path, target: ModelConfig, target_directory: Path | None
 ) -> DrafterConfig:
-    found = find_source(path, tied=None, model_impl="native")
+    found = resolve_source(path, model_impl="native")
     model = found.native
     _check_vocabulary(found, model, target, target_directory)
     with ExitStack() as open_files:

@@ -19,8 +19,7 @@ import torch
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
-from ..models.config import ModelConfig
-from ..models.decoder_model import DecoderConfig
+from ..models.config import DecoderConfig, ModelConfig
 from ..models.plan import Cut, Parameter, fused_layout
 from ..models.presets import preset
 from ..models.transformers.config import TransformersConfig
@@ -47,7 +46,6 @@ __all__ = [
     "Source",
     "check_source",
     "find_directory",
-    "find_source",
     "fused_layout",
     "iter_weights",
     "open_source",
@@ -97,28 +95,43 @@ class Source:
 
 
 def resolve_source(
-    source: str | Path, *, config_only: bool = False, model_impl: str = "auto"
+    source: str | Path,
+    *,
+    config_only: bool = False,
+    model_impl: str = "auto",
+    tied: bool | None = None,
 ) -> Source:
     """Find a checkpoint and read its config.
 
     `source` is a directory in the Hugging Face layout, `"demo"` (the model that ships with the
     package), `"preset:NAME"`, or the id of a repository on the Hugging Face hub, which is read from
     the local cache if it is complete there and downloaded otherwise. A `Path` is always a
-    directory. With `config_only` only the config must exist and is downloaded. `model_impl` is that
-    of `EngineConfig`. Raises `CheckpointError` if there is no such checkpoint, `ConfigError` for an
-    unknown preset or one that `model_impl` excludes.
+    directory. With `config_only` only the config must exist and is downloaded. `model_impl` is the
+    option of `EngineConfig`; `tied` replaces the model's `tie_word_embeddings` unless None. Raises
+    `CheckpointError` if there is no such checkpoint, `ConfigError` for an unknown preset, or one
+    that the options exclude.
     """
     check_source(source)
-    name = str(source)
     if isinstance(source, str) and source.startswith(PRESET_PREFIX):
         if model_impl == "transformers":
             raise ConfigError(
                 f"{source} is a preset of a native family, model_impl='transformers' needs a"
                 " checkpoint: give a directory or a hub id, or use model_impl='auto'"
             )
-        return Source(name, preset(source.removeprefix(PRESET_PREFIX)), None)
-    directory = find_directory(source, config_only=config_only)
-    return Source(name, read_config(directory, model_impl), directory)
+        config: DecoderConfig = preset(source.removeprefix(PRESET_PREFIX))
+        directory = None
+    else:
+        directory = find_directory(source, config_only=config_only)
+        config = read_config(directory, model_impl)
+    if tied not in (None, config.tie_word_embeddings):
+        if not isinstance(config, ModelConfig):
+            raise ConfigError(
+                f"tie_word_embeddings={tied}, but the class of transformers has"
+                f" {config.tie_word_embeddings}: change it in config.json, or leave it out",
+                field="tie_word_embeddings",
+            )
+        config = dataclasses.replace(config, tie_word_embeddings=bool(tied))
+    return Source(str(source), config, directory)
 
 
 def check_source(source: object) -> None:
@@ -328,27 +341,6 @@ class OpenedSource:
         if self.reader is None:
             return random_weights(self.config, dtype, seed, device=device)
         return iter_weights(self.reader, self.config, dtype, progress=progress)
-
-
-def find_source(source: str | Path, *, tied: bool | None, model_impl: str = "auto") -> Source:
-    """Find a model and read its config; `tied` replaces its `tie_word_embeddings` unless None.
-
-    `model_impl` is that of `EngineConfig`.
-
-    Raises:
-        CheckpointError, ConfigError: as `resolve_source`.
-    """
-    found = resolve_source(source, model_impl=model_impl)
-    if tied is None or tied == found.config.tie_word_embeddings:
-        return found
-    if not isinstance(found.config, ModelConfig):
-        raise ConfigError(
-            f"tie_word_embeddings={tied}, but the class of transformers has"
-            f" {found.config.tie_word_embeddings}: change it in config.json, or leave it out",
-            field="tie_word_embeddings",
-        )
-    config = dataclasses.replace(found.config, tie_word_embeddings=tied)
-    return dataclasses.replace(found, config=config)
 
 
 def open_source(found: Source, open_files: ExitStack) -> OpenedSource:

@@ -31,7 +31,7 @@ from ..kernels.ops.layer_operations import (
 )
 from ..kernels.ops.layer_plan import ModelPlan
 from ..kernels.ops.weight_storage import quantised_dtype
-from ..models.decoder_model import DecoderConfig
+from ..models.config import DecoderConfig
 from ..models.plan import parameter_bytes, plan_of
 from ..models.resolved_config import ResolvedConfig
 

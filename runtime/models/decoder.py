@@ -33,8 +33,7 @@ from ..kernels.ops.layer_plan import BoundModel, LayerPlan, ModelPlan
 from ..kernels.ops.parameter import Parameter
 from ..operation_scopes import operation
 from ..rope_lengths import UNLIMITED, RopeLengths
-from .config import ModelConfig, Rope
-from .decoder_model import DecoderConfig
+from .config import DecoderConfig, ModelConfig, Rope
 from .modules import Projection, RMSNorm, ShardedVocabulary, Vector, each_token
 from .operations import LayerStep, bind, collectives_of
 from .plan import model_plan, plan_of, rope_kinds

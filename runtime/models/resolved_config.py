@@ -25,8 +25,7 @@ from ..kernels import (
     resolve_threads,
 )
 from ..kernels.result_check import warn
-from .config import ModelConfig
-from .decoder_model import DecoderConfig
+from .config import DecoderConfig, ModelConfig
 from .plan import plan_of
 
 __all__ = [

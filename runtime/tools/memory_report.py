@@ -19,7 +19,7 @@ from ..kernels.ops.expert_operations import Experts
 from ..kernels.ops.layer_plan import ModelPlan
 from ..loading.loader import resolve_source
 from ..memory.footprint import model_footprint
-from ..models.decoder_model import DecoderConfig
+from ..models.config import DecoderConfig
 from ..models.plan import parameter_bytes, plan_of, shard_config
 from ..models.resolved_config import (
     ResolvedConfig,

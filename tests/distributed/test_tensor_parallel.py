@@ -37,11 +37,11 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 def allowed(tiny: TinyModels, variant: str) -> list[int]:
     """2 and 4, as far as the model can be split."""
-    from stepgraph.runtime.loading.loader import find_source
+    from stepgraph.runtime.loading.loader import resolve_source
     from stepgraph.runtime.models.plan import plan_of
     from stepgraph.runtime.models.sharding import allowed_ranks
 
-    found = find_source(tiny(variant).directory, tied=None)
+    found = resolve_source(tiny(variant).directory)
     return [n for n in allowed_ranks(plan_of(found.config)) if n in (2, 3, 4)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,13 @@ from ...kernels import (
     Stack,
 )
 from ...operation_scopes import operation
+from ..decoder import Decoder
 from ..modules import Projection, ShardedVocabulary
 from .attention import IMPLEMENTATION, CurrentStep, PagedLayer, PagedStep
 from .config import LinearGroup, TransformersConfig, freeze_rotations, layer_prefixes, linear_groups
 from .probe import Probe, head_of, run_head, set_implementation
 
-__all__ = ["TransformersDecoder", "add_scopes"]
+__all__ = ["DecoderModel", "TransformersDecoder", "add_scopes"]
 
 
 # Replaces the linear layers of a transformers model by projections with our kernels.
@@ -151,7 +152,7 @@ def _scope(module: Any, name: str, layer: int | None = None) -> None:
 
 
 class TransformersDecoder(nn.Module):
-    """A `DecoderModel` that runs a causal language model of transformers."""
+    """Runs a causal language model of transformers, with the interface of `Decoder`."""
 
     def __init__(
         self,
@@ -347,3 +348,8 @@ class TransformersDecoder(nn.Module):
             shapes.append((plan.embedding.shape[0], plan.embedding.shape[1]))
         sizes = [self.kernels.stored_bytes(n, k, self.dtype) for n, k in shapes]
         return PackedMemory(sum(sizes), len(sizes))
+
+
+DecoderModel: TypeAlias = Decoder | TransformersDecoder
+
+"""Token ids to hidden states to logits, reading and writing the arena."""

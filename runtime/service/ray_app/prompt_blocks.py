@@ -9,7 +9,7 @@ import msgspec
 
 from ...engine.intake import Prompt, RequestBuilder
 from ...errors import StepgraphError
-from ...loading.loader import find_source
+from ...loading.loader import resolve_source
 from ...loading.tokenizer import load_tokenizer
 from ..http.http_errors import HttpError
 from ..http.requests import ChatRequest, CompletionRequest, chat_prompt
@@ -29,7 +29,7 @@ class PromptBlocks:
             CheckpointError, ConfigError: there is no such model.
         """
         engine = options.engine
-        found = find_source(
+        found = resolve_source(
             options.model, tied=engine.tie_word_embeddings, model_impl=engine.model_impl
         )
         tokenizer = None
