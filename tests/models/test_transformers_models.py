@@ -358,16 +358,17 @@ def test_plans_memory_before_weights_are_there(model_type: str, tmp_path: Path) 
         explain_step(tmp_path, config, rows=1, context=10, bandwidth=1e9)
 
 
-def test_quantises_and_packs_neither_routers_nor_an_embedding_twice() -> None:
-    plan = plan_of(read_config(checkpoint("granitemoe"), "transformers"))
+def test_quantises_and_packs_neither_routers_nor_an_embedding_twice(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(saved_config("afmoe")))
+    plan = plan_of(read_config(tmp_path, "transformers"))
     linears = {
         source.name
-        for op in plan.layers[0].operations
+        for op in plan.layers[1].operations
         if isinstance(op, Linear)
         for source in op.weight.sources
     }
-    assert "model.layers.0.self_attn.o_proj.weight" in linears
-    assert "model.layers.0.block_sparse_moe.router.layer.weight" not in linears
+    assert "model.layers.1.self_attn.o_proj.weight" in linears
+    assert "model.layers.1.mlp.router.gate.weight" not in linears
     assert plan_of(read_config(checkpoint("gemma2"), "transformers")).tied  # and scaled
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,19 +36,12 @@ _SHOWN = 5
 _SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
-class Header(Protocol):
-    """The header of a tensor in a checkpoint."""
+Headers = Mapping[str, tuple[str, tuple[int, ...], Path]]
 
-    @property
-    def dtype(self) -> str:
-        """The safetensors name of the dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape."""
+"""`TensorHeader` by the name of the tensor: dtype as safetensors names it, shape and file."""
 
 
-def check_headers(headers: Mapping[str, Header], config: TransformersConfig) -> None:
+def check_headers(headers: Headers, config: TransformersConfig) -> None:
     """Load tensors without data, of the shapes in the headers, as transformers loads weights.
 
     Its renamings and conversions of old checkpoints apply. Tensors that reach no parameter, such
@@ -57,21 +50,20 @@ def check_headers(headers: Mapping[str, Header], config: TransformersConfig) -> 
     Raises:
         CheckpointError: tensors are missing, of a wrong shape or of an unsupported dtype.
     """
-    loadable = {name: header for name, header in headers.items() if header.dtype in _DTYPES}
-    others = {name: header for name, header in headers.items() if header.dtype not in _DTYPES}
+    loadable = {name: header for name, header in headers.items() if header[0] in _DTYPES}
+    others = {dtype for dtype, *_ in headers.values()} - _DTYPES.keys()
     try:
         check_report(_load(loadable, config), config.architecture)
     except CheckpointError as error:
         if not others:
             raise
-        found = sorted({header.dtype for header in others.values()})
         raise CheckpointError(
-            f"{error}. Tensors of {', '.join(found)} are not read, supported:"
+            f"{error}. Tensors of {', '.join(sorted(others))} are not read, supported:"
             f" {', '.join(sorted(_DTYPES))}"
         ) from error
 
 
-def _load(headers: Mapping[str, Header], config: TransformersConfig) -> dict[str, Any]:
+def _load(headers: Headers, config: TransformersConfig) -> dict[str, Any]:
     """Return the report of transformers on tensors without data."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
@@ -83,8 +75,8 @@ def _load(headers: Mapping[str, Header], config: TransformersConfig) -> dict[str
             _synchronous_loading(),
         ):
             tensors = {
-                name: torch.empty(header.shape, dtype=_DTYPES[header.dtype])
-                for name, header in headers.items()
+                name: torch.empty(shape, dtype=_DTYPES[dtype])
+                for name, (dtype, shape, _) in headers.items()
             }
             _, report = model_class_of(config).from_pretrained(
                 None,

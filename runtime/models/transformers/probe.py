@@ -91,10 +91,6 @@ class LiveBytes(TorchDispatchMode):
 
 # Records which torch functions use the parameters of a model while it runs.
 
-_SELECTIONS = frozenset({"topk", "sort", "argsort", "argmax", "max", "kthvalue"})
-
-"""Functions that select by their input."""
-
 
 class LinearUse(NamedTuple):
     """A linear layer that is called once, and whose weight nothing else uses."""
@@ -126,10 +122,6 @@ class ParameterUses(TorchFunctionMode):
         self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._serial = itertools.count()
         self._rows: Counter[int] = Counter()
-        self._scores: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Ids of the weights whose product a tensor is, or an elementwise function of it."""
-        self._selecting: set[int] = set()
-        """Ids of weights whose products select: routers."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -148,23 +140,7 @@ class ParameterUses(TorchFunctionMode):
             self._products[id(args[2])] = self._number(args[1])
         elif func is F.embedding:
             self._rows[id(keywords.get("weight", args[1] if len(args) > 1 else None))] += 1
-        result = func(*args, **keywords)
-        self._follow_scores(func, args, keywords, result)
-        return result
-
-    def _follow_scores(self, func: Any, args: Any, keywords: dict[str, Any], result: Any) -> None:
-        if func is F.linear and isinstance(result, Tensor):
-            weight = keywords.get("weight", args[1] if len(args) > 1 else None)
-            self._scores[result] = frozenset({id(weight)})
-            return
-        for value in (*args, *keywords.values()):
-            found = self._scores.get(value) if isinstance(value, Tensor) else None
-            if not found:
-                continue
-            if getattr(func, "__name__", "") in _SELECTIONS:
-                self._selecting |= found
-            elif isinstance(result, Tensor) and result.numel() == value.numel():
-                self._scores[result] = found | self._scores.get(result, frozenset())
+        return func(*args, **keywords)
 
     def _number(self, x: Tensor) -> int:
         """Return a number of a tensor's contents, the same for a flattened view of it."""
@@ -192,14 +168,17 @@ class ParameterUses(TorchFunctionMode):
         key = id(module.weight)
         return self._rows[key] == 1 and self._uses[key] == 1 + (key in self._products)
 
-    def linears(self) -> Iterator[LinearUse]:
+    def linears(self, attention: Iterable[str]) -> Iterator[LinearUse]:
         """Yield the linear layers that may be replaced, in the order of their calls.
 
         These are called once each. Their weight is not read by anything else but the input
-        embeddings. Routers are left out: a rounded score sends a token to another expert.
+        embeddings. Routers, which have an output for each expert and are outside of the modules
+        `attention`, are left out: a rounded score sends a token to another expert.
         """
         from transformers.pytorch_utils import Conv1D
 
+        experts = {getattr(module, "num_experts", None) for module in self._model.modules()}
+        inside = tuple(f"{path}." for path in attention)
         owners: dict[int, list[tuple[str, nn.Module]]] = {}
         for path, module in self._model.named_modules(remove_duplicate=False):
             if type(module) in (nn.Linear, Conv1D):
@@ -207,22 +186,15 @@ class ParameterUses(TorchFunctionMode):
         for key, number in self._products.items():
             if len(owners.get(key, ())) != 1 or self._uses[key] != 1 + self._rows[key]:
                 continue
-            if key in self._selecting:
-                continue
             if key in self._described and not self._rows[key]:
                 continue  # its module needs a weight, where an embedding keeps its own
             ((path, module),) = owners[key]
             transposed = type(module) is Conv1D
             weight: Any = module.weight
-            first, second = weight.shape
-            yield LinearUse(
-                module=path,
-                out_features=second if transposed else first,
-                in_features=first if transposed else second,
-                bias=module.bias is not None,
-                transposed=transposed,
-                input=number,
-            )
+            rows, columns = weight.T.shape if transposed else weight.shape
+            if rows not in experts or path.startswith(inside):
+                has_bias = module.bias is not None
+                yield LinearUse(path, rows, columns, has_bias, transposed, number)
 
 
 # The part of a causal language model after its final hidden states.
@@ -380,7 +352,7 @@ def probe_model(model: Any, fake: FakeTensorMode, name: str) -> Probe:
                 f"its embeddings have {x.shape[-1]} features, its hidden states {hidden.shape[-1]}"
             )
         weight = embeddings.weight
-        linears = tuple(uses.linears())
+        linears = tuple(uses.linears(call.module for call in attention))
         return Probe(
             base=path,
             output=output,
