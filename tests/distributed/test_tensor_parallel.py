@@ -18,7 +18,7 @@ from stepgraph.runtime import (
     SamplingParams,
 )
 
-from ..rigs.engine_rig import greedy
+from ..rigs.engine_rig import greedy, loop_of
 from ..rigs.parallel_rig import PROMPTS, children, opened
 from ..rigs.reload_rig import Write, make_write
 from ..rigs.tiny_models import BASE, VARIANTS, TinyModel
@@ -248,13 +248,13 @@ def test_operations_of_torch_leave_the_cores_of_other_ranks(base: TinyModel) -> 
     try:
         with opened(base.directory, 2, threads=1) as engine:
             seen: list[int] = []
-            run = engine._loop.runner.library.run
+            run = loop_of(engine).runner.library.run
 
             def watched(*args: Any) -> Any:
                 seen.append(torch.get_num_threads())
                 return run(*args)
 
-            engine._loop.runner.library.run = watched  # type: ignore[method-assign]
+            loop_of(engine).runner.library.run = watched  # type: ignore[method-assign]
             engine.generate(PROMPTS, greedy())
             assert set(seen) == {1}
             assert torch.get_num_threads() == 3

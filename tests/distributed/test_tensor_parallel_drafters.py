@@ -18,7 +18,7 @@ from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_loading import find_drafter
 from stepgraph.runtime.scheduling.plan import Proposed
 
-from ..rigs.engine_rig import MIXED_PARAMS, greedy
+from ..rigs.engine_rig import MIXED_PARAMS, greedy, loop_of, parts_of
 from ..rigs.mtp_models import write_predictable
 from ..rigs.parallel_rig import children, opened
 from ..rigs.tiny_models import TinyModel
@@ -68,7 +68,7 @@ def speculation(kind: str, base: TinyModel, directory: Path) -> tuple[Path, dict
 def proposals(engine: Engine) -> list[Proposed]:
     """The drafts of each step, and their probabilities, from now on."""
     found: list[Proposed] = []
-    runner = engine._loop.runner
+    runner = loop_of(engine).runner
     read = runner.read_drafts
 
     def watched(step: Any) -> Any:
@@ -88,7 +88,7 @@ def prompts(directory: Path) -> list[list[int]]:
 
 def check_memory(engine: Engine) -> None:
     """A rank plans for the whole drafter, besides its part of the model."""
-    parts = engine._parts
+    parts = parts_of(engine)
     drafter, terms = parts.runner.drafter, parts.plan.terms()
     assert drafter is not None
     assert terms["weights"] == parts.model.weight_bytes + drafter.weight_bytes

@@ -26,7 +26,7 @@ from stepgraph.runtime import (
     SamplingParams,
 )
 
-from ..rigs.engine_rig import greedy
+from ..rigs.engine_rig import greedy, loop_of
 from ..rigs.parallel_rig import PROMPTS, SIZES, children, opened, wait_until_gone
 from ..rigs.tiny_models import TinyModel
 
@@ -51,7 +51,7 @@ def stop(engine: Engine, rank: psutil.Process) -> None:
 
 def disagree(engine: Engine, rank: psutil.Process) -> None:
     """Let rank 0 believe that it has had other tokens."""
-    group = engine._loop.group
+    group = loop_of(engine).group
     assert group is not None
     group._checksum ^= 1
     group.watch.checksums[:] = [checksum ^ 1 for checksum in group.watch.checksums]
@@ -59,7 +59,7 @@ def disagree(engine: Engine, rank: psutil.Process) -> None:
 
 def misread(engine: Engine, rank: psutil.Process) -> None:
     """Let the rank fail in its own code: an unknown command."""
-    group = engine._loop.group
+    group = loop_of(engine).group
     assert group is not None
     group.writer.send(99)
 

@@ -13,6 +13,7 @@ from stepgraph.runtime import Engine, SamplingParams, StructuredOutputError
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.structured.matcher import TokenMatcher
 
+from ..rigs.engine_rig import loop_of
 from ..rigs.parallel_rig import SIZES, children, opened
 from ..rigs.speculation_rig import guess
 from ..rigs.structured_rig import GRAMMARS
@@ -68,10 +69,10 @@ def check_equal(pair: Pair) -> None:
     expected = run_mixed(one, prompts, params)
     assert run_mixed(two, prompts, params) == expected
     assert two.stats()["speculation"]["accepted"] > 20, "forced text at least"
-    speculator = two._loop.speculator
+    speculator = loop_of(two).speculator
     guesses = guess(two, {name: own[0] for name, own in expected.items()}, 0.7)
     assert run_mixed(two, prompts, params) == expected
-    two._loop.speculator = speculator
+    loop_of(two).speculator = speculator
     assert guesses.accepted > 20
     assert guesses.rejected > 0
     assert two.stats()["fallbacks"] == 0

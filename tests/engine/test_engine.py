@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from stepgraph.runtime import Engine, RequestOutput, SamplingParams
 
-from ..rigs.engine_rig import greedy, run
+from ..rigs.engine_rig import greedy, keep_in_flight, loop_of, parts_of, run
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -99,7 +99,7 @@ def test_smaller_priority_is_preempted_last(
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_abort(open_engine: Callable[..., Engine], base: TinyModel, in_flight: int) -> None:
     engine = open_engine("base", max_num_seqs=1)
-    engine._loop._in_flight = in_flight
+    keep_in_flight(engine, in_flight)
     prompts = base.prompts(5, 6, 7, seed=68)
     expected = base.greedy(prompts, 12)
     engine.add_request(prompts[0], greedy(), "running")
@@ -210,10 +210,10 @@ def test_addresses_and_books_hold_for_a_thousand_steps(
     rng = random.Random(41)
     model = tiny("micro")
     engine = open_engine("micro", num_blocks=24, block_size=4, prefill_chunk=16, max_model_len=64)
-    addresses = engine._open_parts().runner.addresses()
+    addresses = parts_of(engine).runner.addresses()
     open_requests: set[str] = set()
     started = finished = 0
-    while engine._loop.num_steps < 1000:
+    while loop_of(engine).num_steps < 1000:
         if len(open_requests) < 7 and rng.random() < 0.3:
             (prompt,) = model.prompts(rng.randint(1, 50), seed=started)
             params = SamplingParams(
@@ -238,4 +238,4 @@ def test_addresses_and_books_hold_for_a_thousand_steps(
     assert stats["blocks"]["free"] == stats["blocks"]["usable"]
     assert stats["preemptions"] > 0
     assert stats["fallbacks"] == 0
-    assert engine._open_parts().runner.addresses() == addresses
+    assert parts_of(engine).runner.addresses() == addresses

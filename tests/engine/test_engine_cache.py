@@ -11,7 +11,7 @@ import pytest
 import torch
 from stepgraph.runtime import Engine, RequestOutput, SamplingParams
 
-from ..rigs.engine_rig import greedy, run
+from ..rigs.engine_rig import greedy, loop_of, parts_of, run
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -37,7 +37,7 @@ def texts(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
 def poison(engine: Engine) -> None:
     """Fill every block but the null block with bytes that are NaN in every storage."""
     engine.reset_prefix_cache()
-    engine._parts.arena.tensor.view(torch.uint8)[:, :, 1:] = 0xFF
+    parts_of(engine).arena.tensor.view(torch.uint8)[:, :, 1:] = 0xFF
 
 
 def shared_prompts(model: TinyModel) -> list[list[int]]:
@@ -118,13 +118,9 @@ def test_forks_equal_separate_requests(
         "base", mode=mode, block_size=block_size, prefix_cache=False, max_num_seqs=1
     )
     for prompt, expected in zip(prompts, forked, strict=True):
-        engine_seeds = [request.seed for request in _requests(alone, prompt, params)]
-        for seed, tokens in zip(engine_seeds, expected, strict=True):
+        requests = alone.prepare(prompt, params, "seeds").requests
+        for seed, tokens in zip([request.seed for request in requests], expected, strict=True):
             assert _run_with_seed(alone, prompt, params, seed) == tokens
-
-
-def _requests(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Any]:
-    return engine._intake.accept("seeds", prompt, params, 0).requests
 
 
 def _run_with_seed(engine: Engine, prompt: list[int], params: SamplingParams, seed: int) -> Any:
@@ -133,7 +129,7 @@ def _run_with_seed(engine: Engine, prompt: list[int], params: SamplingParams, se
         max_tokens=params.max_tokens, temperature=params.temperature, ignore_eos=True, seed=0
     )
     engine.add_request(prompt, single, "one")
-    engine._loop.requests.groups["one"].requests[0].seed = seed
+    loop_of(engine).requests.groups["one"].requests[0].seed = seed
     return run(engine)["one"].token_ids
 
 
@@ -201,10 +197,8 @@ def test_every_family_shares_forks_and_swaps(
             assert [o.cached_tokens for o in outputs] == [(len(p) - 1) // 4 * 4 for p in prompts]
     assert roomy.stats()["cache"]["forks"] > 0
     # Room for the longest sequence: windows leave some of it to others that are decoding.
-    cache = roomy._loop.scheduler.cache
-    blocks = sum(
-        a.spec.most_blocks(max(map(len, prompts)) + NEW_TOKENS, 4, 5) for a in cache._allocators
-    )
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    blocks = sum(group.spec.most_blocks(longest, 4, 5) for group in parts_of(roomy).groups)
     tight = open_engine(
         variant,
         mode=mode,

@@ -14,7 +14,7 @@ from stepgraph.runtime.engine import loop, startup
 from stepgraph.runtime.execution import runner
 from stepgraph.runtime.execution.step_key import StepKey
 
-from ..rigs.engine_rig import greedy
+from ..rigs.engine_rig import greedy, loop_of
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -60,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def serve(engine: Engine, model: TinyModel, clock: Clock) -> tuple[list[list[int]], list[float]]:
     """Three rows decode, and a long prompt comes; return all tokens and the times of steps, ms."""
-    library = engine._loop.runner.library
+    library = loop_of(engine).runner.library
     run = library.run
 
     def timed(key: StepKey) -> Any:

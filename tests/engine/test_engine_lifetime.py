@@ -21,7 +21,7 @@ from stepgraph.runtime import (
     EngineFailedError,
 )
 
-from ..rigs.engine_rig import greedy
+from ..rigs.engine_rig import greedy, parts_of
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -64,7 +64,7 @@ def test_close_gives_memory_back(base: TinyModel) -> None:
     def cycle() -> int:
         with Engine.from_pretrained(base.directory, config) as engine:
             assert engine.stats()["memory"]["cache"]["measured"] == 4096 * 12288
-            engine._open_parts().arena.tensor.fill_(1.0)
+            parts_of(engine).arena.tensor.fill_(1.0)
             engine.generate([[1, 2, 3]], greedy(3))
             return int(process.memory_info().rss)
 
@@ -86,7 +86,7 @@ class Watch:
     """Knows which of an engine's tensors are still held by anybody."""
 
     def __init__(self, engine: Engine) -> None:
-        parts = engine._open_parts()
+        parts = parts_of(engine)
         named = {
             "arena": parts.arena.tensor,
             "token_ids": parts.runner.state.token_ids,
@@ -122,7 +122,7 @@ def break_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(*_: object) -> None:
         raise BrokenDeviceError("the device is gone")
 
-    monkeypatch.setattr(engine._open_parts().runner, "launch", launch)
+    monkeypatch.setattr(parts_of(engine).runner, "launch", launch)
 
 
 def test_failed_engine_says_so(

@@ -11,6 +11,8 @@ import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, RequestOutput, SamplingParams
 
+from ..rigs.engine_rig import keep_in_flight, loop_of, parts_of
+
 if TYPE_CHECKING:
     from conftest import TinyModel
 
@@ -62,7 +64,7 @@ def tokens_of(outputs: list[RequestOutput]) -> Tokens:
 
 
 def arena(engine: Engine) -> torch.Tensor:
-    return engine._open_parts().arena.tensor
+    return parts_of(engine).arena.tensor
 
 
 def poison(engine: Engine) -> None:
@@ -74,9 +76,9 @@ def poison(engine: Engine) -> None:
 @contextmanager
 def one_step_in_flight(engine: Engine) -> Iterator[None]:
     """Commit a step after the next one was launched, as on a device beside the host."""
-    before, engine._loop._in_flight = engine._loop._in_flight, 1
+    before, loop_of(engine)._in_flight = loop_of(engine)._in_flight, 1
     yield
-    engine._loop._in_flight = before
+    keep_in_flight(engine, before)
 
 
 # The same tokens ---------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ def test_tokens_do_not_depend_on_preemptions(
     engine = open_engine(
         MODEL, num_blocks=num_blocks, block_size=4, max_num_seqs=6, prefill_chunk=16
     )
-    engine._loop._in_flight = in_flight
+    keep_in_flight(engine, in_flight)
     poison(engine)
     outputs = engine.generate(prompts, PARAMS)
     assert tokens_of(outputs) == alone
@@ -160,7 +162,7 @@ def test_tokens_do_not_depend_on_who_comes_and_goes(
     """Requests arrive at any time with any priority, and others are aborted around them."""
     rng = random.Random(in_flight)
     engine = open_engine(MODEL, block_size=4, num_blocks=26, prefill_chunk=16)
-    engine._loop._in_flight = in_flight
+    keep_in_flight(engine, in_flight)
     to_come = list(range(len(prompts))) * 2
     rng.shuffle(to_come)
     index_of: dict[str, int] = {}
@@ -225,7 +227,7 @@ def test_padding_writes_to_the_null_block_only(
     while engine.has_unfinished():
         engine.step()
         if engine.stats()["running"]:
-            held = list(engine._loop.scheduler.cache.block_table("it/0"))
+            held = list(loop_of(engine).scheduler.cache.block_table("it/0"))
     assert engine.stats()["padding"] > 0
     block_size = arena(engine).shape[4]
     assert len(held) == -(-15 // block_size)
@@ -255,7 +257,7 @@ def test_a_recycled_row_carries_nothing_over(
     open_engine: Callable[..., Engine], prompts: list[list[int]], alone: Tokens, in_flight: int
 ) -> None:
     engine = open_engine(MODEL, max_num_seqs=1)
-    engine._loop._in_flight = in_flight
+    keep_in_flight(engine, in_flight)
     for number, former in enumerate(FORMER_OWNERS):
         # Greedy and with a repetition penalty; sampled and with a frequency penalty.
         for index in ((0, 2), (1, 3))[(number + in_flight) % 2]:
@@ -269,7 +271,7 @@ def test_a_row_left_in_the_middle_carries_nothing_over(
 ) -> None:
     """An aborted request has a step in flight that still writes to its row and blocks."""
     engine = open_engine(MODEL, max_num_seqs=1, prefill_chunk=16, prefix_cache=False)
-    engine._loop._in_flight = 1
+    keep_in_flight(engine, 1)
     for steps in (1, 4, 7):
         for former in FORMER_OWNERS:
             aborted = engine.add_request(prompts[4], former)
@@ -293,7 +295,7 @@ def test_a_missing_step_is_served_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = compiled(MODEL) if mode == "compile" else open_engine(MODEL, block_size=4)
-    library = engine._open_parts().runner.library
+    library = parts_of(engine).runner.library
     kept = dict(library._steps)
     assert engine.stats()["fallbacks"] == 0
     try:

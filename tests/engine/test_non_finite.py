@@ -17,6 +17,8 @@ from stepgraph.runtime import Engine, EngineConfig, NonFiniteLogitsError, Sampli
 from stepgraph.runtime.engine.request_output import RequestOutput
 from stepgraph.runtime.kernels import have_compiler
 
+from ..rigs.engine_rig import keep_in_flight, parts_of
+
 if TYPE_CHECKING:
     from conftest import TinyModel
 
@@ -124,7 +126,7 @@ def test_only_the_row_ends(
     with open_engine(tiny(variant).directory, **config, **kernels) as engine:
         sound = engine.generate(prompts, PARAMS)
     with open_engine(nan_model(variant), **config, **kernels) as engine:
-        engine._loop._in_flight = in_flight
+        keep_in_flight(engine, in_flight)
         outputs = engine.generate(prompts, PARAMS)
         engine.check_integrity()
         stats = engine.stats()
@@ -178,8 +180,8 @@ def test_the_cache_recovers_from_blocks_that_went_bad(tiny: Callable[[str], Tiny
         engine.step(), engine.step()
         engine.abort(request_id)
         engine.step()
-        assert engine._parts is not None
-        engine._parts.arena.tensor[:, :, 1:] = torch.nan
+        assert parts_of(engine) is not None
+        parts_of(engine).arena.tensor[:, :, 1:] = torch.nan
         outputs = [engine.generate([prompt], greedy)[0] for _ in range(2)]
         assert outputs[0].finish_reason == "error"
         assert outputs[0].cached_tokens > 0

@@ -22,7 +22,7 @@ from stepgraph.runtime import (
     RequestOutput,
 )
 
-from ..rigs.engine_rig import run
+from ..rigs.engine_rig import parts_of, run
 from ..rigs.fake_engine import check_serves, expected, fake_engine, params
 
 SECONDS = 120
@@ -40,7 +40,7 @@ def switching_often() -> Iterator[None]:
 
 def in_launch(engine: Engine, use: Callable[[], object]) -> None:
     """Let the next launch call `use` in the middle of its step."""
-    runner = engine._open_parts().runner
+    runner = parts_of(engine).runner
     launch = runner.launch
 
     def hooked(*arguments: Any) -> Any:

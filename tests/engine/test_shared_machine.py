@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stepgraph.runtime import EngineFailedError, RequestError, RequestOutput, SamplingParams
 
+from ..rigs.engine_rig import parts_of
 from ..rigs.fake_engine import check_serves, expected, fake_engine, params
 from .test_shared_engine import in_launch
 
@@ -105,7 +106,7 @@ class SharedEngine(RuleBasedStateMachine):
         in_launch(self.engine, lambda: signal.pthread_kill(MAIN, signal.SIGINT))
         with suppress(KeyboardInterrupt):
             self.engine.generate([prompt], params(1, 20))
-        vars(self.engine._open_parts().runner).pop("launch", None)
+        vars(parts_of(self.engine).runner).pop("launch", None)
 
     @precondition(lambda self: not self.failed and not self.calls)
     @rule()

@@ -9,6 +9,7 @@ import pytest
 from stepgraph.runtime import Engine, RequestOutput, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
 
+from ..rigs.engine_rig import loop_of
 from ..rigs.fake_device import oracle
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.scheduler_rig import Rig
@@ -155,7 +156,7 @@ def test_a_steady_launch_is_one_replay(
         prefill_chunk=16,
         steps_per_launch=4,
     )
-    keys = engine._loop.runner.sizes.keys()
+    keys = loop_of(engine).runner.sizes.keys()
     assert {key.steps for key in keys if key.phase == "decode"} == {1, 4}
     assert {key.steps for key in keys if key.phase == "prefill"} == {1}
     assert len(fake_graphs.graphs) == len(keys)

@@ -36,6 +36,8 @@ from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 
+from ..rigs.engine_rig import parts_of
+
 if TYPE_CHECKING:
     from conftest import TinyModel
 
@@ -238,7 +240,7 @@ def test_the_plan_has_room_for_what_the_stack_of_layers_keeps(
     open_engine: Callable[..., Engine], name: str
 ) -> None:
     engine = open_engine(name, mode="compile")
-    parts = engine._parts
+    parts = parts_of(engine)
     assert parts is not None
     assert parts.model.stack is not None
     workspace = parts.model.stack.workspace_bytes(parts.runner.sizes.tokens.largest)

@@ -91,7 +91,7 @@ class Memory:
                     assert block != 0, "a token is written to the null block"
                     assert slot not in written, "two tokens are written to one slot"
                     assert pool.ref_count(block) == 1, "a shared block is written"
-                    assert pool._keys[block] is None, "a published block is written"
+                    assert not is_published(pool, block), "a published block is written"
                     written.add(slot)
                     self.blocks[block][slot[1]] = job.content(group, position)
 
@@ -116,6 +116,15 @@ def brute_force_match(cache: KVCache, windows: Windows, job: Job) -> int:
         ):
             return position
     return 0
+
+
+def pool_of(cache: KVCache) -> BlockPool:
+    return cache._pool
+
+
+def is_published(pool: BlockPool, block: int) -> bool:
+    """Whether a block can be found by its contents."""
+    return pool._keys[block] is not None
 
 
 def record_allocations(pool: BlockPool) -> list[int]:

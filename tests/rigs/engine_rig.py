@@ -1,10 +1,12 @@
-"""Greedy parameters and the way to the last outputs, for tests of engines."""
+"""Greedy parameters, the way to the last outputs and the parts of an engine, for its tests."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from stepgraph.runtime import Engine, RequestOutput, SamplingParams
+from stepgraph.runtime.engine.loop import StepLoop
+from stepgraph.runtime.engine.startup import EngineParts
 
 
 def greedy(max_tokens: int = 12, **more: Any) -> SamplingParams:
@@ -18,6 +20,19 @@ MIXED_PARAMS = [
     SamplingParams(max_tokens=13, temperature=0.6, top_p=0.9, seed=8, repetition_penalty=1.2),
 ]
 """Of four requests: greedy ones, and others with what the full sampler does."""
+
+
+def loop_of(engine: Engine) -> StepLoop:
+    return engine._loop
+
+
+def parts_of(engine: Engine) -> EngineParts:
+    return engine._open_parts()
+
+
+def keep_in_flight(engine: Engine, steps: int) -> None:
+    """Commit a step after `steps` more were launched, as on a device that works beside the host."""
+    engine._loop._in_flight = steps
 
 
 def run(engine: Engine, *, checked: bool = False) -> dict[str, RequestOutput]:

@@ -30,7 +30,7 @@ from stepgraph.runtime.rope_lengths import RopeLengths
 from stepgraph.runtime.scheduling.plan import Preemption, Proposed, StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 
-from .cache_rig import record_allocations
+from .cache_rig import is_published, pool_of, record_allocations
 
 VOCAB = 11
 
@@ -230,7 +230,7 @@ class FakeRunner:
         self.seen: Counter[str] = Counter()  # what has happened, so that tests are not empty
         self._stages: list[str] = []  # of the step under way
         # Blocks handed out since contents were last forgotten.
-        self._fresh = record_allocations(scheduler.cache._pool)
+        self._fresh = record_allocations(pool_of(scheduler.cache))
 
     @property
     def blocks(self) -> FakeRunner:
@@ -378,7 +378,7 @@ class FakeRunner:
 
     def _propose(self, request: Request, count: int, stop: int) -> Proposed | None:
         """Keep new drafts for a row; no other row may read the slots of their keys."""
-        row = next(own for r, own in self.scheduler._running.rows.items() if r is request)
+        row = rows_of(self.scheduler)[request]
         self.device.drafts[row] = []
         if not count:
             return None
@@ -392,15 +392,15 @@ class FakeRunner:
 
     def _check_own(self, row: int, position: int, groups: Iterable[int]) -> None:
         """Assert that no other row reads the slots of a position."""
-        pool = self.scheduler.cache._pool
+        pool = pool_of(self.scheduler.cache)
         for group in groups:
             block, _ = self.device.slot(group, row, position)
             assert pool.ref_count(block) == 1, f"block {block} is written, and shared"
-            assert pool._keys[block] is None, f"block {block} is written, and cached"
+            assert not is_published(pool, block), f"block {block} is written, and cached"
 
     def _write(self, row: int, position: int, token: int) -> None:
         """Write a token to slots that no other row reads, now or later."""
-        (request,) = [r for r, own in self.scheduler._running.rows.items() if own == row]
+        (request,) = [r for r, own in rows_of(self.scheduler).items() if own == row]
         assert position < self.scheduler.cache._held[request.id].room, "a token without a block"
         self._check_own(row, position, range(len(self.device.windows)))
         self.device.write(row, position, token)
@@ -408,7 +408,7 @@ class FakeRunner:
     def _check_tables(self) -> None:
         """What the device has of each row's block tables is what the cache has."""
         cache = self.scheduler.cache
-        for request, row in self.scheduler._running.rows.items():
+        for request, row in rows_of(self.scheduler).items():
             for group, column, block in cache.table_of(request.id):
                 assert self.device.tables[group][row][column] == block
 
@@ -446,6 +446,11 @@ class FakeRunner:
 
     def check_integrity(self) -> None:
         assert len(self.unread) <= self.in_flight
+
+
+def rows_of(scheduler: Scheduler) -> dict[Request, int]:
+    """The rows of the running requests."""
+    return scheduler._running.rows
 
 
 def swapped(plan: StepPlan) -> list[tuple[int, int]]:
@@ -487,7 +492,7 @@ def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
     places = [(update.group, update.row, update.column) for update in plan.table_updates]
     assert len(set(places)) == len(places)
     if not plan.preempted:  # they may have got blocks before they lost them
-        assert {row for _, row, _ in places} <= set(scheduler._running.rows.values())
+        assert {row for _, row, _ in places} <= set(rows_of(scheduler).values())
 
 
 def requests_of(preempted: list[Preemption]) -> list[Request]:

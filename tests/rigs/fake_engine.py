@@ -13,6 +13,7 @@ from stepgraph.runtime.loading.tokenizer import TextTokenizer
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling_params import SamplingDefaults
 
+from .engine_rig import loop_of
 from .fake_device import VOCAB, FakeRunner, oracle
 from .scheduler_rig import groups_of
 
@@ -104,7 +105,7 @@ def fake_engine(
         group=None,
     )
     engine = Engine(parts)  # type: ignore[arg-type]
-    FakeRunner.__init__(runner, engine._loop.scheduler, 0, (None,))
+    FakeRunner.__init__(runner, loop_of(engine).scheduler, 0, (None,))
     return engine
 
 

@@ -13,6 +13,7 @@ import httpx
 from stepgraph.runtime import AsyncEngine, Engine, ServiceConfig
 from stepgraph.runtime.service import app
 
+from .engine_rig import parts_of
 from .fake_engine import fake_engine
 
 COMPLETIONS = "/v1/completions"
@@ -80,7 +81,7 @@ async def service(
 def slow_engine(**options: Any) -> Engine:
     """A fake engine whose steps take 20 ms."""
     engine = fake_engine(**options)
-    runner = engine._open_parts().runner
+    runner = parts_of(engine).runner
     launch = runner.launch
 
     def slow(*arguments: Any) -> Any:

@@ -25,6 +25,7 @@ from stepgraph.runtime.scheduling.plan import StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 from stepgraph.runtime.scheduling.step_budget import StepBudget
 
+from .cache_rig import is_published, pool_of
 from .fake_device import NAN, NO_ROPES, NO_TOKENS, VOCAB, FakeRunner, Windows, oracle
 from .speculation_rig import DeviceDrafts, Guesses, OutputGuesses
 
@@ -213,15 +214,14 @@ class Rig:
         assert not cache._held
         assert not any(allocator.tables for allocator in cache._allocators)
         assert scheduler.num_running == scheduler.num_waiting == 0
-        assert not scheduler._running.rows
         assert not self.loop.requests._group_of
         assert not self.runner.unread
         assert self.loop.counts["failed_copies"] == self.runner.seen["failures"]
 
     def cached_nan(self) -> list[int]:
         """Return the blocks that can be found by content and hold NaN; none is verified."""
-        pool, blocks = self.cache._pool, self.runner.device.blocks
-        published = [block for block, key in enumerate(pool._keys) if key is not None]
+        pool, blocks = pool_of(self.cache), self.runner.device.blocks
+        published = [block for block in range(pool.num_blocks) if is_published(pool, block)]
         found = [block for block in published if NAN in blocks.get(block, {}).values()]
         assert not any(pool._verified[block] for block in found)
         return found

@@ -14,6 +14,7 @@ from stepgraph.runtime.service.dispatcher import Dispatcher
 from stepgraph.runtime.service.request_handle import RequestHandle
 from stepgraph.runtime.service.step_thread import StepThread
 
+from .engine_rig import loop_of
 from .fake_engine import expected, fake_engine, params
 
 SECONDS = 60.0
@@ -116,7 +117,7 @@ class Rig:
         self.on_start()
         engine = fake_engine(**self._options)
         step, prepare = engine.step, engine.prepare
-        runner = engine._loop.runner
+        runner = loop_of(engine).runner
         launch = runner.launch
 
         def hooked_launch(number: int, plan: Any) -> Any:

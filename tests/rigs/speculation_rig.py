@@ -12,6 +12,8 @@ from stepgraph.runtime.request import Request
 from stepgraph.runtime.scheduling.plan import StepPlan
 from stepgraph.runtime.scheduling.speculator import BatchCosts, DrafterSpeculator, VerifyCosts
 
+from .engine_rig import loop_of
+
 Known = Callable[[Request], Sequence[int]]
 """Returns the output tokens of a request, those to come included."""
 
@@ -118,7 +120,7 @@ class OutputGuesses:
 
 def guess(engine: Engine, outputs: dict[str, list[int]], right: float = 0.8) -> Guesses:
     """Let an engine verify guesses of the outputs of its requests, by id."""
-    sizes, vocab = engine._loop.runner.sizes.verifying, engine.model_config.vocab_size
+    sizes, vocab = loop_of(engine).runner.sizes.verifying, engine.model_config.vocab_size
     guesses = Guesses(sizes, vocab, lambda request: outputs[request.id], right)
-    engine._loop.speculator = guesses  # type: ignore[assignment]
+    loop_of(engine).speculator = guesses  # type: ignore[assignment]
     return guesses

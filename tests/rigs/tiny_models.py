@@ -158,8 +158,8 @@ class TinyModel:
 
     directory: Path
     reference: PreTrainedModel
-    _greedy: dict[str, list[list[int]]] = field(default_factory=dict, repr=False)
-    _logits: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+    known_greedy: dict[str, list[list[int]]] = field(default_factory=dict, repr=False)
+    known_logits: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def vocab_size(self) -> int:
@@ -178,9 +178,9 @@ class TinyModel:
         Without an end-of-sequence token, unless `settings` name one; what follows it is padding.
         """
         key = repr((prompts, new_tokens, sorted(settings.items())))
-        if key not in self._greedy:
-            self._greedy[key] = self._generate(prompts, new_tokens, settings)
-        return [list(row) for row in self._greedy[key]]
+        if key not in self.known_greedy:
+            self.known_greedy[key] = self._generate(prompts, new_tokens, settings)
+        return [list(row) for row in self.known_greedy[key]]
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, settings: dict[str, Any]
@@ -202,9 +202,9 @@ class TinyModel:
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Logits behind every token, float32 `[len(token_ids), V]`."""
         key = tuple(token_ids)
-        if key not in self._logits:
-            self._logits[key] = self.reference(torch.tensor([token_ids])).logits[0]
-        return self._logits[key].clone()
+        if key not in self.known_logits:
+            self.known_logits[key] = self.reference(torch.tensor([token_ids])).logits[0]
+        return self.known_logits[key].clone()
 
     def reload(self, dtype: torch.dtype) -> PreTrainedModel:
         """The checkpoint as transformers runs it in another dtype, soft caps included."""

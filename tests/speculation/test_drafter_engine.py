@@ -9,7 +9,7 @@ import pytest
 from stepgraph.runtime import Engine
 from stepgraph.runtime.kernels import have_compiler
 
-from ..rigs.engine_rig import greedy
+from ..rigs.engine_rig import greedy, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from .test_speculation import CASES, MIXED, SIZES, run_mixed
 
@@ -116,9 +116,9 @@ def test_nothing_of_an_earlier_request_is_left_in_new_blocks(
     """Rows decode while the drafter rests, in blocks that others have filled with NaN. These are
     zeroed when it proposes next."""
     engine = open_engine("base", **SIZES, speculation=drafting(base.directory, 3, adaptive=True))
-    runner = engine._loop.runner
+    runner = loop_of(engine).runner
     assert runner.drafter is not None
-    speculator: Any = engine._loop.speculator
+    speculator: Any = loop_of(engine).speculator
     speculator._credit = -1e9
     arena = runner.drafter.arena.tensor
     arena[:, :, 1:] = float("nan")
@@ -126,8 +126,8 @@ def test_nothing_of_an_earlier_request_is_left_in_new_blocks(
     engine.add_request(prompt, greedy(20), "r")
     for _ in range(12):
         engine.step()
-    (request,) = (r for g in engine._loop.requests.groups.values() for r in g.requests)
-    table = engine._loop.scheduler.cache.block_table(request.id)
+    (request,) = (r for g in loop_of(engine).requests.groups.values() for r in g.requests)
+    table = loop_of(engine).scheduler.cache.block_table(request.id)
     assert len(table) > 3
     proposed = engine.stats()["speculation"]["proposing_steps"]
     speculator._credit = 10.0
@@ -147,7 +147,7 @@ def test_a_drafter_that_does_not_pay_rests(
     engine = open_engine(
         "base", dtype="float32", speculation=drafting(model.directory, 2, adaptive=True)
     )
-    speculator: Any = engine._loop.speculator
+    speculator: Any = loop_of(engine).speculator
     for costs in (speculator._costs.greedy, speculator._costs.full):  # as if drafts took long
         for own in costs._times.values():
             own.multiples[1:] = [50.0] * len(own.multiples[1:])

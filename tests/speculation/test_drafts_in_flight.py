@@ -14,7 +14,7 @@ from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.request import DRAFT_ON_DEVICE, Request
 from stepgraph.runtime.scheduling.plan import StepPlan
 
-from ..rigs.engine_rig import greedy
+from ..rigs.engine_rig import greedy, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from .test_drafter_engine import drafting
 from .test_speculation import MIXED, SIZES, run_mixed
@@ -51,7 +51,7 @@ def make_open_async(
 def watch(engine: Engine) -> Counter[str]:
     """Count steps, verified drafts, and steps launched while the one before is in flight."""
     seen: Counter[str] = Counter()
-    loop = engine._loop
+    loop = loop_of(engine)
     launch = loop.runner.launch
 
     def counted(number: int, plan: StepPlan) -> LaunchedStep:
@@ -69,7 +69,7 @@ def watch(engine: Engine) -> Counter[str]:
 
 def rest_sometimes(engine: Engine) -> None:
     """Let decode steps, with and without proposals, follow steps that verify drafts."""
-    speculator: Any = engine._loop.speculator
+    speculator: Any = loop_of(engine).speculator
     rng, propose = random.Random(1), speculator.propose
 
     def propose_sometimes(requests: list[Request]) -> Sequence[Sequence[int]]:
@@ -132,7 +132,7 @@ def test_a_row_keeps_no_drafts_of_its_last_request(open_async: Open, base: TinyM
     engine = open_async("base", max_num_seqs=1, speculation=drafting(base.directory, DRAFTS))
     (expected,) = open_async("base", max_num_seqs=1).generate([second], greedy(20))
     seen = watch(engine)
-    drafts = engine._loop.runner.state.drafts
+    drafts = loop_of(engine).runner.state.drafts
     assert drafts is not None
     engine.add_request(first, greedy(30), "first")
     while seen["own"] < 3:
@@ -145,8 +145,8 @@ def test_a_row_keeps_no_drafts_of_its_last_request(open_async: Open, base: TinyM
     while engine.has_unfinished():
         outputs |= {output.request_id: output for output in engine.step()}
         engine.check_integrity()
-        if seen["own"] == own and engine._loop.requests.groups:
-            (request,) = engine._loop.requests.groups["second"].requests
+        if seen["own"] == own and loop_of(engine).requests.groups:
+            (request,) = loop_of(engine).requests.groups["second"].requests
             assert request.num_drafts or (drafts[0] == DRAFT_ON_DEVICE).all()
     assert outputs["second"].token_ids == expected.token_ids
     assert seen["own"] > own
@@ -189,7 +189,7 @@ def test_log_probabilities_of_chosen_tokens(open_async: Open, base: TinyModel) -
 def test_a_drafter_that_does_not_pay_rests(open_async: Open, base: TinyModel) -> None:
     """The steps without drafts stay in flight too."""
     engine = open_async("base", speculation=drafting(base.directory, DRAFTS, adaptive=True))
-    speculator: Any = engine._loop.speculator
+    speculator: Any = loop_of(engine).speculator
     for costs in (speculator._costs.greedy, speculator._costs.full):  # as if drafts took long
         for own in costs._times.values():
             own.multiples[1:] = [50.0] * len(own.multiples[1:])

@@ -11,7 +11,7 @@ import torch
 from stepgraph.runtime import Engine
 from stepgraph.runtime.kernels import have_compiler
 
-from ..rigs.engine_rig import greedy
+from ..rigs.engine_rig import greedy, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.tiny_models import TinyModel
 from . import test_block_drafter, test_eagle3
@@ -86,7 +86,7 @@ def test_drafts_after_prompts_are_the_same_on_all_kernels(
     for mode in ("plain", "native", "captured"):
         config = SIZES | MODES[mode] | {"prefill_chunk": 16, "dtype": "float32"}
         engine = open_engine("base", **config, speculation=speculation)
-        speculator: Any = engine._loop.speculator
+        speculator: Any = loop_of(engine).speculator
         own: dict[int, tuple[list[int], list[float]]] = {}
         received = speculator.received
 

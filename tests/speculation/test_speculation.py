@@ -10,7 +10,7 @@ from stepgraph.runtime import Engine, SamplingParams, Speculation
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.scheduling.plan import StepPlan
 
-from ..rigs.engine_rig import greedy
+from ..rigs.engine_rig import greedy, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.speculation_rig import guess
 
@@ -265,7 +265,7 @@ def test_a_failed_copy_leaves_nothing_behind(
     """The plan of a step that is not launched is not waited for."""
     fields = {"num_blocks": 24, "host_cache_bytes": 1 << 20}
     engine = open_engine("base", **SIZES | fields, speculation="suffix")
-    runner, failures = engine._loop.runner, []
+    runner, failures = loop_of(engine).runner, []
     copy_in = runner.blocks.copy_in
 
     def fail(plan: StepPlan) -> None:
@@ -279,5 +279,5 @@ def test_a_failed_copy_leaves_nothing_behind(
     engine.generate(prompts, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     assert failures
     assert engine.stats()["failed_copies"] == 1
-    assert not engine._loop.speculator._launched  # type: ignore[union-attr]
+    assert not loop_of(engine).speculator._launched  # type: ignore[union-attr]
     engine.check_integrity()
