@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from ..rigs.expert_models import EXPERT_VARIANTS
 from ..rigs.tiny_models import BASE
+from .test_model_config import check_refused
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 100}
 MINIMAL: dict[str, dict[str, Any]] = {
@@ -68,28 +69,26 @@ def test_the_layers_with_experts(variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
+    ("model_type", "changes"),
     [
-        ("mixtral", {"num_experts": 4}, "different numbers of experts"),
-        ("mixtral", {"num_local_experts": None}, "no num_local_experts"),
-        ("deepseek_v3", {"n_group": 7}, "n_routed_experts = 256 must be a multiple of n_group = 7"),
-        ("deepseek_v3", {"n_group": 256, "topk_group": 8}, "n_group = 256 must leave at least 2"),
-        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported"),
-        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported"),
-        ("deepseek_v2", {"num_experts_per_tok": None}, "no num_experts_per_tok"),
-        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias"),
-        ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size = None must"),
-        ("gpt_oss", {"swiglu_limit": None}, "no swiglu_limit"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq'"),
-        ("gpt_oss", {"quantization_config": "mxfp4"}, "quant_method = None"),
-        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4.*weight_dtype"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quant_method = 'fp8'"),
+        ("mixtral", {"num_experts": 4}),
+        ("mixtral", {"num_local_experts": None}),
+        ("deepseek_v3", {"n_group": 7}),
+        ("deepseek_v3", {"n_group": 256, "topk_group": 8}),
+        ("deepseek_v3", {"moe_layer_freq": 2}),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}),
+        ("deepseek_v2", {"num_experts_per_tok": None}),
+        ("deepseek_v2", {"mlp_bias": True}),
+        ("llama4_text", {"attention_chunk_size": None}),
+        ("gpt_oss", {"swiglu_limit": None}),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}),
+        ("gpt_oss", {"quantization_config": "mxfp4"}),
+        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}),
     ],
 )
-def test_refusals_name_the_key(model_type: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message) as raised:
-        read(model_type, **changes)
-    assert len(str(raised.value)) < 600
+def test_refusals_name_the_key(model_type: str, changes: dict[str, Any]) -> None:
+    check_refused(changes, lambda: read(model_type, **changes))
 
 
 @pytest.fixture
@@ -147,6 +146,7 @@ def test_missing_experts_are_listed(mixtral: Path) -> None:
 def test_a_config_with_more_experts_than_the_files(mixtral: Path) -> None:
     config = json.loads((mixtral / "config.json").read_text())
     (mixtral / "config.json").write_text(json.dumps(config | {"num_local_experts": 2048}))
-    with pytest.raises(CheckpointError, match="experts 20, 21, 22") as raised:
+    with pytest.raises(CheckpointError) as raised:
         check(mixtral)
+    assert "experts 20, 21, 22" in str(raised.value)
     assert len(str(raised.value)) < 1500

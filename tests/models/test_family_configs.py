@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import pytest
-from stepgraph.runtime.errors import CheckpointError, ConfigError
+from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.models.config import ModelConfig, Rope, RopeScaling
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import preset
@@ -31,6 +31,8 @@ from transformers import (
     Qwen3Config,
     SmolLM3Config,
 )
+
+from .test_model_config import check_refused
 
 
 class MiMoConfig(Qwen2Config):  # type: ignore[misc]
@@ -218,61 +220,48 @@ def test_experts_that_no_layer_uses() -> None:
     assert of_family("deepseek_v2", first_k_dense_replace=0, n_routed_experts=None)
 
 
+LINEAR = {"rope_type": "linear", "factor": 4}
+
+
 @pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
+    ("model_type", "changes"),
     [
-        ("deepseek_v3", {"num_key_value_heads": 4}, "num_key_value_heads = 4.*heads = 32"),
-        ("deepseek_v3", {"layer_types": S * 8}, "layer_types .*contradicts"),
-        ("mistral", {"layer_types": F * 8}, "layer_types = .* contradicts"),
-        ("qwen3", {"layer_types": S * 8}, "sliding_window is not in use"),
-        ("gemma2", {"sliding_window": None}, "sliding_window is not in use"),
-        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'.*pytorch_tanh"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "by layer type"),
-        (
-            "gemma3_text",
-            of_full({"rope_type": "linear", "factor": 2})
-            | {"rope_scaling": {"rope_type": "linear", "factor": 4}},
-            "rope_parameters = .*'factor': 2.* and rope_scaling = .*'factor': 4",
-        ),
-        ("gemma3_text", of_full({"rope_type": "dynamic"}), "no factor"),
-        ("qwen3", of_full({"rope_theta": 1e4}), "the same for all layers"),
-        ("qwen2", {"layer_types": S * 8}, "sliding_window is not in use"),
-        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear' .*'longrope'"),
-        ("phi3", {"partial_rotary_factor": 1.5}, r"partial_rotary_factor = 1\.5"),
-        ("phi3", {"head_dim": 8, "partial_rotary_factor": 0.1}, "rotate at least one of head_dim"),
-        (
-            "llama",
-            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}},
-            "more than 2 rotated elements",
-        ),
-        ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "by layer type"),
-        ("olmo3", {"sliding_window": None}, "sliding_window is not in use"),
-        ("granite", {"logits_scaling": 1e30}, r"logits_scaling = 1e\+30"),
-        ("granitemoehybrid", {"layer_types": None}, "no layer_types.* Mamba"),
-        (
-            "granitemoehybrid",
-            {"layer_types": ["attention"] * 7 + ["mamba"]},
-            "layer_types has 'mamba' for layer 7",
-        ),
-        ("granitemoehybrid", {"num_local_experts": 4}, "num_local_experts = 4 .*dense models"),
-        ("granitemoehybrid", {"position_embedding_type": 1}, "position_embedding_type must be"),
-        ("qwen3", {"rope_scaling": YARN | {"beta_slow": 64}}, r"beta_slow = 64\.0 .* = 32\.0"),
-        ("qwen3", {"rope_theta": 1, "rope_scaling": YARN}, r"rope_theta = 1\.0"),
+        ("deepseek_v3", {"num_key_value_heads": 4}),
+        ("deepseek_v3", {"layer_types": S * 8}),
+        ("mistral", {"layer_types": F * 8}),
+        *((kind, {"sliding_window": None}) for kind in ("gemma2", "olmo3")),
+        *((kind, {"layer_types": S * 8, "sliding_window": 9}) for kind in ("qwen2", "qwen3")),
+        ("gemma2", {"hidden_activation": "gelu"}),
+        ("gemma2", {"use_bidirectional_attention": True}),
+        *((k, {"rope_parameters": {"rope_theta": 1e4}}) for k in ("gemma3_text", "olmo3")),
+        ("gemma3_text", of_full({"rope_type": "linear", "factor": 2}) | {"rope_scaling": LINEAR}),
+        ("gemma3_text", of_full({"rope_type": "dynamic", "factor": None})),
+        ("qwen3", of_full({"rope_theta": 1e4})),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}),
+        ("phi3", {"partial_rotary_factor": 1.5}),
+        ("phi3", {"head_dim": 8, "partial_rotary_factor": 0.1}),
+        ("llama", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}}),
+        ("granite", {"logits_scaling": 1e30}),
+        ("granitemoehybrid", {"layer_types": None}),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 7 + ["mamba"]}),
+        ("granitemoehybrid", {"num_local_experts": 4}),
+        ("granitemoehybrid", {"position_embedding_type": 1}),
+        ("qwen3", {"rope_scaling": YARN | {"beta_slow": 64}}),
+        ("qwen3", {"rope_theta": 1, "rope_scaling": YARN}),
     ],
+    ids=str,
 )
-def test_refusal_names_the_field(model_type: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        of_family(model_type, **changes)
+def test_refusal_names_the_field(model_type: str, changes: dict[str, Any]) -> None:
+    check_refused(changes, lambda: of_family(model_type, **changes))
 
 
 def test_contradictions_of_the_constructor() -> None:
     latent, gemma = preset("mla-small"), preset("gemma-3-1b")
-    for config, changes, message in (
-        (latent, {"model_type": "llama"}, "latent = .*contradicts model_type 'llama'"),
-        (latent, {"head_dim": 512}, "must be 1 and 576"),
-        (latent, {"layer_types": ("full_attention",) * 16}, "layer_types must be empty"),
-        (gemma, {"num_layers": 25}, "layer_types lists 26 layers, num_layers = 25"),
+    for config, changes in (
+        (latent, {"model_type": "llama"}),
+        (latent, {"head_dim": 512}),
+        (latent, {"layer_types": ("full_attention",) * 16}),
+        (gemma, {"num_layers": 25}),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError):
             dataclasses.replace(config, **changes)  # type: ignore[arg-type]

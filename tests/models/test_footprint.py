@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
@@ -21,22 +22,25 @@ from stepgraph.runtime.execution.inputs import MaskSizes, RowState, StepInputs
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer
 from stepgraph.runtime.execution.step_key import most_table_updates
 from stepgraph.runtime.kernels import (
+    Experts,
     Kernels,
     WeightStorage,
     pack_linear,
     reference_experts,
     reference_linear,
     reference_paged_attention,
+    select_kernels,
 )
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.memory.footprint import model_footprint, weight_bytes
 from stepgraph.runtime.memory.measurement import Phase
-from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.config import ExpertsConfig, ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
-from stepgraph.runtime.models.plan import model_plan
+from stepgraph.runtime.models.plan import model_plan, weights_per_step
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 
 from ..rigs.engine_rig import parts_of
+from ..rigs.sharding_rig import Meeting, ThreadCollectives, tiny_config
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -106,6 +110,77 @@ def test_weights_before_and_after_loading(
     decoder = Decoder(model, kernels, dtype, CPU, groups)
     decoder.store(random_weights(model, dtype))
     assert decoder.weight_bytes == planned
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("weights", ["model", "int8"])
+@pytest.mark.parametrize(
+    ("variant", "ranks"),
+    [
+        *((variant, 1) for variant in ("deepseek_v2", "deepseek_v3", "qwen3_moe")),
+        *((variant, 4) for variant in ("base", "deepseek_v3_moe", "olmo2", "gpt_oss")),
+    ],
+)
+def test_weights_of_latents_experts_and_ranks(
+    variant: str, ranks: int, weights: WeightStorage, pack: bool
+) -> None:
+    """Packed and not; each expert is padded to whole blocks."""
+    config = tiny_config(variant, ranks)
+    for dtype, rank in itertools.product((torch.float32, torch.bfloat16), range(ranks)):
+        kernels = kernels_that(pack, weights)
+        if ranks > 1:
+            config = dataclasses.replace(config, shard=(rank, ranks))
+            group = ThreadCollectives(rank, Meeting(ranks))
+            kernels = dataclasses.replace(kernels, collectives=group)
+        decoder = Decoder(config, kernels, dtype, CPU, group_layers(attention_specs(config, 4)))
+        decoder.store(random_weights(config, dtype))
+        assert decoder.weight_bytes == weight_bytes(decoder.plan, kernels, dtype)
+
+
+SMALL = ModelConfig(
+    model_type="qwen3_moe",
+    vocab_size=50,
+    hidden_size=40,
+    intermediate_size=33,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    experts=ExpertsConfig(
+        num_experts=5, num_experts_per_tok=2, moe_intermediate_size=17, dense_layers=(1,)
+    ),
+)
+
+
+def test_bytes_of_a_step() -> None:
+    decoder = Decoder(
+        SMALL,
+        select_kernels(CPU, "eager", torch.float32),
+        torch.float32,
+        CPU,
+        group_layers(attention_specs(SMALL, 4)),
+    )
+    decoder.store(random_weights(SMALL, torch.float32))
+    expert = 4 * 3 * 40 * 17  # bytes
+    others = decoder.weight_bytes - 2 * 5 * expert - 4 * 50 * 40
+    assert decoder.weight_bytes_read(1) == others + 2 * 2 * expert
+    assert decoder.weight_bytes_read(2) == round(others + 2 * 5 * (1 - 0.6**2) * expert)
+    assert decoder.weight_bytes_read(1000) == others + 2 * 5 * expert
+    assert weights_per_step(SMALL) == decoder.weight_bytes_read(1) // 4
+
+
+def test_expected_experts_are_those_of_uniform_routing() -> None:
+    plan = model_plan(SMALL)
+    (op, *_) = (op for op in plan.operations if isinstance(op, Experts))
+    generator = torch.Generator().manual_seed(1)
+    for tokens in (1, 2, 4, 9):
+        chosen = torch.rand(4000, tokens, 5, generator=generator).argsort(-1)[..., :2].flatten(1)
+        distinct = torch.nn.functional.one_hot(chosen, 5).amax(1).sum(1).double().mean()
+        assert op.expected_experts(tokens) == pytest.approx(distinct.item(), rel=0.02)
 
 
 @settings(max_examples=150, deadline=None)

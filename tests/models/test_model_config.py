@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -82,41 +83,51 @@ def test_eos_tokens_are_merged(own: Any, generation: Any, expected: Any) -> None
     assert ModelConfig.from_hf(old(eos_token_id=own), generation).eos_token_ids == expected
 
 
+def words_of(changes: Mapping[str, Any]) -> Iterator[str]:
+    """The changed keys and their values, as far as these are texts."""
+    for key, value in changes.items():
+        yield key
+        if isinstance(value, Mapping):
+            yield from words_of(value)
+        values = value if isinstance(value, list) else [value]
+        yield from (text for text in values if isinstance(text, str))
+
+
+def check_refused(changes: Mapping[str, Any], read: Callable[[], object]) -> None:
+    """Assert that a config is refused in few words, one of which was changed."""
+    with pytest.raises(CheckpointError) as raised:
+        read()
+    message = str(raised.value)
+    assert any(key in message for key in words_of(changes)), message
+    assert len(message) < 1000
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "GPT2LMHeadModel"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClass"),
-        ({"architectures": None, "model_type": "mamba"}, "mamba"),
-        ({"architectures": None, "model_type": None}, "LlamaForCausalLM"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'.*'silu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "'su'.*'llama3'"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
-        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, r"= 4\.0.*high_freq_factor = 4\.0"),
-        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
-        (
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-            "rope_parameters = .*'factor': 2.0.* and rope_scaling = .*'factor': 32.0",
-        ),
-        (
-            {
-                "rope_parameters": LLAMA3 | {"rope_theta": 1e4},
-                "rope_scaling": LLAMA3 | {"rope_theta": 2e4},
-            },
-            "rope_parameters = .*10000.0.* and rope_scaling = .*20000.0",
-        ),
-        ({"num_key_value_heads": 5}, "num_attention_heads = 32.*num_key_value_heads = 5"),
-        ({"head_dim": None, "hidden_size": 2050}, "hidden_size = 2050.*num_attention_heads"),
-        ({"vocab_size": None}, "no vocab_size"),
-        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype = 'float8_e4m3fn'"),
-        ({"eos_token_id": "</s>"}, "eos_token_id must be"),
-        ({"eos_token_id": [1, 128256]}, r"eos_token_id = .*128256"),
+        {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": None, "model_type": "mamba"},
+        {"architectures": None, "model_type": None},
+        {"hidden_act": "gelu"},
+        {"quantization_config": {"quant_method": "gptq"}},
+        {"rope_scaling": {"rope_type": "su", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": None}},
+        {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
+        {"rope_scaling": [1]},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 1e4}, "rope_scaling": {"rope_theta": 2e4}},
+        {"num_key_value_heads": 5},
+        {"head_dim": None, "hidden_size": 2050},
+        {"vocab_size": None},
+        {"torch_dtype": "float8_e4m3fn"},
+        {"eos_token_id": "</s>"},
+        {"eos_token_id": [1, 128256]},
     ],
+    ids=str,
 )
-def test_message_names_the_field(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        ModelConfig.from_hf(old(**changes))
+def test_message_names_the_field(changes: dict[str, Any]) -> None:
+    check_refused(changes, lambda: ModelConfig.from_hf(old(**changes)))
 
 
 @pytest.mark.parametrize(
