@@ -195,21 +195,22 @@ def base(tiny: Callable[[str], TinyModel]) -> TinyModel:
 def open_engine(
     tiny: Callable[[str], TinyModel], request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., Engine]]:
-    """Open an engine on a variant for one test: eager on the CPU unless told otherwise.
+    """Open an engine on a variant or a directory for one test: eager on the CPU by default.
 
     On a GPU its cache has a fixed size, because tests of several processes share the memory.
     """
     engines: list[Engine] = []
     native = request.node.get_closest_marker("native_kernels") is not None and have_compiler()
 
-    def make(variant: str, **config: Any) -> Engine:
+    def make(variant: str | Path, **config: Any) -> Engine:
         settings = {"device": "cpu", "mode": "eager", "max_num_seqs": 4} | config
         if settings["device"] != "cpu" and not settings.keys() & {"memory_tokens", "memory_bytes"}:
             settings.setdefault("num_blocks", GPU_BLOCKS)
         if native and (settings["device"], settings["mode"]) == ("cpu", "eager"):
-            latent = variant.startswith("deepseek")  # whose layers have none
+            latent = str(variant).startswith("deepseek")  # whose layers have none
             settings.setdefault("kernels", "auto" if latent else "native")
-        engines.append(Engine.from_pretrained(tiny(variant).directory, EngineConfig(**settings)))
+        source = variant if isinstance(variant, Path) else tiny(variant).directory
+        engines.append(Engine.from_pretrained(source, EngineConfig(**settings)))
         return engines[-1]
 
     yield make

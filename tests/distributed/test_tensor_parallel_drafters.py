@@ -4,13 +4,11 @@ the drafts those of one process."""
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from stepgraph.runtime import Engine, RankError
 from stepgraph.runtime.engine.rank_start import agree_on_drafter
 from stepgraph.runtime.kernels import have_compiler
@@ -19,10 +17,10 @@ from stepgraph.runtime.loading.drafter_loading import find_drafter
 from stepgraph.runtime.scheduling.plan import Proposed
 
 from ..rigs.engine_rig import MIXED_PARAMS, greedy, loop_of, parts_of
-from ..rigs.mtp_models import write_predictable
 from ..rigs.parallel_rig import children, opened
 from ..rigs.tiny_models import TinyModel
-from ..speculation import test_block_drafter, test_eagle3
+from ..speculation import test_eagle3
+from ..speculation.test_drafter_engine import MTP, SHARED, prompts, speculation
 from ..speculation.test_speculation import run_mixed
 from .test_tensor_parallel_structured import mixed
 
@@ -31,10 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:no native decoder layers"),
 ]
 
-TARGETS = ("mtp deepseek_v3", "mtp mimo")
-"""Drafters that are in the checkpoint of their target."""
-DRAFTERS = ("draft_model", "eagle3", "eagle3 shared", "dflash", *TARGETS)
-SHARED = {"mapped": False, "without": ("embed_tokens.weight", "lm_head.weight")}
+DRAFTERS = ("draft_model", "eagle3", "eagle3 shared", "dflash", *MTP)
 CONFIGS: dict[str, dict[str, Any]] = {
     "torch": {"kernels": "torch"},
     "native": {"kernels": "native"},
@@ -47,22 +42,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "compiled": {"kernels": "torch", "mode": "compile", "buckets": (4,)},
     "cache in 8 bits": {"kernels": "native", "kv_dtype": "int8"},
 }
-
-
-def speculation(kind: str, base: TinyModel, directory: Path) -> tuple[Path, dict[str, Any]]:
-    """Write a drafter; return its target and the field of the configuration."""
-    method, _, variant = kind.partition(" ")
-    target, fields = base.directory, {"method": method}
-    if method == "mtp":
-        target = directory
-        write_predictable(directory, variant, "embedding", layers=0.25)
-    elif method == "draft_model":
-        fields["model"] = str(base.directory)
-    elif method == "eagle3":
-        fields["model"] = str(test_eagle3.write(directory, **(SHARED if variant else {}))[0])
-    else:
-        fields["model"] = str(test_block_drafter.write(directory)[0])
-    return target, fields | {"num_speculative_tokens": 3, "adaptive": False}
 
 
 def proposals(engine: Engine) -> list[Proposed]:
@@ -78,12 +57,6 @@ def proposals(engine: Engine) -> list[Proposed]:
 
     runner.read_drafts = watched  # type: ignore[method-assign]
     return found
-
-
-def prompts(directory: Path) -> list[list[int]]:
-    vocab = json.loads((directory / "config.json").read_text())["vocab_size"]
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(vocab, (n,), generator=generator).tolist() for n in (30, 4, 12, 7)]
 
 
 def check_memory(engine: Engine) -> None:

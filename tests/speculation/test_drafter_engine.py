@@ -1,22 +1,45 @@
-"""Drafters on the device: their drafts change no token, and a good one is accepted."""
+"""Engines with a drafter on the device: its drafts change no token, and a good one is accepted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
-from stepgraph.runtime import Engine
+import torch
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
 
-from ..rigs.engine_rig import greedy, loop_of
+from ..rigs.engine_rig import MIXED_PARAMS, greedy, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+from ..rigs.mtp_models import KINDS, write_predictable
+from ..rigs.structured_rig import GRAMMARS
+from ..rigs.tiny_models import TinyModel
+from . import test_block_drafter, test_eagle3
 from .test_speculation import CASES, MIXED, SIZES, run_mixed
 
-if TYPE_CHECKING:
-    from conftest import TinyModel
+pytestmark = [
+    pytest.mark.native_kernels,
+    pytest.mark.filterwarnings("ignore:no native decoder layers"),
+]
 
-pytestmark = pytest.mark.native_kernels
+Open = Callable[..., Engine]
+TinyModels = Callable[[str], TinyModel]
+
+MTP = tuple(f"mtp {kind}" for kind in KINDS)
+"""Drafters that are in the checkpoint of their target."""
+SHARED = {"mapped": False, "without": ("embed_tokens.weight", "lm_head.weight")}
+"""Changes of an EAGLE-3 head that has neither an embedding nor an output projection."""
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {"kernels": "torch"},
+    "native": {"kernels": "native"},
+    "cache in 8 bits": {"kernels": "native", "kv_dtype": "int8"},
+    "captured": {"mode": "graph", "compile": False, "buckets": (4,)},
+    "preempted": {"kernels": "native", "num_blocks": 19},
+}
 
 
 def drafting(directory: Any, drafts: int, *, adaptive: bool = False) -> dict[str, Any]:
@@ -28,39 +51,143 @@ def drafting(directory: Any, drafts: int, *, adaptive: bool = False) -> dict[str
     }
 
 
+def speculation(
+    kind: str, base: TinyModel, directory: Path, drafts: int = 3
+) -> tuple[Path, dict[str, Any]]:
+    """Write a drafter; return its target and the field of the configuration."""
+    method, _, variant = kind.partition(" ")
+    fields = drafting(base.directory, drafts) | {"method": method}
+    if method == "mtp":
+        write_predictable(directory, variant, "embedding", layers=0.25)
+        del fields["model"]
+        return directory, fields
+    if method == "eagle3":
+        fields["model"] = str(test_eagle3.write(directory, **(SHARED if variant else {}))[0])
+    elif method == "dflash":
+        fields["model"] = str(test_block_drafter.write(directory)[0])
+    return base.directory, fields
+
+
+def prompts(directory: Path) -> list[list[int]]:
+    vocab = json.loads((directory / "config.json").read_text())["vocab_size"]
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocab, (n,), generator=generator).tolist() for n in (30, 4, 12, 7)]
+
+
+def config_of(case: dict[str, Any], fake_graphs: FakeGraphs, kind: str = "") -> dict[str, Any]:
+    """The settings of an engine on a device that works behind the host when steps are captured."""
+    config = SIZES | {"dtype": "float32"} | case
+    captured, latent = config.get("mode") == "graph", kind == "mtp deepseek_v3"
+    if config.get("mode") == "compile" or (captured and latent):
+        fake_graphs.kernels = "compile"  # experts in PyTorch cannot be captured
+    native = fake_graphs.kernels == "compile" or config.get("kernels") == "native"
+    if native and not have_compiler():
+        pytest.skip("needs a C++ compiler")
+    if latent and config.get("kernels") == "native":
+        config["kernels"] = "auto"  # latent attention has no layers in C++
+    if kind == "mtp mimo" and "num_blocks" in config:
+        config["num_blocks"] = 45  # of three layer groups
+    fake_graphs.stream.behind = captured
+    return config
+
+
+def compare(plain: Engine, engine: Engine, prompts: Any, params: Any) -> dict[str, Any]:
+    """Compare tokens, twice, as the second time prompts are cached; return statistics."""
+    expected = run_mixed(plain, prompts, params)
+    for _ in range(2):
+        assert run_mixed(engine, prompts, params) == expected
+    stats = engine.stats()
+    assert stats["fallbacks"] == 0
+    assert stats["speculation"]["drafted"] > 50
+    return stats
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("other", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_plain_decoding(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    fake_graphs: FakeGraphs,
-    case: str,
-    other: bool,
+def test_draft_model_changes_no_token(
+    open_engine: Open, tiny: TinyModels, fake_graphs: FakeGraphs, case: str, other: bool
 ) -> None:
     """With the model as its own drafter, whose drafts are mostly right, and with another one."""
     variant, config = CASES[case]
     if "num_blocks" in config:
         config = config | {"num_blocks": 19}  # rows advance faster, so that fewer are open at once
-    if config.get("mode") == "compile":
-        if not have_compiler():
-            pytest.skip("needs a C++ compiler")
-        fake_graphs.kernels = "compile"
-    prompts = tiny(variant).prompts(30, 4, 12, 7, 9, 5)
-    plain = open_engine(variant, **SIZES | config, dtype="float32")
-    drafts = 1 if config.get("mode") == "graph" else 4
+    config = config_of(config, fake_graphs)
     drafter = tiny("base" if other else variant).directory
-    engine = open_engine(
-        variant, **SIZES | config, dtype="float32", speculation=drafting(drafter, drafts)
-    )
-    fake_graphs.stream.behind = config.get("mode") == "graph"
-    expected = run_mixed(plain, prompts, MIXED)
-    for _ in range(2):  # the second time prompts are cached
-        assert run_mixed(engine, prompts, MIXED) == expected
-    stats = engine.stats()
-    assert stats["fallbacks"] == 0
-    assert stats["speculation"]["drafted"] > 50
+    own = drafting(drafter, 1 if config.get("mode") == "graph" else 4)
+    plain, engine = (open_engine(variant, **config, speculation=s) for s in (None, own))
+    stats = compare(plain, engine, tiny(variant).prompts(30, 4, 12, 7, 9, 5), MIXED)
     assert other or stats["speculation"]["accepted"] > 20
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("kind", "mode"), [*product(("eagle3", "dflash", *MTP), MODES)])
+def test_heads_and_modules_change_no_token(
+    open_engine: Open,
+    base: TinyModel,
+    fake_graphs: FakeGraphs,
+    kind: str,
+    mode: str,
+    tmp_path: Path,
+) -> None:
+    """Greedy rows and rows with seeds. Of a module some drafts are accepted, others not."""
+    config = config_of(MODES[mode], fake_graphs, kind)
+    target, own = speculation(kind, base, tmp_path, 1 if mode == "captured" else 3)
+    plain, engine = (open_engine(target, **config, speculation=s) for s in (None, own))
+    stats = compare(plain, engine, prompts(target), MIXED_PARAMS)
+    assert stats["preemptions"] >= ("num_blocks" in config)
+    assert stats["cache"]["hit_tokens"] > 0
+    if kind in MTP:
+        assert 20 < stats["speculation"]["accepted"] < stats["speculation"]["drafted"] - 20
+
+
+@pytest.mark.parametrize("reads", ["embedding", "hidden"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_that_knows_the_next_token_is_right(
+    open_engine: Open, kind: str, reads: str, tmp_path: Path
+) -> None:
+    """It is given the hidden states and the tokens that it was made for, in all of 4 drafts."""
+    write_predictable(tmp_path, kind, reads)
+    own = {"method": "mtp", "num_speculative_tokens": 4, "adaptive": False}
+    engine = open_engine(tmp_path, **SIZES, dtype="float32", kernels="torch", speculation=own)
+    outputs = engine.generate(prompts(tmp_path), greedy(31))
+    assert all(
+        after == (7 * token + 3) % 40
+        for output in outputs
+        for token, after in zip(output.token_ids, output.token_ids[1:], strict=False)
+    )
+    stats = engine.stats()["speculation"]
+    assert stats["drafted"] == stats["accepted"] > 80
+
+
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("dflash", marks=pytest.mark.slow)])
+def test_drafts_after_prompts_are_the_same_on_all_kernels(
+    open_engine: Open, base: TinyModel, fake_graphs: FakeGraphs, kind: str, tmp_path: Path
+) -> None:
+    """Of several prompts in a step, in chunks that end before the prompt does, too."""
+    _, own = speculation(kind, base, tmp_path)
+    found: list[dict[int, tuple[list[int], list[float]]]] = []
+    for mode in ("plain", "native", "captured"):
+        config = config_of(MODES[mode], fake_graphs) | {"prefill_chunk": 16}
+        engine = open_engine("base", **config, speculation=own)
+        speculator: Any = loop_of(engine).speculator
+        first: dict[int, tuple[list[int], list[float]]] = {}
+        received = speculator.received
+
+        def record(proposed: Any, first: Any = first, received: Any = received) -> None:
+            proposed = list(proposed)
+            for request, _, tokens, probabilities in proposed:
+                first.setdefault(len(request.prompt_ids), (tokens, probabilities))
+            received(proposed)
+
+        speculator.received = record
+        engine.generate(base.prompts(30, 4, 12, 7), greedy(9))
+        found.append(first)
+    for other in found[1:]:
+        assert other.keys() == found[0].keys() == {30, 4, 12, 7}
+        for length, (tokens, probabilities) in found[0].items():
+            assert other[length][0] == tokens
+            assert other[length][1] == pytest.approx(probabilities, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -73,16 +200,14 @@ def test_tokens_are_those_of_plain_decoding(
     ],
 )
 def test_the_model_itself_is_a_perfect_drafter(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], config: dict[str, Any]
+    open_engine: Open, base: TinyModel, config: dict[str, Any]
 ) -> None:
     """Greedy, in float32: a slot that is missing or wrong would cost an accepted draft."""
-    model = tiny("base")
-    prompts = model.prompts(30, 4, 12, 7)
-    speculation = drafting(model.directory, 3)
-    engine = open_engine("base", **SIZES | config, dtype="float32", speculation=speculation)
+    own = drafting(base.directory, 3)
+    engine = open_engine("base", **SIZES | config, dtype="float32", speculation=own)
     params = [greedy(28), greedy(40), greedy(33), greedy(19, n=2)]
     for _ in range(2):  # the second time prompts are cached
-        run_mixed(engine, prompts, params)
+        run_mixed(engine, base.prompts(30, 4, 12, 7), params)
     stats = engine.stats()["speculation"]
     assert stats["verify_steps"] > 15
     assert stats["accepted"] == stats["drafted"]
@@ -92,7 +217,7 @@ def test_the_model_itself_is_a_perfect_drafter(
 @pytest.mark.parametrize("kernels", ["native", pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chunk", [32, 8])
 def test_the_step_after_a_prompt_verifies_drafts(
-    open_engine: Callable[..., Engine], base: TinyModel, kernels: str, chunk: int
+    open_engine: Open, base: TinyModel, kernels: str, chunk: int
 ) -> None:
     """Wherever blocks and chunks end: 5 tokens are one of the prompt's step, 3 drafts, one more."""
     sizes = SIZES | {"prefill_chunk": chunk, "kernels": kernels, "dtype": "float32"}
@@ -111,23 +236,22 @@ def test_the_step_after_a_prompt_verifies_drafts(
 
 
 def test_nothing_of_an_earlier_request_is_left_in_new_blocks(
-    open_engine: Callable[..., Engine], base: TinyModel
+    open_engine: Open, base: TinyModel
 ) -> None:
     """Rows decode while the drafter rests, in blocks that others have filled with NaN. These are
     zeroed when it proposes next."""
     engine = open_engine("base", **SIZES, speculation=drafting(base.directory, 3, adaptive=True))
-    runner = loop_of(engine).runner
-    assert runner.drafter is not None
-    speculator: Any = loop_of(engine).speculator
+    loop = loop_of(engine)
+    speculator: Any = loop.speculator
     speculator._credit = -1e9
-    arena = runner.drafter.arena.tensor
+    assert loop.runner.drafter is not None
+    arena = loop.runner.drafter.arena.tensor
     arena[:, :, 1:] = float("nan")
     (prompt,) = base.prompts(9)
     engine.add_request(prompt, greedy(20), "r")
     for _ in range(12):
         engine.step()
-    (request,) = (r for g in loop_of(engine).requests.groups.values() for r in g.requests)
-    table = loop_of(engine).scheduler.cache.block_table(request.id)
+    table = loop.scheduler.cache.block_table("r/0")
     assert len(table) > 3
     proposed = engine.stats()["speculation"]["proposing_steps"]
     speculator._credit = 10.0
@@ -139,20 +263,118 @@ def test_nothing_of_an_earlier_request_is_left_in_new_blocks(
     engine.check_integrity()
 
 
-def test_a_drafter_that_does_not_pay_rests(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]
-) -> None:
-    """A drafter of the model's own size gains nothing."""
-    model = tiny("base")
-    engine = open_engine(
-        "base", dtype="float32", speculation=drafting(model.directory, 2, adaptive=True)
-    )
+def let_drafts_take_long(engine: Engine, credit: float) -> None:
+    """Let each verify step take 50 decode steps, as far as the speculator knows."""
     speculator: Any = loop_of(engine).speculator
-    for costs in (speculator._costs.greedy, speculator._costs.full):  # as if drafts took long
+    for costs in (speculator._costs.greedy, speculator._costs.full):
         for own in costs._times.values():
             own.multiples[1:] = [50.0] * len(own.multiples[1:])
-    speculator._credit = 4.0  # as after steps that lost the rest
-    engine.generate(model.prompts(9), greedy(60))
+    speculator._credit = credit
+
+
+def test_a_drafter_that_does_not_pay_rests(open_engine: Open, base: TinyModel) -> None:
+    """A drafter of the model's own size gains nothing."""
+    own = drafting(base.directory, 2, adaptive=True)
+    engine = open_engine("base", dtype="float32", speculation=own)
+    let_drafts_take_long(engine, 4.0)  # as after steps that lost the rest
+    engine.generate(base.prompts(9), greedy(60))
     stats = engine.stats()["speculation"]
     assert 0 < stats["proposing_steps"] < 20
     assert stats["verify_steps"] == 0
+
+
+# Steps of torch.compile ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_compiled_steps_give_drafters_their_hidden_states(
+    open_engine: Open, base: TinyModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Traced as for inductor, but run as they are, which takes less time."""
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda code, *, options, **own: compile_(code, backend="eager", **own)
+    )
+    target, own = speculation("eagle3", base, tmp_path, 2)
+    config = SIZES | {"mode": "compile", "kernels": "torch", "dtype": "float32"}
+    plain, engine = (open_engine(target, **config, speculation=s) for s in (None, own))
+    compare(plain, engine, base.prompts(30, 4), [greedy(20), greedy(24)])
+
+
+COMPILED: dict[str, Any] = {
+    "device": "cpu",
+    "mode": "compile",
+    "kernels": "torch",
+    "dtype": "float32",
+    "max_num_seqs": 2,
+    "max_model_len": 128,
+    "prefill_chunk": 32,
+    "num_blocks": 64,
+    "structured_output": True,
+}
+needs_compiler = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
+
+
+def versions(engine: Engine) -> int:
+    """How many pieces of code were compiled, or found in the cache."""
+    return sum(engine.stats()["start"]["code_cache"].values())
+
+
+def demo_tokens(engine: Engine) -> dict[str, Any]:
+    assert engine.tokenizer is not None
+    texts = ["def add(a, b):\n    return", "import os\nimport", "x = [1, 2, 3]\nfor"]
+    prompts = [engine.tokenizer.encode(text) for text in [*texts, *texts]]
+    params = [
+        SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=30, temperature=0.8, top_p=0.9, seed=3, presence_penalty=0.3),
+        SamplingParams(max_tokens=30, temperature=0.0, n=2),
+        SamplingParams(max_tokens=24, temperature=0.0, structured=GRAMMARS[1]),
+        SamplingParams(max_tokens=24, seed=4, structured=GRAMMARS[0], logprobs=2),
+        SamplingParams(max_tokens=24, temperature=0.7, seed=5, repetition_penalty=1.2),
+    ]
+    return run_mixed(engine, prompts, params)
+
+
+@pytest.fixture(scope="module")
+def demo_expected() -> Iterator[dict[str, Any]]:
+    with Engine.from_pretrained("demo", EngineConfig(**COMPILED)) as engine:
+        # Prefill; of one row or token, and of several: decode, full sampler, masks, greedy tokens.
+        assert versions(engine) == 1 + 2 * 4
+        yield demo_tokens(engine)
+
+
+@needs_compiler
+@pytest.mark.slow  # the compiler takes minutes for the full sampler
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_compiled_steps_with_grammars(demo_expected: dict[str, Any], method: str) -> None:
+    """With the head that was trained for the demo model, and with the model itself."""
+    own = drafting("demo", 3) | {"method": method}
+    if method == "eagle3":
+        del own["model"]
+    with Engine.from_pretrained("demo", EngineConfig(**COMPILED, speculation=own)) as engine:
+        # Of one row and of several: steps that only propose, and that verify, whatever the drafts.
+        # Masked tokens of verify steps.
+        assert versions(engine) == 1 + 2 * 4 + 2 * 2 + 1
+        assert demo_tokens(engine) == demo_expected
+        stats = engine.stats()
+        assert stats["fallbacks"] == 0
+        assert stats["speculation"]["accepted"] > 20
+        engine.check_integrity()
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dflash", *MTP])
+def test_compiled_steps_of_tiny_models(
+    open_engine: Open, base: TinyModel, tmp_path: Path, kind: str
+) -> None:
+    """Drafters read several layers, or the last hidden state before or after its norm."""
+    target, own = speculation(kind, base, tmp_path)
+    config = COMPILED | {"max_model_len": 64, "structured_output": False}
+    plain, engine = (open_engine(target, **config, speculation=s) for s in (None, own))
+    expected = run_mixed(plain, prompts(target), MIXED_PARAMS)
+    assert run_mixed(engine, prompts(target), MIXED_PARAMS) == expected
+    stats = engine.stats()
+    assert stats["fallbacks"] == 0
+    assert stats["speculation"]["verified_rows"] > 20
+    assert stats["speculation"]["accepted"] > 0 or kind == "dflash"  # whose weights are random

@@ -16,7 +16,7 @@ from stepgraph.runtime.scheduling.plan import StepPlan
 
 from ..rigs.engine_rig import greedy, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
-from .test_drafter_engine import drafting
+from .test_drafter_engine import drafting, let_drafts_take_long
 from .test_speculation import MIXED, SIZES, run_mixed
 
 if TYPE_CHECKING:
@@ -189,12 +189,8 @@ def test_log_probabilities_of_chosen_tokens(open_async: Open, base: TinyModel) -
 def test_a_drafter_that_does_not_pay_rests(open_async: Open, base: TinyModel) -> None:
     """The steps without drafts stay in flight too."""
     engine = open_async("base", speculation=drafting(base.directory, DRAFTS, adaptive=True))
-    speculator: Any = loop_of(engine).speculator
-    for costs in (speculator._costs.greedy, speculator._costs.full):  # as if drafts took long
-        for own in costs._times.values():
-            own.multiples[1:] = [50.0] * len(own.multiples[1:])
+    let_drafts_take_long(engine, -1e9)
     seen = watch(engine)
-    speculator._credit = -1e9
     (output,) = engine.generate(base.prompts(9), greedy(40))
     assert len(output.token_ids) == 40
     assert seen["own"] == 0
