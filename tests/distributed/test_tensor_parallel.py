@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from stepgraph.runtime import (
 from ..rigs.engine_rig import greedy, loop_of
 from ..rigs.parallel_rig import PROMPTS, children, opened
 from ..rigs.reload_rig import Write, make_write
-from ..rigs.tiny_models import BASE, VARIANTS, TinyModel
+from ..rigs.tiny_models import VARIANTS, TinyModel
 
 __all__ = ["make_write"]
 
@@ -64,48 +63,6 @@ def test_greedy_tokens_of_every_family(tiny: TinyModels, variant: str) -> None:
             torch.testing.assert_close(engine.score(PROMPTS[0], 20), logits, rtol=1e-4, atol=1e-4)
             engine.check_integrity()
     assert not children()
-
-
-def divisible(variant: str, ranks: int) -> dict[str, Any]:
-    """The settings of a variant with as many more heads and features as ranks need."""
-
-    def rounded(size: int, multiple: int) -> int:
-        return -(-size // multiple) * multiple
-
-    settings = BASE | VARIANTS[variant]
-    for name, size in settings.items():
-        if "intermediate_size" in name:
-            settings[name] = rounded(size, ranks)
-    kv_heads = settings["num_key_value_heads"]
-    if kv_heads % ranks and ranks % kv_heads:
-        kv_heads = rounded(kv_heads, ranks)
-    settings["num_key_value_heads"] = kv_heads
-    heads = settings["num_attention_heads"]
-    settings["num_attention_heads"] = rounded(heads, math.lcm(kv_heads, ranks))
-    return settings
-
-
-FIRST_OF_FAMILIES = {
-    settings.get("model_type", "llama"): variant for variant, settings in reversed(VARIANTS.items())
-}
-MOST_DIFFERENT = (  # that the test above leaves out
-    *("deepseek_v2_moe", "phi3_quarter", "mixtral", "qwen3_moe", "gpt_oss", "gpt_oss_odd"),
-    "llama4_maverick",
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", sorted({*FIRST_OF_FAMILIES.values(), *MOST_DIFFERENT}))
-def test_four_ranks_of_every_family(
-    tiny: TinyModels, variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(VARIANTS, f"{variant}_of_4", divisible(variant, 4))
-    directory = tiny(f"{variant}_of_4").directory
-    with opened(directory) as engine:
-        expected = tokens(engine.generate(PROMPTS, greedy()))
-    with opened(directory, 4) as engine:
-        assert tokens(engine.generate(PROMPTS, greedy())) == expected
-        engine.check_integrity()
 
 
 @pytest.mark.slow

@@ -14,8 +14,6 @@ from stepgraph.runtime.loading.checkpoint import CheckpointReader, check_tensors
 from stepgraph.runtime.models.config import ModelConfig
 from transformers import AutoConfig
 
-from ..rigs.expert_models import EXPERT_VARIANTS
-from ..rigs.tiny_models import BASE
 from .test_model_config import check_refused
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 100}
@@ -43,29 +41,6 @@ def test_absent_keys_have_the_defaults_of_transformers(model_type: str) -> None:
     complete = AutoConfig.for_model(model_type, **keys).to_dict()
     short = {"model_type": model_type} | keys
     assert ModelConfig.from_hf(short) == ModelConfig.from_hf(complete)
-
-
-@pytest.mark.parametrize("variant", EXPERT_VARIANTS)
-def test_the_layers_with_experts(variant: str) -> None:
-    settings = BASE | EXPERT_VARIANTS[variant]
-    settings = {k: v for k, v in settings.items() if k not in ("max_shard_size", "model_type")}
-    settings.pop("save_original_format", None)
-    hf = AutoConfig.for_model(EXPERT_VARIANTS[variant]["model_type"], **settings)
-    config = ModelConfig.from_hf(hf.to_dict())
-    layers = range(hf.num_hidden_layers)
-    match hf.model_type:
-        case "qwen3_moe":
-            expected = [
-                i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0
-                for i in layers
-            ]
-        case "llama4_text":
-            expected = [i in hf.moe_layers for i in layers]
-        case "deepseek_v2" | "deepseek_v3":
-            expected = [i >= hf.first_k_dense_replace for i in layers]
-        case _:
-            expected = [True for _ in layers]
-    assert [config.is_mixture(i) for i in layers] == expected
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import Engine
 from stepgraph.runtime.execution.outputs import LaunchedStep
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.request import DRAFT_ON_DEVICE, Request
@@ -152,24 +152,6 @@ def test_a_row_keeps_no_drafts_of_its_last_request(open_async: Open, base: TinyM
     assert seen["own"] > own
 
 
-def test_a_grammar_waits_for_the_tokens(open_async: Open, tiny: Callable[[str], TinyModel]) -> None:
-    """Rows without one draft in flight before and after it."""
-    params = [
-        greedy(40),
-        SamplingParams(max_tokens=12, temperature=0.0, structured={"regex": "[a-c]{2,9}-[0-9]x*"}),
-        greedy(20, logprobs=1),
-    ]
-    model = tiny("text")
-    prompts = [[5, 9, 31], [7, 7, 8], [40, 2]]
-    expected = run_mixed(open_async("text", structured_output=True), prompts, params)
-    engine = open_async(
-        "text", structured_output=True, speculation=drafting(model.directory, DRAFTS)
-    )
-    seen = watch(engine)
-    assert run_mixed(engine, prompts, params) == expected
-    assert seen["own"] > 5
-
-
 def test_log_probabilities_of_chosen_tokens(open_async: Open, base: TinyModel) -> None:
     """Rows whose drafts are in flight, or were proposed after the prompt, decode one token."""
     prompts = base.prompts(9, 7, 12, 5)
@@ -196,30 +178,3 @@ def test_a_drafter_that_does_not_pay_rests(open_async: Open, base: TinyModel) ->
     assert seen["own"] == 0
     assert seen["in flight"] == seen["steps"] - 1
     assert engine.stats()["speculation"]["proposing_steps"] == 0
-
-
-@pytest.mark.slow
-def test_captured_steps(
-    open_engine: Open, tiny: Callable[[str], TinyModel], fake_graphs: FakeGraphs
-) -> None:
-    """On a device with queued work and captures that share memory."""
-    model = tiny("base")
-    prompts = model.prompts(14, 4, 9)
-    params = [greedy(18), SamplingParams(temperature=0.9, seed=5, max_tokens=20), greedy(13)]
-    config: dict[str, Any] = {
-        "mode": "graph",
-        "compile": False,
-        "max_num_seqs": 2,
-        "buckets": (2,),
-        "block_size": 8,
-        "prefill_chunk": 16,
-        "max_model_len": 40,
-        "dtype": "float32",
-    }
-    plain = open_engine("base", **config)
-    engine = open_engine("base", **config, speculation=drafting(model.directory, DRAFTS))
-    fake_graphs.stream.behind = True
-    seen = watch(engine)
-    assert run_mixed(engine, prompts, params) == run_mixed(plain, prompts, params)
-    assert seen["own"] > 10
-    assert engine.stats()["speculation"]["accepted"] > 15

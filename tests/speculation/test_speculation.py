@@ -219,46 +219,6 @@ def test_requests_draft_from_outputs_of_their_salt(open_engine: Callable[..., En
     assert accepted(None) > alone + 8
 
 
-def test_ranks_verify_the_same_drafts(open_engine: Callable[..., Engine], base: TinyModel) -> None:
-    prompts = base.prompts(12, 5)
-    params = [greedy(20), SamplingParams(temperature=0.9, seed=1, max_tokens=20, ignore_eos=True)]
-    expected = run_mixed(open_engine("base"), prompts, params)
-    engine = open_engine(
-        "base", tensor_parallel=2, threads=1, rank_timeout=60,
-        speculation={"num_speculative_tokens": 3},
-    )  # fmt: skip
-    guesses = guess(engine, {name: own[0] for name, own in expected.items()}, right=0.8)
-    assert run_mixed(engine, prompts, params) == expected
-    assert guesses.accepted > 5
-
-
-@pytest.mark.parametrize(
-    "mode", ["eager", "graph", pytest.param("compile", marks=pytest.mark.slow)]
-)
-def test_steps_with_token_masks_verify_drafts(
-    open_engine: Callable[..., Engine], fake_graphs: FakeGraphs, mode: str
-) -> None:
-    """Rows with and without a grammar share the batch; drafts that it forbids are cut."""
-    config: dict[str, Any] = {"mode": mode, "structured_output": True, "dtype": "float32"}
-    if mode == "graph":
-        config |= {"compile": False, "buckets": (4,)}
-        fake_graphs.stream.behind = True
-    greedy, regex = {"temperature": 0.0, "ignore_eos": True}, {"regex": "[a-c]{2,9}-[0-9]{3}x*"}
-    params = [
-        SamplingParams(max_tokens=60, **greedy),
-        SamplingParams(max_tokens=20, temperature=0.0, structured=regex),
-        SamplingParams(max_tokens=40, **greedy, structured={"choice": ["many words", "a few"]}),
-        SamplingParams(max_tokens=20, seed=4, structured=regex, logprobs=2),
-    ]
-    prompts = [[5, 9, 31], [7, 7, 8], [40, 2], [11, 12, 13]]
-    expected = run_mixed(open_engine("text", **SIZES | config), prompts, params)
-    engine = open_engine("text", **SIZES | config, speculation={"num_speculative_tokens": 3})
-    guesses = guess(engine, {name: own[0] for name, own in expected.items()}, 0.8)
-    assert run_mixed(engine, prompts, params) == expected
-    assert guesses.accepted > 5
-    engine.check_integrity()
-
-
 def test_a_failed_copy_leaves_nothing_behind(
     open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
