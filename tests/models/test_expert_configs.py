@@ -32,17 +32,6 @@ def read(model_type: str, **changes: Any) -> ModelConfig:
     return ModelConfig.from_hf(config | MINIMAL[model_type] | changes)
 
 
-@pytest.mark.parametrize("model_type", MINIMAL)
-def test_absent_keys_have_the_defaults_of_transformers(model_type: str) -> None:
-    """A config with the keys that must be there, and the same with all that transformers adds."""
-    keys = SIZES | MINIMAL[model_type] | {"max_position_embeddings": 64}
-    if model_type.startswith("deepseek"):
-        keys["num_key_value_heads"] = 8
-    complete = AutoConfig.for_model(model_type, **keys).to_dict()
-    short = {"model_type": model_type} | keys
-    assert ModelConfig.from_hf(short) == ModelConfig.from_hf(complete)
-
-
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
