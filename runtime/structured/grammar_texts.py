@@ -56,8 +56,7 @@ def grammar_text(kind: str, source: str, token_ids: Mapping[str, int] | None = N
                 raise ValueError("the schema false allows no text")
             source = "{}"
         schema = prepared_schema(source)
-        lark = f"start: {_embedded(schema)}" if schema.rules is None else schema.rules
-        return LLMatcher.grammar_from_lark(lark + _UNFORCED * ('"$ref"' in schema.text))
+        return _of_lark(f"start: {_embedded(schema)}" + _UNFORCED * ('"$ref"' in schema.text))
     if kind == "regex":
         if (len(source) - len(source.rstrip("\\"))) % 2:
             raise ValueError("it ends with a backslash, which escapes nothing")
@@ -68,7 +67,7 @@ def grammar_text(kind: str, source: str, token_ids: Mapping[str, int] | None = N
             json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # not read otherwise
             for text in texts
         )
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
+        return _of_lark("start: " + " | ".join(quoted))
     if kind == "calls":
         return _with_schemas(source)
     if kind == "reasoned":
@@ -77,11 +76,13 @@ def grammar_text(kind: str, source: str, token_ids: Mapping[str, int] | None = N
     return _with_schemas(_with_ids(_as_lark(source), token_ids or {}) + _UNFORCED)
 
 
+def _of_lark(lark: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": lark}]})
+
+
 def _reasoned(tag: str, content: str) -> str:
     """Return a grammar of any text up to a tag, and of a content after it."""
-    grammars = [{"lark_grammar": content}]
-    if content.startswith("{"):  # no grammar in Lark
-        grammars = json.loads(content)["grammars"]
+    grammars = json.loads(content)["grammars"]
     grammars[0]["name"] = "content"
     pattern = re.escape(tag).replace("/", r"\/")
     lark = _REASONED.replace("TAG", pattern)
@@ -126,7 +127,6 @@ def _with_schemas(lark: str) -> str:
         ValueError: a schema is not JSON, or is refused.
     """
     parts: list[str] = []
-    rules: list[str] = []
     start = 0
     while found := _TOKEN.search(lark, start):
         end = found.end()
@@ -136,18 +136,9 @@ def _with_schemas(lark: str) -> str:
         else:
             value, end = _value_at(lark, end, found["keyword"])
             is_schema = found["keyword"] == "json" and isinstance(value, dict)
-            prepared = _prepared(value) if is_schema else None
-            if prepared is None:
-                parts.append(lark[found.start() : end])
-            elif prepared.rules is None:
-                parts.append(_embedded(prepared))
-            else:
-                parts.append(f"@schema_{len(rules)}")
-                rules.append(prepared.rules)
+            parts.append(_embedded(_prepared(value)) if is_schema else lark[found.start() : end])
         start = end
-    whole = "".join((*parts, lark[start:]))
-    named = [{"name": f"schema_{i}", "lark_grammar": text} for i, text in enumerate(rules)]
-    return json.dumps({"grammars": [{"lark_grammar": whole}, *named]})
+    return _of_lark("".join((*parts, lark[start:])))
 
 
 def _embedded(schema: PreparedSchema) -> str:

