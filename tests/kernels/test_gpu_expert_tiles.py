@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import Experts
-from stepgraph.runtime.kernels.triton import expert_tiles as et
 from stepgraph.runtime.kernels.triton import tuning
 from stepgraph.runtime.kernels.triton.expert_tiles import (
     ExpertSizes,
@@ -60,22 +59,6 @@ def test_sizes_can_run(op: Experts, weight: torch.dtype) -> None:
             assert not sizes.scale_blocks or config.block_k <= 128
 
 
-@pytest.mark.parametrize("op", MIXTURES.values(), ids=MIXTURES)
-def test_one_token_keeps_enough_bytes_on_their_way(
-    op: Experts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For each of 132 multiprocessors as many as its share of 4.8 TB/s in 1 us."""
-    monkeypatch.setattr(et, "num_multiprocessors", lambda device: 132)
-    for kernel in EXPERT_PRODUCTS:
-        sizes = sizes_of(op, 1, torch.bfloat16, META)
-        config, (rows, _) = default_tiles(kernel, sizes), sizes.product(kernel)
-        programs = -(-rows // config.block_n) * (sizes.pairs if kernel == GATE_UP else 1)
-        resident = min(5, programs / 132)
-        ahead = (config.stages - 1) * config.block_n * config.block_k * 2
-        assert resident * ahead >= 36e3
-        assert 5 * config.stages * config.block_n * config.block_k * 2 < 227 << 10
-
-
 def test_tuned_sizes_are_of_one_kind() -> None:
     op = make_mixture(TOP_2).op
     sizes = sizes_of(op, 3, torch.bfloat16, DEVICE)
@@ -93,16 +76,3 @@ def test_tuned_sizes_are_of_one_kind() -> None:
     assert expert_tiles(sizes) == (blocks, default_tiles(DOWN, sizes, "blocks"))
     assert expert_tiles(dataclasses.replace(sizes, tokens=4)) == expert_tiles(sizes)
     assert expert_tiles(dataclasses.replace(sizes, tokens=2))[0].kind == "pairs"
-
-
-@pytest.mark.parametrize(
-    ("config", "kernel", "error"),
-    [
-        (LinearConfig(8, 64, kind="few_rows"), GATE_UP, "does not apply"),
-        (LinearConfig(8, 64, kind="pairs"), "gate_up", "does not apply"),
-        (LinearConfig(1, 64, kind="pairs"), DOWN, "at least 2"),
-        (LinearConfig(64, 16, kind="blocks"), DOWN, "at least 32 x 32"),
-    ],
-)
-def test_what_cannot_run(config: LinearConfig, kernel: str, error: str) -> None:
-    assert error in (config_error(config, kernel, 1) or "")

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from stepgraph.runtime.kernels.triton.kernel_calls import record_kernel_calls
 from stepgraph.runtime.kernels.triton.linear import (
-    PREFETCH_BUDGET,
     ROW_CLASSES,
     GpuLinear,
     GpuNorm,
@@ -53,23 +52,14 @@ def test_candidates_are_launchable(kernel: str, weight_bytes: int, tight: bool) 
         (LinearConfig(8, 64, prefetch=-1), "gate_up", 1, "prefetch must be"),
         (LinearConfig(8, 64, prefetch=1 << 31), "gate_up", 1, "prefetch must be"),
         (LinearConfig(8, 64), "gate_up", 5, "at most 4 rows, not 5"),
+        (LinearConfig(8, 64, kind="few_rows"), "expert_gate_up", 1, "does not apply"),
+        (LinearConfig(8, 64, kind="pairs"), "gate_up", 1, "does not apply"),
+        (LinearConfig(1, 64, kind="pairs"), "expert_down", 1, "at least 2"),
+        (LinearConfig(64, 16, kind="blocks"), "expert_down", 1, "at least 32 x 32"),
     ],
 )
 def test_what_cannot_run(config: LinearConfig, kernel: str, rows: int, error: str) -> None:
     assert error in (config_error(config, kernel, rows) or "")
-
-
-def test_prefetch_is_all_of_a_small_weight() -> None:
-    """By default nothing of a large one; candidates prefetch what fits the budget."""
-    small = default_config("norm_linear", 1, 3072, 2048, 2, 132)
-    assert small.prefetch == small.block_n * 2048 * 2
-    large = default_config("gate_up", 1, 8192, 2048, 2, 132)
-    assert large.prefetch == 0
-    candidates = candidate_configs("gate_up", 1, 8192, 2048, 2, 132)
-    found = {c.prefetch for c in candidates if replace(c, prefetch=0) == large}
-    part, whole = sorted(found - {0})
-    assert 0.9 * PREFETCH_BUDGET < 8192 // large.block_n * part <= PREFETCH_BUDGET
-    assert whole == 2 * large.block_n * 2048 * 2
 
 
 def prefetched(config: LinearConfig, n: int, k: int) -> int:

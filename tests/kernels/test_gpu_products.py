@@ -1,4 +1,4 @@
-"""The products of a decode step, whatever carries them out, against plain torch."""
+"""Products, norms and activations of steps of few and of many rows, against plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.triton.linear import GpuLinear, LinearConfig, Pending
+from stepgraph.runtime.kernels.triton.linear import (
+    GpuLinear,
+    LinearConfig,
+    Pending,
+    reference_linear,
+)
 from stepgraph.runtime.kernels.triton.linear_kernels import (
     gate_up,
     norm_linear,
@@ -18,10 +23,13 @@ from stepgraph.runtime.kernels.triton.linear_kernels import (
     reference_residual_linear,
     residual_linear,
 )
+from stepgraph.runtime.kernels.triton.matmul import library_linear
 from stepgraph.runtime.kernels.triton.rowwise import (
     Clamp,
     activate_rows,
+    norm_rows,
     reference_activate_rows,
+    reference_norm_rows,
 )
 from torch import Tensor
 
@@ -228,3 +236,47 @@ def test_what_does_not_fit_is_an_error(weight: Tensor, raised: type[Exception]) 
     product.linear = GpuLinear(weight.to(DEVICE))
     with pytest.raises(raised):
         product.run()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("features", [21, 64, 5000])
+def test_norm_rows(features: int, offset: bool, dtype: torch.dtype) -> None:
+    x_TD, norm = rows(3, features, dtype), random_norm(features, dtype, offset=offset)
+    out_TD = poisoned(3, features, dtype=dtype)
+    norm_rows(x_TD, norm, out_TD)
+    assert error(out_TD, reference_norm_rows(x_TD, norm)) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("features", [21, 5000])
+def test_norm_rows_adds_and_keeps_what_is_pending(features: int) -> None:
+    dtype = torch.bfloat16
+    x_TD, delta_TD = rows(3, features, dtype), rows(3, features, dtype)
+    norm, post = random_norm(features, dtype), random_norm(features, dtype, offset=True)
+    out_TD, sum_TD = (poisoned(3, features, dtype=dtype) for _ in range(2))
+    norm_rows(x_TD, norm, out_TD, Pending(delta_TD, post, sum_TD))
+    expected = torch.empty_like(sum_TD)
+    pending = Pending(delta_TD, post, expected)
+    assert error(out_TD, reference_norm_rows(x_TD, norm, pending)) < 1e-2
+    torch.testing.assert_close(sum_TD, expected)
+
+
+@pytest.mark.parametrize("storage", ["model", *STORAGES])
+@pytest.mark.parametrize(("count", "n", "k"), [(1, 37, 21), (40, 130, 256), (1040, 150, 70)])
+def test_many_rows_of_every_storage(count: int, n: int, k: int, storage: str) -> None:
+    dtype = torch.bfloat16
+    x_TK, linear = rows(count, k, dtype), random_linear(n, k, dtype, storage, bias=True)
+    out_TN = poisoned(count, n, dtype=dtype)
+    library_linear(x_TK, linear, out_TN)
+    assert error(out_TN, reference_linear(x_TK, linear)) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows_of_every_dtype(dtype: torch.dtype) -> None:
+    x_TK, linear = rows(20, 100, dtype), random_linear(37, 100, dtype, "int8")
+    x_TK[3] = float("nan")
+    out_TN = poisoned(20, 37, dtype=dtype)
+    library_linear(x_TK, linear, out_TN)
+    assert out_TN[3].isnan().all()
+    whole = torch.arange(20, device=x_TK.device) != 3
+    assert error(out_TN[whole], reference_linear(x_TK, linear)[whole]) < tolerance(dtype)

@@ -26,9 +26,6 @@ from stepgraph.runtime.kernels.triton.kernel_calls import call_kernel, wait_for_
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
 from stepgraph.runtime.kernels.triton.precompile import compile_kernels
 from stepgraph.runtime.memory.measurement import StepMemory
-from stepgraph.runtime.models.presets import PRESETS
-from stepgraph.runtime.models.resolved_config import ResolvedConfig
-from stepgraph.runtime.tools.verify_kernels import check_operations, launches
 from triton.backends.compiler import GPUTarget
 
 compiled: list[tuple[str, str]] = []
@@ -188,36 +185,12 @@ def engine_kernels() -> dict[str, Any]:
     }
 
 
-def verified_kernels() -> dict[str, Any]:
-    """Compile ahead what `verify_kernels` checks; then check it."""
-    model = dataclasses.replace(
-        PRESETS["llama-3.2-1b"], vocab_size=64, hidden_size=32, intermediate_size=48,
-        num_heads=4, num_kv_heads=2, head_dim=16, bos_token_id=None, eos_token_ids=(),
-    )  # fmt: skip
-    settings = EngineConfig(device="cpu", mode="eager", dtype="bfloat16")
-    config = ResolvedConfig.resolve(settings, model)
-    sizes = {"rows": 2, "context": 40, "kernels": ["norm_linear", "down", "layer"]}
-    report = compile_kernels(launches(model, config, **sizes))
-    ahead = [*compiled]
-    with FilledMemory(torch.Tensor.zero_):
-        checked = list(check_operations(model, config, **sizes))
-    return {
-        "kernels": report.kernels,
-        "failures": report.failures,
-        "compiled": ahead,
-        "compiled_later": compiled[len(ahead) :],
-        "launched": launched,
-        "checked": [result.kernel for result in checked],
-        "failed": [result.failure for result in checked if result.failure],
-    }
-
-
 def main() -> None:
     """Print the JSON of the part that is asked for."""
     triton.runtime.driver.set_active(MadeUpDriver())
     triton.knobs.compilation.listener = count
     kernel_calls.supports_dependent_launch = lambda: True
-    parts = {"small": small_kernels, "engine": engine_kernels, "verify": verified_kernels}
+    parts = {"small": small_kernels, "engine": engine_kernels}
     print(json.dumps(parts[sys.argv[1]]()))
 
 
