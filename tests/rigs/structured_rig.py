@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from stepgraph.runtime.structured.grammar_texts import grammar_text
 from stepgraph.runtime.structured_output import StructuredOutput
 from transformers import PreTrainedModel
 
@@ -37,6 +38,23 @@ GRAMMARS: list[dict[str, Any]] = [
     {"grammar": 'root ::= "a" | "b" root'},
     {"json_object": True},
 ]
+
+
+BYTES = LLTokenizer("byte")
+
+
+def byte_matcher(kind: str, source: str) -> LLMatcher:
+    """Return a matcher of bytes. Raises `ValueError` for a grammar that is refused."""
+    matcher = LLMatcher(BYTES, grammar_text(kind, source), log_level=0)
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
+
+
+def accepts(matcher: LLMatcher, text: str) -> bool:
+    """Whether a whole text follows a grammar of bytes."""
+    copy, tokens = matcher.deep_copy(), list(text.encode())
+    return copy.try_consume_tokens(tokens) == len(tokens) and bool(copy.is_accepting())
 
 
 @lru_cache

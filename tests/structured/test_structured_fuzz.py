@@ -22,7 +22,8 @@ from stepgraph.runtime.structured.compiler import STACK_BYTES
 from stepgraph.runtime.structured.grammar_texts import grammar_text
 from stepgraph.runtime.structured_output import StructuredOutput
 
-BYTES = llguidance.LLTokenizer("byte")
+from ..rigs.structured_rig import BYTES
+
 LIMITS = llguidance.LLParserLimits(
     max_grammar_size=200_000,
     max_lexer_states=50_000,
@@ -53,53 +54,16 @@ ATOMS = (
     *(r"\x{10FFFF}", "[]", "[z-a]", r"\1", "(?=a)", "(?P<n>a)", "\\", "[[:alpha:]]", "(", ")", "|"),
 )
 REPEATS = (
-    "",
-    "",
-    "",
-    "*",
-    "+",
-    "?",
-    "{2}",
-    "{0,3}",
-    "{3,}",
-    "{100}",
-    "{1000}",
-    "{4294967295}",
-    "*?",
+    *("", "", "", "*", "+", "?", "{2}", "{0,3}", "{3,}", "{100}", "{1000}", "{4294967295}", "*?"),
 )
+LARK_WORDS = """
+    start a b A B : | ( ) * + ? {1,3} {1000} ~ "x" "é"i /[a-z]+/ /a{1000}/ & [lazy] [stop="x"] <[1]>
+    [max_tokens=5] %json %ignore %regex %llguidance @a <|x|> -> { } {9999999999}
+"""
 LARK = (
-    *("start", "a", "b", "A", "B", ":", "|", "(", ")", "*", "+", "?", "\n", "{1,3}", "{1000}", "~"),
-    *(
-        '"x"',
-        '"é"i',
-        "/[a-z]+/",
-        "/a{1000}/",
-        "&",
-        "[lazy]",
-        '[stop="x"]',
-        "[max_tokens=5]",
-        "<[1]>",
-    ),
-    *(
-        "%json",
-        "%ignore",
-        "%regex",
-        "%llguidance",
-        "%import common.INT",
-        "@a",
-        "<|x|>",
-        "->",
-        "{",
-        "}",
-    ),
-    *(
-        '{"type": "object"}',
-        '{"substring_chars": "abc"}',
-        "%lark { start: a }",
-        "// c\n",
-        "# c\n",
-        "{9999999999}",
-    ),
+    *LARK_WORDS.split(),
+    *("\n", "%import common.INT", '{"type": "object"}', '{"substring_chars": "abc"}'),
+    *("%lark { start: a }", "// c\n", "# c\n"),
 )
 SEEDS = (
     'start: a b\na: "x" | /[0-9]+/\nb: %json {"type": "integer", "minimum": 3}\n',

@@ -11,6 +11,8 @@ import pytest
 from stepgraph.runtime.structured.grammar_texts import grammar_text
 from stepgraph.runtime.structured.json_schemas import prepared_schema
 
+from ..rigs.structured_rig import accepts, byte_matcher
+
 MINE = {"type": "string", "format": "AWS::S3::Bucket.Name"}
 
 
@@ -124,11 +126,7 @@ def test_escapes_do_not_hide_names(schema: Any, escaped: bool) -> None:
 
 def follows(schema: Any, text: str) -> bool:
     """Whether a text follows the grammar of a schema, of bytes as tokens."""
-    llguidance = pytest.importorskip("llguidance")
-    tokenizer = llguidance.LLTokenizer("byte")
-    matcher = llguidance.LLMatcher(tokenizer, grammar_text("json", json.dumps(schema)))
-    tokens = tokenizer.tokenize_str(text)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+    return accepts(byte_matcher("json", json.dumps(schema)), text)
 
 
 @pytest.mark.parametrize(
@@ -142,14 +140,7 @@ def follows(schema: Any, text: str) -> bool:
     ],
 )
 def test_grammars_of_either_syntax(kind: str, source: str, texts: list[str]) -> None:
-    llguidance = pytest.importorskip("llguidance")
-    tokenizer = llguidance.LLTokenizer("byte")
-    for text in texts:
-        matcher = llguidance.LLMatcher(tokenizer, grammar_text(kind, source))
-        tokens = tokenizer.tokenize_str(text)
-        assert not matcher.is_error(), matcher.get_error()
-        assert matcher.try_consume_tokens(tokens) == len(tokens)
-        assert matcher.is_accepting()
+    assert all(accepts(byte_matcher(kind, source), text) for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -190,20 +181,12 @@ LEAST = {"type": "integer", "minimum": 3}
 
 
 def test_schemas_in_grammars_are_on_one_line_too() -> None:
-    llguidance = pytest.importorskip("llguidance")
-    tokenizer = llguidance.LLTokenizer("byte")
-
-    def accepts(lark: str, text: str) -> bool:
-        matcher = llguidance.LLMatcher(tokenizer, grammar_text("grammar", lark))
-        assert not matcher.is_error(), matcher.get_error()
-        tokens = tokenizer.tokenize_str(text)
-        return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
-
     items = {"type": "array", "items": LEAST}
     for schema in ({"type": "array"}, items):
         lark = f'start: "%json {{}}" %json {json.dumps(schema)} // %json [\n'
-        assert accepts(lark, "%json {}[3, 4]")
-        assert not accepts(lark, "%json {}[3 ]")
+        assert accepts(byte_matcher("grammar", lark), "%json {}[3, 4]")
+        assert not accepts(byte_matcher("grammar", lark), "%json {}[3 ]")
     own = {"x-guidance": {"whitespace_flexible": True}, **items}
-    assert accepts(f"start: %json {json.dumps(items)}", "[3]")
-    assert not accepts(f"start: %json {json.dumps(own)}", "[2]")
+    for schema, number in ((items, 3), (own, 2)):
+        matcher = byte_matcher("grammar", f"start: %json {json.dumps(schema)}")
+        assert accepts(matcher, f"[{number}]") == (schema is items)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from decimal import Context, Decimal, InvalidOperation
 from typing import Any
 
-import llguidance
 import numpy as np
 import pytest
 from stepgraph.runtime.errors import RequestError
@@ -16,7 +15,8 @@ from stepgraph.runtime.exact_json import dumps
 from stepgraph.runtime.structured.grammar_texts import grammar_text
 from stepgraph.runtime.structured_output import StructuredOutput
 
-BYTES = llguidance.LLTokenizer("byte")
+from ..rigs.structured_rig import accepts, byte_matcher
+
 WALKS, MAX_BYTES = 4, 80
 EXACT = Context(prec=1000)
 LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -26,16 +26,7 @@ UINT64 = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
 
 def matcher_of(schema: Any) -> Any:
     """Return a matcher of bytes. Raises `ValueError` for a schema that is refused."""
-    source = StructuredOutput(json=schema).source
-    matcher = llguidance.LLMatcher(BYTES, grammar_text("json", source), log_level=0)
-    if matcher.is_error():
-        raise ValueError(matcher.get_error())
-    return matcher
-
-
-def accepts(matcher: Any, text: str) -> bool:
-    copy, tokens = matcher.deep_copy(), list(text.encode())
-    return copy.try_consume_tokens(tokens) == len(tokens) and bool(copy.is_accepting())
+    return byte_matcher("json", StructuredOutput(json=schema).source)
 
 
 def walk(matcher: Any, draw: random.Random) -> str | None:
