@@ -159,7 +159,7 @@ def test_numbers_follow_their_schemas_in_decimal(count: int, seed: int) -> None:
             matcher = matcher_of(whole)
         except ValueError:
             seen["refused"] += 1
-            assert not (plain and valid), whole
+            assert not (plain and any(abs(n) <= 2**53 for n in valid)), whole
             continue
         for _ in range(WALKS):
             text = walk(matcher, draw)
