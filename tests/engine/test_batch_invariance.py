@@ -175,19 +175,20 @@ def test_log_probabilities_do_not_depend_on_the_engine(
 
 # What is refused ---------------------------------------------------------------------------------
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("base", {"kernels": "torch"}, "kernels='torch'.*use kernels='auto'"),
-    ("base", {"dtype": "float16"}, "float16.*use dtype='bfloat16'"),
-    ("base", {"weight_dtype": "fp8"}, "weight_dtype='fp8'.*use weight_dtype='int8'"),
-    ("base", {"model_impl": "transformers"}, "transformers.*native family"),
-    ("deepseek_v3", {"mode": "compile"}, "mode='compile'.*use mode='auto'"),
-    ("base", {"mode": "graph"}, "mode='graph' needs a CUDA device"),
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("base", {"kernels": "torch"}),
+    ("base", {"dtype": "float16"}),
+    ("base", {"weight_dtype": "fp8"}),
+    ("base", {"model_impl": "transformers"}),
+    ("deepseek_v3", {"mode": "compile"}),
+    ("base", {"mode": "graph"}),
 ]
 
 
-@pytest.mark.parametrize(("variant", "settings", "message"), REFUSED, ids=str)
+@pytest.mark.parametrize(("variant", "settings"), REFUSED, ids=str)
 def test_what_cannot_be_invariant_is_refused(
-    open_engine: Callable[..., Engine], variant: str, settings: dict[str, Any], message: str
+    open_engine: Callable[..., Engine], variant: str, settings: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    field = "mode" if settings.get("mode") == "graph" else "batch_invariant"
+    with pytest.raises(ConfigError, check=lambda error: error.field == field):
         open_engine(variant, **({"mode": "auto", "batch_invariant": True} | settings))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from typing import Any
 
@@ -91,18 +90,14 @@ def test_memory_budget(
     assert config.fixed_blocks == fixed_blocks
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        ("toaster", "device 'toaster' is not a device: use 'auto', 'cpu' or 'cuda'"),
-        ("", "device '' is not a device"),
-        ("meta", "device 'meta' is not supported: use 'cpu' or 'cuda'"),
-        ("cuda", "device 'cuda' does not exist: torch sees 0 CUDA devices"),
-        ("cuda:1", "device 'cuda:1' does not exist: torch sees 0 CUDA devices"),
-    ],
-)
-def test_a_device_that_cannot_be_used(device: str, message: str, no_cuda: None) -> None:
-    with pytest.raises(ConfigError, match=message):
+def refused(field: str) -> Any:
+    """Expect an error that names a field."""
+    return pytest.raises(ConfigError, check=lambda error: error.field == field)
+
+
+@pytest.mark.parametrize("device", ["toaster", "", "meta", "cuda", "cuda:1"])
+def test_a_device_that_cannot_be_used(device: str, no_cuda: None) -> None:
+    with refused("device"):
         resolve(device=device)
 
 
@@ -113,7 +108,7 @@ def test_cuda_devices(device: str, resolved: str, two_cuda_devices: None) -> Non
     assert resolve(device=device).device == torch.device(resolved)
     assert resolve(device=device).mode == "graph"
     assert resolve(device=device, mode="compile").mode == "compile"
-    with pytest.raises(ConfigError, match="torch sees 2 CUDA devices"):
+    with refused("device"):
         resolve(device="cuda:2")
 
 
@@ -121,9 +116,9 @@ def test_without_a_compiler_it_decodes_eagerly_and_warns(no_cuda: None, no_compi
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert resolve(mode="eager").mode == "eager"
-    with pytest.warns(RuntimeWarning, match=r"many times slower.*C\+\+ compiler"):
+    with pytest.warns(RuntimeWarning):
         assert resolve().mode == "eager"
-    with pytest.raises(ConfigError, match=r"mode='compile' needs a C\+\+ compiler.*mode='eager'"):
+    with refused("mode"):
         resolve(mode="compile")
 
 
@@ -134,7 +129,7 @@ def test_a_library_that_was_found_serves_without_a_compiler(
     resolved = resolve()
     assert (resolved.mode, resolved.kernels) == ("compile", "native")
     for needs_torch_compile in ({"kernels": "torch"}, {"dtype": "float16"}):
-        with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
+        with refused("mode"):
             resolve(mode="compile", **needs_torch_compile)
 
 
@@ -142,11 +137,10 @@ def test_native_kernels_without_what_they_need(
     two_cuda_devices: None, no_compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resolved_config, "have_triton", lambda: False)
-    for device, needed in (("cpu", "C++ compiler"), ("cuda", "package triton")):
-        message = f"kernels='native' needs .*{re.escape(needed)}.*kernels='torch'"
-        with pytest.raises(ConfigError, match=message):
+    for device in ("cpu", "cuda"):
+        with refused("kernels"):
             resolve(device=device, mode="eager", kernels="native")
-    with pytest.warns(RuntimeWarning, match="triton"):
+    with pytest.warns(RuntimeWarning):
         assert resolve(device="cuda", mode="graph").kernels == "torch"
 
 
@@ -154,7 +148,7 @@ def test_native_kernels_without_what_they_need(
     "choices", [{"dtype": "float16"}, {"weight_dtype": "fp8"}], ids=["float16", "fp8"]
 )
 def test_native_kernels_for_a_model_without_them(choices: dict[str, str], no_cuda: None) -> None:
-    with pytest.raises(ConfigError, match=r"does not support this model: .*kernels='auto'"):
+    with refused("kernels"):
         resolve(kernels="native", **choices)
     auto = resolve(**choices)
     assert (auto.kernels, auto.native_obstacle is None) == ("native", False)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 from stepgraph.runtime import Engine, RequestOutput, SamplingParams
 
-from ..rigs.engine_rig import greedy, keep_in_flight, loop_of, parts_of, run
+from ..rigs.engine_rig import greedy, keep_in_flight, run
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -201,41 +200,3 @@ def test_stats_count(open_engine: Callable[..., Engine], base: TinyModel) -> Non
             assert sizes["measured"] <= sizes["planned"], term
     assert stats["memory"]["weights"]["measured"] == stats["memory"]["weights"]["planned"]
     assert engine.kv_bytes_read(1) == 3 * 2 * 2 * 16 * 4
-
-
-def test_addresses_and_books_hold_for_a_thousand_steps(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]
-) -> None:
-    """Random traffic on a small cache. `check_integrity` compares every address with the first."""
-    rng = random.Random(41)
-    model = tiny("micro")
-    engine = open_engine("micro", num_blocks=24, block_size=4, prefill_chunk=16, max_model_len=64)
-    addresses = parts_of(engine).runner.addresses()
-    open_requests: set[str] = set()
-    started = finished = 0
-    while loop_of(engine).num_steps < 1000:
-        if len(open_requests) < 7 and rng.random() < 0.3:
-            (prompt,) = model.prompts(rng.randint(1, 50), seed=started)
-            params = SamplingParams(
-                max_tokens=rng.randint(1, 40),
-                temperature=rng.choice([0.0, 1.0]),
-                repetition_penalty=rng.choice([1.0, 1.2]),
-                n=rng.choice([1, 1, 2]),
-            )
-            open_requests.add(engine.add_request(prompt, params, priority=rng.randint(0, 2)))
-            started += 1
-        if open_requests and rng.random() < 0.02:
-            engine.abort(rng.choice(sorted(open_requests)))
-        for output in engine.step():
-            if output.finished:
-                open_requests.remove(output.request_id)
-                finished += 1
-        engine.check_integrity()
-    finished += len(run(engine, checked=True))
-    stats = engine.stats()
-    assert finished == started
-    assert stats["requests"] == stats["finished"]
-    assert stats["blocks"]["free"] == stats["blocks"]["usable"]
-    assert stats["preemptions"] > 0
-    assert stats["fallbacks"] == 0
-    assert parts_of(engine).runner.addresses() == addresses

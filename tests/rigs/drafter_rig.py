@@ -233,3 +233,9 @@ class DrafterRig:
                 assert error < tolerance, (row, place, error)
                 compared += 1
         return compared
+
+    def compare(self, prompts: Sequence[Sequence[int]], reference: Reference) -> int:
+        """Prefill, and check steps of several shapes; return how many drafts were compared."""
+        self.prefill(prompts, most=11)
+        shapes = ((1, 3), (4, 4), (5, 1), (2, 5), (5, 4))
+        return sum(self.check(self.verify(*shape), reference, 1e-3) for shape in shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from stepgraph.runtime import Engine, RequestOutput, SamplingParams
@@ -20,6 +21,22 @@ MIXED_PARAMS = [
     SamplingParams(max_tokens=13, temperature=0.6, top_p=0.9, seed=8, repetition_penalty=1.2),
 ]
 """Of four requests: greedy ones, and others with what the full sampler does."""
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
+    """The tokens of every completion."""
+    return [[completion.token_ids for completion in output.completions] for output in outputs]
+
+
+def shown(outputs: Sequence[RequestOutput]) -> list[Any]:
+    """All that a user can see of outputs, but times and log-probabilities."""
+    return [
+        [
+            (c.token_ids, c.finish_reason, c.text, [(p.token_id, list(p.top)) for p in c.logprobs])
+            for c in output.completions
+        ]
+        for output in outputs
+    ]
 
 
 def loop_of(engine: Engine) -> StepLoop:

@@ -7,19 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stepgraph.runtime import Engine, RequestOutput, SamplingParams
+from stepgraph.runtime import Engine, SamplingParams
 
 from ..execution.test_graph_mode import check_captured, open_both, open_captured  # noqa: F401
+from ..rigs.engine_rig import shown
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.structured_rig import GRAMMARS
 
 pytestmark = pytest.mark.native_kernels
 
 PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8], [44, 45], [70, 71, 72]]
-
-
-def tokens(outputs: list[RequestOutput]) -> list[Any]:
-    return [[(c.token_ids, c.finish_reason) for c in output.completions] for output in outputs]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +42,7 @@ def test_captured_steps_with_masks(
         SamplingParams(max_tokens=24, min_tokens=9, seed=9, structured=GRAMMARS[2]),
     ]
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
-    assert tokens(captured.generate(prompts, params)) == tokens(eager.generate(prompts, params))
+    assert shown(captured.generate(prompts, params)) == shown(eager.generate(prompts, params))
     check_captured(captured)
     captured.check_integrity()
 
