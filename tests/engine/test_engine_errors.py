@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from stepgraph.runtime import (
     CheckpointError,
     ConfigError,
@@ -21,8 +20,7 @@ from stepgraph.runtime import (
     SamplingParams,
 )
 
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import TinyModel, changed_checkpoint
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
@@ -59,18 +57,6 @@ def start(source: str | Path, **config: Any) -> Engine:
     return Engine.from_pretrained(source, EngineConfig(**settings))
 
 
-def edit_config(directory: Path, **changes: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    edit(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
 # Checkpoints -------------------------------------------------------------------------------------
 
 
@@ -92,7 +78,7 @@ def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], obje
 def test_config_that_contradicts_the_tensors(
     checkpoint: Path, changes: dict[str, Any], parts: list[str]
 ) -> None:
-    edit_config(checkpoint, **changes)
+    changed_checkpoint(checkpoint, checkpoint, **changes)
     refusal(CheckpointError, lambda: start(checkpoint), *parts)
 
 
@@ -154,10 +140,15 @@ def test_a_tied_head_that_differs(checkpoint: Path, base: TinyModel) -> None:
     ids = base.prompts(9, seed=5)[0]
     tied = base.logits(ids)[-1:]
     embedding = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
-    edit_tensors(checkpoint, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
+
+    def with_head(head: torch.Tensor) -> Path:
+        edit = lambda tensors: tensors.update({"lm_head.weight": head})  # noqa: E731
+        return changed_checkpoint(checkpoint, checkpoint, edit)
+
+    with_head(embedding.clone())
     with start(checkpoint, dtype="float32") as engine:
         torch.testing.assert_close(engine.score(ids, 9), tied, rtol=1e-4, atol=1e-4)
-    edit_tensors(checkpoint, lambda tensors: tensors.update({"lm_head.weight": embedding * 2}))
+    with_head(embedding * 2)
     refusal(
         CheckpointError,
         lambda: start(checkpoint),

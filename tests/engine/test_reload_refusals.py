@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from stepgraph.runtime.errors import CheckpointError, ConfigError, EngineFailedError
 from stepgraph.runtime.loading.checkpoint import CheckpointReader
 
 from ..rigs.reload_rig import TOKENS, Write, make_write, opened, unchanged  # noqa: F401
+from ..rigs.tiny_models import changed_checkpoint
 
 if TYPE_CHECKING:
     from ..conftest import TinyModel
@@ -55,17 +55,12 @@ def cut(directory: Path) -> None:
 
 
 def drop(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["model.norm.weight"]
-    save_file(tensors, path)
+    changed_checkpoint(directory, directory, lambda tensors: tensors.pop("model.norm.weight"))
 
 
 def reshape(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.norm.weight"] = torch.ones(47)
-    save_file(tensors, path)
+    changes = {"model.norm.weight": torch.ones(47)}
+    changed_checkpoint(directory, directory, lambda tensors: tensors.update(changes))
 
 
 def spoil_tokenizer(directory: Path) -> None:

@@ -12,12 +12,10 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import kernels_for
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
-from stepgraph.runtime.loading.checkpoint import CheckpointReader
-from stepgraph.runtime.loading.loader import iter_weights
 from stepgraph.runtime.models.decoder import Decoder
 
 from ..rigs.stack_rig import CPU, Rig
-from ..rigs.tiny_models import TinyModel
+from ..rigs.tiny_models import TinyModel, load_weights
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interprets kernels")
 
@@ -31,8 +29,7 @@ def test_taps(tiny: Callable[[str], TinyModel], variant: str, rows: str) -> None
     plain.stack = None
     kernels = kernels_for(gpu_kernels("model"), plain.plan)
     decoder = Decoder(rig.config, kernels, torch.float32, CPU, rig.groups)
-    with CheckpointReader(tiny(variant).directory) as reader:
-        decoder.store(iter_weights(reader, rig.config, torch.float32))
+    load_weights(decoder, tiny(variant).directory)
     assert decoder.stack is not None
     chunks = [(0, 9, 1), (2, 30, 1)] if rows == "decode" else [(0, 0, 3), (1, 7, 2)]
     inputs = rig.inputs(chunks)

@@ -30,18 +30,13 @@ KEY = TuningKey("gate_up", 4, 8192, 2048, "bfloat16", "int8", "card", "3.6.0", "
 TUNED = Tuned(LinearConfig(8, 512, 4, prefetch=8192), 15.6, 17.25)
 
 
-def new_process() -> None:
-    tuning._known.cache_clear()
-    tuning._best_config.cache_clear()
-
-
 def test_what_is_stored_is_found_by_later_processes() -> None:
     assert tuning.lookup(KEY, list) is None
     path = tuning.store({KEY: TUNED})
     assert path == tuning.tuning_file()
     assert path.parent.name == "stepgraph"
     assert tuning.lookup(KEY, list) is None, "the file was read before: an engine's choices stay"
-    new_process()
+    tuning.reload()
     assert tuning.lookup(KEY, list) == TUNED.config
     (entry,) = json.loads(path.read_text())["entries"]
     assert entry["kernel"] == "gate_up"
@@ -54,15 +49,15 @@ def test_another_key_is_another_entry(field: str) -> None:
     value = getattr(KEY, field)
     other = dataclasses.replace(KEY, **{field: value + ("x" if isinstance(value, str) else -1)})
     tuning.store({KEY: TUNED})
-    new_process()
+    tuning.reload()
     assert tuning.lookup(other, list) is None
     better = dataclasses.replace(TUNED, config=LinearConfig(16, 256, 8))
     tuning.store({other: better})
-    new_process()
+    tuning.reload()
     assert tuning.lookup(KEY, list) == TUNED.config
     assert tuning.lookup(other, list) == better.config
     tuning.store({other: TUNED})
-    new_process()
+    tuning.reload()
     assert tuning.lookup(other, list) == TUNED.config
 
 
@@ -90,14 +85,14 @@ def test_a_file_that_is_not_understood(content: str, caplog: pytest.LogCaptureFi
     path = tuning.tuning_file()
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    new_process()
+    tuning.reload()
     with caplog.at_level(logging.WARNING, logger="stepgraph.runtime"):
         for _ in range(3):
             assert tuning.lookup(KEY, list) is None
     (record,) = caplog.records
     assert f"{path} is ignored, kernels run with their defaults" in record.getMessage()
     tuning.store({KEY: TUNED})
-    new_process()
+    tuning.reload()
     assert tuning.lookup(KEY, list) == TUNED.config
 
 
@@ -124,7 +119,7 @@ def test_the_best_is_what_was_tuned_or_the_default() -> None:
     default = default_config("residual_linear", 2, 96, 64, 1, num_multiprocessors(CPU))
     assert tuning.best_config(*shape) == default
     tuning.store({tuning.tuning_key(*shape): TUNED})
-    new_process()
+    tuning.reload()
     assert TUNED.config != default
     assert tuning.best_config(*shape) == TUNED.config
 

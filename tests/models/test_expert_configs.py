@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.loading.checkpoint import CheckpointReader, check_tensors, read_config
 from stepgraph.runtime.models.config import ModelConfig
 from transformers import AutoConfig
 
+from ..rigs.tiny_models import changed_checkpoint
 from .test_model_config import check_refused
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 100}
@@ -94,11 +94,13 @@ def check(directory: Path) -> None:
 
 def test_missing_experts_are_listed(mixtral: Path) -> None:
     check(mixtral)
-    tensors = load_file(mixtral / "model.safetensors")
-    for expert in range(5, 20):
-        del tensors[f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight"]
-    del tensors["model.layers.0.block_sparse_moe.experts.7.w1.weight"]
-    save_file(tensors, mixtral / "model.safetensors")
+
+    def remove(tensors: dict[str, torch.Tensor]) -> None:
+        for expert in range(5, 20):
+            del tensors[f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight"]
+        del tensors["model.layers.0.block_sparse_moe.experts.7.w1.weight"]
+
+    changed_checkpoint(mixtral, mixtral, remove)
     with pytest.raises(CheckpointError) as raised:
         check(mixtral)
     message = str(raised.value)
@@ -108,8 +110,7 @@ def test_missing_experts_are_listed(mixtral: Path) -> None:
 
 
 def test_a_config_with_more_experts_than_the_files(mixtral: Path) -> None:
-    config = json.loads((mixtral / "config.json").read_text())
-    (mixtral / "config.json").write_text(json.dumps(config | {"num_local_experts": 2048}))
+    changed_checkpoint(mixtral, mixtral, num_local_experts=2048)
     with pytest.raises(CheckpointError) as raised:
         check(mixtral)
     assert "experts 20, 21, 22" in str(raised.value)

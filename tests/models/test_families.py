@@ -10,12 +10,12 @@ import torch
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import Engine, SamplingParams
 from stepgraph.runtime.kernels import select_kernels
-from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
-from stepgraph.runtime.loading.loader import iter_weights
+from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 
 from ..rigs.expert_models import EXPERT_VARIANTS
 from ..rigs.family_variants import FAMILY_VARIANTS
+from ..rigs.tiny_models import load_weights
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -61,8 +61,7 @@ def test_embeddings_are_those_of_transformers(
     config = read_config(model.directory)
     kernels = select_kernels(CPU, "eager", dtype)
     decoder = Decoder(config, kernels, dtype, CPU, group_layers(attention_specs(config, 4)))
-    with CheckpointReader(model.directory) as reader:
-        decoder.store(iter_weights(reader, config, dtype))
+    load_weights(decoder, model.directory)
     ids = torch.arange(model.vocab_size)
     with torch.no_grad():
         expected = model.reload(dtype).get_input_embeddings()(ids)

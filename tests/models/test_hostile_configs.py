@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.presets import preset
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 
+from ..rigs.tiny_models import changed_checkpoint
 from .test_model_config import words_of
 
 TYPED = (CheckpointError, ConfigError, MemoryBudgetError)
@@ -95,13 +94,6 @@ def refusal(work: Callable[[], object]) -> str | None:
     return message
 
 
-def rewritten(source: Path, target: Path, changes: dict[str, Any]) -> Path:
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    content = json.loads((source / "config.json").read_text()) | changes
-    (target / "config.json").write_text(json.dumps(content))
-    return target
-
-
 def check_refused_or_works(directory: Path) -> None:
     message = None
 
@@ -125,7 +117,8 @@ def fuzz(max_examples: int) -> Callable[..., Any]:
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     def check(tiny: Any, tmp_path: Path, model: str, changes: dict[str, Any]) -> None:
-        check_refused_or_works(rewritten(tiny(model).directory, tmp_path / "changed", changes))
+        directory = tiny(model).directory
+        check_refused_or_works(changed_checkpoint(directory, tmp_path / "changed", **changes))
 
     return check
 
@@ -152,7 +145,7 @@ test_many_values_are_refused_or_work = pytest.mark.slow(fuzz(2000))
 )
 def test_the_key_and_the_file_are_named(tiny: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
     whole = {"rope_parameters": None, **changes}
-    directory = rewritten(tiny("micro").directory, tmp_path / "changed", whole)
+    directory = changed_checkpoint(tiny("micro").directory, tmp_path / "changed", **whole)
     message = refusal(lambda: start_and_decode(directory))
     assert message is not None
     assert str(directory) in message
@@ -173,7 +166,7 @@ def test_the_key_and_the_file_are_named(tiny: Any, tmp_path: Path, changes: dict
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_json_that_python_does_not_take(tiny: Any, tmp_path: Path, name: str, content: str) -> None:
-    directory = rewritten(tiny("micro").directory, tmp_path / "changed", {})
+    directory = changed_checkpoint(tiny("micro").directory, tmp_path / "changed")
     (directory / name).write_text(content)
     message = refusal(lambda: read_config(directory))
     assert message is not None

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from stepgraph.runtime import CheckpointError, Engine, EngineConfig, SamplingParams
 from torch import Tensor
 
-from ..rigs.tiny_models import TinyModel
+from ..rigs.tiny_models import TinyModel, changed_checkpoint
 
 FP8 = torch.float8_e4m3fn
 UNUSED: dict[str, Tensor] = {
@@ -28,12 +28,8 @@ UNUSED: dict[str, Tensor] = {
 }
 
 
-def saved(directory: Path, base: TinyModel, changes: dict[str, Tensor]) -> Path:
-    """A copy of a checkpoint with other tensors."""
-    tensors = load_file(base.directory / "model.safetensors") | changes
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_bytes((base.directory / "config.json").read_bytes())
-    return directory
+def changed(directory: Path, base: TinyModel, changes: dict[str, Tensor]) -> Path:
+    return changed_checkpoint(base.directory, directory, lambda tensors: tensors.update(changes))
 
 
 def opened(directory: Path, model_impl: str) -> Engine:
@@ -52,7 +48,7 @@ def test_unused_tensors_change_nothing(
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     with (
         caplog.at_level(logging.WARNING, "stepgraph.runtime.loading"),
-        opened(saved(tmp_path, base, UNUSED), model_impl) as engine,
+        opened(changed(tmp_path, base, UNUSED), model_impl) as engine,
     ):
         (output,) = engine.generate([prompt], params)
     assert [list(output.token_ids)] == base.greedy([prompt], 5)
@@ -68,7 +64,7 @@ def test_unused_tensors_do_not_hide_the_dtype_of_a_parameter(
 ) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     weight = load_file(base.directory / "model.safetensors")[name]
-    directory = saved(tmp_path, base, {**UNUSED, name: weight.to(dtype)})
+    directory = changed(tmp_path, base, {**UNUSED, name: weight.to(dtype)})
     with pytest.raises(CheckpointError) as caught:
         opened(directory, model_impl)
     assert name in str(caught.value)
@@ -80,7 +76,7 @@ def test_unused_tensors_are_not_weights_of_the_decoder(
     base: TinyModel, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     name = "model.layers.1.self_attn.q_norm.weight"
-    directory = saved(tmp_path, base, {name: torch.ones(16, dtype=dtype)})
+    directory = changed(tmp_path, base, {name: torch.ones(16, dtype=dtype)})
     with pytest.raises(CheckpointError, match=name):
         opened(directory, "native")
 

@@ -15,9 +15,8 @@ import torch
 from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
 from stepgraph.cache.spec import LayerGroup, group_layers
 from stepgraph.runtime.kernels import Kernels, RaggedBatch, WeightStorage, select_kernels
-from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
+from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_loading import load_drafter
-from stepgraph.runtime.loading.loader import iter_weights
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from stepgraph.runtime.models.drafters.drafter import (
     Drafter,
@@ -26,6 +25,8 @@ from stepgraph.runtime.models.drafters.drafter import (
     FollowedTokens,
     NewestTokens,
 )
+
+from .tiny_models import load_weights
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
@@ -46,8 +47,7 @@ def load_target(
     kernels = select_kernels(CPU, mode, dtype, weights)  # type: ignore[arg-type]
     groups = group_layers(attention_specs(config, dtype.itemsize))
     target = Decoder(config, kernels, dtype, CPU, groups)
-    with CheckpointReader(directory) as reader:
-        target.store(iter_weights(reader, config, dtype))
+    load_weights(target, directory)
     return target.eval(), kernels
 
 

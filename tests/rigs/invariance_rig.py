@@ -21,10 +21,11 @@ from stepgraph.runtime.execution.inputs import (
 from stepgraph.runtime.execution.step_functions import StepFunctions
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import Kernels, kernels_for
-from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
-from stepgraph.runtime.loading.loader import iter_weights
+from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from stepgraph.runtime.models.plan import plan_of
+
+from .tiny_models import load_weights
 
 __all__ = ["BUCKET", "Forced", "Step", "decode_steps", "random_steps", "same_bits"]
 
@@ -70,8 +71,7 @@ class Forced:
         element_bytes = dtype.itemsize if storage == "model" else 1
         groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
         self.decoder = Decoder(config, kernels, dtype, device, groups, storage)
-        with CheckpointReader(directory) as reader:
-            self.decoder.store(iter_weights(reader, config, dtype))
+        load_weights(self.decoder, directory)
         rows, self._columns = len(lengths), -(-max(lengths) // block_size)
         blocks = 2 + rows * self._columns * len(groups)
         self.arena = Arena(groups, blocks, block_size, dtype, device, storage).tensor

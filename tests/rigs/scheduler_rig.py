@@ -214,7 +214,7 @@ class Rig:
         assert not cache._held
         assert not any(allocator.tables for allocator in cache._allocators)
         assert scheduler.num_running == scheduler.num_waiting == 0
-        assert not self.loop.requests._group_of
+        assert not self.loop.requests.groups
         assert not self.runner.unread
         assert self.loop.counts["failed_copies"] == self.runner.seen["failures"]
 

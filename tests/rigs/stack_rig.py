@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
 from stepgraph.cache.spec import LayerGroup, group_layers
 from stepgraph.runtime.kernels import RaggedBatch, WeightStorage, select_kernels
-from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
-from stepgraph.runtime.loading.loader import iter_weights
+from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from .tiny_models import TinyModel, load_weights
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
@@ -72,8 +69,7 @@ class Rig:
         weights: WeightStorage = "model",
     ) -> Rig:
         rig = cls(read_config(model.directory), dtype, storage, weights=weights)
-        with CheckpointReader(model.directory) as reader:
-            rig.decoder.store(iter_weights(reader, rig.config, dtype))
+        load_weights(rig.decoder, model.directory)
         return rig
 
     def inputs(self, chunks: Sequence[tuple[int, int, int]]) -> RaggedBatch:

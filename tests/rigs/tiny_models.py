@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from stepgraph.runtime.loading.checkpoint import CheckpointReader
+from stepgraph.runtime.loading.loader import iter_weights
+from stepgraph.runtime.models.decoder import Decoder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -211,6 +217,34 @@ class TinyModel:
         return AutoModelForCausalLM.from_pretrained(
             self.directory, dtype=dtype, attn_implementation="eager"
         ).eval()
+
+
+def load_weights(decoder: Decoder, directory: Path) -> None:
+    """Store the weights of a checkpoint in a decoder."""
+    with CheckpointReader(directory) as reader:
+        decoder.store(iter_weights(reader, decoder.config, decoder.dtype))
+
+
+def changed_checkpoint(
+    source: Path,
+    target: Path,
+    edit: Callable[[dict[str, torch.Tensor]], Any] | None = None,
+    **config: Any,
+) -> Path:
+    """Copy a checkpoint of one file of tensors, and edit these and fields of its config.
+
+    It may be copied to where it is.
+    """
+    if source != target:
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    content = json.loads((source / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(content))
+    if edit is not None:
+        path = target / "model.safetensors"
+        tensors = load_file(path)
+        edit(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+    return target
 
 
 def apply_gate_settings(model: PreTrainedModel) -> None:

@@ -52,18 +52,24 @@ def watch(engine: Engine) -> Counter[str]:
     """Count steps, verified drafts, and steps launched while the one before is in flight."""
     seen: Counter[str] = Counter()
     loop = loop_of(engine)
-    launch = loop.runner.launch
+    launch, read = loop.runner.launch, loop.runner.read
+
+    def counted_read(step: LaunchedStep) -> Any:
+        seen["read"] += 1
+        return read(step)
 
     def counted(number: int, plan: StepPlan) -> LaunchedStep:
+        unread = seen["steps"] - seen["read"]
         seen["steps"] += 1
-        seen["in flight"] += len(loop._launched)
+        seen["in flight"] += unread
         own = sum(DRAFT_ON_DEVICE in drafts for drafts in plan.drafts)
-        assert not own or len(loop._launched) == 1
+        assert not own or unread == 1
         seen["own"] += own
         seen["sent"] += sum(len(drafts) > 0 for drafts in plan.drafts) - own
         return launch(number, plan)
 
     loop.runner.launch = counted  # type: ignore[method-assign]
+    loop.runner.read = counted_read  # type: ignore[method-assign]
     return seen
 
 

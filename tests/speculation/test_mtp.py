@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from stepgraph.cache.arena import Storage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_loading import find_drafter
@@ -16,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..rigs.drafter_rig import DrafterRig, load_target
-from ..rigs.mtp_models import KINDS, LAYERS, module, save, write
+from ..rigs.mtp_models import KINDS, LAYERS, module, write
+from ..rigs.tiny_models import changed_checkpoint
 
 Checkpoint = tuple[Path, str, PreTrainedModel]
 
@@ -74,25 +72,14 @@ def test_of_several_modules_the_first_one_drafts(checkpoint: Checkpoint, tmp_pat
     first = KINDS[kind].module
     number = int(first.split(".")[2])
     second = first.replace(str(number), str(number + 1))
-    tensors = load_file(directory / "model.safetensors")
-    more = {name.replace(first, second): t.clone() for name, t in tensors.items() if first in name}
-    target = read_config(changed(directory, tmp_path, {"num_nextn_predict_layers": 2}, more=more))
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        own = [name for name in tensors if first in name]
+        tensors |= {name.replace(first, second): tensors[name].clone() for name in own}
+
+    changed_checkpoint(directory, tmp_path, add, num_nextn_predict_layers=2)
+    target = read_config(tmp_path)
     found = find_drafter(tmp_path, target, "mtp")
     sources = [source.name for parameter in found.parameters for source in parameter.sources]
     assert all(name is None or name.startswith(first) for name in sources)
     load_target(tmp_path, torch.float32)
-
-
-def changed(
-    directory: Path,
-    to: Path,
-    config: dict[str, Any],
-    without: str = "none",
-    more: dict[str, Tensor] | None = None,
-) -> Path:
-    """Copy a checkpoint with other fields and tensors."""
-    stored = json.loads((directory / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(stored | config))
-    tensors = load_file(directory / "model.safetensors") | (more or {})
-    save(to, {name: tensor for name, tensor in tensors.items() if without not in name})
-    return to

@@ -239,5 +239,4 @@ def test_a_failed_copy_leaves_nothing_behind(
     engine.generate(prompts, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     assert failures
     assert engine.stats()["failed_copies"] == 1
-    assert not loop_of(engine).speculator._launched  # type: ignore[union-attr]
     engine.check_integrity()
