@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stepgraph.runtime import Engine, RankError
+from stepgraph.runtime import Engine
 from stepgraph.runtime.engine.rank_start import agree_on_drafter
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_loading import find_drafter
 from stepgraph.runtime.scheduling.plan import Proposed
 
-from ..rigs.engine_rig import MIXED_PARAMS, greedy, loop_of, parts_of
+from ..rigs.engine_rig import MIXED_PARAMS, loop_of, parts_of
 from ..rigs.parallel_rig import children, opened
 from ..rigs.tiny_models import TinyModel
 from ..speculation import test_eagle3
@@ -170,23 +170,3 @@ def test_outputs_with_a_grammar(tiny: Callable[[str], TinyModel]) -> None:
         stats = engine.stats()["speculation"]
         assert stats["proposing_steps"] > 5
         assert stats["accepted"] > 20
-
-
-def step_for_ever(engine: Engine) -> None:
-    while True:
-        engine.step()
-
-
-@pytest.mark.slow
-def test_a_killed_rank(base: TinyModel, tmp_path: Path) -> None:
-    target, fields = speculation("dflash", base, tmp_path)
-    with opened(target, 2, speculation=fields) as engine:
-        for prompt in prompts(target):
-            engine.add_request(prompt, greedy(40))
-        for _ in range(4):
-            engine.step()
-        (rank,) = children()
-        rank.kill()
-        with pytest.raises(RankError, match=r"rank 1: process .* was ended by SIGKILL"):
-            step_for_ever(engine)
-    assert not children()

@@ -286,21 +286,6 @@ def test_a_drafter_that_does_not_pay_rests(open_engine: Open, base: TinyModel) -
 # Steps of torch.compile ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_compiled_steps_give_drafters_their_hidden_states(
-    open_engine: Open, base: TinyModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Traced as for inductor, but run as they are, which takes less time."""
-    compile_ = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda code, *, options, **own: compile_(code, backend="eager", **own)
-    )
-    target, own = speculation("eagle3", base, tmp_path, 2)
-    config = SIZES | {"mode": "compile", "kernels": "torch", "dtype": "float32"}
-    plain, engine = (open_engine(target, **config, speculation=s) for s in (None, own))
-    compare(plain, engine, base.prompts(30, 4), [greedy(20), greedy(24)])
-
-
 COMPILED: dict[str, Any] = {
     "device": "cpu",
     "mode": "compile",

@@ -179,30 +179,30 @@ def test_one_row_and_many(base: TinyModel, rows: int, tmp_path: Path) -> None:
     assert sum(rig.check(rig.verify(3, 2), reference, 1e-3) for _ in range(2)) > 3 * rows
 
 
+OTHER_LAYERS = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+
+
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("changes", "error"),
     [
-        ({"vocab_size": 96}, ConfigError, "vocab_size = 96.*97: use a head"),
-        ({"draft_vocab_size": 98}, CheckpointError, r"draft_vocab_size = 98 must be from 1 to"),
-        ({"target_hidden_size": 64}, ConfigError, "target_hidden_size = 64.*48"),
-        ({"model_type": "gemma2"}, CheckpointError, "'gemma2'; supported: llama, qwen3"),
-        ({"norm_before_fc": True}, CheckpointError, "norm_before_fc is set"),
-        ({"eagle_config": None}, ConfigError, r"outputs of layers \[2, 1, 0\] \(less 1\)"),
-        ({"num_hidden_layers": 2}, CheckpointError, "a head with a midlayer has one layer"),
-        ({"without": ("d2t",)}, CheckpointError, "no tensor d2t"),
-        ({"without": ("lm_head.weight",)}, CheckpointError, r"but no lm_head\.weight"),
-        ({"without": ("fc.weight",)}, CheckpointError, r"missing: fc\.weight \[48, 144\]"),
-        ({"hidden": 40, "without": ("embed_tokens.weight",)}, ConfigError, "hidden_size = 40"),
-        (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}},
-            ConfigError,
-            "ascending layers of the model, 0 to 2",
-        ),
+        ({"vocab_size": 96}, ConfigError),
+        ({"draft_vocab_size": 98}, CheckpointError),
+        ({"target_hidden_size": 64}, ConfigError),
+        ({"model_type": "gemma2"}, CheckpointError),
+        ({"norm_before_fc": True}, CheckpointError),
+        ({"eagle_config": None}, ConfigError),
+        ({"eagle_config": OTHER_LAYERS}, ConfigError),
+        ({"num_hidden_layers": 2}, CheckpointError),
+        ({"without": ("d2t",)}, CheckpointError),
+        ({"without": ("lm_head.weight",)}, CheckpointError),
+        ({"without": ("fc.weight",)}, CheckpointError),
+        ({"hidden": 40, "without": ("embed_tokens.weight",)}, ConfigError),
     ],
+    ids=str,
 )
 def test_refuses_heads_that_do_not_fit(
-    base: TinyModel, changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+    base: TinyModel, changes: dict[str, Any], error: type[Exception], tmp_path: Path
 ) -> None:
     directory, *_ = write(tmp_path / "head", **changes)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error):
         find_drafter(directory, read_config(base.directory))

@@ -163,35 +163,6 @@ def test_drafts_of_the_proposers(
     assert plain.stats()["speculation"] is None
 
 
-PENALTIES: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.2},
-    {"presence_penalty": 0.6, "min_tokens": 6},
-    {"frequency_penalty": 0.5, "temperature": 1.0, "seed": 4, "top_k": 12},
-    {"repetition_penalty": 0.8, "frequency_penalty": -0.4, "temperature": 0.8, "seed": 9},
-]
-
-
-@pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_penalties_count_the_drafts_before(
-    open_engine: Callable[..., Engine], base: TinyModel, kernels: str
-) -> None:
-    """Right drafts, which repeat tokens, and wrong ones, which must not count."""
-    if kernels == "native" and not have_compiler():
-        pytest.skip("needs a C++ compiler")
-    config = SIZES | {"kernels": kernels, "dtype": "float32"}
-    params = [
-        SamplingParams(**{"max_tokens": 40, "temperature": 0.0, "logprobs": 2} | own)
-        for own in PENALTIES
-    ]
-    prompts = [REPETITIVE, *base.prompts(5, 9, 7)]
-    expected = run_mixed(open_engine("base", **config), prompts, params)
-    engine = open_engine("base", **config, speculation={"num_speculative_tokens": 4})
-    guesses = guess(engine, {name: own[0] for name, own in expected.items()}, 0.8)
-    assert run_mixed(engine, prompts, params) == expected
-    assert guesses.accepted > 20
-    assert guesses.rejected > 5
-
-
 def test_requests_draft_from_outputs_of_their_salt(open_engine: Callable[..., Engine]) -> None:
     """Outputs without repetition, of prompts that differ in the first token."""
     speculation = Speculation(adaptive=False, share_outputs=True)
