@@ -68,13 +68,6 @@ Prompts = str | list[str | TokenId | list[TokenId]]
 Entries = Annotated[list[dict[str, Any]], Meta(max_length=1 << 14)]
 """Messages, tools or documents."""
 
-_SAMPLING_FIELDS = (
-    *("min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop"),
-    *("stop_token_ids", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
-    *("allowed_token_ids", "bad_words", "logprob_token_ids", "prompt_logprobs"),
-    *("truncate_prompt_tokens", "add_special_tokens"),
-)
 _PARAMETERS = {
     "deadline": "timeout",
     "first_token_deadline": "first_token_timeout",
@@ -187,11 +180,11 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         """
         self._check_supported()
         structured = self._structured(forced)
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        names = SamplingRequest.__struct_fields__ & allowed_values(SamplingParams).keys()
+        given = {name: getattr(self, name) for name in names}
         fields = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(
-            **fields, max_tokens=max_tokens, logprobs=logprobs, structured=structured
-        )
+        fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "structured": structured}
+        return SamplingParams(**fields)
 
     def _structured(self, forced: StructuredOutput | None) -> StructuredOutput | None:
         form, fields = self.response_format, self.structured_outputs

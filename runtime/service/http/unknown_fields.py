@@ -25,75 +25,63 @@ MAX_LOGGED_NAMES = 1000
 """Names of which each is logged once; further ones are not logged at all."""
 
 
-_EMPTY: Final[tuple[Any, ...]] = (None, False, "", [], {})
+_EMPTY: Final[tuple[Any, ...]] = (None, False, "", [], {}, 0)
 
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
-    # OpenAI
-    **dict.fromkeys(("suffix", "functions", "function_call"), _EMPTY),
-    **dict.fromkeys(("audio", "prediction", "web_search_options"), (None,)),
-    "modalities": (None, [], ["text"]),
-    "verbosity": (None, "medium"),
-    "reasoning": (None, {}),
-    # vLLM
     **dict.fromkeys(
         (
+            # OpenAI
+            *("suffix", "functions", "function_call", "reasoning"),
+            # vLLM
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
             *("guided_json_object", "guided_whitespace_pattern", "prompt_embeds"),
             *("logits_processors", "vllm_xargs", "kv_transfer_params", "ec_transfer_params"),
             *("use_beam_search", "early_stopping", "repetition_detection", "watermarking"),
             *("mm_processor_kwargs", "media_io_kwargs", "return_prompt_text"),
             *("prompt_logprob_token_ids", "trace_decode_token_ids"),
-        ),
-        _EMPTY,
-    ),
-    "length_penalty": (None, 1.0),
-    "thinking_token_budget": (None, -1),
-    "include_reasoning": (None, True),
-    "spaces_between_special_tokens": (None, True),
-    "truncation_side": (None, "left"),
-    "detokenize": (None, True),
-    # SGLang
-    **dict.fromkeys(
-        (
+            # SGLang
             *("regex", "ebnf", "structural_tag", "no_stop_trim", "stop_regex", "lora_path"),
             *("custom_logit_processor", "custom_params", "session_params", "input_ids", "task"),
-            *("return_hidden_states", "return_routed_experts"),
-        ),
-        _EMPTY,
-    ),
-    "min_new_tokens": (None, 0),
-    "max_new_tokens": (None, -1),
-    "sampling_seed": (None,),
-    "separate_reasoning": (None, True),
-    "stream_reasoning": (None, True),
-    # llama.cpp
-    **dict.fromkeys(
-        (
+            *("return_hidden_states", "return_routed_experts", "min_new_tokens"),
+            # llama.cpp
             *("grammar", "grammar_lazy", "json_schema", "samplers", "logit_processors", "lora"),
-            *("post_sampling_probs", "response_fields", "return_tokens"),
-            *("input_prefix", "input_suffix", "input_extra"),
+            *("post_sampling_probs", "response_fields", "return_tokens", "n_probs", "n_indent"),
+            *("input_prefix", "input_suffix", "input_extra", "min_keep", "mirostat", "top_a"),
+            *("eta_cutoff", "epsilon_cutoff", "dry_multiplier", "xtc_probability"),
+            *("dynatemp_range", "no_repeat_ngram_size", "penalty_alpha"),
         ),
         _EMPTY,
     ),
     **dict.fromkeys(
         (
-            *("n_probs", "n_indent", "min_keep", "mirostat", "top_a", "eta_cutoff"),
-            *("epsilon_cutoff", "dry_multiplier", "xtc_probability", "dynatemp_range"),
+            *("audio", "prediction", "web_search_options"),
+            *("sampling_seed", "enable_thinking", "thinking"),
         ),
-        (None, 0),
+        (None,),
     ),
-    **dict.fromkeys(("repeat_penalty", "typical_p", "typ_p", "tfs_z"), (None, 1.0)),
-    **dict.fromkeys(("n_predict", "adaptive_target", "reasoning_budget"), (None, -1)),
+    **dict.fromkeys(
+        (
+            *("include_reasoning", "spaces_between_special_tokens", "detokenize"),
+            *("separate_reasoning", "stream_reasoning", "do_sample"),
+        ),
+        (None, True),
+    ),
+    **dict.fromkeys(
+        ("length_penalty", "repeat_penalty", "typical_p", "typ_p", "tfs_z", "n_cmpl", "num_beams"),
+        (None, 1),
+    ),
+    **dict.fromkeys(
+        (
+            *("thinking_token_budget", "max_new_tokens", "n_predict", "adaptive_target"),
+            "reasoning_budget",
+        ),
+        (None, -1),
+    ),
     **dict.fromkeys(("top_n_sigma", "t_max_predict_ms"), (None, 0, -1)),
-    "n_cmpl": (None, 1),
+    "modalities": (None, [], ["text"]),
+    "verbosity": (None, "medium"),
+    "truncation_side": (None, "left"),
     "reasoning_format": (None, "auto"),
-    "enable_thinking": (None,),
-    "thinking": (None,),
-    # of several engines
-    "num_beams": (None, 1),
-    "do_sample": (None, True),
-    "no_repeat_ngram_size": (None, 0),
-    "penalty_alpha": (None, 0),
 }
 """Fields that are refused, and their values that change nothing."""
 
