@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -374,7 +373,7 @@ class AsyncEngine:
         """
         self._check_process()
         if timeout is not None:
-            nanoseconds("timeout", timeout, zero=True)
+            nanoseconds("timeout", timeout, least=0)
         return await asyncio.wrap_future(self._thread.drain(timeout))
 
     async def sleep(self, timeout: float | None = None) -> None:
@@ -385,7 +384,7 @@ class AsyncEngine:
             EngineUnavailableError: `wake` or `reload` ended the drain.
         """
         await self.drain(timeout)
-        await asyncio.wrap_future(self._thread.sleep())
+        await asyncio.wrap_future(self._thread.run(self._thread.sleep))
 
     async def wake(self) -> None:
         """Serve again after `drain` or `sleep`. After `sleep` it loads the model again.
@@ -395,7 +394,7 @@ class AsyncEngine:
             StepgraphError: as `start`; it sleeps on.
         """
         self._check_process()
-        await asyncio.wrap_future(self._thread.wake())
+        await asyncio.wrap_future(self._thread.run(self._thread.wake))
 
     async def reload(self, source: str | Path, timeout: float | None = None) -> ReloadResult:
         """Drain, then serve another model with the same configuration.
@@ -414,7 +413,8 @@ class AsyncEngine:
         start = partial(
             Engine.from_pretrained, source, self._engine_config, progress=self._progress
         )
-        return await asyncio.wrap_future(self._thread.reload(source, start))
+        reload = partial(self._thread.reload, source, start)
+        return await asyncio.wrap_future(self._thread.run(reload))
 
     async def aclose(self) -> None:
         """Close without blocking the event loop; see `close`."""
@@ -478,61 +478,48 @@ class AsyncEngine:
         num_read: int | None = None,
         streams: bool = True,
     ) -> AsyncStream:
-        """Queue a prompt; see `RequestHandle` for `num_read` and `streams`."""
+        """Count a request and prepare it: short lists of tokens now, others in a thread.
+
+        Those whose grammar has to be compiled have threads of their own, for which no other prompt
+        waits. See `RequestHandle` for `num_read` and `streams`.
+        """
         self._check_process()
         handle = make_handle(next(self._ids), params, options, time.perf_counter_ns())
         handle.num_read, handle.streams = num_read, streams
-        with self._reports_refusal(handle):
+        handle.is_chat = isinstance(prompt, ChatPrompt)
+        thread = self._thread
+        try:
+            self._register(handle, mailbox)
+            if handle.deadline_ns is not None or handle.first_token_deadline_ns is not None:
+                thread.watch(handle)
+            prepare = partial(self._prepare, handle, prompt, params, options.get("cache_salt"))
+            has_grammar = getattr(params, "structured", None) is not None
+            if isinstance(prompt, list) and len(prompt) <= INLINE_TOKENS and not has_grammar:
+                prepare()
+            else:
+                try:
+                    (self._grammar_pool if self._compiles(params) else self._pool).submit(prepare)
+                except RuntimeError as error:  # closed meanwhile, or no thread can be started
+                    refusal = EngineUnavailableError(f"the prompt cannot be prepared: {error}")
+                    self._prepared(handle, refusal)
+        except BaseException as error:  # such as KeyboardInterrupt
+            if thread.dispatcher.handles.get(handle.id) is handle:
+                thread.abort(handle)
+                self._prepared(handle, error)
+            raise
+        return AsyncStream(handle, thread)
+
+    def _register(self, handle: RequestHandle, mailbox: Callable[[], LoopMailbox]) -> None:
+        """Count a request, or pass it to the listeners if it is refused."""
+        try:
             self._thread.check_serving()
             handle.mailbox = mailbox()
-        self._submit(handle, prompt, params, options)
-        return AsyncStream(handle, self._thread)
-
-    @contextmanager
-    def _reports_refusal(self, handle: RequestHandle) -> Iterator[None]:
-        """Pass a request that is refused within this context to the listeners."""
-        try:
-            yield
+            self._thread.dispatcher.register(handle)
         except RequestError:  # another request has its id
             raise
         except StepgraphError as error:
             handle.error = error
             self._callbacks.report(handle)
-            raise
-
-    def _submit(
-        self,
-        handle: RequestHandle,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        options: RequestOptions,
-    ) -> None:
-        """Count a request and prepare it: short lists of tokens now, others in a thread.
-
-        Those whose grammar has to be compiled have threads of their own, for which no other prompt
-        waits.
-        """
-        requests = self._thread.dispatcher
-        try:
-            handle.is_chat = isinstance(prompt, ChatPrompt)
-            with self._reports_refusal(handle):
-                requests.register(handle)
-            if handle.deadline_ns is not None or handle.first_token_deadline_ns is not None:
-                self._thread.watch(handle)
-            prepare = partial(self._prepare, handle, prompt, params, options.get("cache_salt"))
-            has_grammar = getattr(params, "structured", None) is not None
-            if isinstance(prompt, list) and len(prompt) <= INLINE_TOKENS and not has_grammar:
-                prepare()
-                return
-            try:
-                (self._grammar_pool if self._compiles(params) else self._pool).submit(prepare)
-            except RuntimeError as error:  # closed meanwhile, or no thread can be started
-                refusal = EngineUnavailableError(f"the prompt cannot be prepared: {error}")
-                self._prepared(handle, refusal)
-        except BaseException as error:  # such as KeyboardInterrupt
-            if requests.handles.get(handle.id) is handle:
-                self._thread.abort(handle)
-                self._prepared(handle, error)
             raise
 
     def _compiles(self, params: SamplingParams | None) -> bool:

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from ..engine.request_output import RequestOutput
 from ..errors import EngineBusyError, EngineClosedError
-from .request_handle import Delta, DeltaReader, HandleState, LoopMailbox, RequestHandle
+from .request_handle import Delta, HandleState, LoopMailbox, RequestHandle
 from .request_record import Listener, RequestRecord
 from .step_thread import StepThread
 
@@ -38,7 +38,6 @@ class AsyncStream:
     def __init__(self, handle: RequestHandle, thread: StepThread) -> None:
         self._handle = handle
         self._thread = thread
-        self._reader = DeltaReader(handle)
         self._deltas: deque[Delta] = deque()
         self._waits = False
 
@@ -130,7 +129,7 @@ class AsyncStream:
         """Return all deltas that are ready, after waiting for one; none if it has ended."""
         while True:
             ended = self._handle.ended  # read first: then the deltas below are the last ones
-            deltas = self._reader.read()
+            deltas = self._handle.read()
             if self._handle.paused:
                 self._thread.resume(self._handle)
             if deltas or ended:

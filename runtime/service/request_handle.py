@@ -20,7 +20,7 @@ from contextvars import Context
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
-from ..arguments import MAX_PRIORITY, check_integer
+from ..arguments import MAX_PRIORITY, check_integer, check_number, check_type
 from ..bounded_repr import bounded_repr
 from ..errors import RequestError
 from ..request import AbortReason, FinishReason, Request, RequestGroup, TokenLogprobs
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # it needs torch
     from ..engine.request_output import RequestOutput
 
 __all__ = [
-    *("Delta", "DeltaReader", "HandleState", "LoopMailbox"),
+    *("Delta", "HandleState", "LoopMailbox"),
     *("RequestHandle", "RequestOptions", "make_handle", "nanoseconds"),
 ]
 
@@ -207,6 +207,12 @@ class RequestHandle:
     num_pauses: int = 0
     posted: bool = False
     """Whether its mailbox has news of it that the consumer has not seen."""
+    _read_output: RequestOutput | None = field(default=None, init=False, repr=False)
+    """The output that its consumer has read last."""
+    _positions: dict[int, tuple[int, int, bool]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """Tokens and characters read of each completion, and whether it has ended."""
 
     @property
     def ended(self) -> bool:
@@ -242,50 +248,31 @@ class RequestHandle:
             due.append(self.first_token_deadline_ns)
         return min([ns for ns in due if ns is not None], default=None)
 
-
-class DeltaReader:
-    """Reads the deltas of a handle. For one consumer."""
-
-    def __init__(self, handle: RequestHandle) -> None:
-        self._handle = handle
-        self._positions: list[tuple[int, int]] = []
-        """Tokens and characters read, of each completion that has not ended."""
-        self._ended: set[int] = set()
-        self._newest: RequestOutput | None = None
-
     def read(self) -> list[Delta]:
-        """Return what each completion gained since the last call; an empty list for nothing."""
-        output = self._handle.output
-        if output is None or output is self._newest:
+        """Return what each completion gained since the last call; an empty list for nothing.
+
+        For its one consumer.
+        """
+        output = self.output
+        if output is None or output is self._read_output:
             return []
-        self._newest = output
-        if not self._positions:
-            self._positions = [(0, 0)] * len(output.completions)
+        self._read_output = output
         deltas = []
         for index, completion in enumerate(output.completions):
-            if index in self._ended:
-                continue
-            tokens, chars = self._positions[index]
-            if completion.num_tokens == tokens and completion.finish_reason is None:
+            tokens, chars, ended = self._positions.get(index, (0, 0, False))
+            reason = completion.finish_reason
+            if ended or (completion.num_tokens == tokens and reason is None):
                 continue
             gained = completion.delta_since(tokens, chars)
-            self._positions[index] = (completion.num_tokens, chars + len(gained.text))
-            if completion.finish_reason is not None:
-                self._ended.add(index)
+            chars += len(gained.text)
+            self._positions[index] = (completion.num_tokens, chars, reason is not None)
+            times = completion.token_ns_since(tokens)
             deltas.append(
-                Delta(
-                    self._handle.id,
-                    index,
-                    gained.text,
-                    gained.token_ids,
-                    gained.logprobs,
-                    completion.token_ns_since(tokens),
-                    completion.finish_reason,
-                )
+                Delta(self.id, index, gained.text, gained.token_ids, gained.logprobs, times, reason)
             )
-        if self._handle.num_read is not None:
-            self._handle.num_read = sum(c.num_tokens for c in output.completions)
-        self._handle.unread_ns = None
+        if self.num_read is not None:
+            self.num_read = sum(c.num_tokens for c in output.completions)
+        self.unread_ns = None
         return deltas
 
 
@@ -333,17 +320,11 @@ def make_handle(
         )
     priority = options.get("priority", 0)
     check_integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
-    given_id = options.get("request_id")
-    if given_id is not None and (not isinstance(given_id, str) or not given_id):
-        raise RequestError(
-            f"request_id must be a non-empty string, not {bounded_repr(given_id)}",
-            field="request_id",
-        )
+    given_id = check_type("request_id", options.get("request_id"), str | None, "a string")
+    if given_id == "":
+        raise RequestError("request_id must not be empty", field="request_id")
     traceparent = options.get("traceparent")
-    if traceparent is not None and not isinstance(traceparent, str):
-        raise RequestError(
-            f"traceparent must be a string, not {bounded_repr(traceparent)}", field="traceparent"
-        )
+    check_type("traceparent", traceparent, str | None, "a string")
     return RequestHandle(
         given_id or request_id,
         num_completions=params.n if isinstance(params, SamplingParams) else 1,
@@ -358,20 +339,13 @@ def make_handle(
     )
 
 
-def nanoseconds(name: str, seconds: float, *, zero: bool = False) -> int:
+def nanoseconds(name: str, seconds: float, least: float = 1e-9) -> int:
     """Return a duration in nanoseconds.
 
     Raises:
-        RequestError: it is not a number of seconds above 0 (from 0 with `zero`) to 10^9.
+        RequestError: it is not a number of seconds from `least` to 10^9.
     """
-    valid = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not valid or not 0 <= seconds <= MAX_SECONDS or (not seconds and not zero):
-        raise RequestError(
-            f"{name} must be a number of seconds {'from' if zero else 'above'} 0 and up to"
-            f" {MAX_SECONDS:g}, not {bounded_repr(seconds)}",
-            field=name,
-        )
-    return int(seconds * 1e9)
+    return int(1e9 * check_number(name, seconds, least, MAX_SECONDS))
 
 
 def _due(name: str, seconds: float | None, now_ns: int) -> int | None:
@@ -381,13 +355,9 @@ def _due(name: str, seconds: float | None, now_ns: int) -> int | None:
 
 def _tenant(options: RequestOptions) -> str:
     name = "cache_salt" if options.get("tenant") is None else "tenant"
-    tenant = options.get(name)
-    if tenant is None:
-        return ""
-    if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_CHARS:
+    tenant = check_type(name, options.get(name), str | None, "a string") or ""
+    if len(tenant) > MAX_TENANT_CHARS:
         raise RequestError(
-            f"{name} must be a string of at most {MAX_TENANT_CHARS} characters,"
-            f" not {bounded_repr(tenant)}",
-            field=name,
+            f"{name} has {len(tenant)} characters; allowed are {MAX_TENANT_CHARS}", field=name
         )
     return tenant

@@ -39,7 +39,6 @@ from ..errors import (
     RequestError,
     StepgraphError,
 )
-from ..request import AbortReason
 from .dispatcher import Dispatcher
 from .health import Health, Phase, ReloadResult
 from .request_handle import RequestHandle
@@ -123,7 +122,7 @@ class Inbox:
 class StepThread:
     """Owns an engine, or the reason why there is none, and runs its steps while there are requests.
 
-    The public methods may be called by any thread, also by a callback of the step thread.
+    Any thread may call the methods before `_run`, also a callback of the step thread.
     """
 
     def __init__(self, start_engine: Callable[[], Engine], config: ServiceConfig) -> None:
@@ -225,9 +224,9 @@ class StepThread:
         """Queue a prepared request, or end it with the reason why it is refused."""
         self._inbox.put(partial(self._admit, handle))
 
-    def abort(self, handle: RequestHandle, reason: AbortReason = "abort") -> None:
+    def abort(self, handle: RequestHandle) -> None:
         """End a request within one step. Does not wait."""
-        self._inbox.put(lambda: self.dispatcher.abort(handle, self.engine, reason))
+        self._inbox.put(lambda: self.dispatcher.abort(handle, self.engine, "abort"))
 
     def resume(self, handle: RequestHandle) -> None:
         """Let a paused request run again, since its consumer has read."""
@@ -255,25 +254,6 @@ class StepThread:
         future: Future[bool] = _future()
         self._inbox.put(partial(self._begin_drain, future, end_ns))
         return future
-
-    def sleep(self) -> Future[None]:
-        """Close the engine, which has been drained. This frees its memory."""
-        return self.run(self._sleep_if_drained)
-
-    def wake(self) -> Future[None]:
-        """Serve again after `drain` or `sleep`."""
-        return self.run(self._wake)
-
-    def reload(
-        self, source: str | Path, start_engine: Callable[[], Engine]
-    ) -> Future[ReloadResult]:
-        """Take other weights into the engine, which has been drained, or start a new engine.
-
-        Args:
-            source: of the weights.
-            start_engine: makes an engine of this source. The old one is started again if it fails.
-        """
-        return self.run(partial(self._reload, source, start_engine))
 
     def close(self) -> None:
         """End all requests with `EngineClosedError`, then the engine and the thread."""
@@ -468,7 +448,8 @@ class StepThread:
         if self.phase in (Phase.CLOSED, Phase.FAILED):
             raise self.refusal()
 
-    def _sleep_if_drained(self) -> None:
+    def sleep(self) -> None:
+        """Close the engine, which has been drained. This frees its memory."""
         self._check_drained()
         self._sleep()
 
@@ -477,7 +458,8 @@ class StepThread:
         self._end_drains()
         self.phase = Phase.ASLEEP
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Serve again after `drain` or `sleep`."""
         self._check_can_start()
         self._end_drains()
         if self.engine is not None:
@@ -490,23 +472,29 @@ class StepThread:
             self.phase = Phase.ASLEEP
             raise
 
-    def _reload(self, source: str | Path, start_engine: Callable[[], Engine]) -> ReloadResult:
+    def reload(self, source: str | Path, start_engine: Callable[[], Engine]) -> ReloadResult:
+        """Take other weights into the engine, which has been drained, or start a new engine.
+
+        Args:
+            source: of the weights.
+            start_engine: makes an engine of this source. The old one is started again if it fails.
+        """
         self._check_drained()
         began = time.perf_counter()
         reason = self._reload_weights(source)
         if reason is None:
             self._start_engine = start_engine
-            self._wake()
+            self.wake()
             return ReloadResult(True, time.perf_counter() - began)
         asleep = self.phase is Phase.ASLEEP
         self._sleep()
         before, self._start_engine = self._start_engine, start_engine
         try:
-            self._wake()
+            self.wake()
         except BaseException:
             self._start_engine = before
             if not asleep:
-                self._wake()
+                self.wake()
             raise
         return ReloadResult(False, time.perf_counter() - began, reason)
 
@@ -519,7 +507,7 @@ class StepThread:
         except (ConfigError, RequestError, EngineFailedError) as error:
             return bounded_text(error)
         except BaseException:
-            self._wake()  # with the weights that it has
+            self.wake()  # with the weights that it has
             raise
         return None
 

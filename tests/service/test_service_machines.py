@@ -18,7 +18,7 @@ from stepgraph.runtime.errors import (
     SendTimeoutError,
 )
 from stepgraph.runtime.service.dispatcher import Dispatcher
-from stepgraph.runtime.service.request_handle import DeltaReader, HandleState, RequestHandle
+from stepgraph.runtime.service.request_handle import HandleState, RequestHandle
 
 from ..rigs.fake_device import oracle
 from ..rigs.fake_engine import fake_engine, params
@@ -70,7 +70,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.now = 0
         self.count = 0
         self.reads = True
-        self.given: dict[RequestHandle, tuple[list[int], SamplingParams, DeltaReader]] = {}
+        self.given: dict[RequestHandle, tuple[list[int], SamplingParams]] = {}
         self.read: dict[tuple[RequestHandle, int], list[int]] = {}
         self.answers: dict[RequestHandle, object] = {}
         self.fail_at: str | None = None
@@ -134,7 +134,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         except OverloadedError:
             assert self.requests.limits.num_requests == 8
             return
-        self.given[handle] = (prompt, own, DeltaReader(handle))
+        self.given[handle] = (prompt, own)
         self.requests.watch(handle)
 
     @precondition(lambda self: self.given)
@@ -157,7 +157,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         return [h for h in self.given if h.group is None and h.failure is None]
 
     def prepare_one(self, handle: RequestHandle, fails: bool = False) -> None:
-        prompt, own, _ = self.given[handle]
+        prompt, own = self.given[handle]
         try:
             if fails:
                 raise RequestError("injected in the tokenizer")
@@ -220,9 +220,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         if not hasattr(self, "requests"):
             return
         self.requests.check_integrity()
-        for handle, (prompt, own, reader) in self.given.items():
+        for handle, (prompt, own) in self.given.items():
             if self.reads or handle.ended:
-                for delta in reader.read():
+                for delta in handle.read():
                     self.read.setdefault((handle, delta.index), []).extend(delta.token_ids)
                 if handle.paused:
                     self.requests.resume(handle, self.engine)
