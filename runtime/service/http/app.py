@@ -23,6 +23,7 @@ from ...loading.tokenizer import TextTokenizer
 from ...prompt_ids import too_long
 from ...sampling_params import MAX_TOKEN_ID
 from ..async_engine import AsyncEngine
+from ..health import Health
 from .chat import chat
 from .completions import complete
 from .exchange import BodyLimits, Endpoint, Exchange
@@ -80,16 +81,6 @@ class Models(msgspec.Struct):
     object: str = "list"
 
 
-class Health(msgspec.Struct):
-    """The response of `/health` and `/ready`; `step_age` is in seconds."""
-
-    phase: str
-    live: bool
-    ready: bool
-    step_age: float | None
-    reason: str | None
-
-
 class Version(msgspec.Struct):
     """The response of `/version`."""
 
@@ -136,8 +127,7 @@ async def metrics(service: Service, exchange: Exchange) -> None:
 async def _respond_health(service: Service, exchange: Exchange, *, live: bool) -> None:
     state = service.engine.health()
     good = state.live if live else state.ready
-    body = Health(state.phase.value, state.live, state.ready, state.step_age, state.reason)
-    await exchange.respond(body, status=200 if good else 503)
+    await exchange.respond(state, status=200 if good else 503)
 
 
 class Tokens(msgspec.Struct):
@@ -215,7 +205,7 @@ class Operation:
     """An endpoint, with the types of what it reads and sends. Its docstring is the summary."""
 
     handler: Callable[[Service, Exchange], Awaitable[None]]
-    response: type[msgspec.Struct] | None
+    response: type | None
     """None: text in a format of Prometheus."""
     body: type[msgspec.Struct] | None = None
     event: type[msgspec.Struct] | None = None
@@ -346,7 +336,7 @@ def openapi_document(*, needs_key: bool) -> _Json:
 
     `needs_key` is whether requests need an API key, except for `OPEN_PATHS`.
     """
-    kinds: set[type[msgspec.Struct]] = {ErrorBody}
+    kinds: set[type] = {ErrorBody}
     for operation in OPERATIONS.values():
         named = (operation.body, operation.response, operation.event)
         kinds.update(kind for kind in named if kind is not None)
@@ -392,7 +382,7 @@ def _operation(path: str, operation: Operation, needs_key: bool) -> _Json:
     return made
 
 
-def _content(kind: type[msgspec.Struct]) -> _Json:
+def _content(kind: type) -> _Json:
     return {"application/json": {"schema": _ref(kind)}}
 
 
@@ -406,5 +396,5 @@ def _event(kind: type[msgspec.Struct]) -> _Json:
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def _ref(kind: type[msgspec.Struct]) -> _Json:
+def _ref(kind: type) -> _Json:
     return {"$ref": _SCHEMAS.format(name=kind.__name__)}

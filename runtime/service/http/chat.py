@@ -85,7 +85,7 @@ class _Answer(Answer):
 
         Parsers read all of the text, special tokens included, whatever `params` say of these.
         """
-        super().__init__("chatcmpl", model)
+        super().__init__("chatcmpl", model, ChatChunk)
         self._service = service
         self._request = request
         self._tokenizer = service.engine.tokenizer
@@ -133,9 +133,6 @@ class _Answer(Answer):
             if self._request.return_token_ids:
                 chunk.prompt_token_ids = output.prompt_token_ids
         return chunk
-
-    def usage_chunk(self, usage: Usage) -> ChatChunk:
-        return ChatChunk(self.id, self._created, self._model, [], usage)
 
     def _choice(self, delta: Delta, output: RequestOutput) -> ChatChoice:
         """Return a whole completion."""

@@ -56,7 +56,7 @@ class _Answer(Answer):
     """The completions of a request. Choice `i * n + j` is completion j of prompt i."""
 
     def __init__(self, request: CompletionRequest, model: str, texts: TokenTexts) -> None:
-        super().__init__("cmpl", model)
+        super().__init__("cmpl", model, Completion)
         self.prompt_texts: Sequence[str] = ()
         """Of each prompt, to begin its completions with; empty without `echo`, and if prompts are
         truncated: their texts are those of the tokens that remain."""
@@ -80,9 +80,6 @@ class _Answer(Answer):
     ) -> Completion:
         choices = [self._choice(prompt, delta, output)]
         return Completion(self.id, self._created, self._model, choices, usage)
-
-    def usage_chunk(self, usage: Usage) -> Completion:
-        return Completion(self.id, self._created, self._model, [], usage)
 
     def _choice(self, prompt: int, delta: Delta, output: RequestOutput) -> CompletionChoice:
         request = self._request

@@ -23,7 +23,7 @@ from ..request_handle import Delta
 from .exchange import Exchange, event
 from .http_errors import HttpError
 from .requests import SamplingRequest
-from .responses import OptionalUsage, Usage
+from .responses import ChatChunk, Completion, OptionalUsage, Usage
 from .unknown_fields import UnknownFields
 
 if TYPE_CHECKING:  # it needs prometheus-client
@@ -72,11 +72,12 @@ class Service:
 class Answer(ABC):
     """The response to one HTTP request, in the shape of its endpoint."""
 
-    def __init__(self, kind: str, model: str) -> None:
-        """`kind` begins its id."""
+    def __init__(self, kind: str, model: str, event: type[Completion] | type[ChatChunk]) -> None:
+        """`kind` begins its id; `event` is the type of what a stream sends."""
         self.id = f"{kind}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model
+        self._event = event
 
     @abstractmethod
     def whole(
@@ -90,9 +91,9 @@ class Answer(ABC):
     ) -> msgspec.Struct:
         """Return the event for what a completion of a prompt gained; `output` is the newest."""
 
-    @abstractmethod
     def usage_chunk(self, usage: Usage) -> msgspec.Struct:
         """Return the event that only reports the usage."""
+        return self._event(self.id, self._created, self._model, [], usage)
 
 
 async def generate(
@@ -122,7 +123,7 @@ async def generate(
             for stream in streams:
                 await stream.accepted()
             await exchange.start_events()
-            await _EventStream(exchange, answer, streams, *request.usage_reports()).run()
+            await _send_events(exchange, answer, streams, *request.usage_reports())
         else:
             outputs = await asyncio.gather(*[stream.finish() for stream in streams])
             for output in outputs:
@@ -138,55 +139,43 @@ async def generate(
             await stream.aclose()
 
 
-class _EventStream:
-    """Sends the deltas of several streams as events of one response."""
+async def _send_events(
+    exchange: Exchange,
+    answer: Answer,
+    streams: Sequence[AsyncStream],
+    reports_usage: bool,
+    always_reports_usage: bool,
+) -> None:
+    """Send the deltas of several streams as events of one response, up to its end."""
+    num_tokens = 0
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        answer: Answer,
-        streams: Sequence[AsyncStream],
-        reports_usage: bool,
-        always_reports_usage: bool,
-    ) -> None:
-        self._exchange = exchange
-        self._answer = answer
-        self._streams = streams
-        self._reports_usage = reports_usage
-        self._always_reports_usage = always_reports_usage
-        self._num_tokens = 0
-
-    async def run(self) -> None:
-        """Send all events, up to the one that ends the stream."""
-        # In tasks of their own: a wake-up would pass through the coroutines of all middleware.
-        tasks = [
-            asyncio.create_task(self._send_deltas(number)) for number in range(len(self._streams))
-        ]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            usage = _usage(self._streams, self._num_tokens)
-            _note_usage(self._exchange, usage)
-        end = event(self._answer.usage_chunk(usage)) + DONE if self._reports_usage else DONE
-        await self._exchange.send_events(end, last=True)
-
-    async def _send_deltas(self, number: int) -> None:
-        """Send the events of one prompt: those that are ready together, in one message."""
-        stream, answer = self._streams[number], self._answer
+    async def send_deltas(number: int, stream: AsyncStream) -> None:
+        """Send the events of one prompt: the deltas that are ready together, in one message."""
+        nonlocal num_tokens
         while deltas := await stream.next_deltas():
             output = stream.output
             assert output is not None
             events = []
             for delta in deltas:
-                self._num_tokens += len(delta.token_ids)
-                usage: OptionalUsage = None if self._reports_usage else UNSET
-                if self._always_reports_usage:
-                    usage = _usage(self._streams, self._num_tokens)
+                num_tokens += len(delta.token_ids)
+                usage: OptionalUsage = None if reports_usage else UNSET
+                if always_reports_usage:
+                    usage = _usage(streams, num_tokens)
                 events.append(event(answer.chunk(number, delta, output, usage)))
-            await self._exchange.send_events(b"".join(events))
+            await exchange.send_events(b"".join(events))
+
+    # In tasks of their own: a wake-up would pass through the coroutines of all middleware.
+    tasks = [asyncio.create_task(send_deltas(*numbered)) for numbered in enumerate(streams)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        usage = _usage(streams, num_tokens)
+        _note_usage(exchange, usage)
+    end = event(answer.usage_chunk(usage)) + DONE if reports_usage else DONE
+    await exchange.send_events(end, last=True)
 
 
 def _usage(streams: Sequence[AsyncStream], num_tokens: int) -> Usage:

@@ -497,11 +497,32 @@ class ChatOutput:
             events += self._parser.finish()
         if self._one_call:
             events = [event for event in events if getattr(event, "index", 0) == 0]
-        message = _message(events, self._shown)
-        self._has_calls |= bool(message.tool_calls)
+        content = reasoning = ""
+        calls: dict[int, ToolCall] = {}
+        for event in events:
+            match event:
+                case ContentDelta(text):
+                    content += text
+                case ReasoningDelta(text):
+                    reasoning += text
+                case ToolCallBegin(index, call_id, name):
+                    calls[index] = ToolCall(Function("", name), index, call_id, "function")
+                case ToolCallArguments(index, text):
+                    call = calls.setdefault(index, ToolCall(Function(""), index))
+                    call.function.arguments += text
+        message = ChatMessage()
+        if content := self._shown(content):
+            message.content = content
+        if reasoning := self._shown(reasoning, is_reasoning=True):
+            message.reasoning_content = message.reasoning = reasoning
+        for call in calls.values():
+            call.function.arguments = self._shown(call.function.arguments)
+        if calls:
+            message.tool_calls = list(calls.values())
+            self._has_calls = True
         return message
 
-    def _shown(self, text: str, is_reasoning: bool) -> str:
+    def _shown(self, text: str, *, is_reasoning: bool = False) -> str:
         if is_reasoning or not self._keeps_special:
             for hidden in self._hidden:
                 text = text.replace(hidden, "")
@@ -575,30 +596,3 @@ def _find(kind: str, name: str) -> Callable[..., TextParser]:
             field=f"{kind}_parser",
         ) from error
     return loaded
-
-
-def _message(events: Sequence[OutputEvent], shown: Callable[[str, bool], str]) -> ChatMessage:
-    """Return a message of events; `shown` returns what is shown of a text, or of a reasoning."""
-    content = reasoning = ""
-    calls: dict[int, ToolCall] = {}
-    for event in events:
-        match event:
-            case ContentDelta(text):
-                content += text
-            case ReasoningDelta(text):
-                reasoning += text
-            case ToolCallBegin(index, call_id, name):
-                calls[index] = ToolCall(Function("", name), index, call_id, "function")
-            case ToolCallArguments(index, text):
-                call = calls.setdefault(index, ToolCall(Function(""), index))
-                call.function.arguments += text
-    message = ChatMessage()
-    if content := shown(content, False):
-        message.content = content
-    if reasoning := shown(reasoning, True):
-        message.reasoning_content = message.reasoning = reasoning
-    for call in calls.values():
-        call.function.arguments = shown(call.function.arguments, False)
-    if calls:
-        message.tool_calls = list(calls.values())
-    return message
