@@ -47,9 +47,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._write_seconds = send_timeout + GRACE_SECONDS
         self._num_unparsed = 0  # bytes since the last end of a head, or piece of a body
         self._reads_head = True
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # of a head, and of writing
         self._cycles: list[RequestResponseCycle] = []  # uvicorn forgets those before the last
-        self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -57,11 +56,11 @@ class LimitedConnection(HttpToolsProtocol):
         sock = transport.get_extra_info("socket")
         if sock.family in (socket.AF_INET, socket.AF_INET6) and _NOTSENT_LOWAT is not None:
             sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, UNSENT_BYTES)
-        self._start_timer()
+        self._abort_after("head", HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self._stop_write_timer()
+        self._cancel("head")
+        self._cancel("write")
         super().connection_lost(exc)
         for cycle in self._cycles:
             cycle.disconnected |= not cycle.response_complete
@@ -78,8 +77,9 @@ class LimitedConnection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
             return
-        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._start_timer()  # the rest of a body, or empty lines before a head
+        if "head" not in self._timers and (self.cycle is None or self.cycle.response_complete):
+            # The rest of a body, or empty lines before a head.
+            self._abort_after("head", HEAD_SECONDS)
 
     def _parse(self, data: memoryview) -> None:
         while data:
@@ -112,14 +112,14 @@ class LimitedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._reads_head = True
-        self._start_timer()
+        self._abort_after("head", HEAD_SECONDS)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reads_head:  # trailers are ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._stop_timer()
+        self._cancel("head")
         self._reads_head = False
         self._num_unparsed = 0
         if self._is_upgrade:
@@ -141,26 +141,21 @@ class LimitedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stop_write_timer()
-        self._write_timer = self.loop.call_later(self._write_seconds, self.transport.abort)
+        self._abort_after("write", self._write_seconds)
 
     def resume_writing(self) -> None:
-        self._stop_write_timer()
+        self._cancel("write")
         super().resume_writing()
 
-    def _start_timer(self) -> None:
-        self._stop_timer()
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+    def _abort_after(self, name: str, seconds: float) -> None:
+        """Start a timer, or start it again, that closes the connection."""
+        self._cancel(name)
+        self._timers[name] = self.loop.call_later(seconds, self.transport.abort)
 
-    def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+    def _cancel(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
 
 
 class _Exchange(RequestResponseCycle):

@@ -10,7 +10,7 @@ from typing import Any
 from ....profiling.command_line import CommandParser
 from ...config import EngineConfig
 from ...errors import ConfigError
-from ...tools.arguments import add_config_flags, flag_type, parse_bytes
+from ...tools.arguments import add_config_flags, flag_type, integer, parse_bytes
 from ..service_config import ServiceConfig
 
 __all__ = [
@@ -79,7 +79,7 @@ def make_parser() -> CommandParser:
     )
     http.add_argument(
         "--port",
-        type=flag_type(_port, "a port, 0 to 65535"),
+        type=integer(0, 65535),
         default=8000,
         metavar="N",
         help="TCP port, 0 for a free one (default: %(default)s)",
@@ -176,13 +176,6 @@ def _non_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("it is empty")
     return text
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port < 1 << 16:
-        raise ValueError
-    return port
 
 
 def _seconds(text: str) -> float:
