@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,6 @@ OLDEST, TOO_NEW = (2, 60), (2, 61)
 """Releases of Ray Serve whose interfaces of routers and autoscaling are those used here."""
 
 _INSTALL = 'pip install "stepgraph[ray]"'
-_MODULES = ("ray.serve", "starlette", "msgspec", "prometheus_client")
-"""What the extra installs and the replicas import."""
 
 
 def build(args: Mapping[str, Any]) -> Application:
@@ -148,7 +145,7 @@ def replica_bundle(options: ReplicaOptions) -> dict[str, float]:
 
 
 def check_ray() -> None:
-    """Raise `ConfigError` unless the extra `ray` is installed, with a supported version of Ray."""
+    """Raise `ConfigError` unless a supported version of Ray is installed."""
     try:
         version = metadata.version("ray")
     except metadata.PackageNotFoundError as error:
@@ -159,11 +156,6 @@ def check_ray() -> None:
             f"Ray {version} is installed; supported are versions from {_text(OLDEST)} and below"
             f" {_text(TOO_NEW)}: {_INSTALL}"
         )
-    for name in _MODULES:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(f"replicas need {name} ({error}): {_INSTALL}") from error
 
 
 def _text(release: tuple[int, int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
@@ -143,16 +142,8 @@ def _read(name: str, value: Any) -> Any:
 
 def _config(name: str, kind: Any, defaults: Mapping[str, Any], values: Any) -> Any:
     """Return the configuration of an engine or its service, with lists as tuples."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{name} is {bounded_repr(values)}; allowed is a mapping of its fields")
-    names = [field.name for field in dataclasses.fields(kind)]
-    unknown = [field for field in values if field not in names]
-    if unknown:
-        raise ConfigError(
-            f"there is no argument {name}.{bounded_repr(unknown[0])}: known are {', '.join(names)}"
-        )
-    plain = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     try:
+        plain = {k: tuple(v) if isinstance(v, list) else v for k, v in dict(values).items()}
         return kind(**{**defaults, **plain})
-    except ConfigError as error:
+    except (ConfigError, TypeError, ValueError) as error:  # also unknown names
         raise ConfigError(f"{name}: {error}") from error
