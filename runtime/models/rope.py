@@ -25,10 +25,23 @@ __all__ = [
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"]
 
-_LEAST_NUMBER, _MOST_NUMBER = 1e-9, 1e9
+_LEAST, _MOST = 1e-9, 1e9
 """Of factors: their logarithms and quotients stay finite in float32."""
-_MOST_POSITIONS = 2**31 - 1
-_BOUND = f" (numbers from {_LEAST_NUMBER:g} to {_MOST_NUMBER:g} are supported)"
+
+_RANGES = (
+    ("factor", 1.0, _MOST),
+    ("original_max_position_embeddings", 1, 2**31 - 1),
+    ("low_freq_factor", _LEAST, _MOST),
+    ("high_freq_factor", _LEAST, _MOST),
+    ("beta_fast", _LEAST, _MOST),
+    ("beta_slow", _LEAST, _MOST),
+    ("short_factor", _LEAST, _MOST),
+    ("long_factor", _LEAST, _MOST),
+    ("attention_factor", _LEAST, _MOST),
+    ("mscale", 0.0, _MOST),
+    ("mscale_all_dim", 0.0, _MOST),
+)
+"""Fields of `RopeScaling`, with the least and the largest value; in a list, of each number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,45 +93,24 @@ class RopeScaling:
                 f"rope type {bounded_repr(self.type)} is not supported; supported are "
                 + ", ".join(map(repr, get_args(RopeType)))
             )
-        if not 1 <= self.factor <= _MOST_NUMBER:
-            raise ConfigError(f"rope factor = {self.factor} must be a number of at least 1{_BOUND}")
-        shortest = 2 if self.type == "longrope" else 1
-        if self.type not in ("default", "linear") and not (
-            shortest <= self.original_max_position_embeddings <= _MOST_POSITIONS
-        ):
-            raise ConfigError(
-                "rope original_max_position_embeddings = "
-                f"{bounded_repr(self.original_max_position_embeddings)} must be at least "
-                f"{shortest} and at most {_MOST_POSITIONS}"
-            )
-        if self.type == "llama3" and not (
-            _LEAST_NUMBER <= self.low_freq_factor < self.high_freq_factor <= _MOST_NUMBER
-        ):
-            raise ConfigError(
-                f"rope low_freq_factor = {self.low_freq_factor} must be above 0 and below "
-                f"high_freq_factor = {self.high_freq_factor}{_BOUND}"
-            )
-        if self.type == "yarn" and not (
-            _LEAST_NUMBER <= self.beta_slow <= self.beta_fast <= _MOST_NUMBER
-        ):
-            raise ConfigError(
-                f"rope beta_slow = {self.beta_slow} must be above 0 and at most "
-                f"beta_fast = {self.beta_fast}{_BOUND}"
-            )
-        for name in ("short_factor", "long_factor"):
-            for value in getattr(self, name):
-                if not _LEAST_NUMBER <= value <= _MOST_NUMBER:
-                    raise ConfigError(f"rope {name} lists {value}, not a number above 0{_BOUND}")
-        for name, least in (
-            ("attention_factor", _LEAST_NUMBER),
-            ("mscale", 0.0),
-            ("mscale_all_dim", 0.0),
-        ):
+        for name, least, most in _RANGES:
             value = getattr(self, name)
-            if value is not None and not least <= value <= _MOST_NUMBER:
-                raise ConfigError(
-                    f"rope {name} = {value} must be a number from {least:g} to {_MOST_NUMBER:g}"
-                )
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and not least <= number <= most:
+                    raise ConfigError(
+                        f"rope {name} = {bounded_repr(number)} must be from {least:g} to {most:g}"
+                    )
+        if self.type == "longrope" and self.original_max_position_embeddings < 2:
+            raise ConfigError("rope original_max_position_embeddings = 1 must be at least 2")
+        if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ConfigError(
+                f"rope low_freq_factor = {self.low_freq_factor} must be below "
+                f"high_freq_factor = {self.high_freq_factor}"
+            )
+        if self.type == "yarn" and self.beta_slow > self.beta_fast:
+            raise ConfigError(
+                f"rope beta_slow = {self.beta_slow} must be at most beta_fast = {self.beta_fast}"
+            )
 
     @property
     def amplitude(self) -> float:
