@@ -23,6 +23,7 @@ from ..models.drafters.drafter import (
     DrafterConfig,
     DrafterKind,
     DraftModel,
+    check_fits,
     within_window,
 )
 from ..models.drafters.feature_head import (
@@ -202,11 +203,7 @@ def _check_vocabulary(
     found: Source, model: ModelConfig, target: ModelConfig, target_directory: Path | None
 ) -> None:
     name = bounded_text(found.name)
-    if model.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"the draft model {name} has vocab_size = {model.vocab_size}, the model that it drafts"
-            f" for {target.vocab_size}: use a draft model with the same tokenizer"
-        )
+    check_fits(name, {"vocab_size": (model.vocab_size, target.vocab_size)})
     if found.directory is None or target_directory is None:
         return
     ours, theirs = found.directory / _TOKENIZER, target_directory / _TOKENIZER

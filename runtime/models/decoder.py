@@ -28,14 +28,14 @@ from ..kernels.cpu.sampling import (
     reference_rotations,
     rotations,
 )
-from ..kernels.ops.layer_operations import Residual
+from ..kernels.ops.layer_operations import Attend, Residual
 from ..kernels.ops.layer_plan import BoundModel, LayerPlan, ModelPlan
 from ..kernels.ops.parameter import Parameter
 from ..operation_scopes import operation
 from ..rope_lengths import UNLIMITED, RopeLengths
 from .config import DecoderConfig, ModelConfig, Rope
 from .modules import Projection, RMSNorm, ShardedVocabulary, Vector, each_token
-from .operations import LayerStep, bind, collectives_of
+from .operations import Binding, LayerStep, bind, collectives_of
 from .plan import model_plan, plan_of, rope_kinds
 from .rope import inverse_frequencies, pair_amplitudes, pair_exponents
 
@@ -45,6 +45,7 @@ __all__ = [
     "Layer",
     "LayerStack",
     "attention_specs",
+    "layer_spec",
     "rope_lengths",
 ]
 
@@ -83,48 +84,39 @@ class FrequenciesByLength(nn.Module):
 
     def __init__(self, kinds: Sequence[Rope], head_dim: int, device: torch.device) -> None:
         super().__init__()
-        self._kinds = nn.ModuleList(_Kind(rope, head_dim, device) for rope in kinds)
+        self._kinds = tuple((rope, rope.dim(head_dim)) for rope in kinds)
+        short_KE = torch.stack([inverse_frequencies(rope, head_dim) for rope in kinds])
+        long_KE = short_KE.clone()
+        for long_E, (rope, dim) in zip(long_KE, self._kinds, strict=True):
+            pairs = pair_exponents(dim)
+            if rope.scaling.type == "longrope":
+                divisors = torch.tensor(rope.scaling.long_factor) * rope.theta**pairs
+                long_E[: len(pairs)] = 1.0 / divisors
+            elif rope.scaling.type == "dynamic":
+                long_E[: len(pairs)] = pairs
+        self._short_KE = nn.Buffer(short_KE.to(device), persistent=False)
+        self._long_KE = nn.Buffer(long_KE.to(device), persistent=False)
+        """`longrope`: frequencies beyond the first context; `dynamic`: exponents of the base."""
 
     def forward(self, lengths_T: Tensor) -> Tensor:
         """Return radians per position, float32 `[K, T, E]`.
 
         `lengths_T`, int64, are the lengths whose parameters rotate each token.
         """
-        return torch.stack([kind(lengths_T) for kind in self._kinds])
+        return torch.stack([self._of(kind, lengths_T) for kind in range(len(self._kinds))])
 
-
-class _Kind(nn.Module):
-    """The frequencies of one rotation."""
-
-    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
-        super().__init__()
-        scaling, dim = rope.scaling, rope.dim(head_dim)
-        short_E = inverse_frequencies(rope, head_dim)
-        self._type, self._theta, self._dim = scaling.type, rope.theta, dim
-        self._factor, self._first = scaling.factor, scaling.original_max_position_embeddings
-        self._short = nn.Buffer(short_E.to(device), persistent=False)
-        long_E = short_E.clone()
-        if scaling.type == "longrope":
-            rotated = 1.0 / (torch.tensor(scaling.long_factor) * rope.theta ** pair_exponents(dim))
-            long_E[: rotated.numel()] = rotated
-        elif scaling.type == "dynamic":
-            long_E.zero_()
-            long_E[: (dim + 1) // 2] = pair_exponents(dim)
-        self._long = nn.Buffer(long_E.to(device), persistent=False)
-        """`longrope`: frequencies beyond the first context; `dynamic`: exponents of the base."""
-
-    def forward(self, lengths_T: Tensor) -> Tensor:
-        """Return `[T, E]`."""
-        if self._type not in ("longrope", "dynamic"):
-            return self._short.expand(lengths_T.shape[0], -1)
-        beyond_T1 = (lengths_T > self._first)[:, None]
-        if self._type == "longrope":
-            return torch.where(beyond_T1, self._long, self._short)
-        grown_T = self._factor * lengths_T.float() / self._first - (self._factor - 1)
-        # Of lengths within the context, which are not used, the base could be negative.
-        base_T = self._theta * grown_T.clamp(min=1.0) ** (self._dim / (self._dim - 2))
-        long_TE = torch.where(self._short == 0.0, 0.0, base_T[:, None] ** -self._long)
-        return torch.where(beyond_T1, long_TE, self._short)
+    def _of(self, kind: int, lengths_T: Tensor) -> Tensor:
+        """Return the frequencies of one rotation, `[T, E]`."""
+        (rope, dim), short_E, long_TE = self._kinds[kind], self._short_KE[kind], self._long_KE[kind]
+        scaling, first = rope.scaling, rope.scaling.original_max_position_embeddings
+        if not scaling.by_length:
+            return short_E.expand(lengths_T.shape[0], -1)
+        if scaling.type == "dynamic":
+            grown_T = scaling.factor * lengths_T.float() / first - (scaling.factor - 1)
+            # Of lengths within the context, which are not used, the base could be negative.
+            base_T = rope.theta * grown_T.clamp(min=1.0) ** (dim / (dim - 2))
+            long_TE = torch.where(short_E == 0.0, 0.0, base_T[:, None] ** -long_TE)
+        return torch.where((lengths_T > first)[:, None], long_TE, short_E)
 
 
 # The layers of a plan and the norm after them: hidden states to hidden states.
@@ -142,13 +134,9 @@ class Layer(nn.Module):
         self, plan: LayerPlan, kernels: Kernels, place: LayerPlace, storage: Storage
     ) -> None:
         super().__init__()
+        to = Binding(self._module, kernels, place, storage)
         self._operations = [
-            (
-                op.name,
-                op.scale
-                if isinstance(op, Residual)
-                else bind(op, self._module, kernels, place, storage),
-            )
+            (op.name, op.scale if isinstance(op, Residual) else bind(op, to))
             for op in plan.operations
         ]
         """Name and function of each operation; of residual additions, the factor of the value."""
@@ -536,6 +524,18 @@ class Decoder(LayerStack):
             return capped(logits, cap)
 
 
+def layer_spec(
+    attend: Attend, element_bytes: int, scale_bytes: int, window: int | None
+) -> LayerSpec:
+    """Return the cache layout of a layer; `window` are the tokens that it attends to, None: all."""
+    sizes = (attend.kv_heads, attend.head_dim, element_bytes, scale_bytes)
+    if attend.shared_values:
+        return LatentSpec(*sizes)
+    if window is None:
+        return FullAttentionSpec(*sizes)
+    return SlidingWindowSpec(*sizes, window=window)
+
+
 def attention_specs(
     config: DecoderConfig, element_bytes: int, scale_bytes: int = 0
 ) -> list[LayerSpec]:
@@ -543,14 +543,5 @@ def attention_specs(
 
     `element_bytes` is the size of a stored element, `scale_bytes` that of the scale of a vector.
     """
-    specs: list[LayerSpec] = []
-    for layer in plan_of(config).layers:
-        attend = layer.attend
-        sizes = (attend.kv_heads, attend.head_dim, element_bytes, scale_bytes)
-        if attend.shared_values:
-            specs.append(LatentSpec(*sizes))
-        elif attend.reach:
-            specs.append(SlidingWindowSpec(*sizes, window=attend.reach))
-        else:
-            specs.append(FullAttentionSpec(*sizes))
-    return specs
+    attends = [layer.attend for layer in plan_of(config).layers]
+    return [layer_spec(a, element_bytes, scale_bytes, a.reach or None) for a in attends]

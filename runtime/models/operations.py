@@ -10,7 +10,7 @@ what latent attention caches of a token, F features, K kinds of rotation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, singledispatch
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ from ..kernels.ops.parameter import Parameter
 from .modules import HeadProjection, Projection, RMSNorm, Vector, each_token, mean_square
 from .rope import rotate
 
-__all__ = ["LayerStep", "Run", "bind", "collectives_of"]
+__all__ = ["Binding", "LayerStep", "Run", "bind", "collectives_of"]
 
 
 class LayerStep(NamedTuple):
@@ -60,57 +60,35 @@ Module = Callable[[Parameter, Callable[[], nn.Module]], Any]
 """Returns the module that holds a parameter, made by the second argument if there is none yet."""
 
 
-def bind(
-    operation: Operation, module: Module, kernels: Kernels, place: LayerPlace, storage: str
-) -> Run:
-    """Return an operation of a layer as a function of its value and the step.
+class Binding(NamedTuple):
+    """What operations of a layer are bound to."""
 
-    Args:
-        operation: of the plan; `Residual` is none of these.
-        module: returns the modules that hold its parameters.
-        kernels: of linear layers and attention.
-        place: of the layer in the cache.
-        storage: how the cache stores vectors.
-    """
-    match operation:
-        case Norm():
-            return _norm(operation, module, kernels)
-        case JoinNorms():
-            return _join_norms(operation, module, kernels)
-        case Linear():
-            return _linear(operation, module, kernels)
-        case QKNorm():
-            return _qk_norm(operation, module, kernels)
-        case Rotate():
-            return _rotate(operation)
-        case Attend():
-            return _attend(operation, module, kernels, place, storage)
-        case Activate():
-            return _activate(operation, kernels)
-        case Experts():
-            return _experts(operation, module, kernels)
-        case LatentRotate():
-            return _latent_rotate(operation)
-        case QueriesToLatent():
-            return _queries_to_latent(operation, module, kernels)
-        case LatentKeys():
-            return _latent_keys(operation, module, kernels)
-        case LatentToValues():
-            return _latent_to_values(operation, module, kernels)
-        case AllReduce():
-            return _all_reduce(kernels)
-        case _:
-            raise TypeError(f"no plain version of {operation}")
+    module: Module
+    """Returns the modules that hold the parameters."""
+    kernels: Kernels
+    """Of linear layers and attention."""
+    place: LayerPlace
+    """Of the layer in the cache."""
+    storage: str
+    """How the cache stores vectors."""
 
 
-def _norm(op: Norm, module: Module, kernels: Kernels) -> Run:
-    norm = module(op.weight, lambda: RMSNorm(op.eps, offset=op.offset))
-    return _on_part(each_token(kernels, norm), op.part)
+@singledispatch
+def bind(op: Operation, to: Binding) -> Run:
+    """Return an operation, but no `Residual`, as a function of its value and the step."""
+    raise TypeError(f"no plain version of {op}")
 
 
-def _join_norms(op: JoinNorms, module: Module, kernels: Kernels) -> Run:
+@bind.register
+def _norm(op: Norm, to: Binding) -> Run:
+    norm = to.module(op.weight, lambda: RMSNorm(op.eps, offset=op.offset))
+    return _on_part(each_token(to.kernels, norm), op.part)
+
+
+@bind.register
+def _join_norms(op: JoinNorms, to: Binding) -> Run:
     def norm(weight: Parameter) -> Callable[[Tensor], Tensor]:
-        return each_token(kernels, module(weight, lambda: RMSNorm(op.eps, offset=op.offset)))
+        return each_token(to.kernels, to.module(weight, lambda: RMSNorm(op.eps, offset=op.offset)))
 
     of_embeddings = norm(op.embeddings)
     of_hidden = None if op.hidden is None else norm(op.hidden)
@@ -123,8 +101,9 @@ def _join_norms(op: JoinNorms, module: Module, kernels: Kernels) -> Run:
     return run
 
 
-def _linear(op: Linear, module: Module, kernels: Kernels) -> Run:
-    linear = module(op.weight, lambda: Projection(kernels, op.out_features, op.in_features))
+@bind.register
+def _linear(op: Linear, to: Binding) -> Run:
+    linear = to.module(op.weight, lambda: Projection(to.kernels, op.out_features, op.in_features))
     if not op.split:
         return _on_part(linear, op.part)
     sizes, unit = op.split, op.unit
@@ -139,12 +118,13 @@ def _on_part(function: Callable[[Tensor], Tensor], part: int | None) -> Run:
     return lambda parts, step: (*parts[:part], function(parts[part]), *parts[part + 1 :])
 
 
-def _qk_norm(op: QKNorm, module: Module, kernels: Kernels) -> Run:
-    q_norm = module(op.q, lambda: RMSNorm(op.eps, offset=op.offset))
-    k_norm = module(op.k, lambda: RMSNorm(op.eps, offset=op.offset))
+@bind.register
+def _qk_norm(op: QKNorm, to: Binding) -> Run:
+    q_norm = to.module(op.q, lambda: RMSNorm(op.eps, offset=op.offset))
+    k_norm = to.module(op.k, lambda: RMSNorm(op.eps, offset=op.offset))
     if op.ranks > 1 and op.all_heads:
-        return _qk_norm_of_ranks(op, q_norm, k_norm, kernels)
-    q_norm, k_norm = each_token(kernels, q_norm), each_token(kernels, k_norm)
+        return _qk_norm_of_ranks(op, q_norm, k_norm, to.kernels)
+    q_norm, k_norm = each_token(to.kernels, q_norm), each_token(to.kernels, k_norm)
     if not op.all_heads:
         return lambda qkv, step: (q_norm(qkv[0]), k_norm(qkv[1]), qkv[2])
 
@@ -177,12 +157,14 @@ def collectives_of(kernels: Kernels) -> Collectives:
     return kernels.collectives
 
 
-def _all_reduce(kernels: Kernels) -> Run:
-    collectives = collectives_of(kernels)
+@bind.register
+def _all_reduce(op: AllReduce, to: Binding) -> Run:
+    collectives = collectives_of(to.kernels)
     return lambda x_TF, step: collectives.all_reduce(x_TF)
 
 
-def _rotate(op: Rotate) -> Run:
+@bind.register
+def _rotate(op: Rotate, to: Binding) -> Run:
     kind = op.kind
 
     def run(qkv: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,13 +175,14 @@ def _rotate(op: Rotate) -> Run:
     return run
 
 
-def _attend(op: Attend, module: Module, kernels: Kernels, place: LayerPlace, storage: str) -> Run:
-    sinks = None if op.sinks is None else module(op.sinks, Vector)
-    attention, features = kernels.attention, op.features
+@bind.register
+def _attend(op: Attend, to: Binding) -> Run:
+    sinks = None if op.sinks is None else to.module(op.sinks, Vector)
+    attention, features = to.kernels.attention, op.features
     temper = None
     if op.temperature is not None:
-        temper = each_token(kernels, partial(_tempered, op.temperature))
-    constants = (op.scale, op.window, op.softcap, storage, op.value_dim, op.chunk)
+        temper = each_token(to.kernels, partial(_tempered, op.temperature))
+    constants = (op.scale, op.window, op.softcap, to.storage, op.value_dim, op.chunk)
 
     def run(value: tuple[Tensor, ...], step: LayerStep) -> Tensor:
         q_THE, k_TGE, *values = value
@@ -207,7 +190,7 @@ def _attend(op: Attend, module: Module, kernels: Kernels, place: LayerPlace, sto
             q_THE = temper(q_THE, step.batch.positions)
         form = AttentionForm(*constants, None if sinks is None else sinks.weight)
         v_TGE = values[0] if values else None
-        attended_THE = attention(q_THE, k_TGE, v_TGE, step.arena, place, step.batch, form)
+        attended_THE = attention(q_THE, k_TGE, v_TGE, step.arena, to.place, step.batch, form)
         return attended_THE.reshape(q_THE.shape[0], features)
 
     return run
@@ -220,24 +203,26 @@ def _tempered(temperature: AttentionTemperature, q_THE: Tensor, positions_T: Ten
     return (q_THE * factors_T[:, None, None]).to(q_THE.dtype)
 
 
-def _activate(op: Activate, kernels: Kernels) -> Run:
-    gated = each_token(kernels, gated_activation(op))
+@bind.register
+def _activate(op: Activate, to: Binding) -> Run:
+    gated = each_token(to.kernels, gated_activation(op))
     return lambda gate_up, step: gated(*gate_up)
 
 
-def _experts(op: Experts, module: Module, kernels: Kernels) -> Run:
-    router = module(op.router, Vector)
+@bind.register
+def _experts(op: Experts, to: Binding) -> Run:
+    router = to.module(op.router, Vector)
     correction = None
     if op.correction is not None:
         dtype = op.correction.dtype
-        correction = module(op.correction, lambda: Vector(dtype))
+        correction = to.module(op.correction, lambda: Vector(dtype))
 
     def projection(weight: Parameter) -> Any:
         rows, columns = weight.shape
-        return module(weight, lambda: Projection(kernels, rows, columns, weight.matrices))
+        return to.module(weight, lambda: Projection(to.kernels, rows, columns, weight.matrices))
 
     gate_up, down = projection(op.gate_up), projection(op.down)
-    run_experts = kernels.experts
+    run_experts = to.kernels.experts
 
     def run(x_TD: Tensor, step: LayerStep) -> Tensor:
         tensors = ExpertTensors(
@@ -252,7 +237,8 @@ def _experts(op: Experts, module: Module, kernels: Kernels) -> Run:
     return run
 
 
-def _latent_rotate(op: LatentRotate) -> Run:
+@bind.register
+def _latent_rotate(op: LatentRotate, to: Binding) -> Run:
     heads, sizes, interleaved, kind = op.heads, (op.nope, op.rope), op.interleaved, op.kind
 
     def run(value: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, ...]:
@@ -267,9 +253,10 @@ def _latent_rotate(op: LatentRotate) -> Run:
     return run
 
 
-def _queries_to_latent(op: QueriesToLatent, module: Module, kernels: Kernels) -> Run:
-    kv_up = module(op.kv_up, lambda: HeadProjection(op.keys))
-    project = each_token(kernels, kv_up.queries_to_latent)
+@bind.register
+def _queries_to_latent(op: QueriesToLatent, to: Binding) -> Run:
+    kv_up = to.module(op.kv_up, lambda: HeadProjection(op.keys))
+    project = each_token(to.kernels, kv_up.queries_to_latent)
 
     def run(value: tuple[Tensor, Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, ...]:
         plain_THE, turned_THE, latent_TR, key_T1E = value
@@ -279,8 +266,9 @@ def _queries_to_latent(op: QueriesToLatent, module: Module, kernels: Kernels) ->
     return run
 
 
-def _latent_keys(op: LatentKeys, module: Module, kernels: Kernels) -> Run:
-    norm = each_token(kernels, module(op.weight, lambda: RMSNorm(op.eps)))
+@bind.register
+def _latent_keys(op: LatentKeys, to: Binding) -> Run:
+    norm = each_token(to.kernels, to.module(op.weight, lambda: RMSNorm(op.eps)))
 
     def run(value: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, Tensor]:
         q_THC, latent_TR, key_T1E = value
@@ -289,9 +277,10 @@ def _latent_keys(op: LatentKeys, module: Module, kernels: Kernels) -> Run:
     return run
 
 
-def _latent_to_values(op: LatentToValues, module: Module, kernels: Kernels) -> Run:
-    kv_up = module(op.kv_up, lambda: HeadProjection(op.keys))
-    project = each_token(kernels, kv_up.latent_to_values)
+@bind.register
+def _latent_to_values(op: LatentToValues, to: Binding) -> Run:
+    kv_up = to.module(op.kv_up, lambda: HeadProjection(op.keys))
+    project = each_token(to.kernels, kv_up.latent_to_values)
     heads = op.kv_up.shape[0]
 
     def run(attended_TF: Tensor, step: LayerStep) -> Tensor:

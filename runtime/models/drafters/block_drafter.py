@@ -32,7 +32,7 @@ from ...kernels.ops.layer_plan import ModelPlan
 from ...kernels.ops.parameter import Parameter, Source
 from ..config import ModelConfig
 from ..decoder import Decoder
-from ..families import FAMILIES, Json, read_field, read_optional
+from ..families import Json, read_field, read_optional
 from ..modules import Projection, RMSNorm, Vector, mean_square
 from ..plan import linear, model_plan, vector
 from ..rope import rotate
@@ -44,6 +44,8 @@ from .drafter import (
     NewestTokens,
     SharedLayers,
     ascending_layers,
+    check_fits,
+    layer_config,
 )
 
 __all__ = ["BlockDrafter", "block_config", "is_block_drafter"]
@@ -57,7 +59,7 @@ __all__ = ["BlockDrafter", "block_config", "is_block_drafter"]
 
 _ARCHITECTURE = "DFlashDraftModel"
 
-_LAYER_TYPE = "qwen3"
+_LAYER_TYPES = ("qwen3",)
 
 _NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 
@@ -119,16 +121,11 @@ def block_config(
             raise CheckpointError(
                 f"{key} = {bounded_repr(fields[key])} is not supported, only {neutral} is"
             )
-    model = _layer_config(config)
-    for field, ours, theirs in (
-        ("vocab_size", model.vocab_size, target.vocab_size),
-        ("hidden_size", model.hidden_size, target.hidden_size),
-    ):
-        if ours != theirs:
-            raise ConfigError(
-                f"the drafter {name} has {field} = {ours}, the model that it drafts for {theirs}:"
-                " use a drafter that was trained for this model"
-            )
+    if read_optional(config, "attention_bias", bool):
+        raise CheckpointError("attention_bias is set, which block-parallel drafters cannot have")
+    model = layer_config(config, _LAYER_TYPES)
+    sizes = ("vocab_size", "hidden_size")
+    check_fits(name, {field: (getattr(model, field), getattr(target, field)) for field in sizes})
     block_size = read_field(fields, "block_size", int, 16)
     if block_size < 2:
         raise CheckpointError(
@@ -154,19 +151,6 @@ def block_config(
         most_drafts=min(block_size - 1, MOST_DRAFTS),
         parts=parts,
     )
-
-
-def _layer_config(config: Json) -> ModelConfig:
-    model_type = read_field(config, "model_type", str)
-    if model_type != _LAYER_TYPE:
-        raise CheckpointError(
-            f"the layers of the drafter have model_type {bounded_repr(model_type, 60)}; supported"
-            f" is {_LAYER_TYPE}"
-        )
-    if read_optional(config, "attention_bias", bool):
-        raise CheckpointError("attention_bias is set, which block-parallel drafters cannot have")
-    named = {"architectures": [FAMILIES[_LAYER_TYPE].architecture], "tie_word_embeddings": False}
-    return ModelConfig.from_hf({**config, **named})
 
 
 def _is_causal(config: Json, model: ModelConfig) -> bool:

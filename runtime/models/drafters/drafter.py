@@ -18,7 +18,7 @@ Shape suffixes: T tokens of a step, B rows, F features of the target model, K dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -27,14 +27,9 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from ....cache.spec import (
-    FullAttentionSpec,
-    LatentSpec,
-    LayerGroup,
-    LayerSpec,
-    SlidingWindowSpec,
-)
-from ...errors import ConfigError
+from ....cache.spec import LayerGroup, LayerSpec
+from ...bounded_repr import bounded_repr
+from ...errors import CheckpointError, ConfigError
 from ...kernels import Kernels, RaggedBatch
 from ...kernels.cpu.drafted import linear_most_likely
 from ...kernels.cpu.sampling import fused_most_likely
@@ -42,7 +37,8 @@ from ...kernels.ops.layer_operations import Attend, Operation
 from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ...kernels.ops.parameter import Parameter
 from ..config import ModelConfig
-from ..decoder import Decoder, LayerStack
+from ..decoder import Decoder, LayerStack, layer_spec
+from ..families import FAMILIES, Json, read_field
 from ..modules import Projection, ShardedVocabulary
 from ..plan import parameter_bytes, rope_kinds
 
@@ -60,6 +56,8 @@ __all__ = [
     "StepOperator",
     "SharedLayers",
     "TokenProjection",
+    "check_fits",
+    "layer_config",
     "within_window",
 ]
 
@@ -115,23 +113,53 @@ class DrafterConfig:
             ConfigError: its attention cannot have a window.
         """
         attend = self.layers[0].attend
-        sizes = (attend.kv_heads, attend.head_dim, element_bytes, scale_bytes)
-        if attend.shared_values:
-            if window is not None:
-                raise ConfigError(
-                    f"the drafter {self.name} has latent attention over all tokens, but all layers"
-                    f" of the model have windows of at most {window} tokens: use another drafter"
-                )
-            return LatentSpec(*sizes)
-        return (
-            FullAttentionSpec(*sizes)
-            if window is None
-            else SlidingWindowSpec(*sizes, window=window)
-        )
+        if attend.shared_values and window is not None:
+            raise ConfigError(
+                f"the drafter {self.name} has latent attention over all tokens, but all layers of"
+                f" the model have windows of at most {window} tokens: use another drafter"
+            )
+        return layer_spec(attend, element_bytes, scale_bytes, window)
 
     def weight_bytes(self, kernels: Kernels, dtype: torch.dtype) -> int:
         """Return the bytes of its own parameters as the kernels store them."""
         return sum(parameter_bytes(parameter, kernels, dtype) for parameter in self.parameters)
+
+
+def check_fits(name: str, sizes: Mapping[str, tuple[object, object]]) -> None:
+    """Compare fields of a drafter with the model that it drafts for.
+
+    Args:
+        name: of the drafter.
+        sizes: field -> its value in the drafter and in the model.
+
+    Raises:
+        ConfigError: for the first field that differs.
+    """
+    for field, (ours, theirs) in sizes.items():
+        if ours != theirs:
+            raise ConfigError(
+                f"the drafter {name} has {field} = {bounded_repr(ours, 60)}, the model that it"
+                f" drafts for {bounded_repr(theirs, 60)}: use a drafter that was made for this"
+                " model"
+            )
+
+
+def layer_config(layer: Json, supported: Sequence[str]) -> ModelConfig:
+    """Read the config of a drafter's layers, which must be of a supported `model_type`.
+
+    Raises:
+        CheckpointError: it is of another one, or a field is missing or mistyped.
+    """
+    model_type = read_field(layer, "model_type", str)
+    if model_type not in supported:
+        raise CheckpointError(
+            f"the layers of the drafter have model_type {bounded_repr(model_type, 60)}; supported:"
+            f" {', '.join(supported)}"
+        )
+    architectures = [FAMILIES[model_type].architecture]
+    return ModelConfig.from_hf(
+        {**layer, "architectures": architectures, "tie_word_embeddings": False}
+    )
 
 
 def ascending_layers(listed: object, layers: int, offset: int = 0) -> tuple[int, ...]:

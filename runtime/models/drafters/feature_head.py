@@ -45,6 +45,8 @@ from .drafter import (
     StepOperator,
     TokenProjection,
     ascending_layers,
+    check_fits,
+    layer_config,
 )
 
 __all__ = [
@@ -128,22 +130,17 @@ def eagle3_config(
             raise CheckpointError(
                 f"{flag} is set: this variant of EAGLE-3 is not supported, use a head without it"
             )
-    model = _layer_config(layer)
-    if model.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"the head {name} has vocab_size = {model.vocab_size}, the model that it drafts for"
-            f" {target.vocab_size}: use a head that was trained for this model"
-        )
+    model = layer_config(layer, _LAYER_TYPES)
+    of_target = read_field(config, "target_hidden_size", int, target.hidden_size)
+    sizes = {
+        "vocab_size": (model.vocab_size, target.vocab_size),
+        "target_hidden_size": (of_target, target.hidden_size),
+    }
+    check_fits(name, sizes)
     draft_vocab = read_field(config, "draft_vocab_size", int, model.vocab_size)
     if not 1 <= draft_vocab <= model.vocab_size:
         raise CheckpointError(
             f"draft_vocab_size = {draft_vocab} must be from 1 to vocab_size = {model.vocab_size}"
-        )
-    of_target = read_field(config, "target_hidden_size", int, target.hidden_size)
-    if of_target != target.hidden_size:
-        raise ConfigError(
-            f"the head {name} reads hidden states of target_hidden_size = {of_target}, those of"
-            f" the model have {target.hidden_size}: use a head that was trained for this model"
         )
     taps = _taps(config, target)
     residual_normed = read_field(config, "norm_before_residual", bool, speculators)
@@ -168,19 +165,6 @@ def eagle3_config(
         taps=taps,
         most_drafts=MOST_DRAFTS,
         parts=parts,
-    )
-
-
-def _layer_config(layer: Json) -> ModelConfig:
-    model_type = read_field(layer, "model_type", str)
-    if model_type not in _LAYER_TYPES:
-        raise CheckpointError(
-            f"the layer of the head has model_type {bounded_repr(model_type, 60)}; supported:"
-            f" {', '.join(_LAYER_TYPES)}"
-        )
-    architectures = [FAMILIES[model_type].architecture]
-    return ModelConfig.from_hf(
-        {**layer, "architectures": architectures, "tie_word_embeddings": False}
     )
 
 
@@ -525,15 +509,8 @@ def mtp_config(
             f" multi-token prediction, {_OTHER}"
         )
     ours = ModelConfig.from_hf(config)
-    sizes = ("model_type", "hidden_size", "vocab_size", "num_layers", "latent", "experts")
-    differing = [field for field in sizes if getattr(ours, field) != getattr(target, field)]
-    if differing:
-        field = differing[0]
-        raise ConfigError(
-            f"{name} has {field} = {bounded_repr(getattr(ours, field), 60)}, the model"
-            f" {bounded_repr(getattr(target, field), 60)}: a module for multi-token prediction"
-            " drafts for the model of its own checkpoint"
-        )
+    fields = ("model_type", "hidden_size", "vocab_size", "num_layers", "latent", "experts")
+    check_fits(name, {field: (getattr(ours, field), getattr(target, field)) for field in fields})
     prefix = layout.prefix(target.num_layers)
     if not any(tensor.startswith(prefix) for tensor in names):
         raise CheckpointError(
