@@ -675,20 +675,8 @@ DENSE_FAMILIES: dict[str, Family] = {
 # The mixtures of experts of the supported families, as transformers computes them.
 
 
-def _mixtral(config: Json) -> dict[str, Any]:
-    return {"norm_topk_prob": True}
-
-
 def _qwen3(config: Json) -> dict[str, Any]:
     return {"norm_topk_prob": read_field(config, "norm_topk_prob", bool)}
-
-
-def _gpt_oss(config: Json) -> dict[str, Any]:
-    return {"scores": "softmax_chosen"}
-
-
-def _llama4(config: Json) -> dict[str, Any]:
-    return {"scores": "sigmoid", "n_shared_experts": 1}
 
 
 def _deepseek(config: Json) -> dict[str, Any]:
@@ -771,7 +759,7 @@ _BY_EXPERT = ExpertLayout(
 _STACKED = ExpertLayout()
 
 MIXTRAL = ExpertTraits(
-    routing=_mixtral,
+    routing=lambda config: {"norm_topk_prob": True},
     layouts=(
         ExpertLayout(
             router="block_sparse_moe.gate",
@@ -794,7 +782,7 @@ QWEN3_MOE = ExpertTraits(
 )
 
 GPT_OSS = ExpertTraits(
-    routing=_gpt_oss,
+    routing=lambda config: {"scores": "softmax_chosen"},
     layouts=(
         ExpertLayout(
             router="mlp.router",
@@ -830,7 +818,7 @@ DEEPSEEK_V3 = ExpertTraits(
 )
 
 LLAMA4 = ExpertTraits(
-    routing=_llama4,
+    routing=lambda config: {"scores": "sigmoid", "n_shared_experts": 1},
     dense_layers=_llama4_dense,
     layouts=(
         ExpertLayout(

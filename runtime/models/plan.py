@@ -6,7 +6,7 @@ same input (q, k, v and gate, up) are stacked into one product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -80,30 +80,25 @@ def norm(config: ModelConfig, ours: str, theirs: str, *, name: str = "") -> Norm
     return Norm(name=name or ours, weight=weight, eps=config.rms_norm_eps, offset=offset)
 
 
-def no_part(part: str) -> bool:
-    """`biased` of a linear layer without biases."""
-    return False
-
-
 def linear(
     ours: str,
     parts: dict[str, int],
     columns: int,
-    biased: Callable[[str], bool] = no_part,
+    biased: Container[str] = (),
     *,
     split: tuple[int, ...] = (),
     unit: int = 1,
     part: int | None = None,
 ) -> Linear:
-    """A linear layer of `parts` (source -> rows); `biased` selects the parts with a bias."""
+    """A linear layer of `parts` (source -> rows), of which those in `biased` have a bias."""
     weight = Parameter(
         f"{ours}.weight",
         tuple(Source(f"{source}.weight", (n, columns)) for source, n in parts.items()),
     )
     bias = None
-    if any(map(biased, parts)):
+    if any(part in biased for part in parts):
         sources = tuple(
-            Source(f"{source}.bias" if biased(source) else None, (n,))
+            Source(f"{source}.bias" if source in biased else None, (n,))
             for source, n in parts.items()
         )
         bias = Parameter(f"{ours}.bias", sources)
@@ -143,9 +138,9 @@ def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     if scale is None:
         scale = float((config.query_pre_attn_scalar or config.head_dim) ** -0.5)
     yield attend(config, kind, scale=scale, value_dim=config.head_dim)
-    biased = config.attention_bias and config.family.output_bias
     output = {"self_attn.o_proj": config.hidden_size}
-    yield linear("attention.output", output, config.query_size, lambda part: biased)
+    biased = output if config.attention_bias and config.family.output_bias else ()
+    yield linear("attention.output", output, config.query_size, biased)
 
 
 def attend(
@@ -272,12 +267,8 @@ def gated_mlp(config: ModelConfig) -> Iterator[Operation]:
     """A gated MLP (Shazeer 2020, "GLU Variants Improve Transformer")."""
     family = config.family
     hidden, inner = config.hidden_size, config.intermediate_size
-
-    def biased(part: str) -> bool:
-        return config.mlp_bias
-
-    rows = 2 * inner // len(family.gate_up)
-    gate_up = dict.fromkeys(family.gate_up, rows)
+    biased = (*family.gate_up, family.down) if config.mlp_bias else ()
+    gate_up = dict.fromkeys(family.gate_up, 2 * inner // len(family.gate_up))
     yield linear("gate_up", gate_up, hidden, biased, split=(inner, inner))
     yield activate(config, inner)
     yield linear("down", {family.down: hidden}, inner, biased)
@@ -473,7 +464,7 @@ def latent_attention(
         "attention.q_kv",
         parts,
         hidden,
-        lambda part: config.attention_bias and part != "self_attn.q_proj",
+        parts.keys() - {"self_attn.q_proj"} if config.attention_bias else (),
         split=(latent.q_lora_rank or queries, rank, latent.qk_rope_head_dim),
     )
     if latent.q_lora_rank is not None:
@@ -503,9 +494,8 @@ def latent_attention(
     yield attend(config, kind, scale=scale, value_dim=rank, shared_values=True)
     yield LatentToValues(name="latent_to_values", kv_up=kv_up, keys=keys)
     output = {"self_attn.o_proj": hidden}
-    yield linear(
-        "attention.output", output, heads * latent.v_head_dim, lambda part: config.attention_bias
-    )
+    biased = output if config.attention_bias else ()
+    yield linear("attention.output", output, heads * latent.v_head_dim, biased)
 
 
 @lru_cache(maxsize=8)  # thousands of experts have hundreds of thousands of tensors
