@@ -32,6 +32,7 @@ from .rope import UNROTATED, UNSCALED, Rope, RopeScaling, RopeType
 
 __all__ = [
     "AttentionTemperature",
+    "DTYPES",
     "DecoderConfig",
     "ExpertsConfig",
     "LatentConfig",
@@ -44,6 +45,8 @@ __all__ = [
     "read_attention",
     "read_experts",
     "read_ropes",
+    "refuse_quantised",
+    "token_ids",
 ]
 
 
@@ -373,7 +376,7 @@ def _expert_count(config: Json) -> int | None:
 
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 _CONFIG_JSON_NAMES = {
     "num_layers": "num_hidden_layers",
@@ -483,7 +486,7 @@ class ModelConfig(DecoderConfig):
     def __post_init__(self) -> None:
         _require_supported("model_type", self.model_type, FAMILIES)
         _require_supported("hidden_act", self.hidden_act, _ACTIVATIONS)
-        _require_supported("torch_dtype", self.torch_dtype, _DTYPES)
+        _require_supported("torch_dtype", self.torch_dtype, DTYPES)
         require_layers(self.num_layers)
         require_sizes(
             self,
@@ -654,7 +657,8 @@ class ModelConfig(DecoderConfig):
         quantized weights) and for missing, mistyped or contradictory fields.
         """
         model_type, family = family_of(config)
-        _refuse_quantised(config, family)
+        mxfp4 = family.experts is not None and family.experts.mxfp4
+        refuse_quantised(config, but="mxfp4" if mxfp4 else None)
         if read_optional(config, "use_bidirectional_attention", bool):
             raise CheckpointError("use_bidirectional_attention is set; only causal models decode")
         names = {
@@ -668,7 +672,7 @@ class ModelConfig(DecoderConfig):
             require_layers(read_field(config, "num_hidden_layers", int))
             config = family.prepare({**family.defaults, **config, **family.fixed})
             config = _in_vocabulary(config, config, family)
-            eos = _token_ids(config) + _token_ids(
+            eos = token_ids(config) + token_ids(
                 _in_vocabulary(generation_config or {}, config, family)
             )
             return ModelConfig(
@@ -710,24 +714,25 @@ def _in_vocabulary(tokens: Json, config: Json, family: Family) -> Json:
     return found
 
 
-def _refuse_quantised(config: Mapping[str, Any], family: Family) -> None:
-    """Raise `CheckpointError` for weights that are stored in a format that is not read."""
+def refuse_quantised(config: Mapping[str, Any], but: str | None = None) -> None:
+    """Raise `CheckpointError` for weights that are stored quantised, unless by the method `but`."""
     quantisation = config.get("quantization_config")
     if quantisation is None:
         return
     method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
-    if method == "mxfp4" and family.experts is not None and family.experts.mxfp4:
+    if but is not None and method == but:
         return
     raise CheckpointError(
         f"the checkpoint is quantized (quantization_config has quant_method = "
-        f"{bounded_repr(method, 60)}); only checkpoints in {', '.join(_DTYPES)}, and experts of "
+        f"{bounded_repr(method, 60)}); only checkpoints in {', '.join(DTYPES)}, and experts of "
         "gpt_oss in mxfp4, can be loaded. Use the original checkpoint, or save a dequantized one "
         "with transformers; EngineConfig(weight_dtype='int8') quantizes it while it is loaded",
         code="quantized",
     )
 
 
-def _token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+def token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the end-of-text tokens of a `config.json`. Raises `CheckpointError`."""
     value = config.get("eos_token_id")
     if value is None:
         return ()

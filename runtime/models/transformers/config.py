@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +16,7 @@ from ...errors import CheckpointError, ConfigError
 from ...kernels.ops.layer_operations import Attend, Linear, Norm, Opaque
 from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ...kernels.ops.parameter import Parameter, Source
-from ..config import DecoderConfig
+from ..config import DTYPES, DecoderConfig, refuse_quantised, token_ids
 from ..families import read_optional
 from .attention import IMPLEMENTATION, register
 from .library import convertible_parameters, import_transformers, quiet, reason_of
@@ -221,35 +221,23 @@ class LengthLimit(NamedTuple):
 
 def freeze_rotations(model: nn.Module) -> LengthLimit | None:
     """Keep the frequencies of all rotations; return the smallest limit that follows from it."""
-    limits = [limit for module in model.modules() for limit in _freeze(module)]
+    limits = []
+    for module in model.modules():
+        types: Any = getattr(module, "rope_type", None)
+        by_layer = types if isinstance(types, dict) else {None: types}
+        for layer_type, kind in by_layer.items():
+            if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
+                continue
+            config: Any = module.config
+            parameters = config.rope_parameters
+            own = parameters if layer_type is None else parameters[layer_type]
+            first = own.get("original_max_position_embeddings") or config.max_position_embeddings
+            limits.append(LengthLimit(int(first), kind))
+            by_layer[layer_type] = _FROZEN
+        if not isinstance(types, dict) and types is not None:
+            module.rope_type = by_layer[None]
     return min(limits, default=None)
 
-
-def _freeze(module: Any) -> Iterator[LengthLimit]:
-    types = getattr(module, "rope_type", None)
-    if isinstance(types, str):
-        if _changes(types):
-            yield LengthLimit(_longest(module, None), types)
-            module.rope_type = _FROZEN
-    elif isinstance(types, dict):  # by type of layer
-        for layer_type, rope_type in types.items():
-            if isinstance(rope_type, str) and _changes(rope_type):
-                yield LengthLimit(_longest(module, layer_type), rope_type)
-                types[layer_type] = _FROZEN
-
-
-def _changes(rope_type: str) -> bool:
-    return "dynamic" in rope_type or rope_type == "longrope"
-
-
-def _longest(module: Any, layer_type: str | None) -> int:
-    parameters = module.config.rope_parameters
-    own = parameters if layer_type is None else parameters[layer_type]
-    original = own.get("original_max_position_embeddings")
-    return int(original or module.config.max_position_embeddings)
-
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 _NOT_CONSTANT = ("_name_or_path", "transformers_version", "dtype", "eos_token_id")
 
@@ -323,9 +311,9 @@ def read_transformers_config(
     text = source.get_text_config(decoder=True)
     dtype = config.get("dtype", config.get("torch_dtype")) or text.dtype or "float32"
     torch_dtype = str(dtype).removeprefix("torch.")
-    if torch_dtype not in _DTYPES:
+    if torch_dtype not in DTYPES:
         raise CheckpointError(
-            f"dtype = {bounded_repr(torch_dtype)} is not supported; supported: {', '.join(_DTYPES)}"
+            f"dtype = {bounded_repr(torch_dtype)} is not supported; supported: {', '.join(DTYPES)}"
         )
     model, fake = fake_model(model_class, source, torch_dtype)
     limit = freeze_rotations(model)
@@ -337,7 +325,7 @@ def read_transformers_config(
         raise CheckpointError(
             f"max_position_embeddings = {bounded_repr(positions)} must be a positive integer"
         )
-    eos = [*_token_ids(config), *_token_ids(generation or {})] or _token_ids(vars(text))
+    eos = token_ids(config) + token_ids(generation or {}) or token_ids(vars(text))
     return TransformersConfig(
         model_type=source.model_type,
         architecture=model_class.__name__,
@@ -399,16 +387,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
             else ""
         )
         raise CheckpointError(f"transformers has no model_type {bounded_repr(model_type, 60)}{why}")
-    quantisation = config.get("quantization_config")
-    if quantisation is not None:
-        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
-        raise CheckpointError(
-            "the checkpoint is quantized (quantization_config has quant_method = "
-            f"{bounded_repr(method, 60)}); only checkpoints in "
-            f"{', '.join(_DTYPES)} can be loaded: dequantize it with transformers first, or use"
-            " EngineConfig(weight_dtype=...) on the original checkpoint",
-            code="quantized",
-        )
+    refuse_quantised(config)
     if config.get("is_encoder_decoder"):
         raise CheckpointError(
             f"model_type {bounded_repr(model_type, 60)} is an encoder-decoder"
@@ -437,9 +416,3 @@ def _model_class(transformers: Any, source: Any, config: Mapping[str, Any]) -> t
             f" {model_class.__name__}, the causal language model of {source.model_type!r}"
         )
     return model_class
-
-
-def _token_ids(config: Mapping[str, Any]) -> list[int]:
-    value = config.get("eos_token_id")
-    values = value if isinstance(value, list) else [value]
-    return [token for token in values if type(token) is int]
