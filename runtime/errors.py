@@ -60,7 +60,7 @@ class CheckpointError(StepgraphError):
 
     Attributes:
         code: what was found instead, such as `gguf`, `peft`, `mistral`, `mlx`, `modelopt`,
-            `quantized`, `pickle` or `empty`; None for other reasons.
+            `quantized`, `pickle` or `no_config`; None for other reasons.
     """
 
     def __init__(self, message: str = "", *, code: str | None = None) -> None:

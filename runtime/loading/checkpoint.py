@@ -28,9 +28,9 @@ from ..models.transformers.config import read_transformers_config
 from ..sampling_params import NEUTRAL, SamplingDefaults, SamplingParams
 from .checkpoint_files import (
     has_file,
-    mlx_weights,
     no_checkpoint,
     no_weights,
+    quantised_by,
     read_json_object,
     refuse_other_formats,
 )
@@ -352,7 +352,7 @@ class CheckpointReader:
                 self._paths[name] = path
                 header = TensorHeader(str(view.get_dtype()), tuple(view.get_shape()), path)
                 if header.dtype == "U32" and (file.metadata() or {}).get("format") == "mlx":
-                    raise mlx_weights(path)
+                    raise quantised_by("mlx", path)
                 self._headers[name] = header
         except (OSError, MemoryError, SafetensorError) as error:
             if isinstance(error, MemoryError) or f"os error {errno.ENOMEM}" in str(error):

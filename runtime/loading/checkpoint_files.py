@@ -23,9 +23,9 @@ from ..errors import CheckpointError
 __all__ = [
     "has_file",
     "is_directory",
-    "mlx_weights",
     "no_checkpoint",
     "no_weights",
+    "quantised_by",
     "read_json_object",
     "refuse_other_formats",
 ]
@@ -121,13 +121,14 @@ def _shown(path: Path) -> str:
 # for errors that help.
 
 _MOST_NAMES = 10_000
-_JSON_BYTES = 1 << 20
 _SHOWN = 3
-_CONVERT = "use the original checkpoint in safetensors"
 _SAVE = (
     "if you trust them, load the model with transformers and call model.save_pretrained(DIRECTORY)"
 )
-_QUANTISE = f"{_CONVERT}; EngineConfig(weight_dtype='int8') quantises it while it is loaded"
+_QUANTISE = (
+    "use the original checkpoint in safetensors; EngineConfig(weight_dtype='int8') quantises it"
+    " while it is loaded"
+)
 _MERGE = "merge it into its model with peft: merge_and_unload(), then save_pretrained(DIRECTORY)"
 
 
@@ -136,24 +137,16 @@ class _Format(NamedTuple):
 
     code: str
     what: str
-    remedy: str = _CONVERT
+    remedy: str = _QUANTISE
 
 
 _PICKLE = _Format("pickle", "weights in pickle files, which can run code", _SAVE)
+_PEFT = _Format("peft", "a PEFT adapter; adapters are not applied", _MERGE)
 _OF_FILES = {
-    "adapter_config.json": _Format("peft", "a PEFT adapter; adapters are not applied", _MERGE),
+    "adapter_config.json": _PEFT,
     "consolidated*.safetensors": _Format("mistral", "the original format of Mistral", _SAVE),
     "consolidated*.pth": _Format("meta", "the original format of Meta", _SAVE),
-    "*.gguf": _Format("gguf", "a model for llama.cpp (GGUF)", _QUANTISE),
-    "model_index.json": _Format("diffusers", "a pipeline of diffusers", "use diffusers"),
-    "config_sentence_transformers.json": _Format(
-        "sentence-transformers", "an embedding model", "give a causal language model"
-    ),
-    "onnx*": _Format("onnx", "an export to ONNX"),
-    "*.onnx": _Format("onnx", "an export to ONNX"),
-    "*.engine": _Format("tensorrt", "an engine of TensorRT-LLM"),
-    "tf_model.h5": _Format("tensorflow", "weights of TensorFlow"),
-    "flax_model.msgpack": _Format("flax", "weights of Flax"),
+    "*.gguf": _Format("gguf", "a model for llama.cpp (GGUF)"),
     **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.ckpt"), _PICKLE),
 }
 """Names of files, and what they are; the first match counts."""
@@ -162,42 +155,31 @@ _OF_FILES = {
 def no_checkpoint(path: Path) -> CheckpointError:
     """Return the error for a file, or for a directory without `config.json`."""
     subject = f"no checkpoint at {_shown(path)}"
-    if not path.is_dir():
-        has_file(path)  # or raise
-        found = _of_names([path.name])
-        if found is None:
-            return CheckpointError(
-                f"{subject}: it is a file, and must be a directory with config.json and safetensors"
-                " files",
-                code="file",
-            )
-        return _error(f"{subject}: it holds", found)
-    names = _names(path)
-    found = _of_names(names)
-    if found is not None:
-        return _error(f"{subject}: it has no config.json. It holds", found)
-    held = ", ".join(bounded_text(each, 60) for each in names[:_SHOWN]) or "nothing"
-    return CheckpointError(
-        f"{subject}: it has no config.json. It holds {held}"
-        f"{', ...' if len(names) > _SHOWN else ''}; a model is a directory with config.json and"
-        " safetensors files",
-        code="no_config" if names else "empty",
-    )
+    if path.is_dir():
+        return _without(f"{subject}: it has no config.json", _names(path), "no_config")
+    has_file(path)  # or raise
+    return _without(f"{subject}: it is a file", [path.name], "file")
 
 
 def no_weights(directory: Path, expected: str) -> CheckpointError:
     """Return the error for a directory with `config.json` but without the weights expected."""
-    names = _names(directory)
-    found = _of_names(names)
-    safetensors = [each for each in names if each.endswith(".safetensors")]
-    if safetensors and found is None:
-        what = ", ".join(bounded_text(each, 80) for each in safetensors[:_SHOWN])
-        found = _Format("other_names", what, _SAVE)
-    if found is None:
-        return CheckpointError(
-            f"{directory} has neither {expected}: download the weights, too", code="no_weights"
-        )
-    return _error(f"{directory} has neither {expected}. It holds", found)
+    return _without(f"{directory} has neither {expected}", _names(directory), "no_weights")
+
+
+def _without(subject: str, names: list[str], code: str) -> CheckpointError:
+    """Return the error for something with these files; `code` if they are of no known format."""
+    for pattern, found in _OF_FILES.items():
+        for name in names:
+            if fnmatchcase(name.lower(), pattern):
+                what = f"{bounded_text(name, 80)} ({found.what})"
+                return _not_read(subject, found._replace(what=what))
+    held = ", ".join(bounded_text(each, 60) for each in names[:_SHOWN]) or "nothing"
+    more = ", ..." if len(names) > _SHOWN else ""
+    return CheckpointError(
+        f"{subject}. It holds {held}{more}; a model is a directory with config.json,"
+        " model.safetensors or its shards and their index, and tokenizer.json",
+        code=code,
+    )
 
 
 def refuse_other_formats(directory: Path, config: Mapping[str, Any]) -> None:
@@ -207,30 +189,26 @@ def refuse_other_formats(directory: Path, config: Mapping[str, Any]) -> None:
         CheckpointError: an adapter, or weights in a quantised format that the config of a model
             does not name as transformers does.
     """
-    found = None
     if has_file(directory / "adapter_config.json"):
-        found = _OF_FILES["adapter_config.json"]
-    settings = config.get("quantization", config.get("quantization_config"))
-    if (
-        isinstance(settings, Mapping)
-        and "group_size" in settings
-        and "quant_method" not in settings
-    ):
-        found = _quantised("mlx", "Apple MLX")
+        raise _not_read(str(directory), _PEFT)
     if config.get("compression_config") is not None:
-        found = _quantised("compressed-tensors", "compressed-tensors")
+        raise quantised_by("compressed-tensors", directory)
+    settings = config.get("quantization", config.get("quantization_config"))
+    if isinstance(settings, Mapping) and settings.keys() & _MLX_KEYS == {"group_size"}:
+        raise quantised_by("mlx", directory)
     path = directory / "hf_quant_config.json"
     if config.get("quantization_config") is None and has_file(path):
-        settings = read_json_object(path, _JSON_BYTES).get("quantization")
+        settings = read_json_object(path, 1 << 20).get("quantization")
         if not isinstance(settings, Mapping) or settings.get("quant_algo") is not None:
-            found = _quantised("modelopt", "NVIDIA ModelOpt")
-    if found is not None:
-        raise _error(f"{directory} holds", found)
+            raise quantised_by("modelopt", directory)
 
 
-def mlx_weights(path: Path) -> CheckpointError:
-    """Return the error for a file of quantised weights that MLX wrote."""
-    return _error(f"{path} holds", _quantised("mlx", "Apple MLX"))
+_MLX_KEYS = {"group_size", "quant_method"}
+
+
+def quantised_by(code: str, path: Path) -> CheckpointError:
+    """Return the error for weights that another library quantised."""
+    return _not_read(str(path), _Format(code, f"weights quantised by {code}"))
 
 
 def _names(directory: Path) -> list[str]:
@@ -240,20 +218,8 @@ def _names(directory: Path) -> list[str]:
     return []
 
 
-def _of_names(names: list[str]) -> _Format | None:
-    for pattern, found in _OF_FILES.items():
-        for name in names:
-            if fnmatchcase(name.lower(), pattern):
-                return found._replace(what=f"{bounded_text(name, 80)} ({found.what})")
-    return None
-
-
-def _quantised(code: str, by: str) -> _Format:
-    return _Format(code, f"weights quantised by {by}", _QUANTISE)
-
-
-def _error(subject: str, found: _Format) -> CheckpointError:
+def _not_read(subject: str, found: _Format) -> CheckpointError:
     return CheckpointError(
-        f"{subject} {found.what}. This format is not read: {found.remedy}",
+        f"{subject}: it holds {found.what}. This format is not read: {found.remedy}",
         code=found.code,
     )

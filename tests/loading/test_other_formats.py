@@ -27,32 +27,19 @@ FILES: dict[str, tuple[str, Files]] = {
     "gguf": ("gguf", {"Model-Q4_K_M.gguf": GGUF, "README.md": b""}),
     "peft": ("peft", {"adapter_config.json": PEFT, "adapter_model.safetensors": TENSORS}),
     "mistral": ("mistral", {"params.json": {}, "consolidated.safetensors": TENSORS}),
-    "mistral in shards": (
-        "mistral",
-        {"params.json": {}, "consolidated-00001-of-00002.safetensors": TENSORS},
-    ),
     "meta": ("meta", {"params.json": {}, "consolidated.00.pth": b""}),
     "pickle": ("pickle", {"pytorch_model-00001-of-00002.bin": b""}),
-    "pt": ("pickle", {"model.pt": b""}),
-    "diffusers": ("diffusers", {"model_index.json": {}, "unet/config.json": {}}),
-    "onnx": ("onnx", {"onnx/model.onnx": b""}),
-    "tensorrt": ("tensorrt", {"rank0.engine": b""}),
-    "sentence-transformers": (
-        "sentence-transformers",
-        {"modules.json": b"[]", "config_sentence_transformers.json": {}},
-    ),
-    "empty": ("empty", {}),
+    "onnx": ("no_config", {"onnx/model.onnx": b""}),
+    "empty": ("no_config", {}),
     "tokenizer": ("no_config", {"tokenizer.json": {}}),
 }
 """Directories without `config.json`."""
 BESIDE: dict[str, tuple[str, Files, Files]] = {
     "peft": ("peft", {}, {"adapter_config.json": PEFT, "model.safetensors": TENSORS}),
     "pickle": ("pickle", {}, {"pytorch_model.bin": b""}),
-    "tensorflow": ("tensorflow", {}, {"tf_model.h5": b""}),
-    "flax": ("flax", {}, {"flax_model.msgpack": b""}),
+    "tensorflow": ("no_weights", {}, {"tf_model.h5": b""}),
     "no weights": ("no_weights", {}, {}),
-    "other names": ("other_names", {}, {"pytorch_model.safetensors": TENSORS}),
-    "shards without index": ("other_names", {}, {"model-00001-of-00002.safetensors": TENSORS}),
+    "shards without index": ("no_weights", {}, {"model-00001-of-00002.safetensors": TENSORS}),
     "mlx": ("mlx", {"quantization": {"group_size": 64, "bits": 4}}, {}),
     "mlx, newer": ("mlx", {"quantization_config": {"group_size": 64, "bits": 4}}, {}),
     "modelopt": ("modelopt", {}, {"hf_quant_config.json": MODEL_OPT}),
@@ -110,11 +97,8 @@ def test_formats_with_a_config(base: TinyModel, tmp_path: Path, name: str, model
     [
         ("model.gguf", GGUF, "gguf"),
         ("pytorch_model.bin", b"PK", "pickle"),
-        ("model.onnx", b"", "onnx"),
         ("model.safetensors", TENSORS, "file"),
-        ("config.json", {}, "file"),
         ("notes.txt", b"hello", "file"),
-        ("empty", b"", "file"),
     ],
 )
 def test_formats_of_files(tmp_path: Path, name: str, content: Any, expected: str) -> None:
