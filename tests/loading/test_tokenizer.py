@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -124,15 +123,6 @@ class TestTextTokenizer:
         assert loaded.encode("main") == reference("main").input_ids
         assert loaded.encode("main", special=False) == backend.encode("main").ids
 
-    def test_a_post_processor_with_tokens_counts(self, tmp_path: Path) -> None:
-        byte_level_backend().save(str(tmp_path / "tokenizer.json"))
-        config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}
-        config |= {"add_eos_token": True}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        loaded = load_tokenizer(tmp_path)
-        assert loaded is not None
-        assert loaded.encode("main") == byte_level().encode("main")
-
     @pytest.mark.parametrize(
         ("config", "message"),
         [
@@ -198,29 +188,6 @@ class TestGrowingText:
         assert len(ids) == 3
         detokenizer = IncrementalDetokenizer(tokenizer.text_stream(ids[:2]).push)
         assert detokenizer.push(ids[2:]) == "\u20ad"
-
-
-class TestText:
-    def test_a_reader_in_another_thread_takes_nothing_away(self) -> None:
-        tokenizer = byte_level()
-        ids = tokenizer.encode("ab", special=False)
-        detokenizer = IncrementalDetokenizer(tokenizer.text_stream([]).push, ())
-        done = threading.Event()
-        lengths: list[int] = []
-
-        def read() -> None:
-            while not done.is_set():
-                lengths.append(len(detokenizer.text))
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        for _ in range(3000):  # far more pieces than are kept apart
-            detokenizer.push(ids)
-        done.set()
-        reader.join()
-        assert detokenizer.text == "ab" * 3000
-        assert detokenizer.num_chars == 6000
-        assert lengths == sorted(lengths)
 
 
 class TestStop:
