@@ -13,20 +13,22 @@ from ..kernels.ops.layer_operations import AttentionTemperature
 from .families import (
     FAMILIES,
     LAYER_TYPES,
+    LAYERS,
     MOST_SIZE,
     MULTIPLIERS,
+    NUMBERS,
+    SIZES,
     ExpertsConfig,
     ExpertTraits,
     Family,
     Json,
     LayerType,
+    check_ranges,
     check_rope,
     family_of,
+    named,
     read_field,
     read_optional,
-    require_layers,
-    require_numbers,
-    require_sizes,
 )
 from .rope import UNROTATED, UNSCALED, Rope, RopeScaling, RopeType
 
@@ -75,10 +77,8 @@ class LatentConfig:
     """Whether the elements of a rotated pair are neighbours."""
 
     def __post_init__(self) -> None:
-        names = ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-        if self.q_lora_rank is not None:
-            names.append("q_lora_rank")
-        require_sizes(self, names)
+        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        check_ranges(named(self, "q_lora_rank", *sizes), SIZES)
         if self.qk_rope_head_dim % 2:
             raise ConfigError(
                 f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even: rotary embeddings turn "
@@ -378,6 +378,16 @@ _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"),
+    "max_position_embeddings",
+)
+
+_NUMBERS = (
+    *("rms_norm_eps", "query_pre_attn_scalar", "swiglu_limit", "swiglu_alpha"),
+    *(*_SOFTCAPS, *MULTIPLIERS),
+)
+
 _CONFIG_JSON_NAMES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -487,31 +497,9 @@ class ModelConfig(DecoderConfig):
         _require_supported("model_type", self.model_type, FAMILIES)
         _require_supported("hidden_act", self.hidden_act, _ACTIVATIONS)
         _require_supported("torch_dtype", self.torch_dtype, DTYPES)
-        require_layers(self.num_layers)
-        require_sizes(
-            self,
-            (
-                "vocab_size",
-                "hidden_size",
-                "intermediate_size",
-                "num_heads",
-                "num_kv_heads",
-                "head_dim",
-                "max_position_embeddings",
-            ),
-        )
-        require_numbers(
-            self,
-            (
-                "rms_norm_eps",
-                "query_pre_attn_scalar",
-                "attn_logit_softcapping",
-                "swiglu_limit",
-                "swiglu_alpha",
-                "final_logit_softcapping",
-                *MULTIPLIERS,
-            ),
-        )
+        check_ranges(named(self, "num_layers"), LAYERS)
+        check_ranges(named(self, *_SIZES), SIZES)
+        check_ranges(named(self, *_NUMBERS), NUMBERS)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads = {self.num_heads} must be a multiple of "
@@ -538,7 +526,7 @@ class ModelConfig(DecoderConfig):
                     "layer_types has 'sliding_attention', but sliding_window is not in use: "
                     "it must be at least 1"
                 )
-            require_sizes(self, ("sliding_window",))
+            check_ranges(named(self, "sliding_window"), SIZES)
         if (self.latent is not None) != self.family.latent:
             raise ConfigError(f"latent = {self.latent} contradicts model_type {self.model_type!r}")
         if self.experts is not None and self.family.experts is None:
@@ -669,7 +657,8 @@ class ModelConfig(DecoderConfig):
         }
         try:
             # Before anything is listed for each layer.
-            require_layers(read_field(config, "num_hidden_layers", int))
+            layers = read_field(config, "num_hidden_layers", int)
+            check_ranges({"num_hidden_layers": layers}, LAYERS)
             config = family.prepare({**family.defaults, **config, **family.fixed})
             config = _in_vocabulary(config, config, family)
             eos = token_ids(config) + token_ids(

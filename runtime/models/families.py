@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -23,18 +23,20 @@ __all__ = [
     "FAMILIES",
     "Family",
     "Json",
+    "LAYERS",
     "LAYER_TYPES",
     "LayerType",
     "MOST_SIZE",
     "MULTIPLIERS",
     "MtpLayout",
+    "NUMBERS",
+    "SIZES",
+    "check_ranges",
     "check_rope",
     "family_of",
+    "named",
     "read_field",
     "read_optional",
-    "require_layers",
-    "require_numbers",
-    "require_sizes",
 ]
 
 
@@ -118,41 +120,31 @@ MIMO_MTP = MtpLayout(
 
 # Ranges of the numbers that describe a model: wide enough for any real one, and finite.
 
-_MOST_LAYERS = 4096
-
 MOST_SIZE = 2**31 - 1
+
+LAYERS = (1, 4096)
+
+SIZES = (1, MOST_SIZE)
 
 """Of any other dimension, and of positions: a product of two fits 64 bits."""
 
-_LEAST_NUMBER, _MOST_NUMBER = 1e-18, 1e18
+NUMBERS = (1e-18, 1e18)
 
 """Of scales and caps: float32 holds their squares."""
 
 
-def require_layers(num_layers: int) -> None:
-    """Raise `ConfigError` for a number of layers that no model has."""
-    if not 1 <= num_layers <= _MOST_LAYERS:
-        bound = "at least 1" if num_layers < 1 else f"at most {_MOST_LAYERS}"
-        raise ConfigError(f"num_layers = {bounded_repr(num_layers)} must be {bound}")
-
-
-def require_sizes(config: object, names: Iterable[str]) -> None:
-    """Raise `ConfigError` for a field of a model's config that cannot be a dimension."""
-    for name in names:
-        value = getattr(config, name)
-        if not 1 <= value <= MOST_SIZE:
-            bound = "at least 1" if value < 1 else f"at most {MOST_SIZE}"
+def check_ranges(fields: Mapping[str, float | None], bounds: tuple[float, float]) -> None:
+    """Raise `ConfigError` for the first of the fields that is not None and out of bounds."""
+    least, most = bounds
+    for name, value in fields.items():
+        if value is not None and not least <= value <= most:
+            bound = f"at most {most}" if value > most else f"at least {least}"
             raise ConfigError(f"{name} = {bounded_repr(value)} must be {bound}")
 
 
-def require_numbers(config: object, names: Iterable[str]) -> None:
-    """Raise `ConfigError` for a scale or cap, where the config has one, that is out of range."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not _LEAST_NUMBER <= value <= _MOST_NUMBER:
-            raise ConfigError(
-                f"{name} = {value} must be a number from {_LEAST_NUMBER} to {_MOST_NUMBER}"
-            )
+def named(config: object, *names: str) -> dict[str, Any]:
+    """Return some fields of a config by name."""
+    return {name: getattr(config, name) for name in names}
 
 
 def check_rope(rope: Rope, head_dim: int) -> None:
@@ -160,12 +152,12 @@ def check_rope(rope: Rope, head_dim: int) -> None:
 
     A base below 1 has frequencies that overflow float32.
     """
-    scaling, dim = rope.scaling, rope.dim(head_dim)
-    yarn = scaling.type == "yarn"
+    scaling, yarn = rope.scaling, rope.scaling.type == "yarn"
+    dim = rope.dim(head_dim) if 0 < rope.partial <= 1 else 0
     if not (1 <= rope.theta < math.inf) or (yarn and rope.theta == 1):
         bound = "above 1 for yarn scaling" if yarn else "a number of at least 1"
         raise ConfigError(f"rope_theta = {rope.theta} must be {bound}")
-    if not 0 < rope.partial <= 1 or dim == 0:
+    if dim == 0:
         raise ConfigError(
             f"partial_rotary_factor = {rope.partial} must be above 0 and at most 1, and rotate at "
             f"least one of head_dim = {head_dim} elements"
@@ -218,22 +210,11 @@ class ExpertsConfig:
     """Layers with an MLP."""
 
     def __post_init__(self) -> None:
-        require_sizes(
-            self,
-            (
-                "num_experts",
-                "num_experts_per_tok",
-                "moe_intermediate_size",
-                "n_group",
-                "topk_group",
-            ),
-        )
-        require_numbers(self, ("routed_scaling_factor",))
-        for name in ("num_experts", "n_shared_experts"):
-            count = getattr(self, name)
-            if not 0 <= count <= _MOST_EXPERTS:
-                bound = "not be negative" if count < 0 else f"be at most {_MOST_EXPERTS}"
-                raise ConfigError(f"{name} = {count} must {bound}")
+        sizes = ("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
+        check_ranges(named(self, *sizes), SIZES)
+        check_ranges(named(self, "routed_scaling_factor"), NUMBERS)
+        check_ranges(named(self, "num_experts"), (1, _MOST_EXPERTS))
+        check_ranges(named(self, "n_shared_experts"), (0, _MOST_EXPERTS))
         if self.num_experts_per_tok > self.num_experts:
             raise ConfigError(
                 f"num_experts_per_tok = {self.num_experts_per_tok} must be at most num_experts = "
