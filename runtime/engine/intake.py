@@ -317,7 +317,7 @@ class RequestBuilder:
         tokenizer = self._with_tokenizer(field)
         if not text:  # before the tokenizer adds a token of its own
             return []
-        least = tokenizer.least_tokens(text, enough=most)
+        least = tokenizer.least_tokens(text)
         if least >= most:
             raise too_long(f"at least {least} tokens", most, field)
         try:

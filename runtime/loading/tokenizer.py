@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
-from ..arguments import MAX_COUNT, check_integer, check_type
+from ..arguments import check_integer, check_type
 from ..bounded_repr import bounded_text
 from ..errors import CheckpointError, RequestError
 from ..prompt_ids import type_name
@@ -217,14 +217,13 @@ class TextTokenizer:
                 self._special_texts.setdefault(text[:2], []).append(text)
         self._longest_token = _longest_token(tokenizer)
 
-    def least_tokens(self, text: str, enough: int) -> int:
-        """Return a lower bound of the tokens of `text`, 0 if there is none; `enough` is enough.
+    def least_tokens(self, text: str) -> int:
+        """Return a lower bound of the tokens of `text`, 0 if there is none.
 
         Does not tokenise the text: with tokens of at most n characters, m characters are at least
         m / n tokens, for tokenizers that drop and merge none.
         """
         check_type("text", text, str, "a string")
-        check_integer("enough", enough, 0, MAX_COUNT)
         return len(text) // self._longest_token if self._longest_token else 0
 
     @property

@@ -160,7 +160,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
             text = tokenizer.render(chat_prompt(request, request.tools))
             special = bool(request.add_special_tokens)  # templates write them
         longest = service.engine.max_model_len
-        least = tokenizer.least_tokens(text, enough=longest + 1)
+        least = tokenizer.least_tokens(text)
         if least > longest:  # it could occupy the thread for seconds
             raise too_long(f"at least {least} tokens", longest)
         token_ids = tokenizer.encode(text, special=special)
