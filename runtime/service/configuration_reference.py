@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
-from ...profiling.atomic_write import WriteError, write_file
+from ...profiling.atomic_write import write_file
 from ..arguments import Allowed, allowed_values, described_fields
 from ..config import EngineConfig, Speculation
 from ..sampling_params import SamplingParams
@@ -61,16 +60,5 @@ def _kind(allowed: Allowed) -> str:
     return f"`{' | '.join([*names, *['None'] * allowed.optional])}`{limits and ', '}{limits}"
 
 
-def _main(arguments: Sequence[str]) -> int:
-    """Write the page to the given path; return the exit status."""
-    try:
-        (path,) = map(Path, arguments)
-        write_file(path, reference())
-    except (ValueError, WriteError) as error:
-        print(f"stepgraph.runtime.service.configuration_reference: error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
+    write_file(Path(sys.argv[1]), reference())
