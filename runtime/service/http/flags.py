@@ -51,9 +51,10 @@ _FLAGS = {
     **{"model_names": "--served-model-name", "api_keys": "--api-key"},
     **{"tool_parser": "--tool-parser", "reasoning_parser": "--reasoning-parser"},
 }
+_CALL = re.compile(r"(?:Engine|Service)Config\((\w+=[^()]*)\)")
 _NAME = re.compile(
     rf"(?:(?:Engine|Service)Config\.|(?<![\w.'\"/-]))({'|'.join(_FLAGS)})"
-    r"(?:=True\b(?: in (?:its|the) EngineConfig)?|(?![\w'\"/]))"
+    r"(?:=(True|False)\b(?: in (?:its|the) EngineConfig)?|(?![\w'\"/]))"
 )
 
 
@@ -188,9 +189,15 @@ def _seconds(text: str) -> float:
 def in_flags(error: Exception) -> str:
     """Return the message of an error with flags of `stepgraph serve` for fields of configurations.
 
-    `max_num_seqs must be` becomes `--max-num-seqs must be`.
+    `max_num_seqs must be` becomes `--max-num-seqs must be`, `prefix_cache=False` becomes
+    `--no-prefix-cache`.
     """
-    message = _NAME.sub(lambda found: _FLAGS[found[1]], str(error))
+    message = _NAME.sub(_flag_of, _CALL.sub(r"\1", str(error)))
     if isinstance(error, ConfigError) and error.flag is not None and error.flag not in message:
         return f"{error.flag}: {message}"
     return message
+
+
+def _flag_of(found: re.Match[str]) -> str:
+    flag = _FLAGS[found[1]]
+    return flag.replace("--", "--no-", 1) if found[2] == "False" else flag
