@@ -11,6 +11,7 @@ from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.bench.scenarios.host_overhead import MODEL
 from stepgraph.runtime.loading.tokenizer import TextTokenizer
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
+from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingDefaults
 
 from .engine_rig import loop_of
@@ -113,9 +114,19 @@ def params(seed: int, max_tokens: int = 6, **options: Any) -> SamplingParams:
     return SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True, **options)
 
 
+def runner_of(engine: Engine) -> Any:
+    """The runner of an engine, whose methods a test may replace."""
+    return engine._loop.runner
+
+
+def completions_of(engine: Engine, prompt: Prompt, own: SamplingParams) -> list[Request]:
+    """The completions of a request that is not queued."""
+    return engine._intake.accept("reference", prompt, own, 0).requests
+
+
 def expected(engine: Engine, prompt: Prompt, own: SamplingParams) -> list[int]:
     """The output tokens of a request that runs alone."""
-    (request,) = engine._intake.accept("reference", prompt, own, 0).requests
+    (request,) = completions_of(engine, prompt, own)
     tokens, _ = oracle(request)
     return tokens
 

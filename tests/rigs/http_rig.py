@@ -7,17 +7,27 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
+import stepgraph.runtime.demo
 from stepgraph.runtime import AsyncEngine, Engine, ServiceConfig
 from stepgraph.runtime.service import app
 
-from .engine_rig import parts_of
-from .fake_engine import fake_engine
+from .fake_engine import fake_engine, runner_of
 
 COMPLETIONS = "/v1/completions"
 SECONDS = 60
+
+
+def demo_with_template(folder: Path, template: str) -> Path:
+    """Make a checkpoint of the demo model with a chat template, and return its folder."""
+    for path in Path(stepgraph.runtime.demo.__path__[0]).iterdir():
+        if path.suffix in (".json", ".safetensors"):
+            (folder / path.name).symlink_to(path)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
 
 
 class Rig:
@@ -81,14 +91,14 @@ async def service(
 def slow_engine(**options: Any) -> Engine:
     """A fake engine whose steps take 20 ms."""
     engine = fake_engine(**options)
-    runner = parts_of(engine).runner
+    runner = runner_of(engine)
     launch = runner.launch
 
     def slow(*arguments: Any) -> Any:
         time.sleep(0.02)
         return launch(*arguments)
 
-    runner.launch = slow  # type: ignore[method-assign]
+    runner.launch = slow
     return engine
 
 
@@ -98,8 +108,8 @@ class Connection:
     def __init__(self, rig: Rig, body: dict[str, Any], path: str = COMPLETIONS) -> None:
         self.messages: list[dict[str, Any]] = []
         self._sent = asyncio.Condition()
-        self._requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._requests.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+        self.requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.requests.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -114,7 +124,7 @@ class Connection:
             "client": None,
             "server": None,
         }
-        self.task = asyncio.create_task(rig.app(scope, self._requests.get, self._send))
+        self.task = asyncio.create_task(rig.app(scope, self.requests.get, self._send))
 
     async def _send(self, message: Any) -> None:
         async with self._sent:
@@ -127,6 +137,6 @@ class Connection:
             await self._sent.wait_for(lambda: len(self.messages) >= count)
 
     async def disconnect(self) -> None:
-        self._requests.put_nowait({"type": "http.disconnect"})
+        self.requests.put_nowait({"type": "http.disconnect"})
         async with asyncio.timeout(SECONDS):
             await self.task

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,8 +15,7 @@ from stepgraph.runtime.service.dispatcher import Dispatcher
 from stepgraph.runtime.service.request_handle import RequestHandle
 from stepgraph.runtime.service.step_thread import StepThread
 
-from .engine_rig import loop_of
-from .fake_engine import expected, fake_engine, params
+from .fake_engine import expected, fake_engine, params, runner_of
 
 SECONDS = 60.0
 """Limit of every wait of a test; a healthy one ends within milliseconds on an idle machine."""
@@ -45,6 +45,16 @@ def do(awaitable: Awaitable[Any], loop_factory: Any = None) -> Any:
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(main())
+
+
+def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        do(test(**arguments))
+
+    return run
 
 
 async def joined(stream: Any) -> dict[int, tuple[list[int], str | None]]:
@@ -90,6 +100,26 @@ class Gate:
             assert self._permits.acquire(timeout=SECONDS)
 
 
+def check_idle(thread: StepThread) -> None:
+    """Assert that no request, row, block or count is left."""
+
+    def check() -> None:
+        requests, engine = thread.dispatcher, thread.engine
+        requests.check_integrity()
+        assert not requests.handles
+        assert not requests.has_work
+        assert requests.limits.num_requests == requests.limits.num_tokens == 0
+        if engine is not None:
+            engine.check_integrity()
+            stats = engine.stats()
+            assert (stats["running"], stats["waiting"]) == (0, 0)
+            assert stats["blocks"]["free"] == stats["blocks"]["usable"]
+
+    limits = thread.dispatcher.limits
+    wait_until(lambda: not limits.num_requests)  # prepared, although they have ended
+    thread.run(check).result(SECONDS)
+
+
 class Rig:
     """Makes the engines of an `AsyncEngine`, and controls them.
 
@@ -117,7 +147,7 @@ class Rig:
         self.on_start()
         engine = fake_engine(**self._options)
         step, prepare = engine.step, engine.prepare
-        runner = loop_of(engine).runner
+        runner = runner_of(engine)
         launch = runner.launch
 
         def hooked_launch(number: int, plan: Any) -> Any:
@@ -135,7 +165,7 @@ class Rig:
             return prepare(*args, **options)
 
         engine.step = gated_step  # type: ignore[method-assign]
-        runner.launch = hooked_launch  # type: ignore[method-assign]
+        runner.launch = hooked_launch
         engine.prepare = gated_prepare  # type: ignore[method-assign]
         self.made.append(engine)
         return engine
@@ -159,21 +189,7 @@ class Rig:
     def check_idle(self) -> None:
         """Assert that no request, row, block or count is left."""
 
-        def check() -> None:
-            requests, engine = self.requests, self.made[-1]
-            requests.check_integrity()
-            assert not requests.handles
-            assert not requests.has_work
-            assert requests.limits.num_requests == requests.limits.num_tokens == 0
-            if self.thread.engine is not None:
-                engine.check_integrity()
-                stats = engine.stats()
-                assert (stats["running"], stats["waiting"]) == (0, 0)
-                assert stats["blocks"]["free"] == stats["blocks"]["usable"]
-
-        limits = self.requests.limits
-        wait_until(lambda: not limits.num_requests)  # prepared, although they have ended
-        self.on_thread(check)
+        check_idle(self.thread)
 
     def check_serves(self) -> None:
         """Assert that a new request gets its tokens, and leaves nothing."""

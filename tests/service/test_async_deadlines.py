@@ -8,7 +8,7 @@ import pytest
 from stepgraph.runtime.errors import DeadlineUnreachableError
 
 from ..rigs.fake_engine import params
-from ..rigs.service_rig import LONG, PROMPT, SECONDS, rig
+from ..rigs.service_rig import LONG, PROMPT, SECONDS, do, rig
 
 
 def test_a_deadline_that_passes_in_the_queue_ends_a_request_that_is_never_prefilled() -> None:
@@ -68,7 +68,7 @@ def test_a_deadline_that_passes_during_preparation_ends_the_request_then() -> No
         late = r.engine.submit(tuple(PROMPT), params(1, n=2), deadline=0.5)
         output = late.result(SECONDS)  # although the preparation has not ended
         assert [c.finish_reason for c in output.completions] == ["deadline"] * 2
-        assert r.on_thread(r.engine._stats)["preparing"] == 1
+        assert do(r.engine.stats())["preparing"] == 1
         r.preparations.open()
         r.check_serves()
 

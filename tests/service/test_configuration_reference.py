@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from stepgraph.runtime import (
     ServiceConfig,
     StepgraphError,
 )
-from stepgraph.runtime.arguments import allowed_values, described_fields
+from stepgraph.runtime.arguments import allowed_values
 from stepgraph.runtime.config import Speculation
 from stepgraph.runtime.service.configuration_reference import reference
 from stepgraph.runtime.tools.arguments import add_config_flags, config_of
@@ -73,18 +72,3 @@ def test_flags_read_what_fields_allow() -> None:
         if allowed.range is not None and allowed.kind in (int, float):
             with pytest.raises(argparse.ArgumentError):
                 parser.parse_args([flag, str(allowed.range.high * 2)])
-
-
-@pytest.mark.parametrize(
-    ("section", "difference"),
-    [
-        ("rows: how many.", "columns"),
-        ("rows: how many.\n    columns: how many.\n    depth: how much.", "depth"),
-        ("columns: how many.\n    rows: how many.", "the order"),
-    ],
-)
-def test_a_field_without_description_is_named(section: str, difference: str) -> None:
-    made = dataclasses.make_dataclass("Made", [("rows", int), ("columns", int)])
-    made.__doc__ = f"Has a size.\n\nAttributes:\n    {section}\n\nRaises:\n    Error: no."
-    with pytest.raises(ValueError, match=f"Made's docstring and its fields differ in {difference}"):
-        described_fields(made)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,11 +11,11 @@ import pytest
 pytest.importorskip("httpx")
 pytest.importorskip("llguidance")
 
-import stepgraph.runtime.demo
 from stepgraph.runtime import AsyncEngine, EngineConfig, ServiceConfig
 from stepgraph.runtime.service.http.output_parsers import ChatOutput, make_output_parser
 
-from ..rigs.http_rig import Rig
+from ..rigs.http_rig import Rig, demo_with_template, service
+from ..rigs.service_rig import in_event_loop
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = (
@@ -29,20 +27,19 @@ SHORT = {"temperature": 0, "max_tokens": 12}
 BODY = {"prompt": "def main(", **SHORT}
 MESSAGES = [{"role": "user", "content": "def main("}]
 
-Serve = Callable[[Callable[[Rig], Coroutine[Any, Any, None]]], None]
-
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """Runs a coroutine with a service that all tests share."""
-    folder = tmp_path_factory.mktemp("fields")
-    for path in Path(stepgraph.runtime.demo.__path__[0]).iterdir():
-        if path.suffix in (".json", ".safetensors"):
-            (folder / path.name).symlink_to(path)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
+    """An engine that all tests share."""
+    folder = demo_with_template(tmp_path_factory.mktemp("fields"), TEMPLATE)
     config = EngineConfig(mode="eager", max_model_len=LONGEST)
     with AsyncEngine.from_pretrained(folder, config) as shared:
-        yield lambda use: asyncio.run(use(Rig(shared)))
+        yield shared
+
+
+@pytest.fixture
+def rig(engine: AsyncEngine) -> Rig:
+    return Rig(engine)
 
 
 async def choice(rig: Rig, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
@@ -62,125 +59,111 @@ async def error(rig: Rig, path: str = "/v1/completions", **fields: Any) -> dict[
     return found
 
 
-def test_fields_restrict_tokens(serve: Serve) -> None:
-    async def use(rig: Rig) -> None:
-        plain = (await choice(rig))["token_ids"]
-        allowed = [plain[0], plain[2]]
-        found = await choice(rig, allowed_token_ids=allowed)
-        assert set(found["token_ids"]) <= set(allowed)
-        text = (await choice(rig))["text"]
-        assert text.startswith("self):")
-        assert not (await choice(rig, bad_words=["self"]))["text"].startswith("self")
-        later = await choice(rig, bad_words=["self):"])  # two tokens: only the last is forbidden
-        assert later["text"].startswith("self")
-        assert later["token_ids"][1] != plain[1]
-        sampled = {"temperature": 2.0, "seed": 1, "max_tokens": 40}
-        found = await choice(rig, allowed_token_ids=plain, bad_words=["self"], **sampled)
-        assert set(found["token_ids"]) <= set(plain) - {plain[0]}
-
-    serve(use)
+@in_event_loop
+async def test_fields_restrict_tokens(rig: Rig) -> None:
+    plain = (await choice(rig))["token_ids"]
+    allowed = [plain[0], plain[2]]
+    found = await choice(rig, allowed_token_ids=allowed)
+    assert set(found["token_ids"]) <= set(allowed)
+    text = (await choice(rig))["text"]
+    assert text.startswith("self):")
+    assert not (await choice(rig, bad_words=["self"]))["text"].startswith("self")
+    later = await choice(rig, bad_words=["self):"])  # two tokens: only the last is forbidden
+    assert later["text"].startswith("self")
+    assert later["token_ids"][1] != plain[1]
+    sampled = {"temperature": 2.0, "seed": 1, "max_tokens": 40}
+    found = await choice(rig, allowed_token_ids=plain, bad_words=["self"], **sampled)
+    assert set(found["token_ids"]) <= set(plain) - {plain[0]}
 
 
-def test_fields_keep_the_stop_string(serve: Serve) -> None:
-    async def use(rig: Rig) -> None:
-        for stop in ("):", "self", "f)"):
-            assert not (await choice(rig, stop=stop))["text"].endswith(stop)
-            body = {**BODY, "stop": stop, "include_stop_str_in_output": True}
-            found = await choice(rig, **body)
-            assert found["text"].endswith(stop)
-            events = await rig.events(body)
-            assert "".join(e["choices"][0]["text"] for e in events) == found["text"]
-        first, second = (await choice(rig))["token_ids"][:2]
-        ending = {"stop_token_ids": [second]}
-        assert (await choice(rig, **ending))["text"] == "self"
-        found = await choice(rig, **ending, include_stop_str_in_output=True)
-        assert (found["text"], found["token_ids"]) == ("self):", [first, second])
-
-    serve(use)
+@in_event_loop
+async def test_fields_keep_the_stop_string(rig: Rig) -> None:
+    for stop in ("):", "self", "f)"):
+        assert not (await choice(rig, stop=stop))["text"].endswith(stop)
+        body = {**BODY, "stop": stop, "include_stop_str_in_output": True}
+        found = await choice(rig, **body)
+        assert found["text"].endswith(stop)
+        events = await rig.events(body)
+        assert "".join(e["choices"][0]["text"] for e in events) == found["text"]
+    first, second = (await choice(rig))["token_ids"][:2]
+    ending = {"stop_token_ids": [second]}
+    assert (await choice(rig, **ending))["text"] == "self"
+    found = await choice(rig, **ending, include_stop_str_in_output=True)
+    assert (found["text"], found["token_ids"]) == ("self):", [first, second])
 
 
-def test_fields_truncate_prompts(serve: Serve) -> None:
-    async def use(rig: Rig) -> None:
-        whole = (await choice(rig))["prompt_token_ids"]
-        found = await choice(rig, truncate_prompt_tokens=2, echo=True)
-        assert found["prompt_token_ids"] == whole[-2:]
-        assert found["text"].startswith("main(")
-        for prompt in ([5] * 300, "x y " * 300):
-            long = {"prompt": prompt, "max_tokens": 10}
-            failed = await error(rig, **long)
-            assert (failed["code"], failed["param"]) == ("context_length_exceeded", "prompt")
-            found = await choice(rig, **long, truncate_prompt_tokens=-1)
-            assert len(found["prompt_token_ids"]) == LONGEST - 10
-        failed = await error(rig, truncate_prompt_tokens=LONGEST)
-        assert failed["param"] == "truncate_prompt_tokens"
-        messages = {"messages": [{"role": "user", "content": "x y " * 300}]}
-        failed = await error(rig, CHAT, **messages)
-        assert (failed["code"], failed["param"]) == ("context_length_exceeded", "messages")
-        assert await choice(rig, CHAT, **messages, truncate_prompt_tokens=3)
-
-    serve(use)
+@in_event_loop
+async def test_fields_truncate_prompts(rig: Rig) -> None:
+    whole = (await choice(rig))["prompt_token_ids"]
+    found = await choice(rig, truncate_prompt_tokens=2, echo=True)
+    assert found["prompt_token_ids"] == whole[-2:]
+    assert found["text"].startswith("main(")
+    for prompt in ([5] * 300, "x y " * 300):
+        long = {"prompt": prompt, "max_tokens": 10}
+        failed = await error(rig, **long)
+        assert (failed["code"], failed["param"]) == ("context_length_exceeded", "prompt")
+        found = await choice(rig, **long, truncate_prompt_tokens=-1)
+        assert len(found["prompt_token_ids"]) == LONGEST - 10
+    failed = await error(rig, truncate_prompt_tokens=LONGEST)
+    assert failed["param"] == "truncate_prompt_tokens"
+    messages = {"messages": [{"role": "user", "content": "x y " * 300}]}
+    failed = await error(rig, CHAT, **messages)
+    assert (failed["code"], failed["param"]) == ("context_length_exceeded", "messages")
+    assert await choice(rig, CHAT, **messages, truncate_prompt_tokens=3)
 
 
-def test_fields_choose_logprobs(serve: Serve) -> None:
-    async def use(rig: Rig) -> None:
-        every = (await choice(rig, logprobs=20))["logprobs"]["top_logprobs"]
-        named = (await choice(rig, logprobs=20, return_tokens_as_token_ids=True))["logprobs"]
-        assert all(t.startswith("token_id:") for top in named["top_logprobs"] for t in top)
-        ids = [int(name.removeprefix("token_id:")) for name in named["top_logprobs"][0]][5:8]
-        found = (await choice(rig, logprobs=0, logprob_token_ids=ids))["logprobs"]
-        values = [named["top_logprobs"][0][f"token_id:{i}"] for i in ids]
-        top = list(found["top_logprobs"][0].values())
-        assert top[:3] == pytest.approx(values, abs=1e-4)
-        assert len(top) == 4  # the sampled one too
-        assert len(every[0]) == 20
-        chat = {"messages": MESSAGES, "logprobs": True, "logprob_token_ids": ids}
-        content = (await choice(rig, CHAT, **chat))["logprobs"]["content"]
-        assert all(len(entry["top_logprobs"]) == 3 for entry in content)
-        assert (await error(rig, logprob_token_ids=ids))["param"] == "logprob_token_ids"
-
-    serve(use)
+@in_event_loop
+async def test_fields_choose_logprobs(rig: Rig) -> None:
+    every = (await choice(rig, logprobs=20))["logprobs"]["top_logprobs"]
+    named = (await choice(rig, logprobs=20, return_tokens_as_token_ids=True))["logprobs"]
+    assert all(t.startswith("token_id:") for top in named["top_logprobs"] for t in top)
+    ids = [int(name.removeprefix("token_id:")) for name in named["top_logprobs"][0]][5:8]
+    found = (await choice(rig, logprobs=0, logprob_token_ids=ids))["logprobs"]
+    values = [named["top_logprobs"][0][f"token_id:{i}"] for i in ids]
+    top = list(found["top_logprobs"][0].values())
+    assert top[:3] == pytest.approx(values, abs=1e-4)
+    assert len(top) == 4  # the sampled one too
+    assert len(every[0]) == 20
+    chat = {"messages": MESSAGES, "logprobs": True, "logprob_token_ids": ids}
+    content = (await choice(rig, CHAT, **chat))["logprobs"]["content"]
+    assert all(len(entry["top_logprobs"]) == 3 for entry in content)
+    assert (await error(rig, logprob_token_ids=ids))["param"] == "logprob_token_ids"
 
 
-def test_fields_report_prompt_logprobs(serve: Serve) -> None:
-    async def use(rig: Rig) -> None:
-        found = await choice(rig, prompt_logprobs=2)
-        ids, entries = found["prompt_token_ids"], found["prompt_logprobs"]
-        assert entries[0] is None
-        echoed = (await choice(rig, echo=True, logprobs=2))["logprobs"]["token_logprobs"]
-        for token, entry, value in zip(ids[1:], entries[1:], echoed[1:], strict=False):
-            assert entry[str(token)]["logprob"] == pytest.approx(value)
-            assert [e["rank"] for e in entry.values()][:2] == [1, 2]
-        body = {"messages": MESSAGES, "prompt_logprobs": 1}
-        assert (await rig.post(body, CHAT)).json()["prompt_logprobs"][0] is None
-        assert (await error(rig, prompt_logprobs=1, stream=True))["param"] == "prompt_logprobs"
-
-    serve(use)
+@in_event_loop
+async def test_fields_report_prompt_logprobs(rig: Rig) -> None:
+    found = await choice(rig, prompt_logprobs=2)
+    ids, entries = found["prompt_token_ids"], found["prompt_logprobs"]
+    assert entries[0] is None
+    echoed = (await choice(rig, echo=True, logprobs=2))["logprobs"]["token_logprobs"]
+    for token, entry, value in zip(ids[1:], entries[1:], echoed[1:], strict=False):
+        assert entry[str(token)]["logprob"] == pytest.approx(value)
+        assert [e["rank"] for e in entry.values()][:2] == [1, 2]
+    body = {"messages": MESSAGES, "prompt_logprobs": 1}
+    assert (await rig.post(body, CHAT)).json()["prompt_logprobs"][0] is None
+    assert (await error(rig, prompt_logprobs=1, stream=True))["param"] == "prompt_logprobs"
 
 
-def test_fields_reach_the_chat_template(serve: Serve) -> None:
-    async def use(rig: Rig) -> None:
-        async def num_tokens(**fields: Any) -> int:
-            response = await rig.post({"messages": MESSAGES, "max_tokens": 1, **fields}, CHAT)
-            return int(response.json()["usage"]["prompt_tokens"])
+@in_event_loop
+async def test_fields_reach_the_chat_template(rig: Rig) -> None:
+    async def num_tokens(**fields: Any) -> int:
+        response = await rig.post({"messages": MESSAGES, "max_tokens": 1, **fields}, CHAT)
+        return int(response.json()["usage"]["prompt_tokens"])
 
-        plain = await num_tokens()
-        efforts = {e: await num_tokens(reasoning_effort=e) for e in ("none", "high")}
-        assert plain < min(efforts.values())
-        given = {"reasoning_effort": "high", "enable_thinking": True}
-        assert await num_tokens(chat_template_kwargs=given) == efforts["high"]
-        wrong = await error(rig, CHAT, messages=MESSAGES, reasoning_effort="huge")
-        assert wrong["param"] == "reasoning_effort"
-
-    serve(use)
+    plain = await num_tokens()
+    efforts = {e: await num_tokens(reasoning_effort=e) for e in ("none", "high")}
+    assert plain < min(efforts.values())
+    given = {"reasoning_effort": "high", "enable_thinking": True}
+    assert await num_tokens(chat_template_kwargs=given) == efforts["high"]
+    wrong = await error(rig, CHAT, messages=MESSAGES, reasoning_effort="huge")
+    assert wrong["param"] == "reasoning_effort"
 
 
-def test_fields_of_a_json_object_have_a_schema(serve: Serve) -> None:
-    async def use(rig: Rig) -> None:
-        for kind in ("json_object", "json_schema"):
-            form = {"type": kind, "schema": {"const": 7}}
-            assert (await choice(rig, response_format=form))["text"] == "7"
-
-    serve(use)
+@in_event_loop
+async def test_fields_of_a_json_object_have_a_schema(rig: Rig) -> None:
+    for kind in ("json_object", "json_schema"):
+        form = {"type": kind, "schema": {"const": 7}}
+        assert (await choice(rig, response_format=form))["text"] == "7"
 
 
 def test_fields_leave_one_tool_call() -> None:
@@ -234,101 +217,79 @@ NEUTRAL: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
-def test_fields_that_would_change_the_result_are_refused(
-    serve: Serve, name: str, value: Any
+@in_event_loop
+async def test_fields_that_would_change_the_result_are_refused(
+    rig: Rig, name: str, value: Any
 ) -> None:
-    async def use(rig: Rig) -> None:
-        assert (await error(rig, **{name: value}))["param"] == name
-
-    serve(use)
+    assert (await error(rig, **{name: value}))["param"] == name
 
 
 @pytest.mark.parametrize(("name", "value"), NEUTRAL)
-def test_fields_with_neutral_values_are_accepted(serve: Serve, name: str, value: Any) -> None:
-    async def use(rig: Rig) -> None:
-        await choice(rig, max_tokens=1, **{name: value})
-
-    serve(use)
+@in_event_loop
+async def test_fields_with_neutral_values_are_accepted(rig: Rig, name: str, value: Any) -> None:
+    await choice(rig, max_tokens=1, **{name: value})
 
 
-@pytest.mark.parametrize(("policy", "status", "records"), [("warn", 200, 1), ("ignore", 200, 0)])
-def test_fields_that_are_unknown_are_logged_once(
-    policy: Any, status: int, records: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    from ..rigs.http_rig import service
-
-    async def use() -> None:
+@in_event_loop
+async def test_fields_that_are_unknown_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    body = {"prompt": [1, 2], "max_tokens": 1, "of_my_own": 1, "store": True}
+    for policy, records in (("warn", 1), ("ignore", 0)):
+        caplog.clear()
         async with service(config=ServiceConfig(unknown_fields=policy)) as rig:
             for _ in range(2):
-                body = {"prompt": [1, 2], "max_tokens": 1, "of_my_own": 1, "store": True}
-                assert (await rig.post(body)).status_code == status
-
-    with caplog.at_level(logging.WARNING, "stepgraph.runtime"):
-        asyncio.run(use())
-    assert sum("of_my_own" in r.getMessage() for r in caplog.records) == records
+                assert (await rig.post(body)).status_code == 200
+        assert sum("of_my_own" in r.getMessage() for r in caplog.records) == records
 
 
-def test_fields_that_are_unknown_can_be_refused() -> None:
-    from ..rigs.http_rig import service
+@in_event_loop
+async def test_fields_that_are_unknown_can_be_refused() -> None:
+    async with service(config=ServiceConfig(unknown_fields="error")) as rig:
+        response = await rig.post({"prompt": [1, 2], "max_tokens": 1, "of_my_own": 1})
+        assert response.status_code == 400
+        found = response.json()["error"]
+        assert (found["code"], found["param"]) == ("unknown_field", "of_my_own")
+        assert (await rig.post({"prompt": [1, 2], "max_tokens": 1})).status_code == 200
 
-    async def use() -> None:
-        async with service(config=ServiceConfig(unknown_fields="error")) as rig:
-            response = await rig.post({"prompt": [1, 2], "max_tokens": 1, "of_my_own": 1})
+
+@in_event_loop
+async def test_fields_of_masks_need_structured_output() -> None:
+    async with service() as rig:
+        for field, value in (("allowed_token_ids", [1]), ("bad_words", ["a"])):
+            response = await rig.post({"prompt": [1, 2], field: value})
             assert response.status_code == 400
-            found = response.json()["error"]
-            assert (found["code"], found["param"]) == ("unknown_field", "of_my_own")
-            assert (await rig.post({"prompt": [1, 2], "max_tokens": 1})).status_code == 200
-
-    asyncio.run(use())
+            assert response.json()["error"]["param"] == field
 
 
-def test_fields_of_masks_need_structured_output() -> None:
-    from ..rigs.http_rig import service
-
-    async def use() -> None:
-        async with service() as rig:
-            for field, value in (("allowed_token_ids", [1]), ("bad_words", ["a"])):
-                response = await rig.post({"prompt": [1, 2], field: value})
-                assert response.status_code == 400
-                assert response.json()["error"]["param"] == field
-
-    asyncio.run(use())
-
-
-def test_request_ids_are_returned_with_every_response(serve: Serve) -> None:
-    async def use(rig: Rig) -> None:
-        for given, same in (
-            ("job-17", True),
-            ("a" * 128, True),
-            ("a" * 129, False),
-            ("a b", False),
+@in_event_loop
+async def test_request_ids_are_returned_with_every_response(rig: Rig) -> None:
+    for given, same in (
+        ("job-17", True),
+        ("a" * 128, True),
+        ("a" * 129, False),
+        ("a b", False),
+    ):
+        for path, body in (
+            ("/v1/completions", BODY),
+            ("/v1/completions", {**BODY, "stream": True}),
+            ("/v1/completions", {"prompt": 1}),
+            ("/nowhere", {}),
         ):
-            for path, body in (
-                ("/v1/completions", BODY),
-                ("/v1/completions", {**BODY, "stream": True}),
-                ("/v1/completions", {"prompt": 1}),
-                ("/nowhere", {}),
-            ):
-                response = await rig.post(body, path, headers={"X-Request-Id": given})
-                (found,) = response.headers.get_list("x-request-id")
-                assert found
-                assert (found == given) == same
-        first, second = [(await rig.post(BODY)).headers["x-request-id"] for _ in range(2)]
-        assert first != second
-
-    serve(use)
+            response = await rig.post(body, path, headers={"X-Request-Id": given})
+            (found,) = response.headers.get_list("x-request-id")
+            assert found
+            assert (found == given) == same
+    first, second = [(await rig.post(BODY)).headers["x-request-id"] for _ in range(2)]
+    assert first != second
 
 
-def test_request_ids_begin_those_of_the_engine(serve: Serve) -> None:
-    async def use(rig: Rig) -> None:
-        records: list[str] = []
-        rig.engine.add_listener(lambda record: records.append(record.request_id))
-        for _ in range(2):  # the same id twice is not refused
-            headers = {"X-Request-Id": "job-17"}
-            assert (await rig.post(BODY, headers=headers)).status_code == 200
-        while len(records) < 2:  # they follow the answers
-            await asyncio.sleep(0.01)
-        assert len(set(records)) == 2
-        assert all(found.startswith("job-17/") for found in records)
-
-    serve(use)
+@in_event_loop
+async def test_request_ids_begin_those_of_the_engine(rig: Rig) -> None:
+    records: list[str] = []
+    rig.engine.add_listener(lambda record: records.append(record.request_id))
+    for _ in range(2):  # the same id twice is not refused
+        headers = {"X-Request-Id": "job-17"}
+        assert (await rig.post(BODY, headers=headers)).status_code == 200
+    while len(records) < 2:  # they follow the answers
+        await asyncio.sleep(0.01)
+    assert len(set(records)) == 2
+    assert all(found.startswith("job-17/") for found in records)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from stepgraph.runtime import AsyncEngine, EngineConfig
 from stepgraph.runtime.loading.tokenizer import TextTokenizer
 
 from ..rigs.http_rig import COMPLETIONS, Rig
+from ..rigs.service_rig import in_event_loop
 from ..rigs.tag_rig import tag_checkpoint
 
 CHAT = "/v1/chat/completions"
@@ -32,21 +32,25 @@ TOOL = {"type": "function", "function": {"name": "trip", "parameters": SCHEMA}}
 CALL = '<tool_call>\n{"name": "trip", "arguments": {"city": "Rome"}}\n</tool_call>'
 THINKS = {"chat_template_kwargs": {"thinks": True}}
 
-Use = Callable[[Rig, TextTokenizer], Coroutine[Any, Any, None]]
-Serve = Callable[..., None]
-
 
 @pytest.fixture(scope="module", params=[False, True], ids=["text tags", "special tags"])
-def serve(
+def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Serve]:
-    """Runs a coroutine with a service."""
+) -> Iterator[AsyncEngine]:
     folder = tag_checkpoint(tmp_path_factory.mktemp("tags"), special=request.param)
     with AsyncEngine.from_pretrained(folder, CONFIG) as engine:
-        tokenizer = engine.tokenizer
-        assert tokenizer is not None
-        both = {"tool_parser": "hermes", "reasoning_parser": "think"}
-        yield lambda use, **options: asyncio.run(use(Rig(engine, **(options or both)), tokenizer))
+        yield engine
+
+
+@pytest.fixture
+def rig(engine: AsyncEngine) -> Rig:
+    return Rig(engine, tool_parser="hermes", reasoning_parser="think")
+
+
+@pytest.fixture
+def tokenizer(engine: AsyncEngine) -> TextTokenizer:
+    assert engine.tokenizer is not None
+    return engine.tokenizer
 
 
 async def message(rig: Rig, **fields: Any) -> dict[str, Any]:
@@ -83,17 +87,17 @@ def closes(tokenizer: TextTokenizer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("choice", ["required", {"function": {"name": "trip"}}], ids=str)
-def test_tags_of_a_demanded_call_are_tokens(serve: Serve, choice: Any) -> None:
-    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
-        fields = {"tools": [TOOL], "tool_choice": choice, "return_token_ids": True}
-        answer = await message(rig, **fields)
-        assert answer["finish_reason"] == "tool_calls"
-        ((name, arguments),) = answer["calls"]
-        assert (name, set(arguments)) == ("trip", {"city"})
-        assert tokenizer.added_tokens["<tool_call>"] == answer["token_ids"][0]
-        assert tokenizer.added_tokens["</tool_call>"] in answer["token_ids"]
-
-    serve(use)
+@in_event_loop
+async def test_tags_of_a_demanded_call_are_tokens(
+    rig: Rig, tokenizer: TextTokenizer, choice: Any
+) -> None:
+    fields = {"tools": [TOOL], "tool_choice": choice, "return_token_ids": True}
+    answer = await message(rig, **fields)
+    assert answer["finish_reason"] == "tool_calls"
+    ((name, arguments),) = answer["calls"]
+    assert (name, set(arguments)) == ("trip", {"city"})
+    assert tokenizer.added_tokens["<tool_call>"] == answer["token_ids"][0]
+    assert tokenizer.added_tokens["</tool_call>"] in answer["token_ids"]
 
 
 @pytest.mark.parametrize(
@@ -116,13 +120,13 @@ def test_tags_of_a_demanded_call_are_tokens(serve: Serve, choice: Any) -> None:
     ],
     ids=str,
 )
-def test_tags_in_grammars_are_text(serve: Serve, grammar: dict[str, Any], text: str) -> None:
-    async def use(rig: Rig, _: TextTokenizer) -> None:
-        body = {"prompt": "x", "max_tokens": 80, "structured_outputs": grammar}
-        (choice,) = (await rig.post(body, COMPLETIONS)).json()["choices"]
-        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
-
-    serve(use)
+@in_event_loop
+async def test_tags_in_grammars_are_text(
+    rig: Rig, tokenizer: TextTokenizer, grammar: dict[str, Any], text: str
+) -> None:
+    body = {"prompt": "x", "max_tokens": 80, "structured_outputs": grammar}
+    (choice,) = (await rig.post(body, COMPLETIONS)).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "stop")
 
 
 @pytest.mark.parametrize(
@@ -134,31 +138,34 @@ def test_tags_in_grammars_are_text(serve: Serve, grammar: dict[str, Any], text: 
         ("<think>never closed", "never closed", "", 0),
     ],
 )
-def test_tags_reach_the_parsers(
-    serve: Serve, text: str, reasoning: str | None, content: str | None, calls: int
+@in_event_loop
+async def test_tags_reach_the_parsers(
+    rig: Rig,
+    tokenizer: TextTokenizer,
+    text: str,
+    reasoning: str | None,
+    content: str | None,
+    calls: int,
 ) -> None:
-    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
-        fields = {"tools": [TOOL], "structured_outputs": {"choice": [text]}}
-        answer = await message(rig, **fields)
-        assert answer.get("reasoning") == reasoning
-        assert answer["content"] == content
-        assert answer["calls"] == [("trip", {"city": "Rome"})] * calls
-
-    serve(use)
+    fields = {"tools": [TOOL], "structured_outputs": {"choice": [text]}}
+    answer = await message(rig, **fields)
+    assert answer.get("reasoning") == reasoning
+    assert answer["content"] == content
+    assert answer["calls"] == [("trip", {"city": "Rome"})] * calls
 
 
-def test_tags_of_parsers_leave_other_special_tokens_out(serve: Serve) -> None:
-    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
-        bias = {"logit_bias": {str(tokenizer.added_tokens["<|im_start|>"]): 100}, "max_tokens": 3}
-        assert (await message(rig, **bias))["content"] == ""
-        shown = await message(rig, **bias, skip_special_tokens=False)
-        assert shown["content"] == "<|im_start|>" * 3
-        bias["logit_bias"] = {str(tokenizer.added_tokens["<tool_call>"]): 100}
-        answer = await message(rig, **bias, tools=[TOOL])  # which makes no call
-        is_special = tokenizer.added_tokens["<tool_call>"] in tokenizer.special_ids
-        assert answer["content"] == ("" if is_special else "<tool_call>" * 3)
-
-    serve(use)
+@in_event_loop
+async def test_tags_of_parsers_leave_other_special_tokens_out(
+    rig: Rig, tokenizer: TextTokenizer
+) -> None:
+    bias = {"logit_bias": {str(tokenizer.added_tokens["<|im_start|>"]): 100}, "max_tokens": 3}
+    assert (await message(rig, **bias))["content"] == ""
+    shown = await message(rig, **bias, skip_special_tokens=False)
+    assert shown["content"] == "<|im_start|>" * 3
+    bias["logit_bias"] = {str(tokenizer.added_tokens["<tool_call>"]): 100}
+    answer = await message(rig, **bias, tools=[TOOL])  # which makes no call
+    is_special = tokenizer.added_tokens["<tool_call>"] in tokenizer.special_ids
+    assert answer["content"] == ("" if is_special else "<tool_call>" * 3)
 
 
 @pytest.mark.parametrize(
@@ -171,29 +178,27 @@ def test_tags_of_parsers_leave_other_special_tokens_out(serve: Serve) -> None:
     ],
     ids=str,
 )
-def test_tags_end_the_reasoning_before_structured_content(
-    serve: Serve, fields: dict[str, Any]
+@in_event_loop
+async def test_tags_end_the_reasoning_before_structured_content(
+    rig: Rig, tokenizer: TextTokenizer, fields: dict[str, Any]
 ) -> None:
-    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
-        answer = await message(rig, **fields, **THINKS, **closes(tokenizer))
-        assert set(json.loads(answer["content"])) == {"city"}
-        assert "reasoning" not in answer
-        answer = await message(rig, **fields, **THINKS, max_tokens=9)
-        assert (answer["content"], answer["finish_reason"]) == ("", "length")
-        assert answer["reasoning"]
-        answer = await message(rig, **fields)  # the template has not begun a reasoning
-        assert set(json.loads(answer["content"])) == {"city"}
-
-    serve(use)
+    answer = await message(rig, **fields, **THINKS, **closes(tokenizer))
+    assert set(json.loads(answer["content"])) == {"city"}
+    assert "reasoning" not in answer
+    answer = await message(rig, **fields, **THINKS, max_tokens=9)
+    assert (answer["content"], answer["finish_reason"]) == ("", "length")
+    assert answer["reasoning"]
+    answer = await message(rig, **fields)  # the template has not begun a reasoning
+    assert set(json.loads(answer["content"])) == {"city"}
 
 
-def test_tags_end_the_reasoning_before_a_demanded_call(serve: Serve) -> None:
-    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
-        fields = {"tools": [TOOL], "tool_choice": "required", **THINKS, **closes(tokenizer)}
-        answer = await message(rig, **fields)
-        assert [name for name, _ in answer["calls"]] == ["trip"]
-
-    serve(use)
+@in_event_loop
+async def test_tags_end_the_reasoning_before_a_demanded_call(
+    rig: Rig, tokenizer: TextTokenizer
+) -> None:
+    fields = {"tools": [TOOL], "tool_choice": "required", **THINKS, **closes(tokenizer)}
+    answer = await message(rig, **fields)
+    assert [name for name, _ in answer["calls"]] == ["trip"]
 
 
 @pytest.mark.parametrize(
@@ -205,26 +210,22 @@ def test_tags_end_the_reasoning_before_a_demanded_call(serve: Serve) -> None:
         ("The tag <think>", " <think>", None, " <think>"),
     ],
 )
-def test_tags_of_a_continued_message(
-    serve: Serve, last: str, text: str, reasoning: str | None, content: str
+@in_event_loop
+async def test_tags_of_a_continued_message(
+    rig: Rig, tokenizer: TextTokenizer, last: str, text: str, reasoning: str | None, content: str
 ) -> None:
-    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
-        fields = {"structured_outputs": {"choice": [text]}}
-        if reasoning and "</think>" not in text:
-            fields = {
-                "logit_bias": {str(tokenizer.encode(text, special=False)[0]): 100},
-                "max_tokens": 1,
-            }
-        messages = [*HI, {"role": "assistant", "content": last}]
-        answer = await message(rig, messages=messages, continue_final_message=True, **fields)
-        assert (answer.get("reasoning"), answer["content"]) == (reasoning, content)
-
-    serve(use)
+    fields = {"structured_outputs": {"choice": [text]}}
+    if reasoning and "</think>" not in text:
+        fields = {
+            "logit_bias": {str(tokenizer.encode(text, special=False)[0]): 100},
+            "max_tokens": 1,
+        }
+    messages = [*HI, {"role": "assistant", "content": last}]
+    answer = await message(rig, messages=messages, continue_final_message=True, **fields)
+    assert (answer.get("reasoning"), answer["content"]) == (reasoning, content)
 
 
-def test_tags_stay_in_the_content_without_parsers(serve: Serve) -> None:
-    async def use(rig: Rig, tokenizer: TextTokenizer) -> None:
-        answer = await message(rig, structured_outputs={"choice": [CALL]}, tools=[TOOL])
-        assert answer["content"] == CALL
-
-    serve(use, tool_parser=None)
+@in_event_loop
+async def test_tags_stay_in_the_content_without_parsers(engine: AsyncEngine) -> None:
+    answer = await message(Rig(engine), structured_outputs={"choice": [CALL]}, tools=[TOOL])
+    assert answer["content"] == CALL

@@ -18,11 +18,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 import httpx
-from stepgraph.runtime import (
-    ConfigError,
-    Engine,
-    EngineConfig,
-)
+from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.engine.engine_stats import EngineCounters
 from stepgraph.runtime.service.http.command import ACCESS_LOG, logs_to_stderr
 from stepgraph.runtime.service.http.flags import in_flags
@@ -32,6 +28,7 @@ from ..project.test_imports import run
 from ..rigs.fake_engine import fake_engine
 from ..rigs.http_rig import COMPLETIONS, SECONDS, slow_engine
 from ..rigs.http_servers import Threaded
+from .test_request_records import SlowEngine
 
 USAGE_ERRORS = (
     *("serve", "serve demo --max-num-seqs 0", "serve demo --dtype int3", "serve demo --port x"),
@@ -157,19 +154,10 @@ def test_the_access_log_names_a_client_that_disconnects(access: pytest.LogCaptur
     assert line.endswith("disconnected")
 
 
-def failing_engine() -> Engine:
-    """A fake engine whose steps fail."""
-    engine = fake_engine()
-
-    def fail(*arguments: Any) -> Any:
-        raise RuntimeError("a failing step")
-
-    engine._open_parts().runner.launch = fail  # type: ignore[method-assign]
-    return engine
-
-
 def test_a_failed_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    server = Threaded(failing_engine)
+    slow = SlowEngine()
+    slow.failure = RuntimeError("a failing step")
+    server = Threaded(slow.start)
     url = f"http://127.0.0.1:{server.port}{COMPLETIONS}"
 
     async def post_all() -> list[httpx.Response]:
