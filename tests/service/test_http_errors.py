@@ -12,14 +12,13 @@ import pytest
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from starlette.applications import Starlette
-from starlette.routing import Mount
 from stepgraph.runtime import AsyncEngine, ConfigError
 from stepgraph.runtime.service import app
 from stepgraph.runtime.service.http import exchange
 
 from ..rigs.fake_engine import fake_engine
 from ..rigs.http_rig import Connection, service
+from ..rigs.service_rig import in_event_loop
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -121,81 +120,72 @@ INVALID = [
 ]
 
 
-def test_invalid_requests() -> None:
+@in_event_loop
+async def test_invalid_requests() -> None:
     """Each is 400 with the field's name, streamed or not, and costs the engine nothing."""
-
-    async def run() -> None:
-        async with service() as rig:
-            for (path, body), param in INVALID:
-                kinds = [body]
-                if isinstance(body, dict) and "tokenize" not in path:
-                    kinds.append({"stream": True, **body})
-                for kind in kinds:
-                    response = await rig.post(kind, path)
-                    shown = f"{path} {str(body)[:80]}: {response.text}"
-                    assert response.status_code == 400, shown
-                    error = response.json()["error"]
-                    assert error["type"] == "invalid_request_error"
-                    assert 0 < len(error["message"]) <= 1000
-                    assert error["param"] == param, shown
-            assert (await rig.engine.stats())["requests"] == 0
-
-    asyncio.run(run())
+    async with service() as rig:
+        for (path, body), param in INVALID:
+            kinds = [body]
+            if isinstance(body, dict) and "tokenize" not in path:
+                kinds.append({"stream": True, **body})
+            for kind in kinds:
+                response = await rig.post(kind, path)
+                shown = f"{path} {str(body)[:80]}: {response.text}"
+                assert response.status_code == 400, shown
+                error = response.json()["error"]
+                assert error["type"] == "invalid_request_error"
+                assert 0 < len(error["message"]) <= 1000
+                assert error["param"] == param, shown
+        assert (await rig.engine.stats())["requests"] == 0
 
 
-def test_null_is_the_default() -> None:
-    async def run() -> None:
-        fields = ("stream", "n", "temperature", "stop", "logprobs", "echo", "user", "logit_bias")
-        async with service(fake_engine) as rig:
-            path, body = completion(**dict.fromkeys(fields), stream_options=None, suffix=None)
-            assert (await rig.post(body, path)).status_code == 200
-
-    asyncio.run(run())
+@in_event_loop
+async def test_null_is_the_default() -> None:
+    fields = ("stream", "n", "temperature", "stop", "logprobs", "echo", "user", "logit_bias")
+    async with service(fake_engine) as rig:
+        path, body = completion(**dict.fromkeys(fields), stream_options=None, suffix=None)
+        assert (await rig.post(body, path)).status_code == 200
 
 
-def test_paths_methods_and_models() -> None:
-    async def run() -> None:
-        async with service(model_names=["one", "org/two"]) as rig:
-            for method, path, status in (
-                ("GET", "/", 404),
-                ("GET", "/metrics", 404),
-                ("GET", "/v1/models/three", 404),
-                ("GET", "/v1/completions", 405),
-                ("POST", "/v1/models", 405),
-            ):
-                response = await rig.http.request(method, path)
-                assert response.status_code == status
-                assert response.json()["error"]["message"]
-            for name, status in (("one", 200), ("org/two", 200), ("three", 404), ("", 404)):
-                path, body = completion(model=name)
-                response = await rig.post(body, path)
-                assert response.status_code == status
-                assert response.json().get("model", name) == name
-            listed = (await rig.http.get("/v1/models")).json()["data"]
-            assert [entry["id"] for entry in listed] == ["one", "org/two"]
-            assert (await rig.http.get("/v1/models/org/two")).json()["id"] == "org/two"
-
-    asyncio.run(run())
+@in_event_loop
+async def test_paths_methods_and_models() -> None:
+    async with service(model_names=["one", "org/two"]) as rig:
+        for method, path, status in (
+            ("GET", "/", 404),
+            ("GET", "/metrics", 404),
+            ("GET", "/v1/models/three", 404),
+            ("GET", "/v1/completions", 405),
+            ("POST", "/v1/models", 405),
+        ):
+            response = await rig.http.request(method, path)
+            assert response.status_code == status
+            assert response.json()["error"]["message"]
+        for name, status in (("one", 200), ("org/two", 200), ("three", 404), ("", 404)):
+            path, body = completion(model=name)
+            response = await rig.post(body, path)
+            assert response.status_code == status
+            assert response.json().get("model", name) == name
+        listed = (await rig.http.get("/v1/models")).json()["data"]
+        assert [entry["id"] for entry in listed] == ["one", "org/two"]
+        assert (await rig.http.get("/v1/models/org/two")).json()["id"] == "org/two"
 
 
-def test_api_keys() -> None:
-    async def run() -> None:
-        async with service(api_keys=["first", "zweiter-ß"]) as rig:
-            path, body = completion()
-            for header in (None, "first", "Bearer", "Bearer firs", "Bearer first2", "Basic first"):
-                headers = {} if header is None else {"authorization": header}
-                for target in (path, "/unknown", "/metrics"):
-                    response = await rig.post(body, target, headers=headers)
-                    assert response.status_code == 401
-                    assert response.json()["error"]["code"] == "invalid_api_key"
-            for key in ("first", "zweiter-ß"):
-                header = f"Bearer {key}".encode()
-                response = await rig.post(body, path, headers={b"authorization": header})
-                assert response.status_code == 200
-            for probe in ("/health", "/ready"):
-                assert (await rig.http.get(probe)).status_code == 200
-
-    asyncio.run(run())
+@in_event_loop
+async def test_api_keys() -> None:
+    async with service(api_keys=["first", "zweiter-ß"]) as rig:
+        path, body = completion()
+        for header in (None, "first", "Bearer", "Bearer firs", "Bearer first2", "Basic first"):
+            headers = {} if header is None else {"authorization": header}
+            for target in (path, "/unknown", "/metrics"):
+                response = await rig.post(body, target, headers=headers)
+                assert response.status_code == 401
+                assert response.json()["error"]["code"] == "invalid_api_key"
+        for key in ("first", "zweiter-ß"):
+            header = f"Bearer {key}".encode()
+            response = await rig.post(body, path, headers={b"authorization": header})
+            assert response.status_code == 200
+        for probe in ("/health", "/ready"):
+            assert (await rig.http.get(probe)).status_code == 200
 
 
 def test_large_and_slow_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +208,7 @@ def test_large_and_slow_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
             headers = {"content-length": "9" * 5000}
             assert (await rig.post(b"{}", path, headers=headers)).status_code == 413
             connection = Connection(rig, body)
-            connection._requests.get_nowait()
+            connection.requests.get_nowait()
             await connection.received(2)
             assert connection.messages[0]["status"] == 408
             await connection.task
@@ -226,51 +216,35 @@ def test_large_and_slow_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(run())
 
 
-def test_a_client_that_disconnects_within_its_body_gets_no_response() -> None:
-    async def run() -> None:
-        async with service() as rig:
-            connection = Connection(rig, {})
-            connection._requests.get_nowait()
-            connection._requests.put_nowait(
-                {"type": "http.request", "body": b'{"prompt"', "more_body": True}
-            )
-            await connection.disconnect()
-            assert connection.messages == []
-
-    asyncio.run(run())
+@in_event_loop
+async def test_a_client_that_disconnects_within_its_body_gets_no_response() -> None:
+    async with service() as rig:
+        connection = Connection(rig, {})
+        connection.requests.get_nowait()
+        connection.requests.put_nowait(
+            {"type": "http.request", "body": b'{"prompt"', "more_body": True}
+        )
+        await connection.disconnect()
+        assert connection.messages == []
 
 
-def test_other_origins_only_where_allowed() -> None:
-    async def run() -> None:
-        path, body = completion()
-        asked = {
-            "origin": "https://a.example",
-            "access-control-request-method": "POST",
-            "access-control-request-headers": "authorization",
-        }
-        async with service() as rig:
-            response = await rig.post(body, path, headers=asked)
-            assert not [name for name in response.headers if name.startswith("access-control")]
-        async with service(allow_origins=["https://a.example"], api_keys=["k"]) as rig:
-            preflight = await rig.http.options(path, headers=asked)
-            assert preflight.status_code == 200
-            assert preflight.headers["access-control-allow-origin"] == "https://a.example"
-            other = await rig.http.options(path, headers={**asked, "origin": "https://b.example"})
-            assert other.status_code == 400
-
-    asyncio.run(run())
-
-
-def test_mounted_in_another_application() -> None:
-    async def run() -> None:
-        async with service(api_keys=["k"]) as rig:
-            rig.http._transport.app = Starlette(routes=[Mount("/llm", rig.app)])  # type: ignore
-            assert (await rig.http.get("/llm/health")).status_code == 200
-            assert (await rig.http.get("/llm/v1/models")).status_code == 401
-            headers = {"authorization": "Bearer k"}
-            assert (await rig.http.get("/llm/v1/models", headers=headers)).status_code == 200
-
-    asyncio.run(run())
+@in_event_loop
+async def test_other_origins_only_where_allowed() -> None:
+    path, body = completion()
+    asked = {
+        "origin": "https://a.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
+    async with service() as rig:
+        response = await rig.post(body, path, headers=asked)
+        assert not [name for name in response.headers if name.startswith("access-control")]
+    async with service(allow_origins=["https://a.example"], api_keys=["k"]) as rig:
+        preflight = await rig.http.options(path, headers=asked)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://a.example"
+        other = await rig.http.options(path, headers={**asked, "origin": "https://b.example"})
+        assert other.status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from ..rigs.fake_engine import fake_engine
 from ..rigs.http_bodies import DOCUMENT, POSTS, bodies, resolved
 from ..rigs.http_rig import Rig, events_of, service
+from ..rigs.service_rig import in_event_loop
 
 SECONDS = 20
 PIECES = [
@@ -200,22 +201,20 @@ def test_fields_are_accepted_up_to_their_limits(serve: Serve, path: str) -> None
     serve(run)
 
 
-def test_the_document_names_the_mount_and_the_key() -> None:
-    async def run() -> None:
-        async with service(api_keys=["k"]) as rig:
-            rig.http._transport.app = Starlette(routes=[Mount("/llm", rig.app)])  # type: ignore
-            assert (await rig.http.get("/llm/openapi.json")).status_code == 401
-            headers = {"authorization": "Bearer k"}
-            document = (await rig.http.get("/llm/openapi.json", headers=headers)).json()
-            assert document["servers"] == [{"url": "/llm"}]
-            paths = document["paths"]
-            assert paths.keys() == DOCUMENT["paths"].keys()
-            free = [
-                path for path, ops in paths.items() for op in ops.values() if "security" not in op
-            ]
-            assert free == ["/health", "/ready"]
-
-    asyncio.run(run())
+@in_event_loop
+async def test_the_document_names_the_mount_and_the_key() -> None:
+    async with service(api_keys=["k"]) as rig:
+        rig.http._transport.app = Starlette(routes=[Mount("/llm", rig.app)])  # type: ignore
+        assert (await rig.http.get("/llm/openapi.json")).status_code == 401
+        assert (await rig.http.get("/llm/health")).status_code == 200
+        headers = {"authorization": "Bearer k"}
+        assert (await rig.http.get("/llm/v1/models", headers=headers)).status_code == 200
+        document = (await rig.http.get("/llm/openapi.json", headers=headers)).json()
+        assert document["servers"] == [{"url": "/llm"}]
+        paths = document["paths"]
+        assert paths.keys() == DOCUMENT["paths"].keys()
+        free = [path for path, ops in paths.items() for op in ops.values() if "security" not in op]
+        assert free == ["/health", "/ready"]
 
 
 @pytest.mark.slow
