@@ -46,7 +46,6 @@ from ..kernels.cpu.drafted import (
     VerifyInputs,
     accept_drafts,
     drafted_inputs,
-    newest_tokens,
     verify_inputs,
 )
 from ..kernels.ops.batch import Feedback
@@ -78,7 +77,6 @@ __all__ = [
     "compile_settings",
     "on_device",
     "ragged_batch",
-    "reference_newest_tokens",
 ]
 
 
@@ -355,8 +353,7 @@ class DraftStep:
                 drafts = operator(sampled, self._arena, key.drafts)
             else:
                 inputs = rows_B, positions_R, first_B, tokens.batch.positions, tokens.token_ids
-                find = newest_tokens if self._native else reference_newest_tokens
-                sampled_T, newest_B, previous_B, index_B = find(*inputs, tokens.next_ids)
+                sampled_T, newest_B, previous_B, index_B = _newest_tokens(*inputs, tokens.next_ids)
                 later = partial(self._batch, rows_B, stops_B, key)
                 newest = NewestTokens(newest_B, previous_B, index_B, later)
                 tokens = dataclasses.replace(tokens, next_ids=sampled_T)
@@ -458,16 +455,22 @@ class DraftStep:
             return FollowedTokens(token_ids_T, next_ids_T, features_TF, batch, of_prompts=True)
 
 
-def reference_newest_tokens(
+def _newest_tokens(
     rows_B: torch.Tensor,
     positions_R: torch.Tensor,
     first_B: torch.Tensor,
     token_positions_T: torch.Tensor,
     token_ids_T: torch.Tensor,
-    next_ids_T: torch.Tensor,
+    next_ids: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `newest_tokens`, on any device."""
-    sampled_T = next_ids_T.clamp(min=0)
+    """Return where rows stand after a step; all int64.
+
+    The first result are `next_ids`, `[T]`, with 0 for `NON_FINITE`. Others are `[B]`: the newest
+    token of each row, the token before it, and the index of that one among the T tokens.
+
+    `positions_R` are those of the newest tokens. The tokens of a row begin at `first_B`.
+    """
+    sampled_T = next_ids.flatten().clamp(min=0)
     # The null row stays at its position.
     last_B = (positions_R[rows_B] - token_positions_T[first_B] - 1).clamp(min=0)
     index_B = first_B + last_B

@@ -59,7 +59,7 @@ KERNEL_DIR = "STEPGRAPH_KERNEL_DIR"
 
 _HERE = Path(__file__).parent / "csrc"
 _UNITS = (
-    *("ops", "attention_int8", "attention", "attention_fp8", "linear", "drafting", "mixture"),
+    *("ops", "attention_int8", "attention", "attention_fp8", "linear", "mixture"),
     *("sampling", "stack", "communicator", "pool"),
 )
 """What is compiled, the longest first, and linked in this order."""

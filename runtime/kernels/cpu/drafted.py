@@ -1,4 +1,4 @@
-"""What drafters compute outside of their layers, as operators of a CPU (`draft_ops.h`).
+"""The tokens of verify steps and of drafters, as operators of a CPU (`draft_ops.h`).
 
 Shapes: B rows of the step, R rows of the state, T tokens, G layer groups, F features, D
 hidden_size, E head_dim, L layers, V vocabulary.
@@ -6,25 +6,20 @@ hidden_size, E head_dim, L layers, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops.batch import LayerPlace, RaggedBatch
+from ..ops.batch import RaggedBatch
 
 __all__ = [
     "DraftedInputs",
     "HeadWeights",
-    "PackedWeight",
     "VerifyInputs",
     "accept_drafts",
     "drafted_inputs",
-    "drafter_context",
     "head_drafts",
-    "linear_most_likely",
-    "newest_tokens",
     "verify_inputs",
 ]
 
@@ -36,7 +31,7 @@ __all__ = [
 
 torch.library.define(
     "stepgraph::head_drafts",
-    "(Tensor features, Tensor token_ids, Tensor next_ids, Tensor positions, Tensor slots,"
+    "(Tensor features, Tensor next_ids, Tensor positions, Tensor slots,"
     " Tensor token_rows, Tensor rows, Tensor row_positions, Tensor first, Tensor stops,"
     " Tensor block_tables, int read_blocks, int block_size, Tensor(a!) arena, int count,"
     " Tensor fuse, Tensor? fuse_scales, Tensor? input_norm, float eps, int hidden_size,"
@@ -78,7 +73,6 @@ class HeadWeights(NamedTuple):
 
 def head_drafts(
     features_TF: Tensor,
-    token_ids_T: Tensor,
     next_ids_T: Tensor,
     batch: RaggedBatch,
     rows_B: Tensor,
@@ -91,14 +85,14 @@ def head_drafts(
 ) -> tuple[Tensor, Tensor]:
     """Return `count` drafts of each row, int64 `[B, K]`, and their probabilities, float32 `[B, K]`.
 
-    Tokens, rows, positions and stops are those of `newest_tokens` and `drafted_inputs`, the batch
-    is that of the tokens. Keys and values of these, and of all drafts but the last, are stored.
+    `next_ids_T` are the tokens after those of the batch, or `NON_FINITE`. The tokens of a row begin
+    at `first_B`, its newest one is at its position in `positions_R`; `stops_B` as in
+    `drafted_inputs`. Keys and values of these, and of all drafts but the last, are stored.
     Runs on CPU after `load_cpu_ops`. Raises RuntimeError or IndexError for arguments that do not
     fit together.
     """
     drafts_BK, probabilities_BK = torch.ops.stepgraph.head_drafts.default(
         features_TF,
-        token_ids_T,
         next_ids_T,
         batch.positions,
         batch.slots,
@@ -117,7 +111,7 @@ def head_drafts(
     return drafts_BK, probabilities_BK
 
 
-# Inputs of decode and verify steps, and acceptance of drafts, as CPU operators (`verify_ops.h`).
+# Inputs of decode and verify steps, and acceptance of drafts, as CPU operators (`draft_ops.h`).
 #
 # Rows have as many tokens as drafts they verify, and one more: there is no padding between them.
 #
@@ -203,25 +197,6 @@ torch.library.define(
     " int count) -> (Tensor, Tensor, Tensor)",
 )
 
-torch.library.define(
-    "stepgraph::newest_tokens",
-    "(Tensor rows, Tensor positions, Tensor first, Tensor token_positions, Tensor token_ids,"
-    " Tensor next_ids) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-
-torch.library.define(
-    "stepgraph::linear_most_likely",
-    "(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? scales=None)"
-    " -> (Tensor, Tensor)",
-)
-
-torch.library.define(
-    "stepgraph::drafter_context",
-    "(Tensor features, Tensor fuse, Tensor? fuse_scales, Tensor hidden_norm, Tensor context,"
-    " Tensor? context_scales, Tensor key_norms, float eps, Tensor cos, Tensor sin, Tensor slots,"
-    " Tensor(a!) arena, int[] places, int block_size, str storage) -> ()",
-)
-
 
 class DraftedInputs(NamedTuple):
     """The same number of tokens of each row."""
@@ -252,91 +227,4 @@ def drafted_inputs(
         *torch.ops.stepgraph.drafted_inputs.default(
             rows_B, positions_R, stops_B, block_tables, block_size, first, count
         )
-    )
-
-
-def newest_tokens(
-    rows_B: Tensor,
-    positions_R: Tensor,
-    first_B: Tensor,
-    token_positions_T: Tensor,
-    token_ids_T: Tensor,
-    next_ids: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return where rows stand after a step; all int64.
-
-    The first result are `next_ids`, `[T]`, with 0 for `NON_FINITE`. Others are `[B]`: the newest
-    token of each row, the token before it, and the index of that one among the T tokens.
-
-    `positions_R` are those of the newest tokens. The tokens of a row begin at `first_B`. Runs on
-    CPU after `load_cpu_ops`. Raises RuntimeError or IndexError for arguments that do not fit
-    together.
-    """
-    sampled_T, newest_B, previous_B, index_B = torch.ops.stepgraph.newest_tokens.default(
-        rows_B, positions_R, first_B, token_positions_T, token_ids_T, next_ids
-    )
-    return sampled_T, newest_B, previous_B, index_B
-
-
-def linear_most_likely(
-    x_TD: Tensor,
-    packed: Tensor,
-    bias_V: Tensor | None,
-    out_features: int,
-    scales_V: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return `fused_most_likely(packed_linear(...))`, without writing the logits.
-
-    Runs and raises as `packed_linear`.
-    """
-    ids_T, probability_T = torch.ops.stepgraph.linear_most_likely.default(
-        x_TD, packed, bias_V, out_features, scales_V
-    )
-    return ids_T, probability_T
-
-
-class PackedWeight(NamedTuple):
-    """The weight of a linear layer without bias."""
-
-    packed: Tensor
-    scales: Tensor | None
-    """Of an int8 weight."""
-
-
-def drafter_context(
-    features_TF: Tensor,
-    fuse: PackedWeight,
-    hidden_norm_D: Tensor,
-    context: PackedWeight,
-    key_norms_LE: Tensor,
-    eps: float,
-    cos_TE: Tensor,
-    sin_TE: Tensor,
-    slots_T: Tensor,
-    arena: Tensor,
-    places: Sequence[LayerPlace],
-    block_size: int,
-    storage: str,
-) -> None:
-    """Store the keys and values that a `BlockDrafter` makes of features, in all of its layers.
-
-    Features pass `fuse`, the norm and `context`, whose outputs are the keys of the first layer, its
-    values, and so on. Keys are normed, and rotated by angles with these cosines and sines, float32
-    `[T, E / 2]`. Runs on CPU after `load_cpu_ops`. Raises RuntimeError or IndexError for arguments
-    that do not fit together.
-    """
-    torch.ops.stepgraph.drafter_context.default(
-        features_TF,
-        *fuse,
-        hidden_norm_D,
-        *context,
-        key_norms_LE,
-        eps,
-        cos_TE,
-        sin_TE,
-        slots_T,
-        arena,
-        [place.position for place in places],
-        block_size,
-        storage,
     )

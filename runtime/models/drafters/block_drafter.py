@@ -25,7 +25,6 @@ from ....cache.spec import LayerGroup
 from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
 from ...kernels import Kernels, RaggedBatch
-from ...kernels.cpu.drafted import PackedWeight, drafter_context
 from ...kernels.ops.kv_storage import write_blocks
 from ...kernels.ops.layer_operations import Linear, Norm
 from ...kernels.ops.layer_plan import ModelPlan
@@ -241,8 +240,6 @@ class BlockDrafter(SharedLayers):
     def follow(self, tokens: FollowedTokens, arena: torch.Tensor) -> None:
         """See `Drafter.follow`."""
         assert tokens.features is not None
-        if self.runs_natively_on_cpu and self.kernels.pack is not None:
-            return self._follow_natively(tokens.features, tokens.batch, arena)
         context_TD = self.hidden_norm(self.fc(tokens.features))
         attend, batch = self.plan.layers[0].attend, tokens.batch
         shape = (len(context_TD), len(self.layers), 2, attend.kv_heads, attend.head_dim)
@@ -250,32 +247,6 @@ class BlockDrafter(SharedLayers):
         cos_KTE, sin_KTE = self._rotations(batch)
         turned = rotate(self._normed(k_TLGE).flatten(1, 2), cos_KTE[0], sin_KTE[0])
         self._write(arena, batch, turned.view(k_TLGE.shape), v_TLGE)
-
-    def _follow_natively(
-        self, features_TF: torch.Tensor, batch: RaggedBatch, arena: torch.Tensor
-    ) -> None:
-        """As `follow`, as one operator of the CPU."""
-        cos_KTE, sin_KTE = self._rotations(batch)
-        fuse, context, norm = self.fc, self.context, self.hidden_norm.weight
-        assert fuse.weight is not None
-        assert context.weight is not None
-        assert norm is not None
-        assert self.key_norms.weight is not None
-        drafter_context(
-            features_TF,
-            PackedWeight(fuse.weight, fuse.scales),
-            norm,
-            PackedWeight(context.weight, context.scales),
-            self.key_norms.weight,
-            self._parts.eps,
-            cos_KTE[0],
-            sin_KTE[0],
-            batch.slots[self._places[0].group],
-            arena,
-            self._places,
-            batch.block_size,
-            self.storage,
-        )
 
     def propose(
         self, tokens: FollowedTokens, newest: NewestTokens, arena: torch.Tensor, count: int

@@ -31,7 +31,6 @@ from ....cache.spec import LayerGroup, LayerSpec
 from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
 from ...kernels import Kernels, RaggedBatch
-from ...kernels.cpu.drafted import linear_most_likely
 from ...kernels.cpu.sampling import fused_most_likely
 from ...kernels.ops.layer_operations import Attend, Operation
 from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
@@ -190,17 +189,6 @@ def within_window(plan: ModelPlan, window: int | None) -> ModelPlan:
 # Greedy drafts. Shapes: B rows, V tokens of the drafter's vocabulary.
 
 
-def most_likely_after(
-    layers: LayerStack, head: Projection, hidden_BD: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `most_likely` does of the logits that a head makes of hidden states."""
-    if layers.runs_natively_on_cpu and layers.kernels.pack is not None:
-        assert head.weight is not None
-        weights = head.weight, head.bias, head.out_features, head.scales
-        return linear_most_likely(hidden_BD, *weights)
-    return most_likely(layers, head(hidden_BD))
-
-
 def most_likely(layers: LayerStack, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the most likely token of each row, int64 `[B]`, and its probability, float32 `[B]`.
 
@@ -238,10 +226,10 @@ class TokenProjection:
     def most_likely(
         self, layers: LayerStack, hidden_BD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `most_likely_after` does, of the logits of all ranks."""
-        if self.vocabulary is None:
-            return most_likely_after(layers, self.projection, hidden_BD)
+        """Return what `most_likely` does, of the logits of all ranks."""
         logits_BW = self.projection(hidden_BD)
+        if self.vocabulary is None:
+            return most_likely(layers, logits_BW)
         return self.vocabulary.most_likely(logits_BW, partial(most_likely, layers))
 
 
@@ -412,11 +400,4 @@ class DraftModel:
         return Drafts(torch.stack(ids, dim=1), torch.stack(probabilities, dim=1))
 
     def _most_likely(self, hidden_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        decoder = self.decoder
-        if (
-            decoder.logit_softcap
-            or decoder.plan.logit_scale != 1.0
-            or decoder.vocabulary is not None
-        ):
-            return most_likely(decoder, decoder.logits(hidden_BD))
-        return most_likely_after(decoder, decoder.lm_head, hidden_BD)
+        return most_likely(self.decoder, self.decoder.logits(hidden_BD))

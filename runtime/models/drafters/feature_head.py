@@ -375,7 +375,6 @@ class Eagle3(FeatureHead):
         assert tokens.features is not None
         drafts_BK, probabilities_BK = head_drafts(
             tokens.features,
-            tokens.token_ids,
             tokens.next_ids,
             tokens.batch,
             step.rows,

@@ -4,18 +4,19 @@
 // tenth of what it does from Python.
 #pragma once
 
-#include <cstring>
 #include <optional>
 #include <tuple>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mul.h>
 #include <torch/library.h>
 
 #include "draft_ops.h"
 #include "elementwise_ops.h"
 #include "embedding_ops.h"
+#include "linear_ops.h"
+#include "sampling_ops.h"
 #include "stack_ops.h"
 
 namespace stepgraph {
@@ -23,40 +24,12 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// Some rows of x, [rows, features], contiguous. The index is checked.
-at::Tensor rows_of(const at::Tensor& x, const at::Tensor& index) {
-  const int64_t count = index.size(0), bytes = x.size(1) * x.element_size();
-  at::Tensor out = at::empty({count, x.size(1)}, x.options());
-  const char* from = static_cast<const char*>(x.const_data_ptr());
-  char* to = static_cast<char*>(out.mutable_data_ptr());
-  for (int64_t i = 0; i < count; ++i) {
-    std::memcpy(to + i * bytes, from + index.const_data_ptr<int64_t>()[i] * bytes, bytes);
-  }
-  return out;
-}
-
 // Rows of a weight, [tokens, k] of `dtype`: int8 ones times their scale.
 at::Tensor embeddings_of(const at::Tensor& tokens, const at::Tensor& packed,
                          const OptionalTensor& scales, int64_t k, at::ScalarType dtype) {
   const at::Tensor rows = packed_embedding_cpu(tokens, packed, k);
   if (!scales) return rows;
-  TORCH_CHECK(rows.scalar_type() == at::kChar && scales->scalar_type() == at::kFloat &&
-                  scales->dim() == 1 && scales->is_contiguous(),
-              "head_drafts: scales of embeddings are a contiguous float32, those of an int8 weight");
-  check_index("head_drafts", tokens, at::kLong, tokens.size(0), scales->size(0), "tokens");
-  at::Tensor out = at::empty(rows.sizes(), rows.options().dtype(dtype));
-  const int8_t* from = rows.const_data_ptr<int8_t>();
-  const auto run = [&]<class T>(T* to) {
-    for (int64_t t = 0; t < tokens.size(0); ++t) {
-      const float scale = scales->const_data_ptr<float>()[tokens.const_data_ptr<int64_t>()[t]];
-      for (int64_t i = t * k; i < (t + 1) * k; ++i) {
-        to[i] = static_cast<T>(static_cast<float>(from[i]) * scale);
-      }
-    }
-  };
-  if (dtype == at::kBFloat16) run(out.mutable_data_ptr<at::BFloat16>());
-  else run(out.mutable_data_ptr<float>());
-  return out;
+  return rows.to(at::kFloat).mul_(scales->index_select(0, tokens).unsqueeze(1)).to(dtype);
 }
 
 // All rows of x in a norm.
@@ -79,7 +52,7 @@ at::Tensor normed_rows(const at::Tensor& x, const at::Tensor& weight, double eps
 }
 
 std::tuple<at::Tensor, at::Tensor> head_drafts_cpu(
-    const at::Tensor& features, const at::Tensor& token_ids, const at::Tensor& next_ids,
+    const at::Tensor& features, const at::Tensor& next_ids,
     const at::Tensor& positions, const at::Tensor& slots, const at::Tensor& token_rows,
     const at::Tensor& rows, const at::Tensor& row_positions, const at::Tensor& first,
     const at::Tensor& stops, const at::Tensor& block_tables, int64_t read_blocks,
@@ -96,14 +69,15 @@ std::tuple<at::Tensor, at::Tensor> head_drafts_cpu(
                               target_ids->is_contiguous() &&
                               target_ids->size(0) == head_features),
               kName, ": target_ids are a contiguous int64 [", head_features, "]");
-  const auto [sampled, newest, previous, index] =
-      newest_tokens_cpu(rows, row_positions, first, positions, token_ids, next_ids);
+  // Of each row the token before its newest one, among the tokens of the step.
+  const at::Tensor at = row_positions.index_select(0, rows);
+  const at::Tensor index = first + (at - positions.index_select(0, first) - 1).clamp_min(0);
   const at::ScalarType dtype = features.scalar_type();
   const int64_t last = Stacks::instance().find(*stack.const_data_ptr<int64_t>())->stack->layers() - 1;
   at::Tensor drafts = at::empty({num_rows, count}, rows.options());
   at::Tensor probabilities = at::empty({num_rows, count}, features.options().dtype(at::kFloat));
   at::Tensor hidden = packed_linear_cpu(features, fuse, std::nullopt, hidden_size, fuse_scales);
-  at::Tensor next = sampled, position = positions, slot = slots, token_row = token_rows;
+  at::Tensor next = next_ids.flatten().clamp_min(0), position = positions, slot = slots, token_row = token_rows;
   for (int64_t place = 0; place < count; ++place) {
     if (place > 0) {
       std::tie(position, slot, token_row) = drafted_inputs_cpu(rows, row_positions, stops,
@@ -113,18 +87,18 @@ std::tuple<at::Tensor, at::Tensor> head_drafts_cpu(
     const at::Tensor embeddings = embeddings_of(next, embedding, embedding_scales, hidden_size, dtype);
     auto [cos, sin] = rotations_cpu(position, frequencies);
     if (amplitudes) {
-      cos = at::mul(cos, *amplitudes);
-      sin = at::mul(sin, *amplitudes);
+      cos = cos * *amplitudes;
+      sin = sin * *amplitudes;
     }
     auto [normed, output] = decoder_stack_cpu(hidden, arena, position, slot, block_tables, token_row,
                                               cos, sin, read_blocks, stack, {last}, embeddings);
     if (place == 0) {
-      normed = rows_of(normed, index);
-      output = rows_of(output, index);
+      normed = normed.index_select(0, index);
+      output = output.index_select(0, index);
     }
     hidden = output;
     const auto [tokens, likely] =
-        linear_most_likely_cpu(normed, head, head_bias, head_features, head_scales);
+        most_likely_cpu(packed_linear_cpu(normed, head, head_bias, head_features, head_scales));
     next = tokens;
     int64_t* id = next.mutable_data_ptr<int64_t>();
     for (int64_t i = 0; i < num_rows; ++i) {

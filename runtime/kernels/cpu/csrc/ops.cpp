@@ -20,7 +20,6 @@
 #include "mixture_ops.h"
 #include "sampling_ops.h"
 #include "stack_ops.h"
-#include "verify_ops.h"
 
 namespace stepgraph {
 namespace {

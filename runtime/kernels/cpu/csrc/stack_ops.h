@@ -11,7 +11,6 @@
 #include <ATen/ops/empty.h>
 
 #include "checks.h"
-#include "drafting.h"
 #include "mixture_job.h"
 #include "stack_create.h"
 
@@ -22,7 +21,6 @@ inline void stack_destroy(int64_t handle) {
   sweep_linear_jobs();
   sweep_attention_jobs();
   sweep_mixture_jobs();
-  sweep_drafting_jobs();
 }
 
 inline int64_t stack_workspace(int64_t handle, int64_t tokens) {
