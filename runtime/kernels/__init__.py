@@ -38,7 +38,6 @@ from .ops.linear import (
     packed_linear,
     reference_linear,
     reference_packed_embedding,
-    unpack_linear,
 )
 from .ops.stack import DecodeResult, DecoderStack, DecodeStep, Stack, stack_obstacle
 from .ops.weight_storage import (
@@ -196,7 +195,6 @@ __all__ = [
     "reference_linear",
     "reference_route",
     "pack_linear",
-    "unpack_linear",
     "packed_bytes",
     "packed_embedding",
     "reference_packed_embedding",

@@ -19,7 +19,7 @@ from ..execution.outputs import OUTPUT_SETS, HostOutputs
 from ..execution.prompt_scorer import PromptScorer, ScoreInputs, slice_tokens
 from ..execution.step_key import StepSizes, most_table_updates
 from ..kernels import Experts, Kernels, reference_experts
-from ..kernels.ops.expert_bytes import activation_bytes, converted_bytes
+from ..kernels.ops.experts import activation_bytes, converted_bytes
 from ..kernels.ops.experts_operator import opaque_experts
 from ..kernels.ops.layer_operations import (
     Activate,

@@ -169,14 +169,8 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
 
 
 def test_operators_are_described_to_compilers() -> None:
-    state = state_of([SamplingParams(seed=1)] * 3, 300)
     logits, rows = logits_of(3, 300, 0, torch.float32), torch.arange(3)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(
-        torch.ops.stepgraph.sample_full.default,
-        (logits, state.reals, state.integers, state.token_counts, rows, rows + 9, None, 20),
-        test_utils=tests,
-    )
     torch.library.opcheck(torch.ops.stepgraph.sample_greedy.default, (logits,), test_utils=tests)
     packed = kernels.pack_linear(torch.ones(40, 8))
     torch.library.opcheck(

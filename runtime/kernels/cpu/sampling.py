@@ -92,38 +92,7 @@ def _fake_greedy(
     return logits_BV.new_empty(logits_BV.shape[0], dtype=torch.int64)
 
 
-def _fake_most_likely(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-    lanes = logits_BV.shape[0]
-    ids_B = logits_BV.new_empty(lanes, dtype=torch.int64)
-    return ids_B, logits_BV.new_empty(lanes, dtype=torch.float32)
-
-
-def _fake_full(
-    logits_BV: Tensor,
-    reals: Tensor,
-    integers: Tensor,
-    token_counts_RV: Tensor,
-    rows_B: Tensor,
-    positions_B: Tensor,
-    inputs_B: Tensor | None,
-    num_top: int,
-    mask_bits: Tensor | None = None,
-    mask_rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lanes = logits_BV.shape[0]
-    return (
-        logits_BV.new_empty(lanes, dtype=torch.int64),
-        logits_BV.new_empty(lanes, dtype=torch.float32),
-        logits_BV.new_empty(lanes, num_top, dtype=torch.float32),
-        logits_BV.new_empty(lanes, num_top, dtype=torch.int64),
-    )
-
-
 torch.library.register_fake("stepgraph::sample_greedy", _fake_greedy)
-
-torch.library.register_fake("stepgraph::most_likely", _fake_most_likely)
-
-torch.library.register_fake("stepgraph::sample_full", _fake_full)
 
 
 def fused_greedy(logits_BV: Tensor, masks: LaneMasks | None = None) -> Tensor:

@@ -130,16 +130,8 @@ def define_paged_attention(
     torch.library.register_fake(f"stepgraph::{name}", _fake)
     operator = getattr(torch.ops.stepgraph, name).default
 
-    def call(
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGE: Tensor | None,
-        arena: Tensor,
-        place: LayerPlace,
-        batch: RaggedBatch,
-        form: AttentionForm,
-    ) -> Tensor:
-        out: Tensor = operator(*_flat(q_THD, k_TGD, v_TGE, arena, place, batch, form))
+    def call(*arguments: Any) -> Tensor:
+        out: Tensor = operator(*_flat(*arguments))
         return out
 
     return call

@@ -20,7 +20,6 @@ batch of 1 + k, and a prefill step is ragged. `tokens_per_row` distinguishes the
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,18 +106,3 @@ class RaggedBatch:
         """bool `[T]`: false for padding."""
         null_row = self.block_tables.shape[-2] - 1
         return self.token_rows != null_row
-
-    def of_rows(self, part: slice) -> RaggedBatch:
-        """Return the batch of some consecutive rows of a uniform batch."""
-        assert self.tokens_per_row is not None, "the rows of a ragged batch have no common length"
-        n = self.tokens_per_row
-        start, stop, _ = part.indices(len(self.rows))
-        tokens = slice(n * start, n * stop)
-        return dataclasses.replace(
-            self,
-            positions=self.positions[tokens],
-            slots=self.slots[:, tokens],
-            token_rows=self.token_rows[tokens],
-            rows=self.rows[start:stop],
-            rope_lengths=None if self.rope_lengths is None else self.rope_lengths[tokens],
-        )

@@ -25,8 +25,9 @@ from .linear import reference_linear
 from .weight_storage import dequantise_weight
 
 __all__ = [
-    "GATHERED_ELEMENTS",
     "ExpertTensors",
+    "activation_bytes",
+    "converted_bytes",
     "reference_choice",
     "reference_experts",
     "reference_products",
@@ -36,7 +37,8 @@ __all__ = [
 _LEAST_SUM = 1e-20
 """Added to the sum that scores are divided by: all sigmoids of a token may be zero."""
 _MOST_BLOCK_ROWS = 128
-GATHERED_ELEMENTS = 1 << 25
+_FLOAT32 = 4
+_GATHERED_ELEMENTS = 1 << 25
 """Most elements of the weights that are gathered at once on a device, if one expert has fewer."""
 
 
@@ -273,7 +275,7 @@ def _by_block(
     if op.scaled_inputs:
         x_BMD = _scaled(x_BMD, weights_TK.flatten()[pair_BM])
     expert_B = expert_B.clamp(max=total - 1)
-    at_once = max(1, GATHERED_ELEMENTS // (2 * op.activate.features * x_TD.shape[1]))
+    at_once = max(1, _GATHERED_ELEMENTS // (2 * op.activate.features * x_TD.shape[1]))
     of_expert = tensors.by_expert(total)
     products = torch.cat(
         [
@@ -324,3 +326,42 @@ def _summed(op: Experts, products_ND: Tensor, weights_TK: Tensor) -> Tensor:
     for place in range(1, products_TKD.shape[1]):
         sum_TD = sum_TD + products_TKD[:, place]
     return sum_TD
+
+
+# Temporary memory of a mixture in plain PyTorch.
+
+
+def activation_bytes(op: Experts, hidden: int, itemsize: int) -> int:
+    """Return the bytes of the largest tensors of one token, hidden states included.
+
+    Args:
+        op: the mixture.
+        hidden: elements of a hidden state.
+        itemsize: bytes of an element of the model's dtype.
+    """
+    routing = 6 * _FLOAT32 * op.routed + 4 * 8 * op.per_token
+    products = 2 * _FLOAT32 * op.per_token * hidden
+    # All tokens may have chosen one expert; its inner features are gate and up, and activated.
+    inner = (itemsize + _FLOAT32) * (hidden + 4 * op.activate.features)
+    return itemsize * 3 * hidden + routing + products + inner
+
+
+def converted_bytes(
+    op: Experts, hidden: int, itemsize: int, *, quantised: bool, on_cpu: bool
+) -> int:
+    """Return the bytes of the weights that `reference_experts` gathers and converts at once.
+
+    Args:
+        op: the mixture.
+        hidden: elements of a hidden state.
+        itemsize: bytes of an element of a stored weight.
+        quantised: whether weights are stored in 8 bits.
+        on_cpu: whether it runs on a CPU, expert by expert.
+    """
+    gate_up = 2 * op.activate.features * hidden
+    if on_cpu:
+        if quantised:
+            return 2 * _FLOAT32 * gate_up
+        return 0 if itemsize == _FLOAT32 else _FLOAT32 * gate_up // 2
+    at_once = max(1, _GATHERED_ELEMENTS // gate_up)
+    return at_once * gate_up * (itemsize + _FLOAT32)

@@ -81,11 +81,6 @@ def pack_linear(weight_NK: Tensor) -> Tensor:
     return padded.view(-1, BLOCK, padded.shape[1] // width, width).transpose(1, 2).contiguous()
 
 
-def unpack_linear(packed: Tensor, n: int, k: int) -> Tensor:
-    """The `[n, k]` weight that `pack_linear` made `packed` from."""
-    return packed.transpose(1, 2).reshape(packed.shape[0] * BLOCK, -1)[:n, :k].contiguous()
-
-
 def packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
     """Rows `tokens_T` (int64) of the packed weight, `[T, k]`: `F.embedding` for a tied head.
 
