@@ -218,7 +218,7 @@ def test_threads_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {None: 4, 1: 1, 9: 9, -1: 3, -3: 1, -4: 1, -1000: 1}
     assert {value: rooms.resolve_threads(value) for value in given} == given
     for wrong in (0, True, 2.0, "2", 1025, -1025):
-        with pytest.raises(ConfigError, match="threads"):
+        with pytest.raises(ConfigError):
             EngineConfig(threads=wrong)  # type: ignore[arg-type]
 
 
