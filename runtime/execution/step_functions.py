@@ -693,18 +693,17 @@ class StepFunctions:
     def _fused_forward(
         self, decode_step: DecodeStep, rows_B: torch.Tensor, key: StepKey
     ) -> Forward:
-        """A decode step whose kernels read the state and, if greedy, update it."""
+        """A decode step whose kernels read the rows' state."""
         state = self.state
-        result = decode_step.run(
+        hidden_BD, positions_B = decode_step.run(
             *(rows_B, state.token_ids, state.positions, state.block_tables),
             *(self.arena, key.read_blocks, self.block_size),
         )
-        tokens = None
-        if not (key.full_sampler or key.masked or key.part == "forward"):
-            tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
+        greedy = self._greedy(self._decode_parts, key)
+        forward = self._with_logits(hidden_BD, rows_B, positions_B, greedy)
         if key.full_sampler and not self._sampler.full_step:
             rows_B = rows_B.clone()
-        return Forward(result.logits, result.positions, tokens, rows=rows_B)
+        return forward._replace(rows=rows_B)
 
     def _prefill_forward(self, key: StepKey) -> Forward:
         inputs, size, part = self.inputs, key.size, self._prefill_parts

@@ -39,7 +39,7 @@ from .ops.linear import (
     reference_linear,
     reference_packed_embedding,
 )
-from .ops.stack import DecodeResult, DecoderStack, DecodeStep, Stack, stack_obstacle
+from .ops.stack import DecoderStack, DecodeStep, Stack, stack_obstacle
 from .ops.weight_storage import (
     WeightStorage,
     dequantise_weight,
@@ -170,7 +170,6 @@ def _refuse_interpreter() -> None:
 
 __all__ = [
     "AttentionForm",
-    "DecodeResult",
     "DecodeStep",
     "DecoderStack",
     "ExpertTensors",

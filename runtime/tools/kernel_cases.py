@@ -24,7 +24,6 @@ from ..kernels.triton.decode_attention import reference_decode_attention
 from ..kernels.triton.expert_routing import Routed, reference_routing
 from ..kernels.triton.experts import reference_experts_of_choice
 from ..kernels.triton.fusion import Fused, Mixture, fuse
-from ..kernels.triton.head import reference_head
 from ..kernels.triton.linear import Pending
 from ..kernels.triton.linear_kernels import (
     reference_gate_up,
@@ -82,7 +81,6 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "activate_rows": _writing(reference_activate_rows, "out_TF"),
     "route": reference_routing,
     "experts": reference_experts_of_choice,
-    "head": reference_head,
 }
 """Of each operation that a layer or the head consists of, with the arguments of its kernel."""
 
@@ -147,8 +145,7 @@ class KernelCase:
 
 
 def _results_of(arguments: dict[str, Any], returned: Sequence[Tensor]) -> list[Tensor]:
-    """Return what is written and comes from the inputs alone: of the head the logits and the
-    best token's, of a router the logits and the weights."""
+    """Return what is written and comes from the inputs alone; of a router logits and weights."""
     found = []
     for parameter in _OUTPUTS:
         match arguments.get(parameter):
@@ -160,10 +157,6 @@ def _results_of(arguments: dict[str, Any], returned: Sequence[Tensor]) -> list[T
         found.append(_newest(**{k: arguments[k] for k in ("arena", "place", "batch", "form")}))
     if isinstance(returned, Routed):  # experts with equal scores may be chosen for others
         found += [returned.logits, returned.weights]
-    elif returned:
-        logits_TV, maxima_TC, ids_TC = returned
-        id_T1 = ids_TC.gather(1, maxima_TC.argmax(1, keepdim=True)).long()
-        found += [logits_TV, logits_TV.gather(1, id_T1)]
     return found
 
 
@@ -205,14 +198,13 @@ def decode_cases(
     steps = SampleSteps(model, config, kernels, [case], seed=0)
     steps.prepare(case)
     steps.functions.bind(key)()
-    *of_layers, (_, head) = recorded
-    chosen = operations or Operations()
-    names = [name for fused in fuse(model_plan(model).layers[0]) for name in _names(fused)]
-    cases = [
+    chosen, plan = operations or Operations(), model_plan(model)
+    names = [name for fused in fuse(plan.layers[0]) for name in _names(fused)]
+    second = recorded[len(names) :]
+    return [
         KernelCase(name, operation, chosen, given)
-        for name, (operation, given) in zip(names, of_layers[len(names) :], strict=True)
+        for name, (operation, given) in zip([*names, plan.norm.name, "head"], second, strict=True)
     ]
-    return [*cases, KernelCase("head", "head", chosen, head)]
 
 
 def _names(fused: Fused) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """The roofline of decode steps on GPUs, operation by operation, without loading the model.
 
 A decode step is `begin`, the operations of each layer that `kernels/triton/fusion.py` finds in the
-plan of the model, `head` and `greedy`. It must read each weight once and the keys and values of
-every row: these bytes over the bandwidth are the floor of its time. Activations, partial results,
-the keys and values that it writes and the time between kernels come on top.
+plan of the model, `final_norm`, `head` and `greedy`. It must read each weight once and the keys and
+values of every row: these bytes over the bandwidth are the floor of its time. Activations, partial
+results, the keys and values that it writes and the time between kernels come on top.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepBytes(NamedTuple):
     """Bytes that one launch of an operation must read."""
 
     name: str
-    """The operation, as `fusion.py` names it, or `begin`, `head` or `greedy`."""
+    """The operation, as `fusion.py` names it, or `begin`, `final_norm`, `head` or `greedy`."""
     weights: int = 0
     """Of weights, scales, norms and biases included."""
     cache: int = 0
@@ -106,11 +106,11 @@ def step_bytes(
                 counted[read] += times
     names = list(dict.fromkeys(read.name for read in counted))
     in_order = sorted(counted.items(), key=lambda item: names.index(item[0].name))
-    head = _norm(plan.norm, sizes) + _linear(plan.head, sizes)
     return (
         StepBytes("begin"),
         *(read._replace(launches=count) for read, count in in_order),
-        StepBytes("head", head),
+        StepBytes(plan.norm.name, _norm(plan.norm, sizes)),
+        StepBytes("head", _linear(plan.head, sizes)),
         StepBytes("greedy"),
     )
 

@@ -246,7 +246,7 @@ def test_more_prefetching_changes_no_token(
 
 
 def test_few_rows_take_few_kernels_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launch edges are most of a small step: sixteen layers, and five kernels around them."""
+    """Launch edges are most of a small step: sixteen layers, and few kernels around them."""
     monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", 132)
     config = EngineConfig(max_num_seqs=4)
     steps = record_steps("preset:llama-3.2-1b", config, rows=[1, 4], tokens=[])

@@ -24,7 +24,7 @@ from stepgraph.runtime.kernels.triton.linear import (
 from stepgraph.runtime.kernels.triton.linear_kernels import gate_up
 from stepgraph.runtime.kernels.triton.tuning import best_config, is_tight
 
-KERNELS = ("norm_linear", "gate_up", "residual_linear", "head")
+KERNELS = ("norm_linear", "gate_up", "residual_linear")
 SHAPES = ((3072, 2048), (8192, 2048), (2048, 8192), (1024, 3072), (4096, 14336), (37, 21), (1, 1))
 
 

@@ -85,17 +85,12 @@ def writes_another_block(*arguments: Any, **keywords: Any) -> None:
     arguments[1][:, :, -2].zero_()
 
 
-def picks_another(maxima_TC: Any, ids_TC: Any, feed: Any = None, **keywords: Any) -> Any:
-    return NATIVE.pick_greedy(maxima_TC, ids_TC ^ 1, feed, **keywords)
-
-
 @pytest.mark.parametrize(
     ("name", "wrong", "error"),
     [
         ("gate_up", raises, "ValueError: no such layout"),
         ("residual_linear", writes_nothing, "NaN"),
         ("decode_attention", writes_another_block, "differ"),
-        ("pick_greedy", picks_another, "largest logit"),
     ],
 )
 def test_plain_layers_take_the_place_of_wrong_ones(

@@ -90,14 +90,14 @@ def test_operations_together_are_the_step(
     attended = sum(min(context, window or context) for window in windows)
     kv_bytes = attended * 2 * model.num_kv_heads * sizes.kv_vector_bytes
     assert floor_bytes(reads) == weights_of_a_step(model, sizes) + rows * kv_bytes
-    assert sum(read.launches for read in reads) == 3 + 5 * model.num_layers
+    assert sum(read.launches for read in reads) == 4 + 5 * model.num_layers
 
 
 def test_operations_by_hand() -> None:
     reads = step_bytes(PLAN, SIZES, rows=3, context=9)
     found = {(read.name, read.window): read for read in reads}
     names = ["begin", "norm_linear", *["decode_attention"] * 2, "output", "gate_up", "down"]
-    assert [read.name for read in reads] == [*names, "head", "greedy"]
+    assert [read.name for read in reads] == [*names, "final_norm", "head", "greedy"]
     new = 3 * 2 * 2 * 8  # keys and values of two heads
     expected = {
         ("begin", None): (1, 0, 0),
@@ -107,7 +107,8 @@ def test_operations_by_hand() -> None:
         ("output", None): (3, 2 * 24 * 12, 0),
         ("gate_up", None): (3, 2 * (40 * 12 + 12), 0),
         ("down", None): (3, 2 * 20 * 12, 0),
-        ("head", None): (1, 2 * (300 * 12 + 12), 0),
+        ("final_norm", None): (1, 2 * 12, 0),
+        ("head", None): (1, 2 * 300 * 12, 0),
         ("greedy", None): (1, 0, 0),
     }
     assert {key: (r.launches, r.weights, r.cache) for key, r in found.items()} == expected

@@ -75,7 +75,7 @@ def test_report_of_a_model() -> None:
     text = explain("preset:llama-3.2-1b")
     operations = [line.split("|")[1].strip() for line in text.splitlines() if line[:1] == "|"][2:]
     layer = ["norm_linear", "decode_attention", "output", "gate_up", "down"]
-    assert operations == [*layer, "head"]
+    assert operations == [*layer, "final_norm", "head"]
     shares = [float(cell) for cell in re.findall(r"([\d.]+)% \|$", text, re.MULTILINE)]
     assert sum(shares) == pytest.approx(100, abs=0.5)
     windows = explain("preset:gemma-3-1b", 2)

@@ -167,21 +167,8 @@ class Stack(Protocol):
         """Release the weights; `run` must not be called afterwards. Idempotent."""
 
 
-class DecodeResult(NamedTuple):
-    """Input of the sampler after a decode step; T rows, V vocabulary, C chunks."""
-
-    logits: Tensor
-    """`[T, V]` in the model's dtype."""
-    positions: Tensor
-    """int64 `[T]`: positions of the input tokens."""
-    maxima: Tensor
-    """float32 `[T, C]`: the largest logit of each chunk of consecutive tokens."""
-    ids: Tensor
-    """int32 `[T, C]`: its token."""
-
-
 class DecodeStep(Protocol):
-    """A decode step: reads the row state and computes logits; if greedy, updates the row state."""
+    """A decode step up to the hidden states, which reads the row state itself."""
 
     def run(
         self,
@@ -192,15 +179,10 @@ class DecodeStep(Protocol):
         arena: Tensor,
         read_blocks: int,
         block_size: int,
-    ) -> DecodeResult:
-        """Return the logits of the rows' next tokens; write the keys and values of the newest."""
+    ) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of the rows' newest tokens.
 
-    def pick(
-        self, result: DecodeResult, rows_T: Tensor, token_ids_R: Tensor, positions_R: Tensor
-    ) -> Tensor:
-        """Return the most likely tokens, int64 `[T]`, and store them as the rows' newest tokens.
-
-        The null row remains at position 0.
+        Return the normed hidden states after them, `[T, D]`, and their positions, int64 `[T]`.
         """
 
 

@@ -67,13 +67,13 @@ def gpu_kernels(
         out_features: int,
         scales_N: Tensor | None = None,
     ) -> Tensor:
-        """As `reference_linear`, by `Operations.linear` where torch does not compile it."""
+        """As `reference_linear`, by `Operations.norm_linear` where torch does not compile it."""
         if torch.compiler.is_compiling():
             return reference_linear(x_TK, weight_NK, bias_N, out_features, scales_N)
         from .linear import GpuLinear
 
         out_TN = x_TK.new_empty(x_TK.shape[0], out_features)
-        chosen().linear(x_TK, GpuLinear(weight_NK, scales_N, bias_N), out_TN)
+        chosen().norm_linear(x_TK, None, GpuLinear(weight_NK, scales_N, bias_N), out_TN)
         return out_TN
 
     return Kernels(

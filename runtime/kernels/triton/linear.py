@@ -187,7 +187,7 @@ def default_config(
     """Return the configuration of `kernel` for up to four rows where nothing was tuned.
 
     Args:
-        kernel: `norm_linear`, `gate_up`, `residual_linear` or `head`.
+        kernel: `norm_linear`, `gate_up` or `residual_linear`.
         rows: T, or its class.
         n: output features; of gate_up, features of the result (F).
         k: input features.

@@ -38,9 +38,7 @@ from .linear_tiles import (
     activate,
     appended,
     as_numbers,
-    capped,
     input_tile,
-    largest_of,
     load_stage,
     prefetch_rows,
     row_statistics,
@@ -68,11 +66,11 @@ _STATISTICS = 8192
 @triton.jit(repr=operation_name)
 def linear_of_few_rows(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr,
-    out_ptr, best_ptr, best_id_ptr, T, N, eps, post_eps, K: tl.constexpr, ROWS: tl.constexpr,
+    out_ptr, T, N, eps, post_eps, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, STATISTICS: tl.constexpr,
     WORD: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
     OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr,
+    SCALE: tl.constexpr, ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr,
     NAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to `ROWS` rows, one after the other over each tile: `[BLOCK_K / V, R, V]`.
@@ -178,16 +176,9 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
             out = residual[row] + scaled(out, SCALE, dtype).to(dtype).to(tl.float32)
         else:
             out = scaled(out, SCALE, dtype)
-            if SOFTCAP > 0.0:
-                out = capped(out, SOFTCAP, dtype)
         stored_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = (stored_n < N) & (row < T)
         tl.store(out_ptr + row * N + stored_n, out.to(dtype), mask=mask)
-        if best_ptr is not None:
-            best_place = row * tl.num_programs(0) + tl.program_id(0)
-            best, best_id = largest_of(out.to(dtype).to(tl.float32), stored_n, N, axis=0)
-            tl.store(best_ptr + best_place, best, mask=row < T)
-            tl.store(best_id_ptr + best_place, best_id, mask=row < T)
 
 
 @triton.jit
@@ -229,8 +220,6 @@ def dispatch_linear(
     gated: bool = False,
     gelu: bool = False,
     scale: float = 1.0,
-    softcap: float = 0.0,
-    best: tuple[Tensor, Tensor] | None = None,
     product: Product | None = None,
 ) -> None:
     """Compute the product of up to four rows in one kernel, or of more with the library.
@@ -247,9 +236,6 @@ def dispatch_linear(
         gated: the result is `act(gate) * up`.
         gelu: of the activation; else silu.
         scale: factor of results, rounded before and after; not if `gated`.
-        softcap: results x become softcap * tanh(x / softcap); 0: they stay. Up to four rows.
-        best: for each row and program of the kernel the largest result and its feature, float32 and
-            int32 `[T, programs]`, which are written. Up to four rows.
         product: computes the product of any number of rows, in a kernel of its own; None: the
             library does if there are more than four.
 
@@ -267,7 +253,6 @@ def dispatch_linear(
     if product is None and rows > FEW_ROWS:
         product = library_linear
     if product is not None:
-        assert best is None
         if norm is not None or pending is not None:
             normed_TK = torch.empty_like(x_TK)
             norm_rows(x_TK, norm, normed_TK, pending)
@@ -312,7 +297,6 @@ def dispatch_linear(
         linear.bias,
         residual_TN,
         out_TN,
-        *(best or (None, None)),
         rows,
         n,
         0.0 if norm is None else norm.eps,
@@ -330,7 +314,6 @@ def dispatch_linear(
         GATED=gated,
         GELU=gelu,
         SCALE=scale,
-        SOFTCAP=softcap,
         ROW_BYTES=row_bytes,
         PREFETCH=ahead,
         NAME=name,

@@ -259,13 +259,6 @@ def scaled(x, SCALE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit
-def capped(x, SOFTCAP: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`SOFTCAP * tanh(x / SOFTCAP)` of x rounded to the model's dtype, in float32."""
-    power = tl.exp(x.to(dtype).to(tl.float32) * (2.0 / SOFTCAP))  # no harm if it overflows
-    return SOFTCAP - 2.0 * SOFTCAP / (power + 1.0)
-
-
-@triton.jit
 def largest_of(x, n, N, axis: tl.constexpr):  # type: ignore[no-untyped-def]
     """The largest of x along an axis and the lowest of the ids `n` it has; ids below N count.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops.batch import Feedback
 from ..ops.token_masks import MASK_BITS, LaneMasks
-from .head import best_of_chunks, pick_greedy
+from .greedy import best_of_chunks, pick_greedy
 from .kernel_calls import call_kernel
 from .sampler_kernels import chunk_statistics, finish_rows
 
@@ -124,5 +124,5 @@ def greedy_rows(
 
     With `masks`, of the tokens that they allow. With `feed` it becomes the row's newest.
     """
-    maxima_BC, ids_BC = best_of_chunks(logits_BV.contiguous(), masks=masks)
+    maxima_BC, ids_BC = best_of_chunks(logits_BV.contiguous(), masks)
     return pick_greedy(maxima_BC, ids_BC, feed)

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from ..ops.batch import NON_FINITE
-from .head import forbid, masked_chunk
+from .greedy import forbid, masked_chunk
 from .kernel_calls import let_dependents_start, wait_for_inputs
 
 __all__ = [

@@ -21,8 +21,6 @@ layer groups, N features of queries, keys and values. Which kernels a layer is f
 (`fusion.py`); attention and activations with traits that no kernel knows are plain torch. The
 arithmetic is that of `models/operations.py`, with results rounded to the model's dtype at the same
 places.
-
-A whole decode step on a GPU, from the device's state to logits and back to the state.
 """
 
 from __future__ import annotations
@@ -33,22 +31,21 @@ import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
-from ..ops.batch import Feedback, RaggedBatch
+from ..ops.batch import RaggedBatch
 from ..ops.expert_operations import Experts
 from ..ops.layer_plan import BoundModel
-from ..ops.stack import DecodeResult, Stack
+from ..ops.stack import Stack
 from .begin import Embedding, Rotations
 from .fusion import fuse
 from .layer_kernels import (
     AnyAttention,
     DecodeAttention,
-    Hidden,
     LayerChain,
     LayerKernel,
     PrefillAttention,
     norm_hidden,
 )
-from .linear import GpuLinear, GpuNorm
+from .linear import GpuNorm
 from .operations import Operations
 from .split_attention import new_counters
 
@@ -105,36 +102,12 @@ class GpuStack:
         taps: Sequence[int] = (),
         embeddings_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Stack.run`. Fused decode steps call `layers`.
+        """See `Stack.run`.
 
         There are no kernels of layers that need embeddings.
         """
         assert embeddings_TD is None, "a plan that `fusion_obstacle` refuses"
         outputs: dict[int, Tensor] = dict.fromkeys(taps, x_TD)
-        decodes = batch.tokens_per_row == 1
-        hidden = self.layers(x_TD, arena, batch, cos_KTE, sin_KTE, decodes=decodes, outputs=outputs)
-        normed_TD, _ = norm_hidden(self.operations, hidden, self._final_norm, self._norm)
-        if not taps:
-            return normed_TD, None
-        return normed_TD, torch.cat([outputs[tap] for tap in taps], dim=-1)
-
-    def layers(
-        self,
-        x_TD: Tensor,
-        arena: Tensor,
-        batch: RaggedBatch,
-        cos_KTE: Tensor,
-        sin_KTE: Tensor,
-        *,
-        decodes: bool,
-        outputs: dict[int, Tensor] | None = None,
-    ) -> Hidden:
-        """Return the hidden states after the last layer, not normed.
-
-        A step that `decodes` has one token a row: no token attends to the key of another one. The
-        outputs of the layers that are keys of `outputs` become its values.
-        """
-        outputs = outputs or {}
         like = next(kernel.attention for kernel in self._layers[0] if kernel.attention is not None)
         shared = (self.operations, like, x_TD, arena, batch, cos_KTE, sin_KTE)
         live_T = batch.live_tokens if self._has_experts else None
@@ -142,7 +115,7 @@ class GpuStack:
         if self._any_batch:
             with operation("prefill_tiles"):
                 step = AnyAttention(*shared)
-        elif decodes:
+        elif batch.tokens_per_row == 1:  # no token attends to the key of another one
             step = DecodeAttention(self._counters, *shared)
         else:
             with operation("prefill_tiles"):
@@ -154,16 +127,18 @@ class GpuStack:
                     chain.run(kernel)
             if index in outputs:
                 outputs[index] = chain.settle()
-        return chain.hidden
+        normed_TD, _ = norm_hidden(self.operations, chain.hidden, self._final_norm, self._norm)
+        if not taps:
+            return normed_TD, None
+        return normed_TD, torch.cat([outputs[tap] for tap in taps], dim=-1)
 
 
 class GpuDecodeStep:
-    """See `DecodeStep`; three kernels around those of the layers."""
+    """See `DecodeStep`; one kernel before those of the layers."""
 
     def __init__(self, stack: Stack, model: BoundModel) -> None:
         """`stack` are the layers of the model."""
         assert isinstance(stack, GpuStack)
-        self.operations = stack.operations
         self._stack = stack
         plan, embedding = model.plan, model.embedding
         self._collectives, self._shard = model.collectives, plan.shard
@@ -175,9 +150,6 @@ class GpuDecodeStep:
             None if plan.shard is None else plan.shard.vocab,
         )
         self._rotations = Rotations(model.frequencies, model.amplitudes)
-        self._norm = GpuNorm(model.norm, plan.norm.eps, plan.norm.offset)
-        self._head = GpuLinear(*model.head)
-        self._logit_softcap, self._logit_scale = plan.logit_softcap, plan.logit_scale
 
     @torch.no_grad()
     def run(
@@ -189,10 +161,10 @@ class GpuDecodeStep:
         arena: Tensor,
         read_blocks: int,
         block_size: int,
-    ) -> DecodeResult:
+    ) -> tuple[Tensor, Tensor]:
         """See `DecodeStep.run`."""
         with operation("begin"):
-            start = self.operations.begin_decode(
+            start = self._stack.operations.begin_decode(
                 rows_T,
                 token_ids_R,
                 positions_R,
@@ -215,28 +187,5 @@ class GpuDecodeStep:
             block_size=block_size,
             tokens_per_row=1,
         )
-        hidden = self._stack.layers(x_TD, arena, batch, start.cos, start.sin, decodes=True)
-        with operation("head"):
-            logits, maxima, ids = self.operations.head(
-                hidden.x,
-                self._norm,
-                self._head,
-                self._logit_softcap,
-                hidden.pending(),
-                scale=self._logit_scale,
-            )
-        return DecodeResult(logits, start.positions, maxima, ids)
-
-    @torch.no_grad()
-    def pick(
-        self, result: DecodeResult, rows_T: Tensor, token_ids_R: Tensor, positions_R: Tensor
-    ) -> Tensor:
-        """See `DecodeStep.pick`."""
-        with operation("greedy"):
-            feed = Feedback(rows_T, result.positions, token_ids_R, positions_R)
-            if self._collectives is None or self._shard is None:
-                return self.operations.pick_greedy(result.maxima, result.ids, feed)
-            first = self._shard.vocab.start
-            return self.operations.pick_of_ranks(
-                self._collectives, result.maxima, result.ids, first, feed
-            )
+        hidden_TD, _ = self._stack.run(x_TD, arena, batch, start.cos, start.sin)
+        return hidden_TD, start.positions

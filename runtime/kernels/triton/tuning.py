@@ -62,7 +62,6 @@ SOURCES = (
     "expert_blocks.py",
     "expert_routing.py",
     "experts.py",
-    "head.py",
     "linear_kernels.py",
     "linear_tiles.py",
     "matmul.py",
@@ -81,7 +80,7 @@ class TuningKey:
     """What a choice holds for."""
 
     kernel: str
-    """`norm_linear`, `gate_up`, `residual_linear`, `head`, or one of `EXPERT_PRODUCTS`."""
+    """`norm_linear`, `gate_up`, `residual_linear`, or one of `EXPERT_PRODUCTS`."""
     rows: int
     """One of `ROW_CLASSES`; of experts, a power of two up to `MOST_EXPERT_ROWS`."""
     n: int

@@ -1,10 +1,10 @@
-"""The head of a decode step: final norm, logits, and the best token of each chunk and of each row.
+"""Greedy sampling: the best token of each chunk of the vocabulary, and of each row.
 
 Token masks are applied where logits are read, as `mask_logits` in `runtime/kernels/ops/` does: bit
 i % 32 of word i // 32 of a mask is set if token i may be sampled.
 
-Shapes: T rows of the step, D hidden size, V vocabulary, C chunks of neighbouring tokens, of a
-program each, R rows of the state.
+Shapes: T rows of the step, V vocabulary, C chunks of neighbouring tokens, of a program each, R rows
+of the state.
 """
 
 from __future__ import annotations
@@ -17,21 +17,13 @@ from torch import Tensor
 from ..ops.batch import NON_FINITE, Feedback
 from ..ops.token_masks import LaneMasks
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .linear import FEW_ROWS, GpuLinear, GpuNorm, LinearConfig, Pending
-from .linear_kernels import dispatch_linear, reference_norm_linear
-from .linear_tiles import capped, largest_of, scaled
-from .matmul import library_linear
-from .rowwise import norm_rows
-from .tuning import best_config
+from .linear_tiles import largest_of
 
 __all__ = [
     "best_of_chunks",
     "forbid",
-    "head",
     "masked_chunk",
     "pick_greedy",
-    "reference_head",
-    "reference_softcap",
 ]
 
 
@@ -60,69 +52,20 @@ def masked_chunk(logits, words_ptr, chunk, token, V, BLOCK: tl.constexpr):  # ty
 
 
 CHUNK = 1024
-"""Tokens of a program where the library makes the logits."""
+"""Tokens of a program."""
 
 
-def head(
-    x_TD: Tensor,
-    norm: GpuNorm,
-    linear: GpuLinear,
-    softcap: float = 0.0,
-    pending: Pending | None = None,
-    config: LinearConfig | None = None,
-    *,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits `[T, V]`, and of each chunk the largest and its token, `[T, C]`.
+def best_of_chunks(logits_TV: Tensor, masks: LaneMasks | None = None) -> tuple[Tensor, Tensor]:
+    """Return the largest of each chunk of 1024 contiguous logits and its token, `[T, C]`.
 
-    Logits are in the model's dtype, times `scale`, then with `softcap` (0: none) as softcap *
-    tanh(l / softcap); maxima are float32 (+inf if the chunk holds NaN), tokens int32, of equal
-    logits the lowest. More than four rows use the library's product with a kernel before and one
-    after it.
-    """
-    tokens, (vocab_size, hidden_size) = x_TD.shape[0], linear.weight.shape
-    logits_TV = x_TD.new_empty(tokens, vocab_size)
-    if tokens <= FEW_ROWS:
-        if config is None:
-            shape = (vocab_size, hidden_size, x_TD.dtype, linear.weight.dtype, x_TD.device)
-            config = best_config("head", tokens, *shape, pending=pending is not None)
-        chunks = triton.cdiv(vocab_size, config.block_n)
-        best = _best(tokens, chunks, x_TD.device)
-        dispatch_linear(
-            "head",
-            x_TD,
-            linear,
-            logits_TV,
-            config,
-            norm=norm,
-            pending=pending,
-            scale=scale,
-            softcap=softcap,
-            best=best,
-        )
-        return logits_TV, *best
-    normed_TD = torch.empty_like(x_TD)
-    norm_rows(x_TD, norm, normed_TD, pending)
-    library_linear(normed_TD, linear, logits_TV)
-    return logits_TV, *best_of_chunks(logits_TV, softcap, scale=scale)
-
-
-def best_of_chunks(
-    logits_TV: Tensor,
-    softcap: float = 0.0,
-    *,
-    scale: float = 1.0,
-    masks: LaneMasks | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each chunk of 1024 and its token, as `head` does.
-
-    With `scale` or `softcap` contiguous logits are scaled and capped in place first. With `masks`,
-    the largest of those that the mask of the lane allows.
+    Maxima are float32 (+inf if the chunk holds NaN), tokens int32, of equal logits the lowest. With
+    `masks`, the largest of those that the mask of the lane allows.
     """
     tokens, vocab_size = logits_TV.shape
     assert logits_TV.is_contiguous()
     chunks = triton.cdiv(vocab_size, CHUNK)
-    maxima_TC, ids_TC = _best(tokens, chunks, logits_TV.device)
+    maxima_TC = torch.empty(tokens, chunks, dtype=torch.float32, device=logits_TV.device)
+    ids_TC = torch.empty(tokens, chunks, dtype=torch.int32, device=logits_TV.device)
     call_kernel(
         _best_of_chunks,
         (tokens, chunks),
@@ -132,38 +75,22 @@ def best_of_chunks(
         *((None, None, 0) if masks is None else (*masks, masks.bits.stride(0))),
         vocab_size,
         CHUNK=CHUNK,
-        SCALE=scale,
-        SOFTCAP=softcap,
     )
     return maxima_TC, ids_TC
-
-
-def _best(tokens: int, chunks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for the best of each chunk."""
-    maxima_TC = torch.empty(tokens, chunks, dtype=torch.float32, device=device)
-    return maxima_TC, torch.empty(tokens, chunks, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def _best_of_chunks(  # type: ignore[no-untyped-def]
     logits_ptr, best_ptr, best_id_ptr, words_ptr, mask_rows_ptr, words_stride, V,
-    CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): scales and caps the logits in place, and finds the largest allowed."""
+    """Program (row, chunk): finds the largest logit that is allowed."""
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
-    dtype: tl.constexpr = logits_ptr.dtype.element_ty
     row, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     pointers = logits_ptr + row.to(tl.int64) * V + token
     logits = tl.load(pointers, mask=token < V, other=0.0).to(tl.float32)
-    logits = scaled(logits, SCALE, dtype)
-    if SOFTCAP > 0.0:
-        logits = capped(logits, SOFTCAP, dtype)
-    if SOFTCAP > 0.0 or SCALE != 1.0:
-        logits = logits.to(dtype)
-        tl.store(pointers, logits, mask=token < V)
-        logits = logits.to(tl.float32)
     if words_ptr is not None:
         words_ptr += tl.load(mask_rows_ptr + row) * words_stride
         logits, _ = masked_chunk(logits, words_ptr, chunk, token, V, CHUNK)
@@ -171,33 +98,6 @@ def _best_of_chunks(  # type: ignore[no-untyped-def]
     place = row * tl.num_programs(1) + chunk
     tl.store(best_ptr + place, best)
     tl.store(best_id_ptr + place, best_id)
-
-
-def reference_head(
-    x_TD: Tensor,
-    norm: GpuNorm,
-    linear: GpuLinear,
-    softcap: float = 0.0,
-    pending: Pending | None = None,
-    chunk: int = 128,
-    *,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `head` does, in plain torch, with chunks of `chunk` tokens."""
-    logits_TV = reference_norm_linear(x_TD, norm, linear, pending) * scale
-    if softcap:
-        logits_TV = reference_softcap(logits_TV, softcap)
-    parts = logits_TV.float().split(chunk, dim=1)
-    best = [part.max(-1) for part in parts]
-    maxima_TC = torch.stack([values for values, _ in best], dim=1)
-    maxima_TC = maxima_TC.masked_fill(maxima_TC.isnan(), torch.inf)
-    ids = [indices + i * chunk for i, (_, indices) in enumerate(best)]
-    return logits_TV, maxima_TC, torch.stack(ids, dim=1).to(torch.int32)
-
-
-def reference_softcap(logits: Tensor, softcap: float) -> Tensor:
-    """Return softcap * tanh(logits / softcap) in plain torch, rounded once."""
-    return (torch.tanh(logits.float() / softcap) * softcap).to(logits.dtype)
 
 
 def pick_greedy(maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None) -> Tensor:
