@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Only the command needs models, which are made of kernels.
     from ..config import EngineConfig
     from ..errors import StepgraphError
-    from .recorded_steps import record_paged_attention, record_steps
+    from .recorded_steps import record_steps
 
     steps: dict[str, dict[str, int]] = {}
     kernels: dict[CompiledKernel, dict[str, None]] = {}
@@ -224,10 +224,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for capability in options.capability:
             record = partial(record_steps, options.model, config, capability=capability)
             recorded = record(rows=options.rows, tokens=options.tokens)
-            if not options.batch_invariant:
-                recorded += record_paged_attention(
-                    options.model, config, tokens=options.tokens, capability=capability
-                )
             for step in recorded:
                 if step.name not in steps:  # of any device there are as many
                     steps[step.name] = Counter(call.name for call in step.kernel_calls)

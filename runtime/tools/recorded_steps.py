@@ -22,14 +22,8 @@ from ..engine.startup import find_engine_drafter, layer_groups
 from ..execution.inputs import DraftInputs, MaskSizes, RowState, StepInputs
 from ..execution.step_functions import DraftStep, StepFunctions
 from ..execution.step_key import StepKey, StepSizes
-from ..kernels import (
-    AttentionForm,
-    LayerPlace,
-    RaggedBatch,
-    batch_invariant_kernels,
-    kernels_for,
-    select_kernels,
-)
+from ..kernels import batch_invariant_kernels, kernels_for, select_kernels
+from ..kernels.triton.experts import triton_experts
 from ..kernels.triton.kernel_calls import CAPABILITY, KernelCall, record_kernel_calls
 from ..kernels.triton.paged_attention import triton_paged_attention
 from ..loading.drafter_loading import new_drafter
@@ -40,7 +34,7 @@ from ..models.plan import fused_layout, model_plan
 from ..models.resolved_config import ResolvedConfig
 from .memory_report import resolve_absent
 
-__all__ = ["RecordedStep", "record_paged_attention", "record_steps"]
+__all__ = ["RecordedStep", "record_steps"]
 
 _META = torch.device("meta")
 _BLOCKS = 2
@@ -142,6 +136,11 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
     kernels = select_kernels("cuda", config.mode, config.dtype, config.weights, config.kernels)
     if config.batch_invariant:
         kernels = batch_invariant_kernels(kernels)
+    if kernels.name == "triton":
+        # Without a device, the operators of torch would call no kernel.
+        kernels = dataclasses.replace(
+            kernels, attention=triton_paged_attention, experts=triton_experts
+        )
     kernels = kernels_for(kernels, model_plan(model))
     arena = Arena(groups, _BLOCKS, config.block_size, config.dtype, _META, config.storage)
     decoder = Decoder(model, kernels, config.dtype, _META, groups, config.storage)
@@ -202,9 +201,7 @@ def _drafting(
     drafter = find_engine_drafter(found, config, groups)
     if drafter is None:
         return None
-    # Without a device, the operator of torch would call no kernel.
-    kernels = dataclasses.replace(target.kernels, attention=triton_paged_attention)
-    absent = new_drafter(drafter.config, target, kernels, drafter.layers)
+    absent = new_drafter(drafter.config, target, target.kernels, drafter.layers)
     weights = absent.decoder if isinstance(absent, DraftModel) else absent
     weights.store(
         (parameter.name, torch.empty(parameter.shape, dtype=config.dtype, device=_META))
@@ -213,65 +210,3 @@ def _drafting(
     group = LayerGroup(0, drafter.layers.spec, drafter.layers.layers)
     arena = Arena([group], _BLOCKS, config.block_size, config.dtype, _META, config.storage)
     return DraftStep(absent, arena.tensor, state, config.block_size)
-
-
-def record_paged_attention(
-    source: str | Path,
-    config: EngineConfig,
-    *,
-    tokens: Sequence[int],
-    capability: int = CAPABILITY,
-) -> list[RecordedStep]:
-    """Record paged attention over a chunk of one row, and over as many rows of one token each.
-
-    It is the attention of layers that no stack of kernels computes. Recorded steps do not contain
-    it: there it is an operation of torch, which calls no Triton kernel without a device.
-
-    Args:
-        source: as for `record_steps`.
-        config: likewise.
-        tokens: sizes of the chunk.
-        capability: compute capability, times ten, of the device that sizes are chosen for.
-
-    Raises as `record_steps`.
-    """
-    model = resolve_source(source, config_only=True).native
-    resolved = resolve_absent(dataclasses.replace(config, device="cuda", mode="graph"), model)
-    attend = model_plan(model).layers[0].attend
-    form = AttentionForm(
-        attend.scale, attend.window, attend.softcap, resolved.storage, attend.value_dim
-    )
-    arena = Arena(
-        layer_groups(model, resolved)[:1],
-        _BLOCKS,
-        resolved.block_size,
-        resolved.dtype,
-        _META,
-        resolved.storage,
-    ).tensor
-    blocks = resolved.max_blocks_per_row
-    table = torch.empty(1, 1, blocks, dtype=torch.int32, device=_META)
-    steps: list[RecordedStep] = []
-    for size in tokens:
-        queries = torch.empty(
-            size, attend.heads, attend.head_dim, dtype=resolved.dtype, device=_META
-        )
-        keys = queries[:, : attend.kv_heads]
-        values = None if attend.shared_values else keys
-        index = torch.empty(size, dtype=torch.int64, device=_META)
-        chunk = RaggedBatch(
-            positions=index,
-            slots=index[None],
-            token_rows=index,
-            rows=index[:1],
-            block_tables=table,
-            read_blocks=blocks,
-            block_size=resolved.block_size,
-            tokens_per_row=size,
-        )
-        rows = dataclasses.replace(chunk, rows=index, tokens_per_row=1)
-        with record_kernel_calls(capability) as calls:
-            for batch in (chunk, rows):
-                triton_paged_attention(queries, keys, values, arena, LayerPlace(0, 0), batch, form)
-        steps.append(RecordedStep(f"paged attention of {size} tokens", calls))
-    return steps
