@@ -26,7 +26,6 @@ __all__ = [
     "FEW_ROWS",
     "GpuLinear",
     "GpuNorm",
-    "KINDS",
     "LinearConfig",
     "PREFETCH_BUDGET",
     "Pending",
@@ -35,7 +34,6 @@ __all__ = [
     "STORAGES",
     "bounded_prefetch",
     "candidate_configs",
-    "config_error",
     "default_config",
     "reference_linear",
     "reference_norm",
@@ -93,10 +91,6 @@ class Pending(NamedTuple):
     norm: GpuNorm
     out: Tensor
     """`[T, K]`, no memory that this kernel reads: others read x while one writes this."""
-
-
-KINDS = ("few_rows", "pairs", "blocks")
-"""Implementations of a product: see `LinearConfig.kind`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +161,6 @@ PREFETCH_BUDGET = 24 << 20
 """Bytes of a weight that are requested into the L2 cache ahead at most: half of an H100's. By
 default a larger weight is not prefetched at all; tuning also tries to prefetch this much of it."""
 
-_MOST_PREFETCHED = 1 << 30
-"""Bytes that a program may prefetch: the kernels have sizes of requests in 32 bits."""
-
-_LIMITS = {"block_n": 512, "block_k": 16384, "num_warps": 16, "stages": 8}
-"""The largest sizes that a configuration may have."""
-
 
 def default_config(
     kernel: str,
@@ -239,32 +227,9 @@ def candidate_configs(
         block_n, block_k = int(default.block_n * size_n), int(default.block_k * size_k)
         for num_warps in (4, 8) if size_n == 1 else (4,):
             config = LinearConfig(block_n, block_k, num_warps)
-            if block_k >= 16 and config_error(config, kernel, rows) is None:
+            if block_n >= 1 and block_k >= 16:
                 configs.append(bounded_prefetch(config, kernel, n, k, weight_bytes, budget))
     return list(dict.fromkeys(configs))
-
-
-def config_error(config: LinearConfig, kernel: str, rows: int) -> str | None:
-    """Return why `kernel` does not run with this configuration and `rows` rows, or None."""
-    if config.kind not in KINDS:
-        return f"kind must be one of {', '.join(KINDS)}, not {config.kind!r}"
-    for name, most in _LIMITS.items():
-        size = getattr(config, name)
-        power = size > 0 and not size & (size - 1)
-        if not 1 <= size <= most or not (power or name == "stages"):
-            kind = "integer" if name == "stages" else "power of two"
-            return f"{name} must be a positive {kind} up to {most}, not {size}"
-    if not 0 <= config.prefetch <= _MOST_PREFETCHED:
-        return f"prefetch must be from 0 to {_MOST_PREFETCHED} bytes, not {config.prefetch}"
-    if (config.kind == "few_rows") == (kernel in EXPERT_PRODUCTS):
-        return f"kind {config.kind!r} does not apply to {kernel}"
-    if config.kind != "blocks" and rows > FEW_ROWS:
-        return f"kind {config.kind!r} takes at most {FEW_ROWS} rows, not {rows}"
-    if config.kind == "blocks" and min(config.block_k, config.block_n) < 32:
-        return "tensor cores need tiles of at least 32 x 32"
-    if kernel in EXPERT_PRODUCTS and config.block_n < 2:
-        return "block_n must be at least 2: a row of gate and one of up"
-    return None
 
 
 def weight_rows(kernel: str) -> int:

@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ from .linear import (
     EXPERT_PRODUCTS,
     LinearConfig,
     candidate_configs,
-    config_error,
     default_config,
     row_class,
 )
@@ -303,27 +301,9 @@ def _read(path: Path) -> dict[TuningKey, Tuned]:
 
 def _entry(entry: dict[str, Any]) -> tuple[TuningKey, Tuned]:
     """One entry of the file. Raises ValueError, KeyError or TypeError if it is none."""
-    key = _checked(TuningKey, entry)
-    config = _checked(LinearConfig, entry["config"])
-    error = config_error(config, key.kernel, key.rows)
-    if error is not None:
-        raise ValueError(f"{key.kernel} cannot run with {config}: {error}")
-    times = [float(entry[name]) for name in ("microseconds", "default_microseconds")]
-    if not all(0 < time < math.inf for time in times):
-        raise ValueError(f"timings must be positive and finite, not {times}")
-    return key, Tuned(config, *times)
-
-
-def _checked(kind: type[Any], values: dict[str, Any]) -> Any:
-    """A `kind` from its fields among `values`, whose types must be those of the fields."""
-    types = {"str": str, "int": int, "bool": bool}
-    found = {}
-    for field in dataclasses.fields(kind):
-        value = values[field.name]
-        if type(value) is not types[str(field.type)]:
-            raise TypeError(f"{field.name} is {value!r}, not of type {field.type}")
-        found[field.name] = value
-    return kind(**found)
+    key = {field.name: entry[field.name] for field in dataclasses.fields(TuningKey)}
+    times = (float(entry[name]) for name in ("microseconds", "default_microseconds"))
+    return TuningKey(**key), Tuned(LinearConfig(**entry["config"]), *times)
 
 
 @cache
