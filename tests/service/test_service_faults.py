@@ -28,7 +28,7 @@ from stepgraph.runtime.errors import (
 from stepgraph.runtime.service.health import Phase
 
 from ..rigs import line_faults
-from ..rigs.fake_engine import params
+from ..rigs.fake_engine import params, runner_of
 from ..rigs.service_rig import PROMPT, SECONDS, do, fail, rig, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -52,14 +52,14 @@ def once(error: BaseException, after: threading.Event | None = None) -> Callable
 @pytest.mark.parametrize("where", ["launch", "read", "prefill"])
 def test_step_failure_ends_all_requests(where: str) -> None:
     with rig(max_num_seqs=1) as r:
-        runner = r.made[0]._loop.runner
+        runner = runner_of(r.made[0])
         queued = threading.Event()
         error = RuntimeError("injected")
         no_memory = once(torch.OutOfMemoryError("injected"), queued)
         if where == "launch":
             r.on_launch = once(error, queued)
         elif where == "read":
-            runner.read = once(error, queued)  # type: ignore[method-assign]
+            runner.read = once(error, queued)
         else:
             r.on_launch = lambda plan: no_memory() if plan.prefill else None
         futures = [r.engine.submit(PROMPT, params(seed)) for seed in range(3)]
@@ -77,7 +77,7 @@ def test_step_failure_ends_all_requests(where: str) -> None:
 
 def test_failure_keeps_no_memory_of_the_engine() -> None:
     with rig() as r:
-        memory = r.made[0]._loop
+        memory = runner_of(r.made[0])
 
         def fail_with_locals(held: object = memory) -> None:  # as the frames of a failed step
             fail()
@@ -98,7 +98,7 @@ def test_failure_keeps_no_memory_of_the_engine() -> None:
 @pytest.mark.parametrize("where", ["swap_out", "copy_in"])
 def test_a_swap_that_fails_is_recomputed(where: str) -> None:
     with rig(num_blocks=14, host_blocks=20, host_cache_bytes=1) as r:
-        runner: Any = r.made[0]._loop.runner
+        runner = runner_of(r.made[0])
         failed: list[str] = []
 
         def fail_after(name: str, count: int) -> int | None:
@@ -175,7 +175,7 @@ def test_a_detokenizer_that_raises_ends_its_request_alone() -> None:
 
 def test_logits_that_are_not_finite_end_their_request_alone() -> None:
     with rig() as r:
-        device: Any = r.made[0]._loop.runner.device  # type: ignore[attr-defined]
+        device = runner_of(r.made[0]).device
         device.nan_tokens = frozenset({9})
 
         async def main() -> None:

@@ -23,11 +23,9 @@ from stepgraph.runtime.errors import OverloadedError
 
 from ..rigs.fake_device import VOCAB, FakeLaunchedStep
 from ..rigs.fake_engine import EngineRunner, fake_engine, params
-from ..rigs.service_rig import config
+from ..rigs.service_rig import SECONDS, check_idle, config
 
 MEBIBYTE = 1 << 20
-SECONDS = 60.0
-"""For one request, on a busy machine."""
 
 
 class LightRunner(EngineRunner):
@@ -213,7 +211,9 @@ def soak(num_requests: int, num_steps: int, *, loops: int = 2, workers: int = 8)
                 thread.join()
             if errors:
                 raise errors[0]
-            check_left(engine)
+            asyncio.run(asyncio.wait_for(engine.drain(SECONDS), 2 * SECONDS))
+            asyncio.run(engine.wake())
+            check_idle(engine._thread)
             return resources()
 
         share = num_requests // (loops * workers) + 1
@@ -228,28 +228,6 @@ def soak(num_requests: int, num_steps: int, *, loops: int = 2, workers: int = 8)
     assert resources()[:2] == before[:2]
     logging.getLogger("stepgraph.runtime").disabled = False
     return answers
-
-
-def check_left(engine: AsyncEngine) -> None:
-    """Assert that no request, row, block or count is left."""
-    asyncio.run(asyncio.wait_for(engine.drain(SECONDS), 2 * SECONDS))
-    asyncio.run(engine.wake())
-
-    def check() -> None:
-        requests, own = engine._thread.dispatcher, engine._thread.engine
-        assert own is not None
-        requests.check_integrity()
-        assert requests.is_empty
-        assert requests.limits.num_requests == requests.limits.num_tokens == 0
-        own.check_integrity()
-        blocks = own.stats()["blocks"]
-        assert blocks["free"] == blocks["usable"]
-
-    end = time.monotonic() + SECONDS
-    while engine._thread.dispatcher.limits.num_requests:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    engine._thread.run(check).result(SECONDS)
 
 
 def test_a_short_soak_leaves_nothing() -> None:
