@@ -33,6 +33,7 @@ from triton.runtime import interpreter
 
 from ..rigs.attention_cases import first_seen, moved, poisoned_arena
 from ..rigs.gpu_linear_rig import DEVICE, error
+from ..rigs.gpu_references import reference_combine_splits
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 LAYER = 1
@@ -310,7 +311,7 @@ def test_queries_that_are_ready(
     for tensor in partials:
         tensor.fill_(math.nan)
     decode_ready_attention(q, *shared, partials, attended_TN=out, tile=SMALL)
-    again = sa.reference_combine_splits(partials).to(dtype)
+    again = reference_combine_splits(partials).to(dtype)
     close(out, again, TOLERANCE[dtype])
     real = torch.tensor(lengths, device=DEVICE) > 0
     close(out[real], expected.flatten(1)[real], TOLERANCE[dtype])

@@ -10,6 +10,7 @@ from stepgraph.runtime.kernels.ops.weight_storage import dequantise_weight
 from stepgraph.runtime.kernels.triton.begin import Beginning, Embedding, Rotations
 from stepgraph.runtime.kernels.triton.prefill_attention import num_prefill_tiles
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation, reference_rotated
+from stepgraph.runtime.kernels.triton.split_attention import Partials
 from torch import Tensor
 
 
@@ -103,3 +104,12 @@ def reference_rotate_and_store(
     slots_T = batch.slots[place.group]
     reference_store(k, v, arena, place.position, slots_T, batch.block_size, form.storage)
     return q
+
+
+def reference_combine_splits(partials: Partials) -> Tensor:
+    """What the splits make together, in plain torch: `[T, H * V]` in float32."""
+    acc, m, total = partials
+    weight = torch.where(total == 0, 0.0, torch.exp2(m - m.amax(-1, keepdim=True)))
+    values = torch.where((total == 0)[..., None], 0.0, acc)
+    out = (values * weight[..., None]).sum(2) / (total * weight).sum(2, keepdim=True)
+    return out.flatten(1)

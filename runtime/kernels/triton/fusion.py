@@ -194,19 +194,6 @@ def _mixture(*operations: Operation) -> Fused:
     raise AssertionError(operations)
 
 
-def _summed(*operations: Operation) -> Fused:
-    """As the same operations without the sum over ranks."""
-    rest = [op for op in operations if not isinstance(op, AllReduce)]
-    if any(isinstance(op, Experts) for op in rest):
-        fused = _mixture(*rest)
-    elif len(rest) == 2:
-        fused = _without_norm(*rest)  # type: ignore[arg-type]
-    else:
-        fused = _after_norm(*rest)  # type: ignore[arg-type]
-    assert isinstance(fused, ResidualLinear | Mixture)
-    return replace(fused, sums=True)
-
-
 _PATTERNS: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
     ((Norm, Linear, Activate), GateUp),
     ((Norm, Linear), NormLinear),
@@ -217,10 +204,6 @@ _PATTERNS: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
     ((Activate,), Activation),
     ((Norm, Experts, Residual), _mixture),
     ((Norm, Experts, Norm, Residual), _mixture),
-    ((Linear, AllReduce, Residual), _summed),
-    ((Linear, AllReduce, Norm, Residual), _summed),
-    ((Norm, Experts, AllReduce, Residual), _summed),
-    ((Norm, Experts, AllReduce, Norm, Residual), _summed),
 ]
 """The first that fits the next operations of a layer is one kernel."""
 _OF_HIDDEN_STATES: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
@@ -228,23 +211,31 @@ _OF_HIDDEN_STATES: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]
     ((Linear,), _without_norm),
     ((Experts, Residual), _mixture),
     ((Experts, Norm, Residual), _mixture),
-    ((Experts, AllReduce, Residual), _summed),
-    ((Experts, AllReduce, Norm, Residual), _summed),
 ]
 """Tried after these where the value is the hidden states: of layers that norm only outputs."""
 
 
-def _fits(kinds: tuple[type[Operation], ...], operations: Sequence[Operation]) -> bool:
-    """Whether the next operations are of these kinds, and one kernel computes them.
+def _taken(kinds: tuple[type[Operation], ...], operations: Sequence[Operation]) -> list[Operation]:
+    """Return the next operations if they are of these kinds and one kernel computes them, or [].
 
-    A clamped activation is a kernel of its own.
+    Ranks may sum a product before it is added. A clamped activation is a kernel of its own.
     """
-    following = operations[: len(kinds)]
-    if len(following) < len(kinds) or not all(map(isinstance, following, kinds)):
-        return False
-    clamped = any(isinstance(op, Activate) and op.traits for op in following)
-    known = all(unsupported(op, SUPPORTED) is None for op in following)
-    return known and not (clamped and len(kinds) > 1)
+    taken: list[Operation] = []
+    left = list(kinds)
+    for op in operations:
+        if isinstance(op, AllReduce):
+            product = bool(taken) and isinstance(taken[-1], Linear | Experts)
+            if not product or kinds[-1] is not Residual:
+                return []
+        elif not isinstance(op, left.pop(0)):
+            return []
+        clamped = isinstance(op, Activate) and bool(op.traits) and len(kinds) > 1
+        if clamped or unsupported(op, SUPPORTED) is not None:
+            return []
+        taken.append(op)
+        if not left:
+            return taken
+    return []
 
 
 def fuse(layer: LayerPlan) -> tuple[Fused, ...]:
@@ -259,8 +250,11 @@ def fuse(layer: LayerPlan) -> tuple[Fused, ...]:
     while left:
         of_hidden = not found or isinstance(found[-1], ResidualLinear | Mixture)
         for kinds, make in _PATTERNS + (_OF_HIDDEN_STATES if of_hidden else []):
-            if _fits(kinds, left):
-                fused = make(*left[: len(kinds)])
+            if taken := _taken(kinds, left):
+                parts = [op for op in taken if not isinstance(op, AllReduce)]
+                fused = make(*parts)
+                if isinstance(fused, ResidualLinear | Mixture):
+                    fused = replace(fused, sums=len(parts) < len(taken))
                 break
         else:
             kinds_first = sorted(left, key=lambda op: type(op) in SUPPORTED)
@@ -269,7 +263,7 @@ def fuse(layer: LayerPlan) -> tuple[Fused, ...]:
         if isinstance(fused, ResidualLinear) and found and isinstance(found[-1], Attention):
             fused = replace(fused, name="output")
         found.append(fused)
-        del left[: len(kinds)]
+        del left[: len(taken)]
     return tuple(found)
 
 

@@ -41,7 +41,6 @@ __all__ = [
     "let_dependents_start",
     "num_multiprocessors",
     "record_kernel_calls",
-    "runs_in_turn",
     "supports_dependent_launch",
     "wait_for_inputs",
 ]
@@ -169,14 +168,6 @@ def call_kernel(
         receiver(kernel, grid, args, options)
         return
     kernel[grid](*args, **options)
-
-
-def runs_in_turn() -> bool:
-    """Whether programs run one after the other, as in the interpreter: none can wait for another.
-
-    Recorded calls assume a device.
-    """
-    return INTERPRETED and _recorded.get() is None
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -44,7 +44,6 @@ __all__ = [
     "new_counters",
     "new_partials",
     "padded",
-    "reference_combine_splits",
     "split_tiles",
     "store_partials",
     "table_entries",
@@ -346,12 +345,3 @@ def combine_splits(partials: Partials, out_TN: Tensor) -> None:
         _combine_splits, (heads, tokens, triton.cdiv(value_dim, block)), *partials, out_TN, splits,
         H=heads, V=value_dim, BLOCK_S=triton.next_power_of_2(splits), BLOCK_V=block,
     )  # fmt: skip
-
-
-def reference_combine_splits(partials: Partials) -> Tensor:
-    """What the splits make together, in plain torch: `[T, H * V]` in float32."""
-    acc, m, total = partials
-    weight = torch.where(total == 0, 0.0, torch.exp2(m - m.amax(-1, keepdim=True)))
-    values = torch.where((total == 0)[..., None], 0.0, acc)
-    out = (values * weight[..., None]).sum(2) / (total * weight).sum(2, keepdim=True)
-    return out.flatten(1)
