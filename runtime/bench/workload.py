@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...profiling.roofline import Roofline, step_flops
+from ...profiling.roofline import roofline_json
 from ..engine.engine import Engine
 from ..models.config import DecoderConfig
-from ..models.plan import plan_of, weights_per_step
 from ..sampling_params import SamplingParams
 
 __all__ = ["abort_all", "decode_roofline", "equal_share", "greedy", "interleave"]
@@ -96,8 +95,10 @@ def steps_in_flight(engine: Engine) -> int:
     return int(engine.config.is_async_device)
 
 
-def decode_roofline(engine: Engine, contexts: Sequence[int], bandwidth: float) -> Roofline:
-    """Return the roofline of a decode step.
+def decode_roofline(
+    engine: Engine, contexts: Sequence[int], bandwidth: float, seconds: float
+) -> dict[str, float]:
+    """Return the `roofline` of a decode step in the JSON.
 
     Bytes are of the weights and the cache as this engine stores them. The ranks of a CPU
     share its bandwidth, so the bytes of all count; elsewhere the bytes of one rank.
@@ -106,21 +107,9 @@ def decode_roofline(engine: Engine, contexts: Sequence[int], bandwidth: float) -
         engine: that runs the steps.
         contexts: tokens that each row attends to, the newest included.
         bandwidth: bytes per second that the device reads, measured.
+        seconds: measured time of the step.
     """
-    config = engine.model_config
-    attend = plan_of(config).layers[0].attend
     kv_bytes = sum(map(engine.kv_bytes_read, contexts))
-    flops = step_flops(weights_per_step(config), len(contexts), 0, 0, 0, 0) + step_flops(
-        0,
-        1,
-        sum(map(engine.positions_read, contexts)),
-        attend.heads,
-        attend.head_dim,
-        attend.value_dim,
-    )
     shared = engine.config.tensor_parallel if engine.config.device.type == "cpu" else 1
-    return Roofline(
-        shared * (engine.weight_bytes_read(len(contexts)) + kv_bytes),
-        shared * flops,
-        bandwidth,
-    )
+    read = shared * (engine.weight_bytes_read(len(contexts)) + kv_bytes)
+    return roofline_json(read, bandwidth, seconds)

@@ -824,11 +824,6 @@ class Engine:
         context = check_integer("context", context, 0, MAX_COUNT)
         return sum(group.bytes_read(context) for group in self._open_parts().groups)
 
-    def positions_read(self, context: int) -> int:
-        """Tokens that a row of `context` tokens attends to, summed over the layers."""
-        context = check_integer("context", context, 0, MAX_COUNT)
-        return sum(group.positions_read(context) for group in self._open_parts().groups)
-
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes, as plain numbers and strings.
 

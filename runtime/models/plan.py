@@ -53,7 +53,6 @@ __all__ = [
     "rope_kinds",
     "shard_config",
     "vector",
-    "weights_per_step",
 ]
 
 
@@ -592,26 +591,6 @@ def fused_layout(config: ModelConfig) -> dict[str, Parameter]:
     Models with tied embeddings have no `lm_head.weight`.
     """
     return {parameter.name: parameter for parameter in model_plan(config).parameters()}
-
-
-def weights_per_step(config: DecoderConfig) -> int:
-    """Return how many parameters a token is multiplied with, however they are stored.
-
-    Of experts these are the chosen and the shared ones. An untied input embedding is left out: a
-    step reads one of its rows per sequence.
-    """
-    return plan_weights_per_step(plan_of(config))
-
-
-def plan_weights_per_step(plan: ModelPlan) -> int:
-    """Return the same for a plan, which may belong to one rank of a tensor-parallel group."""
-    unread = 0 if plan.tied else plan.embedding.elements
-    for layer in plan.layers:
-        for op in layer.operations:
-            if isinstance(op, Experts):
-                unused = op.total - op.per_token
-                unread += (op.gate_up.elements + op.down.elements) * unused // op.total
-    return sum(parameter.elements for parameter in plan.parameters()) - unread
 
 
 def parameter_bytes(parameter: Parameter, kernels: Kernels, dtype: torch.dtype) -> int:

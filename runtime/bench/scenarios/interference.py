@@ -117,7 +117,7 @@ def measure_interference(
         "decode_step_ms": decode.to_json(),
         "prefill_step_ms": Summary.of(prefill_ms).to_json() if prefill_ms else None,
         "chunk_tokens": Summary.of(r.prefill_tokens for r in records if r.prefill_tokens).to_json(),
-        "roofline": decode_roofline(engine, contexts, bandwidth).to_json(decode.p50 / 1e3),
+        "roofline": decode_roofline(engine, contexts, bandwidth, decode.p50 / 1e3),
         "ttft_ms": Summary.of(ttft_ms).to_json() if ttft_ms else None,
     }
 

@@ -162,8 +162,8 @@ class CaseRun:
         engine, case, stats = self.engine, self.case, self.engine.stats()
         # On average half of the output is in the context.
         context = case.input_len + case.output_len // 2
-        roofline = decode_roofline(engine, [context] * case.batch_size, bandwidth)
         step, medians = Summary.of(self.step_ms), list(map(statistics.median, self.repetitions))
+        contexts = [context] * case.batch_size
         decoding = [r for r in self.records if r.rows == case.batch_size and not r.prefill_tokens]
         return {
             **describe_engine(engine, model),
@@ -181,7 +181,7 @@ class CaseRun:
             / statistics.median(self._prefill_ms),
             "padding": 1 - sum(r.rows for r in decoding) / max(1, sum(r.bucket for r in decoding)),
             "kv_bytes": case.batch_size * engine.kv_bytes_read(context),
-            "roofline": roofline.to_json(step.p50 / 1e3),
+            "roofline": decode_roofline(engine, contexts, bandwidth, step.p50 / 1e3),
             "memory": stats["memory"],
             "captured": stats["prepared"],
             "start": stats["start"],
