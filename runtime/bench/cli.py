@@ -6,10 +6,8 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ...profiling import bandwidth
 from ...profiling.command_line import INTERRUPTED
 from ...profiling.nsys import inside_nsys
 from .comparison import compare, comparison_text, failure, read_results
@@ -50,34 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.compare is not None and len(options.compare) == 2:
         return _compare_files(options)
-    if options.scenario == "host":
-        return _measure_host(options)
     if options.profile == "nsys" and not inside_nsys():
         from .step_profile import run_nsys
 
         return run_nsys(options, rerun_arguments())
     return _measure(options)
-
-
-def _measure_host(options: argparse.Namespace) -> int:
-    """Measure the host time of a step, without a model; print and write the table."""
-    import torch
-
-    from .results import new_document, report, write_json
-    from .scenarios.host_overhead import measure_host
-
-    print("measuring --scenario host", file=sys.stderr)
-    try:
-        measured = measure_host(num_steps=options.num_steps, seed=options.seed)
-    except ValueError as error:  # more steps than the cache has room for
-        print_error(error)
-        return 1
-    device = torch.device("cpu")
-    document = new_document(device, bandwidth.measure_read_bandwidth(device), None)
-    document["host"] = [asdict(cost) for cost in measured]
-    write_json(options, document)
-    print_text(report(document))
-    return 0
 
 
 def _compare_files(options: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ __all__ = ["MODEL_FLAGS", "MODES", "add_flags", "kernels_path", "memory_size"]
 __all__ += ["number", "parse_arguments", "trace_path"]
 
 MODES = ("eager", "compile", "graph")
-SCENARIOS = ("steady", "interference", "neighbours", "serve", "host")
+SCENARIOS = ("steady", "interference", "neighbours", "serve")
 MODEL_FLAGS = ("model", "device", "dtype", "weight-dtype", "kv-dtype")
 
 _DESCRIPTION = """\
@@ -49,7 +49,6 @@ scenarios:
   interference  decode steps while a long prompt arrives every 10 steps
   neighbours    decode steps with busy processes on the same processors, also of other runtimes
   serve         requests arrive at random: latency, goodput and refusals against the rate
-  host          host time of plan, launch and commit, with a model that computes nothing
 
 Results go to stdout, progress and warnings to stderr. Each combination of the lists is a separate
 case or engine. Exit status: 0; 1 if something cannot be measured, has wrong tokens, or is above
@@ -103,8 +102,8 @@ class Flag(NamedTuple):
 
 
 def _engines(default: Any = None, **others: Any) -> dict[str, Any]:
-    """Return defaults of a flag of all scenarios with a model."""
-    return dict.fromkeys(SCENARIOS[:-1], default) | others
+    """Return defaults of a flag of all scenarios."""
+    return dict.fromkeys(SCENARIOS, default) | others
 
 
 _LIST: dict[str, Any] = {"nargs": "+"}
@@ -123,7 +122,7 @@ def _field(
     scenarios: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Flag:
-    """Return the flag of a field of `EngineConfig`, by default of all scenarios with a model.
+    """Return the flag of a field of `EngineConfig`, by default of all scenarios.
 
     Args:
         name: of the field, whose first sentence describes the flag.
@@ -175,7 +174,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
     "measurement": {
         "scenario": Flag(
             "scenario to measure, see below (default: steady)",
-            dict.fromkeys(SCENARIOS),
+            _engines(),
             {"choices": SCENARIOS},
         ),
         "batch-size": Flag(
@@ -206,9 +205,8 @@ FLAGS: dict[str, dict[str, Flag]] = {
             {"type": integer(1)},
         ),
         "num-steps": Flag(
-            "steps of interference (default: 200) and host (default: 400), and of neighbours in"
-            " each round (default: 32)",
-            {"interference": 200, "host": 400, "neighbours": 32},
+            "steps of interference (default: 200), and of neighbours in each round (default: 32)",
+            {"interference": 200, "neighbours": 32},
             {"type": integer(30)},  # enough to see a distribution
         ),
         "max-itl-ms": Flag(
@@ -243,7 +241,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
             _STEADY,
             {"choices": ("transformers", "compiled")},
         ),
-        "seed": _field("seed", 0, many=False, scenarios=dict.fromkeys(SCENARIOS, 0)),
+        "seed": _field("seed", 0, many=False),
     },
     "serve": {
         "rates": Flag(
@@ -278,12 +276,12 @@ FLAGS: dict[str, dict[str, Flag]] = {
     "results": {
         "verbose": Flag(
             "also print the memory plan, the start of each engine and all columns",
-            dict.fromkeys(SCENARIOS, False),
+            _engines(False),
             {"action": "store_true"},
         ),
         "output-json": Flag(
             "write all results to this file as JSON, after each case",
-            dict.fromkeys(SCENARIOS),
+            _engines(),
             {"type": file_path, "metavar": "FILE"},
         ),
         "compare": Flag(

@@ -263,14 +263,6 @@ TABLES: dict[str, dict[str, Cell]] = {
         "SLO ms TTFT, ITL": "{slo_ttft_ms:.0f}, {slo_itl_ms:.0f}",
         "lag ms p99": "{lag_ms[p99]:.2f}",
     },
-    "host": {
-        "rows": "{rows}",
-        "queued": "{queued:,}",
-        "blocks": "{num_blocks:,}",
-        "host µs p50 / p90 / p99": "{host_us:dist}",
-        "min": "{host_us[min]:.1f}",
-        "n": "{host_us[n]}",
-    },
     "cases": {
         **_SIZES,
         _STEP: "{step_ms:dist}",
@@ -290,7 +282,7 @@ def table_rows(document: Entry, *, verbose: bool = False) -> tuple[str, list[dic
     entries = document[name]
     if name == "neighbours":
         entries = [{"name": "stepgraph", **e} | p for e in entries for p in ({}, *e["peers"])]
-    columns = TABLES[name] if name == "host" else _KIND | TABLES[name]
+    columns = _KIND | TABLES[name]
     if name == "cases":
         columns = columns | (_VERBOSE if verbose else {}) | _OPTIONAL
     rows = [
@@ -317,7 +309,7 @@ def report(document: Entry, *, verbose: bool = False) -> str:
     shared, rows = table_rows(document, verbose=verbose)
     lines = [shared, ""] if shared else []
     environment = document["environment"]
-    if "host" not in document and document["cases"]:
+    if document["cases"]:
         lines += [*_headlines(document, rows), ""]
     if rows:
         heads = list(rows[0])

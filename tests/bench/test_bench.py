@@ -5,12 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import Engine, EngineConfig, StepgraphError
 from stepgraph.runtime.bench.benchmark_run import BenchmarkRun
 from stepgraph.runtime.bench.results import table_rows
 from stepgraph.runtime.bench.scenarios import steady
-from stepgraph.runtime.bench.scenarios.host_overhead import HostCost
 
 from ..rigs.bench_rig import ROOT, run_bench
 
@@ -78,27 +76,6 @@ def test_a_step_lasts_until_the_next_tokens(monkeypatch):
     monkeypatch.setattr(steady.time, "perf_counter", lambda: clock[0])
     _, durations = steady.decode_together(Engine(), [[1]], None, 3)
     assert durations == pytest.approx([5.0, 5.0, 5.0])
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.split("|")[1:-1]]
-
-
-def test_the_table_of_host(capsys, monkeypatch):
-    def measure_host(num_steps, seed):
-        times = [10.0 + seed + i % 10 for i in range(num_steps)]
-        return [
-            HostCost(rows, queued, 20_000, Summary.of(slower * time for time in times))
-            for rows in (1, 32)
-            for queued, slower in ((10, 1.0), (100_000, 1.25))
-        ]
-
-    monkeypatch.setattr(
-        "stepgraph.runtime.bench.scenarios.host_overhead.measure_host", measure_host
-    )
-    assert run_bench(monkeypatch, "--scenario host --seed 4 --num-steps 100") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert cells(lines[3]) == ["1", "100,000", "20,000", "23.12 / 27.62 / 28.75", "17.5", "100"]
 
 
 def test_ranks_are_checked_before_the_first_engine_starts(capsys, monkeypatch):

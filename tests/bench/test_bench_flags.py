@@ -21,7 +21,7 @@ WRONG_VALUES = [
     ("--num-iters 1000000000000000", "'1000000000000000' is more than 1,000,000,000"),
     ("--seed 9223372036854775808", "is not an integer from 0 to 9223372036854775807"),
     ("--prefill-chunk 99999999", "'99999999' is not an integer from 1 to 1048576"),
-    ("--scenario host --num-steps 3", "'3' is not an integer of at least 30"),
+    ("--scenario interference --num-steps 3", "'3' is not an integer of at least 30"),
     ("--scenario serve --max-itl-ms nan", "'nan' is not a positive number of milliseconds"),
     ("--scenario neighbours --neighbours 1000", "'1000' is more than 256"),
     ("--scenario neighbours --peer cake", "with NAME one of openvino, vllm, llama.cpp"),
@@ -30,13 +30,12 @@ WRONG_VALUES = [
     ("--compare a --fail-above 0.5", "'0.5' is not a ratio of at least 1"),
 ]
 WRONG_COMBINATIONS = [
-    ("--scenario host --mode eager --device cpu", "--mode, --device: no effect together"),
     ("--max-itl-ms 20", "--max-itl-ms: no effect together with --scenario steady"),
     ("--scenario interference --output-len 5", "--output-len: no effect together with --scenario"),
     ("--fail-above 1.05", "--fail-above has no effect without --compare"),
     ("--compare a b c", "--compare takes one file, or two to compare with each other: 3"),
     ("--compare a b --model demo", "--model: no effect together with --compare OLD.json NEW.json"),
-    ("--scenario host --compare a", "--compare: no effect together with --scenario host"),
+    ("--scenario serve --compare a", "--compare: no effect together with --scenario serve"),
     ("--graph-trace node", "--graph-trace has no effect without --profile"),
     ("--profile none --profile-output x", "--profile-output has no effect without --profile"),
     ("--profile torch --graph-trace node", "--graph-trace has no effect without --profile nsys"),

@@ -7,10 +7,12 @@ step's own temporaries are the device's work, not the loop's.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -19,12 +21,26 @@ from typing import Any
 import pytest
 import torch
 from stepgraph import cache, graphs, profiling, runtime
-from stepgraph.runtime import Engine, SamplingParams
-from stepgraph.runtime.bench.scenarios.host_overhead import HostRig
+from stepgraph.cache.arena import Arena
+from stepgraph.cache.kv_cache import KVCache
+from stepgraph.graphs.library import StepLibrary
+from stepgraph.graphs.steps import EagerStep, Step
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.engine.intake import RequestBuilder
+from stepgraph.runtime.engine.loop import StepLoop
+from stepgraph.runtime.engine.startup import layer_groups
 from stepgraph.runtime.execution.outputs import HostOutputs
-from stepgraph.runtime.execution.step_key import StepOutput
+from stepgraph.runtime.execution.runner import Runner
+from stepgraph.runtime.execution.step_key import StepKey, StepOutput
+from stepgraph.runtime.kernels import select_kernels
+from stepgraph.runtime.models.decoder import Decoder
+from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling.sample_output import SampleOutput
+from stepgraph.runtime.sampling_params import MAX_LOGPROBS
+from stepgraph.runtime.scheduling.scheduler import Scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..rigs.fake_engine import MODEL
 
 pytestmark = pytest.mark.native_kernels
 
@@ -32,6 +48,94 @@ GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=0.7, seed=1)
 SHOWN = SamplingParams(temperature=0.7, seed=1, logprobs=3)
 NO_BLOCKS = {"num_blocks": 200, "block_size": 1024}  # one holds what a row gets in most tests
+
+
+class HostRig:
+    """A loop over a model that computes nothing: `rows` requests decode, `queued` others wait.
+
+    Scheduler, cache, loop, row state and inputs are those that serve requests. Prompt lengths
+    differ, so that rows begin blocks in different steps.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        queued: int,
+        num_blocks: int,
+        *,
+        num_steps: int,
+        params: SamplingParams = GREEDY,
+        in_flight: int = 0,
+        block_size: int = 16,
+    ) -> None:
+        self.rng = random.Random(0)
+        user = EngineConfig(
+            device="cpu", mode="eager", max_num_seqs=rows, block_size=block_size, dtype="float32"
+        )
+        config = ResolvedConfig.resolve(user, MODEL)
+        groups = layer_groups(MODEL, config)
+        kernels = select_kernels(config.device, config.mode, config.dtype)
+        model = Decoder(MODEL, kernels, config.dtype, config.device, groups)
+        arena = Arena(groups, 2, block_size, config.dtype, config.device)
+        self.runner = Runner(model, config, arena, groups)
+        self.runner.library = idle_library(self.runner.sizes.keys(), self.rng)
+        cache = KVCache(groups, num_blocks, block_size, chunk=user.prefill_chunk)
+        scheduler = Scheduler(
+            cache,
+            max_num_seqs=rows,
+            max_batch_tokens=rows + user.prefill_chunk,
+            prefill_chunk=user.prefill_chunk,
+            max_prefill_rows=self.runner.max_prefill_rows,
+        )
+        self.loop = StepLoop(scheduler, self.runner, in_flight=in_flight)
+        self._intake = RequestBuilder(
+            MODEL,
+            None,
+            longest_sequence=MODEL.max_position_embeddings,
+            seed=0,
+            prefix_block_size=block_size,
+            embeds_dtype=None,
+        )
+        max_tokens = num_steps + rows + 2  # prompts are prefilled while the first ones decode
+        for number in range(rows):
+            self.add(f"row {number}", params, max_tokens)
+        open_groups = self.loop.requests.groups.values()
+        while not all(request.num_output for group in open_groups for request in group.requests):
+            self.loop.step()
+        for number in range(queued):
+            self.add(f"queued {number}", GREEDY, max_tokens)
+
+    def add(self, request_id: str, params: SamplingParams, max_tokens: int) -> None:
+        """Queue a request with a prompt of its own."""
+        prompt = self.rng.choices(range(1, MODEL.vocab_size), k=self.rng.randrange(64, 112))
+        params = dataclasses.replace(params, max_tokens=max_tokens)
+        self.loop.requests.add(self._intake.accept(request_id, prompt, params, priority=0))
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.loop.step()
+
+
+def idle_library(keys: Sequence[StepKey], rng: random.Random) -> StepLibrary[StepKey, StepOutput]:
+    """Return a prepared library whose steps return the same random tokens every time."""
+
+    def make_step(key: StepKey) -> Step[StepOutput]:
+        rows = key.size
+        tokens = torch.tensor(rng.choices(range(1, MODEL.vocab_size), k=rows))
+        details = None
+        if key.full_sampler:
+            details = SampleOutput(
+                tokens,
+                logprob=torch.full((rows,), -1.0),
+                top_logprobs=torch.full((rows, MAX_LOGPROBS), -1.0),
+                top_ids=torch.zeros(rows, MAX_LOGPROBS, dtype=torch.int64),
+            )
+        output = StepOutput(tokens, torch.empty(0), details)
+        return EagerStep(lambda: output, str(key))
+
+    library = StepLibrary(make_step, keys, lambda key: key.size, make_step)
+    library.prepare()
+    return library
 
 
 @pytest.fixture(autouse=True, scope="module")

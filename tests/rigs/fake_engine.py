@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.bench.scenarios.host_overhead import MODEL
 from stepgraph.runtime.loading.tokenizer import TextTokenizer
+from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingDefaults
@@ -18,6 +18,21 @@ from .engine_rig import loop_of
 from .fake_device import VOCAB, FakeRunner, oracle
 from .scheduler_rig import groups_of
 
+MODEL = ModelConfig(
+    vocab_size=1024,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+    eos_token_ids=(0,),
+)
+"""Its vocabulary sizes the state of the rows; nothing computes it."""
 FAKE_MODEL = dataclasses.replace(MODEL, vocab_size=VOCAB, max_position_embeddings=64)
 
 Prompt = list[int]
