@@ -213,7 +213,6 @@ class StepLibrary(Generic[K, O]):
     def _miss(self, key: K) -> Step[O]:
         assert self._open, f"step {key} is looked up in a library that is not prepared"
         self._misses += 1
-        ranges.mark(ranges.FALLBACK, self._size_of(key))
         step = self._fallbacks.get(key)
         if step is None:
             step = self._fallbacks[key] = self._make_fallback(key)

@@ -1,7 +1,7 @@
 """Counts and times Python's garbage collections, which stop every thread of the process.
 
 The interpreter calls `gc.callbacks` before and after each collection. This module registers one
-callback while any `CollectorWatch` is open and alive. Each collection emits one mark `collection`.
+callback while any `CollectorWatch` is open and alive.
 """
 
 import gc
@@ -9,8 +9,6 @@ import threading
 import time
 import weakref
 from typing import Any, Final
-
-from . import ranges
 
 __all__ = ["CollectorWatch"]
 
@@ -73,4 +71,3 @@ def _on_collection(phase: str, info: dict[str, Any]) -> None:
         if watch is not None:
             watch.collections += 1
             watch.total_ns += took
-    ranges.mark(ranges.COLLECTION, info["generation"], took // 1000, info["collected"])

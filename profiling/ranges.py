@@ -1,4 +1,4 @@
-"""The NVTX ranges and marks of stepgraph.
+"""The NVTX ranges of stepgraph.
 
     with ranges.span(ranges.PLAN, step):
         ...
@@ -6,9 +6,7 @@
     with ranges.step_span(ranges.REPLAY, step, rows, bucket, tokens, blocks_in_use, padding):
         ...
 
-    ranges.mark(ranges.FALLBACK, bucket)
-
-docs/profiling.md describes every range, mark and payload. A profiler stores every distinct message,
+docs/profiling.md describes every range and payload. A profiler stores every distinct message,
 so names never contain an id: the step, the rows, the bucket and the tokens are in the payload. One
 integer is enough for most ranges, because ranges nest (the `step` around a `copy` has the step
 number), and profilers export an integer payload as a column. The launches on the device, `replay`,
@@ -26,14 +24,14 @@ import os
 import struct
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol
 
 logger = logging.getLogger("stepgraph.profiling")
 
 DOMAIN: Final = "stepgraph"
-"""Name of the NVTX domain of all ranges and marks."""
+"""Name of the NVTX domain of all ranges."""
 
 STEP: Final = "step"
 PLAN: Final = "plan"
@@ -52,13 +50,10 @@ MASK: Final = "mask"
 WARMUP: Final = "warmup"
 WINDOW: Final = "window"
 
-COLLECTION: Final = "collection"
-FALLBACK: Final = "fallback"
-
 _CATEGORIES: Final = {
     "step": (STEP,),
-    "host": (PLAN, LAUNCH, PREPARE, MASK, COMMIT, COLLECTION),
-    "device": (SWAP, FORK, COPY, REPLAY, VERIFY, PREFILL, FALLBACK),
+    "host": (PLAN, LAUNCH, PREPARE, MASK, COMMIT),
+    "device": (SWAP, FORK, COPY, REPLAY, VERIFY, PREFILL),
     "start": (LOAD, WARMUP, CAPTURE),
     "profile": (WINDOW,),
 }
@@ -71,15 +66,10 @@ _COLORS: Final = {
 }  # 0xAARRGGBB
 _CATEGORY_OF: Final = {name: group for group, names in _CATEGORIES.items() for name in names}
 
-MARKS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {COLLECTION: ("generation", "microseconds", "collected"), FALLBACK: ("bucket",)}
-)
-"""Every mark by name, with the fields of its payload. A payload of one field is an integer."""
-
 STEP_RANGES: Final = frozenset({REPLAY, VERIFY, PREFILL})
 """The ranges whose payload is `StepNumbers`."""
 
-PLAIN_RANGES: Final = frozenset(_CATEGORY_OF) - frozenset(MARKS) - STEP_RANGES
+PLAIN_RANGES: Final = frozenset(_CATEGORY_OF) - STEP_RANGES
 """The ranges whose payload is one integer."""
 
 
@@ -110,19 +100,13 @@ Payload = int | StepNumbers
 
 
 class Listener(Protocol):
-    """Receives ranges and marks, from any thread."""
+    """Receives ranges, from any thread."""
 
     def push(self, name: str, payload: Payload) -> None:
         """The range `name` began on the calling thread."""
 
     def pop(self) -> None:
         """The innermost range of the calling thread ended."""
-
-    def mark(self, name: str, payload: tuple[int, ...]) -> None:
-        """Something happened: `payload` has the fields `MARKS[name]`, in order.
-
-        Python's garbage collector may emit its mark during the other methods.
-        """
 
 
 class _Nothing:
@@ -174,22 +158,9 @@ def step_span(
     return _Span(_listeners, name, numbers)
 
 
-def mark(name: str, *payload: int) -> None:
-    """Emit a mark of `MARKS` with its fields, in order.
-
-    Raises:
-        ValueError: unknown mark, or wrong number of fields. Raised without a
-            listener too.
-    """
-    if len(payload) != len(MARKS.get(name, ())) or not payload:
-        raise ValueError(f"{name!r} is not a mark with {len(payload)} fields")
-    for listener in _listeners:
-        listener.mark(name, payload)
-
-
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Send all ranges and marks of the process, from every thread, to a listener.
+    """Send all ranges of the process, from every thread, to a listener.
 
     It receives the ranges that begin inside the block, and their ends even after the block. If the
     listener raises, the error is logged and the listener is unsubscribed.
@@ -215,10 +186,6 @@ class _Guarded:
     def pop(self) -> None:
         if self._listener is not None:
             self._call(self._listener.pop)
-
-    def mark(self, name: str, payload: tuple[int, ...]) -> None:
-        if self._listener is not None:
-            self._call(self._listener.mark, name, payload)
 
     def _call(self, method: Callable[..., None], *event: Any) -> None:
         try:
@@ -275,77 +242,58 @@ def _missing(error: ImportError) -> str:
     return f"the package nvtx cannot be imported ({error}); pip install 'nvtx>=0.2.16'"
 
 
-class _Record:
-    """A payload of several fields at a fixed address, where NVTX reads it at each event."""
+class _Numbers:
+    """Step numbers at a fixed address, where NVTX reads them at each event."""
 
-    __slots__ = ("_bytes", "_layout", "array")
+    __slots__ = ("_bytes", "array")
 
-    def __init__(self, fields: Sequence[str]) -> None:
+    def __init__(self) -> None:
         import numpy as np
 
-        self._layout = struct.Struct(f"@{len(fields)}q")
-        self._bytes = bytearray(self._layout.size)
-        dtype = np.dtype([(field, np.int64) for field in fields])
+        self._bytes = bytearray(_NUMBERS.size)
+        dtype = np.dtype([(field, np.int64) for field in StepNumbers._fields])
         self.array = np.frombuffer(self._bytes, dtype).reshape(())
 
-    def write(self, values: tuple[int, ...]) -> None:
-        self._layout.pack_into(self._bytes, 0, *values)
+    def write(self, numbers: StepNumbers) -> None:
+        _NUMBERS.pack_into(self._bytes, 0, *numbers)
+
+
+_NUMBERS: Final = struct.Struct(f"@{len(StepNumbers._fields)}q")
 
 
 class _Events(threading.local):
-    """The event attributes of one thread, built at its first range.
+    """The event attributes of one thread by range, built at its first range.
 
     Setting the payload and pushing are two calls: threads that shared one object could push each
     other's payload.
     """
 
-    plain: dict[str, Any] = {}  # noqa: RUF012  what a thread has while its own are being built
-    records: dict[str, tuple[Any, _Record]] = {}  # noqa: RUF012
-
     def __init__(self, domain: Any) -> None:
-        plain, records = {}, {}
-        fields = {**dict.fromkeys(STEP_RANGES, StepNumbers._fields), **MARKS}
+        self.of: dict[str, Any] = {}
+        self.numbers = {name: _Numbers() for name in STEP_RANGES}
         for name, category in _CATEGORY_OF.items():
-            event = domain.get_event_attributes(name, _COLORS[category], category)
-            if len(fields.get(name, ())) > 1:
-                record = _Record(fields[name])
-                event.payload = record.array
-                records[name] = (event, record)
-            else:
-                plain[name] = event
-        self.plain, self.records = plain, records
+            event = self.of[name] = domain.get_event_attributes(name, _COLORS[category], category)
+            if name in STEP_RANGES:
+                event.payload = self.numbers[name].array
 
 
 class NvtxTool:
-    """Sends ranges and marks to an `nvtx.Domain`."""
+    """Sends ranges to an `nvtx.Domain`."""
 
     def __init__(self, domain: Any) -> None:
         self._domain = domain
         self._events = _Events(domain)
 
     def push(self, name: str, payload: Payload) -> None:
+        event = self._events.of[name]
         if isinstance(payload, StepNumbers):
-            event, record = self._events.records[name]
-            record.write(payload)
+            self._events.numbers[name].write(payload)
         else:
-            event = self._events.plain[name]
             event.payload = payload
         self._domain.push_range(event)
 
     def pop(self) -> None:
         self._domain.pop_range()
-
-    def mark(self, name: str, payload: tuple[int, ...]) -> None:
-        events = self._events
-        if name in events.plain:
-            event = events.plain[name]
-            event.payload = int(payload[0])
-        elif name in events.records:
-            event, record = events.records[name]
-            record.write(payload)
-        else:  # the collector ran while this thread's events were being built
-            return
-        self._domain.mark(event)
 
 
 _TOOL_VARIABLES: Final = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")

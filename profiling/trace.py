@@ -144,11 +144,10 @@ def torch_trace(path: Path | str, names: KernelNames | None = None) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A range, a mark or a scope of an operation, as a listener received it."""
+    """A range or a scope of an operation, as a listener received it."""
 
     name: str
     payload: Mapping[str, int | str]
-    instant: bool = False
 
 
 def event_name(index: int) -> str:
@@ -157,7 +156,7 @@ def event_name(index: int) -> str:
 
 
 class _Recorder:
-    """Forwards ranges, marks and scopes to torch's profiler, and logs their payloads.
+    """Forwards ranges and scopes to torch's profiler, and logs their payloads.
 
     torch's events have only a name. Until the trace is written, it is an index into the log.
     """
@@ -179,12 +178,6 @@ class _Recorder:
         """The innermost range or scope of the calling thread ended."""
         self._open.events.pop().__exit__(None, None, None)
 
-    def mark(self, name: str, payload: tuple[int, ...]) -> None:
-        """Record a mark: a range without a length until the trace is written."""
-        fields = dict(zip(ranges.MARKS[name], payload, strict=True))
-        with self._event(Recorded(name, fields, instant=True)):
-            pass
-
     def enter(self, name: str, layer: int | None) -> None:
         """The scope of an operation began; without a layer, the layer of the scope around it."""
         layers = self._open.layers
@@ -201,14 +194,11 @@ class _Recorder:
         self.pop()
 
     def _begin(self, recorded: Recorded) -> None:
-        event = self._event(recorded)
-        event.__enter__()
-        self._open.events.append(event)
-
-    def _event(self, recorded: Recorded) -> Any:
         index = next(self._index)
         self.log[index] = recorded
-        return self._record(event_name(index))
+        event = self._record(event_name(index))
+        event.__enter__()
+        self._open.events.append(event)
 
 
 class _Open(threading.local):
@@ -238,7 +228,8 @@ def annotate(
         TraceError: the document is not a trace.
     """
     events = _events_of(document)
-    events[:] = [event for event in events if _name_range(event, log)]
+    for event in events:
+        _name_range(event, log)
     for _ in name_work(events, Scopes(events), names):
         pass
     _separate_overlaps(events)
@@ -290,19 +281,13 @@ def end_of(event: Event) -> Any:
     return event["ts"] + event["dur"]
 
 
-def _name_range(event: Event, log: Mapping[int, Recorded]) -> bool:
-    """Give a range of ours its name and payload; return whether the event stays."""
+def _name_range(event: Event, log: Mapping[int, Recorded]) -> None:
+    """Give a range of ours its name and payload."""
     name = event.get("name")
-    if not (isinstance(name, str) and name.startswith(_PREFIX)):
-        return True
-    recorded = log[int(name.removeprefix(_PREFIX))]
-    event["name"] = recorded.name
-    event["args"] = {**recorded.payload, **event.get("args", {})}
-    if recorded.instant:
-        event.pop("dur", None)
-        event.update(ph="i", s="t")
-        return event.get("cat") == "user_annotation"  # not its copy on the device's rows
-    return True
+    if isinstance(name, str) and name.startswith(_PREFIX):
+        recorded = log[int(name.removeprefix(_PREFIX))]
+        event["name"] = recorded.name
+        event["args"] = {**recorded.payload, **event.get("args", {})}
 
 
 class Scopes:

@@ -133,9 +133,6 @@ def test_inside_nsys_the_window_is_around_the_steps(monkeypatch, tmp_path):
             if self.names.pop() == "window":
                 log.append("closed")
 
-        def mark(self, name, payload):
-            pass
-
         names: ClassVar[list[str]] = []
 
     with ranges.listening(Listener()):

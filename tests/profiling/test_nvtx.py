@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-from stepgraph.profiling.ranges import MARKS, PLAIN_RANGES, STEP_RANGES, StepNumbers
+from stepgraph.profiling.ranges import PLAIN_RANGES, STEP_RANGES, StepNumbers
 
 pytest.importorskip("nvtx")
 
@@ -62,11 +62,10 @@ static int push(void *d, const event *e) {
   whose(d); printf("push %s", e->message); payload(e); return 0;
 }
 static int pop(void *d) { whose(d); printf("pop\n"); fflush(stdout); return 0; }
-static void mark(void *d, const event *e) { whose(d); printf("mark %s", e->message); payload(e); }
 int InitializeInjectionNvtx2(const void *(*export)(uint32_t)) {
   const callbacks *c = export(1); fn **t; unsigned n;
   if (!c->table(5, &t, &n)) return 0;
-  *t[1] = (fn)mark; *t[4] = (fn)push; *t[5] = (fn)pop; *t[8] = (fn)category; *t[10] = (fn)reg;
+  *t[4] = (fn)push; *t[5] = (fn)pop; *t[8] = (fn)category; *t[10] = (fn)reg;
   *t[12] = (fn)create;
   return 1;
 }
@@ -94,8 +93,7 @@ with ranges.span(ranges.STEP, 41):
     with ranges.step_span(ranges.REPLAY, 41, 3, 4, 3, 17, 1):
         pass
     with ranges.step_span(ranges.REPLAY, 42, 4, 4, 4, 2**62, 0):
-        ranges.mark(ranges.FALLBACK, 4)
-    ranges.mark(ranges.COLLECTION, 2, 1500, -1)
+        pass
     with ranges.span(ranges.COPY, 9):
         pass
 """
@@ -131,12 +129,12 @@ def laid_out(names: Sequence[str]) -> str:
     return f"{fields} ({8 * len(names)} bytes)"
 
 
-def test_a_tool_receives_ranges_marks_and_payloads(tool: str) -> None:
+def test_a_tool_receives_ranges_and_payloads(tool: str) -> None:
     lines = run(NVTX_INJECTION64_PATH=tool)
     assert "domain stepgraph" in lines
     assert "attached True" in lines
     registered = {line.removeprefix("register ") for line in lines if line.startswith("register ")}
-    assert registered == PLAIN_RANGES | STEP_RANGES | set(MARKS)
+    assert registered == PLAIN_RANGES | STEP_RANGES
     categories = {line for line in lines if line.startswith("category ")}
     assert categories == {
         f"category {name}" for name in ("step", "host", "device", "start", "profile")
@@ -147,31 +145,17 @@ def test_a_tool_receives_ranges_marks_and_payloads(tool: str) -> None:
         for schema, fields in (line.split(": ") for line in lines if line.startswith("schema "))
     }
     of_ranges = schemas[laid_out(StepNumbers._fields)]
-    of_marks = schemas[laid_out(MARKS["collection"])]
-    shown = ("push", "pop", "mark")
+    shown = ("push", "pop")
     assert [line for line in lines if line.startswith(shown)] == [
         "push step 41",
         f"push replay {of_ranges} of 1 41 3 4 3 17 1",
         "pop",
         f"push replay {of_ranges} of 1 42 4 4 4 {2**62} 0",
-        "mark fallback 4",
         "pop",
-        f"mark collection {of_marks} of 1 2 1500 -1",
         "push copy 9",
         "pop",
         "pop",
     ]
-
-
-def test_a_tool_receives_collections_while_a_watch_is_open(tool: str) -> None:
-    program = (
-        "import gc; from stepgraph.profiling.collector import CollectorWatch as Watch\n"
-        "gc.disable(); gc.collect(); watch = Watch(); gc.collect(1); watch.close(); gc.collect(0)"
-    )
-    marks = [line for line in run(program, NVTX_INJECTION64_PATH=tool) if line.startswith("mark")]
-    (mark,) = marks
-    assert mark.startswith("mark collection schema ")
-    assert mark.split("of 1 ")[1].startswith("1 ")
 
 
 def test_without_a_tool_or_with_ranges_disabled_nothing_is_attached(tool: str) -> None:

@@ -1,4 +1,4 @@
-"""Ranges and marks: what listeners and an NVTX tool receive, and what is refused."""
+"""Ranges: what listeners and an NVTX tool receive, and what is refused."""
 
 from __future__ import annotations
 
@@ -75,11 +75,6 @@ class ListenersComeAndGo(RuleBasedStateMachine):
         span.__exit__(error, None, None)
         self.expect("pop", of=own)
 
-    @rule(bucket=int64)
-    def fallback(self, bucket: int) -> None:
-        ranges.mark(ranges.FALLBACK, bucket)
-        self.expect("mark", ranges.FALLBACK, (bucket,), of=self.active())
-
     @invariant()
     def all_received_what_happened(self) -> None:
         for heard in (*self.active(), *self.gone):
@@ -132,11 +127,8 @@ def test_threads_do_not_share_event_attributes() -> None:
     [
         (ranges.span, ("x",)),
         (ranges.step_span, ("x", *range(6))),
-        (ranges.mark, ("x", 1)),
-        (ranges.mark, ("x",)),
         (ranges.span, (ranges.REPLAY, 1)),
         (ranges.step_span, (ranges.PLAN, *range(6))),
-        (ranges.mark, (ranges.COLLECTION, 1)),
     ],
 )
 def test_wrong_names_and_payloads_fail_with_and_without_a_listener(
@@ -160,7 +152,7 @@ class Failing(Heard):
         super()._note(*event)
 
 
-@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("at", range(4))
 def test_a_listener_that_raises_is_unsubscribed_and_breaks_nothing(
     at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,9 +163,9 @@ def test_a_listener_that_raises_is_unsubscribed_and_breaks_nothing(
         ranges.span(ranges.STEP, 1),
         ranges.step_span(ranges.REPLAY, *range(6)),
     ):
-        ranges.mark(ranges.FALLBACK, 2)
+        pass
     assert heard.names("push") == ["step", "replay"]
-    assert [event[0] for event in heard.events] == ["push", "push", "mark", "pop", "pop"]
+    assert [event[0] for event in heard.events] == ["push", "push", "pop", "pop"]
     assert failing.events == heard.events[:at]
     (record,) = caplog.records
     assert "out of paper" in str(record.exc_info)

@@ -33,9 +33,6 @@ class Tracer:
         numbers = payload if isinstance(payload, tuple) else None
         self._profile.event(PUSH_POP, name, began, time.perf_counter_ns(), value, numbers)
 
-    def mark(self, name: str, payload: object) -> None:
-        """No part of a report."""
-
 
 @pytest.mark.parametrize("chunk", [8, 64])
 def test_report_of_an_engine_on_a_cpu(

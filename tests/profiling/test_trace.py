@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import gzip
 import json
 import threading
@@ -10,7 +9,6 @@ import threading
 import pytest
 import torch
 from stepgraph.profiling import ranges
-from stepgraph.profiling.collector import CollectorWatch
 from stepgraph.profiling.trace import (
     DEVICE_CATEGORIES,
     TraceError,
@@ -30,23 +28,19 @@ def named(path, name):
     return [e for e in read_trace(path)["traceEvents"] if e["name"] == name]
 
 
-def test_ranges_and_marks_are_events_with_what_they_carry(tmp_path):
+def test_ranges_are_events_with_what_they_carry(tmp_path):
     path = tmp_path / "a.json.gz"
-    watch = CollectorWatch()  # an engine has one
-    with torch_trace(path), ranges.span(ranges.STEP, 4):
-        with ranges.step_span(ranges.REPLAY, 4, 3, 8, 3, 40, 5):
-            torch.ones(2)
-        ranges.mark(ranges.FALLBACK, 16)
-        gc.collect()
-    watch.close()
-    generations = [mark["args"]["generation"] for mark in named(path, "collection")]
-    assert generations.count(2) == 1  # a collection of young objects may run at any time
-    (step,), (replay,), (mark,) = (named(path, n) for n in ("step", "replay", "fallback"))
+    with (
+        torch_trace(path),
+        ranges.span(ranges.STEP, 4),
+        ranges.step_span(ranges.REPLAY, 4, 3, 8, 3, 40, 5),
+    ):
+        torch.ones(2)
+    (step,), (replay,) = (named(path, name) for name in ("step", "replay"))
     assert step["args"]["payload"] == 4
     numbers = {"step": 4, "rows": 3, "bucket": 8, "tokens": 3, "blocks_in_use": 40, "padding": 5}
     assert replay["args"] | numbers == replay["args"]
-    assert (mark["ph"], mark["args"]["bucket"]) == ("i", 16)
-    assert step["ts"] <= replay["ts"] <= mark["ts"] <= step["ts"] + step["dur"]
+    assert step["ts"] <= replay["ts"] <= step["ts"] + step["dur"]
     assert len(named(path, "aten::ones")) == 1
 
 

@@ -24,7 +24,6 @@ names = []
 class Listener:
     def push(self, name, payload): names.append(name)
     def pop(self): pass
-    def mark(self, name, payload): pass
 
 assert not ranges.attached
 config = EngineConfig(device="cpu", mode="eager", num_blocks=8)

@@ -59,11 +59,6 @@ class KinetoTrace:
         self.log[index] = Recorded(name, payload)
         self._host("user_annotation", event_name(index), ts, dur, tid)
 
-    def mark(self, name: str, ts: float, **payload: int) -> None:
-        index = len(self.log)
-        self.log[index] = Recorded(name, payload, instant=True)
-        self._host("user_annotation", event_name(index), ts, 0.5, THREAD)
-
     def operator(self, name: str, ts: float, dur: float) -> None:
         self._host("cpu_op", name, ts, dur, THREAD)
 

@@ -1,4 +1,4 @@
-"""A listener of ranges and marks that notes what it receives."""
+"""A listener of ranges that notes what it receives."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from stepgraph.profiling import ranges
 
 
 class Heard:
-    """Every event in order: ("push", name, payload), ("pop",), ("mark", name, payload).
+    """Every event in order: ("push", name, payload), ("pop",)."""
 
-    Marks of Python's collector, which may run at any time, are left out unless a test wants them.
-    """
-
-    def __init__(self, *, collections: bool = False) -> None:
+    def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
         self.threads: list[str] = []
-        self._collections = collections
 
     def _note(self, *event: Any) -> None:
         self.events.append(event)
@@ -28,10 +24,6 @@ class Heard:
 
     def pop(self) -> None:
         self._note("pop")
-
-    def mark(self, name: str, payload: tuple[int, ...]) -> None:
-        if name != ranges.COLLECTION or self._collections:
-            self._note("mark", name, payload)
 
     def names(self, kind: str) -> list[str]:
         """The names of all events of a kind, in order."""
