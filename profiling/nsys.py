@@ -7,6 +7,7 @@ loads weights, warms up and captures its steps before it, and the profile holds 
 
 import contextlib
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,6 @@ __all__ = [
     "CaptureWindowError",
     "GraphTrace",
     "capture_window",
-    "environment_of_nsys",
     "export_command",
     "inside_nsys",
     "nsys_command",
@@ -36,8 +36,7 @@ _SESSION_VARIABLE: Final = "NSYS_PROFILING_SESSION_ID"
 """Set by nsys for the processes that it profiles."""
 
 _STARTED_VARIABLE: Final = "STEPGRAPH_STARTED_NSYS"
-"""Set for the nsys that we start: its program must not start another one, even where nsys sets no
-variable before the window opens."""
+"""Set by `nsys_command`, in case that nsys sets no variable before the window opens."""
 
 
 class CaptureWindowError(RuntimeError):
@@ -45,58 +44,45 @@ class CaptureWindowError(RuntimeError):
 
 
 def nsys_command(
-    program: Sequence[str],
-    *,
-    output: str | Path,
-    graph_trace: GraphTrace = "graph",
-    device: Literal["cuda", "cpu"] = "cuda",
-) -> list[str]:
-    """Return the command that profiles `program`, which opens a `capture_window`.
+    program: Sequence[str], *, output: str, graph_trace: GraphTrace = "graph", on_cuda: bool = True
+) -> str:
+    """Return the shell command that profiles `program`, which opens a `capture_window`.
 
-    It writes `output`.nsys-rep and `output`.sqlite, and replaces earlier ones. CPU samples and
-    context switches are left out: they are not needed, and they perturb what is measured. When the
-    window closes, nsys stops collecting and the program runs on to its end.
+    It writes `output`.nsys-rep, and replaces an earlier one. CPU samples and context switches are
+    left out: they are not needed, and they perturb what is measured. When the window closes, nsys
+    stops collecting and the program runs on to its end.
 
     Args:
         program: the command line to profile, the executable first.
         output: path of the results, without a suffix.
         graph_trace: see `GraphTrace`.
-        device: where the engine runs. CUDA's profiler API opens the window; without CUDA the NVTX
-            range `window` does.
+        on_cuda: CUDA's profiler API opens the window; without CUDA the NVTX range `window` does.
     """
-    name = str(output).replace("%", "%%")  # nsys puts the process and more in the place of %p...
-    if device == "cuda":
+    name = output.replace("%", "%%")  # nsys puts the process and more in the place of %p...
+    if on_cuda:
         what = ["-t", "cuda,nvtx", "-c", "cudaProfilerApi", "--capture-range-end=stop"]
         what.append(f"--cuda-graph-trace={graph_trace}")
     else:
         window = f"{ranges.WINDOW}@{ranges.DOMAIN}"
         what = ["-t", "nvtx", "-c", "nvtx", "-p", window, "--capture-range-end=stop"]
-    quiet = ["--sample=none", "--cpuctxsw=none"]
-    results = ["--force-overwrite=true", "--export=sqlite", "-o", name]
-    return ["nsys", "profile", *what, *quiet, *results, *program]
+    how = ["--sample=none", "--cpuctxsw=none", "--force-overwrite=true", "-o", name]
+    return f"{_STARTED_VARIABLE}=1 {shlex.join(['nsys', 'profile', *what, *how, *program])}"
 
 
-def export_command(report: str | Path) -> list[str]:
-    """Return the command that exports `report` (NAME.nsys-rep) to NAME.sqlite with all payloads.
+def export_command(report: Path) -> str:
+    """Return the shell command that exports `report` (NAME.nsys-rep) to NAME.sqlite.
 
-    What `nsys profile --export=sqlite` writes holds no structured payloads (rows, bucket, tokens
-    of a replay): those are exported on demand.
+    Structured payloads (rows, bucket, tokens of a replay) are exported on demand only.
     """
-    report = Path(report)
-    output = report.with_suffix(".sqlite")
     how = ["--type=sqlite", "--include-blobs=true", "--force-overwrite=true"]
-    return ["nsys", "export", *how, "-o", str(output), str(report)]
+    output = str(report.with_suffix(".sqlite"))
+    return shlex.join(["nsys", "export", *how, "-o", output, str(report)])
 
 
 def inside_nsys() -> bool:
-    """Return whether a tool profiles this process, so that it starts none itself."""
+    """Return whether a tool profiles this process."""
     variables = (_SESSION_VARIABLE, _STARTED_VARIABLE)
     return any(map(os.environ.get, variables)) or ranges.attached
-
-
-def environment_of_nsys() -> dict[str, str]:
-    """Return the environment to start nsys in: its program is `inside_nsys`."""
-    return {**os.environ, _STARTED_VARIABLE: "1"}
 
 
 _window: Final = threading.Lock()

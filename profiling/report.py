@@ -20,7 +20,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import sqlite3
 import struct
 import sys
@@ -244,8 +243,7 @@ def _read_export(path: Path, notes: list[str]) -> list[Event]:
     Calls and work have `args["correlation"]` in common. Work that was not timed is left out.
     """
     if path.suffix in (".nsys-rep", ".qdrep", ".qdstrm"):
-        command = shlex.join(export_command(path))
-        raise ExportError(f"{path} is a report of nsys; export it first: {command}")
+        raise ExportError(f"{path} is a report of nsys; export it first: {export_command(path)}")
     try:
         path.open("rb").close()
         uri = path.absolute().as_uri() + "?mode=ro&immutable=1"

@@ -49,9 +49,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.compare is not None and len(options.compare) == 2:
         return _compare_files(options)
     if options.profile == "nsys" and not inside_nsys():
-        from .step_profile import run_nsys
+        from .step_profile import nsys_commands
 
-        return run_nsys(options, rerun_arguments())
+        print_text(nsys_commands(options, rerun_arguments()))
+        return 0
     return _measure(options)
 
 

@@ -39,7 +39,7 @@ Measure how fast a model decodes on this machine, and how far that is from its m
 %(prog)s --output-json new.json --compare old.json --fail-above 1.05
 %(prog)s --compare old.json new.json           compare two files without a measurement
 %(prog)s --profile torch                       a trace of some steps, for Perfetto
-%(prog)s --profile nsys                        print the nsys command; run it if nsys is installed
+%(prog)s --profile nsys                        print the commands of nsys (| sh runs them)
 %(prog)s --speculate suffix:7                  speculative decoding against plain decoding, in
                                                turns; its own flags: --speculate suffix --help
 """
@@ -303,8 +303,8 @@ FLAGS: dict[str, dict[str, Flag]] = {
     "profile": {
         "profile": Flag(
             "profile some decode steps of one case (by default one row after 1024 tokens): nsys"
-            " prints the command, and runs it if nsys is on the PATH; torch writes a trace for"
-            " Perfetto, and prints the time of each operation (default: none)",
+            " prints the commands to run; torch writes a trace for Perfetto, and prints the time of"
+            " each operation (default: none)",
             {"steady": "none"},
             {"choices": ("none", "nsys", "torch")},
         ),

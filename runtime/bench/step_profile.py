@@ -9,12 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -27,56 +24,30 @@ from ..engine.engine import Engine
 from ..models.config import ModelConfig
 from ..tools.step_costs import decode_operation_costs
 from .benchmark_run import ModelKind
-from .console import program_name
 from .options import kernels_path, trace_path
 from .results import write_json
 from .scenarios.steady import BenchmarkCase, CaseRun, SteadyRun
 
-__all__ = ["ProfileRun", "run_nsys"]
+__all__ = ["ProfileRun", "nsys_commands"]
 
 
-def run_nsys(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Print the nsys command that profiles this command line; run it if nsys is installed.
+def nsys_commands(options: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """Return the shell commands that profile a command line with nsys and report the profile.
 
     Args:
         options: the checked command line.
         arguments: with which `sys.executable` runs the same command line.
-
-    Returns:
-        The exit status of nsys; 0 if it is not on the PATH.
-
-    Raises:
-        NvtxMissingError: nsys is installed, but not the package `nvtx`.
     """
-    command = nsys.nsys_command(
+    name = str(options.profile_output)
+    on_cuda = options.device not in ("auto", "cpu")
+    profile = nsys.nsys_command(
         [sys.executable, *arguments],
-        output=options.profile_output,
+        output=name,
         graph_trace=options.graph_trace,
-        device=_device_type(options.device),
+        on_cuda=on_cuda or (options.device == "auto" and torch.cuda.is_available()),
     )
-    print(shlex.join(command), flush=True)
-    found = shutil.which("nsys")
-    if found is None:
-        message = "nsys was not found on the PATH: nothing was run"
-        print(f"{program_name()}: {message}", file=sys.stderr)
-        return 0
-    require_nvtx("--profile nsys")
-    # The automatic export lacks payloads of several numbers.
-    export = nsys.export_command(Path(f"{options.profile_output}.nsys-rep"))
-    for program in ([found, *command[1:]], export):
-        status = subprocess.run(program, env=nsys.environment_of_nsys()).returncode
-        if status:
-            return status
-    read = ["stepgraph", "report", f"{options.profile_output}.sqlite"]
-    print(f"to read it: {shlex.join(read)}", file=sys.stderr)
-    return 0
-
-
-def _device_type(device: str) -> Literal["cuda", "cpu"]:
-    """Return the device type of `--device`, whose command may be meant for another machine."""
-    if device != "auto":
-        return "cpu" if device == "cpu" else "cuda"
-    return "cuda" if torch.cuda.is_available() or shutil.which("nsys") is None else "cpu"
+    report = shlex.join(["stepgraph", "report", f"{name}.sqlite"])
+    return "\n".join([profile, nsys.export_command(Path(f"{name}.nsys-rep")), report])
 
 
 class ProfileRun(SteadyRun):
