@@ -1,11 +1,14 @@
-"""The argument parser of all commands, and the exit status after an interrupt."""
+"""The argument parser of all commands, their output, and the exit status after an interrupt."""
 
 from __future__ import annotations
 
 import argparse
+import io
+import os
+import sys
 from typing import Any, NoReturn
 
-__all__ = ["INTERRUPTED", "CommandParser"]
+__all__ = ["INTERRUPTED", "CommandParser", "print_text"]
 
 INTERRUPTED = 130
 """Exit status after SIGINT: 128 + 2, as in a shell."""
@@ -30,3 +33,16 @@ class CommandParser(argparse.ArgumentParser):
         if len(line) > MAX_MESSAGE:
             line = f"{line[:MAX_MESSAGE]} ..."
         self.exit(2, f"{self.prog}: error: {line}\n")
+
+
+def print_text(text: str) -> None:
+    """Print to stdout. A closed pipe (`| head`) is not an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack µ, or a path's bytes
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # The rest of the buffer would fail again when Python exits.
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)

@@ -15,10 +15,8 @@ Times are in µs. Standard library only.
 
 import argparse
 import contextlib
-import io
 import itertools
 import json
-import os
 import re
 import sqlite3
 import struct
@@ -31,7 +29,7 @@ from typing import Any, Final
 
 from . import ranges
 from .atomic_write import WriteError, write_file
-from .command_line import CommandParser
+from .command_line import CommandParser, print_text
 from .kernel_names import OTHER, SUFFIX, KernelNames, NamesFileError, load
 from .markdown import aligned
 from .nsys import GraphTrace, export_command
@@ -74,7 +72,6 @@ _CATEGORIES: Final = {
 """Suffix of the table of activities -> category of an event; `graph` is a whole CUDA graph whose
 nodes were not traced."""
 _NUMBERS: Final = struct.Struct(f"<{len(StepNumbers._fields)}q")
-_PAIRS: Final = re.compile(rf'"({"|".join(StepNumbers._fields)})": *(-?\d{{1,19}})\b')
 
 
 class ExportError(ValueError):
@@ -180,20 +177,19 @@ class Report:
         }
 
 
-def read_report(trace: Path, names_path: Path | None = None) -> Report:
-    """Read an export and the names of captured nodes, and summarise them.
+def read_report(trace: Path) -> Report:
+    """Read an export and, if they exist, the names of captured nodes; summarise them.
 
     Args:
-        trace: the export, NAME.sqlite.
-        names_path: the file of names; None: NAME.kernels.json, if it exists.
+        trace: the export, NAME.sqlite; the names are NAME.kernels.json.
 
     Raises:
         ExportError: the export is missing or damaged, or has no step of an engine.
         NamesFileError: the file of names cannot be read, or is of another version.
     """
-    default = trace.with_name(trace.stem + SUFFIX)
-    path = default if names_path is None and default.exists() else names_path
-    known = KernelNames() if path is None else load(path)
+    path = trace.with_name(trace.stem + SUFFIX)
+    named = path.exists()
+    known = load(path) if named else KernelNames()
     notes: list[str] = []
     events = _read_export(trace, notes)
     graph_trace: GraphTrace | None = None
@@ -211,8 +207,6 @@ def read_report(trace: Path, names_path: Path | None = None) -> Report:
             "no CUDA in this profile: what the device did is what ran within the ranges"
             f" {', '.join(_PHASES)}, in the engine's own thread"
         )
-    elif not any(any(turn.work.values()) for turn in turns):
-        notes.append("no activity of a device in this profile, though there are CUDA calls")
     launched = [work for turn in turns for key, work in turn.work.items() if key is not None]
     whole = sum(any(one["cat"] == "graph" for one in work) for work in launched)
     if whole:
@@ -221,13 +215,13 @@ def read_report(trace: Path, names_path: Path | None = None) -> Report:
             " again with --graph-trace node"
         )
     nodes = [one for work in launched for one in work if one["cat"] != "graph"]
-    if nodes and path is None:
+    if nodes and not any("operation" in one["args"] for one in nodes):
         notes.append(
-            "no names of captured nodes, so kernels go by their own: a profile of bench.py writes"
-            f" them next to the trace (NAME{SUFFIX}), or give --names"
+            f"no kernel is one of a captured step of {path}: is it of another engine?"
+            if named
+            else f"no names of captured nodes in {path}, so kernels go by their own: a profile of"
+            " bench.py writes them"
         )
-    elif nodes and not any("operation" in one["args"] for one in nodes):
-        notes.append(f"no kernel is one of a captured step of {path}: is it of another engine?")
     steps = list(_steps(turns, in_thread=in_thread))
     operations, idle = _operations(turns, known)
     cases = list(_cases(steps))
@@ -259,7 +253,7 @@ def _read_export(path: Path, notes: list[str]) -> list[Event]:
             return [
                 *events,
                 *_read_calls(connection, strings),
-                *_read_work(connection, strings, notes),
+                *_read_work(connection, strings),
             ]
     except OSError as error:
         raise ExportError(f"cannot read {path}: {error.strerror}") from error
@@ -281,28 +275,19 @@ def _read_ranges(
     connection: sqlite3.Connection, strings: dict[Any, Any], notes: list[str]
 ) -> list[Event]:
     """Return the ranges of the project's domain in all processes, but for those without an end."""
-    wanted = "start end globalTid domainId eventType text textId int64Value"
     found: dict[tuple[int, int], list[Event]] = defaultdict(list)
     cut: Counter[tuple[int, int]] = Counter()
-    for (
-        start,
-        end,
-        thread,
-        domain,
-        kind,
-        text,
-        text_id,
-        value,
-        json_text,
-        json_id,
-        binary,
-    ) in _select(connection, "NVTX_EVENTS", f"{wanted} jsonText jsonTextId binaryData"):
+    for start, end, thread, domain, kind, text, text_id, value, binary in _select(
+        connection,
+        "NVTX_EVENTS",
+        "start end globalTid domainId eventType text textId int64Value binaryData",
+    ):
         # Domain 0 has the ranges without a domain.
         if kind != _PUSH_POP or not (_integers(start, thread, domain) and domain):
             continue
         name = str(strings.get(text_id, text))
         if _integers(end):
-            args = _step_numbers(strings.get(json_id, json_text), binary)
+            args = _step_numbers(binary)
             if _integers(value):
                 args["payload"] = value
             event = _event("user_annotation", name, start, end, thread, args)
@@ -327,30 +312,19 @@ def _read_calls(connection: sqlite3.Connection, strings: dict[Any, Any]) -> Iter
             yield _event("cuda_runtime", name, start, end, thread, args)
 
 
-def _read_work(
-    connection: sqlite3.Connection, strings: dict[Any, Any], notes: list[str]
-) -> Iterator[Event]:
-    wanted = "start end deviceId globalPid correlationId graphNodeId shortName demangledName"
-    devices, untimed = set[Any](), 0
+def _read_work(connection: sqlite3.Connection, strings: dict[Any, Any]) -> Iterator[Event]:
+    wanted = "start end globalPid correlationId graphNodeId shortName demangledName copyKind"
     for table, category in _CATEGORIES.items():
-        for start, end, device, process, correlation, node, short, full, way in _select(
-            connection, f"CUPTI_ACTIVITY_KIND_{table}", f"{wanted} copyKind"
+        for start, end, process, correlation, node, short, full, way in _select(
+            connection, f"CUPTI_ACTIVITY_KIND_{table}", wanted
         ):
-            if not _integers(start, end, process, correlation):
-                continue  # of no call: a page fault that moved managed memory
-            if not end >= start > 0:
-                untimed += 1
+            # Without a correlation id: a page fault that moved managed memory.
+            if not (_integers(start, end, process, correlation) and end >= start > 0):
                 continue
-            devices.add(device)
             kernel = str(strings.get(short) or strings.get(full, ""))
             names = {"kernel": kernel, "gpu_memcpy": f"copy{_COPY_KINDS.get(way, '')}"}
             args = {"correlation": (_process_of(process), correlation), "graph node id": node}
-            name = names.get(category, "fill")
-            yield _event(category, name, start, end, process, args)
-    if len(devices) > 1:
-        notes.append(f"activities on {len(devices)} devices: the times of a step span them")
-    if untimed:
-        notes.append(f"{untimed} activities without a time: not in device times")
+            yield _event(category, names.get(category, "fill"), start, end, process, args)
 
 
 def _event(cat: str, name: str, start: int, end: int, thread: int, args: dict[str, Any]) -> Event:
@@ -370,16 +344,15 @@ def _integers(*values: object) -> bool:
     return all(isinstance(value, int) for value in values)
 
 
-def _step_numbers(text: Any, binary: Any) -> dict[str, int]:
-    """Return the step numbers in a structured payload: JSON, or bytes.
+def _step_numbers(binary: Any) -> dict[str, int]:
+    """Return the step numbers in the bytes of a structured payload: a header and the struct.
 
-    Bytes (`nsys export --include-blobs=true`) are a header followed by the struct.
+    There are none without `nsys export --include-blobs=true`.
     """
-    if isinstance(binary, bytes) and len(binary) >= _NUMBERS.size:
-        values = _NUMBERS.unpack_from(binary, len(binary) - _NUMBERS.size)
-        return dict(zip(StepNumbers._fields, values, strict=True))
-    found = _PAIRS.findall(str(text))
-    return {name: int(value) for name, value in found}
+    if not isinstance(binary, bytes) or len(binary) < _NUMBERS.size:
+        return {}
+    values = _NUMBERS.unpack_from(binary, len(binary) - _NUMBERS.size)
+    return dict(zip(StepNumbers._fields, values, strict=True))
 
 
 # Steps -------------------------------------------------------------------------------------------
@@ -401,14 +374,13 @@ class _Turn:
     calls: list[tuple[Event, bool]] = field(default_factory=list)
     """CUDA calls, and whether the commit of an earlier step made them."""
 
-    def outermost(self, names: re.Pattern[str], *, commits: bool) -> list[Event]:
-        """Return the calls of these names, but for calls within another one."""
-        found: list[Event] = []
-        for call, committing in sorted(self.calls, key=lambda pair: pair[0]["ts"]):
-            within = found and call["ts"] < end_of(found[-1])
-            if names.match(call["name"]) and (commits or not committing) and not within:
-                found.append(call)
-        return found
+    def calls_of(self, names: re.Pattern[str], *, commits: bool) -> list[Event]:
+        """Return the calls of these names."""
+        return [
+            call
+            for call, committing in self.calls
+            if names.match(call["name"]) and (commits or not committing)
+        ]
 
 
 def _turns(events: list[Event], names: KernelNames, notes: list[str]) -> list[_Turn]:
@@ -443,8 +415,6 @@ def _turns(events: list[Event], names: KernelNames, notes: list[str]) -> list[_T
             work.sort(key=lambda event: (event["ts"], end_of(event)))
     if stray:
         notes.append(f"{stray} launches left out: outside of a complete step")
-    if (threads := len({turn.range["tid"] for turn in found_turns})) > 1:
-        notes.append(f"steps of {threads} threads: gaps are between steps of one thread")
     if not any("rows" in event["args"] for turn in found_turns for event in turn.launches.values()):
         notes.append(
             "no structured payloads, so no rows, bucket and tokens:"
@@ -460,7 +430,7 @@ def _steps(turns: Sequence[_Turn], *, in_thread: bool) -> Iterator[Step]:
     """The step before in this thread, and when its device work ended."""
     for turn in turns:
         launches = list(turn.launches.values())
-        waits = sum(call["dur"] for call in turn.outermost(_WAITS, commits=True))
+        waits = sum(call["dur"] for call in turn.calls_of(_WAITS, commits=True))
         launched = sum(one["dur"] for one in launches) if in_thread else 0
         spans = _spans(launches if in_thread else itertools.chain(*turn.work.values()))
         begin, end = (spans[0][0], max(end for _, end in spans)) if spans else (0, 0)
@@ -491,7 +461,7 @@ def _steps(turns: Sequence[_Turn], *, in_thread: bool) -> Iterator[Step]:
             commit_us=turn.range_ns[ranges.COMMIT] / 1e3,
             device_us=(end - begin) / 1e3 if spans else None,
             busy_us=covered(spans) / 1e3 if spans else None,
-            launches=len(turn.outermost(_LAUNCHES, commits=False)),
+            launches=len(turn.calls_of(_LAUNCHES, commits=False)),
             gap_us=gap,
             step_us=between,
         )
@@ -608,7 +578,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        report = read_report(options.trace, options.names)
+        report = read_report(options.trace)
         if options.json is not None:
             if options.json.resolve() == options.trace.resolve():
                 raise WriteError(options.json, "it is the trace")
@@ -616,23 +586,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ExportError, NamesFileError, WriteError) as error:
         print(f"{_PROGRAM}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 1
-    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack µ, or a path's bytes
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        print(report_text(report), flush=True)
-    except BrokenPipeError:  # of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print_text(report_text(report))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog=_PROGRAM, description="Report where each step of an nsys profile spent its time."
+        prog=_PROGRAM,
+        description="Report where each step of an nsys profile spent its time.",
+        epilog="TRACE.kernels.json has the names of captured nodes, if it exists.",
     )
     add = parser.add_argument
     add("trace", type=Path, metavar="TRACE.sqlite", help="an export of nsys")
-    names = "names of captured nodes (default: TRACE.kernels.json, if it exists)"
-    add("--names", type=Path, metavar="FILE", help=names)
     add("--json", type=Path, metavar="FILE", help="write everything as JSON")
     return parser
 

@@ -8,14 +8,13 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...profiling.command_line import INTERRUPTED
+from ...profiling.command_line import INTERRUPTED, print_text
 from ...profiling.nsys import inside_nsys
 from .comparison import compare, comparison_text, failure, read_results
 from .console import (
     REPORTED_ERRORS,
     exit_status,
     print_error,
-    print_text,
     program_name,
     rerun_arguments,
 )

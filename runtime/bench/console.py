@@ -1,8 +1,7 @@
-"""The command line of this process, and what it prints: text and errors."""
+"""The command line of this process, and the errors that it prints."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -16,7 +15,6 @@ __all__ = [
     "REPORTED_ERRORS",
     "exit_status",
     "print_error",
-    "print_text",
     "program_name",
     "rerun_arguments",
     "shown_command_line",
@@ -52,17 +50,6 @@ def rerun_arguments() -> list[str]:
 
 def _is_script() -> bool:
     return Path(sys.argv[0]).name == SCRIPT
-
-
-def print_text(text: str) -> None:
-    """Print to stdout. A closed pipe (`| head`) is not an error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # The rest of the buffer would fail again when Python exits.
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())
-        os.close(devnull)
 
 
 def print_error(error: object, name: str | None = None, *, program: str | None = None) -> None:

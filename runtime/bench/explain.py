@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...profiling import bandwidth
-from ...profiling.command_line import CommandParser
+from ...profiling.command_line import CommandParser, print_text
 from ..config import EngineConfig
-from .console import REPORTED_ERRORS, exit_status, print_error, print_text
+from .console import REPORTED_ERRORS, exit_status, print_error
 from .options import MODEL_FLAGS, add_flags, memory_size, number
 
 __all__ = ["main"]

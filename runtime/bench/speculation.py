@@ -29,7 +29,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ...profiling.command_line import CommandParser
+from ...profiling.command_line import CommandParser, print_text
 from ...profiling.markdown import aligned
 from ...profiling.stats import Summary
 from .. import request
@@ -40,7 +40,7 @@ from ..execution import inputs
 from ..loading.loader import resolve_source
 from ..sampling_params import SamplingParams
 from ..tools.arguments import integer, speculation_spec
-from .console import exit_status, print_error, print_text, program_name
+from .console import exit_status, print_error, program_name
 from .workload import interleave
 
 __all__ = ["main", "prompt_text"]

@@ -6,7 +6,6 @@ columns that a report could look at; `Variant` says which of its versions.
 
 from __future__ import annotations
 
-import json
 import random
 import sqlite3
 import struct
@@ -16,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-FIELDS = ("step", "rows", "bucket", "tokens", "blocks_in_use", "padding")
 PUSH_POP = 59
 NVTX = "start INT, end INT, eventType INT, text TEXT, globalTid INT, domainId INT, int64Value INT"
 RUNTIME = "start INT, end INT, globalTid INT, correlationId INT, nameId INT, returnValue INT"
@@ -32,16 +30,15 @@ class Variant:
 
     registered: bool = True
     """Messages are ids of strings."""
-    payload: Literal["json", "binary"] | None = "binary"
+    payload: bool = True
     graph_nodes: bool = True
     """Activities have a column for the node of a graph."""
     graph_trace: Literal["graph", "node"] | None = "graph"
     """None: the steps run without graphs."""
-    metadata: bool = True
 
 
 NEW = Variant()
-OLD = Variant(False, None, False, "node", False)
+OLD = Variant(False, False, False, "node")
 
 
 @dataclass(frozen=True)
@@ -110,12 +107,9 @@ class Profile:
             row["textId"] = self.string(text)
         else:
             row["text"] = text
-        if numbers is not None and self.variant.payload == "binary":
+        if numbers is not None and self.variant.payload:
             body = struct.pack(f"<{len(numbers)}q", *numbers)
             row["binaryData"] = struct.pack("<4Q", domain_id, 900, len(body), 32) + body
-        elif numbers is not None and self.variant.payload is not None:
-            text = json.dumps({"payload": [dict(zip(FIELDS, numbers, strict=True))]})
-            row["jsonText"] = text
         self.add("NVTX_EVENTS", **row)
 
     def range(self, text: str, start: int, end: int | None, value: int | None = 0, **more) -> None:
@@ -203,8 +197,7 @@ class Profile:
             padding = launch.bucket - launch.tokens
             numbers = (number, launch.rows, launch.bucket, launch.tokens, 40 + number, padding)
             name = "replay" if launch.phase == "decode" else "prefill"
-            struct_there = self.variant.payload is not None
-            value = None if struct_there else launch.rows
+            value = None if self.variant.payload else launch.rows
             self.range(name, range_began, self.now, value, numbers=numbers)
         _, last = self.copy(1_000, 2)
         busy += 1_000
@@ -246,8 +239,8 @@ class Profile:
             "NVTX_EVENTS": NVTX + (", textId INT" if variant.registered else ""),
             "CUPTI_ACTIVITY_KIND_RUNTIME": RUNTIME,
         }
-        if variant.payload is not None:
-            schema["NVTX_EVENTS"] += ", jsonTextId INT, jsonText TEXT, binaryData BLOB"
+        if variant.payload:
+            schema["NVTX_EVENTS"] += ", binaryData BLOB"
         node = ", graphNodeId INT" if variant.graph_nodes else ""
         kernel = f"{ACTIVITY}, demangledName INT, shortName INT{node}"
         schema["CUPTI_ACTIVITY_KIND_KERNEL"] = kernel
@@ -260,13 +253,6 @@ class Profile:
                 tables.setdefault(table, []).extend(rows)
         tables["StringIds"] = [{"id": i, "value": text} for text, i in self.strings.items()]
         schema["StringIds"] = "id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL"
-        if variant.metadata and variant.graph_trace is not None:
-            schema["META_DATA_CAPTURE"] = "name TEXT NOT NULL, value TEXT"
-            mode = variant.graph_trace.capitalize()
-            tables["META_DATA_CAPTURE"] = [
-                {"name": "PROCESS_0:CUDA_GRAPH_TRACE_OPTIONS:MODE", "value": mode},
-                {"name": "PROCESS_0:COMMAND", "value": "python"},
-            ]
         shuffle = random.Random(seed).shuffle
         with sqlite3.connect(path) as connection:
             connection.execute("PRAGMA synchronous=OFF")
