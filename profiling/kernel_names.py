@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -221,56 +220,22 @@ def _agree(node: Node, work: DeviceWork) -> bool:
         return False
     if work.kind != "kernel" or node.kernel is None or node.kernel == work.name:
         return True
-    if node.kernel.startswith("_Z") and work.name.startswith("_Z"):
-        return False
-    return function_name(node.kernel) == function_name(work.name)
+    names = sorted((node.kernel, work.name), key=lambda name: not name.startswith("_Z"))
+    mangled, shown = names[0], function_name(names[1])
+    if mangled.startswith("_Z"):
+        return (
+            f"{len(shown)}{shown}" in mangled
+        )  # identifiers follow their lengths (Itanium C++ ABI)
+    return function_name(mangled) == shown
 
 
-@lru_cache(maxsize=4096)
 def function_name(name: str) -> str:
     """Return the name of a function without namespaces, template arguments and parameters.
 
     The driver has the mangled name of a C++ kernel, a trace the mangled, the full or the short one.
 
-    >>> function_name("_ZN2at6native13reduce_kernelILi512ELi1EEEvT_")
-    'reduce_kernel'
     >>> function_name("void at::native::(anonymous namespace)::fill<int, 4>(int*, int)")
     'fill'
     """
-    if name.startswith("_Z"):
-        return _mangled_base(name) or name
-    depth, plain = 0, []
-    text = name.replace("(anonymous namespace)", "anonymous")
-    for position, character in enumerate(text):
-        if character == "<":
-            depth += 1
-        elif character == ">":
-            depth -= 1
-        elif depth == 0:
-            if character == "(" and position:
-                break
-            plain.append(character)
-    return "".join(plain).strip().rpartition("::")[2].rpartition(" ")[2] or name
-
-
-_LENGTH = re.compile(r"L?(?P<length>\d{1,4})")
-
-
-def _mangled_base(name: str) -> str | None:
-    """The last identifier of a mangled name before the first template arguments, or the end.
-
-    `_Z`, `N` and identifiers after their lengths, or one identifier (Itanium C++ ABI, "Mangling");
-    `L` marks internal linkage.
-    """
-    nested = name.startswith("_ZN")
-    position = 3 if nested else 2
-    base: str | None = None
-    while found := _LENGTH.match(name, position):
-        start = found.end()
-        position = start + int(found["length"])
-        if position > len(name):
-            return None
-        base = name[start:position]
-        if not nested:
-            break
-    return base
+    plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", name)
+    return re.split(r"[<(]", plain, maxsplit=1)[0].rpartition("::")[2].rpartition(" ")[2]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -47,11 +47,7 @@ from ..workload import (
     spread,
 )
 
-__all__ = ["BenchmarkCase", "CaseRun", "Reference", "SteadyRun", "decode_together"]
-__all__ += ["is_reference"]
-
-SCORED_TOKENS = 32
-"""Length of the sequence whose logits two modes are compared on, half of it prefilled."""
+__all__ = ["BenchmarkCase", "CaseRun", "SteadyRun", "decode_together", "is_reference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +65,6 @@ class BenchmarkCase:
         """
         alone = 1 + -(-self.batch_size * self.input_len // prefill_chunk) + self.batch_size
         return self.input_len + self.output_len + alone
-
-
-class Reference(NamedTuple):
-    """Results of a case in eager mode, with which other modes are compared."""
-
-    token_ids: list[list[int]]
-    logits: torch.Tensor
 
 
 class CaseRun:
@@ -143,20 +132,19 @@ class CaseRun:
             distinct.add(tuple(output.token_ids))
         self._prefill_ms.append(max(self.ttft_ms[-len(outputs) :]))
 
-    def reference(self) -> Reference:
-        """Return the tokens, and the logits of a sequence under teacher forcing."""
-        scored = self.prompts[0][:SCORED_TOKENS]
-        return Reference(self.token_ids, self.engine.score(scored, (len(scored) + 1) // 2))
-
     def to_json(
-        self, model: str, bandwidth: float, eager: Reference | None, check: TokenCheck | None
+        self,
+        model: str,
+        bandwidth: float,
+        eager: list[list[int]] | None,
+        check: TokenCheck | None,
     ) -> dict[str, Any]:
         """Return the fields of the case in the JSON that depend on this run alone.
 
         Args:
             model: the name of the engine's model.
             bandwidth: of the device, in bytes per second.
-            eager: the same case in eager mode.
+            eager: the tokens of the same case in eager mode, if it was measured.
             check: scores the sampled tokens; None: they are not checked.
         """
         engine, case, stats = self.engine, self.case, self.engine.stats()
@@ -185,19 +173,9 @@ class CaseRun:
             "memory": stats["memory"],
             "captured": stats["prepared"],
             "start": stats["start"],
-            "correct": self._correctness(eager),
+            "tokens_equal_eager": None if eager is None else equal_share(self.token_ids, eager),
             "check": None if check is None else check.check(self.prompts, self.outputs),
             "samples": {"step_ms": self.step_ms},
-        }
-
-    def _correctness(self, eager: Reference | None) -> dict[str, float | None]:
-        """Return how tokens and logits differ from eager mode, if it was measured."""
-        if eager is None:
-            return {"tokens_equal_eager": None, "max_abs_logit_error": None}
-        token_ids, logits = self.reference()
-        return {
-            "tokens_equal_eager": equal_share(token_ids, eager.token_ids),
-            "max_abs_logit_error": float((logits - eager.logits).abs().max()),
         }
 
 
@@ -331,7 +309,7 @@ class SteadyRun(BenchmarkRun):
             each = (configs[0].max_model_len or 0) + configs[0].block_size
             tokens = max(self.options.batch_size) * each
             configs = [self.config(kind, mode, memory_tokens=tokens) for mode in self.modes]
-        eager: dict[BenchmarkCase, Reference] = {}
+        eager: dict[BenchmarkCase, list[list[int]]] = {}
         if len(configs) > 1:
             with ExitStack() as stack:
                 engines = []
@@ -352,10 +330,10 @@ class SteadyRun(BenchmarkRun):
         self,
         model: str,
         engines: Sequence[Engine],
-        eager: dict[BenchmarkCase, Reference],
+        eager: dict[BenchmarkCase, list[list[int]]],
         baseline: Callable[[], TransformersBaseline] | None,
     ) -> None:
-        """Measure each case of each engine; `eager` holds the references from eager mode.
+        """Measure each case of each engine; `eager` holds the tokens from eager mode.
 
         With a baseline our entries are written first, as transformers may take minutes to load and
         compile. Then a second measurement, interleaved with transformers, replaces them.
@@ -391,7 +369,7 @@ class SteadyRun(BenchmarkRun):
         self,
         model: str,
         runs: Sequence[CaseRun],
-        eager: dict[BenchmarkCase, Reference],
+        eager: dict[BenchmarkCase, list[list[int]]],
         check: TokenCheck | None,
         theirs: TransformersBaseline | None,
     ) -> list[dict[str, Any]]:
@@ -410,7 +388,7 @@ class SteadyRun(BenchmarkRun):
         entries = []
         for run in runs:
             if is_reference(run.engine):
-                eager[case] = run.reference()
+                eager[case] = run.token_ids
             more = {
                 "interleaved": len(runs) > 1,
                 "baselines": [theirs.to_json(run.step_ms, run.token_ids)] if theirs else [],
