@@ -223,9 +223,8 @@ def _agree(node: Node, work: DeviceWork) -> bool:
     names = sorted((node.kernel, work.name), key=lambda name: not name.startswith("_Z"))
     mangled, shown = names[0], function_name(names[1])
     if mangled.startswith("_Z"):
-        return (
-            f"{len(shown)}{shown}" in mangled
-        )  # identifiers follow their lengths (Itanium C++ ABI)
+        # Identifiers follow their lengths (Itanium C++ ABI, "Mangling").
+        return f"{len(shown)}{shown}" in mangled
     return function_name(mangled) == shown
 
 

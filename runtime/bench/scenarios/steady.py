@@ -47,7 +47,7 @@ from ..workload import (
     spread,
 )
 
-__all__ = ["BenchmarkCase", "CaseRun", "SteadyRun", "decode_together", "is_reference"]
+__all__ = ["BenchmarkCase", "CaseRun", "SteadyRun", "decode_together"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +227,6 @@ def decode_together(
     return [latest[request_id] for request_id in ids], durations
 
 
-def is_reference(engine: Engine) -> bool:
-    """Return whether an engine runs plain PyTorch, eagerly: the reference of other modes."""
-    return engine.config.mode == "eager" and engine.config.kernels != "native"
-
-
 class SteadyRun(BenchmarkRun):
     """Every case in each of the modes, whose repetitions are interleaved."""
 
@@ -387,7 +382,7 @@ class SteadyRun(BenchmarkRun):
         state = read_again()
         entries = []
         for run in runs:
-            if is_reference(run.engine):
+            if run.engine.config.mode == "eager" and run.engine.config.kernels != "native":
                 eager[case] = run.token_ids
             more = {
                 "interleaved": len(runs) > 1,
