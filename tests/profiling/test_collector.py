@@ -6,27 +6,21 @@ import gc
 from collections.abc import Callable, Iterator
 
 import pytest
-from stepgraph.profiling import collector
 from stepgraph.profiling.collector import CollectorWatch
 from stepgraph.runtime import Engine, SamplingParams
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nobody else watches, and the collector runs when it is called."""
-    others = gc.callbacks.copy()
-    before = [callback for callback in others if callback is not collector._on_collection]
-    gc.callbacks[:] = before
-    monkeypatch.setattr(collector, "_watches", [])  # engines that other tests have open
+def alone() -> Iterator[None]:
+    """The collector runs when it is called, and what watches it is gone at the end."""
     gc.collect()
     gc.disable()
     gc.freeze()  # so that a collection looks at what the test makes, and at nothing else
+    before = gc.callbacks.copy()
     yield
     gc.collect()
     gc.enable()
-    left = gc.callbacks.copy(), collector._watches
-    gc.callbacks[:] = others
-    assert left == (before, [])
+    assert gc.callbacks == before
 
 
 def test_collections_are_counted_and_timed() -> None:
@@ -44,18 +38,25 @@ def test_collections_are_counted_and_timed() -> None:
     assert (watch.collections, watch.total_ns) == counted
 
 
+def test_a_watch_that_is_dropped_stops_counting() -> None:
+    before = gc.callbacks.copy()
+    watch = CollectorWatch()
+    assert len(gc.callbacks) == len(before) + 1
+    del watch
+    assert gc.callbacks == before
+
+
 def test_an_engine_watches_as_long_as_it_is_open(open_engine: Callable[..., Engine]) -> None:
+    before = len(gc.callbacks)
     first, second = open_engine("base"), open_engine("micro")
-    assert len(collector._watches) == 2
+    assert len(gc.callbacks) == before + 2
     gc.collect()
     first.close()
     gc.collect()
-    first.close()
-    assert len(collector._watches) == 1
+    assert len(gc.callbacks) == before + 1
     assert second.stats()["collector"]["collections"] == 2
     assert second.stats()["collector"]["seconds"] > 0
     second.close()
-    assert collector._on_collection not in gc.callbacks
 
 
 def test_a_step_knows_what_the_collector_took_of_it(
