@@ -109,7 +109,7 @@ class BenchmarkRun:
         self.kinds = self._check_kinds()
         self.say("measuring the read bandwidth of the device")
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
-        self.document = new_document(self.device, self.bandwidth, options.threads)
+        self.document = new_document(self.device, self.bandwidth, options)
         """The content of `--output-json`; has an entry as soon as it is measured."""
 
     def run(self) -> None:

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...profiling.command_line import INTERRUPTED, print_text
 from ...profiling.nsys import inside_nsys
 from .comparison import compare, comparison_text, failure, read_results
-from .console import (
-    REPORTED_ERRORS,
-    exit_status,
-    print_error,
-    program_name,
-    rerun_arguments,
-)
+from .console import PROGRAM, REPORTED_ERRORS, exit_status, print_error
 from .options import parse_arguments
 
 if TYPE_CHECKING:  # it needs torch
@@ -37,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except KeyboardInterrupt:
-        print(f"{program_name()}: interrupted; results so far are kept", file=sys.stderr)
+        print(f"{PROGRAM}: interrupted; results so far are kept", file=sys.stderr)
         return INTERRUPTED
     except REPORTED_ERRORS as error:
         print_error(error)
@@ -50,7 +44,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.profile == "nsys" and not inside_nsys():
         from .step_profile import nsys_commands
 
-        print_text(nsys_commands(options, rerun_arguments()))
+        print_text(nsys_commands(options))
         return 0
     return _measure(options)
 
@@ -138,7 +132,7 @@ def _report(run: BenchmarkRun) -> None:
 
     print_text(report(run.document, verbose=run.options.verbose))
     for warning in warnings(run.document):
-        line = f"{program_name()}: {warning}"
+        line = f"{PROGRAM}: {warning}"
         print(textwrap.fill(line, 100, subsequent_indent="  "), file=sys.stderr)
 
 

@@ -1,9 +1,8 @@
-"""The command line of this process, and the errors that it prints."""
+"""The errors that the benchmark and `stepgraph explain` print."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from ...profiling.atomic_write import WriteError
 from ...profiling.kernel_names import NamesFileError
@@ -11,21 +10,15 @@ from ...profiling.ranges import NvtxMissingError
 from ...profiling.trace import TraceError
 from ..errors import ConfigError, MemoryBudgetError, StepgraphError, StepPreparationError
 
-__all__ = [
-    "REPORTED_ERRORS",
-    "exit_status",
-    "print_error",
-    "program_name",
-    "rerun_arguments",
-    "shown_command_line",
-]
+__all__ = ["PROGRAM", "REPORTED_ERRORS", "exit_status", "print_error"]
 
 REPORTED_ERRORS = (
     *(StepgraphError, MemoryBudgetError, StepPreparationError),
     *(NamesFileError, NvtxMissingError, TraceError, WriteError),
 )
 """Errors that a command prints as one line; any other is a defect and keeps its traceback."""
-SCRIPT = "bench.py"
+PROGRAM = "stepgraph bench"
+"""What usage and errors begin with."""
 
 
 def exit_status(error: Exception) -> int:
@@ -33,34 +26,15 @@ def exit_status(error: Exception) -> int:
     return 2 if isinstance(error, ConfigError) else 1
 
 
-def program_name() -> str:
-    """Return the name that usage and errors begin with."""
-    return SCRIPT if _is_script() else "stepgraph bench"
-
-
-def shown_command_line() -> list[str]:
-    """Return the command line as a user would type it."""
-    return ["python", SCRIPT, *sys.argv[1:]] if _is_script() else ["stepgraph", *sys.argv[1:]]
-
-
-def rerun_arguments() -> list[str]:
-    """Return the arguments with which `sys.executable` runs this command line again."""
-    return sys.argv if _is_script() else ["-m", "stepgraph", *sys.argv[1:]]
-
-
-def _is_script() -> bool:
-    return Path(sys.argv[0]).name == SCRIPT
-
-
-def print_error(error: object, name: str | None = None, *, program: str | None = None) -> None:
+def print_error(error: object, name: str | None = None, *, program: str = PROGRAM) -> None:
     """Print an error to stderr: its details first, its message as the last line.
 
     Args:
         error: the error, or its message.
         name: what cannot be measured, such as a model.
-        program: None: the benchmark.
+        program: that the line begins with.
     """
     message, *details = str(error).splitlines() or [type(error).__name__]
     about = "" if name is None else f"{name}: "
-    last = f"{program or program_name()}: error: {about}{message}"
+    last = f"{program}: error: {about}{message}"
     print(*details, last, sep="\n", file=sys.stderr)

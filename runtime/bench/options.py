@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from ...profiling.trace import SUFFIX as TRACE_SUFFIX
 from ..arguments import described_fields
 from ..config import EngineConfig
 from ..tools.arguments import flag_settings, integer, parse_bytes
-from .console import program_name
+from .console import PROGRAM
 from .peer_runner import RUNTIMES
 from .peers import peer_spec
 
@@ -358,13 +359,14 @@ def kernels_path(options: argparse.Namespace) -> Path:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the checked command line of the benchmark; exits with 2 and one line if it is wrong.
 
-    Adds `turn_seconds`: of the repetitions of a case in one mode, at most.
+    Adds `command`, the whole command line, and `turn_seconds`: of the repetitions of a case in one
+    mode, at most.
 
     Args:
         arguments: None: the arguments of the process.
     """
     parser = CommandParser(
-        prog=program_name(),
+        prog=PROGRAM,
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_EPILOG,
@@ -374,10 +376,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         group = parser.add_argument_group(title)
         for name, flag in flags.items():
             group.add_argument(f"--{name}", help=flag.help, **flag.settings)
+    arguments = sys.argv[1:] if arguments is None else arguments
     parsed = vars(parser.parse_args(arguments))
     given = {name.replace("_", "-"): value for name, value in parsed.items()}
     try:
-        return _completed(given)
+        return argparse.Namespace(**vars(_completed(given)), command=[*PROGRAM.split(), *arguments])
     except (ValueError, WriteError) as error:
         parser.error(str(error))
 

@@ -23,7 +23,6 @@ from ...profiling.markdown import aligned
 from ..engine.engine import Engine
 from ..kernels import resolve_threads
 from .comparison import SCHEMA_VERSION, comparison_text
-from .console import shown_command_line
 
 __all__ = ["describe_engine", "failed_checks", "new_document", "num_cpus", "report"]
 __all__ += ["settle_bandwidth", "table_rows", "warnings", "write_json"]
@@ -40,13 +39,15 @@ _COMMIT = "STEPGRAPH_COMMIT"
 """The environment variable that names the commit, for a tree without a repository."""
 
 
-def new_document(device: torch.device, bandwidth: float, threads: int | None) -> dict[str, Any]:
+def new_document(
+    device: torch.device, bandwidth: float, options: argparse.Namespace
+) -> dict[str, Any]:
     """Return a document without cases.
 
     Args:
         device: what is measured.
         bandwidth: its measured read bandwidth, in bytes per second.
-        threads: as `EngineConfig.threads`.
+        options: the checked command line.
     """
     frequency, monitor = psutil.cpu_freq(), DeviceMonitor.of(device)
     cpu = _cpu_name()
@@ -55,13 +56,13 @@ def new_document(device: torch.device, bandwidth: float, threads: int | None) ->
         **(dict.fromkeys(CLOCKS) if monitor is None else monitor.describe()),
         "cpu": cpu,
         "cpu_mhz": None if frequency is None else round(frequency.current),
-        "threads": resolve_threads(threads),
+        "threads": resolve_threads(options.threads),
         "bandwidth_gb_s": bandwidth / 1e9,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
         "commit": os.environ.get(_COMMIT) or _described_commit(),
-        "command": shlex.join(shown_command_line()),
+        "command": shlex.join(options.command),
     }
     return {"schema_version": SCHEMA_VERSION, "environment": environment, "cases": []}
 

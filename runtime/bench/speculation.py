@@ -40,7 +40,7 @@ from ..execution import inputs
 from ..loading.loader import resolve_source
 from ..sampling_params import SamplingParams
 from ..tools.arguments import integer, speculation_spec
-from .console import exit_status, print_error, program_name
+from .console import PROGRAM, exit_status, print_error
 from .workload import interleave
 
 __all__ = ["main", "prompt_text"]
@@ -115,7 +115,7 @@ def _temperature(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a line for each case; return the exit status."""
     parser = CommandParser(
-        prog=program_name(),
+        prog=PROGRAM,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

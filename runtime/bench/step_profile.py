@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,17 +30,12 @@ from .scenarios.steady import BenchmarkCase, CaseRun, SteadyRun
 __all__ = ["ProfileRun", "nsys_commands"]
 
 
-def nsys_commands(options: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """Return the shell commands that profile a command line with nsys and report the profile.
-
-    Args:
-        options: the checked command line.
-        arguments: with which `sys.executable` runs the same command line.
-    """
+def nsys_commands(options: argparse.Namespace) -> str:
+    """Return the shell commands that profile a checked command line and report the profile."""
     name = str(options.profile_output)
     on_cuda = options.device not in ("auto", "cpu")
     profile = nsys.nsys_command(
-        [sys.executable, *arguments],
+        [sys.executable, "-m", *options.command],
         output=name,
         graph_trace=options.graph_trace,
         on_cuda=on_cuda or (options.device == "auto" and torch.cuda.is_available()),

@@ -57,7 +57,6 @@ WRONG_FILES = [
 @pytest.mark.parametrize(("arguments", "message"), WRONG_VALUES + WRONG_COMBINATIONS + WRONG_FILES)
 def test_a_wrong_command_line_is_one_clear_line(capsys, monkeypatch, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["bench.py"])
     for name in ("folder", "taken.kernels.json"):
         Path(name).mkdir()
     Path("a.json").write_text("{}")
@@ -67,7 +66,7 @@ def test_a_wrong_command_line_is_one_clear_line(capsys, monkeypatch, tmp_path, a
         parse_arguments(arguments.split())
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("bench.py: error: ")
+    assert line.startswith("stepgraph bench: error: ")
     assert message in line
     assert len(line) < 500
     assert sorted(os.listdir()) == before
@@ -120,6 +119,6 @@ def test_what_cannot_run_is_refused_before_anything_is_measured(
     captured = capsys.readouterr()
     assert captured.out == ""
     last = captured.err.splitlines()[-1]
-    assert last.startswith("bench.py: error: ")
+    assert last.startswith("stepgraph bench: error: ")
     assert message in last
     assert list(tmp_path.iterdir()) == []

@@ -73,7 +73,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, ca
     (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
     assert case["batch_size"] == 1
     captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1].startswith("bench.py: interrupted")
+    assert captured.err.splitlines()[-1].startswith("stepgraph bench: interrupted")
     assert "Traceback" not in captured.err
     assert "- batch 1, input 24: " in captured.out
     assert files(tmp_path) == ["a.json"]

