@@ -179,14 +179,13 @@ FLAGS: dict[str, dict[str, Flag]] = {
             {"choices": SCENARIOS},
         ),
         "batch-size": Flag(
-            "rows: requests that decode together (default: 1 8; others 8; neighbours: 1 row after"
-            " 128 tokens and 8 after 1024)",
-            _engines([8], steady=[1, 8], neighbours=None),
+            "rows: requests that decode together (default: 1 8; interference and serve 8)",
+            _engines([8], steady=[1, 8], neighbours=[1, 8]),
             _LIST | {"type": integer(1)},
         ),
         "input-len": Flag(
-            "tokens per prompt (default: 128 1024; interference 1024; serve 128)",
-            _engines([128, 1024], interference=[1024], serve=[128], neighbours=None),
+            "tokens per prompt (default: 128 1024; interference 1024; serve and neighbours 128)",
+            _engines([128], steady=[128, 1024], interference=[1024]),
             _LIST | {"type": integer(1)},
         ),
         "output-len": Flag(

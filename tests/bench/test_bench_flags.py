@@ -76,7 +76,7 @@ def test_a_wrong_command_line_is_one_clear_line(capsys, monkeypatch, tmp_path, a
     ("arguments", "expected"),
     [
         ("", {"batch_size": [1, 8], "input_len": [128, 1024], "output_len": [64], "num_iters": 3}),
-        ("--scenario neighbours --threads 2", {"batch_size": None, "threads": 2}),
+        ("--scenario neighbours --threads 2", {"batch_size": [1, 8], "threads": 2}),
         ("--scenario serve", {"batch_size": [8], "threads": -1}),
         ("--scenario interference", {"batch_size": [8], "input_len": [1024], "num_steps": 200}),
         ("--scenario serve --duration 60", {"output_len": [32], "duration": 60}),

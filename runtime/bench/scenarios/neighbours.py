@@ -38,7 +38,6 @@ __all__ = [
     "SideRun",
     "busy_processes",
     "measure_neighbours",
-    "points",
     "run_neighbours",
 ]
 
@@ -46,9 +45,6 @@ SETTLING_SECONDS = 0.3
 """Pause before the steps of a runtime: threads of another may spin for 0.2 s after a step."""
 SETTLING_STEPS = 2
 """Steps after that pause that are not counted."""
-
-POINTS = ((1, 128), (8, 1024))
-"""Batch sizes and prompt lengths that are measured by default."""
 
 _SPIN = """
 import os, signal, sys
@@ -60,16 +56,6 @@ while os.getppid() == parent:
         pass
 """
 """Spins until its parent kills it or has ended."""
-
-
-def points(
-    batch_sizes: Sequence[int] | None, input_lens: Sequence[int] | None
-) -> Sequence[tuple[int, int]]:
-    """Return the batch sizes and prompt lengths to measure: all combinations, or `POINTS`."""
-    if batch_sizes is None and input_lens is None:
-        return POINTS
-    defaults = [list(dict.fromkeys(values)) for values in zip(*POINTS, strict=True)]
-    return list(itertools.product(batch_sizes or defaults[0], input_lens or defaults[1]))
 
 
 @contextmanager
@@ -264,8 +250,8 @@ def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterat
     if options.peer and run.device.type != "cpu":
         raise PeerError(f"--peer measures on a CPU, and the device is {str(run.device)!r}")
     cases = [
-        NeighboursCase(*point, options.num_steps, tuple(options.neighbours))
-        for point in points(options.batch_size, options.input_len)
+        NeighboursCase(rows, input_len, options.num_steps, tuple(options.neighbours))
+        for input_len, rows in itertools.product(options.input_len, options.batch_size)
     ]
     batch_sizes = tuple(sorted({case.batch_size for case in cases}))
     longest = max(case.longest_sequence(options.prefill_chunk) for case in cases)
