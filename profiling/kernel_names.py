@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from .atomic_write import WriteError, write_file
+from .atomic_write import write_file
 
 __all__ = [
     "OTHER",
@@ -48,7 +48,7 @@ NodeKind = Literal["kernel", "memcpy", "memset", "other"]
 
 
 class NamesFileError(ValueError):
-    """A file of kernel names cannot be read or written. The message names the file."""
+    """A file of kernel names cannot be read. The message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +118,10 @@ class KernelNames:
         """Write the document: all of it, or nothing.
 
         Raises:
-            NamesFileError: it cannot be written there.
+            WriteError: it cannot be written there.
         """
         document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        try:
-            write_file(Path(path), json.dumps(document, allow_nan=False, indent=1) + "\n")
-        except WriteError as error:
-            why = f"{path}: the kernel names cannot be written: {error.reason}"
-            raise NamesFileError(why) from error
+        write_file(Path(path), json.dumps(document, allow_nan=False, indent=1) + "\n")
 
 
 def load(path: str | Path) -> KernelNames:

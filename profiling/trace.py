@@ -38,7 +38,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from . import attribution, ranges
-from .atomic_write import WriteError, check_writable, write_file
+from .atomic_write import check_writable, write_file
 from .kernel_names import DeviceWork, KernelNames, Node, nodes_of_replay
 from .markdown import aligned
 from .stats import covered
@@ -79,7 +79,7 @@ _JITTER_US: Final = 1e-3
 
 
 class TraceError(ValueError):
-    """A trace that cannot be written or read; the message names the file."""
+    """A trace that cannot be recorded or read; the message names the file."""
 
 
 @contextlib.contextmanager
@@ -97,15 +97,13 @@ def torch_trace(path: Path | str, names: KernelNames | None = None) -> Iterator[
             (`attribution.recording`); without them kernels keep the names of their functions.
 
     Raises:
-        TraceError: the file cannot be written, or torch's profiler is already running.
+        WriteError: the file cannot be written.
+        TraceError: its name ends otherwise, or torch's profiler is already running.
     """
     path = Path(path)
     if not path.name.endswith(SUFFIX):
         raise TraceError(f"cannot write {path}: the name of a trace ends in {SUFFIX}")
-    try:
-        check_writable(path)
-    except WriteError as error:
-        raise TraceError(str(error)) from error
+    check_writable(path)
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -127,19 +125,13 @@ def torch_trace(path: Path | str, names: KernelNames | None = None) -> Iterator[
             torch.cuda.synchronize()
     finally:
         profiler.stop()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            exported = Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(exported))
-            document = json.loads(exported.read_bytes())
-        annotate(document, recorder.log, names)
-        document["traceName"] = path.name  # not the file in the folder it was exported to
-        text = json.dumps(document, separators=(",", ":"))
-        write_file(path, gzip.compress(text.encode()))
-    except WriteError as error:
-        raise TraceError(str(error)) from error
-    except OSError as error:
-        raise TraceError(f"cannot write {path}: {error.strerror or error}") from error
+    with tempfile.TemporaryDirectory() as folder:
+        exported = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(exported))
+        document = json.loads(exported.read_bytes())
+    annotate(document, recorder.log, names)
+    document["traceName"] = path.name  # not the file in the folder it was exported to
+    write_file(path, gzip.compress(json.dumps(document, separators=(",", ":")).encode()))
 
 
 @dataclass(frozen=True, slots=True)

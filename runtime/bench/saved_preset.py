@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..loading.checkpoint import INDEX_FILE
 from ..loading.loader import random_weights, resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import fused_layout
@@ -22,8 +20,6 @@ from .peers import PeerError
 
 __all__ = ["checkpoint_of", "save_random_weights"]
 
-FILE_BYTES = 2 << 30
-"""Of a file, about: as much is in memory at a time."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose presets can be saved."""
 _SAME_NAME = (
@@ -59,9 +55,8 @@ def save_random_weights(
     seed: int,
     *,
     device: torch.device | str = "cpu",
-    file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write a config.json and the weights of `random_weights`, file by file.
+    """Write a config.json and the weights of `random_weights`.
 
     Raises:
         PeerError: the family is not one of `FAMILIES`.
@@ -69,34 +64,15 @@ def save_random_weights(
     fields = _hf_fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(fields))
     layout = fused_layout(config)
-    missing = Counter(part.name for fused in layout.values() for part in fused.sources)
-    unfinished: dict[str, torch.Tensor] = {}
-    finished: dict[str, torch.Tensor] = {}
-    files: dict[str, str] = {}
-
-    def write() -> None:
-        name = f"model-{len(set(files.values())):05d}.safetensors"
-        save_file(finished, directory / name, metadata={"format": "pt"})
-        files.update(dict.fromkeys(finished, name))
-        finished.clear()
-
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor in random_weights(config, dtype, seed, device=device):
         for part, values in layout[name].parts(tensor):
             if part.name is None:
                 continue  # zeros that checkpoints leave out
-            if part.name not in unfinished:
-                unfinished[part.name] = torch.empty(part.shape, dtype=dtype)
-            part.write(unfinished[part.name], values.cpu())
-            missing[part.name] -= 1
-            if not missing[part.name]:
-                finished[part.name] = unfinished.pop(part.name)
-        if sum(tensor.nbytes for tensor in finished.values()) >= file_bytes:
-            write()
-    if finished:
-        write()
-    total = sum((directory / file).stat().st_size for file in set(files.values()))
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    (directory / INDEX_FILE).write_text(json.dumps(index))
+            if part.name not in tensors:
+                tensors[part.name] = torch.empty(part.shape, dtype=dtype)
+            part.write(tensors[part.name], values.cpu())
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _hf_fields(config: ModelConfig) -> dict[str, Any]:

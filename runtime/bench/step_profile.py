@@ -67,8 +67,8 @@ class ProfileRun(SteadyRun):
         """Measure the case, and write the profile.
 
         Raises:
-            TraceError: the trace cannot be written, or has no work of a step.
-            NamesFileError: the names of kernels cannot be.
+            WriteError: the trace, or the names of kernels cannot be written.
+            TraceError: the trace has no work of a step.
         """
         with self._window:
             super().run()

@@ -55,8 +55,7 @@ def test_preset_is_saved_with_its_weights_and_tokens(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = shrunk(name)
-    save_random_weights(config, tmp_path, torch.float32, seed=5, file_bytes=20_000)
-    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    save_random_weights(config, tmp_path, torch.float32, seed=5)
     found = read_config(tmp_path)
     with CheckpointReader(tmp_path) as reader:
         read = dict(iter_weights(reader, found, torch.float32))
