@@ -34,7 +34,6 @@ from .kernel_names import OTHER, SUFFIX, KernelNames, NamesFileError, load
 from .markdown import aligned
 from .nsys import GraphTrace, export_command
 from .ranges import StepNumbers
-from .roofline import floor_seconds
 from .stats import Summary, covered
 from .trace import Event, Scopes, end_of, name_work
 
@@ -538,8 +537,8 @@ def _operations(
         ):
             total, fraction = sum(samples), None
             if name == "decode" and read.get(operation) and total and names.bandwidth_gb_s:
-                floor = floor_seconds(read[operation], 1e9 * names.bandwidth_gb_s)
-                fraction = floor * phase.steps / (total / 1e9)
+                floor_ns = read[operation] / names.bandwidth_gb_s
+                fraction = floor_ns * phase.steps / total
             activities = phase.counts[operation] / phase.launches
             us = Summary.of(ns / 1e3 for ns in samples)
             share = total / phase.device_ns if phase.device_ns else 0.0

@@ -8,17 +8,6 @@ Standard library only.
 """
 
 
-def floor_seconds(bytes_per_step: int, bandwidth_bytes_per_s: float) -> float:
-    """Return the seconds that reading `bytes_per_step` takes at least.
-
-    Raises:
-        ValueError: the bytes are negative or the bandwidth is not positive.
-    """
-    if not (bytes_per_step >= 0 and bandwidth_bytes_per_s > 0):  # NaN fails too
-        raise ValueError(f"reading {bytes_per_step} bytes at {bandwidth_bytes_per_s} bytes/s")
-    return bytes_per_step / bandwidth_bytes_per_s
-
-
 def roofline_json(
     bytes_per_step: int, bandwidth_bytes_per_s: float, measured_seconds: float
 ) -> dict[str, float]:
@@ -32,7 +21,7 @@ def roofline_json(
         bandwidth_bytes_per_s: measured read bandwidth of the device.
         measured_seconds: of the step.
     """
-    floor = floor_seconds(bytes_per_step, bandwidth_bytes_per_s)
+    floor = bytes_per_step / bandwidth_bytes_per_s
     return {
         "bytes_per_step": bytes_per_step,
         "bandwidth_gb_s": bandwidth_bytes_per_s / 1e9,

@@ -106,21 +106,10 @@ class RequestTiming:
         return (self.token_ns[0] - self.arrival_ns) / _NS_PER_MS
 
     @property
-    def e2e_ms(self) -> float:
-        """End to end: from the arrival to the last token."""
-        return (self.token_ns[-1] - self.arrival_ns) / _NS_PER_MS
-
-    @property
     def itl_ms(self) -> list[float]:
         """The gaps between consecutive tokens; empty for a single token."""
         times = self.token_ns
         return [(times[i] - times[i - 1]) / _NS_PER_MS for i in range(1, len(times))]
-
-    @property
-    def tpot_ms(self) -> float | None:
-        """(end-to-end - TTFT) / (n - 1), the mean of the gaps; None for a single token."""
-        gaps = len(self.token_ns) - 1
-        return (self.token_ns[-1] - self.token_ns[0]) / gaps / _NS_PER_MS if gaps else None
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -86,30 +86,15 @@ class Timeline:
     or between steps.
 
     Args:
-        capacity: number of steps that are kept (112 bytes each).
+        capacity: number of steps that are kept (112 bytes each), at least 1.
         is_async_device: whether the device is asynchronous.
-
-    Raises:
-        ValueError: if `capacity` is not positive.
     """
 
     def __init__(self, capacity: int, *, is_async_device: bool = False) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity is {capacity}; a timeline keeps at least one step")
-        self._capacity = capacity
-        self._is_async_device = is_async_device
+        self.capacity = capacity
+        self.is_async_device = is_async_device
         self._buffer = _reserve(capacity * _LAYOUT.size)
         self._recorded = 0
-
-    @property
-    def capacity(self) -> int:
-        """The number of steps that are kept."""
-        return self._capacity
-
-    @property
-    def is_async_device(self) -> bool:
-        """Whether the device is asynchronous: see `StepRecord`."""
-        return self._is_async_device
 
     @property
     def recorded(self) -> int:
@@ -117,7 +102,7 @@ class Timeline:
         return self._recorded
 
     def __len__(self) -> int:
-        return min(self._recorded, self._capacity)
+        return min(self._recorded, self.capacity)
 
     def record(
         self,
@@ -143,7 +128,7 @@ class Timeline:
         """
         _LAYOUT.pack_into(
             self._buffer,
-            self._recorded % self._capacity * _LAYOUT.size,
+            self._recorded % self.capacity * _LAYOUT.size,
             step,
             rows,
             bucket,
@@ -170,7 +155,7 @@ class Timeline:
             struct.error: `device_ns` is not a 64-bit integer.
         """
         for age in range(1, len(self) + 1):
-            record = (self._recorded - age) % self._capacity * _LAYOUT.size
+            record = (self._recorded - age) % self.capacity * _LAYOUT.size
             (number,) = _INTEGER.unpack_from(self._buffer, record)
             if number <= step:
                 if number == step:
@@ -181,14 +166,14 @@ class Timeline:
         """Return the kept steps, oldest first."""
         kept = memoryview(self._buffer)[: len(self) * _LAYOUT.size]
         ring = [self._unpack(values) for values in _LAYOUT.iter_unpack(kept)]
-        oldest = self._recorded % self._capacity if self._recorded > self._capacity else 0
+        oldest = self._recorded % self.capacity if self._recorded > self.capacity else 0
         return ring[oldest:] + ring[:oldest]
 
     def latest(self) -> StepRecord | None:
         """Return the last step, or None before the first."""
         if not self._recorded:
             return None
-        start = (self._recorded - 1) % self._capacity * _LAYOUT.size
+        start = (self._recorded - 1) % self.capacity * _LAYOUT.size
         return self._unpack(_LAYOUT.unpack_from(self._buffer, start))
 
     def copy_since(self, recorded: int) -> tuple[int, bytes]:
@@ -199,23 +184,23 @@ class Timeline:
             64-bit integers in native order, named by `RECORD_FIELDS`.
         """
         size, end = _LAYOUT.size, self._recorded
-        begin = max(recorded, end - self._capacity)
+        begin = max(recorded, end - self.capacity)
         if begin >= end:
             return end, b""
-        first, last = begin % self._capacity, (end - 1) % self._capacity
+        first, last = begin % self.capacity, (end - 1) % self.capacity
         if first <= last:
             copied = bytes(memoryview(self._buffer)[first * size : (last + 1) * size])
         else:
             copied = bytes(memoryview(self._buffer)[first * size :])
             copied += bytes(memoryview(self._buffer)[: (last + 1) * size])
         # Steps recorded meanwhile have replaced the oldest; one of them may be uncounted yet.
-        replaced = self._recorded + 1 - self._capacity - begin
+        replaced = self._recorded + 1 - self.capacity - begin
         return end, copied[max(replaced, 0) * size :]
 
     def _unpack(self, values: tuple[int, ...]) -> StepRecord:
         *before, device_ns, steps, joined, blocks_in_use, collected_ns = values
         timed = None if device_ns == _NOT_TIMED else device_ns
-        after = (steps, joined, blocks_in_use, collected_ns, self._is_async_device)
+        after = (steps, joined, blocks_in_use, collected_ns, self.is_async_device)
         return StepRecord(*before, timed, *after)  # type: ignore[call-arg,arg-type]
 
     def clear(self) -> None:

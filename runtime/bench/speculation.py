@@ -104,14 +104,6 @@ def prompt_text(kind: str, index: int) -> str:
     return text if kind == "code" else 2 * text + text[:REPEATED]
 
 
-def _temperature(text: str) -> float:
-    try:
-        SamplingParams(temperature=float(text))
-        return float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature: 0 or more") from error
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a line for each case; return the exit status."""
     parser = CommandParser(
@@ -132,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--threads", type=int, help="as `EngineConfig.threads`")
     parser.add_argument("--batch-size", type=integer(1), nargs="+", default=[1, 4, 8])
-    parser.add_argument("--temperature", type=_temperature, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--kind", choices=KINDS, nargs="+", default=KINDS)
     parser.add_argument("--output-len", type=integer(2), default=200)
     parser.add_argument("--num-starts", type=integer(1), default=3, help="of each engine")

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from ...profiling.kernel_names import OperationCost
 from ...profiling.markdown import aligned
-from ...profiling.roofline import floor_seconds
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernels import stored_bytes
@@ -254,7 +253,7 @@ def explain_step(
     )
     if not ranks:
         found = reads(plan)
-        floor = floor_seconds(floor_bytes(found), bandwidth)
+        floor = floor_bytes(found) / bandwidth
         return "\n".join(
             [
                 *(point, "", *_step_table(found, bandwidth), "", *describe_experts(plan, rows)),
@@ -267,7 +266,7 @@ def explain_step(
         largest = max((reads(shard_plan(plan, r, count)) for r in range(count)), key=floor_bytes)
         weights = sum(read.launches * read.weights for read in largest)
         cache = sum(read.launches * read.cache for read in largest)
-        floor = floor_seconds(weights + cache, bandwidth)
+        floor = (weights + cache) / bandwidth
         sizes_mb = [f"{n / 1e6:,.1f}" for n in (weights, cache)]
         cells.append([str(count), *sizes_mb, f"{floor * 1e6:,.0f}"])
     head = ["ranks", "weights MB", "cache MB", "floor µs"]
