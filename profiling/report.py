@@ -88,14 +88,9 @@ class Step:
     bucket: int | None
     tokens: int | None
     padding: int | None
-    blocks_in_use: int | None
     host_us: float
     wait_us: float
-    plan_us: float
-    launch_us: float
-    commit_us: float
     device_us: float | None
-    busy_us: float | None
     launches: int
     gap_us: float | None
     step_us: float | None
@@ -368,8 +363,6 @@ class _Turn:
     work: dict[int | None, list[Event]] = field(default_factory=lambda: defaultdict(list))
     """Work of the device by the `id` of its launch. None: of none, such as inputs, outputs and
     copies of blocks; the commit of an earlier step is left out."""
-    range_ns: Counter[str] = field(default_factory=Counter)
-    """The time of the ranges inside, by name."""
     calls: list[tuple[Event, bool]] = field(default_factory=list)
     """CUDA calls, and whether the commit of an earlier step made them."""
 
@@ -396,7 +389,6 @@ def _turns(events: list[Event], names: KernelNames, notes: list[str]) -> list[_T
             if turn is None:
                 stray += event["name"] in _PHASES
                 continue
-            turn.range_ns[event["name"]] += event["dur"]
             if event["name"] in _PHASES:
                 turn.launches[id(event)] = event
     for call, enclosing, work in name_work(events, scopes, names):
@@ -452,14 +444,9 @@ def _steps(turns: Sequence[_Turn], *, in_thread: bool) -> Iterator[Step]:
             phase="+".join(_PHASES[one["name"]] for one in launches),
             **totals,
             bucket=first.get("bucket"),
-            blocks_in_use=first.get("blocks_in_use"),
             host_us=(turn.range["dur"] - waits - launched) / 1e3,
             wait_us=waits / 1e3,
-            plan_us=turn.range_ns[ranges.PLAN] / 1e3,
-            launch_us=(turn.range_ns[ranges.LAUNCH] - launched) / 1e3,
-            commit_us=turn.range_ns[ranges.COMMIT] / 1e3,
             device_us=(end - begin) / 1e3 if spans else None,
-            busy_us=covered(spans) / 1e3 if spans else None,
             launches=len(turn.calls_of(_LAUNCHES, commits=False)),
             gap_us=gap,
             step_us=between,

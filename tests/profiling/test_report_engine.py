@@ -52,12 +52,10 @@ def test_report_of_an_engine_on_a_cpu(
     for row, record in zip(report.steps, records, strict=True):
         assert (row.step, row.bucket) == (record.step, record.bucket)
         assert (row.rows, row.tokens) == (record.rows, record.rows + record.prefill_tokens)
-        assert row.blocks_in_use == record.blocks_in_use
         phases = ["decode"] * bool(record.rows) + ["prefill"] * bool(record.prefill_tokens)
         assert row.phase == "+".join(phases)
         # The two clocks are read at different places: a range encloses what the timeline times.
         assert row.device_us * 1e3 >= record.device_ns
-        assert row.plan_us >= 0
         assert row.gap_us is None or row.gap_us > 0
     assert {case.phase for case in report.cases} >= {"decode", "prefill", "decode+prefill"}
     assert report.notes[0].startswith("no CUDA in this profile")

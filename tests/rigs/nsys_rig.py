@@ -145,12 +145,11 @@ class Profile:
         self.device_free = start + ns
         return start, start + ns
 
-    def run(self, launch: Launch) -> tuple[int, int]:
-        """The kernels of a launch; returns busy ns and calls."""
+    def run(self, launch: Launch) -> int:
+        """The kernels of a launch; returns their calls."""
         graph = self.variant.graph_trace
         call = self.call("cudaGraphLaunch_v10000", 5_000) if graph is not None else 0
         begin = at = max(self.device_free, self.now)
-        busy = 0
         for i, kernel in enumerate(launch.kernels):
             if graph is None:
                 call = self.call("cudaLaunchKernel_v7000", 3_000)
@@ -162,14 +161,12 @@ class Profile:
                 ids["demangledName"] = self.string(f"void {kernel.name}<float>(float*)")
                 self.activity("KERNEL", at, at + kernel.ns, call, **ids)
             at += kernel.ns
-            busy += kernel.ns
             end = at
             at += launch.idle_ns
         if graph == "graph":
             self.activity("GRAPH_TRACE", begin, end, call, graphId=5, graphExecId=6)
-            busy = end - begin
         self.device_free = end
-        return busy, len(launch.kernels) if graph is None else 1
+        return len(launch.kernels) if graph is None else 1
 
     def step(
         self,
@@ -189,18 +186,16 @@ class Profile:
         self.now += plan_ns
         launch_began = self.now
         first, _ = self.copy(1_500, 1)
-        busy, calls = 1_500, 0
+        calls = 0
         for launch in launches:
             range_began = self.now
-            its_busy, its_calls = self.run(launch)
-            busy, calls = busy + its_busy, calls + its_calls
+            calls += self.run(launch)
             padding = launch.bucket - launch.tokens
             numbers = (number, launch.rows, launch.bucket, launch.tokens, 40 + number, padding)
             name = "replay" if launch.phase == "decode" else "prefill"
             value = None if self.variant.payload else launch.rows
             self.range(name, range_began, self.now, value, numbers=numbers)
         _, last = self.copy(1_000, 2)
-        busy += 1_000
         self.range("launch", launch_began, self.now, launches[0].bucket)
         launched = self.now
         if commits is not None:
@@ -219,11 +214,8 @@ class Profile:
             padding=sum(launch.bucket - launch.tokens for launch in launches),
             host_ns=self.now - began - (wait_ns if commits is not None else 0),
             wait_ns=wait_ns if commits is not None else 0,
-            plan_ns=plan_ns,
-            launch_ns=launched - launch_began,
             commit_ns=self.now - launched,
             device_ns=last - first,
-            busy_ns=busy,
             gap_ns=None if self.last_end is None else first - self.last_end,
             step_ns=None if self.last_end is None else last - self.last_end,
             launches=calls,
