@@ -34,15 +34,15 @@ MODEL_FLAGS = ("model", "device", "dtype", "weight-dtype", "kv-dtype")
 _DESCRIPTION = """\
 Measure how fast a model decodes on this machine, and how far that is from its memory bandwidth.
 
-%(prog)s                                       the demo model, in the fastest mode of the device
+%(prog)s                              the demo model, in the fastest mode of the device
 %(prog)s --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
-%(prog)s --baseline compiled                   compare with transformers, same weights
+%(prog)s --baseline compiled          compare with transformers, same weights
 %(prog)s --output-json new.json --compare old.json --fail-above 1.05
-%(prog)s --compare old.json new.json           compare two files without a measurement
-%(prog)s --profile torch                       a trace of some steps, for Perfetto
-%(prog)s --profile nsys                        print the commands of nsys (| sh runs them)
-%(prog)s --speculate suffix:7                  speculative decoding against plain decoding, in
-                                               turns; its own flags: --speculate suffix --help
+%(prog)s --compare old.json new.json  compare two files without a measurement
+%(prog)s --profile torch              a trace of some steps, for Perfetto
+%(prog)s --profile nsys               print the commands of nsys (| sh runs them)
+%(prog)s --speculate suffix:7         speculative decoding against plain decoding, in turns;
+                                             its own flags: --speculate suffix --help
 """
 _EPILOG = """\
 scenarios:
