@@ -34,14 +34,12 @@ from ..rigs.sharding_steps import (
     CPU,
     PROMPTS,
     RankSteps,
-    Run,
     plain_kernels,
     rank_steps,
     sharded_runs,
     stored_weights,
     whole_run,
 )
-from ..rigs.traced_collectives import traced
 
 SAMPLED = SamplingParams(temperature=1.3, top_p=0.9, top_k=40, presence_penalty=0.5)
 MostLikely = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -59,13 +57,6 @@ def base(tmp_path: Path) -> ModelConfig:
     config = tiny_config("base", 4)
     write_checkpoint(config, tmp_path)
     return config
-
-
-def test_sampled_tokens_are_those_of_the_whole_model(base: ModelConfig, tmp_path: Path) -> None:
-    expected = whole_run(base, tmp_path, params=SAMPLED)
-    for run in sharded_runs(base, tmp_path, 4, params=SAMPLED):
-        assert torch.equal(run.tokens, expected.tokens)
-        torch.testing.assert_close(run.logits, expected.logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("params", [None, SAMPLED])
@@ -267,26 +258,3 @@ def test_quantised_weights_of_ranks(variant: str, storage: WeightStorage, tmp_pa
     for run in sharded_runs(config, tmp_path, 2, plain_kernels(storage)):
         torch.testing.assert_close(run.logits, expected.logits, rtol=0, atol=2e-4)
         assert torch.equal(run.tokens, expected.tokens)
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variant", "params"), [("olmo2", None), ("micro", SAMPLED)], ids=["greedy", "sampled"]
-)
-def test_compiled_steps_of_ranks(
-    variant: str, params: SamplingParams | None, tmp_path: Path
-) -> None:
-    """Each step of a rank is one graph, which calls the collectives as operators."""
-    config = tiny_config(variant, 2)
-    write_checkpoint(config, tmp_path)
-    expected = whole_run(config, tmp_path, params=params)
-    kernels = select_kernels(CPU, "compile", torch.float32, kernels="torch")
-
-    def run(group: ThreadCollectives) -> Run:
-        options = {"compiled": True, "params": params}
-        return rank_steps(config, tmp_path, traced(group), kernels, **options).run()
-
-    for found in on_ranks(2, run):
-        assert torch.equal(found.tokens, expected.tokens)
-        torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-4)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineConfig, NonFiniteLogitsError, SamplingParams
+from stepgraph.runtime import Engine, NonFiniteLogitsError, SamplingParams
 from stepgraph.runtime.engine.request_output import RequestOutput
 from stepgraph.runtime.kernels import have_compiler
 
-from ..rigs.engine_rig import keep_in_flight, parts_of
+from ..rigs.engine_rig import keep_in_flight, opened, parts_of
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -63,11 +63,6 @@ def nan_model(
         return made[variant]
 
     return make
-
-
-def open_engine(source: Path, **config: Any) -> Engine:
-    settings = {"device": "cpu", "mode": "eager", "max_num_seqs": 4, "block_size": 4} | config
-    return Engine.from_pretrained(source, EngineConfig(**settings))
 
 
 def without_nan_token(model: TinyModel, *lengths: int, seed: int) -> list[list[int]]:
@@ -123,9 +118,9 @@ def test_only_the_row_ends(
     if variant.startswith("deepseek") and kernels["kernels"] == "native":
         pytest.skip("latent attention has no native layers")
     prompts = without_nan_token(tiny(variant), 9, 5, 22, 7, 12, seed=5)
-    with open_engine(tiny(variant).directory, **config, **kernels) as engine:
+    with opened(tiny(variant).directory, **config, **kernels, block_size=4) as engine:
         sound = engine.generate(prompts, PARAMS)
-    with open_engine(nan_model(variant), **config, **kernels) as engine:
+    with opened(nan_model(variant), **config, **kernels, block_size=4) as engine:
         keep_in_flight(engine, in_flight)
         outputs = engine.generate(prompts, PARAMS)
         engine.check_integrity()
@@ -153,7 +148,7 @@ def test_what_the_row_computed_is_not_found(
     """Blocks that finite logits came from stay."""
     prompt, tail = without_nan_token(tiny(MODEL), 16, 8, seed=7)
     sick = [*prompt, NAN_TOKEN, *tail]
-    with open_engine(nan_model(MODEL), prefill_chunk=chunk) as engine:
+    with opened(nan_model(MODEL), prefill_chunk=chunk, block_size=4) as engine:
         for _ in range(3):
             assert cached(engine, sick) == 0
             assert engine.stats()["blocks"]["cached"] == 0
@@ -173,7 +168,7 @@ def test_the_cache_recovers_from_blocks_that_went_bad(tiny: Callable[[str], Tiny
     """An aborted request leaves blocks whose logits were never seen."""
     (prompt,) = tiny(MODEL).prompts(24, seed=8)
     greedy = SamplingParams(**GREEDY)
-    with open_engine(tiny(MODEL).directory, prefill_chunk=8) as engine:
+    with opened(tiny(MODEL).directory, prefill_chunk=8, block_size=4) as engine:
         expected = engine.generate([prompt], greedy)[0].token_ids
         engine.reset_prefix_cache()
         request_id = engine.add_request(prompt, greedy)
@@ -192,7 +187,7 @@ def test_score_refuses_logits_without_a_distribution(
     tiny: Callable[[str], TinyModel], nan_model: Callable[[str], Path]
 ) -> None:
     (tokens,) = without_nan_token(tiny(MODEL), 10, seed=9)
-    with open_engine(nan_model(MODEL)) as engine:
+    with opened(nan_model(MODEL), block_size=4) as engine:
         expected = engine.score(tokens, 4)
         for place in (2, 6, 9):
             with pytest.raises(NonFiniteLogitsError):
@@ -213,7 +208,7 @@ def test_log_probabilities_of_impossible_tokens_are_left_out(
         head[[3, 50, 90]] = 0.0
     model.save_pretrained(tmp_path)
     prompts = tiny(MODEL).prompts(4, 4, 4, 4, 4, 4, seed=2)
-    with open_engine(tmp_path) as engine:
+    with opened(tmp_path, block_size=4) as engine:
         outputs = engine.generate(prompts, SamplingParams(max_tokens=1, logprobs=20, seed=1))
     assert {output.finish_reason for output in outputs} == {"length", "error"}
     for output in outputs:

@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from stepgraph.runtime import CheckpointError, Engine, EngineConfig, SamplingParams
+from stepgraph.runtime import CheckpointError, SamplingParams
 from torch import Tensor
 
+from ..rigs.engine_rig import opened
 from ..rigs.tiny_models import TinyModel, changed_checkpoint
 
 FP8 = torch.float8_e4m3fn
@@ -32,12 +33,7 @@ def changed(directory: Path, base: TinyModel, changes: dict[str, Tensor]) -> Pat
     return changed_checkpoint(base.directory, directory, lambda tensors: tensors.update(changes))
 
 
-def opened(directory: Path, model_impl: str) -> Engine:
-    config = EngineConfig(
-        mode="eager", kernels="torch", dtype="float32", model_impl=model_impl,  # type: ignore[arg-type]
-        max_num_seqs=2, num_blocks=16, max_model_len=64,
-    )  # fmt: skip
-    return Engine.from_pretrained(directory, config)
+SMALL = {"kernels": "torch", "dtype": "float32", "num_blocks": 16, "max_model_len": 64}
 
 
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
@@ -48,7 +44,7 @@ def test_unused_tensors_change_nothing(
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     with (
         caplog.at_level(logging.WARNING, "stepgraph.runtime.loading"),
-        opened(changed(tmp_path, base, UNUSED), model_impl) as engine,
+        opened(changed(tmp_path, base, UNUSED), model_impl=model_impl, **SMALL) as engine,
     ):
         (output,) = engine.generate([prompt], params)
     assert [list(output.token_ids)] == base.greedy([prompt], 5)
@@ -65,8 +61,11 @@ def test_unused_tensors_do_not_hide_the_dtype_of_a_parameter(
     name = "model.layers.1.mlp.down_proj.weight"
     weight = load_file(base.directory / "model.safetensors")[name]
     directory = changed(tmp_path, base, {**UNUSED, name: weight.to(dtype)})
-    with pytest.raises(CheckpointError) as caught:
-        opened(directory, model_impl)
+    with (
+        pytest.raises(CheckpointError) as caught,
+        opened(directory, model_impl=model_impl, **SMALL),
+    ):
+        pass
     assert name in str(caught.value)
     assert "mtp" not in str(caught.value)
 
@@ -77,8 +76,8 @@ def test_unused_tensors_are_not_weights_of_the_decoder(
 ) -> None:
     name = "model.layers.1.self_attn.q_norm.weight"
     directory = changed(tmp_path, base, {name: torch.ones(16, dtype=dtype)})
-    with pytest.raises(CheckpointError, match=name):
-        opened(directory, "native")
+    with pytest.raises(CheckpointError, match=name), opened(directory, **SMALL):
+        pass
 
 
 def test_unused_tensors_of_published_gpt_neox(tmp_path: Path) -> None:
@@ -93,4 +92,5 @@ def test_unused_tensors_of_published_gpt_neox(tmp_path: Path) -> None:
         tensors[prefix + "bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()
         tensors[prefix + "masked_bias"] = torch.tensor(-1e9)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    opened(tmp_path, "auto").close()
+    with opened(tmp_path, model_impl="auto", **SMALL):
+        pass

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from stepgraph.runtime import Engine, RequestOutput, SamplingParams
+from stepgraph.runtime import Engine, EngineConfig, RequestOutput, SamplingParams
 from stepgraph.runtime.engine.loop import StepLoop
 from stepgraph.runtime.engine.startup import EngineParts
 
@@ -37,6 +39,14 @@ def shown(outputs: Sequence[RequestOutput]) -> list[Any]:
         ]
         for output in outputs
     ]
+
+
+@contextmanager
+def opened(source: Path | str, **config: Any) -> Iterator[Engine]:
+    """An engine on a directory: eager on the CPU with four rows, unless told otherwise."""
+    fields: dict[str, Any] = {"device": "cpu", "mode": "eager", "max_num_seqs": 4} | config
+    with Engine.from_pretrained(source, EngineConfig(**fields)) as engine:
+        yield engine
 
 
 def loop_of(engine: Engine) -> StepLoop:

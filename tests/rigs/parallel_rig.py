@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import psutil
-from stepgraph.runtime import Engine, EngineConfig
+from stepgraph.runtime import Engine
 from stepgraph.runtime.distributed.rank_processes import WORKER
+
+from . import engine_rig
 
 SIZES: dict[str, Any] = {
     "device": "cpu",
@@ -28,11 +29,8 @@ SIZES: dict[str, Any] = {
 PROMPTS = [[5, 1, 19, 7, 30, 2, 11, 23, 3, 8] * 3, [9, 4, 2], [21] * 17, [1]]
 
 
-@contextmanager
-def opened(source: Path | str, ranks: int = 1, **config: Any) -> Iterator[Engine]:
-    fields = SIZES | {"tensor_parallel": ranks} | config
-    with Engine.from_pretrained(source, EngineConfig(**fields)) as engine:
-        yield engine
+def opened(source: Path | str, ranks: int = 1, **config: Any) -> AbstractContextManager[Engine]:
+    return engine_rig.opened(source, **SIZES | {"tensor_parallel": ranks} | config)
 
 
 def children() -> list[psutil.Process]:

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stepgraph.runtime import Engine, EngineConfig
+from stepgraph.runtime import Engine
 
-from .engine_rig import greedy
+from .engine_rig import greedy, opened
 
 if TYPE_CHECKING:
     from ..conftest import TinyModel
 
+
+__all__ = ["TOKENS", "Write", "make_write", "opened", "results", "storage", "unchanged"]
 
 Write = Callable[..., Path]
 TOKENS = [5, 1, 19, 7, 30, 2, 11, 23, 3, 8]
@@ -42,13 +44,6 @@ def make_write(tiny: Callable[[str], TinyModel], tmp_path: Path) -> Write:
         return directory
 
     return make
-
-
-@contextmanager
-def opened(directory: Path, **config: Any) -> Iterator[Engine]:
-    fields: dict[str, Any] = {"device": "cpu", "mode": "eager", "max_num_seqs": 4} | config
-    with Engine.from_pretrained(directory, EngineConfig(**fields)) as engine:
-        yield engine
 
 
 def results(engine: Engine) -> torch.Tensor:
