@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,17 +21,16 @@ from stepgraph.runtime.request import TokenLogprobs
 from ..rigs.engine_rig import greedy, loop_of, tokens_of
 from ..rigs.parallel_rig import PROMPTS, children, opened
 from ..rigs.reload_rig import Write, make_write
-from ..rigs.tiny_models import VARIANTS, TinyModel
+from ..rigs.tiny_models import VARIANTS, Tiny, TinyModel
 
 __all__ = ["make_write"]
 
-TinyModels = Callable[[str], TinyModel]
 SAMPLED = SamplingParams(
     max_tokens=10, temperature=0.9, top_p=0.95, seed=7, ignore_eos=True, logprobs=3
 )
 
 
-def allowed(tiny: TinyModels, variant: str) -> list[int]:
+def allowed(tiny: Tiny, variant: str) -> list[int]:
     """2 and 4, as far as the model can be split."""
     from stepgraph.runtime.loading.loader import resolve_source
     from stepgraph.runtime.models.plan import plan_of
@@ -45,7 +44,7 @@ def allowed(tiny: TinyModels, variant: str) -> list[int]:
     "variant",
     [v if v == "base" else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS],
 )
-def test_greedy_tokens_of_every_family(tiny: TinyModels, variant: str) -> None:
+def test_greedy_tokens_of_every_family(tiny: Tiny, variant: str) -> None:
     directory = tiny(variant).directory
     every = allowed(tiny, variant)
     if not every:
@@ -64,7 +63,7 @@ def test_greedy_tokens_of_every_family(tiny: TinyModels, variant: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_quantised_cache(tiny: TinyModels, kv_dtype: str) -> None:
+def test_quantised_cache(tiny: Tiny, kv_dtype: str) -> None:
     """Keys and values are rounded by head, so that ranks round them as one process does."""
     found = []
     for ranks in (1, 2):
@@ -77,7 +76,7 @@ def test_quantised_cache(tiny: TinyModels, kv_dtype: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(tiny: TinyModels) -> Iterator[tuple[Engine, Engine]]:
+def pair(tiny: Tiny) -> Iterator[tuple[Engine, Engine]]:
     """An engine of one process and one of two, with all features on."""
     fields: dict[str, Any] = {
         "prompt_embeds": True,
@@ -127,7 +126,7 @@ def test_prompt_logprobs(pair: tuple[Engine, Engine]) -> None:
     assert all(len(output.prompt_logprobs or ()) > 2 for output in outputs)
 
 
-def test_prompt_logprobs_of_a_chunk_that_ends_within_a_slice(tiny: TinyModels) -> None:
+def test_prompt_logprobs_of_a_chunk_that_ends_within_a_slice(tiny: Tiny) -> None:
     prompts, params = [[*range(3, 25)]], greedy(prompt_logprobs=0)
     found = []
     for ranks in (1, 2):
@@ -150,7 +149,7 @@ def test_prompt_embeds(pair: tuple[Engine, Engine]) -> None:
     both(pair, PROMPTS, greedy())  # no embedding remains
 
 
-def test_swapped_requests(tiny: TinyModels) -> None:
+def test_swapped_requests(tiny: Tiny) -> None:
     fields: dict[str, Any] = {
         "num_blocks": 14,
         "host_cache_bytes": 1 << 20,
@@ -165,7 +164,7 @@ def test_swapped_requests(tiny: TinyModels) -> None:
 
 
 @pytest.mark.slow
-def test_reloaded_weights(tiny: TinyModels, write: Write) -> None:
+def test_reloaded_weights(tiny: Tiny, write: Write) -> None:
     other = write(seed=3)
     with opened(other) as engine:
         expected = tokens_of(engine.generate(PROMPTS, greedy()))
@@ -182,7 +181,7 @@ def test_reloaded_weights(tiny: TinyModels, write: Write) -> None:
         pytest.param("compile", "torch", marks=pytest.mark.slow),
     ],
 )
-def test_modes(tiny: TinyModels, mode: str, kernels: str) -> None:
+def test_modes(tiny: Tiny, mode: str, kernels: str) -> None:
     with opened(tiny("base").directory) as engine:
         expected = tokens_of(engine.generate(PROMPTS, greedy()))
     fields: dict[str, Any] = {"mode": mode, "kernels": kernels, "max_itl_ms": 50.0, "buckets": (4,)}

@@ -4,7 +4,6 @@ the drafts those of one process."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from stepgraph.runtime.scheduling.plan import Proposed
 
 from ..rigs.engine_rig import MIXED_PARAMS, loop_of, parts_of
 from ..rigs.parallel_rig import children, opened
-from ..rigs.tiny_models import TinyModel
+from ..rigs.tiny_models import Tiny, TinyModel
 from ..speculation import test_eagle3
 from ..speculation.test_drafter_engine import MTP, SHARED, prompts, speculation
 from ..speculation.test_speculation import run_mixed
@@ -157,7 +156,7 @@ def test_every_drafter(base: TinyModel, kind: str, config: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_outputs_with_a_grammar(tiny: Callable[[str], TinyModel]) -> None:
+def test_outputs_with_a_grammar(tiny: Tiny) -> None:
     """Rows with a grammar verify forced text, and others what the drafter proposes."""
     directory = tiny("text").directory
     config: dict[str, Any] = {"structured_output": True, "max_model_len": 128}

@@ -30,7 +30,6 @@ from ..rigs.engine_rig import greedy, loop_of
 from ..rigs.parallel_rig import PROMPTS, SIZES, children, opened, wait_until_gone
 from ..rigs.tiny_models import TinyModel
 
-TinyModels = Callable[[str], TinyModel]
 TIMEOUT = 3.0
 BOUND = 20.0
 """Seconds from a failure to the error: the timeout, and a machine that runs much else."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ..rigs.engine_rig import loop_of
 from ..rigs.parallel_rig import SIZES, children, opened
 from ..rigs.speculation_rig import guess
 from ..rigs.structured_rig import GRAMMARS
-from ..rigs.tiny_models import TinyModel
+from ..rigs.tiny_models import Tiny
 from ..speculation.test_speculation import run_mixed
 
 pytestmark = pytest.mark.native_kernels
@@ -79,7 +79,7 @@ def check_equal(pair: Pair) -> None:
 
 
 @pytest.fixture(scope="module", name="pair")
-def make_pair(tiny: Callable[[str], TinyModel]) -> Iterator[Pair]:
+def make_pair(tiny: Tiny) -> Iterator[Pair]:
     kernels = "native" if have_compiler() else "torch"
     with pair_of(tiny("text").directory, kernels=kernels) as pair:
         yield pair
@@ -149,7 +149,7 @@ def test_aborted_rows_leave_nothing_to_the_next(pair: Pair) -> None:
     ],
     ids=str,
 )
-def test_modes(tiny: Callable[[str], TinyModel], config: dict[str, Any]) -> None:
+def test_modes(tiny: Tiny, config: dict[str, Any]) -> None:
     if not have_compiler():
         pytest.skip("needs a C++ compiler")
     with pair_of(tiny("text").directory, **config) as pair:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from stepgraph.cache.arena import Storage
-from stepgraph.runtime import ConfigError, Engine, RequestOutput, SamplingParams
+from stepgraph.runtime import ConfigError, RequestOutput, SamplingParams
 from stepgraph.runtime.kernels import (
     KernelChoice,
     Kernels,
@@ -20,12 +20,12 @@ from stepgraph.runtime.kernels import (
     select_kernels,
 )
 
-from ..conftest import TinyModel
+from ..rigs.engine_rig import Open
 from ..rigs.invariance_rig import Forced, decode_steps, random_steps, same_bits
+from ..rigs.tiny_models import Tiny
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
 
-Tiny = Callable[[str], TinyModel]
 CPU = torch.device("cpu")
 BF16, F32 = torch.bfloat16, torch.float32
 LENGTHS = (290, 30, 61)
@@ -143,7 +143,7 @@ def bits(outputs: Sequence[RequestOutput]) -> list[Any]:
     ids=["odd", "gemma2", "deepseek_v3"],
 )
 def test_log_probabilities_do_not_depend_on_the_engine(
-    open_engine: Callable[..., Engine],
+    open_engine: Open,
     tiny: Tiny,
     variant: str,
     dtype: str,
@@ -187,7 +187,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("variant", "settings"), REFUSED, ids=str)
 def test_what_cannot_be_invariant_is_refused(
-    open_engine: Callable[..., Engine], variant: str, settings: dict[str, Any]
+    open_engine: Open, variant: str, settings: dict[str, Any]
 ) -> None:
     field = "mode" if settings.get("mode") == "graph" else "batch_invariant"
     with pytest.raises(ConfigError, check=lambda error: error.field == field):

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
-from stepgraph.runtime import Engine, RequestOutput, SamplingParams
+from stepgraph.runtime import RequestOutput, SamplingParams
 
-from ..rigs.engine_rig import greedy, keep_in_flight, run
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.engine_rig import Open, greedy, keep_in_flight, run
+from ..rigs.tiny_models import TinyModel
 
 pytestmark = pytest.mark.native_kernels
 
 
-def test_outputs_grow_token_by_token(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+def test_outputs_grow_token_by_token(open_engine: Open, base: TinyModel) -> None:
     engine = open_engine("base", prefill_chunk=16)
     prompts = base.prompts(20, 4, seed=61)
     expected = base.greedy(prompts, 12)
@@ -39,9 +35,7 @@ def test_outputs_grow_token_by_token(open_engine: Callable[..., Engine], base: T
     assert engine.step() == []
 
 
-def test_generate_with_params_of_each_prompt(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
+def test_generate_with_params_of_each_prompt(open_engine: Open, base: TinyModel) -> None:
     engine = open_engine("base")
     prompts = base.prompts(5, 6, 7, seed=62)
     outputs = engine.generate(prompts, [greedy(3), greedy(9, n=2), greedy(1, logprobs=2)])
@@ -53,9 +47,7 @@ def test_generate_with_params_of_each_prompt(
     assert engine.generate([], greedy()) == []
 
 
-def test_generate_loses_no_output_of_other_requests(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
+def test_generate_loses_no_output_of_other_requests(open_engine: Open, base: TinyModel) -> None:
     engine = open_engine("base")
     prompts = base.prompts(5, 6, 7, 8, seed=63)
     expected = base.greedy(prompts, 30)
@@ -71,9 +63,7 @@ def test_generate_loses_no_output_of_other_requests(
     assert final[long].token_ids == expected[1]
 
 
-def test_smaller_priority_is_served_first(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
+def test_smaller_priority_is_served_first(open_engine: Open, base: TinyModel) -> None:
     engine = open_engine("base", max_num_seqs=1)
     (prompt,) = base.prompts(5, seed=66)
     for name, priority in (("late", 1), ("usual", 0), ("next", 0), ("first", -5)):
@@ -81,9 +71,7 @@ def test_smaller_priority_is_served_first(
     assert list(run(engine)) == ["first", "usual", "next", "late"]
 
 
-def test_smaller_priority_is_preempted_last(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
+def test_smaller_priority_is_preempted_last(open_engine: Open, base: TinyModel) -> None:
     engine = open_engine("base", num_blocks=9, block_size=4)
     prompts = base.prompts(8, 8, seed=67)
     engine.add_request(prompts[0], greedy(20), "usual")
@@ -96,7 +84,7 @@ def test_smaller_priority_is_preempted_last(
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
-def test_abort(open_engine: Callable[..., Engine], base: TinyModel, in_flight: int) -> None:
+def test_abort(open_engine: Open, base: TinyModel, in_flight: int) -> None:
     engine = open_engine("base", max_num_seqs=1)
     keep_in_flight(engine, in_flight)
     prompts = base.prompts(5, 6, 7, seed=68)
@@ -126,9 +114,7 @@ def test_abort(open_engine: Callable[..., Engine], base: TinyModel, in_flight: i
     engine.check_integrity()
 
 
-def test_abort_of_the_only_request_and_of_children(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
+def test_abort_of_the_only_request_and_of_children(open_engine: Open, base: TinyModel) -> None:
     engine = open_engine("base", max_num_seqs=2)
     (prompt,) = base.prompts(5, seed=69)
     request_id = engine.add_request(prompt, greedy(n=5))  # two run, three wait
@@ -144,7 +130,7 @@ def test_abort_of_the_only_request_and_of_children(
 
 
 def test_end_of_sequence_tokens_of_the_generation_config(
-    open_engine: Callable[..., Engine], base: TinyModel
+    open_engine: Open, base: TinyModel
 ) -> None:
     eos = base.reference.generation_config.eos_token_id
     engine = open_engine("base")
@@ -166,7 +152,7 @@ def test_end_of_sequence_tokens_of_the_generation_config(
     assert ends >= set(eos), "the prompts do not show every token of the list"
 
 
-def test_stop_token_ids_and_max_tokens(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+def test_stop_token_ids_and_max_tokens(open_engine: Open, base: TinyModel) -> None:
     engine = open_engine("base")
     (prompt,) = base.prompts(9, seed=71)
     ((*tokens,),) = base.greedy([prompt], 20)
@@ -183,7 +169,7 @@ def test_stop_token_ids_and_max_tokens(open_engine: Callable[..., Engine], base:
         assert (output.token_ids, output.finish_reason) == (expected, reason)
 
 
-def test_stats_count(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+def test_stats_count(open_engine: Open, base: TinyModel) -> None:
     engine = open_engine("base", prefill_chunk=16, max_num_seqs=4)
     engine.generate(base.prompts(20, 3, seed=95), greedy(10, n=2))
     stats = engine.stats()

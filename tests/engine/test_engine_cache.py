@@ -4,17 +4,15 @@ the tokens are those of a request that runs alone and computes everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from stepgraph.runtime import Engine, SamplingParams
 
-from ..rigs.engine_rig import greedy, loop_of, parts_of, run, tokens_of
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.engine_rig import Open, greedy, loop_of, parts_of, run, tokens_of
+from ..rigs.tiny_models import Tiny, TinyModel
 
 pytestmark = pytest.mark.native_kernels
 
@@ -45,7 +43,7 @@ def shared_prompts(model: TinyModel) -> list[list[int]]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_prefix_cache_changes_no_token(
-    open_engine: Callable[..., Engine], base: TinyModel, block_size: int, mode: str
+    open_engine: Open, base: TinyModel, block_size: int, mode: str
 ) -> None:
     prompts = shared_prompts(base)
     expected = base.greedy(prompts, NEW_TOKENS)
@@ -71,7 +69,7 @@ def test_prefix_cache_changes_no_token(
         assert stats["blocks"]["cached"] > 0
 
 
-def test_salts_keep_tenants_apart(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+def test_salts_keep_tenants_apart(open_engine: Open, base: TinyModel) -> None:
     engine = open_engine("base", block_size=4)
     (prompt,) = base.prompts(30, seed=34)
     cached = []
@@ -88,11 +86,7 @@ def test_salts_keep_tenants_apart(open_engine: Callable[..., Engine], base: Tiny
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("prefix_cache", sweep([True, False], False))
 def test_forks_equal_separate_requests(
-    open_engine: Callable[..., Engine],
-    base: TinyModel,
-    block_size: int,
-    prefix_cache: bool,
-    mode: str,
+    open_engine: Open, base: TinyModel, block_size: int, prefix_cache: bool, mode: str
 ) -> None:
     """Completions of one request draw what they would draw had they computed the prompt."""
     engine = open_engine(
@@ -134,7 +128,7 @@ def _run_with_seed(engine: Engine, prompt: list[int], params: SamplingParams, se
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("host_cache_bytes", [1 << 20, 0])
 def test_preemption_changes_no_token(
-    open_engine: Callable[..., Engine],
+    open_engine: Open,
     base: TinyModel,
     block_size: int,
     prefix_cache: bool,
@@ -172,11 +166,7 @@ def test_preemption_changes_no_token(
 @pytest.mark.parametrize("variant", ["qwen3", "mistral", "gemma2", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_family_shares_forks_and_swaps(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    variant: str,
-    host_cache_bytes: int,
-    mode: str,
+    open_engine: Open, tiny: Tiny, variant: str, host_cache_bytes: int, mode: str
 ) -> None:
     """Windows, hybrids and latents through the same cache, which is too small for all rows."""
     model = tiny(variant)
@@ -213,7 +203,7 @@ def test_every_family_shares_forks_and_swaps(
 
 
 def test_what_ran_during_a_reset_is_not_shared_afterwards(
-    open_engine: Callable[..., Engine], base: TinyModel
+    open_engine: Open, base: TinyModel
 ) -> None:
     engine = open_engine("base", block_size=4)
     (prompt,) = base.prompts(30, seed=44)

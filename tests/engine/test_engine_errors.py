@@ -20,13 +20,13 @@ from stepgraph.runtime import (
     SamplingParams,
 )
 
-from ..rigs.tiny_models import TinyModel, changed_checkpoint
+from ..rigs.tiny_models import Tiny, TinyModel, changed_checkpoint
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: Callable[[str], TinyModel]) -> Any:
+def engine(tiny: Tiny) -> Any:
     """At most 32 tokens a sequence."""
     config = EngineConfig(device="cpu", mode="eager", max_num_seqs=4, max_model_len=32)
     with Engine.from_pretrained(tiny("base").directory, config) as engine:
@@ -36,7 +36,7 @@ def engine(tiny: Callable[[str], TinyModel]) -> Any:
 
 
 @pytest.fixture
-def checkpoint(tiny: Callable[[str], TinyModel], tmp_path: Path) -> Path:
+def checkpoint(tiny: Tiny, tmp_path: Path) -> Path:
     """A copy of a checkpoint, to be damaged."""
     return shutil.copytree(tiny("base").directory, tmp_path / "checkpoint")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from stepgraph.runtime import Engine
@@ -14,10 +13,8 @@ from stepgraph.runtime.engine import loop, startup
 from stepgraph.runtime.execution import runner
 from stepgraph.runtime.execution.step_key import StepKey
 
-from ..rigs.engine_rig import greedy, loop_of
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.engine_rig import Open, greedy, loop_of
+from ..rigs.tiny_models import TinyModel
 
 pytestmark = pytest.mark.native_kernels
 
@@ -86,7 +83,7 @@ def serve(engine: Engine, model: TinyModel, clock: Clock) -> tuple[list[list[int
 
 
 def test_steps_beside_decoding_rows_stay_within_the_budget(
-    open_engine: Callable[..., Engine], base: TinyModel, clock: Clock
+    open_engine: Open, base: TinyModel, clock: Clock
 ) -> None:
     plain = open_engine("base", prefill_chunk=64)
     tokens, took = serve(plain, base, clock)
@@ -107,7 +104,7 @@ def test_steps_beside_decoding_rows_stay_within_the_budget(
     assert engine.stats()["fallbacks"] == 0
 
 
-def test_steps_leave_no_cyclic_garbage(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+def test_steps_leave_no_cyclic_garbage(open_engine: Open, base: TinyModel) -> None:
     """Requests that come, decode and go; prompts in several chunks."""
     engine = open_engine("base", prefill_chunk=16, max_itl_ms=500.0)
     prompts = base.prompts(9, 50, 7, 30, 12, seed=5)

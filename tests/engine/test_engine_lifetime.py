@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -21,15 +20,13 @@ from stepgraph.runtime import (
     EngineFailedError,
 )
 
-from ..rigs.engine_rig import greedy, parts_of
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.engine_rig import Open, greedy, parts_of
+from ..rigs.tiny_models import TinyModel
 
 pytestmark = pytest.mark.native_kernels
 
 
-def test_closed_engine_says_so(open_engine: Callable[..., Engine]) -> None:
+def test_closed_engine_says_so(open_engine: Open) -> None:
     engine = open_engine("base")
     with engine as same:
         assert same is engine
@@ -100,7 +97,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
-def test_closed_engine_holds_no_tensor(open_engine: Callable[..., Engine], mode: str) -> None:
+def test_closed_engine_holds_no_tensor(open_engine: Open, mode: str) -> None:
     """Without help from the collector: memory in a cycle is free only when Python thinks of it."""
     engine = open_engine("micro", mode=mode)
     engine.generate([[1, 2]], greedy(4))
@@ -125,9 +122,7 @@ def break_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts_of(engine).runner, "launch", launch)
 
 
-def test_failed_engine_says_so(
-    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_engine_says_so(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_engine("base")
     engine.add_request([1, 2], greedy())
     engine.step()
@@ -152,7 +147,7 @@ def test_failed_engine_says_so(
 
 
 def test_failed_engine_gives_memory_back(
-    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error that it keeps has a traceback, and that has frames, which hold everything."""
     engine = open_engine("base")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import pytest
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import SamplingParams
 
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.engine_rig import Open
+from ..rigs.tiny_models import TinyModel
 
 
-def test_repetition_penalty_equals_transformers(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
+def test_repetition_penalty_equals_transformers(open_engine: Open, base: TinyModel) -> None:
     prompts = base.prompts(12, 5, 30, 2, 8, seed=21)
     params = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, repetition_penalty=1.7)
     outputs = open_engine("base").generate(prompts, params)
@@ -23,9 +18,7 @@ def test_repetition_penalty_equals_transformers(
     assert expected != base.greedy(prompts, 48), "the penalty has no effect"
 
 
-def test_min_tokens_equals_transformers(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
+def test_min_tokens_equals_transformers(open_engine: Open, base: TinyModel) -> None:
     prompts = base.prompts(12, 5, 30, seed=22)
     engine = open_engine("base")
     for prompt in prompts:
@@ -41,7 +34,7 @@ def test_min_tokens_equals_transformers(
         assert output.finish_reason == ("stop" if len(output.token_ids) < 40 else "length")
 
 
-def test_logprobs_equal_transformers(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+def test_logprobs_equal_transformers(open_engine: Open, base: TinyModel) -> None:
     prompts = base.prompts(12, 5, 30, 1, 7, seed=23)
     counts = [0, 1, 5, 20, None]
     params = [

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from stepgraph.runtime import Engine, RequestOutput, SamplingParams
+from stepgraph.runtime import RequestOutput, SamplingParams
 from tokenizers import Tokenizer
 
-from ..rigs.engine_rig import greedy
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.engine_rig import Open, greedy
+from ..rigs.tiny_models import Tiny
 
 pytestmark = pytest.mark.native_kernels
 
 
 @pytest.fixture
-def text_tokenizer(tiny: Callable[[str], TinyModel]) -> Tokenizer:
+def text_tokenizer(tiny: Tiny) -> Tokenizer:
     return Tokenizer.from_file(str(tiny("text").directory / "tokenizer.json"))
 
 
@@ -33,9 +30,7 @@ def ascii_bias(text_tokenizer: Tokenizer) -> dict[int, float]:
 
 
 def test_text_is_the_tokenizers(
-    open_engine: Callable[..., Engine],
-    text_tokenizer: Tokenizer,
-    ascii_bias: dict[int, float],
+    open_engine: Open, text_tokenizer: Tokenizer, ascii_bias: dict[int, float]
 ) -> None:
     engine = open_engine("text")
     prompts = ["def main():", "the café", "s"]
@@ -59,7 +54,7 @@ def test_text_is_the_tokenizers(
 
 @pytest.mark.parametrize("config", [{}, {"steps_per_launch": 4}, {"num_blocks": 9}], ids=str)
 def test_deltas_join_to_the_output(
-    open_engine: Callable[..., Engine], ascii_bias: dict[int, float], config: dict[str, Any]
+    open_engine: Open, ascii_bias: dict[int, float], config: dict[str, Any]
 ) -> None:
     """Held-back text, several completions, preemption, an abort, and `generate` in between."""
     engine = open_engine("text", max_num_seqs=4, block_size=8, **config)
@@ -99,7 +94,7 @@ def test_deltas_join_to_the_output(
         assert engine.stats()["preemptions"] > 0
 
 
-def test_special_tokens_in_the_text(open_engine: Callable[..., Engine]) -> None:
+def test_special_tokens_in_the_text(open_engine: Open) -> None:
     engine = open_engine("text")
     special = greedy(3, logit_bias={0: 100.0})  # <s>
     (hidden,) = engine.generate("the", special)

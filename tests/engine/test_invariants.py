@@ -5,16 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 
-from ..rigs.engine_rig import keep_in_flight, loop_of, parts_of, tokens_of
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.engine_rig import Open, keep_in_flight, loop_of, parts_of, tokens_of
+from ..rigs.tiny_models import Tiny, TinyModel
 
 pytestmark = pytest.mark.native_kernels
 
@@ -39,7 +37,7 @@ Tokens = list[list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def model(tiny: Callable[[str], TinyModel]) -> TinyModel:
+def model(tiny: Tiny) -> TinyModel:
     return tiny(MODEL)
 
 
@@ -102,10 +100,7 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", SHAPES, ids=str)
 def test_tokens_do_not_depend_on_the_shape_of_the_engine(
-    open_engine: Callable[..., Engine],
-    prompts: list[list[int]],
-    alone: Tokens,
-    config: dict[str, Any],
+    open_engine: Open, prompts: list[list[int]], alone: Tokens, config: dict[str, Any]
 ) -> None:
     engine = open_engine(MODEL, **config)
     assert tokens_of(engine.generate(prompts, PARAMS)) == alone
@@ -131,7 +126,7 @@ def test_tokens_do_not_depend_on_the_mode(
 
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_tokens_do_not_depend_on_who_comes_and_goes(
-    open_engine: Callable[..., Engine], prompts: list[list[int]], alone: Tokens, in_flight: int
+    open_engine: Open, prompts: list[list[int]], alone: Tokens, in_flight: int
 ) -> None:
     """Requests arrive at any time with any priority, and others are aborted around them."""
     rng = random.Random(in_flight)
@@ -164,9 +159,7 @@ def test_tokens_do_not_depend_on_who_comes_and_goes(
     assert not arena(engine)[:, :, 0].isnan().any(), "the null block took up a NaN"
 
 
-def test_children_differ_and_are_reproducible(
-    open_engine: Callable[..., Engine], prompts: list[list[int]]
-) -> None:
+def test_children_differ_and_are_reproducible(open_engine: Open, prompts: list[list[int]]) -> None:
     engine = open_engine(MODEL)
     many = SamplingParams(**SAMPLED, seed=9, n=6)
     (first,), (second,) = (tokens_of(engine.generate([prompts[2]], many)) for _ in range(2))
@@ -184,10 +177,7 @@ def test_children_differ_and_are_reproducible(
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_padding_writes_to_the_null_block_only(
-    open_engine: Callable[..., Engine],
-    compiled: Callable[[str], Engine],
-    model: TinyModel,
-    mode: str,
+    open_engine: Open, compiled: Callable[[str], Engine], model: TinyModel, mode: str
 ) -> None:
     """One request of 5 + 10 tokens, in a decode bucket and a prefill bucket that it cannot fill."""
     engine = (
@@ -230,7 +220,7 @@ FORMER_OWNERS = [
 
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_a_recycled_row_carries_nothing_over(
-    open_engine: Callable[..., Engine], prompts: list[list[int]], alone: Tokens, in_flight: int
+    open_engine: Open, prompts: list[list[int]], alone: Tokens, in_flight: int
 ) -> None:
     engine = open_engine(MODEL, max_num_seqs=1)
     keep_in_flight(engine, in_flight)
@@ -243,7 +233,7 @@ def test_a_recycled_row_carries_nothing_over(
 
 
 def test_a_row_left_in_the_middle_carries_nothing_over(
-    open_engine: Callable[..., Engine], prompts: list[list[int]], alone: Tokens
+    open_engine: Open, prompts: list[list[int]], alone: Tokens
 ) -> None:
     """An aborted request has a step in flight that still writes to its row and blocks."""
     engine = open_engine(MODEL, max_num_seqs=1, prefill_chunk=16, prefix_cache=False)
@@ -263,7 +253,7 @@ def test_a_row_left_in_the_middle_carries_nothing_over(
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_a_missing_step_is_served_and_counted(
-    open_engine: Callable[..., Engine],
+    open_engine: Open,
     compiled: Callable[[str], Engine],
     prompts: list[list[int]],
     alone: Tokens,

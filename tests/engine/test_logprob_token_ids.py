@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stepgraph.runtime import Engine
 
-from ..rigs.engine_rig import greedy
-from ..rigs.tiny_models import TinyModel
+from ..rigs.engine_rig import Open, greedy
+from ..rigs.tiny_models import Tiny
 
 IDS = (3, 40, 41)
 
@@ -28,10 +26,7 @@ IDS = (3, 40, 41)
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.native_kernels
 def test_chosen_tokens_are_reported(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    config: dict[str, Any],
-    kernels: str,
+    open_engine: Open, tiny: Tiny, config: dict[str, Any], kernels: str
 ) -> None:
     model = tiny("text")
     drafts = config.get("speculation") == "draft_model"

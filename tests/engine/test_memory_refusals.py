@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from stepgraph.runtime.engine import startup
 from stepgraph.runtime.loading.checkpoint import CheckpointReader
 from stepgraph.runtime.models.transformers import loading
 
+from ..rigs.engine_rig import Open
 from ..rigs.tiny_models import TinyModel
 
 
@@ -83,7 +83,7 @@ def test_memory_terms_besides_weights(
 
 
 def test_memory_plans_before_and_after_kernels_agree(
-    base: TinyModel, monkeypatch: pytest.MonkeyPatch, open_engine: Callable[..., Engine]
+    base: TinyModel, monkeypatch: pytest.MonkeyPatch, open_engine: Open
 ) -> None:
     """An engine that fits to the byte is not refused by the plan before its kernels exist."""
     needed = refusal(base.directory, mode="eager", memory_bytes=2 << 20).needed_bytes

@@ -9,7 +9,7 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +18,7 @@ from stepgraph.runtime.engine.request_output import RequestOutput
 from stepgraph.runtime.kernels import have_compiler
 
 from ..rigs.engine_rig import keep_in_flight, opened, parts_of
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import Tiny, TinyModel
 
 pytestmark = pytest.mark.native_kernels
 
@@ -47,9 +45,7 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module")
-def nan_model(
-    tiny: Callable[[str], TinyModel], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+def nan_model(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return the checkpoint of a variant with NaN in the embedding of `NAN_TOKEN`."""
     made: dict[str, Path] = {}
 
@@ -108,7 +104,7 @@ CASES = [
 @pytest.mark.parametrize("kernels", KERNELS, ids=str)
 @pytest.mark.parametrize(("variant", "config", "in_flight"), CASES, ids=str)
 def test_only_the_row_ends(
-    tiny: Callable[[str], TinyModel],
+    tiny: Tiny,
     nan_model: Callable[[str], Path],
     variant: str,
     config: dict[str, Any],
@@ -143,7 +139,7 @@ def cached(engine: Engine, prompt: Sequence[int]) -> int:
 
 @pytest.mark.parametrize("chunk", [5, 64])
 def test_what_the_row_computed_is_not_found(
-    tiny: Callable[[str], TinyModel], nan_model: Callable[[str], Path], chunk: int
+    tiny: Tiny, nan_model: Callable[[str], Path], chunk: int
 ) -> None:
     """Blocks that finite logits came from stay."""
     prompt, tail = without_nan_token(tiny(MODEL), 16, 8, seed=7)
@@ -164,7 +160,7 @@ def test_what_the_row_computed_is_not_found(
         engine.check_integrity()
 
 
-def test_the_cache_recovers_from_blocks_that_went_bad(tiny: Callable[[str], TinyModel]) -> None:
+def test_the_cache_recovers_from_blocks_that_went_bad(tiny: Tiny) -> None:
     """An aborted request leaves blocks whose logits were never seen."""
     (prompt,) = tiny(MODEL).prompts(24, seed=8)
     greedy = SamplingParams(**GREEDY)
@@ -184,7 +180,7 @@ def test_the_cache_recovers_from_blocks_that_went_bad(tiny: Callable[[str], Tiny
 
 
 def test_score_refuses_logits_without_a_distribution(
-    tiny: Callable[[str], TinyModel], nan_model: Callable[[str], Path]
+    tiny: Tiny, nan_model: Callable[[str], Path]
 ) -> None:
     (tokens,) = without_nan_token(tiny(MODEL), 10, seed=9)
     with opened(nan_model(MODEL), block_size=4) as engine:
@@ -196,9 +192,7 @@ def test_score_refuses_logits_without_a_distribution(
         assert torch.equal(engine.score(tokens, 4), expected)
 
 
-def test_log_probabilities_of_impossible_tokens_are_left_out(
-    tiny: Callable[[str], TinyModel], tmp_path: Path
-) -> None:
+def test_log_probabilities_of_impossible_tokens_are_left_out(tiny: Tiny, tmp_path: Path) -> None:
     """A model that masks all tokens but three in its head, for some prompts."""
     model = copy.deepcopy(tiny(MODEL).reference)
     with torch.no_grad():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +16,8 @@ from stepgraph.runtime import (
     RequestError,
 )
 
-from ..rigs.engine_rig import greedy
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.engine_rig import Open, greedy
+from ..rigs.tiny_models import TinyModel
 
 pytestmark = pytest.mark.native_kernels
 
@@ -57,9 +55,7 @@ def content(seed: int, tokens: int) -> EncodedContent:
 
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
-def test_tokens_are_those_of_transformers(
-    open_engine: Callable[..., Engine], base: TinyModel, mode: str
-) -> None:
+def test_tokens_are_those_of_transformers(open_engine: Open, base: TinyModel, mode: str) -> None:
     """Alone and in one batch with plain prompts, in chunks that cut through the spans."""
     engine = open_engine("base", mode=mode, prompt_embeds=True, prefill_chunk=16, block_size=4)
     prompts = base.prompts(30, 41, 9, 25)
@@ -79,7 +75,7 @@ def test_tokens_are_those_of_transformers(
     engine.check_integrity()
 
 
-def test_blocks_are_shared_by_content(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+def test_blocks_are_shared_by_content(open_engine: Open, base: TinyModel) -> None:
     engine = open_engine("base", prompt_embeds=True, block_size=4)
     (ids,) = base.prompts(30)
     same, other = content(1, 8), content(2, 8)
@@ -96,9 +92,7 @@ def test_blocks_are_shared_by_content(open_engine: Callable[..., Engine], base: 
     assert cached([]) == 8
 
 
-def test_preempted_prompts_show_their_embeddings_again(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
+def test_preempted_prompts_show_their_embeddings_again(open_engine: Open, base: TinyModel) -> None:
     engine = open_engine("base", prompt_embeds=True, block_size=4, num_blocks=24, max_num_seqs=3)
     prompts = base.prompts(20, 21, 22)
     spans = [[EmbeddedSpan(5, content(i, 9))] for i in range(3)]

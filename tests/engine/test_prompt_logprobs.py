@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime import EmbeddedSpan, EncodedContent, Engine, PromptEmbeds, RequestOutput
+from stepgraph.runtime import EmbeddedSpan, EncodedContent, PromptEmbeds, RequestOutput
 from stepgraph.runtime.errors import NonFiniteLogitsError
 
-from ..rigs.engine_rig import greedy, run
+from ..rigs.engine_rig import Open, greedy, run
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import Tiny, TinyModel
 
 LENGTHS = (29, 1, 2, 64, 7)
 SCORED = greedy(8, prompt_logprobs=3)
@@ -51,9 +49,7 @@ def assert_all(
 @pytest.mark.parametrize(
     "variant", ["base", "odd", "qwen3", "mistral", "gemma2", "gemma3", "deepseek_v3"]
 )
-def test_scores_are_those_of_transformers(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
-) -> None:
+def test_scores_are_those_of_transformers(open_engine: Open, tiny: Tiny, variant: str) -> None:
     """Soft caps, windows, biases, tied and untied heads; chunks end anywhere in the prompts."""
     model = tiny(variant)
     prompts = model.prompts(*LENGTHS)
@@ -68,12 +64,7 @@ def test_scores_are_those_of_transformers(
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chunk=st.integers(1, 40), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5))
-def test_any_chunks(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    chunk: int,
-    lengths: list[int],
-) -> None:
+def test_any_chunks(open_engine: Open, tiny: Tiny, chunk: int, lengths: list[int]) -> None:
     model = tiny("micro")
     prompts = model.prompts(*lengths)
     engine = open_engine("micro", block_size=4, prefill_chunk=chunk, max_num_seqs=3)
@@ -82,9 +73,7 @@ def test_any_chunks(
     engine.close()
 
 
-def test_cached_prompts_are_scored_and_shared(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
+def test_cached_prompts_are_scored_and_shared(open_engine: Open, base: TinyModel) -> None:
     engine = open_engine("base", block_size=4, prefill_chunk=16)
     prompts = base.prompts(33, 50)
     for _ in range(2):  # the second time all blocks are in the prefix cache
@@ -96,7 +85,7 @@ def test_cached_prompts_are_scored_and_shared(
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_completions_share_the_prompt_of_the_first(
-    open_engine: Callable[..., Engine], base: TinyModel, max_tokens: int
+    open_engine: Open, base: TinyModel, max_tokens: int
 ) -> None:
     engine = open_engine("base", block_size=4, prefill_chunk=11)
     (prompt,) = base.prompts(30)
@@ -113,7 +102,7 @@ def test_completions_share_the_prompt_of_the_first(
 @pytest.mark.parametrize("host_cache_bytes", [1 << 20, 0])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_preempted_prompts_are_scored_once(
-    open_engine: Callable[..., Engine], base: TinyModel, host_cache_bytes: int, prefix_cache: bool
+    open_engine: Open, base: TinyModel, host_cache_bytes: int, prefix_cache: bool
 ) -> None:
     """Decoding rows grow and preempt a prompt between two of its chunks. They do not change."""
     engine = open_engine(
@@ -138,10 +127,7 @@ def test_preempted_prompts_are_scored_once(
 
 @pytest.mark.parametrize("host_cache_bytes", [1 << 20, 0])
 def test_steps_in_flight(
-    open_engine: Callable[..., Engine],
-    fake_graphs: FakeGraphs,
-    base: TinyModel,
-    host_cache_bytes: int,
+    open_engine: Open, fake_graphs: FakeGraphs, base: TinyModel, host_cache_bytes: int
 ) -> None:
     """Captured steps of a device that works after the host has launched the next one."""
     engine = open_engine(
@@ -164,7 +150,7 @@ def test_steps_in_flight(
     assert engine.stats()["fallbacks"] == 0
 
 
-def test_embeddings_have_no_score(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+def test_embeddings_have_no_score(open_engine: Open, base: TinyModel) -> None:
     """Tokens after them do, given the embeddings."""
     engine = open_engine("base", prompt_embeds=True, prefill_chunk=6)
     (prompt,) = base.prompts(20)
@@ -184,7 +170,7 @@ def test_embeddings_have_no_score(open_engine: Callable[..., Engine], base: Tiny
 
 
 def test_non_finite_logits_within_a_prompt_end_the_request(
-    open_engine: Callable[..., Engine], base: TinyModel
+    open_engine: Open, base: TinyModel
 ) -> None:
     engine = open_engine("base", prefill_chunk=4)
     poisoned, sound = base.prompts(20, 20)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +12,7 @@ from stepgraph.runtime.errors import CheckpointError, ConfigError, EngineFailedE
 from stepgraph.runtime.loading.checkpoint import CheckpointReader
 
 from ..rigs.reload_rig import TOKENS, Write, make_write, opened, unchanged  # noqa: F401
-from ..rigs.tiny_models import changed_checkpoint
-
-if TYPE_CHECKING:
-    from ..conftest import TinyModel
-
+from ..rigs.tiny_models import Tiny, TinyModel, changed_checkpoint
 
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
@@ -39,9 +34,7 @@ DIFFERENT: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("variant", DIFFERENT)
-def test_another_model_is_refused(
-    tiny: Callable[[str], TinyModel], write: Write, variant: str
-) -> None:
+def test_another_model_is_refused(tiny: Tiny, write: Write, variant: str) -> None:
     with opened(tiny(variant).directory, block_size=4) as engine:
         for changes in DIFFERENT[variant]:
             second = write(variant, **changes)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -38,10 +38,7 @@ from ..rigs.reload_rig import (  # noqa: F401
     storage,
     unchanged,
 )
-from ..rigs.tiny_models import byte_level_tokenizer
-
-if TYPE_CHECKING:
-    from ..conftest import TinyModel
+from ..rigs.tiny_models import Tiny, TinyModel, byte_level_tokenizer
 
 STEPS = [
     ("base", {}),
@@ -62,7 +59,7 @@ STEPS = [
 
 @pytest.mark.parametrize(("variant", "config"), STEPS)
 def test_equals_a_fresh_engine(
-    tiny: Callable[[str], TinyModel], write: Write, variant: str, config: dict[str, Any]
+    tiny: Tiny, write: Write, variant: str, config: dict[str, Any]
 ) -> None:
     """Bitwise, with the tensors where they were; and back to the first weights."""
     first, second = tiny(variant).directory, write(variant)
@@ -83,9 +80,7 @@ def test_equals_a_fresh_engine(
         engine.check_integrity()  # compares the addresses of all other static tensors
 
 
-def test_text_and_ends_are_those_of_the_new_checkpoint(
-    tiny: Callable[[str], TinyModel], write: Write
-) -> None:
+def test_text_and_ends_are_those_of_the_new_checkpoint(tiny: Tiny, write: Write) -> None:
     second = write("text")
     tokenizer = byte_level_tokenizer(320, ["an other corpus, of other words entirely"] * 8)
     tokenizer.save(str(second / "tokenizer.json"))
@@ -210,7 +205,7 @@ class Reloads(RuleBasedStateMachine):
             assert not self.expected
 
 
-def test_any_order(tiny: Callable[[str], TinyModel], write: Write) -> None:
+def test_any_order(tiny: Tiny, write: Write) -> None:
     sources = {"first": tiny("micro").directory, "second": write("micro")}
     sources |= {"deeper": write("micro", num_hidden_layers=2), "lost": write("micro")}
     (sources["lost"] / "model.safetensors").unlink()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import (
-    Engine,
     EngineConfig,
     KernelSelfTestError,
     SamplingParams,
@@ -30,6 +29,8 @@ from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling.sample_output import SampleOutput
 from stepgraph.runtime.sampling.samplers import SAMPLERS, Sampler
+
+from ..rigs.engine_rig import Open
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
 TINY: dict[str, Any] = {
@@ -118,7 +119,7 @@ def refuse(out: torch.Tensor) -> None:
 )
 def test_a_wrong_stack_leaves_its_place_to_plain_layers(
     monkeypatch: pytest.MonkeyPatch,
-    open_engine: Callable[..., Engine],
+    open_engine: Open,
     change: Callable[[torch.Tensor], object],
     error: str,
 ) -> None:

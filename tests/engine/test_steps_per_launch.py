@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import SamplingParams
 from stepgraph.runtime.kernels import have_compiler
 
-from ..rigs.engine_rig import loop_of, shown
+from ..rigs.engine_rig import Open, loop_of, shown
 from ..rigs.fake_device import oracle
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.scheduler_rig import Rig
+from ..rigs.tiny_models import TinyModel
 from ..speculation.test_speculation import MIXED
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
 
 pytestmark = pytest.mark.native_kernels
 
@@ -81,11 +78,7 @@ MODES = [
 @pytest.mark.parametrize("config", MODES, ids=["eager", "compile", "graph"])
 @pytest.mark.parametrize("steps", [2, 5])
 def test_tokens_are_those_of_single_steps(
-    open_engine: Callable[..., Engine],
-    fake_graphs: FakeGraphs,
-    base: TinyModel,
-    config: dict[str, Any],
-    steps: int,
+    open_engine: Open, fake_graphs: FakeGraphs, base: TinyModel, config: dict[str, Any], steps: int
 ) -> None:
     """Penalties, forks and log-probabilities; one request reaches `max_model_len`."""
     if config["mode"] == "compile":
@@ -109,7 +102,7 @@ def test_tokens_are_those_of_single_steps(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("host_bytes", [1 << 20, 0])
 def test_preemption_and_a_cached_prefix(
-    open_engine: Callable[..., Engine], base: TinyModel, host_bytes: int
+    open_engine: Open, base: TinyModel, host_bytes: int
 ) -> None:
     sizes = {"block_size": 4, "num_blocks": 36, "prefill_chunk": 16, "host_cache_bytes": host_bytes}
     engines = [open_engine("base", **sizes, steps_per_launch=steps) for steps in (1, 3)]
@@ -126,7 +119,7 @@ def test_preemption_and_a_cached_prefix(
 
 
 def test_a_steady_launch_is_one_replay(
-    open_engine: Callable[..., Engine], fake_graphs: FakeGraphs, base: TinyModel
+    open_engine: Open, fake_graphs: FakeGraphs, base: TinyModel
 ) -> None:
     engine = open_engine(
         "base",

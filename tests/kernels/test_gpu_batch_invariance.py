@@ -7,7 +7,7 @@ sums in another order have other bits there too.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -47,15 +47,13 @@ from stepgraph.runtime.kernels.triton.prefill_attention import (
     prefill_tiles,
 )
 
-from ..conftest import TinyModel
 from ..engine.test_self_test import TINY
 from ..rigs.attention_cases import Case, make_case
 from ..rigs.expert_cases import make_mixture
 from ..rigs.gpu_references import reference_store
 from ..rigs.invariance_rig import Forced, Step, decode_steps, random_steps, same_bits
-from ..rigs.tiny_models import VARIANTS
+from ..rigs.tiny_models import VARIANTS, Tiny
 
-Tiny = Callable[[str], TinyModel]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 pytestmark = pytest.mark.skipif(

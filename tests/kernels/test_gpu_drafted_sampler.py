@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +10,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime import Engine
 from stepgraph.runtime.kernels.ops.batch import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.ops.token_masks import LaneMasks, mask_logits
 from stepgraph.runtime.sampling.reference_sampler import sample_drafted, sample_full, sample_greedy
 from stepgraph.runtime.sampling.samplers import SAMPLERS, triton_sampler
 from stepgraph.runtime.sampling_params import SamplingParams
 
+from ..rigs.engine_rig import Open
 from ..rigs.sampling_cases import CASES, FIRST, assert_same, logits_of, params_for, state_of
 from ..rigs.speculation_rig import guess
 from ..speculation.test_speculation import run_mixed
@@ -216,9 +215,7 @@ def test_one_allowed_token_of_logits_that_are_not_finite_otherwise() -> None:
     [pytest.param(None, marks=pytest.mark.slow), {"regex": "(?:ab|cd|[e-z]){9,}"}],
 )
 def test_an_engine_verifies_rows_with_penalties_and_grammars(
-    open_engine: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
-    structured: dict[str, str] | None,
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, structured: dict[str, str] | None
 ) -> None:
     """The steps of an engine, whose sampler is the one in plain torch and then the Triton one."""
     config: dict[str, Any] = {

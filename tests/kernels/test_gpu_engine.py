@@ -6,9 +6,8 @@ On the CPU they run in Triton's interpreter, so models and prompts are as small 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -25,13 +24,12 @@ from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
 from stepgraph.runtime.tools.recorded_steps import record_steps
 
+from ..rigs.engine_rig import Open
 from ..rigs.expert_models import EXPERT_VARIANTS
 from ..rigs.speculation_rig import guess
+from ..rigs.tiny_models import Tiny
 from ..speculation import test_eagle3
 from ..speculation.test_speculation import run_mixed
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
@@ -55,9 +53,7 @@ EXPERTS = [
 
 
 @pytest.fixture
-def gpu_engine(
-    tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Engine]:
+def gpu_engine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Open an engine whose steps are eager calls of the kernels."""
 
     def select(
@@ -90,7 +86,7 @@ def gpu_engine(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_tokens_are_those_of_transformers(
-    gpu_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
+    gpu_engine: Open, tiny: Tiny, variant: str
 ) -> None:
     model = tiny(variant)
     prompts = model.prompts(13, 1, 3, 2)  # chunks in the middle of a prompt, rows handed on
@@ -103,9 +99,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 @pytest.mark.slow
-def test_drafts_and_masks_change_no_token(
-    gpu_engine: Callable[..., Engine], open_engine: Callable[..., Engine]
-) -> None:
+def test_drafts_and_masks_change_no_token(gpu_engine: Open, open_engine: Open) -> None:
     """Rows with and without a grammar, greedy and drawn; right and wrong drafts."""
     params = [
         SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
@@ -125,10 +119,7 @@ def test_drafts_and_masks_change_no_token(
 
 @pytest.mark.slow
 def test_a_head_drafts_on_the_kernels(
-    gpu_engine: Callable[..., Engine],
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    tmp_path: Path,
+    gpu_engine: Open, open_engine: Open, tiny: Tiny, tmp_path: Path
 ) -> None:
     directory, *_ = test_eagle3.write(tmp_path / "drafter")
     speculation = {
@@ -149,10 +140,7 @@ def test_a_head_drafts_on_the_kernels(
 
 @pytest.mark.parametrize("variant", EXPERTS)
 def test_experts_give_the_tokens_of_the_plain_engine(
-    gpu_engine: Callable[..., Engine],
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    variant: str,
+    gpu_engine: Open, open_engine: Open, tiny: Tiny, variant: str
 ) -> None:
     prompts = tiny(variant).prompts(5, 2)
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -164,9 +152,7 @@ def test_experts_give_the_tokens_of_the_plain_engine(
 
 
 @pytest.mark.parametrize("variant", ["gemma2", pytest.param("odd", marks=pytest.mark.slow)])
-def test_logits_are_those_of_transformers(
-    gpu_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
-) -> None:
+def test_logits_are_those_of_transformers(gpu_engine: Open, tiny: Tiny, variant: str) -> None:
     model = tiny(variant)
     (token_ids,) = model.prompts(14, seed=5)  # beyond the windows
     expected = model.logits(token_ids)
@@ -178,10 +164,7 @@ def test_logits_are_those_of_transformers(
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_two_steps_a_launch(
-    gpu_engine: Callable[..., Engine],
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    temperature: float,
+    gpu_engine: Open, open_engine: Open, tiny: Tiny, temperature: float
 ) -> None:
     """Two rows whose contexts are in several blocks, one of them done in the middle of a launch."""
     prompts = tiny("micro").prompts(5, 9)
@@ -202,10 +185,7 @@ def test_two_steps_a_launch(
     [pytest.param({"weight_dtype": "int8"}, marks=pytest.mark.slow), {"kv_dtype": "int8"}],
 )
 def test_quantised_engines_follow_the_plain_ones(
-    gpu_engine: Callable[..., Engine],
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    settings: dict[str, str],
+    gpu_engine: Open, open_engine: Open, tiny: Tiny, settings: dict[str, str]
 ) -> None:
     (token_ids,) = tiny("base").prompts(11, seed=7)
     expected = open_engine("base", **settings).score(token_ids, 9)
@@ -225,9 +205,7 @@ def test_a_chunk_of_as_many_tokens_as_rows_is_prefilled() -> None:
 
 
 def test_more_prefetching_changes_no_token(
-    gpu_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    monkeypatch: pytest.MonkeyPatch,
+    gpu_engine: Open, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps of 1 and 4 rows, with a bounded prefetch of every product."""
     default = tuning.default_config

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.graphs.steps import Capture
-from stepgraph.runtime import Engine, EngineConfig, KernelSelfTestError, SamplingParams
+from stepgraph.runtime import EngineConfig, KernelSelfTestError, SamplingParams
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.engine.self_test import check_kernels, dependent_launch_failure
 from stepgraph.runtime.kernels import Kernels, reference_paged_attention, select_kernels
@@ -27,6 +27,7 @@ from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.operations import Operations
 
 from ..engine.test_self_test import EXPERTS, GEMMA2, TINY
+from ..rigs.engine_rig import Open
 from ..rigs.fake_graphs import FakeCapturer, FakeGraphs
 
 pytestmark = pytest.mark.skipif(
@@ -108,7 +109,7 @@ def test_plain_layers_take_the_place_of_wrong_ones(
 
 
 def test_engine_with_wrong_kernels_gives_right_tokens(
-    monkeypatch: pytest.MonkeyPatch, open_engine: Callable[..., Engine]
+    monkeypatch: pytest.MonkeyPatch, open_engine: Open
 ) -> None:
     prompts, params = [[5, 7, 11]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     expected = open_engine("micro", mode="eager").generate(prompts, params)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.models.decoder import Decoder
 
 from ..rigs.stack_rig import CPU, Rig
-from ..rigs.tiny_models import TinyModel, load_weights
+from ..rigs.tiny_models import Tiny, load_weights
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interprets kernels")
 
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interprets ke
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", ["decode", "prefill"])
 @pytest.mark.parametrize("variant", ["base", "qwen3", "gemma2"])
-def test_taps(tiny: Callable[[str], TinyModel], variant: str, rows: str) -> None:
+def test_taps(tiny: Tiny, variant: str, rows: str) -> None:
     rig = Rig.of(tiny(variant), torch.float32)
     plain = rig.decoder
     plain.stack = None

@@ -21,7 +21,7 @@ from stepgraph.runtime.kernels.triton.linear import LinearConfig, default_config
 from stepgraph.runtime.kernels.triton.tuning import Tuned, TuningKey
 from stepgraph.runtime.tools import tune
 
-from ..rigs.tiny_models import TinyModel
+from ..rigs.tiny_models import Tiny
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,11 +137,7 @@ def last_is_fastest(
 
 @pytest.mark.parametrize(("variant", "rows"), [("base", 2), ("mixtral", 2)])
 def test_tuner_stores_the_fastest_configuration_of_each_product(
-    tiny: Callable[[str], TinyModel],
-    small_steps: None,
-    variant: str,
-    rows: int,
-    capsys: pytest.CaptureFixture[str],
+    tiny: Tiny, small_steps: None, variant: str, rows: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--model", str(tiny(variant).directory), "--rows", str(rows)]
     assert tune.main(arguments, timer=last_is_fastest, device=DEVICE) == 0
@@ -156,7 +152,7 @@ def test_tuner_stores_the_fastest_configuration_of_each_product(
 
 
 def test_tuner_rejects_configurations_with_wrong_results(
-    tiny: Callable[[str], TinyModel],
+    tiny: Tiny,
     small_steps: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

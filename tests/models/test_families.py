@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +13,10 @@ from stepgraph.runtime.kernels import select_kernels
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 
+from ..rigs.engine_rig import Open
 from ..rigs.expert_models import EXPERT_VARIANTS
 from ..rigs.family_variants import FAMILY_VARIANTS
-from ..rigs.tiny_models import load_weights
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import Tiny, TinyModel, load_weights
 
 SHAPES = (  # of Llama
     *("base", "odd", "one_kv_head", "as_many_kv_heads", "biases", "sharded", "llama3_rope"),
@@ -53,9 +51,7 @@ def slow_but(quick: Iterable[str], variants: Iterable[str] = ALL) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", ["base", "gemma2", "gemma3"])
-def test_embeddings_are_those_of_transformers(
-    tiny: Callable[[str], TinyModel], variant: str, dtype: torch.dtype
-) -> None:
+def test_embeddings_are_those_of_transformers(tiny: Tiny, variant: str, dtype: torch.dtype) -> None:
     """To the last bit: the root that Gemma multiplies by is rounded to the dtype first."""
     model = tiny(variant)
     config = read_config(model.directory)
@@ -101,15 +97,13 @@ def assert_parity(engine: Engine, model: TinyModel) -> None:
 
 @pytest.mark.usefixtures("nan_in_new_memory")
 @pytest.mark.parametrize("variant", slow_but(set(ALL) - set(REPEATED)))
-def test_eager_engine_equals_transformers(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
-) -> None:
+def test_eager_engine_equals_transformers(open_engine: Open, tiny: Tiny, variant: str) -> None:
     assert_parity(open_engine(variant, prefill_chunk=32, block_size=4), tiny(variant))
 
 
 @pytest.mark.parametrize("variant", slow_but(COMPILED))
 def test_compiled_engine_equals_transformers(
-    compiled: Callable[[str], Engine], tiny: Callable[[str], TinyModel], variant: str
+    compiled: Callable[[str], Engine], tiny: Tiny, variant: str
 ) -> None:
     assert compiled(variant).stats()["mode"] == "compile"
     assert_parity(compiled(variant), tiny(variant))
@@ -118,9 +112,7 @@ def test_compiled_engine_equals_transformers(
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["eager", "compile", "graph"])
 @pytest.mark.parametrize("variant", ["base", "odd"])
-def test_gpu_equals_transformers(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str, mode: str
-) -> None:
+def test_gpu_equals_transformers(open_engine: Open, tiny: Tiny, variant: str, mode: str) -> None:
     engine = open_engine(variant, device="cuda", mode=mode, prefill_chunk=32, block_size=4)
     assert_parity(engine, tiny(variant))
 
@@ -130,11 +122,7 @@ def test_gpu_equals_transformers(
 @pytest.mark.parametrize(("storage", "within"), [("int8", 0.3), ("fp8", 1.0)])
 @pytest.mark.parametrize("variant", ["gemma2", "gemma3", "deepseek_v3", "phi3", "olmo3", "glm4"])
 def test_quantised_keys_and_values(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    variant: str,
-    storage: str,
-    within: float,
+    open_engine: Open, tiny: Tiny, variant: str, storage: str, within: float
 ) -> None:
     """Root mean square, of logits that spread by 3; NaN of memory that is not read never shows."""
     engine = open_engine(variant, kv_dtype=storage, prefill_chunk=17, block_size=4)
@@ -150,12 +138,7 @@ def test_quantised_keys_and_values(
         *((variant, 0.6) for variant in ("qwen3_moe", "gpt_oss", "deepseek_v2_moe")),
     ],
 )
-def test_quantised_weights(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    variant: str,
-    within: float,
-) -> None:
+def test_quantised_weights(open_engine: Open, tiny: Tiny, variant: str, within: float) -> None:
     """Root mean square, of logits that spread by 3. Routers are not quantised."""
     engine = open_engine(variant, weight_dtype="int8", prefill_chunk=17, block_size=4)
     (token_ids,) = tiny(variant).prompts(61, seed=4)
@@ -182,7 +165,7 @@ BFLOAT16 = slow_but({*FAMILIES} - {*REPEATED, *ROUNDED_ALIKE}, FAMILIES)
     ],
 )
 def test_bfloat16_is_as_exact_as_transformers(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str, mode: str
+    open_engine: Open, tiny: Tiny, variant: str, mode: str
 ) -> None:
     """Both round the same weights and then every intermediate result to bfloat16.
 

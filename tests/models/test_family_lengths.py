@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +18,9 @@ from stepgraph.runtime.models.presets import preset
 from stepgraph.runtime.models.rope import RopeScaling
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..rigs.engine_rig import Open
 from ..rigs.family_variants import LENGTH_VARIANTS
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import Tiny, TinyModel
 
 LENGTHS = (5, 29, 30, 31, 39, 40, 41, 60)
 """Of prompts; the first contexts of the models are 40 or 30 tokens."""
@@ -72,7 +71,7 @@ def check_tokens(
 
 @pytest.mark.parametrize("variant", LENGTH_VARIANTS)
 def test_tokens_and_logits_are_those_of_generate(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
+    open_engine: Open, tiny: Tiny, variant: str
 ) -> None:
     model = tiny(variant)
     engine = open_engine(variant, **SMALL)
@@ -91,7 +90,7 @@ def test_tokens_and_logits_are_those_of_generate(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", LENGTH_VARIANTS)
 def test_prompts_of_several_lengths_share_no_wrong_prefix(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
+    open_engine: Open, tiny: Tiny, variant: str
 ) -> None:
     """Each prompt is a prefix of the next, and each is computed twice."""
     model = tiny(variant)
@@ -108,10 +107,7 @@ def test_prompts_of_several_lengths_share_no_wrong_prefix(
 @pytest.mark.parametrize("variant", LENGTH_VARIANTS)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preempted_requests_keep_their_lengths(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    variant: str,
-    preemption: str,
+    open_engine: Open, tiny: Tiny, variant: str, preemption: str
 ) -> None:
     model = tiny(variant)
     host = {"host_cache_bytes": 1 << 22} if preemption == "swap" else {}
@@ -122,9 +118,7 @@ def test_preempted_requests_keep_their_lengths(
     assert engine.stats()["preemptions"] >= 1
 
 
-def test_completions_of_one_prompt(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]
-) -> None:
+def test_completions_of_one_prompt(open_engine: Open, tiny: Tiny) -> None:
     """Later completions do not fork from earlier ones that outgrew the first context."""
     model = tiny("phi3_longrope")
     engine = open_engine("phi3_longrope", **SMALL | {"max_num_seqs": 2})
@@ -155,12 +149,7 @@ def test_the_fused_decode_step_is_refused() -> None:
 
 @pytest.mark.parametrize("stored", ["kv_dtype", "weight_dtype"])
 @pytest.mark.parametrize("variant", ["phi3_longrope", "llama_dynamic"])
-def test_stored_in_8_bits(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    variant: str,
-    stored: str,
-) -> None:
+def test_stored_in_8_bits(open_engine: Open, tiny: Tiny, variant: str, stored: str) -> None:
     """Root mean square, of logits that spread by 3, across the first context."""
     (prompt,) = tiny(variant).prompts(33)
     tokens, logits = generated(tiny(variant).directory, tuple(prompt), NEW)
@@ -170,11 +159,7 @@ def test_stored_in_8_bits(
 
 
 @pytest.mark.parametrize("settings", [{"mode": "compile"}, {"steps_per_launch": 4}])
-def test_other_steps(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    settings: dict[str, Any],
-) -> None:
+def test_other_steps(open_engine: Open, tiny: Tiny, settings: dict[str, Any]) -> None:
     variants = ["phi3_longrope"] if "mode" in settings else ["phi3_longrope", "llama_dynamic"]
     for variant in variants:
         model = tiny(variant)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from stepgraph.cache.memory.handler import MemoryBudgetError
 from stepgraph.cache.spec import group_layers
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.runtime import ConfigError, Engine, EngineConfig
+from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.engine.startup import start
 from stepgraph.runtime.execution.inputs import MaskSizes, RowState, StepInputs
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer
@@ -39,11 +38,9 @@ from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 
-from ..rigs.engine_rig import parts_of
+from ..rigs.engine_rig import Open, parts_of
 from ..rigs.sharding_rig import Meeting, ThreadCollectives, tiny_config
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import Tiny
 
 CPU = torch.device("cpu")
 
@@ -250,9 +247,7 @@ def test_static_buffers_to_the_byte(
     ],
     ids=str,
 )
-def test_what_an_engine_holds(
-    open_engine: Callable[..., Engine], variant: str, config: dict[str, Any]
-) -> None:
+def test_what_an_engine_holds(open_engine: Open, variant: str, config: dict[str, Any]) -> None:
     engine = open_engine(variant, **config)
     memory = engine.stats()["memory"]
     for name in ("weights", "cache", "static_buffers", "host_cache", "host_buffers"):
@@ -261,7 +256,7 @@ def test_what_an_engine_holds(
     assert (memory["host_cache"]["measured"] > 0) == ("host_cache_bytes" in config)
 
 
-def test_a_cuda_device_is_measured_by_its_allocator(tiny: Callable[[str], TinyModel]) -> None:
+def test_a_cuda_device_is_measured_by_its_allocator(tiny: Tiny) -> None:
     """Whatever the tensors say of their sizes. The host's are not in it."""
     config = EngineConfig(device="cpu", mode="eager", max_num_seqs=2, host_cache_bytes=1 << 18)
     parts = start(tiny("micro").directory, config, progress=False)
@@ -285,7 +280,7 @@ def test_a_cuda_device_is_measured_by_its_allocator(tiny: Callable[[str], TinyMo
     assert terms["host_buffers"].measured == mirrors
 
 
-def test_a_small_cache_shortens_rows_and_reads(open_engine: Callable[..., Engine]) -> None:
+def test_a_small_cache_shortens_rows_and_reads(open_engine: Open) -> None:
     """What rows cannot grow to needs no table and no mask."""
     small = open_engine("base", num_blocks=5)
     large = open_engine("base")
@@ -296,7 +291,7 @@ def test_a_small_cache_shortens_rows_and_reads(open_engine: Callable[..., Engine
         assert sizes[0] < sizes[1], name
 
 
-def test_weights_that_are_unpacked_to_be_multiplied(open_engine: Callable[..., Engine]) -> None:
+def test_weights_that_are_unpacked_to_be_multiplied(open_engine: Open) -> None:
     """In float32, a layer's largest beside its activations and the head beside the logits."""
     kinds = ("auto", "int8", "fp8")
     plans = [open_engine("base", weight_dtype=kind).stats()["memory"] for kind in kinds]
@@ -310,9 +305,7 @@ def test_weights_that_are_unpacked_to_be_multiplied(open_engine: Callable[..., E
 
 @pytest.mark.usefixtures("steps_are_measured")
 @pytest.mark.parametrize("name", ["base", "odd", "gemma2"])
-def test_the_plan_has_room_for_what_the_stack_of_layers_keeps(
-    open_engine: Callable[..., Engine], name: str
-) -> None:
+def test_the_plan_has_room_for_what_the_stack_of_layers_keeps(open_engine: Open, name: str) -> None:
     engine = open_engine(name, mode="compile")
     parts = parts_of(engine)
     assert parts is not None
@@ -324,18 +317,18 @@ def test_the_plan_has_room_for_what_the_stack_of_layers_keeps(
 
 
 @pytest.mark.usefixtures("steps_are_measured")
-def test_steps_are_measured(open_engine: Callable[..., Engine]) -> None:
+def test_steps_are_measured(open_engine: Open) -> None:
     memory = open_engine("base").stats()["memory"]
     if memory["activations"]["measured"] is None:
         pytest.skip("this system does not tell the peak of the resident set")
     assert memory["logits"]["measured"] >= 0
 
 
-def test_host_cache_smaller_than_a_block(open_engine: Callable[..., Engine]) -> None:
+def test_host_cache_smaller_than_a_block(open_engine: Open) -> None:
     with pytest.raises(ConfigError):
         open_engine("base", host_cache_bytes=100)
 
 
-def test_a_budget_covers_the_host_cache_of_a_cpu(open_engine: Callable[..., Engine]) -> None:
+def test_a_budget_covers_the_host_cache_of_a_cpu(open_engine: Open) -> None:
     with pytest.raises(MemoryBudgetError):
         open_engine("base", host_cache_bytes=1 << 40)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,9 @@ from typing import Any
 from stepgraph.runtime import Engine, EngineConfig, RequestOutput, SamplingParams
 from stepgraph.runtime.engine.loop import StepLoop
 from stepgraph.runtime.engine.startup import EngineParts
+
+Open = Callable[..., Engine]
+"""The fixture `open_engine`: opens an engine on a variant or a directory."""
 
 
 def greedy(max_tokens: int = 12, **more: Any) -> SamplingParams:

@@ -219,6 +219,10 @@ class TinyModel:
         ).eval()
 
 
+Tiny = Callable[[str], TinyModel]
+"""The fixture `tiny`: returns the model of a variant."""
+
+
 def load_weights(decoder: Decoder, directory: Path) -> None:
     """Store the weights of a checkpoint in a decoder."""
     with CheckpointReader(directory) as reader:

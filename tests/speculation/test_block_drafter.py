@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import SamplingParams
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.loading.drafter_loading import find_drafter
 from torch import Tensor
 
 from ..rigs import drafter_rig
 from ..rigs.drafter_rig import DrafterRig, load_target
+from ..rigs.engine_rig import Open
 from ..rigs.head_references import (
     Reference,
     best,
@@ -128,7 +128,7 @@ def test_drafter(base: TinyModel, variant: str, mode: str, tmp_path: Path) -> No
 @pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
 @pytest.mark.native_kernels
 def test_engine_starts_with_compiled_steps(
-    open_engine: Callable[..., Engine], base: TinyModel, tmp_path: Path
+    open_engine: Open, base: TinyModel, tmp_path: Path
 ) -> None:
     directory, *_ = write(tmp_path / "drafter")
     speculation = {"method": "dflash", "model": str(directory), "num_speculative_tokens": 3}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_loading import find_drafter
 
 from ..rigs.drafter_rig import DrafterRig, Reference, load_target
-from ..rigs.tiny_models import TinyModel
+from ..rigs.tiny_models import Tiny, TinyModel
 
 
 def greedy(model: TinyModel, dtype: torch.dtype) -> Reference:
@@ -41,7 +40,7 @@ def greedy(model: TinyModel, dtype: torch.dtype) -> Reference:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["compile", "eager"])
 @pytest.mark.parametrize("variant", ["base", "qwen3", "gemma3", "deepseek_v3"])
-def test_draft_model(tiny: Callable[[str], TinyModel], variant: str, mode: str) -> None:
+def test_draft_model(tiny: Tiny, variant: str, mode: str) -> None:
     model = tiny(variant)
     target, kernels = load_target(tiny("base").directory, torch.float32, mode)
     config = find_drafter(model.directory, target.config)
@@ -67,9 +66,7 @@ def test_windowed_target(base: TinyModel) -> None:
     assert not torch.equal(drafts.probabilities, others.probabilities)
 
 
-def test_refuses_other_vocabularies(
-    tiny: Callable[[str], TinyModel], base: TinyModel, tmp_path: Path
-) -> None:
+def test_refuses_other_vocabularies(tiny: Tiny, base: TinyModel, tmp_path: Path) -> None:
     target = read_config(base.directory)
     with pytest.raises(ConfigError):
         find_drafter(tiny("micro").directory, target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
 
-from ..rigs.engine_rig import MIXED_PARAMS, greedy, loop_of
+from ..rigs.engine_rig import MIXED_PARAMS, Open, greedy, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.mtp_models import KINDS, write_predictable
 from ..rigs.structured_rig import GRAMMARS
-from ..rigs.tiny_models import TinyModel
+from ..rigs.tiny_models import Tiny, TinyModel
 from . import test_block_drafter, test_eagle3
 from .test_speculation import CASES, MIXED, SIZES, run_mixed
 
@@ -26,8 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:no native decoder layers"),
 ]
 
-Open = Callable[..., Engine]
-TinyModels = Callable[[str], TinyModel]
 
 MTP = tuple(f"mtp {kind}" for kind in KINDS)
 """Drafters that are in the checkpoint of their target."""
@@ -106,7 +104,7 @@ def compare(plain: Engine, engine: Engine, prompts: Any, params: Any) -> dict[st
 @pytest.mark.parametrize("other", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_draft_model_changes_no_token(
-    open_engine: Open, tiny: TinyModels, fake_graphs: FakeGraphs, case: str, other: bool
+    open_engine: Open, tiny: Tiny, fake_graphs: FakeGraphs, case: str, other: bool
 ) -> None:
     """With the model as its own drafter, whose drafts are mostly right, and with another one."""
     variant, config = CASES[case]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from stepgraph.runtime import Engine
@@ -14,13 +14,11 @@ from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.request import DRAFT_ON_DEVICE, Request
 from stepgraph.runtime.scheduling.plan import StepPlan
 
-from ..rigs.engine_rig import greedy, loop_of
+from ..rigs.engine_rig import Open, greedy, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+from ..rigs.tiny_models import Tiny, TinyModel
 from .test_drafter_engine import drafting, let_drafts_take_long
 from .test_speculation import MIXED, SIZES, run_mixed
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
 
 DRAFTS = 3
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,8 +29,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "recompute": ("gemma2", {"num_blocks": 30}),
     "latent": ("deepseek_v3", {}),
 }
-
-Open = Callable[..., Engine]
 
 
 @pytest.fixture(name="open_async")
@@ -91,7 +87,7 @@ def rest_sometimes(engine: Engine) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("other", [False, True])
 def test_tokens_are_those_of_plain_decoding(
-    open_async: Open, tiny: Callable[[str], TinyModel], case: str, other: bool
+    open_async: Open, tiny: Tiny, case: str, other: bool
 ) -> None:
     """Of all parameters, with drafts that are mostly right, and mostly wrong."""
     variant, config = CASES[case]
@@ -113,9 +109,7 @@ def test_tokens_are_those_of_plain_decoding(
         assert own["accepted_by_position"][0] > 0.6 * own["drafted_by_position"][0]
 
 
-def test_an_output_ends_at_each_token_of_a_step(
-    open_async: Open, tiny: Callable[[str], TinyModel]
-) -> None:
+def test_an_output_ends_at_each_token_of_a_step(open_async: Open, tiny: Tiny) -> None:
     """By its number of tokens, a stop token or a stop string."""
     (prompt,) = tiny("text").prompts(9)
     plain = open_async("text")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from stepgraph.runtime import Engine, SamplingParams, Speculation
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.scheduling.plan import StepPlan
 
-from ..rigs.engine_rig import greedy, loop_of
+from ..rigs.engine_rig import Open, greedy, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.speculation_rig import guess
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import Tiny, TinyModel
 
 pytestmark = pytest.mark.native_kernels
 
@@ -71,11 +68,7 @@ def run_mixed(
 @pytest.mark.parametrize("right", [0.9, 0.3])
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_plain_decoding(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    fake_graphs: FakeGraphs,
-    case: str,
-    right: float,
+    open_engine: Open, tiny: Tiny, fake_graphs: FakeGraphs, case: str, right: float
 ) -> None:
     """Of all parameters, with drafts that are right and wrong; one request is as long as can be."""
     variant, config = CASES[case]
@@ -103,9 +96,7 @@ def test_tokens_are_those_of_plain_decoding(
     assert stats["preemptions"] >= ("num_blocks" in config)
 
 
-def test_a_stop_within_accepted_drafts_ends_the_request(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]
-) -> None:
+def test_a_stop_within_accepted_drafts_ends_the_request(open_engine: Open, tiny: Tiny) -> None:
     """Tokens and strings: nothing after them is returned, though the step computed it."""
     plain = open_engine("text")
     (prompt,) = tiny("text").prompts(9)
@@ -132,7 +123,7 @@ REPETITIVE = [7, 3, 9, 1, 5, 7, 3, 9, 1, 5, 7, 3, 9, 1]
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_drafts_of_the_proposers(
-    open_engine: Callable[..., Engine],
+    open_engine: Open,
     base: TinyModel,
     fake_graphs: FakeGraphs,
     method: str,
@@ -163,7 +154,7 @@ def test_drafts_of_the_proposers(
     assert plain.stats()["speculation"] is None
 
 
-def test_requests_draft_from_outputs_of_their_salt(open_engine: Callable[..., Engine]) -> None:
+def test_requests_draft_from_outputs_of_their_salt(open_engine: Open) -> None:
     """Outputs without repetition, of prompts that differ in the first token."""
     speculation = Speculation(adaptive=False, share_outputs=True)
     bias = {"logit_bias": {7: 5.0}}
@@ -191,7 +182,7 @@ def test_requests_draft_from_outputs_of_their_salt(open_engine: Callable[..., En
 
 
 def test_a_failed_copy_leaves_nothing_behind(
-    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan of a step that is not launched is not waited for."""
     fields = {"num_blocks": 24, "host_cache_bytes": 1 << 20}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import SamplingParams
 
+from ..rigs.engine_rig import Open
 from ..rigs.structured_rig import GRAMMARS
 
 pytestmark = pytest.mark.native_kernels
@@ -41,7 +41,7 @@ def params_of(grammar: int, seed: int, fields: dict[str, Any]) -> SamplingParams
     ids=["recompute", "swap", "launches", "drafts"],
 )
 def test_outputs_depend_on_nothing_else(
-    open_engine: Callable[..., Engine], config: dict[str, Any], examples: int
+    open_engine: Open, config: dict[str, Any], examples: int
 ) -> None:
     engine = open_engine("text", structured_output=True, **config)
     alone = open_engine("text", structured_output=True, prefix_cache=False)

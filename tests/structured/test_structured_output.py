@@ -6,14 +6,12 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from stepgraph.runtime import (
     ConfigError,
-    Engine,
     GrammarError,
     RequestError,
     SamplingParams,
@@ -23,8 +21,9 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.resolved_config import resolve_masks
 from stepgraph.runtime.structured.matcher import TokenMatcher
 
+from ..rigs.engine_rig import Open
 from ..rigs.structured_rig import GRAMMARS, ll_tokenizer, reference
-from ..rigs.tiny_models import EOS_TOKEN_IDS, TinyModel
+from ..rigs.tiny_models import EOS_TOKEN_IDS, Tiny
 
 pytestmark = pytest.mark.native_kernels
 
@@ -38,7 +37,7 @@ def greedy(**more: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: Callable[[str], TinyModel]) -> list[list[int]]:
+def expected(tiny: Tiny) -> list[list[int]]:
     """Reference outputs of the prompts: with a grammar each, and then without."""
     model = tiny("text")
     tokenizer = ll_tokenizer(model.directory, model.reference.config.vocab_size, EOS)
@@ -68,10 +67,7 @@ def expected(tiny: Callable[[str], TinyModel]) -> list[list[int]]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("full", [False, True])
 def test_greedy_tokens_are_those_of_masked_logits(
-    open_engine: Callable[..., Engine],
-    expected: list[list[int]],
-    config: dict[str, Any],
-    full: bool,
+    open_engine: Open, expected: list[list[int]], config: dict[str, Any], full: bool
 ) -> None:
     more = {"logprobs": 2} if full else {}
     engine = open_engine("text", structured_output=True, **({"max_num_seqs": 5} | config))
@@ -89,9 +85,7 @@ def test_greedy_tokens_are_those_of_masked_logits(
     assert engine.stats()["fallbacks"] == 0
 
 
-def test_drawn_tokens_follow_the_grammar_and_depend_on_the_seed_only(
-    open_engine: Callable[..., Engine],
-) -> None:
+def test_drawn_tokens_follow_the_grammar_and_depend_on_the_seed_only(open_engine: Open) -> None:
     engine = open_engine("text", structured_output=True)
 
     def drawn(others: int) -> str:
@@ -106,7 +100,7 @@ def test_drawn_tokens_follow_the_grammar_and_depend_on_the_seed_only(
     assert re.fullmatch(OF_LETTERS, text)
 
 
-def test_log_probabilities_are_those_after_the_mask(open_engine: Callable[..., Engine]) -> None:
+def test_log_probabilities_are_those_after_the_mask(open_engine: Open) -> None:
     engine = open_engine("text", structured_output=True)
     params = greedy(structured={"regex": "[ab]c"}, logprobs=5)
     (output,) = engine.generate([PROMPTS[0]], params)
@@ -116,7 +110,7 @@ def test_log_probabilities_are_those_after_the_mask(open_engine: Callable[..., E
     assert set(last.top) <= set(EOS)
 
 
-def test_completions_have_grammars_of_their_own(open_engine: Callable[..., Engine]) -> None:
+def test_completions_have_grammars_of_their_own(open_engine: Open) -> None:
     engine = open_engine("text", structured_output=True)
     params = SamplingParams(max_tokens=60, n=4, seed=1, structured={"regex": "[a-z]{1,9}#"})
     (output,) = engine.generate([PROMPTS[0]], params)
@@ -128,7 +122,7 @@ def test_completions_have_grammars_of_their_own(open_engine: Callable[..., Engin
 @pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 30}])
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_a_complete_grammar_ends_a_request_that_forbids_the_end_token(
-    open_engine: Callable[..., Engine], fields: dict[str, Any], logprobs: int | None
+    open_engine: Open, fields: dict[str, Any], logprobs: int | None
 ) -> None:
     engine = open_engine("text", structured_output=True)
     params = greedy(structured={"choice": ["abc"]}, logprobs=logprobs, **fields)
@@ -138,9 +132,7 @@ def test_a_complete_grammar_ends_a_request_that_forbids_the_end_token(
     assert not set(completion.token_ids) & set(EOS)
 
 
-def test_min_tokens_forbids_the_end_while_the_grammar_continues(
-    open_engine: Callable[..., Engine],
-) -> None:
+def test_min_tokens_forbids_the_end_while_the_grammar_continues(open_engine: Open) -> None:
     engine = open_engine("text", structured_output=True)
     params = SamplingParams(max_tokens=40, min_tokens=20, seed=2, structured={"regex": "[a-z]*"})
     (output,) = engine.generate([PROMPTS[0]], params)
@@ -148,7 +140,7 @@ def test_min_tokens_forbids_the_end_while_the_grammar_continues(
     assert output.completions[0].text.isalpha()
 
 
-def test_stop_strings_end_an_output_within_its_grammar(open_engine: Callable[..., Engine]) -> None:
+def test_stop_strings_end_an_output_within_its_grammar(open_engine: Open) -> None:
     engine = open_engine("text", structured_output=True)
     params = greedy(structured={"choice": ["one two three"]}, stop=" two")
     (output,) = engine.generate([PROMPTS[0]], params)
@@ -156,7 +148,7 @@ def test_stop_strings_end_an_output_within_its_grammar(open_engine: Callable[...
 
 
 def test_a_failing_grammar_ends_its_request_alone(
-    open_engine: Callable[..., Engine], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    open_engine: Open, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine("text", structured_output=True)
     fill = TokenMatcher.fill
@@ -184,7 +176,7 @@ def test_a_failing_grammar_ends_its_request_alone(
     assert "a bug of the grammar" in str(error)
 
 
-def test_refusals(open_engine: Callable[..., Engine]) -> None:
+def test_refusals(open_engine: Open) -> None:
     structured = greedy(structured={"regex": "a"})
     without = open_engine("text", structured_output=False)
     for engine in (without, open_engine("base", structured_output=True)):
@@ -205,9 +197,7 @@ def test_refusals(open_engine: Callable[..., Engine]) -> None:
 
 
 def test_masks_are_on_by_default_on_a_cpu_and_need_no_package(
-    open_engine: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "llguidance", None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from stepgraph.runtime import Engine, EngineConfig, GrammarError, SamplingParams
 
 from ..rigs.structured_rig import ll_tokenizer, matcher_of
-from ..rigs.tiny_models import TinyModel
+from ..rigs.tiny_models import Tiny
 
 EOS = 1
 """A token without text. That of the tiny models is a comma."""
@@ -71,7 +70,7 @@ def schema_of(draw: random.Random, depth: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "schemas", [200, pytest.param(2000, marks=pytest.mark.slow)], ids=["few", "many"]
 )
-def test_outputs_validate(tiny: Callable[[str], TinyModel], tmp_path: Path, schemas: int) -> None:
+def test_outputs_validate(tiny: Tiny, tmp_path: Path, schemas: int) -> None:
     folder = shutil.copytree(tiny("text").directory, tmp_path / "model")
     for name in ("config.json", "generation_config.json"):
         path = folder / name

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,15 +15,14 @@ from stepgraph.runtime.mask_words import MaskWords
 from stepgraph.runtime.structured.compiler import GrammarCompiler
 from stepgraph.runtime.structured_output import StructuredOutput
 
+from ..rigs.engine_rig import Open
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.speculation_rig import guess
 from ..rigs.structured_rig import GRAMMARS, PERSON
+from ..rigs.tiny_models import Tiny
 from ..speculation.test_speculation import SIZES, run_mixed
 from .test_structured_compiler import a_request
 from .test_structured_schemas import schema_of
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
 
 pytestmark = pytest.mark.native_kernels
 
@@ -84,10 +82,7 @@ def accepted_by(engine: Engine, params: list[SamplingParams]) -> list[SamplingPa
     ids=str,
 )
 def test_random_schemas_with_right_and_wrong_drafts(
-    open_engine: Callable[..., Engine],
-    fake_graphs: FakeGraphs,
-    config: dict[str, Any],
-    right: float,
+    open_engine: Open, fake_graphs: FakeGraphs, config: dict[str, Any], right: float
 ) -> None:
     config = {"mode": "eager", "structured_output": True, "dtype": "float32"} | config
     if config["mode"] == "compile":
@@ -112,8 +107,8 @@ def test_random_schemas_with_right_and_wrong_drafts(
     ("kernels", "behind"), [("eager", False), ("compile", False), ("eager", True)]
 )
 def test_drafters_beside_grammars(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
+    open_engine: Open,
+    tiny: Tiny,
     fake_graphs: FakeGraphs,
     kernels: Literal["eager", "compile"],
     behind: bool,
@@ -157,9 +152,7 @@ def test_drafters_beside_grammars(
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_forced_text_is_drafted_and_always_accepted(
-    open_engine: Callable[..., Engine], adaptive: bool
-) -> None:
+def test_forced_text_is_drafted_and_always_accepted(open_engine: Open, adaptive: bool) -> None:
     config: dict[str, Any] = {"mode": "eager", "structured_output": True, "dtype": "float32"}
     params = SamplingParams(
         max_tokens=200,
