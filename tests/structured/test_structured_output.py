@@ -6,22 +6,25 @@ import logging
 import math
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from stepgraph.runtime import (
     ConfigError,
+    Engine,
     GrammarError,
     RequestError,
     SamplingParams,
     StructuredOutputError,
 )
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.models.resolved_config import resolve_masks
 from stepgraph.runtime.structured.matcher import TokenMatcher
 
-from ..rigs.engine_rig import Open
+from ..rigs.engine_rig import Open, opened
 from ..rigs.structured_rig import GRAMMARS, ll_tokenizer, reference
 from ..rigs.tiny_models import EOS_TOKEN_IDS, Tiny
 
@@ -30,6 +33,14 @@ pytestmark = pytest.mark.native_kernels
 EOS = (2, *EOS_TOKEN_IDS)  # that of config.json, and those of generation_config.json
 OF_LETTERS = "[a-z]{1,9}-[a-z]{3}"
 PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8], [44, 45], [70, 71, 72]]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Tiny) -> Iterator[Engine]:
+    kernels = "native" if have_compiler() else "torch"
+    with opened(tiny("text").directory, structured_output=True, kernels=kernels) as engine:
+        yield engine
+        engine.check_integrity()
 
 
 def greedy(**more: Any) -> SamplingParams:
@@ -85,9 +96,7 @@ def test_greedy_tokens_are_those_of_masked_logits(
     assert engine.stats()["fallbacks"] == 0
 
 
-def test_drawn_tokens_follow_the_grammar_and_depend_on_the_seed_only(open_engine: Open) -> None:
-    engine = open_engine("text", structured_output=True)
-
+def test_drawn_tokens_follow_the_grammar_and_depend_on_the_seed_only(engine: Engine) -> None:
     def drawn(others: int) -> str:
         own = SamplingParams(max_tokens=200, seed=3, structured={"regex": OF_LETTERS}, top_p=0.9)
         outputs = engine.generate(
@@ -100,8 +109,7 @@ def test_drawn_tokens_follow_the_grammar_and_depend_on_the_seed_only(open_engine
     assert re.fullmatch(OF_LETTERS, text)
 
 
-def test_log_probabilities_are_those_after_the_mask(open_engine: Open) -> None:
-    engine = open_engine("text", structured_output=True)
+def test_log_probabilities_are_those_after_the_mask(engine: Engine) -> None:
     params = greedy(structured={"regex": "[ab]c"}, logprobs=5)
     (output,) = engine.generate([PROMPTS[0]], params)
     first = output.completions[0].logprobs[0]
@@ -110,8 +118,7 @@ def test_log_probabilities_are_those_after_the_mask(open_engine: Open) -> None:
     assert set(last.top) <= set(EOS)
 
 
-def test_completions_have_grammars_of_their_own(open_engine: Open) -> None:
-    engine = open_engine("text", structured_output=True)
+def test_completions_have_grammars_of_their_own(engine: Engine) -> None:
     params = SamplingParams(max_tokens=60, n=4, seed=1, structured={"regex": "[a-z]{1,9}#"})
     (output,) = engine.generate([PROMPTS[0]], params)
     texts = [completion.text for completion in output.completions]
@@ -122,9 +129,8 @@ def test_completions_have_grammars_of_their_own(open_engine: Open) -> None:
 @pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 30}])
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_a_complete_grammar_ends_a_request_that_forbids_the_end_token(
-    open_engine: Open, fields: dict[str, Any], logprobs: int | None
+    engine: Engine, fields: dict[str, Any], logprobs: int | None
 ) -> None:
-    engine = open_engine("text", structured_output=True)
     params = greedy(structured={"choice": ["abc"]}, logprobs=logprobs, **fields)
     (output,) = engine.generate([PROMPTS[0]], params)
     (completion,) = output.completions
@@ -132,25 +138,22 @@ def test_a_complete_grammar_ends_a_request_that_forbids_the_end_token(
     assert not set(completion.token_ids) & set(EOS)
 
 
-def test_min_tokens_forbids_the_end_while_the_grammar_continues(open_engine: Open) -> None:
-    engine = open_engine("text", structured_output=True)
+def test_min_tokens_forbids_the_end_while_the_grammar_continues(engine: Engine) -> None:
     params = SamplingParams(max_tokens=40, min_tokens=20, seed=2, structured={"regex": "[a-z]*"})
     (output,) = engine.generate([PROMPTS[0]], params)
     assert len(output.completions[0].token_ids) >= 20
     assert output.completions[0].text.isalpha()
 
 
-def test_stop_strings_end_an_output_within_its_grammar(open_engine: Open) -> None:
-    engine = open_engine("text", structured_output=True)
+def test_stop_strings_end_an_output_within_its_grammar(engine: Engine) -> None:
     params = greedy(structured={"choice": ["one two three"]}, stop=" two")
     (output,) = engine.generate([PROMPTS[0]], params)
     assert (output.completions[0].text, output.completions[0].finish_reason) == ("one", "stop")
 
 
 def test_a_failing_grammar_ends_its_request_alone(
-    open_engine: Open, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = open_engine("text", structured_output=True)
     fill = TokenMatcher.fill
 
     def failing(self: TokenMatcher, request: Any, *arguments: Any) -> Any:
