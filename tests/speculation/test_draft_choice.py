@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -33,6 +34,8 @@ from stepgraph.runtime.speculation.request_drafter import (
     SuffixIndex,
 )
 
+from ..rigs.request_rig import make_request
+
 ROWS = Buckets([1, 8])
 SIZES = (1, 2, 3, 5)
 
@@ -42,6 +45,13 @@ def costs(*, padded: bool = True, slope: float | None = None) -> VerifyCosts:
     slopes = {1: slope or 0.1, 8: slope or 0.8}
     times = {(rows, n): 1 + slopes[rows] * (n - 1) for rows in slopes for n in SIZES}
     return VerifyCosts(ROWS, times, padded=padded)
+
+
+def lookup(*, is_async_device: bool = False, **fields: Any) -> LookupSpeculator:
+    times = BatchCosts(costs(), costs())
+    return LookupSpeculator(
+        Speculation(**fields), lambda rows: SIZES[1:], times, is_async_device=is_async_device
+    )
 
 
 def test_the_gain_decides() -> None:
@@ -137,9 +147,7 @@ def test_a_draft_is_followed_while_it_is_right(tokens: list[int], data: st.DataO
 
 def test_rows_without_hope_rest() -> None:
     """Rows that repeat nothing are looked at seldom, and one that begins to repeat soon drafts."""
-    speculator = LookupSpeculator(
-        Speculation(), lambda rows: SIZES[1:], BatchCosts(costs(), costs()), is_async_device=False
-    )
+    speculator = lookup()
     requests, now = [row([n]) for n in range(8)], 1
     rng, looks, drafted_at = random.Random(0), 0, None
     for step in range(1000):
@@ -161,9 +169,7 @@ def test_rows_without_hope_rest() -> None:
 
 
 def test_prompts_are_indexed_with_their_chunks() -> None:
-    speculator = LookupSpeculator(
-        Speculation(), lambda rows: SIZES[1:], BatchCosts(costs(), costs()), is_async_device=False
-    )
+    speculator = lookup()
     request = row([n % 9 for n in range(1000)])
     for start in (0, 600):
         chunk = RowSpan(request, 0, start, 600 if start == 0 else 400, samples=start > 0)
@@ -176,9 +182,7 @@ def test_prompts_are_indexed_with_their_chunks() -> None:
 
 
 def test_rows_share_the_tokens_that_a_step_indexes() -> None:
-    speculator = LookupSpeculator(
-        Speculation(), lambda rows: SIZES[1:], BatchCosts(costs(), costs()), is_async_device=False
-    )
+    speculator = lookup()
     requests = [row([1, 2, 3, 4])] + [row([n % 9 for n in range(2000)]) for _ in range(7)]
     for _ in range(80):
         speculator._credit = 1.0
@@ -213,22 +217,16 @@ def test_a_verify_step_that_was_taken_for_too_slow_is_tried_again() -> None:
 
 
 def row(tokens: list[int]) -> Request:
-    request = Request(
-        id="r", prompt_ids=tokens, params=SamplingParams(max_tokens=4000, temperature=0.0), seed=0,
-        order=(0, 0), max_tokens=4000, stop_token_ids=frozenset(), detokenizer=None, arrival_ns=0,
-    )  # fmt: skip
+    """A request that has a row."""
+    params = SamplingParams(max_tokens=4000, temperature=0.0)
+    request = make_request(tokens, params=params, max_tokens=4000)
     request.row = 0
     return request
 
 
 def served(guessable: bool, *, is_async_device: bool = False) -> tuple[LookupSpeculator, float]:
     """Decode 600 tokens with the times of `costs`; tokens in a unit of time."""
-    speculator = LookupSpeculator(
-        Speculation(num_speculative_tokens=4),
-        lambda rows: SIZES[1:],
-        BatchCosts(costs(), costs()),
-        is_async_device=is_async_device,
-    )
+    speculator = lookup(is_async_device=is_async_device, num_speculative_tokens=4)
     rng = random.Random(1)
     output = [index % 9 if guessable else rng.randrange(12) for index in range(700)]
     request, now = row([6, 5, 7]), 1

@@ -20,13 +20,14 @@ from stepgraph.runtime.errors import (
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
 from stepgraph.runtime.mask_words import MaskWords
 from stepgraph.runtime.request import Request
-from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.structured import (
     compiler,
     matcher,
 )
 from stepgraph.runtime.structured.compiler import GrammarCompiler
 from stepgraph.runtime.structured_output import StructuredOutput
+
+from ..rigs.request_rig import make_request
 
 DEMO = Path(__file__).resolve().parents[2] / "runtime" / "demo"
 MANY = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(200)}}
@@ -43,8 +44,7 @@ def grammars(tokenizer: Any) -> GrammarCompiler:
 
 
 def a_request() -> Request:
-    params, nothing = SamplingParams(), frozenset[int]()
-    return Request("r", [5], params, 0, (0, 0), 9, nothing, detokenizer=None, arrival_ns=0)
+    return make_request([5], max_tokens=9)
 
 
 def test_a_grammar_is_compiled_once(grammars: GrammarCompiler) -> None:
