@@ -1,4 +1,4 @@
-"""Every kernel compiles for GPUs that are not here, and fits them."""
+"""Kernels compile for GPUs that are not here, and fit them; steps launch what was compiled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from stepgraph.runtime.tools.compile_ahead import (
 
 COMMAND = ("-m", "stepgraph.runtime.tools.compile_ahead")
 BOTH = ["90", "80"]
+RIGS = Path(__file__).parents[1] / "rigs"
 
 
 def run(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +43,7 @@ def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_partials_are_read_after_their_programs_are_counted(triton_cache: Path) -> None:
     """Stores, barrier, count, barrier, and then loads that L1 does not serve."""
-    done = run(triton_cache, str(Path(__file__).parents[1] / "rigs" / "compile_ahead_kernels.py"))
+    done = run(triton_cache, str(RIGS / "compile_ahead_kernels.py"))
     assert done.returncode == 0, done.stderr
     for store, *rest in json.loads(done.stdout).values():
         assert store.startswith("st.global")
@@ -125,3 +127,59 @@ def test_steps_with_a_head_and_masks(triton_cache: Path, tmp_path: Path) -> None
     assert document["faults"] == []
     names = {step["name"] for step in document["steps"]}
     assert {"verify 8x4 sampled drafting 3", "verify 8x4 sampled masked"} <= names
+
+
+# Launches ----------------------------------------------------------------------------------------
+
+
+def launched(part: str, cache: Path) -> dict[str, Any]:
+    """Return what a part of `precompile_kernels.py` prints."""
+    done = run(cache, str(RIGS / "precompile_kernels.py"), part)
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+@pytest.fixture(scope="module")
+def told(triton_cache: Path) -> dict[str, Any]:
+    """What is said of small kernels at a first start."""
+    return launched("small", triton_cache)
+
+
+def test_each_specialisation_is_compiled_once_in_a_thread(told: dict[str, Any]) -> None:
+    assert Counter(name for name, _ in told["compiled"]) == {"scale": 5, "add": 1}
+    assert all(thread.startswith("stepgraph-compile") for _, thread in told["compiled"])
+    assert told["threads"] == 2
+    assert told["kernels"] == 7, "with the one that does not compile"
+    assert not told["imports_dynamo"]
+
+
+@pytest.mark.slow
+def test_another_start_finds_them_on_disk(told: dict[str, Any], triton_cache: Path) -> None:
+    assert told["found"] == []
+    again = launched("small", triton_cache)
+    assert sorted(again["found"]) == sorted(name for name, _ in told["compiled"])
+    assert again["compiled_later"] == []
+
+
+def test_launches_find_what_was_compiled(told: dict[str, Any]) -> None:
+    assert told["compiled_later"] == []
+    assert told["launched"] == {"scale": 10, "add": 1}
+    assert told["again"] == [6, []]
+
+
+def test_what_fails_names_itself_and_fails_again_when_it_is_launched(told: dict[str, Any]) -> None:
+    step, kernel = told["failures"]
+    assert step == "step lost: MemoryError: no room for 7 bytes"
+    assert kernel.startswith("kernel too_wide (num_warps=4 num_stages=1 BLOCK=128): Compil")
+    assert "a block of at most 64" in kernel
+    assert "a block of at most 64" in told["refused"]
+
+
+@pytest.mark.slow
+def test_an_engine_launches_nothing_that_was_not_compiled_ahead(tmp_path: Path) -> None:
+    told = launched("engine", tmp_path)
+    assert told["failures"] == []
+    assert len(told["compiled"]) == told["kernels"] >= 10
+    assert set(told["launched"]) == {name for name, _ in told["compiled"]}
+    assert told["compiled_later"] == []

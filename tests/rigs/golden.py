@@ -66,25 +66,13 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 """Of log-probabilities, by the dtype of a case; for `ALLOWED` differences."""
 
 EOS_TOKEN_IDS = [13, 22]
+UNCHANGED = (
+    *("base", "mistral", "qwen3", "gemma2", "gemma3", "deepseek_v3_moe", "llama4", "smollm3"),
+    *("phi3", "olmo2", "olmo3", "granite", "granite4", "glm4", "llama_longrope"),
+)
 FAMILIES: dict[str, dict[str, Any]] = {
-    "base": {},
-    "mistral": {},
-    "qwen3": {},
-    "gemma2": {},
-    "gemma3": {},
-    "deepseek_v3_moe": {},
-    "llama4": {},
-    "smollm3": {},
-    "phi3": {},
-    "olmo2": {},
-    "olmo3": {},
-    "granite": {},
-    "granite4": {},
-    "glm4": {},
-    "llama_longrope": {},
-    "qwen2": {"num_key_value_heads": 2},
-    "mimo": {"num_key_value_heads": 2},
-    "glm": {"num_key_value_heads": 2},
+    **{variant: {} for variant in UNCHANGED},
+    **{variant: {"num_key_value_heads": 2} for variant in ("qwen2", "mimo", "glm")},
     "deepseek_v2_moe": {"moe_intermediate_size": 24},
     "qwen3_moe": {"moe_intermediate_size": 22},
     "mixtral": {"intermediate_size": 36},
@@ -93,11 +81,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Variants of `tests/rigs/tiny_models.py`, one at least a family (`base` is Llama), with changes so
 that two ranks can share them."""
 
-PATHS = {  # mode and kernels
-    "eager/native": {"mode": "eager", "kernels": "native"},
-    "eager/torch": {"mode": "eager", "kernels": "torch"},
-    "compile/native": {"mode": "compile", "kernels": "native"},
-    "compile/torch": {"mode": "compile", "kernels": "torch"},
+PATHS = {
+    f"{mode}/{kernels}": {"mode": mode, "kernels": kernels}
+    for mode in ("eager", "compile")
+    for kernels in ("native", "torch")
 }
 LIMITS: dict[str, Any] = {
     "device": "cpu",

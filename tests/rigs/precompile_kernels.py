@@ -1,6 +1,6 @@
 """Compiles kernels ahead and launches them, on a CUDA device that is made up; prints JSON.
 
-Run by `test_gpu_precompile.py` in a process that does not interpret kernels. A launch there does
+Run by `test_gpu_compile_ahead.py` in a process that does not interpret kernels. A launch there does
 everything that Triton does for a launch on a real device but run the machine code.
 """
 
