@@ -10,9 +10,10 @@ from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import PackedMemory, select_kernels
 from stepgraph.runtime.loading.loader import random_weights
-from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..rigs.sharding_rig import tiny_config
 
 pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 
@@ -43,29 +44,17 @@ def test_parts_are_copies_on_cache_lines_of_their_own(
 
 
 @pytest.mark.parametrize("weights", ["model", "int8"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("variant", ["base", "odd"])
 def test_a_decoder_keeps_its_packed_weights_together(
-    weights: kernels.WeightStorage, tied: bool
+    weights: kernels.WeightStorage, variant: str
 ) -> None:
-    config = ModelConfig(
-        vocab_size=50,
-        hidden_size=31,
-        intermediate_size=45,
-        num_layers=2,
-        num_heads=3,
-        num_kv_heads=1,
-        head_dim=10,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-    )
+    config = tiny_config(variant, 1)
     chosen = select_kernels("cpu", "compile", torch.bfloat16, weights)
     groups = group_layers(attention_specs(config, 2))
     decoder = Decoder(config, chosen, torch.bfloat16, torch.device("cpu"), groups)
     decoder.store(random_weights(config, torch.bfloat16))
     packed = [p for p in decoder.parameters() if p.dim() == 4]
-    assert len(packed) == 8 + (1 if tied else 2)
+    assert len(packed) == 4 * config.num_layers + (1 if config.tie_word_embeddings else 2)
     assert len({p.untyped_storage().data_ptr() for p in packed}) == 1
     alive = StorageWeakRef(packed[0].untyped_storage())
     del decoder, packed
