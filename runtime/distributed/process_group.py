@@ -138,15 +138,14 @@ class ProcessGroupCollectives:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        release: Callable[[], object] | None = None,
+        release: Callable[[], object],
         abort: Callable[[], object] | None = None,
     ) -> None:
         """Use a group.
 
         Args:
             group: of all ranks.
-            release: called by `close`; None: `torch.distributed` has made the group, and `close`
-                destroys it.
+            release: called by `close`, once.
             abort: ends operations that wait for dead ranks; None: they end by themselves.
         """
         self.rank: int = group.rank()
@@ -177,12 +176,8 @@ class ProcessGroupCollectives:
     def close(self) -> None:
         """Leave the process group. Idempotent."""
         group, self._group = self._group, None
-        if group is None:
-            return
-        if self._release is not None:
+        if group is not None:
             self._release()
-        else:
-            dist.destroy_process_group(group)
 
     def abort(self) -> None:
         """Let operations end that wait for ranks that have died, from any thread."""

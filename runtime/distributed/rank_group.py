@@ -129,17 +129,6 @@ class RankGroup:
             pause = min(2 * pause, 5e-3)
         return [json.loads(self.segment.received(rank, number)) for rank in range(self.ranks)]
 
-    def agree_on(self, items: dict[str, Any]) -> None:
-        """Check that all ranks have the same values; raise `RankError` with both if not."""
-        values = self.exchange(items)
-        for rank, others in enumerate(values):
-            for what, expected in values[0].items():
-                if (other := others.get(what)) != expected:
-                    raise RankError(
-                        f"rank {rank} has another {what} than rank 0: {_shown(other)} and"
-                        f" {_shown(expected)}"
-                    )
-
     def shared_memory(self, nbytes: int) -> mmap.mmap:
         """Return memory that all ranks share, zeroed at first. All ranks call it.
 
@@ -227,11 +216,6 @@ def _abandon(watch: RankWatch, rank: int) -> None:
     watch.abort(rank, "its engine was not closed")
     watch.stop()
     watch.end_children()
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 200 else text[:200] + "…"
 
 
 class RankWatch:

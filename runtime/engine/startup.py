@@ -93,14 +93,9 @@ from ..scheduling.step_budget import StepBudget, calibrate
 from ..structured.compiler import check_installed
 from .loop import StepLoop
 from .rank_start import (
-    agree_on_drafter,
     agree_on_plan,
-    agree_on_start,
-    agree_on_task,
     agree_on_weights,
     check_can_split,
-    decoded_config,
-    encoded_task,
     ended_by_failures,
     of_rank,
     serve_collectives,
@@ -882,10 +877,6 @@ def _start(
     log = PhaseLog(resolved.device)
     with log.phase("kernels"):
         kernels = checked_kernels(found.config, resolved, group)
-    if group is not None:
-        agree_on_start(group, opened, kernels)
-        if found_drafter is not None:
-            agree_on_drafter(group, found_drafter.config)
     memory = memory_now()  # kernels hold some of it
     plan = planned(kernels, memory)
     if group is not None:
@@ -1089,9 +1080,10 @@ def main(arguments: list[str]) -> None:
     group.watch.on_abort = partial(_exit, GROUP_ENDED)
     try:
         task = group.exchange(None)[0]
-        config = decoded_config(task)
+        fields = task["config"]
+        buckets = None if fields["buckets"] is None else tuple(fields["buckets"])
+        config = EngineConfig(**fields | {"buckets": buckets})
         found, resolved = resolved_source(task["source"], config)
-        agree_on_task(group, encoded_task(found, resolved))
         follow(*of_rank(found, resolved, group), group)
     except BaseException as error:
         if not isinstance(error, RankError):

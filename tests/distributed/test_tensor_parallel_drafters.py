@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime import Engine
-from stepgraph.runtime.engine.rank_start import agree_on_drafter
 from stepgraph.runtime.kernels import have_compiler
-from stepgraph.runtime.loading.checkpoint import read_config
-from stepgraph.runtime.loading.drafter_loading import find_drafter
 from stepgraph.runtime.scheduling.plan import Proposed
 
 from ..rigs.engine_rig import MIXED_PARAMS, loop_of, parts_of
 from ..rigs.parallel_rig import children, opened
 from ..rigs.tiny_models import Tiny, TinyModel
-from ..speculation import test_eagle3
-from ..speculation.test_drafter_engine import MTP, SHARED, prompts, speculation
+from ..speculation.test_drafter_engine import MTP, prompts, speculation
 from ..speculation.test_speculation import run_mixed
 from .test_tensor_parallel_structured import mixed
 
@@ -110,29 +106,6 @@ def check_equal(
 
 def test_head_that_shares_embedding_and_output_projection(base: TinyModel, tmp_path: Path) -> None:
     check_equal(base, tmp_path, "eagle3 shared", CONFIGS["native"], plain_ranks=1, times=1)
-
-
-class Agreeing:
-    """The group of a rank: keeps what the rank compares with others."""
-
-    def __init__(self) -> None:
-        self.items: dict[str, Any] = {}
-
-    def agree_on(self, items: dict[str, Any]) -> None:
-        self.items |= items
-
-
-def test_ranks_compare_their_drafters(base: TinyModel, tmp_path: Path) -> None:
-    """By configs and shapes, wherever they are."""
-    target = read_config(base.directory)
-    found = []
-    for name, changes in (("a", {}), ("b", {}), ("c", {"rope_theta": 5e5}), ("d", SHARED)):
-        directory, *_ = test_eagle3.write(tmp_path / name, **changes)
-        group = Agreeing()
-        agree_on_drafter(group, find_drafter(directory, target))  # type: ignore[arg-type]
-        found += group.items.values()
-    assert found[0] == found[1]
-    assert len(set(found)) == 3
 
 
 @pytest.mark.slow
