@@ -143,7 +143,8 @@ class Allowed:
         if origin is Literal:
             return cls(kind=str, optional=optional, choices=arguments)
         if origin is None:
-            return cls(kind=hint, optional=optional, range=range)
+            known = hint in (int, float, bool, str)
+            return cls(kind=hint, optional=optional, range=range) if known else None
         return cls(
             kind=origin,
             optional=optional,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from . import exact_json
+from .arguments import Range, check_fields
 from .bounded_repr import bounded_repr
 from .errors import RequestError
 
@@ -24,6 +25,7 @@ MAX_GRAMMAR_BYTES = 1 << 16
 MAX_CHOICES = 1024
 MAX_CHOICE_CHARS = 1024
 
+_Choice = Annotated[str, Range(1, MAX_CHOICE_CHARS)]
 GrammarKind = Literal["json", "regex", "grammar", "choice", "calls", "reasoned"]
 
 
@@ -46,14 +48,13 @@ class StructuredOutput:
     """
 
     json: str | Mapping[str, Any] | bool | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
+    regex: Annotated[str, Range(1, MAX_REGEX_CHARS)] | None = None
+    choice: Annotated[Sequence[_Choice], Range(1, MAX_CHOICES)] | None = None
+    grammar: Annotated[str, Range(1, MAX_GRAMMAR_BYTES)] | None = None
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.json_object, bool | None):
-            raise _refusal("json_object", self.json_object, "True or False")
+        check_fields(self, RequestError)
         object.__setattr__(self, "json_object", self.json_object or None)
         names = [field.name for field in fields(self)]
         given = [name for name in names if getattr(self, name) is not None]
@@ -65,12 +66,9 @@ class StructuredOutput:
             )
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
-        if self.regex is not None:
-            _check_text("regex", self.regex, MAX_REGEX_CHARS, bytes_=False)
-        if self.grammar is not None:
-            _check_text("grammar", self.grammar, MAX_GRAMMAR_BYTES, bytes_=True)
-        if self.choice is not None:
-            object.__setattr__(self, "choice", _checked_choices(self.choice))
+        for text in (self.regex, self.grammar, *(self.choice or ())):
+            if text is not None:
+                _check_size(given[0], text)
 
     @property
     def kind(self) -> GrammarKind:
@@ -167,29 +165,13 @@ def _is_deep(value: object) -> bool:
     return True
 
 
-def _check_text(field: str, text: object, most: int, *, bytes_: bool) -> None:
-    unit = "bytes" if bytes_ else "characters"
-    allowed = f"a string of 1 to {most} {unit}"
-    if not isinstance(text, str):
-        raise _refusal(field, text, allowed)
+def _check_size(field: str, text: str) -> None:
     try:
-        encoded = text.encode()
+        size = len(text.encode())
     except UnicodeEncodeError as error:  # a lone surrogate
-        raise _refusal(field, text, f"{allowed} in valid Unicode") from error
-    size = len(encoded) if bytes_ else len(text)
-    if not 1 <= size <= most:
-        raise _too_large(field, size, unit, allowed)
-
-
-def _checked_choices(value: object) -> tuple[str, ...]:
-    allowed = f"a sequence of 1 to {MAX_CHOICES} strings of 1 to {MAX_CHOICE_CHARS} characters"
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
-        raise _refusal("choice", value, allowed)
-    if not 1 <= len(value) <= MAX_CHOICES:
-        raise _too_large("choice", len(value), "strings", allowed)
-    for text in value:
-        _check_text("choice", text, MAX_CHOICE_CHARS, bytes_=False)
-    return tuple(value)
+        raise _refusal(field, text, "a string in valid Unicode") from error
+    if field == "grammar" and size > MAX_GRAMMAR_BYTES:
+        raise _too_large(field, size, "bytes", f"1 to {MAX_GRAMMAR_BYTES} bytes")
 
 
 def _too_large(field: str, size: int, unit: str, allowed: str) -> RequestError:
