@@ -1,10 +1,9 @@
 """Where each microsecond of a step goes, and how far that is from the limit.
 
 `ranges` emits the NVTX ranges, `timeline` keeps the times of the last steps, `stats` summarises
-times, `roofline` computes the bytes that a step must move, `bandwidth` measures how fast this
-device reads; `attribution` names kernels inside replayed graphs. `nsys` has the command line of an
-nsys session and the window of a program in it, `report` reads its export; `trace` records a trace
-without nsys.
+times, `bandwidth` measures how fast this device reads; `attribution` names kernels inside replayed
+graphs. `nsys` has the command line of an nsys session and the window of a program in it, `report`
+reads its export; `trace` records a trace without nsys.
 
 Importing the package imports none of them. torch is loaded when `bandwidth` and `trace` measure.
 """

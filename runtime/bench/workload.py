@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...profiling.roofline import roofline_json
 from ..engine.engine import Engine
 from ..models.config import DecoderConfig
 from ..sampling_params import SamplingParams
@@ -100,6 +99,11 @@ def decode_roofline(
 ) -> dict[str, float]:
     """Return the `roofline` of a decode step in the JSON.
 
+    Decode is memory-bound: at any batch size, a step reads every weight once and the keys and
+    values of every row's context. These bytes divided by the read bandwidth are its least time.
+    That omits smaller terms: activations, the keys and values that a step writes, sampling. The
+    fraction is that time divided by the measured one, above 1 if the model fits into a cache.
+
     Bytes are of the weights and the cache as this engine stores them. The ranks of a CPU
     share its bandwidth, so the bytes of all count; elsewhere the bytes of one rank.
 
@@ -112,4 +116,9 @@ def decode_roofline(
     kv_bytes = sum(map(engine.kv_bytes_read, contexts))
     shared = engine.config.tensor_parallel if engine.config.device.type == "cpu" else 1
     read = shared * (engine.weight_bytes_read(len(contexts)) + kv_bytes)
-    return roofline_json(read, bandwidth, seconds)
+    return {
+        "bytes_per_step": read,
+        "bandwidth_gb_s": bandwidth / 1e9,
+        "floor_ms": 1e3 * read / bandwidth,
+        "fraction": read / bandwidth / seconds,
+    }

@@ -32,8 +32,10 @@ def test_bytes_are_those_that_are_stored(
     if weight_dtype != "auto":
         stored = {p.dtype for p in parts.model.parameters()}
         assert stored & {torch.int8, torch.float8_e4m3fn, torch.uint8}
-    limit = decode_roofline(engine, [1, 1, 1], 1e9, 1.0)
-    assert limit["bytes_per_step"] == engine.weight_bytes_read(1) + 3 * engine.kv_bytes_read(1)
+    limit = decode_roofline(engine, [1, 1, 1], 1e9, 0.1)
+    read = engine.weight_bytes_read(1) + 3 * engine.kv_bytes_read(1)
+    assert (limit["bytes_per_step"], limit["floor_ms"]) == (read, pytest.approx(read / 1e6))
+    assert limit["fraction"] == pytest.approx(read / 1e8)
 
 
 def test_a_window_is_read_and_no_more(open_engine: Callable[..., Engine]) -> None:
