@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shutil
 import tomllib
 import warnings
 import zipfile
@@ -51,9 +52,9 @@ def link_packages(root: Path) -> Path:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     folders: dict[str, str] = project["tool"]["setuptools"]["package-dir"]
     package = root / LINKS / "stepgraph"
-    package.mkdir(parents=True, exist_ok=True)
-    for old in package.iterdir():
-        old.unlink()
+    if package.exists():
+        shutil.rmtree(package)  # links are not followed
+    package.mkdir(parents=True)
     files = (root / folders["stepgraph"]).glob("*.*")
     packages = (root / folder for name, folder in folders.items() if name.count(".") == 1)
     for target in (*files, *packages):
