@@ -40,8 +40,7 @@ from ...profiling.collector import CollectorWatch
 from ...profiling.timeline import Timeline
 from ..distributed.rank_group import RankGroup
 from ..errors import NonFiniteLogitsError, RankError, RequestError, StructuredOutputError
-from ..execution.outputs import LaunchedStep, Sampled
-from ..execution.prompt_scorer import Score
+from ..execution.outputs import LaunchedStep, Sampled, Score
 from ..execution.runner import Runner
 from ..kernels.ops.batch import NON_FINITE
 from ..request import AbortReason, FinishReason, Request, RequestGroup, RequestStatus

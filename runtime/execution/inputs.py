@@ -11,7 +11,7 @@ point at the null row, whose block table contains only the null block.
         prefill_rows     4  1  9  9                rows whose blocks are read
         sample_rows      9  1  9  9                rows that sample; row 4 has more chunks
         query_start_loc  0  3  5  5  5           first token of each row, and the end of the last
-        next_ids         d  0  0  0              token after each chunk, if it is known
+        next_ids         b  c  d  y  0  0  0  0  token after each, if it is known
         draft_stops      1 16  1  1              where slots for drafts of rows that sample end
 """
 
@@ -278,6 +278,9 @@ class StepInputs(Generic[A]):
     """int64 `[M]`: position of each of them in its sequence."""
     token_rows: A
     """int64 `[M]`: row of each of them."""
+    next_ids: A
+    """int64 `[M]`: the token after each of them, for drafters and log-probabilities of prompts; 0
+    if it is not known yet."""
     prefill_rows: A
     """int64 `[P]`: the distinct rows of the chunks."""
     sample_rows: A
@@ -285,8 +288,6 @@ class StepInputs(Generic[A]):
     query_start_loc: A
     """int64 `[P + 1]`: index into `token_ids` of the first token of each chunk, then the end of the
     last chunk, repeated for rows of padding."""
-    next_ids: A
-    """int64 `[P]`: the token after each chunk, which drafters read; 0 if it is not known yet."""
     draft_stops: A
     """int64 `[P]`: as `DraftInputs.stops`, of `sample_rows`, in steps that propose drafts."""
     table_updates: A
@@ -307,10 +308,10 @@ class StepInputs(Generic[A]):
             "token_ids": ints(prefill_tokens),
             "positions": ints(prefill_tokens),
             "token_rows": ints(prefill_tokens, fill=null_row),
+            "next_ids": ints(prefill_tokens),
             "prefill_rows": ints(prefill_rows, fill=null_row),
             "sample_rows": ints(prefill_rows, fill=null_row),
             "query_start_loc": ints(prefill_rows + 1),
-            "next_ids": ints(prefill_rows),
             "draft_stops": ints(prefill_rows, fill=1),
             "table_updates": ints(table_updates, 4),
         }
@@ -388,7 +389,6 @@ def write_prefill(
     """Write the prefill fields for a step of `bucket` tokens; see the example above."""
     host.prefill_rows[:] = null_row
     host.sample_rows[:] = null_row
-    host.next_ids[:] = 0
     host.draft_stops[:] = 1
     offset = 0
     for i, chunk in enumerate(chunks):
@@ -401,20 +401,22 @@ def write_prefill(
         host.sample_rows[i] = chunk.row if chunk.samples else null_row
         host.draft_stops[i] = chunk.draft_stop
         host.query_start_loc[i] = offset
-        host.next_ids[i] = 0 if chunk.samples else chunk.request.tokens(stop, stop + 1)[0]
+        host.next_ids[offset : end - 1] = host.token_ids[offset + 1 : end]
+        host.next_ids[end - 1] = 0 if chunk.samples else chunk.request.tokens(stop, stop + 1)[0]
         offset = end
     host.query_start_loc[len(chunks) :] = offset
     assert offset <= bucket
     host.token_ids[offset:bucket] = 0
     host.positions[offset:bucket] = 0
     host.token_rows[offset:bucket] = null_row
+    host.next_ids[offset:bucket] = 0
 
 
 def prefill_fields(bucket: int, prefill_rows: int) -> dict[str, int]:
     """Return the fields that `write_prefill` writes, with the number of elements of each."""
     return {
-        **dict.fromkeys(("token_ids", "positions", "token_rows"), bucket),
-        **dict.fromkeys(("prefill_rows", "sample_rows", "next_ids", "draft_stops"), prefill_rows),
+        **dict.fromkeys(("token_ids", "positions", "token_rows", "next_ids"), bucket),
+        **dict.fromkeys(("prefill_rows", "sample_rows", "draft_stops"), prefill_rows),
         "query_start_loc": prefill_rows + 1,
     }
 

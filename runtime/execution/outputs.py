@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from ..logprobs import LOWEST_LOGPROB, TokenLogprobs
+from ..logprobs import LOWEST_LOGPROB, Float32Array, Int64Array, TokenLogprobs
 from ..models.drafters.drafter import Drafts
 from ..request import Request
 from ..sampling.sample_output import SampleOutput
@@ -19,24 +19,23 @@ from ..scheduling.plan import Proposed, StepPlan
 from .step_key import PlannedPart, StepKey, StepOutput
 from .token_masks import GrammarEnd
 
-if TYPE_CHECKING:
-    from .prompt_scorer import LaunchedScores
-
 __all__ = [
     "HostOutputs",
     "LaunchedStep",
     "OutputEvents",
     "Sampled",
+    "Score",
     "accepted_counts",
     "checked_tokens",
     "current_stream",
+    "prompt_scores",
     "proposed_drafts",
     "report_token_ids",
     "sampled_tokens",
     "timed_event",
 ]
 
-Phase = Literal["decode", "prefill"]
+Phase = Literal["decode", "prefill", "scores"]
 
 OUTPUT_SETS = 2
 """Output buffers on the host: one for the step that is read, one for the step in flight."""
@@ -45,6 +44,9 @@ OUTPUT_SETS = 2
 Sampled: TypeAlias = tuple[Request | None, int, TokenLogprobs | None]
 """Output of a lane: its request (None for padding), the token or `NON_FINITE`, and the requested
 log-probabilities. A plain tuple, because a step creates one per row."""
+
+Score: TypeAlias = tuple[Request, range, Float32Array, Int64Array, Float32Array]
+"""Request, scored positions, log-probabilities `[n]`, top tokens `[n, k]` and theirs `[n, k]`."""
 
 
 @dataclass(slots=True)
@@ -69,8 +71,8 @@ class LaunchedStep:
     many as planned."""
     began: torch.cuda.Event | None = None
     """Event before the first part; None on a CPU, or without device timing."""
-    scores: LaunchedScores | None = None
-    """Scores of prompt tokens, if a chunk of the plan has any."""
+    scores: StepOutput | None = None
+    """As `PromptScorer.launch` returns, on the host or being copied to it."""
     unfinished: list[tuple[StepKey, PlannedPart]] | None = None
     """The rest of the launch, which needs token masks; `Runner.finish` runs it."""
     masked: bool = False
@@ -117,16 +119,17 @@ class HostOutputs:
         steps: int = 1,
         *,
         drafts: int = 0,
+        prefill_tokens: int = 0,
         device: torch.device,
     ) -> None:
         """Allocate buffers for `steps` decode steps of `max_num_seqs`, and `prefill_rows` chunks.
 
-        A row has at most `drafts` proposed drafts. `device` is the source of the outputs. Copies
-        from CUDA are asynchronous.
+        A row has at most `drafts` proposed drafts. Scores are of `prefill_tokens`. `device` is the
+        source of the outputs. Copies from CUDA are asynchronous.
         """
         self._device = device
         self._is_cuda = device.type == "cuda"
-        sizes = self._sizes(max_num_seqs, prefill_rows, vocab_size, steps, drafts)
+        sizes = self._sizes(max_num_seqs, prefill_rows, vocab_size, steps, drafts, prefill_tokens)
         self._sets: list[dict[str, torch.Tensor]] = [
             {
                 phase: torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
@@ -144,13 +147,19 @@ class HostOutputs:
 
     @staticmethod
     def _sizes(
-        max_num_seqs: int, prefill_rows: int, vocab_size: int, steps: int, drafts: int
+        max_num_seqs: int,
+        prefill_rows: int,
+        vocab_size: int,
+        steps: int,
+        drafts: int,
+        prefill_tokens: int,
     ) -> dict[str, int]:
         """Bytes of one set by phase, for all steps of a launch, and of the drafts of each."""
         best = min(MAX_LOGPROBS, vocab_size)
         return {
             "decode": steps * SampleOutput.packed_bytes(max_num_seqs, best),
             "prefill": SampleOutput.packed_bytes(prefill_rows, best),
+            "scores": SampleOutput.packed_bytes(prefill_tokens, best),
             "decode drafts": 12 * max_num_seqs * drafts,
             "prefill drafts": 12 * prefill_rows * drafts,
         }
@@ -161,12 +170,9 @@ class HostOutputs:
         return sum(whole.nbytes for phases in self._sets for whole in phases.values())
 
     @staticmethod
-    def bytes_for(
-        max_num_seqs: int, prefill_rows: int, vocab_size: int, steps: int = 1, drafts: int = 0
-    ) -> int:
-        """Bytes of a `HostOutputs` of these sizes."""
-        sizes = HostOutputs._sizes(max_num_seqs, prefill_rows, vocab_size, steps, drafts)
-        return OUTPUT_SETS * sum(sizes.values())
+    def bytes_for(*sizes: int) -> int:
+        """Bytes of a `HostOutputs` of these sizes: all arguments but the device, in their order."""
+        return OUTPUT_SETS * sum(HostOutputs._sizes(*sizes).values())
 
     def begin(self, number: int) -> torch.cuda.Event | None:
         """Record and return the start event of step `number`; None if steps are not `timed`."""
@@ -321,6 +327,22 @@ def _of_rows(
     for index, (request, stop) in enumerate(zip(requests, stops, strict=True)):
         if request is not None:
             yield Proposed(request, stop, tokens[index], probabilities[index])
+
+
+def prompt_scores(launched: LaunchedStep) -> Iterator[Score]:
+    """Yield the scores of each chunk that has any, once they have arrived. Copy what must last."""
+    if launched.scores is None:
+        return
+    details, offset = launched.scores.details, 0
+    assert details is not None, "scores are log-probabilities"
+    logprobs = details.logprob.numpy()
+    ids, tops = details.top_ids.numpy(), details.top_logprobs.numpy()
+    for chunk in launched.plan.prefill:
+        scored, first = chunk.scored, offset - chunk.start
+        offset += chunk.count
+        if scored:
+            own = slice(first + scored.start, first + scored.stop)
+            yield chunk.request, scored, logprobs[own], ids[own], tops[own]
 
 
 def sampled_tokens(launched: LaunchedStep) -> Iterable[Sampled]:

@@ -24,8 +24,8 @@ from .step_key import StepKey, StepPart
 __all__ = ["INPUT_BUFFERS", "Command", "CommandSender", "Inputs", "decode_inputs"]
 
 BlockCopy = Literal["within", "to_host", "from_host"]
-InputBuffer = Literal["steps", "embeds", "scores", "drafts"]
-INPUT_BUFFERS: tuple[InputBuffer, ...] = ("steps", "embeds", "scores", "drafts")
+InputBuffer = Literal["steps", "embeds", "drafts"]
+INPUT_BUFFERS: tuple[InputBuffer, ...] = ("steps", "embeds", "drafts")
 
 _PARTS: tuple[StepPart, ...] = ("whole", "forward", "sample")
 _PREFILL, _FULL_SAMPLER, _MASKED, _AWAITS_MASKS, _PART = 1, 2, 4, 8, 16

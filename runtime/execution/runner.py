@@ -55,17 +55,18 @@ from .inputs import (
     write_table_updates,
 )
 from .outputs import (
-    OUTPUT_SETS,
     HostOutputs,
     LaunchedStep,
     Sampled,
+    Score,
     accepted_counts,
     checked_tokens,
+    prompt_scores,
     proposed_drafts,
     report_token_ids,
     sampled_tokens,
 )
-from .prompt_scorer import PromptScorer, Score
+from .prompt_scorer import PromptScorer
 from .rank_commands import BlockCopy, Command, CommandSender, InputBuffer
 from .step_functions import DraftStep, StepFunctions
 from .step_key import PlannedPart, PlanParts, StepKey, StepOutput, StepSizes, most_table_updates
@@ -234,7 +235,6 @@ class InputWriter:
         num_groups: int,
         hidden_size: int,
         state: RowState,
-        scorer: PromptScorer,
         commands: CommandSender | None,
     ) -> None:
         """Allocate the buffers.
@@ -244,10 +244,9 @@ class InputWriter:
             num_groups: layer groups of the cache.
             hidden_size: of the model.
             state: whose block tables are updated.
-            scorer: of prompt tokens; its inputs are written along.
             commands: see `Runner`.
         """
-        self._state, self._scorer, self._commands = state, scorer, commands
+        self._state, self._commands = state, commands
         self.max_prefill_rows = config.max_prefill_rows
         self.inputs = StaticBuffers.allocate(
             StepInputs[torch.Tensor],
@@ -322,7 +321,6 @@ class InputWriter:
                 write_prefill(plan.prefill, self._state.null_row, prefill_key.size, self._host)
                 changed |= prefill_fields(prefill_key.size, self.max_prefill_rows)
                 self._write_embeds(plan)
-                self._scorer.write(plan.prefill)
         if updates:
             self._copy_updates(updates, changed)
         else:
@@ -458,15 +456,8 @@ class Runner:
             drafts=config.kept_drafts,
         )
         self.null_row = self.state.null_row
-        self.scorer = PromptScorer(
-            model,
-            prefill_tokens=config.prefill_chunk,
-            max_num_seqs=config.max_num_seqs,
-            host_sets=OUTPUT_SETS if config.is_async_device else 0,
-            commands=commands,
-        )
         self._writer = InputWriter(
-            config, len(groups), model.config.hidden_size, self.state, self.scorer, commands
+            config, len(groups), model.config.hidden_size, self.state, commands
         )
         self.masks: TokenMasks | None = None
         self.followed_masks: FollowedMasks | None = None
@@ -487,7 +478,13 @@ class Runner:
                 )
         self.inputs, self.embeds = self._writer.inputs, self._writer.embeds
         self.drafts = self._writer.drafts
-        self.input_buffers = {**self._writer.buffers, "scores": self.scorer.inputs}
+        self.input_buffers = self._writer.buffers
+        self.scorer = PromptScorer(
+            model,
+            self.inputs.device.next_ids,
+            max_num_seqs=config.max_num_seqs,
+            commands=commands,
+        )
         self.threads = None if model.kernels.library is None else config.threads
         self.own_threads: TorchThreads | None = None
         """Block in which torch uses no more threads than this rank has: others would spin on the
@@ -502,6 +499,7 @@ class Runner:
                 model.config.vocab_size,
                 max(config.steps_per_launch, *config.tokens_per_row, 1),
                 drafts=config.proposed_drafts,
+                prefill_tokens=config.prefill_chunk,
                 device=device,
             )
         self._arena = arena
@@ -557,7 +555,7 @@ class Runner:
         """Bytes of host buffers for an asynchronous device: input mirrors and outputs."""
         outputs = 0 if self.outputs is None else self.outputs.nbytes
         masks = 0 if self._host_masks is None else self._host_masks.nbytes
-        return self._writer.nbytes + outputs + masks + self.scorer.host_nbytes
+        return self._writer.nbytes + outputs + masks
 
     @property
     def host_cache_nbytes(self) -> int:
@@ -573,7 +571,7 @@ class Runner:
             **self._writer.addresses(),
             **{f"state.{k}": v for k, v in self.state.addresses().items()},
             **({} if self.drafter is None else self.drafter.addresses()),
-            **self.scorer.addresses(),
+            "hidden": self.scorer.hidden.data_ptr(),
         }
 
     def check_integrity(self) -> None:
@@ -711,7 +709,9 @@ class Runner:
                     if outputs is not None:  # before another launch can overwrite it
                         output = outputs.copy_async(number, key.phase, output)
                     if not decodes:
-                        step.scores = self.scorer.launch(number, plan.prefill)
+                        step.scores = self.scorer.launch(plan.prefill)
+                        if step.scores is not None and outputs is not None:
+                            step.scores = outputs.copy_async(number, "scores", step.scores)
                     step.parts.append((requests, output))
                     self.library.record_padding(tokens, part.room)
                 worked_ns += clock() - started
@@ -778,7 +778,7 @@ class Runner:
 
     def read_scores(self, step: LaunchedStep) -> Iterable[Score]:
         """Return the scores of prompt tokens of a launch, after `read`."""
-        return () if step.scores is None else step.scores.read()
+        return prompt_scores(step)
 
     def force_token(self, row: int, token_id: int) -> None:
         """Replace the last sampled token of a row."""

@@ -434,15 +434,11 @@ class DraftStep:
     ) -> FollowedTokens:
         """Return the tokens of a prefill step."""
         with operation("draft"):
-            size, ends_P = key.size, inputs.query_start_loc[1:].contiguous()
-            samples_P = inputs.sample_rows != self._state.null_row
-            after_P = torch.where(samples_P, sampled_P.clamp(min=0), inputs.next_ids)
-            index_T = torch.arange(size, device=ends_P.device)
-            chunk_T = torch.searchsorted(ends_P, index_T, right=True).clamp(max=len(ends_P) - 1)
-            token_ids_T = inputs.token_ids[:size]
-            next_ids_T = torch.where(
-                index_T + 1 == ends_P[chunk_T], after_P[chunk_T], token_ids_T.roll(-1)
-            )
+            size, samples_P = key.size, inputs.sample_rows != self._state.null_row
+            last_P = (inputs.query_start_loc[1:] - 1).clamp(min=0)
+            # The next token of rows that sample is 0 so far.
+            new_P = torch.where(samples_P, sampled_P.clamp(min=0), 0)
+            next_ids_T = inputs.next_ids[:size].index_add(0, last_P, new_P)
             batch = ragged_batch(
                 self._state,
                 self._block_size,
@@ -452,6 +448,7 @@ class DraftStep:
                 key.read_blocks,
                 query_start_loc=inputs.query_start_loc,
             )
+            token_ids_T = inputs.token_ids[:size]
             return FollowedTokens(token_ids_T, next_ids_T, features_TF, batch, of_prompts=True)
 
 

@@ -15,8 +15,8 @@ from ...cache.spec import LayerGroup
 from ...graphs.buffers import CPU_ALIGNMENT, CUDA_ALIGNMENT, TensorSpec
 from ..errors import ConfigError
 from ..execution.inputs import DraftInputs, EmbedInputs, MaskSizes, RowState, StepInputs
-from ..execution.outputs import OUTPUT_SETS, HostOutputs
-from ..execution.prompt_scorer import PromptScorer, ScoreInputs, slice_tokens
+from ..execution.outputs import HostOutputs
+from ..execution.prompt_scorer import PromptScorer, slice_tokens
 from ..execution.step_key import StepSizes, most_table_updates
 from ..kernels import Experts, Kernels, reference_experts
 from ..kernels.ops.experts import activation_bytes, converted_bytes
@@ -306,8 +306,7 @@ def _input_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) 
                 max_num_seqs=config.max_num_seqs, drafts=config.tokens_per_row[-1] - 1
             )
             total += _allocation_bytes(drafts, alignment)
-        scored = ScoreInputs.layout(prefill_tokens=prefill_tokens)
-        return total + _allocation_bytes(scored, alignment)
+        return total
 
     return input_bytes
 
@@ -315,20 +314,19 @@ def _input_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) 
 def _host_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
     """Bytes of the runner on the host: mirrors of the inputs, and copies of outputs."""
     inputs = _input_bytes(model, config, num_groups)
-    outputs = HostOutputs.bytes_for(
-        config.max_num_seqs,
-        config.max_prefill_rows,
-        model.vocab_size,
-        max(config.steps_per_launch, *config.tokens_per_row, 1),
-        config.proposed_drafts,
-    )
-
     masked = MaskSizes.of(config, model)
     masks = 0 if masked is None else masked.mask_bytes
 
     def host_bytes(prefill_tokens: int, row_blocks: int) -> int:
-        scores = PromptScorer.host_bytes_for(prefill_tokens, model.vocab_size, OUTPUT_SETS)
-        return inputs(prefill_tokens, row_blocks) + outputs + masks + scores
+        outputs = HostOutputs.bytes_for(
+            config.max_num_seqs,
+            config.max_prefill_rows,
+            model.vocab_size,
+            max(config.steps_per_launch, *config.tokens_per_row, 1),
+            config.proposed_drafts,
+            prefill_tokens,
+        )
+        return inputs(prefill_tokens, row_blocks) + outputs + masks
 
     return host_bytes
 

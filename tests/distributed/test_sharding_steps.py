@@ -82,13 +82,11 @@ def test_several_steps_of_a_launch_and_verify_steps(
 
 def test_prompt_scores(base: ModelConfig, tmp_path: Path) -> None:
     def scores(steps: RankSteps) -> list[torch.Tensor]:
-        scorer = PromptScorer(steps.decoder, prefill_tokens=24, max_num_seqs=2, host_sets=0)
+        scorer = PromptScorer(steps.decoder, 3 * torch.arange(24), max_num_seqs=2)
         scorer.hidden.copy_(torch.linspace(-1, 1, scorer.hidden.numel()).view_as(scorer.hidden))
-        scorer.inputs.device.tokens[:20] = torch.arange(20)
-        scorer.inputs.device.next_ids[:20] = 3 * torch.arange(20)
-        scorer.run(20, 5)
-        found = scorer._scores
-        return [found.logprobs[:20], found.top_logprobs[:20, :5], found.top_ids[:20, :5]]
+        scorer.run([0, 4], 20, 5)
+        found = scorer.scores
+        return [found.logprob[:20], found.top_logprobs[:20, :5], found.top_ids[:20, :5]]
 
     expected = scores(RankSteps(base, stored_weights(base, tmp_path), plain_kernels()))
     for found in on_ranks(2, lambda group: scores(rank_steps(base, tmp_path, group))):

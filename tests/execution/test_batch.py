@@ -115,13 +115,12 @@ def test_prefill(prefill: tuple[list[RowSpan], int]) -> None:
         assert expected[index][:2] == (chunk.row, end - 1)
         reaches_the_end = end == len(chunk.request.prompt_ids) + len(chunk.request.output_ids)
         assert host.sample_rows[lane] == (chunk.row if reaches_the_end else null_row)
-        assert host.next_ids[lane] == (
-            0 if reaches_the_end else chunk.request.tokens(end, end + 1)[0]
-        )
+        following = chunk.request.tokens(chunk.start + 1, end + 1) + [0] * reaches_the_end
+        assert host.next_ids[host.query_start_loc[lane] : index + 1].tolist() == following
     assert untouched(
         host,
-        *("token_ids", "positions", "token_rows"),
-        *("prefill_rows", "sample_rows", "query_start_loc", "next_ids", "draft_stops"),
+        *("token_ids", "positions", "token_rows", "next_ids"),
+        *("prefill_rows", "sample_rows", "query_start_loc", "draft_stops"),
     )
     assert host.draft_stops[: len(chunks)].tolist() == [1000 + chunk.row for chunk in chunks]
     assert (host.draft_stops[len(chunks) :] == 1).all()
@@ -134,9 +133,9 @@ def test_a_prefill_leaves_nothing_of_the_one_before() -> None:
     write_prefill([replace(chunk, draft_stop=20) for chunk in long], 9, 16, host)
     write_prefill(short, 9, 4, host)
     write_prefill(short, 9, 4, fresh)
-    for name in ("prefill_rows", "sample_rows", "query_start_loc", "next_ids", "draft_stops"):
+    for name in ("prefill_rows", "sample_rows", "query_start_loc", "draft_stops"):
         assert (getattr(host, name) == getattr(fresh, name)).all()
-    for name in ("token_ids", "positions", "token_rows"):
+    for name in ("token_ids", "positions", "token_rows", "next_ids"):
         assert (getattr(host, name)[:4] == getattr(fresh, name)[:4]).all()
 
 

@@ -223,9 +223,8 @@ def test_static_buffers_to_the_byte(
     )
     scorer = PromptScorer(
         cast(Decoder, SimpleNamespace(config=model, dtype=config.dtype, device=CPU)),
-        prefill_tokens=fitted.prefill_chunk,
+        inputs.device.next_ids,
         max_num_seqs=rows,
-        host_sets=0,
     )
     terms = footprint.terms(footprint.most_blocks, tokens)
     assert terms["static_buffers"] == inputs.nbytes + state.nbytes + scorer.nbytes
@@ -276,8 +275,7 @@ def test_a_cuda_device_is_measured_by_its_allocator(tiny: Tiny) -> None:
     assert not any(terms[name].note for name in measured)
     assert parts.runner.host_arena is not None
     assert terms["host_cache"].measured == parts.runner.host_arena.nbytes
-    mirrors = parts.runner.inputs.nbytes + parts.runner.scorer.inputs.nbytes
-    assert terms["host_buffers"].measured == mirrors
+    assert terms["host_buffers"].measured == parts.runner.inputs.nbytes
 
 
 def test_a_small_cache_shortens_rows_and_reads(open_engine: Open) -> None:

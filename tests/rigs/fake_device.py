@@ -22,8 +22,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from stepgraph.cache.blocks import NULL_BLOCK
-from stepgraph.runtime.execution.outputs import Sampled
-from stepgraph.runtime.execution.prompt_scorer import Score
+from stepgraph.runtime.execution.outputs import Sampled, Score
 from stepgraph.runtime.kernels.ops.batch import NON_FINITE
 from stepgraph.runtime.request import DRAFT_ON_DEVICE, Request, RequestStatus
 from stepgraph.runtime.rope_lengths import RopeLengths

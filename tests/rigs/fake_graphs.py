@@ -28,7 +28,7 @@ from stepgraph.runtime.engine import startup
 from stepgraph.runtime.execution import outputs, runner
 from stepgraph.runtime.execution.inputs import RowState
 from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents
-from stepgraph.runtime.execution.prompt_scorer import PromptScorer, ScoreArrays
+from stepgraph.runtime.execution.prompt_scorer import PromptScorer
 from stepgraph.runtime.execution.runner import DrafterCache, Runner
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.execution.token_masks import HostMasks
@@ -350,7 +350,6 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     queued(HostArena, "swap_in")
     queued(PromptScorer, "run")
     queued(HostMasks, "copy_to_device")
-    queued(ScoreArrays, "copy_async")
     waiting(EagerStep, "run")
     waiting(Runner, "check_integrity")
     monkeypatch.setattr(startup, "CapturePeaks", lambda device: FakePeaks(graphs, device))
