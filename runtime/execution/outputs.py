@@ -26,7 +26,6 @@ __all__ = [
     "Sampled",
     "Score",
     "accepted_counts",
-    "checked_tokens",
     "current_stream",
     "prompt_scores",
     "proposed_drafts",
@@ -193,8 +192,6 @@ class HostOutputs:
             views = self._views[key] = _HostViews.of(self._sets[index][phase], output)
         if details is None or views.details is None:
             views.tokens.copy_(output.tokens, non_blocking=True)
-        elif details.packed is not None and views.details.packed is not None:
-            views.details.packed.copy_(details.packed, non_blocking=True)
         else:
             views.details.copy_(details)
         drafts = None
@@ -257,18 +254,6 @@ def _host_drafts(whole: torch.Tensor, drafts: Drafts) -> Drafts:
     return Drafts(
         token_ids.view(torch.int64).view(shape), probabilities.view(torch.float32).view(shape)
     )
-
-
-def checked_tokens(output: StepOutput, lanes: int, *, keeps_drafts: bool) -> bytes:
-    """Return the tokens of the first `lanes` lanes, for the comparison of ranks.
-
-    Where rows keep their drafts on the device, each rank verifies its own: these are compared too.
-    Otherwise all ranks verify those that rank 0 sends.
-    """
-    tokens = output.tokens.numpy()[..., :lanes].tobytes()
-    if output.drafts is None or not keeps_drafts:
-        return tokens
-    return tokens + output.drafts.token_ids.numpy()[:lanes].tobytes()
 
 
 def accepted_counts(launched: LaunchedStep) -> list[int]:

@@ -60,7 +60,6 @@ from .outputs import (
     Sampled,
     Score,
     accepted_counts,
-    checked_tokens,
     prompt_scores,
     proposed_drafts,
     report_token_ids,
@@ -701,10 +700,7 @@ class Runner:
                 step.launched_ns = step.launched_ns or started
                 output = self.run(key, 0 if key.part == "forward" else len(requests))
                 if key.part != "forward":
-                    if output.details is not None and any(
-                        request is not None and request.params.logprob_token_ids
-                        for request in requests
-                    ):
+                    if output.details is not None:
                         report_token_ids(requests, output)
                     if outputs is not None:  # before another launch can overwrite it
                         output = outputs.copy_async(number, key.phase, output)
@@ -763,8 +759,15 @@ class Runner:
         return sampled_tokens(step)
 
     def checked_tokens(self, output: StepOutput, lanes: int) -> bytes:
-        """Return what ranks compare of an output that has arrived, of the first `lanes` lanes."""
-        return checked_tokens(output, lanes, keeps_drafts=self.state.drafts is not None)
+        """Return what ranks compare of an output that has arrived, of the first `lanes` lanes.
+
+        Where rows keep their drafts on the device, each rank verifies its own: these are compared
+        too. Otherwise all ranks verify the drafts that rank 0 sends.
+        """
+        tokens = output.tokens.numpy()[..., :lanes].tobytes()
+        if output.drafts is None or self.state.drafts is None:
+            return tokens
+        return tokens + output.drafts.token_ids.numpy()[:lanes].tobytes()
 
     def check_peers(self) -> None:
         """Raise `RankError` if a kernel of an ended step waited in vain for another rank."""

@@ -71,7 +71,10 @@ class SampleOutput:
         return SampleOutput(*(tensor[lanes] for tensor in self._four()))
 
     def copy_(self, source: SampleOutput) -> None:
-        """Copy the four tensors asynchronously."""
+        """Copy asynchronously: the packed buffer, or the four tensors if either has none."""
+        if self.packed is not None and source.packed is not None:
+            self.packed.copy_(source.packed, non_blocking=True)
+            return
         for own, other in zip(self._four(), source._four(), strict=True):
             own.copy_(other, non_blocking=True)
 
