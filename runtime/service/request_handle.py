@@ -354,8 +354,10 @@ def _due(name: str, seconds: float | None, now_ns: int) -> int | None:
 
 
 def _tenant(options: RequestOptions) -> str:
-    name = "cache_salt" if options.get("tenant") is None else "tenant"
-    tenant = check_type(name, options.get(name), str | None, "a string") or ""
+    name, tenant = "tenant", options.get("tenant")
+    if tenant is None:
+        name, tenant = "cache_salt", options.get("cache_salt")
+    tenant = check_type(name, tenant, str | None, "a string") or ""
     if len(tenant) > MAX_TENANT_CHARS:
         raise RequestError(
             f"{name} has {len(tenant)} characters; allowed are {MAX_TENANT_CHARS}", field=name
