@@ -27,10 +27,6 @@ MACRO = (
     + "{{ show(m.content) }}"
     + END
 )
-USERS_LOOP = (
-    START + "{% if m.role == 'user' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
-    "{% else %}{{ m.content }}{% endif %}" + END
-)
 FIRST_ONLY = START + "{{ m.content if m.content is string else m.content[0].text }}" + END
 DUMPS = START + "{{ m.content | tojson }}" + END
 PARTS = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]

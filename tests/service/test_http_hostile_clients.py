@@ -6,9 +6,8 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -26,6 +25,7 @@ from ..rigs.fake_engine import fake_engine
 from ..rigs.http_bodies import POSTS, bodies
 from ..rigs.http_rig import COMPLETIONS, events_of
 from ..rigs.http_servers import KEY, SECONDS, Command, Threaded, read_all, request
+from ..rigs.service_rig import wait_until
 
 BODY = b'{"prompt": [1], "max_tokens": 2, "ignore_eos": true}'
 VERSION = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -36,13 +36,6 @@ def threaded() -> Iterator[Threaded]:
     server = Threaded(fake_engine, max_body_bytes=1000)
     yield server
     server.close()
-
-
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +65,7 @@ def test_bytes_after_a_response_have_a_limited_time(
                 return True
             return False
 
-        until(is_closed)
+        wait_until(is_closed)
 
 
 def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +74,8 @@ def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyP
     connections = server.server.server_state.connections
     with server.connect() as sock:
         sock.sendall(VERSION.replace(b"version", b"openapi.json") * 1000)
-        until(lambda: connections)
-        until(lambda: not connections)
+        wait_until(lambda: connections)
+        wait_until(lambda: not connections)
     server.close()
 
 
@@ -106,14 +99,14 @@ def test_streams_that_are_not_read_give_up_their_rows_and_end(
         sock.sendall(request(body, b"content-length: %d" % len(body), b"connection: close"))
         clients.append(sock)
     paused = server.engine._thread.dispatcher._paused
-    until(lambda: len(paused) == 6)
+    wait_until(lambda: len(paused) == 6)
     assert server.running() == 0
     began = time.monotonic()
     with server.connect() as sock:
         sock.sendall(request(BODY, b"content-length: %d" % len(BODY), b"connection: close"))
         assert read_all(sock).startswith(b"HTTP/1.1 200")
     assert time.monotonic() - began < 1.0, "it has waited for them"
-    until(lambda: len(records) == 7)
+    wait_until(lambda: len(records) == 7)
     assert [outcome for outcome, _ in records].count("send_timeout") == 6
     assert max(tokens for _, tokens in records) < 200
     assert not paused
@@ -153,12 +146,12 @@ def test_bodies_that_arrive_share_a_limit(
     with threaded.connect() as first, threaded.connect() as second, threaded.connect() as third:
         for sock in (first, second):
             sock.sendall(request(b" " * 999, *limits))
-        until(lambda: httpx.post(address, content=BODY).status_code == 503)
+        wait_until(lambda: httpx.post(address, content=BODY).status_code == 503)
         third.sendall(request(BODY.ljust(1000), *limits))
         answer = read_all(third)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1\r\n" in answer
-    until(lambda: httpx.post(address, content=BODY).status_code == 200)
+    wait_until(lambda: httpx.post(address, content=BODY).status_code == 200)
 
 
 class Neighbour:
@@ -210,11 +203,11 @@ def attacked() -> Iterator[Command]:
     command.wait_ready()
     process = psutil.Process(command.process.pid)
     neighbour = Neighbour(command.address)
-    until(lambda: neighbour.num_streams)
+    wait_until(lambda: neighbour.num_streams)
     num_files = process.num_fds()
     yield command
     neighbour.stop()
-    until(lambda: process.num_fds() <= num_files)
+    wait_until(lambda: process.num_fds() <= num_files)
     status, _ = command.stop()
     print(f"gap {neighbour.longest_gap:.2f} s, {neighbour.num_streams} streams")
     assert status == 0

@@ -16,12 +16,12 @@ pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 import jsonschema
-import stepgraph.runtime.demo
 from stepgraph.runtime import AsyncEngine, EngineConfig, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.structured import compiler
 
-from ..rigs.http_rig import Rig
+from ..rigs.http_rig import Rig, demo_with_template
+from ..rigs.service_rig import in_event_loop
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = "{% for m in messages %}# {{ m.content }}\n{% endfor %}def "
@@ -47,12 +47,7 @@ Serve = Callable[[Callable[[Rig], Coroutine[Any, Any, None]]], None]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model with a chat template."""
-    folder = tmp_path_factory.mktemp("chat")
-    for path in Path(stepgraph.runtime.demo.__path__[0]).iterdir():
-        if path.suffix in (".json", ".safetensors"):
-            (folder / path.name).symlink_to(path)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return demo_with_template(tmp_path_factory.mktemp("chat"), TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +64,7 @@ def engine(checkpoint: Path) -> Iterator[AsyncEngine]:
         ({"structured_outputs": {"choice": ["yes", "no"], "json": None}}, "yes|no"),
         ({"structured_outputs": {"grammar": 'root ::= "a" | "b" root'}}, "b*a"),
         ({"structured_outputs": {"json": SCHEMA}}, None),
+        ({"response_format": {"type": "json_object"}}, r"(?s)\{.*"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
             None,
@@ -76,7 +72,8 @@ def engine(checkpoint: Path) -> Iterator[AsyncEngine]:
     ],
     ids=str,
 )
-def test_outputs_follow_the_fields(
+@in_event_loop
+async def test_outputs_follow_the_fields(
     engine: AsyncEngine, fields: dict[str, Any], pattern: str | None
 ) -> None:
     def check(text: str) -> None:
@@ -85,52 +82,36 @@ def test_outputs_follow_the_fields(
         else:
             assert re.fullmatch(pattern, text)
 
-    async def use(rig: Rig) -> None:
-        common = {"max_tokens": 200, "seed": 4, **fields}
-        answer = (await rig.post({"prompt": "def main(", **common})).json()
-        check(answer["choices"][0]["text"])
-        answer = (await rig.post({"messages": HI, **common}, CHAT)).json()
-        check(answer["choices"][0]["message"]["content"])
-        events = await rig.events({"messages": HI, **common}, CHAT)
-        check("".join(event["choices"][0]["delta"].get("content", "") for event in events))
-
-    asyncio.run(use(Rig(engine)))
-
-
-def test_json_objects(engine: AsyncEngine) -> None:
-    async def use(rig: Rig) -> None:
-        body = {
-            "prompt": "x = ",
-            "max_tokens": 30,
-            "temperature": 0.0,
-            "response_format": {"type": "json_object"},
-        }
-        assert (await rig.post(body)).json()["choices"][0]["text"].startswith("{")
-
-    asyncio.run(use(Rig(engine)))
+    rig = Rig(engine)
+    common = {"max_tokens": 200, "seed": 4, **fields}
+    answer = (await rig.post({"prompt": "def main(", **common})).json()
+    check(answer["choices"][0]["text"])
+    answer = (await rig.post({"messages": HI, **common}, CHAT)).json()
+    check(answer["choices"][0]["message"]["content"])
+    events = await rig.events({"messages": HI, **common}, CHAT)
+    check("".join(event["choices"][0]["delta"].get("content", "") for event in events))
 
 
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "trip"}}], ids=str
 )
-def test_a_demanded_call_follows_the_parameters(
+@in_event_loop
+async def test_a_demanded_call_follows_the_parameters(
     engine: AsyncEngine, parser: str, choice: Any
 ) -> None:
-    async def use(rig: Rig) -> None:
-        tools = [TOOL, OTHER] if isinstance(choice, dict) else [TOOL]
-        body = {"messages": HI, "tools": tools, "tool_choice": choice, "max_tokens": 200, "seed": 1}
-        (found,) = (await rig.post(body, CHAT)).json()["choices"]
-        assert found["finish_reason"] == "tool_calls"
-        (call,) = found["message"]["tool_calls"]
-        assert call["function"]["name"] == "trip"
-        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
-
-    asyncio.run(use(Rig(engine, tool_parser=parser)))
+    rig = Rig(engine, tool_parser=parser)
+    tools = [TOOL, OTHER] if isinstance(choice, dict) else [TOOL]
+    body = {"messages": HI, "tools": tools, "tool_choice": choice, "max_tokens": 200, "seed": 1}
+    (found,) = (await rig.post(body, CHAT)).json()["choices"]
+    assert found["finish_reason"] == "tool_calls"
+    (call,) = found["message"]["tool_calls"]
+    assert call["function"]["name"] == "trip"
+    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
 @pytest.mark.parametrize("number", ["-9007199254740992", "9007199254740991", "0.123456789012345"])
-def test_numbers_keep_their_digits_on_the_way(engine: AsyncEngine, number: str) -> None:
+async def test_numbers_keep_their_digits_on_the_way(engine: AsyncEngine, number: str) -> None:
     schema = (
         f'{{"type": "object", "properties": {{"n": {{"const": {number}}}}}, "required": ["n"]}}'
     )
@@ -144,18 +125,15 @@ def test_numbers_keep_their_digits_on_the_way(engine: AsyncEngine, number: str) 
     ]
     grammar = {"structured_outputs": {"grammar": f"start: %json {schema}"}}
     bodies.append(json.dumps(grammar)[1:-1])
-
-    async def use(rig: Rig) -> None:
-        for fields in bodies:
-            body = f'{{"messages": {json.dumps(HI)}, "max_tokens": 60, {fields}}}'
-            response = await rig.post(body.encode(), CHAT)
-            assert response.status_code == 200, response.text
-            message = response.json()["choices"][0]["message"]
-            calls = message.get("tool_calls")
-            text = calls[0]["function"]["arguments"] if calls else message["content"]
-            assert json.loads(text, parse_int=str, parse_float=str) == {"n": number}
-
-    asyncio.run(use(Rig(engine, tool_parser="hermes")))
+    rig = Rig(engine, tool_parser="hermes")
+    for fields in bodies:
+        body = f'{{"messages": {json.dumps(HI)}, "max_tokens": 60, {fields}}}'
+        response = await rig.post(body.encode(), CHAT)
+        assert response.status_code == 200, response.text
+        message = response.json()["choices"][0]["message"]
+        calls = message.get("tool_calls")
+        text = calls[0]["function"]["arguments"] if calls else message["content"]
+        assert json.loads(text, parse_int=str, parse_float=str) == {"n": number}
 
 
 @pytest.mark.parametrize(
@@ -175,21 +153,21 @@ def test_numbers_keep_their_digits_on_the_way(engine: AsyncEngine, number: str) 
     ids=["format", "structured", "tool"],
 )
 @pytest.mark.parametrize("number", ["1" * 4000, "1e9999"], ids=["digits", "exponent"])
-def test_numbers_out_of_range_are_refused_by_field(
+@in_event_loop
+async def test_numbers_out_of_range_are_refused_by_field(
     engine: AsyncEngine, fields: str, field: str, number: str
 ) -> None:
-    async def use(rig: Rig) -> None:
-        body = f'{{"messages": {json.dumps(HI)}, "max_tokens": 5, {fields % number}}}'
-        response = await rig.post(body.encode(), CHAT)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == field
-
-    asyncio.run(use(Rig(engine, tool_parser="hermes")))
+    rig = Rig(engine, tool_parser="hermes")
+    body = f'{{"messages": {json.dumps(HI)}, "max_tokens": 5, {fields % number}}}'
+    response = await rig.post(body.encode(), CHAT)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
 
 
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("keyword", ["$defs", "definitions"])
-def test_the_parameters_of_a_demanded_call_may_refer_to_themselves(
+@in_event_loop
+async def test_the_parameters_of_a_demanded_call_may_refer_to_themselves(
     engine: AsyncEngine, parser: str, keyword: str
 ) -> None:
     def tool(name: str, place: dict[str, Any]) -> dict[str, Any]:
@@ -202,17 +180,14 @@ def test_the_parameters_of_a_demanded_call_may_refer_to_themselves(
         return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
     tools = [tool("go", {"enum": ["Rome"]}), tool("come", {"const": {"$ref": "#/\x7f"}})]
-
-    async def use(rig: Rig) -> None:
-        body = {"messages": HI, "tools": tools, "max_tokens": 200, "seed": 1}
-        for name, place in (("go", "Rome"), ("come", {"$ref": "#/\x7f"})):
-            body["tool_choice"] = {"type": "function", "function": {"name": name}}
-            (found,) = (await rig.post(body, CHAT)).json()["choices"]
-            (call,) = found["message"]["tool_calls"]
-            assert call["function"]["name"] == name
-            assert json.loads(call["function"]["arguments"]) == {"to": place, "by": place}
-
-    asyncio.run(use(Rig(engine, tool_parser=parser)))
+    rig = Rig(engine, tool_parser=parser)
+    body = {"messages": HI, "tools": tools, "max_tokens": 200, "seed": 1}
+    for name, place in (("go", "Rome"), ("come", {"$ref": "#/\x7f"})):
+        body["tool_choice"] = {"type": "function", "function": {"name": name}}
+        (found,) = (await rig.post(body, CHAT)).json()["choices"]
+        (call,) = found["message"]["tool_calls"]
+        assert call["function"]["name"] == name
+        assert json.loads(call["function"]["arguments"]) == {"to": place, "by": place}
 
 
 @pytest.mark.parametrize(
@@ -238,14 +213,15 @@ def test_the_parameters_of_a_demanded_call_may_refer_to_themselves(
     ],
     ids=str,
 )
-def test_refusals_name_the_field(engine: AsyncEngine, fields: dict[str, Any], field: str) -> None:
-    async def use(rig: Rig) -> None:
-        body = {"messages": HI, "max_tokens": 5, **fields}
-        response = await rig.post(json.dumps(body).encode(), CHAT)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == field
-
-    asyncio.run(use(Rig(engine, tool_parser="hermes")))
+@in_event_loop
+async def test_refusals_name_the_field(
+    engine: AsyncEngine, fields: dict[str, Any], field: str
+) -> None:
+    rig = Rig(engine, tool_parser="hermes")
+    body = {"messages": HI, "max_tokens": 5, **fields}
+    response = await rig.post(json.dumps(body).encode(), CHAT)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
 
 
 @pytest.mark.parametrize("demand", ["response_format", "tool_choice"])

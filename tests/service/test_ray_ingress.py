@@ -26,6 +26,7 @@ from stepgraph.runtime.service.ray_app.remote_call import (
     RemoteRequest,
 )
 
+from ..rigs.service_rig import in_event_loop
 from .test_request_records import SlowEngine
 
 OPTIONS = {"model": "demo", "routing": {"policy": "balanced"}}
@@ -159,49 +160,42 @@ async def parts_of(replica: EngineReplica, request: RemoteRequest = COMPLETION) 
     return [part async for part in replica.respond(request, b"")]
 
 
-def test_a_replica_answers_and_reports(slow: SlowEngine) -> None:
-    async def run() -> None:
-        replica = EngineReplica(ReplicaOptions.of(OPTIONS))
+@in_event_loop
+async def test_a_replica_answers_and_reports(slow: SlowEngine) -> None:
+    replica = EngineReplica(ReplicaOptions.of(OPTIONS))
+    await replica.check_health()
+    accepted, head, *body = await parts_of(replica)
+    assert accepted == Accepted()
+    assert head.status == 200
+    assert b'"completion_tokens":4' in b"".join(body)
+    blocks = (await replica.record_routing_stats())["blocks"]
+    assert len(blocks) == 4, "of the one full block of seven tokens"
+
+
+@in_event_loop
+async def test_a_step_that_takes_too_long_is_unhealthy(slow: SlowEngine) -> None:
+    replica = EngineReplica(ReplicaOptions.of({**OPTIONS, "step_seconds": 0.2}))
+    slow.seconds = 2.0
+    task = asyncio.create_task(parts_of(replica))
+    await asyncio.sleep(0.6)
+    with pytest.raises(EngineFailedError):
         await replica.check_health()
-        accepted, head, *body = await parts_of(replica)
-        assert accepted == Accepted()
-        assert head.status == 200
-        assert b'"completion_tokens":4' in b"".join(body)
-        blocks = (await replica.record_routing_stats())["blocks"]
-        assert len(blocks) == 4, "of the one full block of seven tokens"
-
-    asyncio.run(run())
+    slow.seconds = 0
+    assert (await task)[1].status == 200
+    await replica.check_health()
 
 
-def test_a_step_that_takes_too_long_is_unhealthy(slow: SlowEngine) -> None:
-    async def run() -> None:
-        replica = EngineReplica(ReplicaOptions.of({**OPTIONS, "step_seconds": 0.2}))
-        slow.seconds = 2.0
-        task = asyncio.create_task(parts_of(replica))
-        await asyncio.sleep(0.6)
-        with pytest.raises(EngineFailedError, match="step_seconds"):
-            await replica.check_health()
-        slow.seconds = 0
-        assert (await task)[1].status == 200
-        await replica.check_health()
-
-    asyncio.run(run())
-
-
-def test_a_failed_engine_serves_nothing_and_is_unhealthy(slow: SlowEngine) -> None:
+@in_event_loop
+async def test_a_failed_engine_serves_nothing_and_is_unhealthy(slow: SlowEngine) -> None:
     """The request that it loses has no response yet, so another replica can serve it."""
-
-    async def run() -> None:
-        replica = EngineReplica(ReplicaOptions.of(OPTIONS))
-        slow.failure = RuntimeError("of the device")
-        for _ in range(2):  # the second one finds a failed engine
-            accepted, refused = await parts_of(replica)
-            assert accepted == Accepted()
-            assert isinstance(refused, NotServed)
-            assert "of the device" in refused.reason
-        with pytest.raises(EngineFailedError, match="of the device"):
-            await replica.check_health()
-        health = await parts_of(replica, RemoteRequest("GET", "/health", b"", (), b""))
-        assert health[1].status == 503
-
-    asyncio.run(run())
+    replica = EngineReplica(ReplicaOptions.of(OPTIONS))
+    slow.failure = RuntimeError("of the device")
+    for _ in range(2):  # the second one finds a failed engine
+        accepted, refused = await parts_of(replica)
+        assert accepted == Accepted()
+        assert isinstance(refused, NotServed)
+        assert "of the device" in refused.reason
+    with pytest.raises(EngineFailedError):
+        await replica.check_health()
+    health = await parts_of(replica, RemoteRequest("GET", "/health", b"", (), b""))
+    assert health[1].status == 503

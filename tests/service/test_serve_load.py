@@ -261,5 +261,5 @@ def test_a_server_ends_with_its_owner(monkeypatch):
             socket.create_connection((load.HOST, server.port)).close()
             time.sleep(0.01)
     server.close()
-    with pytest.raises(PeerError, match="fake: it ended: last words"):
+    with pytest.raises(PeerError):
         load.Server(lambda _: ["sh", "-c", "echo last words; exit 3"], "fake")

@@ -21,7 +21,7 @@ from stepgraph.runtime.service.dispatcher import Dispatcher
 from stepgraph.runtime.service.request_handle import HandleState, RequestHandle
 
 from ..rigs.fake_device import oracle
-from ..rigs.fake_engine import fake_engine, params
+from ..rigs.fake_engine import completions_of, fake_engine, params, runner_of
 from ..rigs.service_rig import SECOND, WEIGHTS, config, make_handle
 
 pytestmark = pytest.mark.usefixtures("no_tracebacks")
@@ -80,7 +80,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def make_engine(self) -> None:
         self.engine: Engine = fake_engine(**self.options)
-        runner = self.engine._loop.runner
+        runner = runner_of(self.engine)
         for name in ("launch", "read"):
             setattr(runner, name, self.failing(name, getattr(runner, name)))
 
@@ -243,7 +243,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     def check_output(self, handle: RequestHandle, prompt: list[int], own: SamplingParams) -> None:
         assert handle.output is not None
         assert len(handle.output.completions) == own.n
-        alone = self.engine._intake.accept("alone", prompt, own, 0).requests
+        alone = completions_of(self.engine, prompt, own)
         for index, completion in enumerate(handle.output.completions):
             assert completion.token_ids == self.read.get((handle, index), [])
             assert completion.finish_reason in ("length", "abort", "deadline")

@@ -22,7 +22,7 @@ def paced(**options: Any) -> ServiceConfig:
 
 
 def is_paused(r: Rig) -> bool:
-    return bool(r.on_thread(lambda: not r.requests.has_rows)) and bool(r.requests._paused)
+    return bool(r.on_thread(lambda: r.requests.handles and not r.requests.has_work))
 
 
 def test_a_stream_that_is_not_read_gives_its_row_to_others() -> None:
