@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
@@ -193,8 +193,6 @@ CONFIG_BYTES = 4 << 20
 """Most bytes of a `config.json`; published ones have some KiB."""
 
 _INDEX_BYTES = 128 << 20
-
-_FILES_SHOWN = 5
 
 Shape = tuple[int, ...]
 
@@ -391,19 +389,16 @@ def _weight_files(directory: Path) -> dict[str, Path]:
             )
     missing = sorted(file for file in set(weight_map.values()) if not has_file(directory / file))
     if missing:
-        raise CheckpointError(f"{directory} lacks shards named by the index: {_first_of(missing)}")
+        raise CheckpointError(
+            f"{directory} lacks {len(missing)} shards named by the index:"
+            f" {bounded_text(', '.join(missing), 500)}"
+        )
     return {name: directory / file for name, file in weight_map.items()}
 
 
 def _is_file_name(name: str) -> bool:
     """Return whether a name stays within its directory."""
     return Path(name).name == name and name not in ("", "..") and "\0" not in name
-
-
-def _first_of(names: Iterable[str]) -> str:
-    shown = [bounded_text(name, 100) for name in names]
-    rest = len(shown) - _FILES_SHOWN
-    return ", ".join(shown[:_FILES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # Compares the tensors of a checkpoint with what the config of its model needs.
@@ -470,11 +465,10 @@ def log_unused(reader: CheckpointReader, config: ModelConfig) -> None:
     }
     names = [name for name in reader.headers().keys() - expected if not _is_unused(name, config)]
     if names:
-        shown = ", ".join(bounded_text(name, 100) for name in sorted(names)[:_PROBLEMS_SHOWN])
-        more = ", ..." if len(names) > _PROBLEMS_SHOWN else ""
+        shown = bounded_text(", ".join(sorted(names)), 1000)
         _LOGGER.warning(
-            "%d tensors in %s are not used, as %s has no parameters for them: %s%s",
-            *(len(names), reader.directory, config.family.architecture, shown, more),
+            "%d tensors in %s are not used, as %s has no parameters for them: %s",
+            *(len(names), reader.directory, config.family.architecture, shown),
         )
 
 

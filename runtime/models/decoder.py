@@ -20,6 +20,7 @@ from ...cache.spec import (
     LayerSpec,
     SlidingWindowSpec,
 )
+from ..bounded_repr import bounded_text
 from ..errors import CheckpointError
 from ..kernels import DecodeStep, Experts, Kernels, LayerPlace, PackedMemory, RaggedBatch, Stack
 from ..kernels.cpu.sampling import (
@@ -123,8 +124,6 @@ class FrequenciesByLength(nn.Module):
 #
 # Shape suffixes: T tokens of a step, E half of what is rotated of a head, D hidden_size, K kinds of
 # rotation.
-
-_SOURCES_SHOWN = 4
 
 
 class Layer(nn.Module):
@@ -311,10 +310,7 @@ class LayerStack(nn.Module):
 
     def _unfit(self, name: str, error: ValueError) -> str:
         (parameter,) = (found for found in self.layout() if found.name == name)
-        names = parameter.source_names
-        rest = len(names) - _SOURCES_SHOWN
-        more = f" and {rest} more" if rest > 0 else ""
-        sources = ", ".join(names[:_SOURCES_SHOWN]) + more
+        sources = bounded_text(", ".join(parameter.source_names), 300)
         return (
             f"{name} cannot be stored as {self.kernels.weights}: {error} (it is made of {sources});"
             " look at the checkpoint, or use weight_dtype='auto'"

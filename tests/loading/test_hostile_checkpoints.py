@@ -140,7 +140,7 @@ def test_an_index_of_many_missing_shards_is_cut(checkpoint: Path) -> None:
     shards = {f"t{i}": f"{i:04}{'x' * 150}.safetensors" for i in range(5000)}
     index = checkpoint / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": shards}))
-    message = "lacks shards .* 0000x.* 0001x.* and 4995 more"
+    message = "lacks 5000 shards .* 0000x.* 0001x"
     with pytest.raises(CheckpointError, match=message) as caught:
         CheckpointReader(checkpoint)
     assert len(str(caught.value)) < 1000

@@ -31,8 +31,6 @@ __all__ = ["check_headers", "load_decoder", "load_model", "overwrite_decoder"]
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
-_SHOWN = 5
-
 _SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
@@ -105,10 +103,9 @@ def check_report(report: Mapping[str, Any], architecture: str) -> None:
     ):
         names = sorted(map(_shown, report.get(key) or ()))
         if names:
-            shown = ", ".join(bounded_text(name, 100) for name in names[:_SHOWN])
-            rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise CheckpointError(
-                f"the tensors of the checkpoint do not fit {architecture}, {problem}: {shown}{rest}"
+                f"the tensors of the checkpoint do not fit {architecture}, {len(names)} {problem}:"
+                f" {bounded_text(', '.join(names), 500)}"
             )
 
 
