@@ -284,7 +284,8 @@ def load_drafter(
     with CheckpointReader(config.directory) as reader:
         drafter.store(read_parameters(reader, config.parameters, target.dtype))
         if isinstance(drafter, Eagle3):
-            drafter.map_to_target(read_target_ids(reader, config))
+            target_ids = read_target_ids(reader, config)
+            drafter.target_ids = None if target_ids is None else target_ids.to(target.device)
     return drafter
 
 

@@ -187,10 +187,7 @@ def _rope_scaling(config: Json, rope: Json, first: int | None) -> RopeScaling:
         first = read_field(rope, "original_max_position_embeddings", int, max_positions)
     # Without a factor: as many times the first training's context as the model has positions.
     default = max(1.0, max_positions / max(first, 1)) if kind == "longrope" else None
-    scaling: dict[str, Any] = {
-        "factor": read_field(rope, "factor", float, default),
-        "mscale_all_dim": read_optional(rope, "mscale_all_dim", float),
-    }
+    scaling: dict[str, Any] = {"factor": read_field(rope, "factor", float, default)}
     if kind == "dynamic":
         scaling["original_max_position_embeddings"] = max_positions
     elif kind != "linear":
@@ -199,18 +196,22 @@ def _rope_scaling(config: Json, rope: Json, first: int | None) -> RopeScaling:
         for name in ("low_freq_factor", "high_freq_factor"):
             scaling[name] = read_field(rope, name, float)
     if kind == "yarn":
-        scaling |= {
-            "beta_fast": read_field(rope, "beta_fast", float, 32.0),
-            "beta_slow": read_field(rope, "beta_slow", float, 1.0),
-            "truncate": read_field(rope, "truncate", bool, True),
-            "mscale": read_optional(rope, "mscale", float),
-        }
+        scaling["truncate"] = read_field(rope, "truncate", bool, True)
     if kind == "longrope":
         for name in ("short_factor", "long_factor"):
             scaling[name] = _read_factors(rope, name)
-    if kind in ("yarn", "longrope"):
-        scaling["attention_factor"] = read_optional(rope, "attention_factor", float)
+    for name in ("mscale_all_dim", *_OPTIONAL.get(kind, ())):
+        if (value := read_optional(rope, name, float)) is not None:
+            scaling[name] = value
     return RopeScaling(type=kind, **scaling)
+
+
+_OPTIONAL: dict[RopeType, tuple[str, ...]] = {
+    "yarn": ("beta_fast", "beta_slow", "mscale", "attention_factor"),
+    "longrope": ("attention_factor",),
+}
+
+"""Numbers that a rope may have, by its type."""
 
 
 def _read_factors(rope: Json, name: str) -> tuple[float, ...]:

@@ -138,7 +138,7 @@ def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
         scale = float((config.query_pre_attn_scalar or config.head_dim) ** -0.5)
     yield attend(config, kind, scale=scale, value_dim=config.head_dim)
     output = {"self_attn.o_proj": config.hidden_size}
-    biased = output if config.attention_bias and config.family.output_bias else ()
+    biased = tuple(output) if config.attention_bias and config.family.output_bias else ()
     yield linear("attention.output", output, config.query_size, biased)
 
 
@@ -463,7 +463,7 @@ def latent_attention(
         "attention.q_kv",
         parts,
         hidden,
-        parts.keys() - {"self_attn.q_proj"} if config.attention_bias else (),
+        tuple(parts.keys() - {"self_attn.q_proj"}) if config.attention_bias else (),
         split=(latent.q_lora_rank or queries, rank, latent.qk_rope_head_dim),
     )
     if latent.q_lora_rank is not None:
@@ -493,7 +493,7 @@ def latent_attention(
     yield attend(config, kind, scale=scale, value_dim=rank, shared_values=True)
     yield LatentToValues(name="latent_to_values", kv_up=kv_up, keys=keys)
     output = {"self_attn.o_proj": hidden}
-    biased = output if config.attention_bias else ()
+    biased = tuple(output) if config.attention_bias else ()
     yield linear("attention.output", output, heads * latent.v_head_dim, biased)
 
 

@@ -69,18 +69,12 @@ def check_ranks(plan: ModelPlan, ranks: int) -> None:
     """
     if ranks == 1:
         return
-    if any(isinstance(operation, Opaque) for operation in plan.operations):
-        raise ConfigError(
-            f"tensor_parallel = {ranks} needs a model of a native family, and this one is run by"
-            " transformers: use tensor_parallel=1, or several replicas",
-            field="tensor_parallel",
-        )
     obstacles = list(dict.fromkeys(_obstacles(plan, ranks)))
     if obstacles:
         allowed = ", ".join(map(str, allowed_ranks(plan)))
         raise ConfigError(
             f"the model cannot be split over {ranks} ranks: {'; '.join(obstacles)}."
-            f" tensor_parallel can be {allowed}",
+            f" tensor_parallel can be {allowed}; replicas run any model",
             field="tensor_parallel",
         )
 
@@ -95,7 +89,7 @@ def _obstacles(plan: ModelPlan, ranks: int) -> Iterator[str]:
     for operation in plan.operations:
         match operation:
             case Opaque() if ranks > 1:
-                yield "it has operations of transformers"
+                yield "it is run by transformers, and not by a native family"
             case Attend(heads=heads, kv_heads=kv_heads):
                 if heads % ranks:
                     yield f"{ranks} does not divide {heads} query heads"

@@ -111,6 +111,7 @@ async def test_a_demanded_call_follows_the_parameters(
 
 
 @pytest.mark.parametrize("number", ["-9007199254740992", "9007199254740991", "0.123456789012345"])
+@in_event_loop
 async def test_numbers_keep_their_digits_on_the_way(engine: AsyncEngine, number: str) -> None:
     schema = (
         f'{{"type": "object", "properties": {{"n": {{"const": {number}}}}}, "required": ["n"]}}'

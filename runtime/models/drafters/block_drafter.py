@@ -277,12 +277,7 @@ class BlockDrafter(SharedLayers):
         v_TLGE: torch.Tensor,
     ) -> None:
         """Store keys and values of all layers."""
-        place = self._places[0]
-        slots_T, size = batch.slots[place.group], batch.block_size
-        if self.storage == "model":
-            kv_TLSGE = torch.stack((k_TLGE, v_TLGE), dim=2)
-            arena[:, :, slots_T // size, :, slots_T % size] = kv_TLSGE
-            return
+        slots_T, size = batch.slots[self._places[0].group], batch.block_size
         for layer, own in enumerate(self._places):
             for side, x_TLGE in enumerate((k_TLGE, v_TLGE)):
                 x_TGE = x_TLGE[:, layer]

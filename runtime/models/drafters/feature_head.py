@@ -284,10 +284,6 @@ class FeatureHead(SharedLayers, ABC):
     target_ids: torch.Tensor | None = None
     """int64 `[V]`: tokens of the target; None: the same vocabulary."""
 
-    def map_to_target(self, target_ids_V: torch.Tensor | None) -> None:
-        """Map the head's tokens to the target's; None: they are the same."""
-        self.target_ids = None if target_ids_V is None else target_ids_V.to(self.device)
-
     @abstractmethod
     def start(self, features_TF: torch.Tensor) -> torch.Tensor:
         """Return the hidden states `[T, D]` that `advance` takes of features."""
