@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import RankError
 from ..kernels import load_cpu_ops
-from ..kernels.cpu.collectives import all_reduce, gather_columns, largest, region_bytes
+from ..kernels.cpu.collectives import all_reduce, gather_columns, region_bytes
 from ..kernels.ops.collectives import CollectiveFailure
 
 __all__ = ["SharedMemoryCollectives"]
@@ -132,10 +132,11 @@ class SharedMemoryCollectives:
 
     def largest(self, values_B: Tensor, ids_B: Tensor) -> tuple[Tensor, Tensor]:
         """See `Collectives.largest`; also inside compiled code. Raises RankError."""
-        if torch.compiler.is_compiling():
-            return largest(values_B, ids_B, self._handle)
-        with self.rank_errors():
-            return largest(values_B, ids_B, self._handle)
+        own_B2 = torch.stack((values_B.view(torch.int32).long(), ids_B), dim=1)
+        all_BR2 = self.gather(own_B2, [2] * self.ranks).unflatten(1, (self.ranks, 2))
+        values_BR = all_BR2[..., 0].int().view(torch.float32)
+        best_B1 = values_BR.argmax(dim=1, keepdim=True)
+        return values_BR.gather(1, best_B1)[:, 0], all_BR2[..., 1].gather(1, best_B1)[:, 0]
 
     def close(self) -> None:
         """Release the memory, once no stack uses it; operations raise RuntimeError afterwards."""

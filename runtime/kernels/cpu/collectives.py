@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["LINE_BYTES", "all_reduce", "gather_columns", "largest", "region_bytes"]
+__all__ = ["LINE_BYTES", "all_reduce", "gather_columns", "region_bytes"]
 
 LINE_BYTES = 128
 """`Communicator::kAlignment`: of a rank's line, and what parts are rounded up to."""
@@ -32,9 +32,6 @@ torch.library.define("stepgraph::all_reduce", "(Tensor x, Tensor(a!) communicato
 torch.library.define(
     "stepgraph::gather_columns", "(Tensor x, int[] sizes, Tensor(a!) communicator) -> Tensor"
 )
-torch.library.define(
-    "stepgraph::largest", "(Tensor values, Tensor ids, Tensor(a!) communicator) -> (Tensor, Tensor)"
-)
 
 
 def _fake_all_reduce(x: Tensor, communicator: Tensor) -> Tensor:
@@ -45,13 +42,8 @@ def _fake_gather_columns(x_BF: Tensor, sizes: Sequence[int], communicator: Tenso
     return x_BF.new_empty(x_BF.shape[0], sum(sizes))
 
 
-def _fake_largest(values_B: Tensor, ids_B: Tensor, communicator: Tensor) -> tuple[Tensor, Tensor]:
-    return values_B.new_empty(values_B.shape), ids_B.new_empty(ids_B.shape)
-
-
 torch.library.register_fake("stepgraph::all_reduce", _fake_all_reduce)
 torch.library.register_fake("stepgraph::gather_columns", _fake_gather_columns)
-torch.library.register_fake("stepgraph::largest", _fake_largest)
 
 
 def region_bytes(ranks: int, part_bytes: int) -> int:
@@ -70,9 +62,3 @@ def gather_columns(x_BF: Tensor, sizes: Sequence[int], communicator: Tensor) -> 
     """See `Collectives.gather`. Raises RuntimeError if another rank does not take part."""
     out: Tensor = torch.ops.stepgraph.gather_columns.default(x_BF, list(sizes), communicator)
     return out
-
-
-def largest(values_B: Tensor, ids_B: Tensor, communicator: Tensor) -> tuple[Tensor, Tensor]:
-    """See `Collectives.largest`. Raises RuntimeError if another rank does not take part."""
-    values, ids = torch.ops.stepgraph.largest.default(values_B, ids_B, communicator)
-    return values, ids

@@ -243,7 +243,7 @@ class DecoderStack:
 def stack_arguments(
     model: BoundModel,
 ) -> tuple[list[Tensor | None], list[int], list[float], torch.dtype, str]:
-    """Return the arguments of `stack_create`, in the order of `csrc/stack_create.h`."""
+    """Return the arguments of `stack_create`, in the order of `csrc/stack_ops.h`."""
     arguments = OperatorArguments()
     attend = model.plan.layers[0].attend
     arguments.integers += [model.plan.hidden_size, attend.heads, attend.kv_heads, attend.head_dim]

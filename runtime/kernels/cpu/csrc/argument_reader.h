@@ -9,6 +9,8 @@
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 
+#include "checks.h"
+#include "linear_ops.h"
 #include "mixture.h"
 #include "stack_math.h"
 
@@ -21,8 +23,7 @@ class ArgumentReader {
   ArgumentReader(const char* op, const c10::List<std::optional<at::Tensor>>& tensors,
                  at::IntArrayRef integers, c10::ArrayRef<double> numbers, at::ScalarType dtype)
       : op_(op), tensors_(tensors), integers_(integers), numbers_(numbers), dtype_(dtype) {
-    TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, op,
-                ": bfloat16 or float32 expected, got ", dtype);
+    check_model_type(op, dtype);
   }
 
   // Of `least` or more.
@@ -63,26 +64,9 @@ class ArgumentReader {
   // A packed weight [columns, inputs], its scales if it is int8, and its bias. With `count` the first
   // of so many that follow one another.
   Weights linear(int64_t columns, int64_t inputs, const char* name, int64_t count = 1) {
-    const std::optional<at::Tensor> packed = take(), scales = take();
-    const at::ScalarType stored = scales ? at::kChar : dtype_;
-    const int64_t per_step = stored == at::kFloat ? 1 : 2;
-    Weights weights;
-    weights.columns = columns;
-    weights.steps = (inputs + per_step - 1) / per_step;
-    weights.kind = scales ? WeightKind::kInt8 : WeightKind::kModel;
-    TORCH_CHECK(packed && packed->scalar_type() == stored && packed->is_contiguous() &&
-                    packed->sizes() == at::IntArrayRef({count * weights.blocks(), weights.steps,
-                                                        kBlock, per_step}),
-                op_, ": the weight of ", name, " is not a packed [", columns, ", ", inputs,
-                "] of ", stored, "; pack it with pack_linear");
-    TORCH_CHECK(!scales || (scales->scalar_type() == at::kFloat && scales->is_contiguous() &&
-                            scales->dim() == 1 && scales->size(0) == count * columns),
-                op_, ": the scales of ", name, " are a contiguous [", count * columns,
-                "] of float32");
-    weights.packed = static_cast<const char*>(keep(*packed));
-    weights.scales = scales ? static_cast<const float*>(keep(*scales)) : nullptr;
-    weights.bias = vector(count * columns, name);
-    return weights;
+    const std::optional<at::Tensor> packed = take(), scales = take(), bias = take();
+    TORCH_CHECK(packed, op_, ": the weight of ", name, " is missing");
+    return packed_weights(op_, name, dtype_, columns, inputs, *packed, scales, bias, count);
   }
 
   Activation activation() {
@@ -143,17 +127,14 @@ class ArgumentReader {
                     tensor->sizes() == sizes,
                 op_, ": ", name, " is a contiguous ", sizes, " of ", dtype, ", got ",
                 tensor->sizes(), " of ", tensor->scalar_type());
-    return keep(*tensor);
+    return tensor->const_data_ptr();
   }
 
   std::optional<at::Tensor> take() {
     TORCH_CHECK(next_ < tensors_.size(), op_, ": ", tensors_.size(), " tensors are too few");
-    return tensors_.get(next_++);
-  }
-
-  const void* keep(const at::Tensor& tensor) {
-    kept_.push_back(tensor);
-    return tensor.const_data_ptr();
+    std::optional<at::Tensor> tensor = tensors_.get(next_++);
+    if (tensor) kept_.push_back(*tensor);
+    return tensor;
   }
 
   const char* op_;

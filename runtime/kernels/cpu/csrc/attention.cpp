@@ -4,6 +4,9 @@
 
 #include <c10/util/Exception.h>
 
+STEPGRAPH_SCALED_ATTENTION(extern, Int8);
+STEPGRAPH_SCALED_ATTENTION(extern, Fp8);
+
 namespace stepgraph {
 namespace {
 
@@ -120,8 +123,10 @@ void attend(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& phases, i
             int64_t index) {
   switch (plan.step.storage) {
     case Storage::kModel: return attend_paged<T, Plain<T>>(args, plan, phases, phase, index);
-    case Storage::kInt8: return attend_scaled<Int8>(args, plan, phases, phase, index);
-    case Storage::kFp8: return attend_scaled<Fp8>(args, plan, phases, phase, index);
+    case Storage::kInt8:
+      return attend_paged<T, ScaledOf<Int8, T>>(args, plan, phases, phase, index);
+    case Storage::kFp8:
+      return attend_paged<T, ScaledOf<Fp8, T>>(args, plan, phases, phase, index);
   }
 }
 
@@ -134,8 +139,10 @@ void store_head(const AttentionArgs<T>& args, const AttentionStep& step, bool va
   switch (step.storage) {
     case Storage::kModel:
       return write_slots<T, Plain<T>>(step, x, strides, side, head, first, count);
-    case Storage::kInt8: return store_scaled<Int8>(step, x, strides, side, head, first, count);
-    case Storage::kFp8: return store_scaled<Fp8>(step, x, strides, side, head, first, count);
+    case Storage::kInt8:
+      return write_slots<T, ScaledOf<Int8, T>>(step, x, strides, side, head, first, count);
+    case Storage::kFp8:
+      return write_slots<T, ScaledOf<Fp8, T>>(step, x, strides, side, head, first, count);
   }
 }
 
@@ -144,17 +151,16 @@ namespace {
 template <class T>
 class AttentionJob : public Job {
  public:
-  void prepare(const AttentionArgs<T>& args, const AttentionStep& step,
-               std::shared_ptr<const void> keep) {
+  int prepare(const AttentionArgs<T>& args, const AttentionStep& step,
+              std::shared_ptr<const void> keep) {
     args_ = args;
     plan_.prepare(step, space_);
     heads_ = step.kv_heads;
     sides_ = args.v == nullptr ? 1 : 2;
     phases_.prepare(2, std::max(plan_.units(), heads_ * sides_), plan_.threads);
     keep_ = std::move(keep);
+    return plan_.threads;
   }
-
-  int threads() const { return plan_.threads; }
 
  protected:
   void work(int64_t index) override {
@@ -167,7 +173,7 @@ class AttentionJob : public Job {
 
   void clear() override {
     space_ = AttentionSpace();
-    keep_.reset();
+    Job::clear();
   }
 
  private:
@@ -176,29 +182,14 @@ class AttentionJob : public Job {
   AttentionPlan plan_;
   int64_t heads_, sides_;
   Phases phases_;
-  std::shared_ptr<const void> keep_;
 };
-
-template <class T>
-JobList<AttentionJob<T>>& attention_jobs() {
-  static auto* jobs = new JobList<AttentionJob<T>>;
-  return *jobs;
-}
 
 }  // namespace
 
 template <class T>
 void paged_attention(const AttentionArgs<T>& args, const AttentionStep& step,
                      std::shared_ptr<const void> keep) {
-  AttentionJob<T>& job = attention_jobs<T>().acquire();
-  job.prepare_or_release([&] { job.prepare(args, step, std::move(keep)); });
-  job.run(job.threads(), false);
-}
-
-void sweep_attention_jobs() {
-  attention_jobs<c10::BFloat16>().sweep();
-  attention_jobs<c10::Half>().sweep();
-  attention_jobs<float>().sweep();
+  run_job<AttentionJob<T>>(args, step, std::move(keep));
 }
 
 template void attend(const AttentionArgs<c10::BFloat16>&, AttentionPlan&, Phases&, int64_t, int64_t);

@@ -77,13 +77,22 @@ void attend_paged(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& pha
       });
 }
 
-// Attention over an arena of 8-bit numbers with a scale each vector. Defined for each kind of number
-// in a unit of its own (`attention_scaled.h`), which the compiler works on at the same time.
-template <class Number, class T>
-void attend_scaled(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& phases,
-                   int64_t phase, int64_t index);
-template <class Number, class T>
-void store_scaled(const AttentionStep& step, const T* x, const int64_t (&strides)[2],
-                  uint8_t* side, int64_t head, int64_t first, int64_t count);
+// The codec of an arena of 8-bit numbers with a scale each vector.
+template <class Format, class T>
+using ScaledOf = Scaled<Format, typename Element<T>::Word>;
 
 }  // namespace stepgraph
+
+// Instantiates attention over an arena of one kind of number; `extern` declares that a unit of its own
+// does, which the compiler works on at the same time.
+#define STEPGRAPH_ATTENTION_OF(prefix, Format, T)                                                  \
+  prefix template void stepgraph::attend_paged<T, stepgraph::ScaledOf<stepgraph::Format, T>>(      \
+      const stepgraph::AttentionArgs<T>&, stepgraph::AttentionPlan&, stepgraph::Phases&, int64_t,  \
+      int64_t);                                                                                    \
+  prefix template void stepgraph::write_slots<T, stepgraph::ScaledOf<stepgraph::Format, T>>(       \
+      const stepgraph::AttentionStep&, const T*, const int64_t (&)[2], uint8_t*, int64_t, int64_t, \
+      int64_t)
+#define STEPGRAPH_SCALED_ATTENTION(prefix, Format)         \
+  STEPGRAPH_ATTENTION_OF(prefix, Format, c10::BFloat16);   \
+  STEPGRAPH_ATTENTION_OF(prefix, Format, c10::Half);       \
+  STEPGRAPH_ATTENTION_OF(prefix, Format, float)

@@ -1,4 +1,4 @@
 // Attention over an arena of fp8 numbers with a scale each vector.
-#include "attention_scaled.h"
+#include "attention.h"
 
-STEPGRAPH_SCALED_ATTENTION(Fp8);
+STEPGRAPH_SCALED_ATTENTION(, Fp8);

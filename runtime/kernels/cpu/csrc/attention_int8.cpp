@@ -1,4 +1,4 @@
 // Attention over an arena of int8 numbers with a scale each vector.
-#include "attention_scaled.h"
+#include "attention.h"
 
-STEPGRAPH_SCALED_ATTENTION(Int8);
+STEPGRAPH_SCALED_ATTENTION(, Int8);

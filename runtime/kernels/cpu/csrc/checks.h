@@ -2,6 +2,9 @@
 // or IndexError for an index out of range, in the name of the operation.
 #pragma once
 
+#include <map>
+#include <memory>
+#include <mutex>
 #include <string_view>
 
 #include <ATen/Parallel.h>
@@ -18,6 +21,71 @@ inline int threads() {
   const int limit = thread_limit();
   return limit > 0 ? limit : at::get_num_threads();
 }
+
+inline void check_model_type(const char* op, at::ScalarType dtype) {
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, op,
+              ": bfloat16 or float32 expected, got ", dtype);
+}
+
+// Calls run(T()) for the type of a model whose weights are packed.
+template <class Run>
+void for_model_type(const char* op, at::ScalarType dtype, const Run& run) {
+  check_model_type(op, dtype);
+  if (dtype == at::kBFloat16) run(at::BFloat16());
+  else run(float());
+}
+
+// The same for float16 as well.
+template <class Run>
+void for_float_type(const char* op, at::ScalarType dtype, const Run& run) {
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat, op,
+              ": bfloat16, float16 or float32 expected, got ", dtype);
+  if (dtype == at::kHalf) run(at::Half());
+  else for_model_type(op, dtype, run);
+}
+
+// Objects of the process by handle. T::kKind names one in messages.
+template <class T>
+class Handles {
+ public:
+  // Never destroyed: a stack waits for its threads, which a forked child does not have.
+  static Handles& instance() {
+    static auto* handles = new Handles;
+    return *handles;
+  }
+
+  int64_t add(std::shared_ptr<T> object) {
+    const std::lock_guard<std::mutex> alone(mutex_);
+    objects_.emplace(++last_, std::move(object));
+    return last_;
+  }
+
+  std::shared_ptr<T> remove(const char* op, int64_t handle) {
+    std::shared_ptr<T> removed = find(op, handle);
+    const std::lock_guard<std::mutex> alone(mutex_);
+    objects_.erase(handle);
+    return removed;
+  }
+
+  std::shared_ptr<T> find(const char* op, int64_t handle) {
+    const std::lock_guard<std::mutex> alone(mutex_);
+    const auto found = objects_.find(handle);
+    TORCH_CHECK(found != objects_.end(), op, ": ", T::kKind, " ", handle,
+                " has been destroyed, or never was");
+    return found->second;
+  }
+
+  std::shared_ptr<T> find(const char* op, const at::Tensor& handle) {
+    TORCH_CHECK(handle.scalar_type() == at::kLong && handle.numel() == 1, op, ": the handle of a ",
+                T::kKind, " is one int64");
+    return find(op, *handle.const_data_ptr<int64_t>());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int64_t, std::shared_ptr<T>> objects_;
+  int64_t last_ = 0;
+};
 
 inline void check_index(const char* op, const at::Tensor& index, at::ScalarType dtype,
                         int64_t count, int64_t end, const char* name) {

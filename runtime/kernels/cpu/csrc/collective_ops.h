@@ -2,9 +2,7 @@
 // `cpu/collectives.py` has the schemas. Part of `ops.cpp`.
 #pragma once
 
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -12,7 +10,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "checks.h"
@@ -22,48 +19,9 @@ namespace stepgraph {
 
 // A communicator and the shared memory that it points into.
 struct OwnedCommunicator {
+  static constexpr const char* kKind = "communicator";
   at::Tensor region, abort;
   Communicator communicator;
-};
-
-// All communicators of the process, by handle.
-class Communicators {
- public:
-  static Communicators& instance() {
-    static auto* communicators = new Communicators;
-    return *communicators;
-  }
-
-  int64_t add(std::shared_ptr<OwnedCommunicator> communicator) {
-    const std::lock_guard<std::mutex> alone(mutex_);
-    communicators_.emplace(++last_, std::move(communicator));
-    return last_;
-  }
-
-  void remove(int64_t handle) {
-    std::shared_ptr<OwnedCommunicator> removed = find("communicator_destroy", handle);
-    const std::lock_guard<std::mutex> alone(mutex_);
-    communicators_.erase(handle);
-  }
-
-  std::shared_ptr<OwnedCommunicator> find(const char* op, int64_t handle) {
-    const std::lock_guard<std::mutex> alone(mutex_);
-    const auto found = communicators_.find(handle);
-    TORCH_CHECK(found != communicators_.end(), op, ": communicator ", handle,
-                " is closed, or never was");
-    return found->second;
-  }
-
-  std::shared_ptr<OwnedCommunicator> find(const char* op, const at::Tensor& handle) {
-    TORCH_CHECK(handle.scalar_type() == at::kLong && handle.numel() == 1, op,
-                ": the communicator is one int64");
-    return find(op, *handle.const_data_ptr<int64_t>());
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<int64_t, std::shared_ptr<OwnedCommunicator>> communicators_;
-  int64_t last_ = 0;
 };
 
 namespace {
@@ -86,33 +44,26 @@ int64_t communicator_create(const at::Tensor& region, const at::Tensor& abort, i
   TORCH_CHECK(abort.scalar_type() == at::kInt && abort.numel() == 1 && address(abort) % 4 == 0,
               "communicator_create: the abort word is one aligned int32");
   auto* word = reinterpret_cast<std::atomic<uint32_t>*>(abort.mutable_data_ptr<int32_t>());
-  return Communicators::instance().add(std::shared_ptr<OwnedCommunicator>(new OwnedCommunicator{
+  std::shared_ptr<OwnedCommunicator> owned(new OwnedCommunicator{
       region, abort,
       {region.mutable_data_ptr<uint8_t>(), region.numel(), static_cast<int>(rank),
-       static_cast<int>(ranks), word, timeout_seconds}}));
+       static_cast<int>(ranks), word, timeout_seconds}});
+  return Handles<OwnedCommunicator>::instance().add(std::move(owned));
 }
 
 at::Tensor all_reduce_cpu(const at::Tensor& x, at::Tensor& handle) {
-  const auto owned = Communicators::instance().find("all_reduce", handle);
+  const auto owned = Handles<OwnedCommunicator>::instance().find("all_reduce", handle);
   const at::Tensor own = x.contiguous();
   at::Tensor out = at::empty(x.sizes(), x.options());
-  const auto run = [&]<class T>(T) {
+  for_float_type("all_reduce", x.scalar_type(), [&]<class T>(T) {
     all_reduce(owned->communicator, own.const_data_ptr<T>(), out.mutable_data_ptr<T>(),
                own.numel(), threads());
-  };
-  switch (x.scalar_type()) {
-    case at::kBFloat16: run(at::BFloat16()); break;
-    case at::kHalf: run(at::Half()); break;
-    case at::kFloat: run(float()); break;
-    default:
-      TORCH_CHECK(false, "all_reduce: bfloat16, float16 or float32 expected, got ",
-                  x.scalar_type());
-  }
+  });
   return out;
 }
 
 at::Tensor gather_columns_cpu(const at::Tensor& x, at::IntArrayRef sizes, at::Tensor& handle) {
-  const auto owned = Communicators::instance().find("gather_columns", handle);
+  const auto owned = Handles<OwnedCommunicator>::instance().find("gather_columns", handle);
   Communicator& communicator = owned->communicator;
   TORCH_CHECK(static_cast<int64_t>(sizes.size()) == communicator.ranks(),
               "gather_columns: a size for each of ", communicator.ranks(), " ranks expected, got ",
@@ -133,21 +84,6 @@ at::Tensor gather_columns_cpu(const at::Tensor& x, at::IntArrayRef sizes, at::Te
   return out;
 }
 
-std::tuple<at::Tensor, at::Tensor> largest_cpu(const at::Tensor& values, const at::Tensor& ids,
-                                               at::Tensor& handle) {
-  const auto owned = Communicators::instance().find("largest", handle);
-  TORCH_CHECK(values.scalar_type() == at::kFloat && ids.scalar_type() == at::kLong &&
-                  values.dim() == 1 && ids.sizes() == values.sizes(),
-              "largest: values are float32 [rows] and ids int64 [rows], got ", values.sizes(),
-              " of ", values.scalar_type(), " and ", ids.sizes(), " of ", ids.scalar_type());
-  const at::Tensor own_values = values.contiguous(), own_ids = ids.contiguous();
-  at::Tensor out_values = at::empty_like(own_values), out_ids = at::empty_like(own_ids);
-  largest(owned->communicator, own_values.const_data_ptr<float>(), own_ids.const_data_ptr<int64_t>(),
-          out_values.mutable_data_ptr<float>(), out_ids.mutable_data_ptr<int64_t>(),
-          values.size(0));
-  return {out_values, out_ids};
-}
-
 }  // namespace
 }  // namespace stepgraph
 
@@ -155,21 +91,20 @@ TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
   library.impl("communicator_create", &stepgraph::communicator_create);
   library.impl("all_reduce", &stepgraph::all_reduce_cpu);
   library.impl("gather_columns", &stepgraph::gather_columns_cpu);
-  library.impl("largest", &stepgraph::largest_cpu);
 }
 
 TORCH_LIBRARY_IMPL(stepgraph, CompositeExplicitAutograd, library) {
-  library.impl("communicator_destroy",
-               [](int64_t handle) { stepgraph::Communicators::instance().remove(handle); });
+  using Communicators = stepgraph::Handles<stepgraph::OwnedCommunicator>;
+  library.impl("communicator_destroy", [](int64_t handle) {
+    Communicators::instance().remove("communicator_destroy", handle);
+  });
   library.impl("communicator_set_timeout", [](int64_t handle, double seconds) {
-    stepgraph::Communicators::instance()
-        .find("communicator_set_timeout", handle)
-        ->communicator.set_timeout(seconds);
+    const auto owned = Communicators::instance().find("communicator_set_timeout", handle);
+    owned->communicator.set_timeout(seconds);
   });
   library.impl("communicator_failure", [](int64_t handle) {
-    const auto failure = stepgraph::Communicators::instance()
-                             .find("communicator_failure", handle)
-                             ->communicator.failure();
+    const auto owned = Communicators::instance().find("communicator_failure", handle);
+    const auto failure = owned->communicator.failure();
     return std::make_tuple(static_cast<int64_t>(failure.rank), failure.reason,
                            failure.ended_before);
   });

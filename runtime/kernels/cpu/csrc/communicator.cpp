@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <climits>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <ctime>
@@ -247,36 +246,6 @@ void gather(Communicator& communicator, const uint8_t* x, uint8_t* out, int64_t 
           at += count;
         }
       });
-    }
-  }
-}
-
-void largest(Communicator& communicator, const float* values, const int64_t* ids,
-             float* out_values, int64_t* out_ids, int64_t rows) {
-  communicator.check();
-  constexpr int64_t kRowBytes = sizeof(int64_t) + sizeof(float);
-  const int64_t most = communicator.part_bytes() / kRowBytes;
-  for (int64_t begin = 0; begin < rows; begin += most) {
-    const int64_t count = std::min(most, rows - begin);
-    const uint32_t number = communicator.reserve(1);
-    uint8_t* own = communicator.part(number, communicator.rank());
-    std::memcpy(own, ids + begin, count * sizeof(int64_t));
-    std::memcpy(own + count * sizeof(int64_t), values + begin, count * sizeof(float));
-    exchange(communicator, number,
-             Communicator::signature(OperationKind::kLargest, count, kRowBytes));
-    for (int other = 0; other < communicator.ranks(); ++other) {
-      const uint8_t* part = communicator.part(number, other);
-      const int64_t* part_ids = reinterpret_cast<const int64_t*>(part);
-      const float* part_values = reinterpret_cast<const float*>(part_ids + count);
-      for (int64_t i = 0; i < count; ++i) {
-        float& best = out_values[begin + i];
-        const float value = part_values[i];
-        const bool better = std::isnan(value) ? !std::isnan(best) : value > best;
-        if (other == 0 || better) {
-          best = value;
-          out_ids[begin + i] = part_ids[i];
-        }
-      }
     }
   }
 }

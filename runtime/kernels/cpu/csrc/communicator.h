@@ -24,7 +24,7 @@
 
 namespace stepgraph {
 
-enum class OperationKind : uint32_t { kSum = 1, kGather, kLargest };
+enum class OperationKind : uint32_t { kSum = 1, kGather };
 
 class Communicator {
  public:
@@ -145,7 +145,7 @@ class Communicator {
 };
 
 // out[i] = the sum of x[i] over ranks, in float and in the order of ranks, rounded once. T is float,
-// c10::BFloat16 or c10::Half. The three operations raise std::runtime_error if they fail.
+// c10::BFloat16 or c10::Half. Both operations raise std::runtime_error if they fail.
 template <class T>
 void all_reduce(Communicator& communicator, const T* x, T* out, int64_t count, int threads);
 
@@ -153,11 +153,6 @@ void all_reduce(Communicator& communicator, const T* x, T* out, int64_t count, i
 // [rows, sum of sizes].
 void gather(Communicator& communicator, const uint8_t* x, uint8_t* out, int64_t rows,
             const int64_t* sizes, int threads);
-
-// The largest value of each row and its id, of equal ones that of the lowest rank. NaN counts as the
-// largest value.
-void largest(Communicator& communicator, const float* values, const int64_t* ids, float* out_values,
-             int64_t* out_ids, int64_t rows);
 
 // The parts of all ranks of an operation.
 template <class T>

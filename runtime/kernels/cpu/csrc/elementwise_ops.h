@@ -1,4 +1,5 @@
-// The rotations of a step and the soft cap of logits, see `sampling.py`. Part of `ops.cpp`.
+// The embeddings of a packed weight (`linear.py`), the rotations of a step and the soft cap of logits
+// (`sampling.py`). Part of `ops.cpp`.
 #pragma once
 
 #include <algorithm>
@@ -13,6 +14,42 @@
 
 namespace stepgraph {
 namespace {
+
+// Words are of a step: two bf16, one float or two int8. Those of a row are kBlock words apart, each
+// in a cache line of its own.
+template <class Word>
+void gather_words(const Word* packed, int64_t steps, const int64_t* tokens, int64_t count,
+                  int64_t words, Word* out, int threads) {
+  parallel_for(count, threads, [&](int64_t t, int64_t) {
+    const Word* row = packed + tokens[t] / kBlock * steps * kBlock + tokens[t] % kBlock;
+    for (int64_t k = 0; k < words; ++k) out[t * words + k] = row[k * kBlock];
+  });
+}
+
+at::Tensor packed_embedding_cpu(const at::Tensor& tokens, const at::Tensor& packed, int64_t k) {
+  TORCH_CHECK(packed.dim() == 4 && packed.size(2) == kBlock && packed.is_contiguous() && 0 <= k &&
+                  k <= packed.size(1) * packed.size(3),
+              "packed_embedding: packed weight ", packed.sizes(), " has no rows of ", k);
+  const int64_t count = tokens.size(0), steps = packed.size(1), width = packed.size(3);
+  const int64_t word_bytes = width * packed.element_size();
+  TORCH_CHECK(word_bytes == 4 || word_bytes == 2, "packed_embedding: words of ", word_bytes,
+              " bytes; 4 or 2 expected");
+  check_index("packed_embedding", tokens, at::kLong, count, packed.size(0) * kBlock, "tokens");
+  const int64_t words = (k + width - 1) / width;
+  at::Tensor out = at::empty({count, words * width}, packed.options());
+  const int64_t* token = tokens.const_data_ptr<int64_t>();
+  constexpr int64_t kWordsPerThread = 1 << 13;
+  const int used =
+      static_cast<int>(std::clamp<int64_t>(count * words / kWordsPerThread, 1, threads()));
+  if (word_bytes == 4) {
+    gather_words(static_cast<const uint32_t*>(packed.const_data_ptr()), steps, token, count, words,
+                 static_cast<uint32_t*>(out.mutable_data_ptr()), used);
+  } else {
+    gather_words(static_cast<const uint16_t*>(packed.const_data_ptr()), steps, token, count, words,
+                 static_cast<uint16_t*>(out.mutable_data_ptr()), used);
+  }
+  return words * width == k ? out : out.narrow(1, 0, k).contiguous();
+}
 
 std::tuple<at::Tensor, at::Tensor> rotations_cpu(const at::Tensor& positions,
                                                  const at::Tensor& frequencies) {
@@ -47,7 +84,8 @@ std::tuple<at::Tensor, at::Tensor> rotations_cpu(const at::Tensor& positions,
 void cap_logits_cpu(at::Tensor& logits, double cap) {
   TORCH_CHECK(logits.is_contiguous() && cap > 0.0, "cap_logits: contiguous logits and a positive cap"
               " expected, got ", logits.sizes(), " and ", cap);
-  const auto run = [&]<class T>(T* data) {
+  for_model_type("cap_logits", logits.scalar_type(), [&]<class T>(T) {
+    T* data = logits.mutable_data_ptr<T>();
     constexpr int64_t kPiece = 1 << 12;
     const int64_t count = logits.numel(), pieces = (count + kPiece - 1) / kPiece;
     const F32x16 limit = broadcast(static_cast<float>(cap));
@@ -59,17 +97,14 @@ void cap_logits_cpu(at::Tensor& logits, double cap) {
                      put(data + i, tanh_of(x) * limit, end - i);
                    }
                  });
-  };
-  if (logits.scalar_type() == at::kBFloat16) return run(logits.mutable_data_ptr<at::BFloat16>());
-  TORCH_CHECK(logits.scalar_type() == at::kFloat, "cap_logits: bfloat16 or float32 expected, got ",
-              logits.scalar_type());
-  run(logits.mutable_data_ptr<float>());
+  });
 }
 
 }  // namespace
 }  // namespace stepgraph
 
 TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
+  library.impl("packed_embedding", &stepgraph::packed_embedding_cpu);
   library.impl("rotations", &stepgraph::rotations_cpu);
   library.impl("cap_logits", &stepgraph::cap_logits_cpu);
 }

@@ -14,7 +14,6 @@
 
 #include "draft_ops.h"
 #include "elementwise_ops.h"
-#include "embedding_ops.h"
 #include "linear_ops.h"
 #include "sampling_ops.h"
 #include "stack_ops.h"
@@ -40,20 +39,17 @@ at::Tensor normed_rows(const at::Tensor& x, const at::Tensor& weight, double eps
               "head_drafts: the input norm is a contiguous [", size, "] of ", x.scalar_type());
   at::Tensor out = at::empty(x.sizes(), x.options());
   const NormWeights norm{weight.const_data_ptr(), static_cast<float>(eps)};
-  const auto run = [&]<class T>(const T* from, T* to) {
+  for_model_type("head_drafts", x.scalar_type(), [&]<class T>(T) {
+    const T* from = x.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
     for (int64_t t = 0; t < x.size(0); ++t) norm_row<T>(from + t * size, norm, size, to + t * size);
-  };
-  if (x.scalar_type() == at::kBFloat16) {
-    run(x.const_data_ptr<at::BFloat16>(), out.mutable_data_ptr<at::BFloat16>());
-  } else {
-    run(x.const_data_ptr<float>(), out.mutable_data_ptr<float>());
-  }
+  });
   return out;
 }
 
 std::tuple<at::Tensor, at::Tensor> head_drafts_cpu(
-    const at::Tensor& features, const at::Tensor& next_ids,
-    const at::Tensor& positions, const at::Tensor& slots, const at::Tensor& token_rows,
+    const at::Tensor& features, const at::Tensor& next_ids, const at::Tensor& positions,
+    const at::Tensor& slots, const at::Tensor& token_rows,
     const at::Tensor& rows, const at::Tensor& row_positions, const at::Tensor& first,
     const at::Tensor& stops, const at::Tensor& block_tables, int64_t read_blocks,
     int64_t block_size, at::Tensor& arena, int64_t count, const at::Tensor& fuse,
@@ -73,11 +69,12 @@ std::tuple<at::Tensor, at::Tensor> head_drafts_cpu(
   const at::Tensor at = row_positions.index_select(0, rows);
   const at::Tensor index = first + (at - positions.index_select(0, first) - 1).clamp_min(0);
   const at::ScalarType dtype = features.scalar_type();
-  const int64_t last = Stacks::instance().find(*stack.const_data_ptr<int64_t>())->stack->layers() - 1;
+  const int64_t last = Handles<OwnedStack>::instance().find(kName, stack)->stack->layers() - 1;
   at::Tensor drafts = at::empty({num_rows, count}, rows.options());
   at::Tensor probabilities = at::empty({num_rows, count}, features.options().dtype(at::kFloat));
   at::Tensor hidden = packed_linear_cpu(features, fuse, std::nullopt, hidden_size, fuse_scales);
-  at::Tensor next = next_ids.flatten().clamp_min(0), position = positions, slot = slots, token_row = token_rows;
+  at::Tensor next = next_ids.flatten().clamp_min(0);
+  at::Tensor position = positions, slot = slots, token_row = token_rows;
   for (int64_t place = 0; place < count; ++place) {
     if (place > 0) {
       std::tie(position, slot, token_row) = drafted_inputs_cpu(rows, row_positions, stops,

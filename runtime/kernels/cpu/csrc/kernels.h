@@ -38,10 +38,6 @@ struct LinearArgs {
 template <class T>
 void packed_linear(const LinearArgs<T>& args, std::shared_ptr<const void> keep);
 
-// Drop what late threads may have read after earlier calls, as far as they have left.
-void sweep_linear_jobs();
-void sweep_attention_jobs();
-
 // How the arena stores vectors; see `storage.h`.
 enum class Storage { kModel, kInt8, kFp8 };
 

@@ -74,10 +74,15 @@ namespace {
 template <class T>
 class LinearJob : public Job {
  public:
-  void prepare(const LinearArgs<T>& args, std::shared_ptr<const void> keep, int threads) {
+  int prepare(const LinearArgs<T>& args, std::shared_ptr<const void> keep) {
     args_ = args;
     keep_ = std::move(keep);
-    phases_.prepare(1, args.weights.blocks() * row_groups(args.rows), threads);
+    const int64_t tiles = (args.rows + kTileRows - 1) / kTileRows;
+    const int64_t units = args.weights.blocks() * row_groups(args.rows);
+    const int64_t useful = std::min(bytes_of<T>(args.weights) * tiles / kBytesPerThread, units);
+    const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, args.threads));
+    phases_.prepare(1, units, threads);
+    return threads;
   }
 
  protected:
@@ -97,37 +102,16 @@ class LinearJob : public Job {
     linear_phase(phases_, 0, args.weights, args.x, args.x_stride, args.rows, nullptr, sums, publish);
   }
 
-  void clear() override { keep_.reset(); }
-
  private:
   LinearArgs<T> args_;
-  std::shared_ptr<const void> keep_;
   Phases phases_;
 };
-
-template <class T>
-JobList<LinearJob<T>>& linear_jobs() {
-  static auto* jobs = new JobList<LinearJob<T>>;
-  return *jobs;
-}
 
 }  // namespace
 
 template <class T>
 void packed_linear(const LinearArgs<T>& args, std::shared_ptr<const void> keep) {
-  const int64_t tiles = (args.rows + kTileRows - 1) / kTileRows;
-  const int64_t bytes = args.weights.blocks() * block_bytes<T>(args.weights);
-  const int64_t units = args.weights.blocks() * row_groups(args.rows);
-  const int64_t useful = std::min(bytes * tiles / kBytesPerThread, units);
-  const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, args.threads));
-  LinearJob<T>& job = linear_jobs<T>().acquire();
-  job.prepare(args, std::move(keep), threads);
-  job.run(threads, false);
-}
-
-void sweep_linear_jobs() {
-  linear_jobs<c10::BFloat16>().sweep();
-  linear_jobs<float>().sweep();
+  run_job<LinearJob<T>>(args, std::move(keep));
 }
 
 template const TileSet& tile_set<c10::BFloat16>(WeightKind);

@@ -16,52 +16,36 @@
 namespace stepgraph {
 namespace {
 
-// A linear layer of an operator, and the tensors that it points into.
-struct PackedLayer {
-  Weights weights;
-  at::Tensor packed;
-  std::optional<at::Tensor> bias, scales;
-
-  void keep_in(std::vector<at::Tensor>& kept) const {
-    kept.push_back(packed);
-    for (const std::optional<at::Tensor>& tensor : {bias, scales}) {
-      if (tensor) kept.push_back(*tensor);
-    }
-  }
-};
-
-// Checks a layer from x, [tokens, in_features] of `dtype`, to `columns` features.
-PackedLayer packed_layer(const char* op, at::IntArrayRef x, at::ScalarType dtype,
-                         const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                         const std::optional<at::Tensor>& scales, int64_t columns) {
-  TORCH_CHECK(x.size() == 2, op, ": x is [tokens, in_features], got ", x.size(), " dimensions");
-  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, op,
-              ": bfloat16 or float32 expected, x is ", dtype);
+// Checks a layer that `pack_linear` packed from [columns, inputs], or `count` of them that follow one
+// another: of the model's type `dtype`, or int8 with scales. Returns the first.
+inline Weights packed_weights(const char* op, const char* name, at::ScalarType dtype,
+                              int64_t columns, int64_t inputs, const at::Tensor& packed,
+                              const std::optional<at::Tensor>& scales,
+                              const std::optional<at::Tensor>& bias, int64_t count = 1) {
   const at::ScalarType stored = scales ? at::kChar : dtype;
-  const int64_t per_step = stored == at::kFloat ? 1 : 2, steps = (x[1] + per_step - 1) / per_step;
-  TORCH_CHECK(packed.scalar_type() == stored && packed.is_contiguous() && packed.dim() == 4 &&
-                  packed.size(1) == steps && packed.size(2) == kBlock &&
-                  packed.size(3) == per_step && columns > (packed.size(0) - 1) * kBlock &&
-                  columns <= packed.size(0) * kBlock,
-              op, ": packed weight ", packed.sizes(), " of ", packed.scalar_type(),
-              " does not fit x ", x, " of ", dtype, " and out_features ", columns,
-              scales ? " with scales; pack an int8 weight with pack_linear"
-                     : "; pack the weight with pack_linear in the dtype of x");
-  const auto fits = [&](const std::optional<at::Tensor>& given, at::ScalarType wanted) {
-    return !given || (given->dim() == 1 && given->size(0) == columns &&
-                      given->scalar_type() == wanted && given->is_contiguous());
+  const int64_t per_step = stored == at::kFloat ? 1 : 2;
+  Weights weights;
+  weights.columns = columns;
+  weights.steps = (inputs + per_step - 1) / per_step;
+  weights.kind = scales ? WeightKind::kInt8 : WeightKind::kModel;
+  TORCH_CHECK(packed.scalar_type() == stored && packed.is_contiguous() &&
+                  packed.sizes() == at::IntArrayRef({count * weights.blocks(), weights.steps,
+                                                     kBlock, per_step}),
+              op, ": the weight of ", name, " is not a packed [", columns, ", ", inputs, "] of ",
+              stored, "; pack it with pack_linear");
+  const auto values = [&](const std::optional<at::Tensor>& given, const char* what,
+                          at::ScalarType wanted) -> const void* {
+    if (!given) return nullptr;
+    TORCH_CHECK(given->scalar_type() == wanted && given->is_contiguous() && given->dim() == 1 &&
+                    given->size(0) == count * columns,
+                op, ": the ", what, " of ", name, " are a contiguous [", count * columns, "] of ",
+                wanted);
+    return given->const_data_ptr();
   };
-  TORCH_CHECK(fits(bias, dtype), op, ": bias is a contiguous [", columns, "] of ", dtype);
-  TORCH_CHECK(fits(scales, at::kFloat), op, ": scales are a contiguous [", columns,
-              "] of float32");
-  PackedLayer layer{{}, packed, bias, scales};
-  layer.weights.packed = static_cast<const char*>(packed.const_data_ptr());
-  layer.weights.scales = scales ? scales->const_data_ptr<float>() : nullptr;
-  layer.weights.bias = bias ? bias->const_data_ptr() : nullptr;
-  layer.weights.columns = columns;
-  layer.weights.steps = steps;
-  layer.weights.kind = scales ? WeightKind::kInt8 : WeightKind::kModel;
-  return layer;
+  weights.packed = static_cast<const char*>(packed.const_data_ptr());
+  weights.scales = static_cast<const float*>(values(scales, "scales", at::kFloat));
+  weights.bias = values(bias, "biases", dtype);
+  return weights;
 }
 
 // x as a layer reads it: whole words, and of int8 weights two elements at a time, so an odd last
@@ -76,19 +60,21 @@ at::Tensor layer_inputs(const at::Tensor& x, const Weights& weights) {
 at::Tensor packed_linear_cpu(const at::Tensor& x, const at::Tensor& packed,
                              const std::optional<at::Tensor>& bias, int64_t out_features,
                              const std::optional<at::Tensor>& scales) {
-  const PackedLayer layer = packed_layer("packed_linear", x.sizes(), x.scalar_type(), packed, bias,
-                                         scales, out_features);
-  const at::Tensor inputs = layer_inputs(x, layer.weights);
+  TORCH_CHECK(x.dim() == 2, "packed_linear: x is [tokens, in_features], got ", x.sizes());
+  check_model_type("packed_linear", x.scalar_type());
+  const Weights weights = packed_weights("packed_linear", "the layer", x.scalar_type(),
+                                         out_features, x.size(1), packed, scales, bias);
+  const at::Tensor inputs = layer_inputs(x, weights);
   at::Tensor out = at::empty({x.size(0), out_features}, x.options());
-  auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{inputs});
-  layer.keep_in(*keep);
-  const auto run = [&]<class T>(T) {
-    packed_linear(LinearArgs<T>{layer.weights, inputs.const_data_ptr<T>(), inputs.stride(0),
+  auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{inputs, packed});
+  for (const auto& tensor : {bias, scales}) {
+    if (tensor) keep->push_back(*tensor);
+  }
+  for_model_type("packed_linear", x.scalar_type(), [&]<class T>(T) {
+    packed_linear(LinearArgs<T>{weights, inputs.const_data_ptr<T>(), inputs.stride(0),
                                 out.mutable_data_ptr<T>(), x.size(0), threads()},
                   keep);
-  };
-  if (x.scalar_type() == at::kBFloat16) run(at::BFloat16());
-  else run(float());
+  });
   return out;
 }
 

@@ -1,5 +1,3 @@
-#include "mixture_job.h"
-
 #include "mixture_thread.h"
 #include "work_space.h"
 
@@ -13,21 +11,20 @@ constexpr int64_t kBytesPerThread = 32 * 1024;
 template <class T>
 class MixtureJob : public Job {
  public:
-  void prepare(const MixtureArgs<T>& args, std::shared_ptr<const void> keep) {
+  int prepare(const MixtureArgs<T>& args, std::shared_ptr<const void> keep) {
     args_ = args;
     const Mixture& mixture = args.mixture;
     const int64_t tiles = (args.tokens + kTileRows - 1) / kTileRows;
-    threads_ = static_cast<int>(std::clamp<int64_t>(
+    const int threads = static_cast<int>(std::clamp<int64_t>(
         mixture.token_bytes<T>() * tiles / kBytesPerThread, 1, args.threads));
     at_ = MixtureLayout();
     at_.add(mixture, args.tokens, sizeof(T));
-    at_.finish(threads_);
+    at_.finish(threads);
     space_.reserve(at_.total);
-    phases_.prepare(kMixturePhases, mixture.units(args.tokens), threads_);
+    phases_.prepare(kMixturePhases, mixture.units(args.tokens), threads);
     keep_ = std::move(keep);
+    return threads;
   }
-
-  int threads() const { return threads_; }
 
  protected:
   void work(int64_t index) override {
@@ -47,7 +44,7 @@ class MixtureJob : public Job {
 
   void clear() override {
     space_ = WorkSpace();
-    keep_.reset();
+    Job::clear();
   }
 
  private:
@@ -55,29 +52,13 @@ class MixtureJob : public Job {
   MixtureLayout at_;
   WorkSpace space_;
   Phases phases_;
-  int threads_ = 1;
-  std::shared_ptr<const void> keep_;
 };
-
-template <class T>
-JobList<MixtureJob<T>>& mixture_jobs() {
-  static auto* jobs = new JobList<MixtureJob<T>>;
-  return *jobs;
-}
 
 }  // namespace
 
 template <class T>
 void run_mixture(const MixtureArgs<T>& args, std::shared_ptr<const void> keep) {
-  if (args.tokens == 0) return;
-  MixtureJob<T>& job = mixture_jobs<T>().acquire();
-  job.prepare_or_release([&] { job.prepare(args, std::move(keep)); });
-  job.run(job.threads(), false);
-}
-
-void sweep_mixture_jobs() {
-  mixture_jobs<c10::BFloat16>().sweep();
-  mixture_jobs<float>().sweep();
+  if (args.tokens > 0) run_job<MixtureJob<T>>(args, std::move(keep));
 }
 
 template void run_mixture(const MixtureArgs<c10::BFloat16>&, std::shared_ptr<const void>);

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 
 #include "linear.h"
 #include "routing.h"
@@ -128,5 +129,22 @@ struct MixtureLayout {
     total += threads * own_stride;
   }
 };
+
+// A mixture as an operator of its own.
+template <class T>
+struct MixtureArgs {
+  Mixture mixture;
+  const T* x;          // [tokens, hidden], rows x_stride apart, an even number
+  int64_t x_stride;
+  const bool* live;    // [tokens], false for padding; null: there is none
+  T* out;              // [tokens, hidden], contiguous
+  int64_t tokens;
+  int threads;
+};
+
+// out = the weighted sum of the experts of each row; 0 for padding. `keep` owns what the arguments
+// point to. A late thread may read it after the call.
+template <class T>
+void run_mixture(const MixtureArgs<T>& args, std::shared_ptr<const void> keep);
 
 }  // namespace stepgraph

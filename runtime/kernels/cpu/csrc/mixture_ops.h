@@ -8,7 +8,7 @@
 
 #include "argument_reader.h"
 #include "checks.h"
-#include "mixture_job.h"
+#include "mixture.h"
 
 namespace stepgraph {
 namespace {
@@ -30,14 +30,12 @@ at::Tensor packed_experts_cpu(const at::Tensor& x, const std::optional<at::Tenso
   at::Tensor out = at::empty({tokens, hidden}, x.options());
   keep->push_back(inputs);
   if (live) keep->push_back(*live);
-  const auto run = [&]<class T>(T) {
+  for_model_type("packed_experts", x.scalar_type(), [&]<class T>(T) {
     run_mixture(MixtureArgs<T>{mixture, inputs.const_data_ptr<T>(), inputs.size(1),
                                live ? live->const_data_ptr<bool>() : nullptr,
                                out.mutable_data_ptr<T>(), tokens, threads()},
                 keep);
-  };
-  if (x.scalar_type() == at::kBFloat16) run(at::BFloat16());
-  else run(float());
+  });
   return out;
 }
 

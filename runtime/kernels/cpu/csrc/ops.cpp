@@ -13,7 +13,6 @@
 #include "collective_ops.h"
 #include "elementwise_ops.h"
 #include "draft_ops.h"
-#include "embedding_ops.h"
 #include "head_ops.h"
 #include "kernels.h"
 #include "linear_ops.h"
@@ -78,7 +77,7 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
   const auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{
       queries, new_keys, new_values, arena, slots, block_tables, token_rows, positions});
   if (sinks) keep->push_back(*sinks);
-  const auto run = [&]<class T>(T) {
+  for_float_type("paged_attention", q.scalar_type(), [&]<class T>(T) {
     paged_attention(AttentionArgs<T>{
         queries.const_data_ptr<T>(), new_keys.const_data_ptr<T>(),
         v ? new_values.const_data_ptr<T>() : nullptr,
@@ -87,15 +86,7 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
         keys, v ? keys + arena.stride(1) * arena.element_size() : keys, out.mutable_data_ptr<T>(),
         static_cast<float>(scale), static_cast<float>(softcap),
         sinks ? sinks->const_data_ptr<T>() : nullptr}, step, keep);
-  };
-  switch (q.scalar_type()) {
-    case at::kBFloat16: run(at::BFloat16()); break;
-    case at::kHalf: run(at::Half()); break;
-    case at::kFloat: run(float()); break;
-    default:
-      TORCH_CHECK(false, "paged_attention: bfloat16, float16 or float32 expected, got ",
-                  q.scalar_type());
-  }
+  });
   return out;
 }
 

@@ -233,16 +233,28 @@ void Job::run(int threads, bool wait) {
 
 namespace {
 
+// Never destroyed: stacks may be closed while the process ends.
+struct Sweeps {
+  std::mutex mutex;
+  std::vector<void (*)()> functions;
+
+  static Sweeps& instance() {
+    static auto* sweeps = new Sweeps;
+    return *sweeps;
+  }
+};
+
 std::atomic<int> limit{0};
 
 class UnitsJob : public Job {
  public:
-  void prepare(int64_t count, UnitFunction run, void* context) {
+  int prepare(int64_t count, int threads, UnitFunction run, void* context) {
     count_ = count;
     run_ = run;
     context_ = context;
     taken_.store(0, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
+    return static_cast<int>(std::min<int64_t>(threads, count));
   }
 
  protected:
@@ -266,14 +278,23 @@ class UnitsJob : public Job {
 
 }  // namespace
 
+void add_sweep(void (*sweep)()) {
+  Sweeps& sweeps = Sweeps::instance();
+  const std::lock_guard<std::mutex> alone(sweeps.mutex);
+  sweeps.functions.push_back(sweep);
+}
+
+void sweep_jobs() {
+  Sweeps& sweeps = Sweeps::instance();
+  const std::lock_guard<std::mutex> alone(sweeps.mutex);
+  for (void (*sweep)() : sweeps.functions) sweep();
+}
+
 void set_thread_limit(int threads) { limit.store(threads, std::memory_order_relaxed); }
 int thread_limit() { return limit.load(std::memory_order_relaxed); }
 
 void run_units(int64_t count, int threads, UnitFunction run, void* context) {
-  static auto* jobs = new JobList<UnitsJob>;
-  UnitsJob& job = jobs->acquire();
-  job.prepare(count, run, context);
-  job.run(static_cast<int>(std::min<int64_t>(threads, count)), false);
+  run_job<UnitsJob>(count, threads, run, context);
 }
 
 }  // namespace stepgraph

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace stepgraph {
@@ -74,7 +75,9 @@ class Job {
 
   // Drops what the job refers to. Called by threads that call operators, after the last pool thread
   // has left: a pool thread must not free tensors, which may need Python's lock.
-  virtual void clear() {}
+  virtual void clear() { keep_.reset(); }
+
+  std::shared_ptr<const void> keep_;  // owns what the job points to; or null
 
  private:
   friend class Pool;
@@ -124,6 +127,30 @@ class JobList {
   std::mutex mutex_;
   std::vector<JobPointer<J>> jobs_;
 };
+
+// The jobs of a kind. Never destroyed: threads may use them until the process ends.
+template <class J>
+JobList<J>& jobs_of() {
+  static auto* jobs = new JobList<J>;
+  return *jobs;
+}
+
+// Calls `sweep` whenever `sweep_jobs` is called.
+void add_sweep(void (*sweep)());
+
+// Drops what late threads may have read after earlier calls of `run_job`, as far as they have left.
+void sweep_jobs();
+
+// Runs a job of its kind, which `prepare` makes ready and returns the number of threads of. What its
+// arguments keep may be read by late threads after the call.
+template <class J, class... Arguments>
+void run_job(Arguments&&... arguments) {
+  [[maybe_unused]] static const bool swept = (add_sweep([] { jobs_of<J>().sweep(); }), true);
+  J& job = jobs_of<J>().acquire();
+  int threads = 1;
+  job.prepare_or_release([&] { threads = job.prepare(std::forward<Arguments>(arguments)...); });
+  job.run(threads, false);
+}
 
 // Threads that an operator may use, the calling one included. 0 (as at first): as many as torch.
 void set_thread_limit(int threads);

@@ -127,17 +127,6 @@ int64_t sample_scratch_bytes(int64_t vocab_size) {
 
 template <class T>
 void sample_full(const SampleArgs<T>& args) {
-  const int64_t bytes = sample_scratch_bytes(args.vocab_size);
-  const int threads = static_cast<int>(std::clamp<int64_t>(args.lanes, 1, args.threads));
-  parallel_for(args.lanes, threads, [&](int64_t lane, int64_t thread) {
-    Scratch scratch;
-    Scratch::lay_out(args.scratch + thread * bytes, sample_chunks(args.vocab_size), &scratch);
-    sample_lane(args, lane, scratch);
-  });
-}
-
-template <class T>
-void sample_drafted(const SampleArgs<T>& args, const int64_t* inputs) {
   struct Lanes {
     int64_t first, count;
   };
@@ -145,7 +134,7 @@ void sample_drafted(const SampleArgs<T>& args, const int64_t* inputs) {
   for (int64_t lane = 0; lane < args.lanes; ++lane) {
     const int64_t row = args.rows[lane];
     const Wishes wishes{args.reals + row * (kReals + args.biases), nullptr, 0};
-    const bool follows = lane > 0 && args.rows[lane - 1] == row;
+    const bool follows = args.inputs != nullptr && lane > 0 && args.rows[lane - 1] == row;
     if (follows && wishes.penalised()) ++units.back().count;
     else units.push_back({lane, 1});
   }
@@ -163,7 +152,7 @@ void sample_drafted(const SampleArgs<T>& args, const int64_t* inputs) {
         continue;
       }
       sample_lane(args, lane, scratch);
-      accepted = lane + 1 < first + lanes && args.tokens[lane] == inputs[lane + 1];
+      accepted = lane + 1 < first + lanes && args.tokens[lane] == args.inputs[lane + 1];
     }
   });
 }
@@ -233,11 +222,8 @@ void most_likely(const T* logits, int64_t logits_stride, int64_t lanes, int64_t 
 }
 
 template void sample_full(const SampleArgs<c10::BFloat16>&);
-template void sample_drafted(const SampleArgs<c10::BFloat16>&, const int64_t*);
 template void sample_full(const SampleArgs<c10::Half>&);
-template void sample_drafted(const SampleArgs<c10::Half>&, const int64_t*);
 template void sample_full(const SampleArgs<float>&);
-template void sample_drafted(const SampleArgs<float>&, const int64_t*);
 template void sample_greedy(const c10::BFloat16*, int64_t, const LaneMasks&, int64_t, int64_t,
                             int64_t*, int);
 template void sample_greedy(const c10::Half*, int64_t, const LaneMasks&, int64_t, int64_t, int64_t*,

@@ -46,6 +46,7 @@ struct SampleArgs {
   int32_t* counts;            // [.., vocab_size]
   const int64_t* rows;        // [lanes]
   const int64_t* positions;   // [lanes]
+  const int64_t* inputs;      // [lanes] of a verify step: the tokens that they follow; or null
   int64_t lanes, vocab_size, biases, stops, tops;
   int64_t* tokens;            // [lanes]
   float* logprob;             // [lanes]
@@ -58,14 +59,11 @@ struct SampleArgs {
 // Bytes of memory that each thread works in.
 int64_t sample_scratch_bytes(int64_t vocab_size);
 
+// In a verify step lanes of a row lie together. Those of a row with penalties are drawn one after the
+// other, each with the counts of the tokens before it, until one differs from the draft in its place;
+// what follows it is left NON_FINITE.
 template <class T>
 void sample_full(const SampleArgs<T>& args);
-
-// For verify steps: lanes of a row lie together, and `inputs` [lanes] are the tokens that they follow.
-// Lanes of a row with penalties are drawn one after the other, each with the counts of the tokens
-// before it, until one differs from the draft in its place; what follows it is left NON_FINITE.
-template <class T>
-void sample_drafted(const SampleArgs<T>& args, const int64_t* inputs);
 
 // tokens[b] = first index of the largest of logits[b] that its mask allows, or kNonFinite.
 template <class T>

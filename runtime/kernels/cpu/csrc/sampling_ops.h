@@ -21,18 +21,6 @@ void check_logits(const at::Tensor& logits, const char* name) {
               ": logits are [lanes, vocab_size] with a dense last dimension, got ", logits.sizes());
 }
 
-template <class Run>
-void for_logits(const at::Tensor& logits, const char* name, const Run& run) {
-  switch (logits.scalar_type()) {
-    case at::kBFloat16: return run(logits.const_data_ptr<at::BFloat16>());
-    case at::kHalf: return run(logits.const_data_ptr<at::Half>());
-    case at::kFloat: return run(logits.const_data_ptr<float>());
-    default:
-      TORCH_CHECK(false, name, ": logits in bfloat16, float16 or float32 expected, got ",
-                  logits.scalar_type());
-  }
-}
-
 LaneMasks checked_masks(const char* name, const std::optional<at::Tensor>& bits,
                         const std::optional<at::Tensor>& mask_rows, int64_t lanes,
                         int64_t vocab_size) {
@@ -53,8 +41,8 @@ at::Tensor sample_greedy_cpu(const at::Tensor& logits, const std::optional<at::T
   const int64_t lanes = logits.size(0), vocab_size = logits.size(1);
   const LaneMasks masks = checked_masks("sample_greedy", bits, mask_rows, lanes, vocab_size);
   at::Tensor tokens = at::empty({lanes}, logits.options().dtype(at::kLong));
-  for_logits(logits, "sample_greedy", [&](const auto* data) {
-    sample_greedy(data, logits.stride(0), masks, lanes, vocab_size,
+  for_float_type("sample_greedy", logits.scalar_type(), [&]<class T>(T) {
+    sample_greedy(logits.const_data_ptr<T>(), logits.stride(0), masks, lanes, vocab_size,
                   tokens.mutable_data_ptr<int64_t>(), threads());
   });
   return tokens;
@@ -64,8 +52,8 @@ std::tuple<at::Tensor, at::Tensor> most_likely_cpu(const at::Tensor& logits) {
   check_logits(logits, "most_likely");
   at::Tensor tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
   at::Tensor probabilities = at::empty({logits.size(0)}, logits.options().dtype(at::kFloat));
-  for_logits(logits, "most_likely", [&](const auto* data) {
-    most_likely(data, logits.stride(0), logits.size(0), logits.size(1),
+  for_float_type("most_likely", logits.scalar_type(), [&]<class T>(T) {
+    most_likely(logits.const_data_ptr<T>(), logits.stride(0), logits.size(0), logits.size(1),
                 tokens.mutable_data_ptr<int64_t>(), probabilities.mutable_data_ptr<float>(),
                 threads());
   });
@@ -118,16 +106,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
   const int used = static_cast<int>(std::clamp<int64_t>(lanes, 1, threads()));
   at::Tensor scratch = at::empty({used * sample_scratch_bytes(vocab_size)},
                                  logits.options().dtype(at::kByte));
-  for_logits(logits, "sample_full", [&]<class T>(const T* data) {
-    const SampleArgs<T> args{
-        data, logits.stride(0), masks, reals.const_data_ptr<float>(),
+  for_float_type("sample_full", logits.scalar_type(), [&]<class T>(T) {
+    sample_full(SampleArgs<T>{
+        logits.const_data_ptr<T>(), logits.stride(0), masks, reals.const_data_ptr<float>(),
         integers.const_data_ptr<int64_t>(), counts.mutable_data_ptr<int32_t>(), row,
-        positions.const_data_ptr<int64_t>(), lanes, vocab_size, biases, stops, tops,
+        positions.const_data_ptr<int64_t>(), inputs ? inputs->const_data_ptr<int64_t>() : nullptr,
+        lanes, vocab_size, biases, stops, tops,
         tokens.mutable_data_ptr<int64_t>(), logprob.mutable_data_ptr<float>(),
         top_logprobs.mutable_data_ptr<float>(), top_ids.mutable_data_ptr<int64_t>(),
-        reinterpret_cast<std::byte*>(scratch.mutable_data_ptr<uint8_t>()), used};
-    if (inputs) sample_drafted(args, inputs->const_data_ptr<int64_t>());
-    else sample_full(args);
+        reinterpret_cast<std::byte*>(scratch.mutable_data_ptr<uint8_t>()), used});
   });
   return {tokens, logprob, top_logprobs, top_ids};
 }

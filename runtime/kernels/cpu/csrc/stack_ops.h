@@ -1,30 +1,140 @@
-// `stepgraph::stack_destroy`, `stack_workspace` and `decoder_stack`: what `stack.py` declares,
-// checked here and handed to `stack.h`. Part of `ops.cpp`, as `stack_create.h`.
+// `stepgraph::stack_create`, `stack_destroy`, `stack_workspace` and `decoder_stack`: what `stack.py`
+// declares, checked here and handed to `stack.h`. Part of `ops.cpp`.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
+
+#include <unistd.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include "argument_reader.h"
 #include "checks.h"
-#include "mixture_job.h"
-#include "stack_create.h"
+#include "collective_ops.h"
+#include "stack.h"
 
 namespace stepgraph {
 
+// A stack and the tensors that it points into.
+struct OwnedStack {
+  static constexpr const char* kKind = "stack";
+  std::vector<at::Tensor> tensors;
+  std::shared_ptr<OwnedCommunicator> communicator;  // null: no layer sums over ranks
+  std::unique_ptr<Stack> stack;  // goes first: it waits for threads that read the tensors
+  at::ScalarType dtype;
+  int64_t groups, ropes;  // at least so many are expected of a step
+  pid_t process = getpid();
+};
+
+inline StackLayer read_layer(ArgumentReader& reader, const StackShape& shape) {
+  StackLayer layer{};
+  layer.embedding_norm = reader.norm(shape.hidden, "the norm of embeddings");
+  layer.input_norm = reader.norm(shape.hidden, "the input norm");
+  const int64_t inputs = (layer.embedding_norm.weight == nullptr ? 1 : 2) * shape.hidden;
+  layer.qkv = reader.linear(shape.qkv_size(), inputs, "qkv");
+  layer.all_heads = reader.integer("all_heads") != 0;
+  layer.head_ranks = reader.integer("the ranks of a norm", 1);
+  const int64_t queries = layer.all_heads ? shape.heads : 1;
+  const int64_t keys = layer.all_heads ? shape.kv_heads : 1;
+  layer.q_norm = reader.norm(queries * shape.head_dim, "the norm of queries");
+  layer.k_norm = reader.norm(keys * shape.head_dim, "the norm of keys");
+  TORCH_CHECK(layer.head_ranks == 1 || (layer.all_heads && layer.q_norm.weight != nullptr &&
+                                        layer.k_norm.weight != nullptr),
+              "stack_create: a norm over heads of ", layer.head_ranks, " ranks is over all heads");
+  layer.scale = reader.number();
+  layer.softcap = reader.number();
+  layer.sinks = reader.vector(shape.heads, "the sinks");
+  layer.temperature_floor = reader.integer("the floor of the temperature");
+  layer.temperature_scale = reader.number();
+  layer.output = reader.linear(shape.hidden, shape.query_size(), "the attention's output");
+  layer.attention_summed = reader.integer("attention_summed") != 0;
+  layer.attention_output_norm = reader.norm(shape.hidden, "the attention's output norm");
+  layer.attention_factor = reader.number();
+  layer.mlp_norm = reader.norm(shape.hidden, "the norm of the MLP");
+  if (reader.integer("has_experts") != 0) {
+    layer.mixture = reader.mixture(shape.hidden);
+  } else {
+    layer.inner = reader.integer("the features of the MLP", 1);
+    layer.gate_up = reader.linear(2 * layer.inner, shape.hidden, "gate and up");
+    layer.activation = reader.activation();
+    layer.down = reader.linear(shape.hidden, layer.inner, "down");
+  }
+  layer.mlp_summed = reader.integer("mlp_summed") != 0;
+  layer.mlp_output_norm = reader.norm(shape.hidden, "the MLP's output norm");
+  layer.mlp_factor = reader.number();
+  return layer;
+}
+
+inline int64_t stack_create(const c10::List<std::optional<at::Tensor>>& tensors,
+                            at::IntArrayRef integers, c10::ArrayRef<double> numbers,
+                            at::ScalarType dtype, std::string_view storage) {
+  OwnedStack owned{{}, nullptr, nullptr, dtype, 0, 0};
+  ArgumentReader reader("stack_create", tensors, integers, numbers, dtype);
+  StackShape shape{};
+  shape.hidden = reader.integer("the hidden size", 1);
+  shape.heads = reader.integer("the number of heads", 1);
+  shape.kv_heads = reader.integer("the number of kv heads", 1);
+  shape.head_dim = reader.integer("the head size", 1);
+  shape.storage = storage_named("stack_create", storage);
+  TORCH_CHECK(shape.heads % shape.kv_heads == 0 && shape.head_dim % 2 == 0, "stack_create: ",
+              shape.heads, " heads of ", shape.head_dim, " and ", shape.kv_heads,
+              " kv heads are not those of a decoder");
+  Communicator* communicator = nullptr;
+  if (const int64_t number = reader.integer("the communicator"); number != 0) {
+    owned.communicator = Handles<OwnedCommunicator>::instance().find("stack_create", number);
+    communicator = &owned.communicator->communicator;
+    const int64_t row_bytes = shape.hidden * static_cast<int64_t>(c10::elementSize(dtype));
+    TORCH_CHECK(communicator->part_bytes() >= std::max(row_bytes, kMeansBytes),
+                "stack_create: the region of the communicator has no room for a row of ",
+                shape.hidden, " elements of ", dtype);
+  }
+  std::vector<StackLayer> layers(reader.integer("the number of layers", 1));
+  std::vector<StackPlan> plans;
+  int64_t mixtures = 0;
+  for (StackLayer& layer : layers) {
+    const int64_t group = reader.integer("a layer group"), position = reader.integer("a position");
+    const int64_t window = reader.integer("a window"), chunk = reader.integer("a chunk");
+    const int64_t rope = reader.integer("a rotation");
+    const StackPlan plan{group, window, chunk};
+    const auto found = std::find(plans.begin(), plans.end(), plan);
+    const int64_t index = found - plans.begin();
+    if (found == plans.end()) plans.push_back(plan);
+    owned.groups = std::max(owned.groups, group + 1);
+    owned.ropes = std::max(owned.ropes, rope + 1);
+    layer = read_layer(reader, shape);
+    const bool sums = layer.attention_summed || layer.mlp_summed || layer.head_ranks > 1;
+    TORCH_CHECK(communicator != nullptr || !sums,
+                "stack_create: layers that sum over ranks need a communicator");
+    layer.position = position;
+    layer.plan = index;
+    layer.rope = rope;
+    layer.mixture_place = mixtures;
+    mixtures += layer.mixture.has_value();
+  }
+  const NormWeights norm = reader.norm(shape.hidden, "the final norm");
+  TORCH_CHECK(norm.weight != nullptr, "stack_create: the final norm is missing");
+  owned.tensors = reader.finish();
+  owned.stack = std::make_unique<Stack>(shape, std::move(layers), std::move(plans), norm,
+                                        communicator);
+  return Handles<OwnedStack>::instance().add(std::make_shared<OwnedStack>(std::move(owned)));
+}
+
 inline void stack_destroy(int64_t handle) {
-  Stacks::instance().remove(handle);
-  sweep_linear_jobs();
-  sweep_attention_jobs();
-  sweep_mixture_jobs();
+  std::shared_ptr<OwnedStack> removed = Handles<OwnedStack>::instance().remove("stack_destroy", handle);
+  // A forked child has none of the threads that it would wait for.
+  if (removed->process != getpid()) new std::shared_ptr<OwnedStack>(removed);
+  removed.reset();
+  sweep_jobs();
 }
 
 inline int64_t stack_workspace(int64_t handle, int64_t tokens) {
-  const std::shared_ptr<OwnedStack> owned = Stacks::instance().find(handle);
+  const auto owned = Handles<OwnedStack>::instance().find("stack_workspace", handle);
   return owned->stack->workspace_bytes(tokens, c10::elementSize(owned->dtype), threads());
 }
 
@@ -34,10 +144,7 @@ inline std::tuple<at::Tensor, at::Tensor> decoder_stack_cpu(
     const at::Tensor& block_tables, const at::Tensor& token_rows, const at::Tensor& cos,
     const at::Tensor& sin, int64_t read_blocks, const at::Tensor& handle, at::IntArrayRef taps,
     const std::optional<at::Tensor>& embeddings) {
-  TORCH_CHECK(handle.scalar_type() == at::kLong && handle.numel() == 1,
-              "decoder_stack: the handle is one int64");
-  const std::shared_ptr<OwnedStack> owned =
-      Stacks::instance().find(*handle.const_data_ptr<int64_t>());
+  const auto owned = Handles<OwnedStack>::instance().find("decoder_stack", handle);
   const StackShape& shape = owned->stack->shape();
   TORCH_CHECK(x.dim() == 2 && x.size(1) == shape.hidden && x.scalar_type() == owned->dtype,
               "decoder_stack: x is [tokens, ", shape.hidden, "] of ", owned->dtype, ", got ",
@@ -88,7 +195,7 @@ inline std::tuple<at::Tensor, at::Tensor> decoder_stack_cpu(
   const at::Tensor taken = taps.size() > 1 ? at::empty({tokens * tapped}, x.options()) : outputs;
   const auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{
       inputs, joined, out, outputs, taken, arena, positions, slots, block_tables, token_rows, cos, sin});
-  const auto run = [&]<class T>(T) {
+  for_model_type("decoder_stack", owned->dtype, [&]<class T>(T) {
     owned->stack->run(StackStep<T>{
         inputs.const_data_ptr<T>(), joined.defined() ? joined.const_data_ptr<T>() : nullptr,
         out.mutable_data_ptr<T>(), taps.empty() ? nullptr : taken.mutable_data_ptr<T>(),
@@ -99,9 +206,7 @@ inline std::tuple<at::Tensor, at::Tensor> decoder_stack_cpu(
         block_tables.size(1), block_tables.size(2), token_rows.const_data_ptr<int64_t>(),
         cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), tokens, num_blocks, block_size,
         threads()}, keep);
-  };
-  if (owned->dtype == at::kBFloat16) run(at::BFloat16());
-  else run(float());
+  });
   return {out, outputs};
 }
 
