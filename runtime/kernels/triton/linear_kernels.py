@@ -335,8 +335,16 @@ def norm_linear(
 
     All contiguous; activations in the model's dtype. Without `norm`, of the rows as they are.
     """
-    normed = {"norm": norm, "pending": pending, "product": product}
-    dispatch_linear("norm_linear", x_TK, linear, out_TN, config, **normed)
+    dispatch_linear(
+        "norm_linear",
+        x_TK,
+        linear,
+        out_TN,
+        config,
+        norm=norm,
+        pending=pending,
+        product=product,
+    )
 
 
 def reference_norm_linear(
@@ -403,8 +411,16 @@ def residual_linear(
 
     All contiguous, activations in the model's dtype. `out_TN` may be `residual_TN` itself.
     """
-    added = {"residual_TN": residual_TN, "scale": scale, "product": product}
-    dispatch_linear("residual_linear", a_TK, linear, out_TN, config, **added)
+    dispatch_linear(
+        "residual_linear",
+        a_TK,
+        linear,
+        out_TN,
+        config,
+        residual_TN=residual_TN,
+        scale=scale,
+        product=product,
+    )
 
 
 def reference_residual_linear(
