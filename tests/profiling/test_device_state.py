@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.profiling.device_state import DeviceMonitor, describe_throttling
+from stepgraph.runtime.bench.options import parse_arguments
 from stepgraph.runtime.bench.results import new_document
 
 from ..rigs.bench_rig import run_bench
@@ -183,10 +184,8 @@ def test_the_benchmark_reports_the_states_and_warns_of_throttling(
 
 
 def test_the_commit_of_a_tree_without_a_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, options = torch.device("cpu"), parse_arguments([])
     monkeypatch.setenv("STEPGRAPH_COMMIT", "0123456789ab-dirty")
-    assert (
-        new_document(torch.device("cpu"), 1e9, None)["environment"]["commit"]
-        == "0123456789ab-dirty"
-    )
+    assert new_document(cpu, 1e9, options)["environment"]["commit"] == "0123456789ab-dirty"
     monkeypatch.setenv("STEPGRAPH_COMMIT", "")
-    assert new_document(torch.device("cpu"), 1e9, None)["environment"]["commit"] != ""
+    assert new_document(cpu, 1e9, options)["environment"]["commit"] != ""
