@@ -225,8 +225,10 @@ class _Walk:
         span = NumberRange.of(schema)
         if integer:
             span = span.integers()
-        has_multiple = not is_number(factor) or not factor
-        if span.is_empty() or not (has_multiple or span.has_multiple(Decimal(factor).copy_abs())):
+        has_multiple = True
+        if is_number(factor) and factor:
+            has_multiple = span.has_multiple(Decimal(factor).copy_abs())
+        if span.is_empty() or not has_multiple:
             span = _NOTHING
         elif _types_of(schema) & {"number", "integer"}:
             span = _narrowed(schema, span)

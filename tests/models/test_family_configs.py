@@ -207,6 +207,7 @@ LINEAR = {"rope_type": "linear", "factor": 4}
         ("qwen3", of_full({"rope_theta": 1e4})),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}),
         ("phi3", {"partial_rotary_factor": 1.5}),
+        ("phi3", {"partial_rotary_factor": 1e308}),
         ("phi3", {"head_dim": 8, "partial_rotary_factor": 0.1}),
         ("llama", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}}),
         ("granite", {"logits_scaling": 1e30}),
