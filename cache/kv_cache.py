@@ -402,7 +402,7 @@ class KVCache:
         return self._pool.num_evictions
 
     def cached_keys(self) -> tuple[CachedKeys, bytes]:
-        """Return the keys of the cached blocks, and the suffix of those of one layer group.
+        """Return the keys of the cached blocks, with the suffix of one layer group.
 
         It is the first group with full attention, which has a block for every column of a cached
         prefix; without such a group the first one.

@@ -251,7 +251,7 @@ class CudaGraphCapturer:
                     with attribution.capturing(self._nodes) as tape:
                         output = fn()
                 except BaseException:
-                    # Ends the capture; an error here only follows from that of `fn`.
+                    # Ends the capture; an error here only follows from the error of `fn`.
                     with suppress(RuntimeError):
                         graph.capture_end()
                     raise

@@ -27,12 +27,12 @@ class StepRecord:
         plan_ns: scheduling.
         launch_ns: time to launch the step, without device time.
         commit_ns: time to process tokens, without the wait for them. With a step in flight, the
-            tokens are those of the previous step.
+            tokens are the previous step's.
         wait_ns: time that the host waited for the device in this step.
         device_ns: device time of the step; None if not timed, or not yet known. An asynchronous
             device is timed on request only (`Engine.device_timing`). A CPU runs the step during the
             launch; that time is in `device_ns`, not in `launch_ns`.
-        steps: decode steps in the launch; the times are those of all of them.
+        steps: decode steps in the launch; the times cover all of them.
         joined: admitted requests.
         blocks_in_use: cache blocks held by requests at the launch.
         collected_ns: time of Python's garbage collector during the step, included in the phases

@@ -66,7 +66,7 @@ class IncrementalDetokenizer:
                 `TextTokenizer.text_stream`.
             stop: strings that end it.
             min_tokens: tokens whose text no stop string ends.
-            include_stop: whether the text ends after the stop string, and has that of a stop token.
+            include_stop: whether the text keeps the stop string or the text of the stop token.
         """
         self._next_text = next_text
         self._patterns = [_StopPattern(text) for text in stop]

@@ -1,6 +1,6 @@
 """All errors that users can get. Imports no torch.
 
-All derive from `StepgraphError`, except those of the packages below this one: `MemoryBudgetError`
+All derive from `StepgraphError`, except errors of the packages below this one: `MemoryBudgetError`
 (a `ValueError`) and `StepPreparationError` (a `RuntimeError`), which are re-exported here.
 """
 

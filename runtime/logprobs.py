@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens, and those of a prompt as the chunks of its prefill compute them.
+"""Log-probabilities of tokens, and of a prompt as the chunks of its prefill compute them.
 
-The logits at position p are those of the token at position p + 1. So a prompt of P tokens has P - 1
+The logits at position p predict the token at position p + 1. So a prompt of P tokens has P - 1
 positions to score, each once, in order:
 
     prompt      t0   t1   t2   t3   t4

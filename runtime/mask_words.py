@@ -19,7 +19,7 @@ _ALL_BITS: Final = -1
 class MaskWords:
     """The words of a mask: bit i % 32 of word i // 32 is set if token i may be sampled.
 
-    Elements of a memoryview are read and written several times faster than those of an array.
+    A memoryview reads and writes elements several times faster than an array.
     """
 
     __slots__ = ("address", "array", "nbytes", "words")

@@ -29,7 +29,7 @@ class RopeLengths:
     grows: tuple[int, ...] = ()
     """Lengths beyond which the parameters of a rotation change with every token (`dynamic`)."""
     recompute_above: int = UNLIMITED
-    """A sequence that outgrows this length is computed anew with the parameters for its length, as
+    """A sequence that outgrows this length is computed again with the parameters for its length, as
     Phi-3 of transformers does."""
 
     def variant(self, length: int) -> bytes:
@@ -42,5 +42,5 @@ class RopeLengths:
         return repr(above).encode() if any(above) else b""
 
     def outgrown_at(self, rope_length: int) -> int:
-        """Return the position whose token is computed only after all others are computed anew."""
+        """Return the position whose token is computed only after all others are recomputed."""
         return self.recompute_above if rope_length <= self.recompute_above else UNLIMITED

@@ -172,7 +172,7 @@ def _headrooms(
     mount: Path, path: str, limit_names: Sequence[str], usage_name: str, reclaimable_name: str
 ) -> Iterator[int]:
     """Headroom of each group with a limit, from `path` up to the mount."""
-    # In a container the path may be that of the host and not exist; its own group is the mount.
+    # In a container the path may be the host's and not exist; its own group is the mount.
     group = mount / path.lstrip("/")
     for directory in (group, *group.parents):
         for limit_name in limit_names:

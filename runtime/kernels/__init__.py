@@ -163,7 +163,7 @@ def _refuse_interpreter() -> None:
     """Raise KernelBuildError where Triton would interpret the kernels of a CUDA device."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise KernelBuildError(
-            "TRITON_INTERPRET=1 makes Triton interpret kernels on the CPU, those of torch.compile"
+            "TRITON_INTERPRET=1 makes Triton interpret kernels on the CPU, also torch.compile's"
             " included: unset it, or use mode='eager' with kernels='torch'"
         )
 

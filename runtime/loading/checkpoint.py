@@ -327,7 +327,7 @@ class CheckpointReader:
         return tensor
 
     def _join_mxfp4(self) -> None:
-        """Replace the headers of blocks and scales by those of what they decode to."""
+        """Replace the headers of blocks and scales by the header of what they decode to."""
         for name, blocks in list(self._headers.items()):
             scales_name = name_of_scales(name)
             if scales_name is None or scales_name not in self._headers:

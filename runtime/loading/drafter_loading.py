@@ -78,7 +78,7 @@ def find_drafter(
             of a model. That of the target for its own module for multi-token prediction.
         target: the config of the model that it drafts for.
         method: the kind that it must be; None: any. A checkpoint with a module for multi-token
-            prediction is a draft model, unless it is that of the target.
+            prediction is a draft model, unless it is the target's own.
         target_directory: the checkpoint of the target. If both have a `tokenizer.json`, the files
             must have the same vocabulary.
 
@@ -122,7 +122,7 @@ def find_drafter(
 
 
 def read_target_ids(reader: CheckpointReader, drafter: DrafterConfig) -> torch.Tensor | None:
-    """Return the tokens of the target that those of a head are, int64 `[V]`; None: the same.
+    """Return the target's token for each token of a head, int64 `[V]`; None: the same.
 
     Raises:
         CheckpointError: the tensor has another shape or dtype, or a token is outside of the

@@ -246,7 +246,7 @@ def random_weights(
     """Yield (our name, tensor of `dtype` on `device`) for a model without a checkpoint.
 
     Norms are neutral, other weights are normal with standard deviation 0.02; parts without a source
-    tensor are zero. A tensor depends on its name and the seed only, and that of a shard is a part
+    tensor are zero. A tensor depends on its name and the seed only, and a shard is a part
     of the tensor of the whole model. Tensors of more than 262 147 elements repeat their values, so
     that large models are made at the memory bandwidth of the device. The values are drawn on the
     CPU, and so are the same on every device. Tensors are made one at a time.

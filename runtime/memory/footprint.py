@@ -244,7 +244,7 @@ def _own_logits(plan: ModelPlan, config: ResolvedConfig) -> int:
 
 
 def _scoring_bytes(model: DecoderConfig, plan: ModelPlan, config: ResolvedConfig) -> int:
-    """Memory that scoring of prompt tokens needs in addition to that of sampling.
+    """Memory that scoring of prompt tokens needs in addition to sampling.
 
     For each logit of a slice: the logit, in float32, and two more such tensors in the log-softmax.
     Captured steps keep the memory of sampling to themselves.

@@ -55,7 +55,7 @@ class Phase:
 
 
 class PhaseLog:
-    """The phases of a start, in order. On a CPU bytes are those of the resident set."""
+    """The phases of a start, in order. On a CPU bytes are the resident set."""
 
     def __init__(self, device: torch.device) -> None:
         """Log the memory of `device`."""
@@ -98,7 +98,7 @@ class CapturePeaks:
         self._held = self._begin()
 
     def warmed_up(self, key: StepKey) -> None:
-        """Record the peak since the last call as that of `key`.
+        """Record the peak since the last call under `key`.
 
         Memory that stays allocated (workspaces of libraries) is not counted for the step.
         """

@@ -491,8 +491,8 @@ class ModelConfig(DecoderConfig):
     experts: ExpertsConfig | None = None
     """The mixtures of experts; None: every layer has an MLP."""
     shard: tuple[int, int] | None = None
-    """Rank and number of ranks: the plan of the model is that of one rank of a tensor-parallel
-    group. All other fields describe the whole model. None: the plan is that of the whole model."""
+    """Rank and number of ranks: the plan of the model is for one rank of a tensor-parallel
+    group. All other fields describe the whole model. None: the plan is for the whole model."""
 
     def __post_init__(self) -> None:
         _require_supported("model_type", self.model_type, FAMILIES)
@@ -641,7 +641,7 @@ class ModelConfig(DecoderConfig):
         """Read the fields of a `config.json`, in the layout of transformers 4 or 5.
 
         Keys that are left out have the values that transformers assumes for the family.
-        End-of-text tokens are those of `config` followed by those of `generation_config`. Raises
+        End-of-text tokens come from `config`, then from `generation_config`. Raises
         `CheckpointError` for unsupported models (unknown architecture, activation, rope type,
         quantized weights) and for missing, mistyped or contradictory fields.
         """

@@ -187,7 +187,7 @@ class LayerStack(nn.Module):
             kernels: of its operations.
             dtype: of weights and activations.
             device: where it runs.
-            groups: those of the arena.
+            groups: the layer groups of the arena.
             storage: how the arena stores what layers write.
         """
         super().__init__()
@@ -226,7 +226,7 @@ class LayerStack(nn.Module):
         return self.plan.parameters()
 
     def store(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Store every weight; those of linear layers in the format of the kernels.
+        """Store every weight, linear layers in the format of the kernels.
 
         Raises:
             CheckpointError: a weight to quantise holds NaN or infinity.
@@ -420,7 +420,7 @@ class Decoder(LayerStack):
             kernels: of its operations.
             dtype: of weights and activations.
             device: where it runs.
-            groups: those of the arena.
+            groups: the layer groups of the arena.
             storage: how the arena stores what layers write.
             plan: the plan of the config with layers that attend to less; None: the plan itself.
         """
@@ -537,7 +537,7 @@ def attention_specs(
 ) -> list[LayerSpec]:
     """Return the cache layout of each layer.
 
-    `element_bytes` is the size of a stored element, `scale_bytes` that of the scale of a vector.
+    `element_bytes` is the size of a stored element, `scale_bytes` of the scale of a vector.
     """
     attends = [layer.attend for layer in plan_of(config).layers]
     return [layer_spec(a, element_bytes, scale_bytes, a.reach or None) for a in attends]

@@ -183,7 +183,7 @@ class HeadProjection(nn.Module):
     Attention works in the latent space: instead of projecting each latent to a key, the query is
     projected to the latent space (q . (W c) = (W^T q) . c). The output is a weighted sum of
     latents, which is projected to values. Their weight stays in the model's dtype where
-    those of linear layers are quantised: it has no output channel that both products share.
+    linear layers are quantised: it has no output channel that both products share.
     """
 
     def __init__(self, key_dim: int) -> None:

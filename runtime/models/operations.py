@@ -51,7 +51,7 @@ class LayerStep(NamedTuple):
     arena: Tensor
     batch: RaggedBatch
     embeddings: Tensor | None = None
-    """`[T, D]`: those of `JoinNorms`."""
+    """`[T, D]`: the embeddings that `JoinNorms` reads."""
 
 
 Run = Callable[[Any, LayerStep], Any]

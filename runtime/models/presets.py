@@ -237,7 +237,7 @@ PRESETS: dict[str, ModelConfig] = {
     ),
 }
 
-"""Name → shapes. The end-of-text tokens are those of the base models."""
+"""Name → shapes, with the end-of-text tokens of the base models."""
 
 
 def preset(name: str) -> ModelConfig:

@@ -46,7 +46,7 @@ _RANGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are scaled for contexts longer than that of the first training.
+    """How rotary frequencies are scaled for contexts longer than in the first training.
 
     `linear` divides every frequency by `factor`; `llama3` and `yarn` divide the low ones, keep the
     high ones and blend those between. `longrope` and `dynamic` depend on the length of the sequence

@@ -114,7 +114,7 @@ class _Sharding:
         return replace(self, rank=rank)
 
     def part(self, size: int) -> range:
-        """The rank's share of so many elements: those of all ranks differ by at most one."""
+        """The rank's share of `size` elements: shares differ by at most one."""
         return range(size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks)
 
     def kv_heads(self, attend: Attend) -> range:

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status.
 
     Args:
-        arguments: the subcommand and its arguments; None: those of the process.
+        arguments: the subcommand and its arguments; None: the process's own.
     """
     if arguments is None:
         arguments = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""The build backend: that of setuptools, with editable installs that type checkers can read.
+"""The build backend: setuptools', with editable installs that type checkers can read.
 
 In the repository the packages stand at the root, installed they stand in `stepgraph`. For an
 editable install of such a layout setuptools writes an import hook, which type checkers do not run.

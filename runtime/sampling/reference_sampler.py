@@ -123,7 +123,7 @@ def sample_lanes(
 ) -> SampleOutput:
     """`sample_drafted` with the results of `drafted_lanes`; `sample_full` if all places are 0.
 
-    No size is that of the rows, so compiled code serves any number of them, one included.
+    No size is the number of rows, so compiled code serves any number of them, one included.
     """
     device = rows_T.device
     place_N = torch.arange(tokens_TN.shape[1], device=device)

@@ -14,7 +14,7 @@ __all__ = ["SampleOutput"]
 class SampleOutput:
     """What a step drew, on the device. B rows of a step, V tokens of the vocabulary.
 
-    Log-probabilities are those of the model's own distribution, the log-softmax of its logits in
+    Log-probabilities are of the model's own distribution, the log-softmax of its logits in
     float32. Those of a row whose token is `NON_FINITE` are undefined.
     """
 

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 MAX_ROW_STOP_IDS = 32
-"""Stop ids that `min_tokens` can forbid in a row: the request's own and those of its model."""
+"""Stop ids that `min_tokens` can forbid in a row: the request's own and the model's."""
 
 NUM_REALS = 6
 """Columns of `SamplingState.reals` before the biases."""
@@ -65,7 +65,7 @@ class SamplingState:
     first one again)."""
     token_counts: torch.Tensor
     """int32 `[R, V]`: occurrences in the output, plus 2^30 for tokens of the prompt. Rows without
-    penalties neither read nor write their counts, which are then those of an earlier request."""
+    penalties neither read nor write their counts, which an earlier request may have left."""
 
     @classmethod
     def allocate(cls, max_num_seqs: int, vocab_size: int, device: torch.device) -> SamplingState:
@@ -134,7 +134,7 @@ class SamplingState:
             stop_ids = tuple(token_id for token_id in stop_token_ids if token_id < vocab_size)
         if len(stop_ids) > MAX_ROW_STOP_IDS:
             raise RequestError(
-                f"min_tokens allows at most {MAX_ROW_STOP_IDS} stop token ids, those of the model "
+                f"min_tokens allows at most {MAX_ROW_STOP_IDS} stop token ids, the model's own "
                 f"included, and there are {len(stop_ids)}: give fewer in stop_token_ids",
                 field="stop_token_ids",
             )

@@ -380,7 +380,7 @@ class Speculator(ABC):
 
         Args:
             config: the method, and whether to choose.
-            sizes: returns the tokens per row that verify steps of so many rows exist for.
+            sizes: returns the tokens per row that verify steps of that number of rows exist for.
             costs: the times of decode steps and of verify steps.
             first_credit: time that may be lost to drafts before they have gained any, in decode
                 steps.

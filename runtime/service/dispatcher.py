@@ -1,6 +1,6 @@
 """Requests between their consumers and the engine: admission, deadlines, delivery of outputs.
 
-All methods belong to the step thread, except `register` and those of `limits`.
+All methods belong to the step thread, except `register` and the methods of `limits`.
 
 `handles` is the truth about the requests, with `_ending`, the one that is ending. So `lose_all` can
 end them all after an exception, which may have interrupted any method at any line.
@@ -314,7 +314,7 @@ class Dispatcher:
     def abort(self, handle: RequestHandle, engine: Engine | None, reason: AbortReason) -> None:
         """End a request; the next step returns the output of one that is running.
 
-        Does nothing for one that was never registered: its id may be that of another.
+        Does nothing for one that was never registered: its id may belong to another.
         """
         if self.handles.get(handle.id) is not handle or handle.abort_reason is not None:
             return

@@ -1,6 +1,6 @@
 """Spans of requests for OpenTelemetry (extra `otel`).
 
-A span lasts from the submission of a request to its end. Its attributes are those of the semantic
+A span lasts from the submission of a request to its end. Its attributes follow the semantic
 conventions for generative AI, and the `gen_ai.latency` attributes of vLLM.
 """
 

@@ -60,7 +60,7 @@ _PLACE: Final = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|
 """A place in a grammar in Lark, which is of no use to a caller who gave another."""
 _MAX_REFUSED: Final = 256
 _REFUSED_SECONDS: Final = 60.0
-"""How many refusals are remembered, and for how long: refusing a grammar anew can cost seconds."""
+"""How many refusals are remembered, and for how long: refusing a grammar again can cost seconds."""
 _PROBED_TOKENS: Final = 4
 """Tokens of an output after which the time of a mask is measured."""
 
@@ -283,7 +283,7 @@ class GrammarCompiler:
             raise ValueError(reason)
 
     def _refuse(self, kind: str, source: str, reason: str) -> None:
-        """Remember a refusal for a while, which does not begin anew with each request."""
+        """Remember a refusal for a while, which does not begin again with each request."""
         with self._lock:
             now, key = time.monotonic(), _hash(kind, source)
             if self._refused.get(key, (0.0, ""))[0] <= now:
@@ -305,7 +305,7 @@ class GrammarCompiler:
 def _check_speed(matcher: LLMatcher) -> None:
     """Raise `ValueError` if a mask near the beginning takes too long, or exceeds a limit.
 
-    Measured after the first tokens of two outputs: those of the least and of the largest ids.
+    Measured after the first tokens of two outputs: the smallest and the largest ids.
     """
     for place in (0, -1):
         output = matcher.deep_copy()

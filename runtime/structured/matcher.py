@@ -33,7 +33,7 @@ _ANCHOR = "\n"
 def word_tokens(word: str, encode: Callable[[str], list[int]]) -> set[tuple[int, ...]]:
     """Return the tokens of a word: at the beginning of a text and within, after a space and not.
 
-    `encode` is that of the tokenizer, without special tokens.
+    `encode` is the tokenizer's, without special tokens.
     """
     anchor = encode(_ANCHOR)
     bare = word.lstrip() or word
@@ -185,7 +185,7 @@ class TokenMatcher:
                 is made when the request runs.
             eos_token_ids: tokens that end the model's output.
             vocab_size: of the model.
-            matcher_vocab_size: of the matcher: that of the model, or more.
+            matcher_vocab_size: of the matcher: the model's, or more.
         """
         self._first = matcher
         self._copy: LLMatcher | None = None
@@ -231,7 +231,7 @@ class TokenMatcher:
         """Write which tokens may follow the output of the request, and that output with drafts.
 
         Where the grammar forces the text, only the tokens are allowed that the tokenizer makes of
-        it. They are computed anew after each token, and so depend on the output so far alone:
+        it. They are computed after each token, and so depend on the output so far alone:
         outputs are the same with drafts.
 
         Args:

@@ -262,7 +262,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m stepgraph.runtime.tools.compile_ahead",
         description="Compile the kernels of a model's steps for a GPU, without a device.",
     )
-    parser.add_argument("--model", default="preset:llama-3.2-1b", help="as of bench.py")
+    parser.add_argument("--model", default="preset:llama-3.2-1b", help="as in bench.py")
     parser.add_argument(
         "--rows", nargs="+", type=integer(1), default=[1, 8, 32], help="decode steps"
     )
@@ -281,7 +281,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--speculate",
         type=speculation_spec,
         metavar="METHOD[:K][=PATH]",
-        help="also steps that verify up to K drafts; those of a drafter propose them",
+        help="also steps that verify up to K drafts; a drafter's steps propose them",
     )
     parser.add_argument(
         "--structured-output", action="store_true", help="also steps with token masks"

@@ -43,7 +43,7 @@ def explain_memory(
         source: as `Engine.from_pretrained`; only the configuration is read.
         config: how the engine would run; `device` and `mode` describe a CUDA device in its
             fastest mode where `device_memory` is given and they are `auto`. With `tensor_parallel`
-            the plan is that of the first rank; other plans differ by a row of the vocabulary.
+            the plan is the first rank's; other plans differ by a row of the vocabulary.
         device_memory: bytes of a hypothetical device; None: the device of `config` with its free
             memory. Ranks on a CPU share its memory equally.
 

@@ -70,7 +70,7 @@ def record_steps(
     Args:
         source: as `Engine.from_pretrained`; only the configuration is read, and of a drafter the
             headers of its weights.
-        config: of the engine; its device and mode are those of a CUDA device that captures graphs.
+        config: of the engine; its device and mode are as for a CUDA device that captures graphs.
         rows: sizes of decode and verify steps.
         tokens: sizes of prefill steps.
         capability: compute capability, times ten, of the device that sizes are chosen for.
@@ -94,7 +94,7 @@ def record_steps(
 
 def _keys(config: ResolvedConfig, rows: Sequence[int], tokens: Sequence[int]) -> list[StepKey]:
     """Return the keys of the steps of an engine, without prefill steps of the full sampler, whose
-    kernels are those of decode steps."""
+    kernels are the decode steps'."""
     sizes = StepSizes(
         rows=Buckets(rows),
         # The largest prefill step limits verify steps.

@@ -51,7 +51,7 @@ CONTEXT = 1024
 ROUNDS = 25
 """Times that each configuration is timed."""
 TOLERANCE = 0.05
-"""||logits - those of the default|| / ||those of the default|| that a configuration may have."""
+"""||logits - default logits|| / ||default logits|| that a configuration may have."""
 MOST_ROWS = 256
 
 Timer = Callable[[Sequence[Callable[[], Tensor]], Callable[[], None]], Sequence[float | None]]

@@ -83,7 +83,7 @@ class Verified:
     replays: int = 0
     """Of the captured graph; 0 where nothing is captured."""
     different: int = 0
-    """Replays whose results are not those of the first, bit by bit."""
+    """Replays whose results differ from the first in any bit."""
     failure: str | None = None
     """The error of a kernel that did not compile or run."""
     lost: bool = False

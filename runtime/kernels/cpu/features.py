@@ -13,7 +13,7 @@ __all__ = ["cpu_features", "features_of_macros", "parse_cpuinfo"]
 _CPUINFO = Path("/proc/cpuinfo")
 _X86_NAME = re.compile(r"(sse|ssse|avx|fma|f16c|bmi|lzcnt|popcnt|movbe|adx|gfni|amx|apx)\w*")
 _X86_FLAGS = {"pni": "sse3", "abm": "lzcnt", "bmi1": "bmi"}
-"""Flags of /proc/cpuinfo whose names are not those of the compiler's macros."""
+"""Flags of /proc/cpuinfo that the compiler's macros name differently."""
 _X86_MACRO = re.compile(r"^#define __(\w+?)__ 1$", re.MULTILINE)
 _ARM_MACROS = {
     "__ARM_FEATURE_ATOMICS": "atomics",

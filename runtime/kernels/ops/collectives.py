@@ -45,7 +45,7 @@ class Collectives(Protocol):
         """
 
     def largest(self, values_B: Tensor, ids_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest value over ranks and its id, of equal ones that of the lowest rank.
+        """Return the largest value over ranks and its id; the lowest rank wins a tie.
 
         Values are float32 and NaN counts as the largest, ids are int64.
         """

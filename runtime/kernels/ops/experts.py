@@ -245,7 +245,7 @@ def _by_block(
     weights_TK: Tensor,
     experts_TK: Tensor,
 ) -> Tensor:
-    """Compute blocks of pairs with the same expert; all shapes follow from those of the arguments.
+    """Compute blocks of pairs with the same expert; all shapes follow from the arguments.
 
     The pairs are sorted by expert, and those of an expert fill whole blocks:
 

@@ -12,7 +12,7 @@ In a batch-invariant engine sizes follow from the shape of the weight, so the sa
 code multiplies a row in any step: the rows of a step only choose how many programs there are.
 
 The rows are the left operand, 64 of them, as many as a warp group of Hopper multiplies. With few
-rows most of the operand is zeros that are not loaded, and the time is still that of reading the
+rows most of the operand is zeros that are not loaded, and the time is still the time of reading the
 weight; so blocks of the weight are small where large ones would leave processors idle.
 """
 

@@ -103,7 +103,7 @@ _BLOCK_F = 1024
 
 
 class Clamp(NamedTuple):
-    """Traits of a clamped activation: those of `Activate`."""
+    """Traits of a clamped activation, as in `Activate`."""
 
     limit: float = 0.0
     alpha: float = 1.0

@@ -155,7 +155,7 @@ def in_log2(scores, scale, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit
 def first_seen(position, window, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first position that a token attends to: that of its window, or of its chunk."""
+    """The first position that a token attends to: where its window or its chunk begins."""
     first = tl.maximum(position - window + 1, 0)
     if CHUNK:
         first = tl.maximum(first, position // CHUNK * CHUNK)

@@ -4,7 +4,7 @@ Engines look up and never tune: what is not in the file runs with `default_confi
 written by `python -m stepgraph.runtime.tools.tune`, next to the CPU kernels in the user's
 cache (`cache_directory`). An entry holds for one kernel, one shape of its weight, one class of
 rows, one pair of dtypes, one device, one version of Triton and one source of the kernels; after any
-of these changed it is found no more, and a newer one is put beside it.
+of these changed it is found no more, and a newer one is stored as well.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ SOURCES = (
 
 
 MOST_EXPERT_ROWS = 256
-"""More tokens run with the sizes of so many."""
+"""Steps of more tokens run with the sizes of this many."""
 
 
 @dataclass(frozen=True, slots=True)

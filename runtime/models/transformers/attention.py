@@ -52,9 +52,9 @@ class MaskForm(NamedTuple):
     """Which earlier tokens a token attends to."""
 
     window: int = 0
-    """The last so many, itself included; 0: all."""
+    """How many of the last positions, itself included; 0: all."""
     chunk: int = 0
-    """Those of its own chunk of so many positions; 0: all."""
+    """Positions of a chunk; a token attends within its own; 0: all."""
     unknown: str | None = None
     """Name of a mask function that is not one of these."""
 

@@ -412,7 +412,7 @@ def _model_class(transformers: Any, source: Any, config: Mapping[str, Any]) -> t
     named = config.get("architectures")
     if isinstance(named, list) and named and model_class.__name__ not in named:
         raise CheckpointError(
-            f"architectures = {bounded_repr(named, 100)}: the weights are not those of"
+            f"architectures = {bounded_repr(named, 100)}: the weights do not belong to"
             f" {model_class.__name__}, the causal language model of {source.model_type!r}"
         )
     return model_class

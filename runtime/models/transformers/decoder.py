@@ -166,7 +166,7 @@ class TransformersDecoder(nn.Module):
     ) -> None:
         """Take a loaded model on the CPU, whose linear layers are replaced one by one.
 
-        `groups` are those of the arena, `storage` is how it stores keys and values.
+        `groups` are the layer groups of the arena, `storage` is how it stores keys and values.
 
         Raises:
             CheckpointError: a weight to quantise holds NaN or infinity.
@@ -221,7 +221,7 @@ class TransformersDecoder(nn.Module):
     ) -> Tensor:
         """Return the final hidden states `[T, hidden_size]`; writes the tokens' keys and values.
 
-        `layers` are those of `arena`; None: of the groups that the decoder was made for.
+        `layers` are the layers of `arena`; None: of the groups that the decoder was made for.
         """
         step = PagedStep(self.kernels.attention, arena, batch, layers or self._layers)
         with operation("layers"), self._current.running(step.attend):

@@ -224,7 +224,7 @@ def load_decoder(
 
     Raises:
         CheckpointError: transformers cannot load it, parameters are missing or cannot be
-            quantised, or its logits are not those of transformers.
+            quantised, or its logits differ from transformers'.
     """
     model = load_model(directory, config, dtype)
     decoder = TransformersDecoder(config, model, kernels, dtype, device, groups, storage)
@@ -242,7 +242,7 @@ def overwrite_decoder(decoder: TransformersDecoder, model: Any, config: Transfor
 
     Raises:
         CheckpointError: a weight to quantise holds NaN or infinity, or the logits of the decoder
-            are not those of transformers. Some weights are overwritten.
+            differ from transformers'. Some weights are overwritten.
     """
     decoder.overwrite(model)
     decoder.config = config

@@ -301,7 +301,7 @@ class Probe(NamedTuple):
     packed_embedding: bool
     """Whether it looks up rows of its weight, so that a projection can store it."""
     tied: bool
-    """Whether the weight of the input embeddings is that of a linear layer, the head."""
+    """Whether the input embeddings share their weight with a linear layer, the head."""
     hidden_size: int
     vocab_size: int
     activation_bytes: int

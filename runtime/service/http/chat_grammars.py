@@ -37,7 +37,7 @@ class _CallGrammar(StructuredOutput):
 
     @property
     def kind(self) -> GrammarKind:
-        """Not that of a user's grammar, in which no text is forced."""
+        """Not of a user's grammar, in which no text is forced."""
         return "calls"
 
 
@@ -48,7 +48,7 @@ def tool_call_grammar(
 
     Args:
         functions: by their positions in `tools`.
-        tool_parser: that of the service, which determines how a call is written.
+        tool_parser: the service's, which determines how a call is written.
 
     Raises:
         HttpError: the service has no parser of this package, or a schema is invalid or too large.

@@ -59,7 +59,7 @@ class _Answer(Answer):
         super().__init__("cmpl", model, Completion)
         self.prompt_texts: Sequence[str] = ()
         """Of each prompt, to begin its completions with; empty without `echo`, and if prompts are
-        truncated: their texts are those of the tokens that remain."""
+        truncated: their texts are the texts of the tokens that remain."""
         self._request = request
         self._texts = texts
         self._num_chars: dict[int, int] = {}  # of the text of each choice that has begun
@@ -110,7 +110,7 @@ class _Answer(Answer):
     def _logprobs(
         self, index: int, echoed: str | None, delta: Delta, output: RequestOutput
     ) -> CompletionLogprobs:
-        """Return the log-probabilities of a delta; before the first those of the echoed prompt."""
+        """Return the log-probabilities of a delta, before the first also of the echoed prompt."""
         before = None
         tokens = self._tokens.get(index)
         if tokens is None:

@@ -329,7 +329,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
     def forced_call(self, tool_parser: str | None) -> StructuredOutput | None:
         """Return the form of an answer that must be a call; None if `tool_choice` forces none.
 
-        `tool_parser` is that of the service, which determines how a call is written.
+        `tool_parser` is the service's, which determines how a call is written.
 
         Raises:
             HttpError: there is no such tool, no form for this parser, or a schema is invalid or
@@ -356,7 +356,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
     def num_tokens(self, default: int | None) -> int:
         """Return the maximum tokens of an answer.
 
-        If the request has none, `default` is that of the model; None: the longest sequence ends it.
+        If the request has none, `default` is the model's; None: the longest sequence ends it.
         """
         for given in (self.max_completion_tokens, self.max_tokens, default):
             if given is not None:

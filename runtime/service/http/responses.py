@@ -42,7 +42,7 @@ class Usage(msgspec.Struct):
 
     @classmethod
     def of(cls, prompt: int, completion: int, cached: int) -> Usage:
-        """Return the usage of so many tokens; `cached` of the prompt were in the cache."""
+        """Return the usage of a response; `cached` tokens of the prompt were in the cache."""
         return cls(prompt, completion, prompt + completion, PromptDetails(cached))
 
 

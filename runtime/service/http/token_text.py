@@ -82,7 +82,7 @@ class ChoiceTokens:
         Args:
             texts: of the model.
             prompt_ids: the tokens before the completion.
-            skip_special_tokens: that of the request.
+            skip_special_tokens: as in the request.
         """
         self._texts = texts
         self._num_chars = 0  # of the text, up to the last whole character

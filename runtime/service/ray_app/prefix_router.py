@@ -66,7 +66,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         request.routing_context.should_backoff = True
 
     def _loads(self, candidates: Sequence[RunningReplica]) -> dict[ReplicaID, int]:
-        """Return the open requests of each candidate; those of other routers count, if known."""
+        """Return the open requests of each candidate, also of other routers, if known."""
         for id, (_, request) in tuple(self._open.items()):
             if request.future.cancelled():  # before a replica got it
                 del self._open[id]

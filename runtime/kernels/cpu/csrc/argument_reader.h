@@ -62,7 +62,7 @@ class ArgumentReader {
   }
 
   // A packed weight [columns, inputs], its scales if it is int8, and its bias. With `count` the first
-  // of so many that follow one another.
+  // of `count` that follow one another.
   Weights linear(int64_t columns, int64_t inputs, const char* name, int64_t count = 1) {
     const std::optional<at::Tensor> packed = take(), scales = take(), bias = take();
     TORCH_CHECK(packed, op_, ": the weight of ", name, " is missing");

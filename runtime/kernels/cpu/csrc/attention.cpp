@@ -24,7 +24,7 @@ int64_t head_parts(int64_t group) { return (group + kMostHeads - 1) / kMostHeads
 // Tokens of a tile at most.
 int64_t tile_tokens(int64_t group) { return std::max<int64_t>(1, kTileQueries / group); }
 
-// Floats that a thread works in whose tiles have up to so many query rows.
+// Floats that a thread works in whose tiles have at most `queries` rows of queries.
 int64_t scratch_floats_of(const AttentionStep& step, int64_t queries) {
   const int64_t most_words = (step.head_dim + 15) / 16 * 16;  // a word is an element or two
   const int64_t floats = kPackedPositions * most_words + kChunk * kBlock +

@@ -125,7 +125,7 @@ class Worker {
     });
   }
 
-  // Its keys have been found in keys_; those of the next piece are found and brought near
+  // Its keys have been found in keys_; the keys of the next piece are found and prefetched
   // meanwhile, and take their place.
   void attend_chunk(const Piece& piece, const Piece& next, State state) {
     const Tile& tile = *piece.tile;

@@ -51,7 +51,7 @@ struct AttentionStep {
   const int64_t* positions;    // [tokens]
   int64_t tokens, heads, kv_heads, head_dim, value_dim, num_blocks, block_size;
   int64_t window;              // positions that a token sees, itself included; 0: all
-  int64_t chunk;               // a token sees its own chunk of so many positions only; 0: all
+  int64_t chunk;               // positions of a chunk; a token sees its own chunk only; 0: all
   int64_t element_bytes;       // of the model's type
   Storage storage;
   int threads;                 // that use a plan of this step at most

@@ -35,7 +35,7 @@ struct Mixture {
   const void* router_bias;  // [routed] of the model's type, or null
   const float* correction;  // [routed], or null
   Weights gate_up;          // of one gate; its up follows, then the gate of the next expert
-  Weights down;             // of one expert; those of all follow one another
+  Weights down;             // of one expert; all experts follow one another
   int64_t hidden, inner, shared;
   Routing routing;
   Activation activation;
@@ -48,7 +48,7 @@ struct Mixture {
   int64_t token_bytes() const {
     return per_token() * (2 * bytes_of<T>(gate_up) + bytes_of<T>(down));
   }
-  // Tiles that so many tokens have at most.
+  // The most tiles of `tokens` tokens.
   int64_t most_tiles(int64_t tokens) const {
     const int64_t pairs = tokens * per_token();
     return std::min(total(), pairs) + pairs / kGroupRows;

@@ -4,9 +4,10 @@
 // Units are claimed from a shared counter. A thread computes a claimed unit into memory of its own
 // and then publishes it: writes the result to where all threads read it. Each unit is published
 // exactly once, which a stamp per unit decides. So a thread may lose its core in the middle of a
-// unit and hold up nobody: a thread that waits for the end of a phase computes the unit again and
-// publishes it, and the late thread, once it continues, finds its unit published and its phase over.
-// Only a thread that loses its core while it publishes, a small part of a unit, is waited for.
+// unit without holding up the others: a thread that waits for the end of a phase computes the unit
+// again and publishes it, and the late thread, once it continues, finds its unit published and its
+// phase over. Only a thread that loses its core while it publishes, a small part of a unit, is waited
+// for.
 //
 // A late thread reads what later phases overwrite. Nothing of what it computes from that is used; all
 // that matters is that the memory is still there, see `Job` in `pool.h`.

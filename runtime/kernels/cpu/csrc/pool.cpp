@@ -137,7 +137,7 @@ class Pool {
       return;
     }
     joined = generation;
-    // Every call beside this one works on a thread of its own.
+    // Every other call works on a thread of its own.
     if (index <= control->threads - callers_.load(std::memory_order_relaxed)) {
       const int64_t place = control->next_index.fetch_add(1, std::memory_order_relaxed);
       if (place < control->threads) control->job->work(place);

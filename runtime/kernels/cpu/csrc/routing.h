@@ -45,7 +45,7 @@ inline void largest(const int32_t* keys, int64_t count, int64_t most, int32_t* f
   }
 }
 
-// Keys of the experts outside of the best groups become that of minus infinity.
+// Experts outside of the best groups get the key of minus infinity.
 inline void keep_best_groups(const Routing& routing, const float* choice, int32_t* keys,
                              int32_t* scratch) {
   const int64_t size = routing.experts / routing.groups;

@@ -1,7 +1,7 @@
 // All layers of a decoder as one piece of work: what it is made of, and what a step gives it.
 //
-// Like `kernels.h` this knows no tensors. The arithmetic and every rounding are those of the
-// modules in `models/operations.py`; how the work is shared out is explained in `stack_thread.h`.
+// Like `kernels.h` this knows no tensors. Arithmetic and rounding follow the modules in
+// `models/operations.py`; how the work is shared out is explained in `stack_thread.h`.
 #pragma once
 
 #include <cstdint>
@@ -96,7 +96,7 @@ class Stack {
   template <class T>
   void run(const StackStep<T>& step, std::shared_ptr<const void> keep);
 
-  // Bytes that steps of up to so many tokens keep at most: activations, and what attention needs.
+  // The most bytes that steps of up to `tokens` tokens keep: activations, and attention's own.
   int64_t workspace_bytes(int64_t tokens, int64_t element_bytes, int threads) const;
 
   const StackShape& shape() const { return shape_; }
