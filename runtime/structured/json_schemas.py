@@ -9,18 +9,27 @@
 - Names of additional properties can be repeated, each of which llguidance counts.
 - llguidance computes with double precision. Bounds are narrowed to numbers that it computes with
   exactly; a schema that needs others is refused.
+- A pattern that only some named properties match leaves llguidance without a name to go on with. It
+  becomes these properties.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Set
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, Final, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..exact_json import LARGEST_EXACT, NumberRange, dumps, is_number, loads
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 __all__ = ["COMPACT", "PreparedSchema", "prepared_schema"]
 
@@ -41,6 +50,9 @@ MAX_COUNT: Final = 2**31 - 1
 """Of items, characters and properties. No output has more."""
 MAX_PATTERNS: Final = 100
 """Of names of properties; each takes some milliseconds."""
+_MAX_STEPS: Final = 1000
+"""Bytes that are tried for a pattern, some milliseconds."""
+_MAX_BRANCHES: Final = 64
 MAX_BOUND_DIGITS: Final = 100
 """Of a bound of numbers."""
 
@@ -51,6 +63,8 @@ _MOST: Final = ("maxItems", "maxLength", "maxProperties")
 _SWITCHES: Final = ("exclusiveMinimum", "exclusiveMaximum")
 """Bounds that are bools in draft 4."""
 _NOTHING: Final = NumberRange(Decimal(1), Decimal(0))
+_UNIVERSAL: Final = frozenset(("", "^", "$", ".*", "^.*", ".*$", "^.*$", "^(.*)$", "[\\s\\S]*"))
+"""Patterns that all names match."""
 _SPECIFIED: Final = frozenset(
     (
         *("date-time", "time", "date", "duration", "email", "idn-email", "hostname"),
@@ -120,6 +134,7 @@ def prepared_schema(source: str, layout: Mapping[str, Any] = COMPACT) -> Prepare
     walk = _Walk()
     walk.visit(schema)
     walk.check_numbers()
+    walk.name_patterns()
     escapes = {"json_allowed_escapes": 'nrbtf\\"'} if walk.has_open_names else {}
     return PreparedSchema(dumps(schema) if walk.changed else source, {**layout, **escapes})
 
@@ -134,7 +149,9 @@ class _Walk:
         self._combines = False
         """Whether a value may have to follow several schemas."""
         self._factors: list[Fraction] = []
-        self._num_patterns = 0
+        self._names: set[str] = set()
+        """Of properties."""
+        self._patterned: list[dict[str, Any]] = []
         self._spans: list[NumberRange] = []
 
     def visit(self, schema: Any) -> None:
@@ -150,9 +167,9 @@ class _Walk:
         is_closed = schema.get("additionalProperties") is False
         named, patterns = schema.get("properties"), schema.get("patternProperties")
         self.has_open_names |= bool(patterns) or (bool(named) and not is_closed)
-        self._num_patterns += len(patterns) if isinstance(patterns, dict) else 0
-        if self._num_patterns > MAX_PATTERNS:
-            raise ValueError(f"patternProperties has more than {MAX_PATTERNS} patterns in all")
+        self._names.update(named if isinstance(named, dict) else ())
+        if isinstance(patterns, dict) and isinstance(named, dict | None):
+            self._patterned.append(schema)
         ways = schema.keys() & _REFERRING
         others = schema.keys() - _ANNOTATIONS
         self._combines |= bool(schema.keys() & _COMBINING or (ways and len(others) > 1))
@@ -179,6 +196,34 @@ class _Walk:
             )
         if self._combines:
             _check_together(self._spans, bool(self._factors))
+
+    def name_patterns(self) -> None:
+        """Replace patterns of property names that match only names of the schema."""
+        count = sum(len(schema["patternProperties"]) for schema in self._patterned)
+        if count > MAX_PATTERNS:
+            raise ValueError(
+                f"patternProperties has {count} patterns in all; allowed are {MAX_PATTERNS}"
+            )
+        for schema in self._patterned:
+            patterns: dict[str, Any] = schema["patternProperties"]
+            named: dict[str, Any] = schema.setdefault("properties", {})
+            for pattern, inner in list(patterns.items()):
+                if inner is False and pattern in _UNIVERSAL:
+                    schema["additionalProperties"] = False
+                    names: list[str] | None = list(named)
+                else:
+                    names = _matching_texts(pattern, len(self._names))
+                if names is None:
+                    continue
+                self.changed = True
+                del patterns[pattern]
+                for name in names:
+                    given = named.get(name, True)
+                    combined = inner is not False and given is not True
+                    named[name] = {"allOf": [given, inner]} if combined else inner
+            for keyword in ("properties", "patternProperties"):
+                if not schema[keyword]:
+                    del schema[keyword]
 
     def _add_factor(self, factor: Any) -> None:
         if not is_number(factor) or not factor:  # 0 is refused by llguidance
@@ -394,3 +439,45 @@ def _check_texts(keyword: str, value: Any) -> None:
         raise ValueError(
             f"{keyword} has a text of {longest} characters; allowed are {MAX_FORCED_CHARS}"
         )
+
+
+def _matching_texts(pattern: str, most: int) -> list[str] | None:
+    """Return the texts in which a pattern is found; None if they are more than `most`, or many.
+
+    An invalid pattern has None.
+    """
+    from llguidance import LLMatcher  # an optional package
+
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(schema), log_level=0)
+    if matcher.is_error():
+        return [] if "Regex is empty" in matcher.get_error() else None
+    found: set[str] = set()
+    steps, open_ = 0, [(matcher, b"")]
+    while open_:
+        matcher, begun = open_.pop()
+        if matcher.is_accepting():
+            try:
+                found.add(json.loads(begun))
+            except ValueError:
+                return None
+            if len(found) > most:
+                return None
+            continue
+        packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(packed, bitorder="little")[:256])
+        steps += len(allowed)
+        if len(allowed) > _MAX_BRANCHES or steps > _MAX_STEPS:
+            return None
+        for byte in allowed.tolist():
+            longer = matcher.deep_copy()
+            longer.consume_token(byte)
+            open_.append((longer, begun + bytes([byte])))
+    return sorted(found)
+
+
+@lru_cache(maxsize=1)
+def _bytes() -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")

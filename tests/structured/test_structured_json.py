@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from typing import Any
 
 import jsonschema
@@ -157,6 +158,49 @@ def test_grammars_of_either_syntax(kind: str, source: str, texts: list[str]) -> 
 def test_grammars_that_are_none(kind: str, source: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         grammar_text(kind, source)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "others"),
+    [
+        ({"^a$": {"type": "integer"}}, {"additionalProperties": False}),
+        ({"^(a|b)$": {"type": "integer"}, "^b?a$": {}}, {"additionalProperties": False}),
+        ({"^a$": {"maximum": 5}}, {}),
+        ({"^ba?$": False}, {"additionalProperties": False}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("outer", [False, True], ids=["alone", "within allOf"])
+def test_patterns_of_named_properties_have_no_dead_ends(
+    patterns: Any, others: Any, outer: bool
+) -> None:
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    named: Any = {"type": "object", "properties": {"a": digit, "ba": digit, "b": digit}}
+    schema: Any = {**named, "required": ["a"], "patternProperties": patterns, **others}
+    if outer:
+        schema = {"allOf": [schema, {"type": "object", "properties": {"c": False}}]}
+    draw, complete = random.Random(1), 0
+    first = byte_matcher("json", json.dumps(schema))
+    for _ in range(40):
+        matcher, text = first.deep_copy(), b""
+        while not matcher.is_stopped() and len(text) < 60:
+            allowed = [i for i in range(256) if matcher.compute_bitmask()[i // 8] >> i % 8 & 1]
+            assert allowed or matcher.is_accepting(), text
+            if not allowed:
+                break
+            text += bytes([draw.choice(allowed)])
+            matcher.consume_token(text[-1])
+        if matcher.is_accepting():
+            complete += 1
+            jsonschema.validate(json.loads(text), schema)
+    assert complete > 5
+
+
+def test_a_pattern_that_forbids_all_names_leaves_an_empty_object() -> None:
+    schema = {"type": "object", "properties": {"a": {}}, "patternProperties": {"": False}}
+    assert follows(schema, "{}")
+    assert not follows(schema, '{"a":1}')
+    assert not follows(schema, '{"b":1}')
 
 
 def test_json_is_on_one_line() -> None:
