@@ -2,8 +2,10 @@
 
 Never where a `with` block ends, just before `__exit__`: no signal is handled there, and a lock that
 is left locked would stop later tests. Never where a generator is made, for the same reason, and
-because CPython 3.11 then crashes. Never at a line that does nothing, such as `try`: CPython 3.11
-does not count it as part of a `with` block around it.
+because CPython 3.11 then crashes. Never in a callback of the garbage collector, whose exceptions
+reach no code, and which may run within a comprehension, where CPython 3.11 crashes. Never at a line
+that does nothing, such as `try`: CPython 3.11 does not count it as part of a `with` block around
+it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from stepgraph import runtime
 
 PACKAGE = str(Path(runtime.__file__).parent.parent)  # as code objects name it
 ROOMS = tuple(f"{PACKAGE}/{room}/" for room in ("runtime", "cache", "graphs", "profiling"))
+COLLECTOR = f"{PACKAGE}/profiling/collector.py"
 
 
 _WITH_ENDS: dict[int, tuple[CodeType, frozenset[int]]] = {}  # by id: hashing code takes long
@@ -70,7 +73,11 @@ class LineFault:
         if event == "call":
             # CPython 3.11 crashes or loops when a trace function raises in a comprehension.
             code = frame.f_code
-            traced = code.co_filename.startswith(ROOMS) and not code.co_name.startswith("<")
+            traced = (
+                code.co_filename.startswith(ROOMS)
+                and code.co_filename != COLLECTOR
+                and not code.co_name.startswith("<")
+            )
             return self._trace if traced else None
         if event == "line" and not _is_excluded(frame):
             self.lines += 1
