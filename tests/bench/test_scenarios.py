@@ -16,6 +16,7 @@ from stepgraph.runtime.bench.scenarios.interference import (
 )
 
 from ..rigs.bench_rig import run_bench
+from ..rigs.engine_rig import loop_of
 
 CASE = InterferenceCase(batch_size=2, input_len=30, steps=40)
 
@@ -55,7 +56,7 @@ def test_interference_on_an_asynchronous_device(
 ) -> None:
     """With a step in flight when `step` returns there is a gap for each step all the same."""
     engine = open_for(open_engine, CASE.max_num_seqs, CASE)
-    engine._loop._in_flight = 1
+    loop_of(engine)._in_flight = 1
     monkeypatch.setattr(interference, "steps_in_flight", lambda engine: 1)
     entry = measure_interference(engine, CASE, seed=3, bandwidth=1e10)
     assert entry["itl_ms"]["n"] == CASE.steps

@@ -24,6 +24,7 @@ from stepgraph.runtime.execution.runner import Runner
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.execution.token_masks import FollowedMasks
 
+from ..rigs.engine_rig import loop_of
 from ..rigs.fake_graphs import FakeEvent, FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.structured_rig import GRAMMARS
 from ..rigs.tiny_models import TinyModel
@@ -117,7 +118,7 @@ def test_a_follower_runs_masked_steps(
         patched.setattr(startup, "Runner", rank_0(groups[0]))
         engine = open_engine("text", **config)
     follower = open_engine("text", **config)
-    runner = follower._loop.runner
+    runner = loop_of(follower).runner
     assert runner._host_masks is not None
     runner.followed_masks = FollowedMasks(runner._host_masks)
     for functions in (runner.functions, runner._eager):
@@ -141,7 +142,7 @@ def test_a_follower_runs_masked_steps(
     follow(follower, groups[1])
     assert groups[1].tokens == groups[0].tokens
     assert len(groups[1].tokens) > 10
-    ours, theirs = (e._loop.runner.state.masks for e in (engine, follower))
+    ours, theirs = (loop_of(e).runner.state.masks for e in (engine, follower))
     assert ours is not None
     assert theirs is not None
     assert ours.bits.equal(theirs.bits)
@@ -197,7 +198,7 @@ def test_a_follower_has_the_drafts_of_rank_0(
     groups[1].send(Command.CLOSE)
     follow(follower, groups[1])
     assert groups[1].tokens == groups[0].tokens
-    ours, theirs = (e._loop.runner for e in (engine, follower))
+    ours, theirs = (loop_of(e).runner for e in (engine, follower))
     assert ours.drafter is not None
     assert theirs.drafter is not None
     # The null block holds what padding writes.
@@ -208,7 +209,7 @@ def test_a_follower_has_the_drafts_of_rank_0(
 
 
 def follow(engine: Engine, group: FakeGroup) -> None:
-    follower = Follower(engine._loop.runner, group, lambda _: None, lambda _: None)  # type: ignore[arg-type]
+    follower = Follower(loop_of(engine).runner, group, lambda _: None, lambda _: None)  # type: ignore[arg-type]
     follower.follow()
     while follower._check_in_arrived():
         pass
@@ -217,7 +218,7 @@ def follow(engine: Engine, group: FakeGroup) -> None:
 def test_a_step_that_gets_no_masks(open_engine: Callable[..., Engine]) -> None:
     config = {"structured_output": True, "max_num_seqs": 1, "mode": "eager", "kernels": "torch"}
     engine = open_engine("text", **config)
-    runner = engine._loop.runner
+    runner = loop_of(engine).runner
     assert runner._host_masks is not None
     masks = runner.followed_masks = FollowedMasks(runner._host_masks)
     for functions in (runner.functions, runner._eager):

@@ -17,6 +17,7 @@ from stepgraph.runtime import (
     SamplingParams,
 )
 
+from ..rigs.engine_rig import loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
 if TYPE_CHECKING:
@@ -91,9 +92,9 @@ def test_all_is_captured_before_the_first_request_largest_first(
     base: TinyModel,
 ) -> None:
     engine = open_captured("base", prefill_chunk=64)
-    library = engine._loop.runner.library
+    library = loop_of(engine).runner.library
     captures = fake_graphs.index_of(library)
-    assert set(captures) == set(engine._loop.runner.sizes.keys())
+    assert set(captures) == set(loop_of(engine).runner.sizes.keys())
     events = [event for event, *_ in fake_graphs.log]
     assert events.count("capturer") == 1, "one pool and one stream for all"
     assert events[0] == "capturer"
@@ -118,7 +119,7 @@ def test_a_key_that_was_not_captured_is_counted_and_served(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = open_captured("base")
-    library = engine._loop.runner.library
+    library = loop_of(engine).runner.library
     lost = [key for key in library._steps if key.phase == "decode" and key.size == 4]
     for key in lost:
         del library._steps[key]
@@ -148,7 +149,7 @@ def test_a_steady_step_is_one_replay(
         engine.add_request(prompt, params)
     for _ in range(5):
         engine.step()
-    (number,) = [launch.number for launch in engine._loop._launched]
+    (number,) = [launch.number for launch in loop_of(engine)._launched]
     replayed = set()
     for step in range(20):
         mark = len(fake_graphs.log)
@@ -158,7 +159,7 @@ def test_a_steady_step_is_one_replay(
         replayed.add(replay)
         assert rest == [("copy out", "decode"), ("read", number + step)]
     assert len(replayed) == 1
-    key = {i: k for k, i in fake_graphs.index_of(engine._loop.runner.library).items()}[
+    key = {i: k for k, i in fake_graphs.index_of(loop_of(engine).runner.library).items()}[
         replayed.pop()[1]
     ]
     assert (key.phase, key.size, key.full_sampler) == ("decode", 4, temperature > 0)
@@ -172,7 +173,7 @@ def test_addresses_never_change(
 ) -> None:
     """Of static tensors and of outputs (which every replay of the fake looks at)."""
     engine = open_captured("base", max_model_len=64, block_size=4, num_blocks=24)
-    runner = engine._loop.runner
+    runner = loop_of(engine).runner
     before = runner.addresses()
     prompts = base.prompts(20, 21, 22, 23)
     for _ in range(2):

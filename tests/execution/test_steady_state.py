@@ -40,6 +40,7 @@ from stepgraph.runtime.sampling_params import MAX_LOGPROBS
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..rigs.engine_rig import loop_of
 from ..rigs.fake_engine import MODEL
 
 pytestmark = pytest.mark.native_kernels
@@ -354,7 +355,7 @@ def test_on_cuda_a_steady_step_allocates_nothing(
         engine.add_request([5 + number, 6, 7], params)
     for _ in range(12):
         engine.step()
-    copies = engine._loop.runner.inputs.copies
+    copies = loop_of(engine).runner.inputs.copies
     before = torch.cuda.memory_stats()
     with Recorder() as recorder:
         for _ in range(30):
@@ -362,6 +363,6 @@ def test_on_cuda_a_steady_step_allocates_nothing(
     after = torch.cuda.memory_stats()
     for name in ("allocation.all.allocated", "segment.all.allocated", "num_alloc_retries"):
         assert after[name] == before[name], name
-    assert engine._loop.runner.inputs.copies == copies
+    assert loop_of(engine).runner.inputs.copies == copies
     assert set(recorder.ops) == {"aten.copy_.default"}
     assert recorder.ops["aten.copy_.default"] == 30 * (1 if temperature == 0.0 else 4)

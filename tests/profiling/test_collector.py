@@ -9,6 +9,8 @@ import pytest
 from stepgraph.profiling.collector import CollectorWatch
 from stepgraph.runtime import Engine, SamplingParams
 
+from ..rigs.engine_rig import loop_of
+
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
@@ -64,7 +66,7 @@ def test_a_step_knows_what_the_collector_took_of_it(
 ) -> None:
     engine = open_engine("micro")
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True))
-    plan = engine._loop.scheduler.plan
+    plan = loop_of(engine).scheduler.plan
     collects = iter([False, True, False, True, True, False])
 
     def plan_and_collect(**kwargs: bool) -> object:
@@ -72,7 +74,7 @@ def test_a_step_knows_what_the_collector_took_of_it(
             gc.collect()
         return plan(**kwargs)
 
-    monkeypatch.setattr(engine._loop.scheduler, "plan", plan_and_collect)
+    monkeypatch.setattr(loop_of(engine).scheduler, "plan", plan_and_collect)
     for _ in range(6):
         engine.step()
         gc.collect()  # between two steps: no part of either

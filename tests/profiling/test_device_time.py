@@ -11,6 +11,7 @@ import torch
 from stepgraph.profiling.timeline import StepRecord, Timeline
 from stepgraph.runtime import Engine, SamplingParams
 
+from ..rigs.engine_rig import loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
 CAPTURED = {
@@ -65,8 +66,8 @@ def rig(untimed: Rig) -> Iterator[Rig]:
 
 
 def replace_timeline(engine: Engine, capacity: int) -> Timeline:
-    engine._loop.timeline = Timeline(capacity, is_async_device=True)
-    return engine._loop.timeline
+    loop_of(engine).timeline = Timeline(capacity, is_async_device=True)
+    return loop_of(engine).timeline
 
 
 def test_every_step_has_the_time_of_its_own_replays(rig: Rig) -> None:

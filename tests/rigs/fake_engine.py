@@ -131,7 +131,7 @@ def params(seed: int, max_tokens: int = 6, **options: Any) -> SamplingParams:
 
 def runner_of(engine: Engine) -> Any:
     """The runner of an engine, whose methods a test may replace."""
-    return engine._loop.runner
+    return loop_of(engine).runner
 
 
 def completions_of(engine: Engine, prompt: Prompt, own: SamplingParams) -> list[Request]:
