@@ -178,7 +178,8 @@ def _rotate(op: Rotate, to: Binding) -> Run:
 @bind.register
 def _attend(op: Attend, to: Binding) -> Run:
     sinks = None if op.sinks is None else to.module(op.sinks, Vector)
-    attention, features = to.kernels.attention, op.features
+    # `run` must not hold `to`, which holds the layer: memory in a cycle is freed late.
+    attention, place, features = to.kernels.attention, to.place, op.features
     temper = None
     if op.temperature is not None:
         temper = each_token(to.kernels, partial(_tempered, op.temperature))
@@ -190,7 +191,7 @@ def _attend(op: Attend, to: Binding) -> Run:
             q_THE = temper(q_THE, step.batch.positions)
         form = AttentionForm(*constants, None if sinks is None else sinks.weight)
         v_TGE = values[0] if values else None
-        attended_THE = attention(q_THE, k_TGE, v_TGE, step.arena, to.place, step.batch, form)
+        attended_THE = attention(q_THE, k_TGE, v_TGE, step.arena, place, step.batch, form)
         return attended_THE.reshape(q_THE.shape[0], features)
 
     return run
