@@ -381,7 +381,8 @@ class Dispatcher:
         assert not states[HandleState.ENDED]
         assert self._paused.keys() <= states[HandleState.RUNNING]
         assert all(handle.paused for handle in self._paused)
-        assert {handle.mailbox for handle in self._running.values()} <= self._mailboxes
+        served = [h for h in self._running.values() if h.abort_reason is None]
+        assert {handle.mailbox for handle in served} <= self._mailboxes
         assert self.limits.num_requests >= len(self._queue)
 
     def _predict_delay(
