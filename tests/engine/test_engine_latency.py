@@ -137,7 +137,7 @@ def run(**config):
     with Engine.from_pretrained("demo", config) as engine:
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
         frozen = gc.get_freeze_count()
-        return frozen, weakref.ref(loop_of(engine).runner._arena.tensor), engine
+        return frozen, weakref.ref(engine._loop.runner._arena.tensor), engine
 
 before = gc.get_freeze_count()
 frozen, arena, engine = run(memory_tokens=256)
