@@ -57,7 +57,8 @@ ALLOWED = (
     ),
     Allowed(
         "memory/*",
-        "token masks are on by default on a CPU, and the plan counts their buffers",
+        "token masks are on by default on a CPU, and prompt scores are stored like sampled tokens:"
+        " the plan counts both",
         any_value=True,
     ),
 )
