@@ -462,10 +462,11 @@ def _newest_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return where rows stand after a step; all int64.
 
-    The first result are `next_ids`, `[T]`, with 0 for `NON_FINITE`. Others are `[B]`: the newest
-    token of each row, the token before it, and the index of that one among the T tokens.
+    First `next_ids`, `[T]`, with 0 for `NON_FINITE`. Then, each `[B]`: the newest token of a row,
+    the token before it, and where the latter stands among the T tokens.
 
-    `positions_R` are those of the newest tokens. The tokens of a row begin at `first_B`.
+    `positions_R` has the position of the newest token of a row. The tokens of a row begin at
+    `first_B`.
     """
     sampled_T = next_ids.flatten().clamp(min=0)
     # The null row stays at its position.

@@ -241,7 +241,7 @@ def _qk_norm(config: ModelConfig, kind: LayerKind) -> QKNorm:
 def _unweighted_qk_norm(config: ModelConfig) -> QKNorm:
     """A norm without weight, which the model has after the rotation.
 
-    A rotation of amplitude a multiplies a head by a. Its norm with epsilon e equals that of the
+    A rotation of amplitude a multiplies a head by a. Norming it with epsilon e is norming the
     unrotated head with e / a**2, so `ModelConfig.rope` has amplitude 1 in these layers.
     """
 

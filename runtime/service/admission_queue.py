@@ -51,9 +51,9 @@ class AdmissionQueue:
 
     def push(self, handle: RequestHandle) -> None:
         """Append a request to the queue of its priority and tenant."""
-        tenant, waiting = handle.tenant, self._waiting()
-        if tenant not in waiting:
-            least = min((self._served[other] for other in waiting), default=self._floor)
+        tenant = handle.tenant
+        if not any(tenant in tenants for tenants in self._levels.values()):
+            least = min((self._served[other] for other in self._waiting()), default=self._floor)
             self._served[tenant] = max(self._served.pop(tenant, 0.0), least)
         tenants = self._levels.setdefault(handle.priority, {})
         tenants.setdefault(tenant, deque()).append(handle)
@@ -117,7 +117,7 @@ class AdmissionQueue:
         return requests, tokens
 
     def check_integrity(self) -> None:
-        """Assert that the counters agree with the waiting requests."""
+        """Assert that no queue is empty, and that all waiting tenants have a counter."""
         assert all(self._levels.values())
         assert all(all(tenants.values()) for tenants in self._levels.values())
         waiting = self._waiting()

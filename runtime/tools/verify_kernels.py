@@ -164,7 +164,7 @@ class KernelCase:
     ) -> None:
         """Prepare the launches of `operation`, a field of `operations`, with these arguments.
 
-        `name` is that of the kernel, as in `step_costs.py`.
+        `name` is the kernel's in `step_costs.py`.
         """
         self.name = name
         self._operation, self._kernel = operation, getattr(operations, operation)

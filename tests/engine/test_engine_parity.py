@@ -1,4 +1,4 @@
-"""Penalties, minimal lengths and log-probabilities are those of transformers."""
+"""Penalties, minimal lengths and log-probabilities equal transformers'."""
 
 from __future__ import annotations
 

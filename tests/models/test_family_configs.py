@@ -82,7 +82,7 @@ def longrope(**changes: Any) -> dict[str, Any]:
 
 def complete(model_type: str, **changes: Any) -> dict[str, Any]:
     """A config with all keys that transformers adds."""
-    if model_type == "mimo":  # which it lacks; that of the authors differs in the model type alone
+    if model_type == "mimo":  # which it lacks; its authors' differs in the model type alone
         keys: dict[str, Any] = Qwen2Config(**SIZES, **changes).to_dict()
         return keys | {"model_type": "mimo"}
     made = AutoConfig.for_model(model_type, **SIZES | FAMILIES[model_type] | changes).to_dict()

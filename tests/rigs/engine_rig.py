@@ -61,7 +61,7 @@ def parts_of(engine: Engine) -> EngineParts:
 
 
 def keep_in_flight(engine: Engine, steps: int) -> None:
-    """Commit a step after `steps` more were launched, as on a device that works beside the host."""
+    """Commit a step after `steps` more were launched, as on an asynchronous device."""
     engine._loop._in_flight = steps
 
 

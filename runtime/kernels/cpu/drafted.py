@@ -85,8 +85,8 @@ def head_drafts(
 ) -> tuple[Tensor, Tensor]:
     """Return `count` drafts of each row, int64 `[B, K]`, and their probabilities, float32 `[B, K]`.
 
-    `next_ids_T` are the tokens after those of the batch, or `NON_FINITE`. The tokens of a row begin
-    at `first_B`, its newest one is at its position in `positions_R`; `stops_B` as in
+    `next_ids_T` has the token after each token of the batch, or `NON_FINITE`. The tokens of a row
+    begin at `first_B`; `positions_R` has the position of its newest one; `stops_B` as in
     `drafted_inputs`. Keys and values of these, and of all drafts but the last, are stored.
     Runs on CPU after `load_cpu_ops`. Raises RuntimeError or IndexError for arguments that do not
     fit together.

@@ -37,7 +37,7 @@ class Routed(NamedTuple):
     weights: Tensor
     """float32 `[T, K]`: factors of the experts' outputs; 1 of shared ones, 0 of padding."""
     experts: Tensor
-    """int32 `[T, K]`: their numbers; for padding the number of experts, which is no expert's."""
+    """int32 `[T, K]`: expert ids; padding has the number of experts."""
 
 
 def route(

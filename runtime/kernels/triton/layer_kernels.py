@@ -379,7 +379,7 @@ class LayerChain:
         self._added(fused, out_TD, kernel.output_norm)
 
     def _added(self, fused: ResidualLinear | Mixture, out_TD: Tensor, norm: GpuNorm | None) -> None:
-        """Go on with what a kernel left; `norm` is that of its result.
+        """Go on with what a kernel left; `norm` is applied to its result.
 
         Without one and without a sum over ranks, the kernel has added the hidden states itself.
         """

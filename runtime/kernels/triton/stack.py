@@ -134,7 +134,7 @@ class GpuStack:
 
 
 class GpuDecodeStep:
-    """See `DecodeStep`; one kernel before those of the layers."""
+    """See `DecodeStep`: one kernel, then the kernels of the layers."""
 
     def __init__(self, stack: Stack, model: BoundModel) -> None:
         """`stack` are the layers of the model."""
