@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 OLDEST_VENV := .venv-oldest
 OLDEST_TORCH := $(shell sed -n 's/^ *"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 # A worker that crashes ends the run: one in its place would wait for tests that never come.
-PYTEST := -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not slow"
+PYTEST := -m pytest -n 2 --dist loadfile --max-worker-restart 0
 # Otherwise each worker rewrites the assertions of all tests anew, which takes seconds.
 test test-oldest: export PYTHONDONTWRITEBYTECODE =
 LINKS := build/editable
