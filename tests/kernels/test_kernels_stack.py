@@ -12,18 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stepgraph.cache.arena import Storage
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import RaggedBatch, WeightStorage, select_kernels
+from stepgraph.runtime.kernels.ops.layer_operations import Attend
+from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan, ModelPlan
+from stepgraph.runtime.kernels.ops.stack import stack_obstacle
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.models.plan import model_plan
+from stepgraph.runtime.models.presets import preset
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..rigs.stack_rig import BLOCK_SIZE, CHUNKS, CPU, LENGTH, ROWS, Rig, assert_agrees
-from ..rigs.thread_rig import kernel_threads
+from ..rigs.stack_plans import PlanRig, plans
+from ..rigs.stack_rig import CHUNKS, CPU, LENGTH, ROWS, Rig, assert_agrees
+from ..rigs.thread_rig import kernel_threads, other_threads, starved
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -33,37 +41,38 @@ pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++
 M_PERTURB = -6
 """`mallopt`'s option to fill freed memory, in malloc.h."""
 
-VARIANTS = [
-    "base",
-    "odd",
-    "one_kv_head",
-    "biases",
-    "llama3_rope",
-    "qwen3",
-    "qwen3_yarn",
-    "mistral",
-    "gemma2",
-    "gemma3",
-]
-BOTH = (torch.float32, torch.bfloat16)
-KINDS: list[tuple[list[str], tuple[torch.dtype, ...], WeightStorage, Storage]] = [
-    (VARIANTS, BOTH, "model", "model"),
-    (["base", "odd", "biases", "qwen3", "gemma3"], BOTH, "int8", "model"),
-    (["base", "gemma3"], (torch.float32,), "model", "int8"),
-    (["base", "gemma3"], (torch.float32,), "model", "fp8"),
-]
-"""Variants, dtypes, and how weights and cache are stored."""
+FORMS: list[tuple[torch.dtype, WeightStorage]] = list(
+    itertools.product((torch.float32, torch.bfloat16), ("model", "int8"))
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), form=st.sampled_from(FORMS), seed=st.integers(0, 99))
+def test_random_plans_agree_with_the_modules(
+    data: st.DataObject, form: tuple[torch.dtype, WeightStorage], seed: int
+) -> None:
+    plan = data.draw(plans(all_experts=form[0] == torch.bfloat16))
+    assert stack_obstacle(plan) is None
+    rig = PlanRig(plan, *form, seed=seed)
+    arena = rig.arena
+    for chunks in CHUNKS.values():
+        inputs = rig.inputs(chunks)
+        rig.arena = arena.clone()
+        rig.poison(inputs)
+        assert_agrees(rig, inputs, rig.hidden(inputs))
 
 
 @pytest.mark.parametrize(
     ("variant", "dtype", "weights", "storage"),
     [
-        (variant, dtype, weights, storage)
-        for variants, dtypes, weights, storage in KINDS
-        for variant, dtype in itertools.product(variants, dtypes)
+        ("base", torch.bfloat16, "model", "model"),
+        ("qwen3_yarn", torch.float32, "model", "model"),
+        ("gemma3", torch.float32, "int8", "model"),
+        ("odd", torch.float32, "model", "int8"),
+        ("gemma3", torch.float32, "model", "fp8"),
     ],
 )
-def test_equals_the_modules(
+def test_checkpoints_agree_with_the_modules(
     tiny: Callable[[str], TinyModel],
     variant: str,
     dtype: torch.dtype,
@@ -100,12 +109,63 @@ def test_weights_that_do_not_fit_are_refused(
         rig.decoder.store([])
 
 
-def wide(
-    dtype: torch.dtype,
-    weights: WeightStorage = "model",
-    storage: Storage = "model",
-    **fields: Any,
-) -> Rig:
+@settings(max_examples=8, deadline=None)
+@given(plan=plans(wide=True), form=st.sampled_from(FORMS))
+def test_rows_are_independent_of_batch_and_threads(
+    plan: ModelPlan, form: tuple[torch.dtype, WeightStorage]
+) -> None:
+    rig = PlanRig(plan, *form)
+    inputs = rig.inputs(CHUNKS["T=130"])
+    x_TD = rig.hidden(inputs)
+    expected, expected_arena = rig.step(inputs, x_TD)
+    for count in (2, 3):
+        with kernel_threads(count):
+            out, arena = rig.step(inputs, x_TD)
+            assert torch.equal(out, expected)
+            assert torch.equal(arena, expected_arena)
+            alone = rig.inputs([CHUNKS["T=130"][2]])
+            assert torch.equal(rig.step(alone, x_TD[129:])[0], expected[129:])
+            spoiled = x_TD.clone()
+            spoiled[79] = torch.nan  # the last token of the first row
+            out, _ = rig.step(inputs, spoiled)
+            assert out[79].isnan().all()
+            others = torch.arange(130) != 79
+            assert torch.equal(out[others], expected[others])
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux' schedulers")
+@settings(max_examples=4, deadline=None)
+@given(plan=plans(wide=True))
+def test_starved_threads_change_nothing(plan: ModelPlan) -> None:
+    rig = PlanRig(plan, torch.bfloat16)
+    steps = [(inputs := rig.inputs(CHUNKS[name]), rig.hidden(inputs)) for name in CHUNKS]
+    expected = [rig.step(*step) for step in steps]
+    with kernel_threads(4):
+        rig.step(*steps[-1])
+    with kernel_threads(4), starved(other_threads()):
+        for _ in range(5):
+            for step, (out, arena) in zip(steps, expected, strict=True):
+                found, found_arena = rig.step(*step)
+                assert torch.equal(found, out)
+                assert torch.equal(found_arena, arena)
+
+
+@settings(max_examples=10, deadline=None)
+@given(plan=plans(), form=st.sampled_from(FORMS))
+def test_what_an_earlier_step_left_behind_is_not_read(
+    plan: ModelPlan, form: tuple[torch.dtype, WeightStorage]
+) -> None:
+    rig = PlanRig(plan, *form)
+    nan = rig.inputs(CHUNKS["T=130"])
+    for chunks in CHUNKS.values():
+        inputs = rig.inputs(chunks)
+        x_TD = rig.hidden(inputs)
+        expected, _ = rig.step(inputs, x_TD)
+        rig.step(nan, torch.full_like(rig.hidden(nan), torch.nan))
+        assert torch.equal(rig.step(inputs, x_TD)[0], expected)
+
+
+def wide(dtype: torch.dtype, **fields: Any) -> Rig:
     """A model of which two threads get something to do in every phase."""
     config = ModelConfig(
         **{
@@ -115,40 +175,9 @@ def wide(
             **fields,
         }
     )  # fmt: skip
-    rig = Rig(config, dtype, storage, weights=weights)
+    rig = Rig(config, dtype)
     rig.decoder.store(random_weights(config, dtype))
     return rig
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"intermediate_size": 601, "hidden_size": 261},
-        {"model_type": "gemma2"},
-        {"weights": "int8"},
-        {"weights": "int8", "intermediate_size": 601, "hidden_size": 261},
-    ],
-)
-def test_a_row_sees_neither_batch_nor_threads(dtype: torch.dtype, fields: dict[str, Any]) -> None:
-    rig = wide(dtype, **fields)
-    inputs = rig.inputs(CHUNKS["T=130"])
-    x_TD = rig.hidden(inputs)
-    expected, expected_arena = rig.step(inputs, x_TD)
-    assert_agrees(rig, inputs, x_TD)
-    for count in (1, 2, 3):
-        with kernel_threads(count):
-            out, arena = rig.step(inputs, x_TD)
-            assert torch.equal(out, expected)
-            assert torch.equal(arena, expected_arena)
-    # The last row's only token alone, and then as one of two.
-    with kernel_threads(2):
-        alone = rig.inputs([CHUNKS["T=130"][2]])
-        assert torch.equal(rig.step(alone, x_TD[129:])[0], expected[129:])
-        pair = rig.inputs([(0, 20, 20), CHUNKS["T=130"][2]])
-        out, _ = rig.step(pair, torch.cat((x_TD[:20], x_TD[129:])))
-        assert torch.equal(out, torch.cat((expected[:20], expected[129:])))
 
 
 def test_closing_a_stack_waits_for_late_threads() -> None:
@@ -171,19 +200,6 @@ def test_closing_a_stack_waits_for_late_threads() -> None:
                 rig.decoder.stack.close()
     finally:
         fill_freed_memory(M_PERTURB, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("storage", ["model", "int8", "fp8"])
-def test_nan_stays_in_its_row(dtype: torch.dtype, storage: Storage) -> None:
-    rig = wide(dtype, storage=storage)
-    inputs = rig.inputs(CHUNKS["T=2"])
-    x_TD = rig.hidden(inputs)
-    expected, _ = rig.step(inputs, x_TD)
-    x_TD[0, 3] = torch.nan
-    out, _ = rig.step(inputs, x_TD)
-    assert out[0].isnan().all()
-    assert torch.equal(out[1], expected[1])
 
 
 def test_stacks_do_not_know_each_other() -> None:
@@ -250,31 +266,29 @@ def _set(tensor: torch.Tensor, value: int) -> torch.Tensor:
         ("block_tables", lambda x: x[..., ::2], RuntimeError),
         ("read_blocks", lambda x: x + 1, RuntimeError),
         ("read_blocks", lambda x: 0, RuntimeError),
+        ("hidden", lambda x: x.float(), RuntimeError),
+        ("hidden", lambda x: x[:, :-1], RuntimeError),
+        ("hidden", lambda x: x[0], RuntimeError),
+        ("arena", lambda x: x.float(), RuntimeError),
+        ("arena", lambda x: x[:1], RuntimeError),
+        ("arena", lambda x: x[:, :1], RuntimeError),
+        ("arena", lambda x: x[..., 2:], RuntimeError),
     ],
 )
-def test_bad_indices_are_refused_before_anything_is_written(
+def test_bad_inputs_are_refused_before_anything_is_written(
     field: str, change: Callable[[Any], Any], error: type[Exception]
 ) -> None:
     rig = wide(torch.bfloat16)
-    good = rig.inputs(CHUNKS["T=33"])
-    bad = dataclasses.replace(good, **{field: change(getattr(good, field))})
-    before = rig.arena.clone()
-    assert rig.decoder.stack is not None
-    with pytest.raises(error, match=r"decoder_stack|block_tables|rotations"), torch.no_grad():
-        rig.decoder.decode(rig.hidden(good), rig.arena, bad)
-    assert torch.equal(rig.arena, before)
-
-
-def test_other_tensors_are_refused() -> None:
-    rig = wide(torch.bfloat16)
-    inputs = rig.inputs(CHUNKS["T=7"])
-    x_TD = rig.hidden(inputs)
-    for bad in (x_TD.float(), x_TD[:, :-1], x_TD[0]):
-        with pytest.raises(RuntimeError, match="decoder_stack"), torch.no_grad():
-            rig.decoder.decode(bad, rig.arena, inputs)
-    for arena in (rig.arena.float(), rig.arena[:1], rig.arena[:, :1], rig.arena[..., 2:]):
-        with pytest.raises(RuntimeError, match="decoder_stack"), torch.no_grad():
-            rig.decoder.decode(x_TD, arena, inputs)
+    inputs = rig.inputs(CHUNKS["T=33"])
+    given: dict[str, Any] = {"hidden": rig.hidden(inputs), "arena": rig.arena.clone()}
+    if field in given:
+        given[field] = change(given[field])
+    else:
+        inputs = dataclasses.replace(inputs, **{field: change(getattr(inputs, field))})
+    before = given["arena"].clone()
+    with pytest.raises(error), torch.no_grad():
+        rig.decoder.decode(given["hidden"], given["arena"], inputs)
+    assert torch.equal(given["arena"], before)
 
 
 def test_compiles_without_breaks_for_any_number_of_tokens() -> None:
@@ -285,24 +299,7 @@ def test_compiles_without_breaks_for_any_number_of_tokens() -> None:
         graphs.append(module)
         return module.forward
 
-    def forward(
-        x_TD: torch.Tensor,
-        arena: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        rows: torch.Tensor,
-        read_blocks: int,
-    ) -> torch.Tensor:
-        inputs = RaggedBatch(
-            positions=positions,
-            slots=slots,
-            token_rows=rows,
-            rows=rows,
-            block_tables=rig.tables,
-            read_blocks=read_blocks,
-            block_size=BLOCK_SIZE,
-            tokens_per_row=1,
-        )
+    def forward(x_TD: torch.Tensor, arena: torch.Tensor, inputs: RaggedBatch) -> torch.Tensor:
         return rig.decoder.decode(x_TD, arena, inputs)
 
     compiled = torch.compile(forward, backend=count, fullgraph=True, dynamic=True)
@@ -312,9 +309,7 @@ def test_compiles_without_breaks_for_any_number_of_tokens() -> None:
         expected, expected_arena = rig.step(inputs, x_TD)
         arena = rig.arena.clone()
         with torch.no_grad():
-            out = compiled(
-                x_TD, arena, inputs.positions, inputs.slots, inputs.token_rows, inputs.read_blocks
-            )
+            out = compiled(x_TD, arena, inputs)
         assert torch.equal(out, expected)
         assert torch.equal(arena, expected_arena)
     (graph,) = graphs
@@ -331,3 +326,14 @@ def test_latent_attention_and_other_dtypes_stay_with_the_modules(
         decoder = Decoder(config, select_kernels(CPU, "compile", dtype), dtype, CPU, groups)
         decoder.store(random_weights(config, dtype))
         assert decoder.stack is None
+
+
+def test_traits_that_the_stack_does_not_list_are_unsupported() -> None:
+    plan = model_plan(preset("smollm2-135m"))
+    assert stack_obstacle(plan) is None
+    shared = tuple(
+        dataclasses.replace(op, shared_values=True) if isinstance(op, Attend) else op
+        for op in plan.layers[0].operations
+    )
+    unknown = dataclasses.replace(plan, layers=(LayerPlan(shared), *plan.layers[1:]))
+    assert stack_obstacle(unknown) == "attention with shared_values"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from stepgraph.runtime.kernels import (
@@ -29,6 +29,43 @@ class Mixture(NamedTuple):
     """float64, dequantised."""
 
 
+def expert_operation(
+    routing: Routing,
+    activate: Activate,
+    hidden: int,
+    routed: int,
+    shared: int = 0,
+    *,
+    biases: bool = False,
+    correction: bool = False,
+    scaled_inputs: bool = False,
+) -> Experts:
+    """A mixture whose parameters have the names that they have in a layer."""
+    total, features = routed + shared, activate.features
+
+    def parameter(name: str, *shape: int, **fields: Any) -> Parameter:
+        return Parameter(f"experts.{name}", (Source(name, shape),), **fields)
+
+    def bias(name: str, size: int) -> Parameter | None:
+        return parameter(f"{name}.bias", size) if biases else None
+
+    added = parameter("correction.weight", routed, dtype=torch.float32)
+    return Experts(
+        name="experts",
+        router=parameter("router.weight", routed, hidden, exact=True),
+        gate_up=parameter("gate_up.weight", 2 * total * features, hidden, matrices=2 * total),
+        down=parameter("down.weight", total * hidden, features, matrices=total),
+        routing=routing,
+        activate=activate,
+        router_bias=bias("router", routed),
+        correction=added if correction else None,
+        gate_up_bias=bias("gate_up", 2 * total * features),
+        down_bias=bias("down", total * hidden),
+        shared=shared,
+        scaled_inputs=scaled_inputs,
+    )
+
+
 def make_mixture(
     routing: Routing,
     *,
@@ -36,35 +73,25 @@ def make_mixture(
     shared: int = 0,
     hidden: int = 12,
     features: int = 10,
-    biases: bool = False,
-    correction: bool = False,
-    scaled_inputs: bool = False,
     limit: float = 0.0,
     dtype: torch.dtype = torch.float32,
     storage: str = "model",
     seed: int = 0,
+    **traits: bool,
 ) -> Mixture:
     """A mixture with random weights; with `limit`, the clamped activation of gpt-oss."""
-    total = routed + shared
+    activate = Activate(name="activate", function="silu", features=features)
+    if limit:
+        activate = replace(activate, limit=limit, alpha=1.702, up_offset=1.0)
+    op = expert_operation(routing, activate, hidden, routed, shared, **traits)
     generator = torch.Generator().manual_seed(seed)
 
-    def random(*shape: int) -> Tensor:
-        return (0.5 * torch.randn(*shape, generator=generator)).to(dtype)
+    def random(parameter: Parameter) -> Tensor:
+        values = 0.5 * torch.randn(*parameter.shape, generator=generator)
+        return values.to(parameter.dtype or dtype)
 
-    def parameter(name: str, *shape: int) -> Parameter:
-        return Parameter(name, (Source(name, shape),))
-
-    router, gate_up = random(routed, hidden), random(total * 2 * features, hidden)
-    down = random(total * hidden, features)
-    vectors = {
-        "router_bias": random(routed) if biases else None,
-        "correction": random(routed).float() if correction else None,
-        "gate_up_bias": random(total * 2 * features) if biases else None,
-        "down_bias": random(total * hidden) if biases else None,
-    }
-    exact = ExpertTensors(
-        router=router, gate_up=gate_up, gate_up_scales=None, down=down, down_scales=None, **vectors
-    )
+    fields = {name: getattr(op, name, None) for name in ExpertTensors._fields}
+    exact = ExpertTensors(**{n: None if p is None else random(p) for n, p in fields.items()})
     tensors = exact
     if storage != "model":
         stored = {}
@@ -75,18 +102,6 @@ def make_mixture(
             gate_up=dequantise_weight(stored["gate_up"], stored["gate_up_scales"]),
             down=dequantise_weight(stored["down"], stored["down_scales"]),
         )
-    activate = Activate(name="activate", function="silu", features=features)
-    op = Experts(
-        name="experts",
-        router=parameter("router", routed, hidden),
-        gate_up=parameter("gate_up", *gate_up.shape),
-        down=parameter("down", *down.shape),
-        routing=routing,
-        activate=replace(activate, limit=limit, alpha=1.702, up_offset=1.0) if limit else activate,
-        shared=shared,
-        scaled_inputs=scaled_inputs,
-        **{n: None if t is None else parameter(n, len(t)) for n, t in vectors.items()},
-    )
     doubles = ExpertTensors(*(None if t is None else t.double() for t in exact))
     return Mixture(op, tensors, doubles)
 

@@ -38,6 +38,7 @@ from stepgraph.runtime.models.modules import Projection, RMSNorm
 from stepgraph.runtime.models.operations import LayerStep
 from torch import Tensor, nn
 
+from .expert_cases import expert_operation
 from .stack_rig import CPU, LENGTH, Rig
 
 ROPE_KINDS = 2
@@ -181,30 +182,15 @@ def routings(draw: st.DrawFn, all_experts: bool = False) -> tuple[Routing, int, 
 @st.composite
 def _experts(draw: st.DrawFn, hidden: int, all_experts: bool, ranks: int) -> Experts:
     routing, routed, correction = draw(routings(all_experts))
-    biased, shared = draw(st.booleans()), draw(st.integers(0, 2))
     features = ranks * draw(st.one_of(st.integers(1, 100), st.sampled_from([32, 64, 96])))
-    total = routed + shared
-
-    def bias(name: str, size: int) -> Parameter | None:
-        return Parameter(f"experts.{name}.bias", (Source(name, (size,)),)) if biased else None
-
-    added = Parameter(
-        "experts.correction.weight", (Source("correction", (routed,)),), dtype=torch.float32
-    )
-    return Experts(
-        name="experts",
-        router=parameter("experts.router", routed, hidden)._replace(exact=True),
-        gate_up=parameter("experts.gate_up", 2 * total * features, hidden)._replace(
-            matrices=2 * total
-        ),
-        down=parameter("experts.down", total * hidden, features)._replace(matrices=total),
-        routing=routing,
-        activate=draw(_activate(features)),
-        router_bias=bias("router", routed),
-        correction=added if correction else None,
-        gate_up_bias=bias("gate_up", total * 2 * features),
-        down_bias=bias("down", total * hidden),
-        shared=shared,
+    return expert_operation(
+        routing,
+        draw(_activate(features)),
+        hidden,
+        routed,
+        draw(st.integers(0, 2)),
+        biases=draw(st.booleans()),
+        correction=correction,
         scaled_inputs=draw(st.booleans()),
     )
 
