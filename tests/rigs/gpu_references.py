@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import torch
-from stepgraph.runtime.kernels.ops.attention import AttentionForm
-from stepgraph.runtime.kernels.ops.batch import NON_FINITE, Feedback, LayerPlace, RaggedBatch
+from stepgraph.runtime.kernels.ops.batch import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.ops.kv_storage import write_blocks
 from stepgraph.runtime.kernels.ops.weight_storage import dequantise_weight
 from stepgraph.runtime.kernels.triton.begin import Beginning, Embedding, Rotations
-from stepgraph.runtime.kernels.triton.prefill_attention import num_prefill_tiles
-from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation, reference_rotated
-from stepgraph.runtime.kernels.triton.split_attention import Partials
 from torch import Tensor
 
 
@@ -60,19 +56,6 @@ def reference_pick_greedy(
     return tokens_T
 
 
-def reference_prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tensor:
-    """Plain torch; arguments and result as in `prefill_tiles`."""
-    tokens = token_rows_T.shape[0]
-    token_T = torch.arange(tokens, device=token_rows_T.device)
-    cut_T = token_T % tokens_of_tile == 0
-    cut_T[1:] |= token_rows_T[1:] != token_rows_T[:-1]
-    count = num_prefill_tiles(tokens, rows, tokens_of_tile) + 1
-    tiles = torch.full((count,), tokens, dtype=torch.int32, device=token_rows_T.device)
-    starts = token_T[cut_T]
-    tiles[: len(starts)] = starts.int()
-    return tiles
-
-
 def reference_store(
     k_TGE: Tensor,
     v_TGE: Tensor | None,
@@ -86,30 +69,3 @@ def reference_store(
     for side, x in zip(arena[layer], (k_TGE, v_TGE), strict=False):
         assert x is not None, "an arena of two sides takes keys and values"
         write_blocks(side, slots_T, x, block_size, storage)
-
-
-def reference_rotate_and_store(
-    qkv_TN: Tensor,
-    arena: Tensor,
-    place: LayerPlace,
-    rotation: HeadRotation,
-    batch: RaggedBatch,
-    form: AttentionForm,
-) -> Tensor:
-    """Plain torch; arguments and result as in `rotate_and_store`."""
-    g = arena.shape[3]
-    heads_TNE = qkv_TN.unflatten(1, (-1, form.value_dim))
-    q, k, v = heads_TNE.split((heads_TNE.shape[1] - 2 * g, g, g), dim=1)
-    q, k = reference_rotated(q, k, rotation, batch.positions)
-    slots_T = batch.slots[place.group]
-    reference_store(k, v, arena, place.position, slots_T, batch.block_size, form.storage)
-    return q
-
-
-def reference_combine_splits(partials: Partials) -> Tensor:
-    """What the splits make together, in plain torch: `[T, H * V]` in float32."""
-    acc, m, total = partials
-    weight = torch.where(total == 0, 0.0, torch.exp2(m - m.amax(-1, keepdim=True)))
-    values = torch.where((total == 0)[..., None], 0.0, acc)
-    out = (values * weight[..., None]).sum(2) / (total * weight).sum(2, keepdim=True)
-    return out.flatten(1)
