@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import BoundArguments
@@ -31,35 +31,31 @@ from torch import Tensor
 
 from ...profiling.atomic_write import write_file
 from ..config import MAX_ROWS, EngineConfig
-from ..errors import StepgraphError
+from ..errors import ConfigError, StepgraphError
 from ..execution.sample_steps import SampleCase, SampleSteps
 from ..execution.step_key import StepKey
 from ..kernels.ops.attention import AttentionForm
 from ..kernels.ops.batch import LayerPlace, RaggedBatch
 from ..kernels.ops.kv_storage import read_blocks
-from ..kernels.result_check import relative_error
+from ..kernels.result_check import brief, relative_error, require_usable_device
 from ..kernels.triton.backend import gpu_kernels
 from ..kernels.triton.decode_attention import reference_decode_attention
 from ..kernels.triton.dependent import dependent_launch
 from ..kernels.triton.expert_routing import Routed, reference_routing
 from ..kernels.triton.experts import reference_experts_of_choice
-from ..kernels.triton.fusion import Fused, Mixture, fuse, fusion_obstacle
+from ..kernels.triton.filled_memory import poison
+from ..kernels.triton.fusion import Mixture, fuse, fusion_obstacle
 from ..kernels.triton.kernel_calls import INTERPRETED
 from ..kernels.triton.linear import Pending
-from ..kernels.triton.linear_kernels import (
-    reference_gate_up,
-    reference_norm_linear,
-    reference_residual_linear,
-)
+from ..kernels.triton.linear_kernels import reference_product
 from ..kernels.triton.operations import Operations
 from ..kernels.triton.precompile import compile_kernels
-from ..kernels.triton.rotated_heads import HeadRotation
 from ..kernels.triton.rowwise import reference_activate_rows, reference_norm_rows
-from ..kernels.triton.split_attention import Partials
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..models.resolved_config import ResolvedConfig
+from .arguments import integer
 
 __all__ = ["TOLERANCE", "Verified", "check_operations", "main"]
 
@@ -86,8 +82,6 @@ class Verified:
     """Replays whose results differ from the first in any bit."""
     failure: str | None = None
     """The error of a kernel that did not compile or run."""
-    lost: bool = False
-    """The failure left the device unusable for this process."""
 
     @property
     def passed(self) -> bool:
@@ -96,7 +90,8 @@ class Verified:
         return self.failure is None and right and not self.different
 
     def __str__(self) -> str:
-        name = f"{self.kernel:16} {self.rows:2} rows, dependent launch {_switch(self.dependent):3}"
+        switch = "on" if self.dependent else "off"
+        name = f"{self.kernel:16} {self.rows:2} rows, dependent launch {switch:3}"
         if self.failure is not None:
             return f"FAILED {name}: {self.failure}"
         off = "not finite" if self.error is None else f"off by {self.error:.1e}"
@@ -108,52 +103,41 @@ _OUTPUTS = ("out_TN", "out_TF", "out_TD", "attended_TN", "pending")
 """Parameters that operations write as a whole."""
 _UPDATES = ("arena", "counters")
 """Parameters that they write in part."""
-
-
-def _attend(
-    qkv_TN: Tensor,
-    arena: Tensor,
-    place: LayerPlace,
-    rotation: HeadRotation,
-    batch: RaggedBatch,
-    form: AttentionForm,
-    partials: Partials,
-    counters: Tensor | None,
-    attended_TN: Tensor,
-    **_: Any,
-) -> None:
-    out_TN = reference_decode_attention(qkv_TN, arena, place, rotation, batch, form)
-    attended_TN.copy_(out_TN)
-
-
-def _writing(reference: Callable[..., Tensor], out: str) -> Callable[..., None]:
-    """Return a function that writes the result of `reference` into its argument `out`."""
-
-    def write(**arguments: Any) -> None:
-        target = arguments.pop(out)
-        target.copy_(reference(**arguments))
-
-    return write
-
-
-_REFERENCES: dict[str, Callable[..., Any]] = {
-    "norm_linear": _writing(reference_norm_linear, "out_TN"),
-    "decode_attention": _attend,
-    "residual_linear": _writing(reference_residual_linear, "out_TN"),
-    "gate_up": _writing(reference_gate_up, "out_TF"),
-    "norm_rows": _writing(reference_norm_rows, "out_TD"),
-    "activate_rows": _writing(reference_activate_rows, "out_TF"),
-    "route": reference_routing,
-    "experts": reference_experts_of_choice,
+_REFERENCES: dict[str, tuple[Callable[..., Any], str | None]] = {
+    "norm_linear": (reference_product, "out_TN"),
+    "decode_attention": (reference_decode_attention, "attended_TN"),
+    "residual_linear": (reference_product, "out_TN"),
+    "gate_up": (partial(reference_product, gated=True), "out_TN"),
+    "norm_rows": (reference_norm_rows, "out_TD"),
+    "activate_rows": (reference_activate_rows, "out_TF"),
+    "route": (reference_routing, None),
+    "experts": (reference_experts_of_choice, "out_TD"),
 }
-"""Of each operation that a layer or the head consists of, with the arguments of its kernel."""
+"""Of each operation that a layer or the head consists of: a function of some of the arguments of
+its kernel, and the parameter that its result is written to."""
 
 
-def _plain(operation: str, given: BoundArguments) -> Any:
-    """Run the reference of an operation."""
-    chosen_by_kernel = ("config", "configs", "tile")
-    named = {k: v for k, v in given.arguments.items() if k not in chosen_by_kernel}
-    return _REFERENCES[operation](**named)
+def _plain(operation: str, arguments: Mapping[str, Any]) -> Sequence[Tensor]:
+    """Run the reference of an operation; return what the operation returns."""
+    reference, out = _REFERENCES[operation]
+    taken = arguments.keys() & inspect.signature(reference).parameters
+    found: Any = reference(**{name: arguments[name] for name in taken})
+    if out is not None:
+        arguments[out].copy_(found)
+        return ()
+    return found  # type: ignore[no-any-return]
+
+
+def _written(arguments: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that are written as a whole."""
+    found = [arguments[name] for name in _OUTPUTS if arguments.get(name) is not None]
+    return [one.out if isinstance(one, Pending) else one for one in found]
+
+
+def _copied(argument: Any) -> Any:
+    if isinstance(argument, Pending):
+        return argument._replace(out=argument.out.clone())
+    return argument.clone() if isinstance(argument, Tensor) else argument
 
 
 class KernelCase:
@@ -178,14 +162,7 @@ class KernelCase:
 
     def outputs(self) -> list[Tensor]:
         """Return the tensors that the last call wrote, besides the cache."""
-        found = [*self._returned]
-        for parameter in _OUTPUTS:
-            match self._given.arguments.get(parameter):
-                case Tensor() as out:
-                    found.append(out)
-                case Pending() as pending:
-                    found.append(pending.out)
-        return found
+        return [*self._returned, *_written(self._given.arguments)]
 
     def results(self) -> list[Tensor]:
         """Return the results of the last call."""
@@ -193,26 +170,16 @@ class KernelCase:
 
     def reference(self) -> list[Tensor]:
         """Return the same results in plain PyTorch, from the current inputs, unchanged."""
-        given = BoundArguments(self._given.signature, self._given.arguments.copy())
-        for parameter in (*_OUTPUTS, *_UPDATES):
-            match given.arguments.get(parameter):
-                case Tensor() as tensor:
-                    given.arguments[parameter] = tensor.clone()
-                case Pending() as pending:
-                    given.arguments[parameter] = pending._replace(out=pending.out.clone())
-        returned = _plain(self._operation, given) or ()
-        return _results_of(given.arguments, returned)
+        arguments = {
+            name: _copied(value) if name in (*_OUTPUTS, *_UPDATES) else value
+            for name, value in self._given.arguments.items()
+        }
+        return _results_of(arguments, _plain(self._operation, arguments))
 
 
-def _results_of(arguments: dict[str, Any], returned: Sequence[Tensor]) -> list[Tensor]:
+def _results_of(arguments: Mapping[str, Any], returned: Sequence[Tensor]) -> list[Tensor]:
     """Return what is written and comes from the inputs alone; of a router logits and weights."""
-    found = []
-    for parameter in _OUTPUTS:
-        match arguments.get(parameter):
-            case Pending() as pending:
-                found.append(pending.out)
-            case Tensor() as tensor:
-                found.append(tensor)
+    found = _written(arguments)
     if "arena" in arguments:
         found.append(_newest(**{k: arguments[k] for k in ("arena", "place", "batch", "form")}))
     if isinstance(returned, Routed):  # experts with equal scores may be chosen for others
@@ -233,47 +200,15 @@ def _newest(arena: Tensor, place: LayerPlace, batch: RaggedBatch, form: Attentio
 
 
 def decode_cases(
-    model: ModelConfig,
-    config: ResolvedConfig,
-    *,
-    rows: int,
-    context: int,
-    operations: Operations | None = None,
+    model: ModelConfig, config: ResolvedConfig, operations: Operations, *, rows: int, context: int
 ) -> list[KernelCase]:
     """Return the kernels of a layer that decodes, and the projection to the vocabulary.
 
-    Args:
-        model: one that `fusion_obstacle` has nothing against.
-        config: device, dtype, storage of weights and cache, block size.
-        rows: that decode.
-        context: tokens of each row, the newest included.
-        operations: that run; None: the Triton kernels.
+    Arguments as for `check_operations`.
     """
     # The first layer has no output of the one before it to norm and add.
     model = model.with_layers([0, 0])
     recorded: list[tuple[str, BoundArguments]] = []
-    kernels = gpu_kernels(config.weights, _recording(recorded))
-    key = StepKey("decode", rows, -(-context // config.block_size), False)
-    case = SampleCase(key, ((context - 1, 1),) * rows)
-    steps = SampleSteps(model, config, kernels, [case], seed=0)
-    steps.prepare(case)
-    steps.functions.bind(key)()
-    chosen, plan = operations or Operations(), model_plan(model)
-    names = [name for fused in fuse(plan.layers[0]) for name in _names(fused)]
-    second = recorded[len(names) :]
-    return [
-        KernelCase(name, operation, chosen, given)
-        for name, (operation, given) in zip([*names, plan.norm.name, "head"], second, strict=True)
-    ]
-
-
-def _names(fused: Fused) -> tuple[str, ...]:
-    """The names of the operations that compute a part of a layer, in order."""
-    return fused.operations if isinstance(fused, Mixture) else (fused.name,)
-
-
-def _recording(calls: list[tuple[str, BoundArguments]]) -> Operations:
-    """Return operations in plain PyTorch that record the name and the arguments of each call."""
     native = Operations()
 
     def recording(name: str) -> Callable[..., Any]:
@@ -281,43 +216,54 @@ def _recording(calls: list[tuple[str, BoundArguments]]) -> Operations:
 
         def call(*arguments: Any, **keywords: Any) -> Any:
             given = signature.bind(*arguments, **keywords)
-            calls.append((name, given))
-            return _plain(name, given)
+            recorded.append((name, given))
+            return _plain(name, given.arguments)
 
         return call
 
-    return Operations(**{name: recording(name) for name in _REFERENCES})
+    plain = Operations(**{name: recording(name) for name in _REFERENCES})
+    key = StepKey("decode", rows, -(-context // config.block_size), False)
+    case = SampleCase(key, ((context - 1, 1),) * rows)
+    steps = SampleSteps(model, config, gpu_kernels(config.weights, plain), [case], seed=0)
+    steps.prepare(case)
+    steps.functions.bind(key)()
+    plan, names = model_plan(model), list[str]()
+    for fused in fuse(plan.layers[0]):
+        names += fused.operations if isinstance(fused, Mixture) else (fused.name,)
+    second = recorded[len(names) :]
+    return [
+        KernelCase(name, operation, operations, given)
+        for name, (operation, given) in zip([*names, plan.norm.name, "head"], second, strict=True)
+    ]
 
 
 def check_operations(
     model: ModelConfig,
     config: ResolvedConfig,
+    operations: Operations,
     *,
     rows: int,
     context: int,
     replays: int = 1000,
     kernels: Sequence[str] | None = None,
-    operations: Operations | None = None,
 ) -> Iterator[Verified]:
     """Yield a result for each kernel of a decode step, dependent launch off, then on (on CUDA).
-
-    Stops after an error that makes the device unusable.
 
     Args:
         model: one that `fusion_obstacle` has nothing against.
         config: dtype, storage of weights and cache, block size, and the device: a CUDA device, or
             the CPU in Triton's interpreter, where nothing is captured.
+        operations: to check.
         rows: that decode.
         context: tokens of each row, the newest included.
         replays: of each captured graph.
         kernels: names of those to check; None: all, and the layer.
-        operations: to check; None: the Triton kernels.
+
+    Raises KernelSelfTestError after an error that made the device unusable.
     """
     device = config.device
-    cases = decode_cases(model, config, rows=rows, context=context, operations=operations)
-    tolerance = TOLERANCE[config.dtype]
-    captured = replays if device.type == "cuda" else 0
-    switches = (False, True) if device.type == "cuda" else (False,)
+    cases = decode_cases(model, config, operations, rows=rows, context=context)
+    captured, switches = (replays, (False, True)) if device.type == "cuda" else (0, (False,))
 
     def one_by_one() -> list[Tensor]:
         _launch(cases, False)
@@ -329,107 +275,72 @@ def check_operations(
     runs = [partial(_launch, some, on) for _, some, _ in checks for on in switches]
     compile_kernels((f"{rows} rows", run) for run in runs)
     for (name, some, reference), dependent in itertools.product(checks, switches):
-        found = Verified(name, rows, dependent, tolerance=tolerance, replays=captured)
-        found = _verify(found, some, reference, device)
-        yield found
-        if found.lost:
-            return
+        saved = [(tensor, tensor.clone()) for case in some for tensor in case.outputs()]
+        found = Verified(name, rows, dependent, tolerance=TOLERANCE[config.dtype], replays=captured)
+        try:
+            error, different = _verify(some, reference, dependent, captured)
+        # Any error of the compiler, the driver or an assertion is a result of the check.
+        except Exception as raised:
+            yield dataclasses.replace(found, failure=brief(raised))
+            require_usable_device(name, device, raised)
+        else:
+            finite = error if math.isfinite(error) else None
+            yield dataclasses.replace(found, error=finite, different=different)
+        for tensor, before in saved:
+            tensor.copy_(before)
 
 
 def _launch(cases: Sequence[KernelCase], dependent: bool) -> None:
     with dependent_launch(dependent):
-        _run(cases)
-
-
-def _verify(
-    found: Verified,
-    cases: Sequence[KernelCase],
-    reference: Callable[[], Sequence[Tensor]],
-    device: torch.device,
-) -> Verified:
-    """Return `found` with the outcome of running these cases in order; tensors stay as they are."""
-    outputs = {id(t): t for case in cases for t in case.outputs()}
-    saved = [(tensor, tensor.clone()) for tensor in outputs.values()]
-
-    def prepare() -> None:
-        """Poison what is only written."""
         for case in cases:
-            for tensor in case.outputs():
-                tensor.fill_(math.nan if tensor.is_floating_point() else 0)
-
-    try:
-        expected = reference()
-        with dependent_launch(found.dependent):
-            for _ in range(2):  # the second time in memory that the first one's results had
-                prepare()
-                _run(cases)
-            error = _error(_results(cases), expected)
-            different = 0
-            if found.replays:
-                first, different = _replayed(cases, prepare, found.replays)
-                error = max(error, _error(first, expected), key=_nan_last)
-        for tensor, before in saved:
-            tensor.copy_(before)
-    # Any error of the compiler, the driver or an assertion is a result of the check.
-    except Exception as raised:
-        message = f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
-        try:
-            for tensor, before in saved:
-                tensor.copy_(before)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        except RuntimeError:  # again: of the device
-            return dataclasses.replace(found, failure=message, lost=True)
-        return dataclasses.replace(found, failure=message)
-    finite = error if math.isfinite(error) else None
-    return dataclasses.replace(found, error=finite, different=different)
-
-
-def _replayed(
-    cases: Sequence[KernelCase], prepare: Callable[[], None], replays: int
-) -> tuple[list[Tensor], int]:
-    """Capture the cases; return the results of the first replay, and how many others differ."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _run(cases)
-
-    def replay() -> list[Tensor]:
-        prepare()
-        graph.replay()
-        return [tensor.contiguous().view(torch.uint8) for tensor in _results(cases)]
-
-    replay()
-    first = [tensor.clone() for tensor in _results(cases)]
-    bits = [tensor.contiguous().view(torch.uint8) for tensor in first]
-    different = torch.zeros((), dtype=torch.int64, device=first[0].device)
-    for _ in range(replays):
-        unequal = [(now != then).any() for now, then in zip(replay(), bits, strict=True)]
-        different += torch.stack(unequal).any()
-    return first, int(different)
-
-
-def _run(cases: Sequence[KernelCase]) -> None:
-    for case in cases:
-        case.run()
+            case.run()
 
 
 def _results(cases: Sequence[KernelCase]) -> list[Tensor]:
     return [tensor for case in cases for tensor in case.results()]
 
 
+def _verify(
+    cases: Sequence[KernelCase],
+    reference: Callable[[], Sequence[Tensor]],
+    dependent: bool,
+    replays: int,
+) -> tuple[float, int]:
+    """Run cases in order; return the largest error, and the replays that differ from the first."""
+
+    def results_of(run: Callable[[], None]) -> list[Tensor]:
+        for case in cases:
+            for tensor in case.outputs():
+                poison(tensor)
+        run()
+        return _results(cases)
+
+    expected = reference()
+    for _ in range(2):  # the second time in memory that the first one's results had
+        found = results_of(partial(_launch, cases, dependent))
+    error = _error(found, expected)
+    if not replays:
+        return error, 0
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _launch(cases, dependent)
+    first = [tensor.clone() for tensor in results_of(graph.replay)]
+    different = torch.zeros((), dtype=torch.int64, device=first[0].device)
+    for _ in range(replays):
+        pairs = zip(results_of(graph.replay), first, strict=True)
+        different += torch.stack([(_bits(now) != _bits(then)).any() for now, then in pairs]).any()
+    return max(error, _error(first, expected)), int(different)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
 def _error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest relative error of the pairs; NaN if there is one."""
+    """The largest relative error of the pairs; infinite if one is NaN."""
     errors = [float(relative_error(*pair)) for pair in zip(results, expected, strict=True)]
-    return max(errors, key=_nan_last)
-
-
-def _nan_last(error: float) -> float:
-    return math.inf if math.isnan(error) else error
-
-
-def _switch(enabled: bool) -> str:
-    return "on" if enabled else "off"
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -440,58 +351,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model",
-        nargs="+",
-        default=["preset:llama-3.2-1b"],
-        help="as in bench.py; only their shapes are used",
+        "--model", default="preset:llama-3.2-1b", help="as in bench.py; only its shapes are used"
     )
     parser.add_argument("--dtype", default="auto", help="dtype (default: auto, as stored)")
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--rows", nargs="+", type=integer(1, MAX_ROWS), default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=1024, help="tokens of each row")
     parser.add_argument("--replays", type=int, default=1000, help="replays of each captured graph")
     parser.add_argument("--kernel", nargs="+", help="names (default: all, and the layer)")
     parser.add_argument("--json", type=Path, help="write the results to this file after each check")
     options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not INTERPRETED:
-        return _refuse("no CUDA device: set TRITON_INTERPRET=1 to interpret the kernels on the CPU")
-    if not 1 <= min(options.rows) <= max(options.rows) <= MAX_ROWS:
-        return _refuse(f"--rows {options.rows}: a step has 1 to {MAX_ROWS} rows")
-    models: dict[str, tuple[ModelConfig, ResolvedConfig]] = {}
-    for source in options.model:
-        try:
-            model = resolve_source(source, config_only=True).native
-            settings = EngineConfig(device=device.type, mode="eager", dtype=options.dtype)
-            models[source] = model, ResolvedConfig.resolve(settings, model)
-        except StepgraphError as error:
-            return _refuse(str(error))
-        if (obstacle := fusion_obstacle(model_plan(model))) is not None:
-            return _refuse(f"{source} has {obstacle}, which these kernels do not compute")
-    runs = list(itertools.product(models, options.rows))
-    shapes = {"context": options.context, "kernels": options.kernel}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     found: list[dict[str, Any]] = []
     torch.manual_seed(0)
-    for number, (source, rows) in enumerate(runs, 1):
-        if len(models) > 1:
-            print(f"{source}:", flush=True)
-        for result in check_operations(
-            *models[source], rows=rows, replays=options.replays, **shapes
-        ):
-            print(result, flush=True)
-            entry = {"model": source, **dataclasses.asdict(result), "passed": result.passed}
-            found.append(entry)
-            if options.json is not None:
-                write_file(options.json, json.dumps(found, indent=1) + "\n")
-        if found and found[-1]["lost"]:
-            left = ", ".join(f"{source} {rows} rows" for source, rows in runs[number:])
-            print(f"the device is unusable, not run: {left or 'none'}", flush=True)
-            break
+    try:
+        if device == "cpu" and not INTERPRETED:
+            raise ConfigError("there is no CUDA device: set TRITON_INTERPRET=1 to run on the CPU")
+        model = resolve_source(options.model, config_only=True).native
+        settings = EngineConfig(device=device, mode="eager", dtype=options.dtype)
+        config = ResolvedConfig.resolve(settings, model)
+        if (obstacle := fusion_obstacle(model_plan(model))) is not None:
+            raise ConfigError(f"{options.model}: no kernels compute {obstacle}")
+        shapes = {n: getattr(options, n) for n in ("context", "replays")}
+        for rows in options.rows:
+            for result in check_operations(
+                model, config, Operations(), rows=rows, kernels=options.kernel, **shapes
+            ):
+                print(result, flush=True)
+                entry = dataclasses.asdict(result) | {"passed": result.passed}
+                found.append({"model": options.model} | entry)
+                if options.json is not None:
+                    write_file(options.json, json.dumps(found, indent=1) + "\n")
+    except StepgraphError as error:
+        print(f"verify: error: {error}", file=sys.stderr)
+        return 1
     return int(not all(entry["passed"] for entry in found))
-
-
-def _refuse(message: str) -> int:
-    print(f"verify: error: {message}", file=sys.stderr)
-    return 1
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from stepgraph.runtime.kernels.triton import kernel_calls, layer_kernels
 from stepgraph.runtime.kernels.triton import prefill_attention as prefill_module
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.expert_routing import route
-from stepgraph.runtime.kernels.triton.experts import experts_of_any_tokens
+from stepgraph.runtime.kernels.triton.experts import experts
 from stepgraph.runtime.kernels.triton.kernel_calls import (
     INTERPRETED,
     KernelCall,
@@ -146,7 +146,7 @@ def test_experts_of_a_token_do_not_depend_on_the_others(dtype: torch.dtype) -> N
     def mix(rows: Tensor) -> Tensor:
         out = torch.empty_like(rows)
         routed = route(op, rows, tensors, any_tokens=True)
-        experts_of_any_tokens(op, rows, tensors, routed, rows, out)
+        experts(op, rows, tensors, routed, rows, out, any_tokens=True)
         return out
 
     together = mix(x)

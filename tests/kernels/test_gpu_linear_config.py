@@ -49,9 +49,7 @@ def prefetched(config: LinearConfig, n: int, k: int) -> int:
 
     linear = GpuLinear(empty(2 * n, k))
     with record_kernel_calls() as calls:
-        gate_up(
-            empty(1, k), GpuNorm(empty(k), 1e-5), linear, empty(1, n), gelu=False, config=config
-        )
+        gate_up(empty(1, k), linear, empty(1, n), norm=GpuNorm(empty(k), 1e-5), config=config)
     amount: int = calls[0].constants["PREFETCH"]
     return amount
 

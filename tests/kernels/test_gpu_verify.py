@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,30 @@ import torch
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime import EngineConfig
+from stepgraph.runtime import EngineConfig, KernelSelfTestError
 from stepgraph.runtime.kernels.triton.operations import Operations
 from stepgraph.runtime.models.families import ExpertsConfig
 from stepgraph.runtime.models.presets import PRESETS
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
-from stepgraph.runtime.tools import verify_kernels
 from stepgraph.runtime.tools.verify_kernels import Verified, check_operations, main
 
+from ..rigs.tiny_models import Tiny
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NATIVE = Operations()
+EXPERTS = ExpertsConfig(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
 
 
 def check(
     name: str,
     *kernels: str,
     rows: int = 1,
-    operations: Operations | None = None,
+    operations: Operations = NATIVE,
     experts: ExpertsConfig | None = None,
+    found: list[Verified] | None = None,
     **settings: Any,
 ) -> list[Verified]:
+    found = [] if found is None else found
     model = dataclasses.replace(
         PRESETS[name], vocab_size=40, hidden_size=32, intermediate_size=24, num_layers=2,
         num_heads=4, num_kv_heads=2, head_dim=16, layer_types=(),
@@ -42,106 +47,102 @@ def check(
     )  # fmt: skip
     config = EngineConfig(device=DEVICE.type, mode="eager", block_size=4, **settings)
     resolved = ResolvedConfig.resolve(config, model)
-    return list(
-        check_operations(
-            model, resolved, rows=rows, context=7, replays=20,
-            kernels=kernels or None, operations=operations,
-        )
-    )  # fmt: skip
+    shape: dict[str, Any] = {"rows": rows, "context": 7, "replays": 20, "kernels": kernels or None}
+    for result in check_operations(model, resolved, operations, **shape):
+        found.append(result)
+    return found
 
 
-@pytest.mark.sampled(2)
+MLP = {
+    "norm_linear",
+    "decode_attention",
+    "output",
+    "gate_up",
+    "down",
+    "final_norm",
+    "head",
+    "layer",
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "rows", "settings"),
+    ("name", "rows", "settings", "expected"),
     [
-        ("llama-3.2-1b", 1, {}),
-        ("qwen3-0.6b", 5, {"weight_dtype": "int8"}),
-        ("gemma-2-2b", 2, {"kv_dtype": "int8"}),  # what layers return waits to be normed and added
+        pytest.param("llama-3.2-1b", 1, {}, MLP, marks=pytest.mark.slow),
+        pytest.param("qwen3-0.6b", 5, {"weight_dtype": "int8"}, MLP, marks=pytest.mark.slow),
+        # What layers return waits to be normed and added.
+        ("gemma-2-2b", 2, {"kv_dtype": "int8"}, MLP),
+        ("qwen3-moe-7b-a1b", 2, {"experts": EXPERTS}, {"route", "experts", "norm_rows"}),
     ],
 )
-def test_right_kernels_pass(name: str, rows: int, settings: dict[str, str]) -> None:
-    found = check(name, rows=rows, **settings)
-    assert {"norm_linear", "decode_attention", "gate_up", "down", "head", "layer"} <= {
-        result.kernel for result in found
-    }
+def test_right_kernels_pass(
+    name: str, rows: int, settings: dict[str, Any], expected: set[str]
+) -> None:
+    found = check(name, *expected, rows=rows, **settings)
+    assert {result.kernel for result in found} == expected
     assert all(result.passed for result in found), "\n".join(map(str, found))
 
 
-@pytest.mark.parametrize("rows", [2, 5])
-def test_experts_are_verified(rows: int) -> None:
-    experts = ExpertsConfig(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
-    found = check("qwen3-moe-7b-a1b", "route", "experts", "norm_rows", rows=rows, experts=experts)
-    assert {result.kernel for result in found} == {"route", "experts", "norm_rows"}
-    assert all(result.passed for result in found), "\n".join(map(str, found))
-    wrong = dataclasses.replace(Operations(), experts=experts_off_by_a_little)
-    (result,) = check("qwen3-moe-7b-a1b", "experts", experts=experts, operations=wrong)
-    assert not result.passed
-
-
-def experts_off_by_a_little(*arguments: Any, **more: Any) -> None:
-    Operations().experts(*arguments, **more)
-    arguments[5].mul_(1.05)  # out_TD
-
-
-def skip_a_row(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def run(x: torch.Tensor, *arguments: Any, **more: Any) -> None:
-        head, out = arguments[:2], arguments[2]
-        kernel(x[:-1].clone(), *head, out[:-1], *arguments[3:], **more)
+def skips_a_row(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **more: Any) -> None:
+        x, linear, out = arguments
+        kernel(x[:-1].clone(), linear, out[:-1], **more)
 
     return run
 
 
-def off_by_a_little(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def is_off_by_a_little(kernel: Callable[..., Any], out: int = 2) -> Callable[..., Any]:
     def run(*arguments: Any, **more: Any) -> None:
         kernel(*arguments, **more)
-        arguments[3].mul_(1.05)
+        arguments[out].mul_(1.05)
 
     return run
 
 
-def does_not_compile(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments: Any, **more: Any) -> None:
-        raise RuntimeError("out of resource: shared memory\nand more")
-
-    return run
+def does_not_compile(*arguments: Any, **more: Any) -> None:
+    raise RuntimeError("out of resource: shared memory\nand more")
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("fault", [skip_a_row, off_by_a_little, does_not_compile])
-def test_wrong_kernels_are_found(fault: Callable[..., Any], dtype: str) -> None:
-    operation, kernel = "norm_linear", "norm_linear"
-    if fault is off_by_a_little:
-        operation, kernel = "residual_linear", "down"
-    native = Operations()
-    wrong = dataclasses.replace(native, **{operation: fault(getattr(native, operation))})
-    for result in check("llama-3.2-1b", kernel, "gate_up", rows=2, dtype=dtype, operations=wrong):
-        assert result.passed == (result.kernel == "gate_up"), str(result)
-        if fault is does_not_compile and not result.passed:
-            assert result.failure == "RuntimeError: out of resource: shared memory"
-            assert str(result).startswith("FAILED norm_linear")
-
-
-def test_lost_device_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "kernel", "wrong"),
+    [
+        ("llama-3.2-1b", "norm_linear", {"norm_linear": skips_a_row(NATIVE.norm_linear)}),
+        ("llama-3.2-1b", "down", {"residual_linear": is_off_by_a_little(NATIVE.residual_linear)}),
+        ("qwen3-moe-7b-a1b", "experts", {"experts": is_off_by_a_little(NATIVE.experts, 5)}),
+        ("llama-3.2-1b", "norm_linear", {"norm_linear": does_not_compile}),
+    ],
+    ids=["row", "factor", "experts", "error"],
+)
+def test_wrong_kernels_are_found(
+    name: str, kernel: str, wrong: dict[str, Callable[..., Any]]
 ) -> None:
-    def check_two(*_: Any, rows: int, **__: Any) -> Iterator[Verified]:
-        yield Verified("down", rows, False, error=0.0)
-        if rows == 8:
-            yield Verified("head", rows, False, failure="AcceleratorError: illegal", lost=True)
+    operations, other = Operations(**wrong), "route" if kernel == "experts" else "gate_up"
+    experts = EXPERTS if kernel == "experts" else None
+    found = check(name, kernel, other, rows=2, operations=operations, experts=experts)
+    assert {result.kernel: result.passed for result in found} == {kernel: False, other: True}
+    if does_not_compile in wrong.values():
+        assert "RuntimeError: out of resource" in str(found[0])
 
-    monkeypatch.setattr(verify_kernels, "check_operations", check_two)
-    monkeypatch.setattr(verify_kernels, "INTERPRETED", True)
-    file = tmp_path / "found.json"
-    models = "--model preset:llama-3.2-1b preset:qwen3-0.6b"
-    assert main(f"{models} --rows 1 8 32 --json {file}".split()) == 1
+
+def test_lost_device_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def loses_the_device(*arguments: Any, **more: Any) -> None:
+        monkeypatch.setattr(torch, "ones", lost)
+        lost()
+
+    results: list[Verified] = []
+    operations = Operations(gate_up=loses_the_device)
+    with pytest.raises(KernelSelfTestError):
+        check("llama-3.2-1b", "gate_up", "down", operations=operations, found=results)
+    assert [(result.kernel, result.passed) for result in results] == [("gate_up", False)]
+
+
+def test_command_writes_what_it_found(tiny: Tiny, tmp_path: Path) -> None:
+    file, model = tmp_path / "found.json", str(tiny("micro").directory)
+    arguments = "--rows 1 2 --context 7 --replays 9 --kernel gate_up --model"
+    assert main([*arguments.split(), model, "--json", str(file)]) == 0
     found = json.loads(file.read_text())
-    assert [(e["kernel"], e["rows"], e["lost"]) for e in found] == [
-        ("down", 1, False),
-        ("down", 8, False),
-        ("head", 8, True),
-    ]
-    last = capsys.readouterr().out.splitlines()[-1]
-    left = ["preset:llama-3.2-1b 32 rows"]
-    left += [f"preset:qwen3-0.6b {rows} rows" for rows in (1, 8, 32)]
-    assert last.endswith(", ".join(left))
+    rows = [(entry["kernel"], entry["rows"], entry["passed"]) for entry in found]
+    assert set(rows) == {("gate_up", 1, True), ("gate_up", 2, True)}

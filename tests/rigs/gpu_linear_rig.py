@@ -11,15 +11,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STORAGES = ("int8", "int8 blocks", "fp8", "fp8 blocks")
 
 
-def cases() -> list[tuple[int, torch.dtype]]:
-    """Rows and dtype: every dtype at one number of few rows and one of more."""
-    half = torch.bfloat16
-    return [
-        *((count, dtype) for count in (3, 5) for dtype in DTYPES),
-        *((count, half) for count in (1, 2, 4, 8, 32)),
-    ]
-
-
 def rows(count: int, features: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(count, features, device=DEVICE).to(dtype)
 

@@ -73,7 +73,7 @@ def gpu_kernels(
         from .linear import GpuLinear
 
         out_TN = x_TK.new_empty(x_TK.shape[0], out_features)
-        chosen().norm_linear(x_TK, None, GpuLinear(weight_NK, scales_N, bias_N), out_TN)
+        chosen().norm_linear(x_TK, GpuLinear(weight_NK, scales_N, bias_N), out_TN)
         return out_TN
 
     return Kernels(

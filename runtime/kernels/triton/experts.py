@@ -41,7 +41,6 @@ from .rowwise import Clamp
 __all__ = [
     "down_of_pairs",
     "experts",
-    "experts_of_any_tokens",
     "experts_on_gpu",
     "gate_up_of_pairs",
     "reference_experts_of_choice",
@@ -247,6 +246,7 @@ def experts(
     configs: tuple[LinearConfig, LinearConfig] | None = None,
     *,
     scale: float = 1.0,
+    any_tokens: bool = False,
 ) -> None:
     """`out = residual + scale * (sum of the outputs of each token's experts)`.
 
@@ -262,8 +262,14 @@ def experts(
         out_TD: written; may be `residual_TD`.
         configs: sizes of both products, of one kind; None: from `expert_tiles`.
         scale: of the sum.
+        any_tokens: one compiled kernel for any number of tokens. The bits of a token do not depend
+            on the others: each of its experts is one chain of products, whatever the place of the
+            pair in its block.
     """
-    if configs is None:
+    rows = None
+    if any_tokens:
+        rows, configs = ANY_PAIRS, (any_tiles(x_TD.dtype),) * 2
+    elif configs is None:
         weight = tensors.gate_up, tensors.gate_up_scales
         configs = expert_tiles(ExpertSizes.of(op, x_TD.shape[0], x_TD.dtype, *weight))
     first, second = configs
@@ -272,29 +278,8 @@ def experts(
         inner_TKF = gate_up_of_pairs(op, x_TD, tensors, routed, first)
         down_of_pairs(op, inner_TKF, tensors, routed, *ends)
     else:
-        blocks, inner_NF = gate_up_of_blocks(op, x_TD, tensors, routed, first)
+        blocks, inner_NF = gate_up_of_blocks(op, x_TD, tensors, routed, first, rows)
         down_of_blocks(op, blocks, inner_NF, tensors, routed, *ends)
-
-
-def experts_of_any_tokens(
-    op: Experts,
-    x_TD: Tensor,
-    tensors: ExpertTensors,
-    routed: Routed,
-    residual_TD: Tensor | None,
-    out_TD: Tensor,
-    *,
-    scale: float = 1.0,
-) -> None:
-    """As `experts`, with one compiled kernel for any number of tokens.
-
-    The bits of a token do not depend on the other tokens: each of its experts is one chain of
-    products, whatever the place of the pair in its block.
-    """
-    config = any_tiles(x_TD.dtype)
-    blocks, inner_NF = gate_up_of_blocks(op, x_TD, tensors, routed, config, ANY_PAIRS)
-    ends = (residual_TD, out_TD, scale, config)
-    down_of_blocks(op, blocks, inner_NF, tensors, routed, *ends)
 
 
 def reference_experts_of_choice(
@@ -303,15 +288,14 @@ def reference_experts_of_choice(
     tensors: ExpertTensors,
     routed: Routed,
     residual_TD: Tensor | None,
-    out_TD: Tensor,
     *,
     scale: float = 1.0,
-) -> None:
-    """What `experts` does, in plain torch."""
+) -> Tensor:
+    """What `experts` writes, in plain torch."""
     sum_TD = reference_products(op, x_TD, tensors, routed.weights, routed.experts.long())
     if scale != 1.0:
         sum_TD = sum_TD * scale
-    out_TD.copy_(sum_TD if residual_TD is None else residual_TD + sum_TD)
+    return sum_TD if residual_TD is None else residual_TD + sum_TD
 
 
 def triton_experts(

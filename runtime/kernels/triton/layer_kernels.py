@@ -330,12 +330,14 @@ class LayerChain:
     def _normed_product(self, kernel: LayerKernel, fused: NormLinear | GateUp) -> None:
         x_TD, pending = self.hidden.x, self.hidden.pending()
         out_TN = x_TD.new_empty(x_TD.shape[0], fused.features)
-        arguments = (x_TD, kernel.norm, kernel.linear, out_TN)
+        arguments = (x_TD, kernel.linear, out_TN)
         with operation(fused.name):
             if isinstance(fused, GateUp):
-                self._operations.gate_up(*arguments, gelu=fused.gelu, pending=pending)
+                self._operations.gate_up(
+                    *arguments, norm=kernel.norm, pending=pending, gelu=fused.gelu
+                )
             else:
-                self._operations.norm_linear(*arguments, pending)
+                self._operations.norm_linear(*arguments, norm=kernel.norm, pending=pending)
         self._value = out_TN
         if pending is not None:
             self.hidden = Hidden(pending.out)
@@ -358,7 +360,7 @@ class LayerChain:
         scale = 1.0 if fused.sums else fused.scale
         with operation(fused.name):
             self._operations.residual_linear(
-                self._value, kernel.linear, residual_TD, out_TD, scale=scale
+                self._value, kernel.linear, out_TD, residual_TN=residual_TD, scale=scale
             )
         self._added(fused, out_TD, kernel.norm)
 

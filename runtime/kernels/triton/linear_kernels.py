@@ -17,6 +17,7 @@ adds it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -50,12 +51,10 @@ from .rowwise import activate_rows, norm_rows, reference_activate_rows, referenc
 from .tuning import best_config
 
 __all__ = [
-    "dispatch_linear",
     "gate_up",
+    "linear_product",
     "norm_linear",
-    "reference_gate_up",
-    "reference_norm_linear",
-    "reference_residual_linear",
+    "reference_product",
     "residual_linear",
 ]
 
@@ -207,12 +206,11 @@ Product = Callable[[Tensor, GpuLinear, Tensor], None]
 """`product(x_TK, linear, out_TN)`, of any number of rows."""
 
 
-def dispatch_linear(
+def linear_product(
     name: str,
     x_TK: Tensor,
     linear: GpuLinear,
     out_TN: Tensor,
-    config: LinearConfig | None = None,
     *,
     norm: GpuNorm | None = None,
     pending: Pending | None = None,
@@ -220,22 +218,27 @@ def dispatch_linear(
     gated: bool = False,
     gelu: bool = False,
     scale: float = 1.0,
+    config: LinearConfig | None = None,
     product: Product | None = None,
 ) -> None:
-    """Compute the product of up to four rows in one kernel, or of more with the library.
+    """`out = residual + scale * linear(norm(x))`, of up to four rows in one kernel.
+
+    With `pending` of `x + pending.norm(pending.delta)`, which is kept. If `gated`,
+    `out = act(gate) * up` of a weight `[2N, K]`, gate first. Results are rounded to the model's
+    dtype after the product, before and after `scale`, and after the activation.
 
     Args:
         name: of the operation.
-        x_TK: contiguous, as all tensors.
+        x_TK: contiguous, as all tensors; activations are in the model's dtype.
         linear: `[2N, K]` if `gated`, else `[N, K]`.
-        out_TN: written; its dtype is the model's.
-        config: sizes for up to four rows; None: as tuned, or the default.
-        norm: of the input.
+        out_TN: written; may be `residual_TN` itself.
+        norm: of the input; None: the rows as they are.
         pending: added before.
-        residual_TN: what the product is added to.
-        gated: the result is `act(gate) * up`.
-        gelu: of the activation; else silu.
-        scale: factor of results, rounded before and after; not if `gated`.
+        residual_TN: what the product is added to; not if `gated`.
+        gated: see above.
+        gelu: the activation is tanh's approximation of gelu; else silu.
+        scale: factor of results; not if `gated`.
+        config: sizes for up to four rows; None: as tuned, or the default.
         product: computes the product of any number of rows, in a kernel of its own; None: the
             library does if there are more than four.
 
@@ -321,111 +324,25 @@ def dispatch_linear(
     )
 
 
-def norm_linear(
+norm_linear = partial(linear_product, "norm_linear")
+gate_up = partial(linear_product, "gate_up", gated=True)
+residual_linear = partial(linear_product, "residual_linear")
+
+
+def reference_product(
     x_TK: Tensor,
-    norm: GpuNorm | None,
     linear: GpuLinear,
-    out_TN: Tensor,
+    *,
+    norm: GpuNorm | None = None,
     pending: Pending | None = None,
-    config: LinearConfig | None = None,
-    *,
-    product: Product | None = None,
-) -> None:
-    """`out = linear(norm(x))`, or of `x + pending.norm(pending.delta)`, which is kept.
-
-    All contiguous; activations in the model's dtype. Without `norm`, of the rows as they are.
-    """
-    dispatch_linear(
-        "norm_linear",
-        x_TK,
-        linear,
-        out_TN,
-        config,
-        norm=norm,
-        pending=pending,
-        product=product,
-    )
-
-
-def reference_norm_linear(
-    x_TK: Tensor, norm: GpuNorm | None, linear: GpuLinear, pending: Pending | None = None
-) -> Tensor:
-    """What `norm_linear` does, in plain torch."""
-    return reference_linear(reference_norm_rows(x_TK, norm, pending), linear)
-
-
-def gate_up(
-    x_TK: Tensor,
-    norm: GpuNorm | None,
-    linear: GpuLinear,
-    out_TF: Tensor,
-    *,
-    gelu: bool,
-    pending: Pending | None = None,
-    config: LinearConfig | None = None,
-    product: Product | None = None,
-) -> None:
-    """`out = act(gate) * up` of `linear(norm(x))`, whose weight is `[2F, K]`, gate first.
-
-    The activation is silu, or tanh's approximation of gelu. Gate and up, the activation and the
-    product are rounded to the model's dtype each. `pending` as for `norm_linear`.
-    """
-    dispatch_linear(
-        "gate_up",
-        x_TK,
-        linear,
-        out_TF,
-        config,
-        norm=norm,
-        pending=pending,
-        gated=True,
-        gelu=gelu,
-        product=product,
-    )
-
-
-def reference_gate_up(
-    x_TK: Tensor,
-    norm: GpuNorm | None,
-    linear: GpuLinear,
-    *,
-    gelu: bool,
-    pending: Pending | None = None,
-) -> Tensor:
-    """What `gate_up` does, in plain torch."""
-    product_TF = reference_norm_linear(x_TK, norm, linear, pending)
-    return reference_activate_rows(product_TF, gelu=gelu)
-
-
-def residual_linear(
-    a_TK: Tensor,
-    linear: GpuLinear,
-    residual_TN: Tensor | None,
-    out_TN: Tensor,
-    config: LinearConfig | None = None,
-    *,
+    residual_TN: Tensor | None = None,
+    gated: bool = False,
+    gelu: bool = False,
     scale: float = 1.0,
-    product: Product | None = None,
-) -> None:
-    """`out = residual + scale * linear(a)`, both products rounded, or the scaled product alone.
-
-    All contiguous, activations in the model's dtype. `out_TN` may be `residual_TN` itself.
-    """
-    dispatch_linear(
-        "residual_linear",
-        a_TK,
-        linear,
-        out_TN,
-        config,
-        residual_TN=residual_TN,
-        scale=scale,
-        product=product,
-    )
-
-
-def reference_residual_linear(
-    a_TK: Tensor, linear: GpuLinear, residual_TN: Tensor | None, *, scale: float = 1.0
 ) -> Tensor:
-    """What `residual_linear` does, in plain torch."""
-    product_TN = reference_linear(a_TK, linear) * scale
+    """What `linear_product` computes, in plain torch."""
+    product_TN = reference_linear(reference_norm_rows(x_TK, norm, pending), linear)
+    if gated:
+        return reference_activate_rows(product_TN, gelu=gelu)
+    product_TN = product_TN * scale
     return product_TN if residual_TN is None else residual_TN + product_TN

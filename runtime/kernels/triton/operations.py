@@ -12,7 +12,7 @@ from torch import Tensor
 from .begin import Beginning, begin_decode
 from .decode_attention import decode_attention
 from .expert_routing import Routed, route
-from .experts import experts, experts_of_any_tokens
+from .experts import experts
 from .linear_kernels import gate_up, norm_linear, residual_linear
 from .matmul import linear_of_any_rows
 from .prefill_attention import prefill_attention, prefill_tiles
@@ -48,5 +48,5 @@ class Operations:
             residual_linear=partial(residual_linear, **alone),
             gate_up=partial(gate_up, **alone),
             route=partial(route, any_tokens=True),
-            experts=experts_of_any_tokens,
+            experts=partial(experts, any_tokens=True),
         )
