@@ -222,18 +222,17 @@ def test_an_engine_verifies_rows_with_penalties_and_grammars(
         "kernels": "torch",
         "mode": "eager",
         "dtype": "float32",
-        "max_num_seqs": 3,
+        "max_num_seqs": 2,
     }
     config |= {"structured_output": structured is not None}
     params = [
-        SamplingParams(max_tokens=10, temperature=0.0, repetition_penalty=1.2, ignore_eos=True),
-        SamplingParams(max_tokens=8, seed=2, frequency_penalty=0.4, structured=structured),
-        SamplingParams(max_tokens=8, temperature=0.0, structured=structured),
+        SamplingParams(max_tokens=6, temperature=0.0, repetition_penalty=1.2, ignore_eos=True),
+        SamplingParams(max_tokens=5, seed=2, frequency_penalty=0.4, structured=structured),
     ]
-    prompts = [[7, 30, 41], [5, 5, 90, 12], [60, 61]]
+    prompts = [[7, 30, 41], [5, 5, 90, 12]]
     expected = run_mixed(open_engine("text", **config), prompts, params)
     monkeypatch.setitem(SAMPLERS, "torch", triton_sampler)
-    engine = open_engine("text", **config, speculation={"num_speculative_tokens": 4})
+    engine = open_engine("text", **config, speculation={"num_speculative_tokens": 2})
     guesses = guess(engine, {name: own[0] for name, own in expected.items()}, 0.8)
     assert run_mixed(engine, prompts, params) == expected
-    assert guesses.accepted > 5
+    assert guesses.accepted > 2
