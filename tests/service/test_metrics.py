@@ -1,25 +1,150 @@
-"""Metrics of an `AsyncEngine`: each value against the outputs, the records or the engine."""
+"""Records, metrics and spans of requests, against the outputs, the records and the engine."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from stepgraph.runtime import AsyncEngine, ServiceConfig
-from stepgraph.runtime.errors import OverloadedError
+from stepgraph.runtime import AsyncEngine, ChatPrompt, StepgraphError
+from stepgraph.runtime.errors import EngineFailedError, OverloadedError, RequestError
 from stepgraph.runtime.service.request_record import RequestRecord
+from stepgraph.runtime.service.tracing import trace_requests
 
 from ..rigs.fake_engine import fake_engine, params
-from ..rigs.service_rig import wait_until
-from .test_request_records import SlowEngine, listening
+from ..rigs.service_rig import SECONDS, config, fail, rig, wait_until
 
 prometheus = pytest.importorskip("prometheus_client")
 
 from stepgraph.runtime.service.metrics import METRICS, EngineMetrics  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+def listening(engine: AsyncEngine) -> list[RequestRecord]:
+    records: list[RequestRecord] = []
+    engine.add_listener(records.append)
+    return records
+
+
+def test_a_finished_request_has_a_record() -> None:
+    with AsyncEngine(fake_engine) as engine:
+        records = listening(engine)
+        prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        options: Any = {"tenant": "t", "priority": 3, "traceparent": "00-x"}
+        outputs = [engine.submit(prompt, params(1, n=2), **options).result() for _ in range(2)]
+        wait_until(lambda: len(records) == 2)
+    for output, record in zip(outputs, records, strict=True):
+        assert record.request_id == output.request_id
+        assert (record.tenant, record.priority, record.traceparent) == ("t", 3, "00-x")
+        assert (record.outcome, record.phase, record.error) == ("length", "decode", None)
+        assert record.finish_reasons == ("length", "length")
+        assert (record.num_prompt_tokens, record.num_output_tokens) == (9, 12)
+        assert record.num_cached_tokens == output.cached_tokens
+        assert record.token_ns == tuple(c.token_ns_since(0) for c in output.completions)
+        assert record.params == params(1, n=2).resolved()
+        assert record.started_ns is not None
+        assert record.first_token_ns is not None
+        assert record.last_token_ns is not None
+        times = [record.submitted_ns, record.started_ns, record.first_token_ns]
+        times += [record.last_token_ns, record.ended_ns]
+        assert times == sorted(times)
+    assert records[1].num_cached_tokens > 0
+
+
+def test_listeners_run_in_the_thread_of_callbacks_and_harm_nothing() -> None:
+    def leave(record: RequestRecord) -> None:
+        raise SystemExit(record.request_id)
+
+    threads: list[str] = []
+    with AsyncEngine(fake_engine) as engine:
+        engine.add_listener(leave)
+        engine.add_listener(lambda _: threads.append(threading.current_thread().name))
+        for seed in range(3):
+            engine.submit([1, 2], params(seed)).result()
+    assert threads == ["stepgraph-callbacks"] * 3
+
+
+def test_every_outcome_is_recorded_and_counted() -> None:
+    with rig(config(max_queued_requests=4), max_num_seqs=2) as r:
+        metrics, records = EngineMetrics(r.engine), listening(r.engine)
+
+        def submit(name: str, **options: Any) -> Any:
+            return r.engine.submit([1, 2], params(1, 40), request_id=name, **options)
+
+        def expire(*names: str) -> None:
+            for name in names:
+                handle = r.requests.handles[name]
+                handle.deadline_ns = handle.submitted_ns
+                r.requests.watch(handle)
+
+        r.steps.close()
+        submit("running")
+        submit("running-deadline")
+        for _ in range(4):  # both have tokens then
+            assert r.steps.waiting.acquire(timeout=SECONDS)
+            r.steps.permit()
+        assert r.steps.waiting.acquire(timeout=SECONDS)
+        waiting = [submit("waits"), submit("waits-2")]
+        submit("queued")
+        submit("queued-deadline")
+        with pytest.raises(OverloadedError):
+            submit("overloaded")
+        r.engine.abort("queued")
+        r.engine.abort("running")
+        r.thread.run(lambda: expire("running-deadline", "queued-deadline"))
+        r.steps.open()
+        for future in waiting:
+            future.result(SECONDS)
+        late = submit("late", first_token_deadline=1e-9)
+        assert late.result(SECONDS).finish_reason == "deadline"
+        assert r.engine.submit([1] * 100, params(1), request_id="invalid").exception(SECONDS)
+        assert asyncio.run(r.engine.drain())
+        with pytest.raises(StepgraphError):
+            submit("draining")
+        asyncio.run(r.engine.wake())
+        tokens = Scrape(metrics)("generation_tokens_total")
+        r.on_step = fail
+        assert isinstance(submit("lost").exception(SECONDS), EngineFailedError)
+        wait_until(lambda: len(records) == 11)
+        scrape = Scrape(metrics)
+    ends = {record.request_id: (record.outcome, record.phase) for record in records}
+    assert ends == {
+        "running": ("abort", "decode"),
+        "running-deadline": ("deadline", "decode"),
+        "queued": ("abort", "queue"),
+        "queued-deadline": ("deadline", "queue"),
+        "waits": ("length", "decode"),
+        "waits-2": ("length", "decode"),
+        "overloaded": ("overloaded", "queue"),
+        "late": ("deadline", "queue"),
+        "invalid": ("invalid", "queue"),
+        "lost": ("failed", "prefill"),
+        "draining": ("unavailable", "queue"),
+    }
+    for record in records:
+        answered = record.outcome in ("length", "abort", "deadline")
+        assert (record.error is None) == answered, record
+    outcomes, phases = Counter(end for end, _ in ends.values()), Counter(ends.values())
+    for name, labels in (
+        ("request_success", ("length", "abort", "deadline", "stop", "error")),
+        ("requests_shed", ("overloaded", "unavailable", "deadline_unreachable")),
+    ):
+        assert [scrape(f"{name}_total", label) for label in labels] == [
+            outcomes[label] for label in labels
+        ]
+    for name, outcome in (("requests_cancelled", "abort"), ("deadlines_missed", "deadline")):
+        for phase in ("queue", "prefill", "decode"):
+            assert scrape(f"{name}_total", phase) == phases[outcome, phase]  # type: ignore[index]
+    assert scrape("requests_invalid_total") == scrape("requests_failed_total") == 1
+    assert scrape("e2e_request_latency_seconds_count") == 5
+    assert scrape("generation_tokens_total") >= tokens > 80  # also of the lost engine
 
 
 class Scrape:
@@ -88,7 +213,7 @@ def seconds_of(records: list[RequestRecord]) -> dict[str, list[float]]:
 
 
 def test_histograms_of_requests_hold_the_values_of_their_records() -> None:
-    with AsyncEngine(lambda: fake_engine()) as engine:
+    with AsyncEngine(fake_engine) as engine:
         metrics, records = EngineMetrics(engine), listening(engine)
         served(engine, records)
         scrape = Scrape(metrics)
@@ -103,7 +228,7 @@ def test_histograms_of_requests_hold_the_values_of_their_records() -> None:
 
 
 def test_counters_and_steps() -> None:
-    with AsyncEngine(lambda: fake_engine()) as engine:
+    with AsyncEngine(fake_engine) as engine:
         metrics, records = EngineMetrics(engine), listening(engine)
         served(engine, records)
         middle = Scrape(metrics)
@@ -131,63 +256,26 @@ def test_counters_and_steps() -> None:
 
 
 def test_gauges_while_requests_wait() -> None:
-    slow = SlowEngine()
-    with AsyncEngine(slow.start) as engine:
-        metrics = EngineMetrics(engine)
+    with rig(max_num_seqs=2) as r:
+        metrics = EngineMetrics(r.engine)
+        r.steps.close()
         for seed in range(5):
-            engine.submit([1, 2, 3], params(seed, 40))
-        wait_until(lambda: Scrape(metrics)("num_requests_running") == 2)
+            r.engine.submit([1, 2, 3], params(seed, 40))
+        wait_until(lambda: r.steps.permit() or Scrape(metrics)("num_requests_running") == 2)
         scrape = Scrape(metrics)
         assert scrape("num_requests_waiting") == 3
         assert scrape("num_prompt_tokens_waiting") == 9
         assert 0 < scrape("kv_cache_usage_perc") < 1
-        assert 0 < scrape("step_age_seconds") < 20
+        assert 0 < scrape("step_age_seconds") < SECONDS
     closed = Scrape(metrics)
     assert (closed("engine_ready"), closed("engine_phase", "closed")) == (0, 1)
     assert closed("num_requests_running") == closed("num_requests_waiting") == 0
     assert closed("generation_tokens_total") >= scrape("generation_tokens_total")
 
 
-def test_refused_cancelled_and_lost_requests() -> None:
-    slow = SlowEngine()
-    config = ServiceConfig(max_queued_requests=2)
-    with AsyncEngine(slow.start, config) as engine:
-        metrics, records = EngineMetrics(engine), listening(engine)
-
-        def submit(name: str, deadline: float | None = None) -> None:
-            engine.submit([1, 2], params(1, 40), request_id=name, deadline=deadline)
-
-        submit("a")
-        submit("b")
-        wait_until(lambda: engine.snapshot().queued_requests == 0)
-        submit("cancelled")
-        submit("late", 0.2)
-        with pytest.raises(OverloadedError):
-            submit("overloaded")
-        engine.abort("cancelled")
-        wait_until(lambda: len(records) == 3)
-        engine.abort("b")
-        wait_until(lambda: len(records) == 4)
-        tokens = Scrape(metrics)("generation_tokens_total")
-        assert engine.submit([99], params(1)).exception()
-        slow.failure = ValueError("a step failed")
-        wait_until(lambda: len(records) == 6)
-        scrape = Scrape(metrics)
-    assert scrape("requests_cancelled_total", "queue") == 1
-    assert scrape("requests_cancelled_total", "decode") == 1
-    assert scrape("deadlines_missed_total", "queue") == 1
-    assert scrape("requests_shed_total", "overloaded") == 1
-    assert scrape("requests_invalid_total") == 1
-    assert scrape("requests_failed_total") == 1
-    reasons = {r: scrape("request_success_total", r) for r in ("length", "abort", "deadline")}
-    assert reasons == {"length": 0, "abort": 2, "deadline": 1}
-    assert scrape("e2e_request_latency_seconds_count") == 1
-    assert scrape("generation_tokens_total") >= tokens  # also of the lost engine
-
-
 def test_names_kinds_and_labels() -> None:
     before = {family.name for family in prometheus.REGISTRY.collect()}
-    with AsyncEngine(lambda: fake_engine()) as engine:
+    with AsyncEngine(fake_engine) as engine:
         metrics = EngineMetrics(engine, model_name="m", vllm_names=True)
         plain = EngineMetrics(engine)
         served(engine, listening(engine), 1)
@@ -213,3 +301,56 @@ def test_names_kinds_and_labels() -> None:
     assert text.endswith(b"# EOF\n")
     _, content_type = metrics.exposition("application/openmetrics-text; version=x")
     assert content_type.startswith("text/plain")
+
+
+def test_a_span_for_each_request() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from opentelemetry.trace import SpanKind, StatusCode
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    before = time.time_ns()
+    with AsyncEngine(fake_engine) as engine:
+        trace_requests(engine, model_name="m", tracer_provider=provider)
+        records = listening(engine)
+        own = params(5, 7, n=2, temperature=0.5, top_k=3)
+        output = engine.submit([1, 2, 3], own, traceparent=f"00-{TRACE}-{PARENT}-01").result()
+        engine.submit([1, 2], params(1), traceparent="not a header").result()
+        with pytest.raises(RequestError):  # the fake engine has no tokenizer
+            engine.submit(ChatPrompt([{"role": "user", "content": "hi"}])).result()
+        wait_until(lambda: len(records) == 3)
+    finished, second, refused = exporter.get_finished_spans()
+    attributes: dict[str, Any] = dict(finished.attributes or {})
+    assert (finished.name, finished.kind) == ("text_completion m", SpanKind.SERVER)
+    assert finished.context is not None
+    assert finished.parent is not None
+    assert f"{finished.context.trace_id:032x}" == TRACE
+    assert f"{finished.parent.span_id:016x}" == PARENT
+    expected = {
+        "request.model": "m",
+        "response.id": output.request_id,
+        "response.finish_reasons": ("length", "length"),
+        "usage.input_tokens": 3,
+        "usage.output_tokens": 14,
+        "request.max_tokens": 7,
+        "request.temperature": 0.5,
+        "request.top_k": 3,
+        "request.choice.count": 2,
+        "request.seed": 5,
+    }
+    assert expected == {name: attributes[f"gen_ai.{name}"] for name in expected}
+    assert finished.status.status_code is StatusCode.UNSET
+    assert finished.start_time is not None
+    assert finished.end_time is not None
+    assert before - 1e6 <= finished.start_time < finished.end_time <= time.time_ns() + 1e6
+    seconds = (finished.end_time - finished.start_time) / 1e9
+    assert attributes["gen_ai.latency.e2e"] == pytest.approx(seconds)
+    parts = ("time_in_queue", "time_in_model_prefill", "time_in_model_decode")
+    assert sum(attributes[f"gen_ai.latency.{part}"] for part in parts) <= seconds
+    assert second.parent is None
+    assert (refused.name, refused.kind) == ("chat m", SpanKind.INTERNAL)
+    assert refused.status.status_code is StatusCode.ERROR
+    assert (refused.attributes or {})["error.type"] == "invalid"

@@ -26,8 +26,7 @@ from stepgraph.runtime.service.ray_app.remote_call import (
     RemoteRequest,
 )
 
-from ..rigs.service_rig import in_event_loop
-from .test_request_records import SlowEngine
+from ..rigs.service_rig import Rig, fail, in_event_loop
 
 OPTIONS = {"model": "demo", "routing": {"policy": "balanced"}}
 STREAM = Head(200, ((b"content-type", b"text/event-stream"),))
@@ -145,15 +144,15 @@ def test_errors_of_a_replica_are_passed_on() -> None:
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> SlowEngine:
-    """A replica's engine, whose steps can be held back or fail."""
-    slow = SlowEngine()
+def held(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Makes a replica's engine, whose steps can be held back or fail."""
+    made = Rig(max_num_seqs=2)
 
     def make(model: str, engine: EngineConfig, service: ServiceConfig) -> AsyncEngine:
-        return AsyncEngine(slow.start, service)
+        return AsyncEngine(made.make, service)
 
     monkeypatch.setattr(AsyncEngine, "from_pretrained", make)
-    return slow
+    return made
 
 
 async def parts_of(replica: EngineReplica, request: RemoteRequest = COMPLETION) -> list[Any]:
@@ -161,7 +160,7 @@ async def parts_of(replica: EngineReplica, request: RemoteRequest = COMPLETION) 
 
 
 @in_event_loop
-async def test_a_replica_answers_and_reports(slow: SlowEngine) -> None:
+async def test_a_replica_answers_and_reports(held: Rig) -> None:
     replica = EngineReplica(ReplicaOptions.of(OPTIONS))
     await replica.check_health()
     accepted, head, *body = await parts_of(replica)
@@ -173,28 +172,28 @@ async def test_a_replica_answers_and_reports(slow: SlowEngine) -> None:
 
 
 @in_event_loop
-async def test_a_step_that_takes_too_long_is_unhealthy(slow: SlowEngine) -> None:
-    replica = EngineReplica(ReplicaOptions.of({**OPTIONS, "step_seconds": 0.2}))
-    slow.seconds = 2.0
+async def test_a_step_that_takes_too_long_is_unhealthy(held: Rig) -> None:
+    replica = EngineReplica(ReplicaOptions.of({**OPTIONS, "step_seconds": 0.05}))
+    held.steps.close()
     task = asyncio.create_task(parts_of(replica))
-    await asyncio.sleep(0.6)
+    await asyncio.to_thread(held.steps.waiting.acquire)
+    await asyncio.sleep(0.1)
     with pytest.raises(EngineFailedError):
         await replica.check_health()
-    slow.seconds = 0
+    held.steps.open()
     assert (await task)[1].status == 200
-    await replica.check_health()
 
 
 @in_event_loop
-async def test_a_failed_engine_serves_nothing_and_is_unhealthy(slow: SlowEngine) -> None:
+async def test_a_failed_engine_serves_nothing_and_is_unhealthy(held: Rig) -> None:
     """The request that it loses has no response yet, so another replica can serve it."""
     replica = EngineReplica(ReplicaOptions.of(OPTIONS))
-    slow.failure = RuntimeError("of the device")
+    held.on_step = fail
     for _ in range(2):  # the second one finds a failed engine
         accepted, refused = await parts_of(replica)
         assert accepted == Accepted()
         assert isinstance(refused, NotServed)
-        assert "of the device" in refused.reason
+        assert "injected" in refused.reason
     with pytest.raises(EngineFailedError):
         await replica.check_health()
     health = await parts_of(replica, RemoteRequest("GET", "/health", b"", (), b""))

@@ -25,10 +25,10 @@ from stepgraph.runtime.service.http.flags import in_flags
 from stepgraph.runtime.service.http.server import ThroughputLog
 
 from ..project.test_imports import run
+from ..rigs import service_rig
 from ..rigs.fake_engine import fake_engine
 from ..rigs.http_rig import COMPLETIONS, SECONDS, slow_engine
 from ..rigs.http_servers import Threaded
-from .test_request_records import SlowEngine
 
 USAGE_ERRORS = (
     *("serve", "serve demo --max-num-seqs 0", "serve demo --dtype int3", "serve demo --port x"),
@@ -155,9 +155,9 @@ def test_the_access_log_names_a_client_that_disconnects(access: pytest.LogCaptur
 
 
 def test_a_failed_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    slow = SlowEngine()
-    slow.failure = RuntimeError("a failing step")
-    server = Threaded(slow.start)
+    r = service_rig.Rig(max_num_seqs=2)
+    r.on_step = service_rig.fail
+    server = Threaded(r.make)
     url = f"http://127.0.0.1:{server.port}{COMPLETIONS}"
 
     async def post_all() -> list[httpx.Response]:
@@ -170,8 +170,7 @@ def test_a_failed_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     finally:
         server.close()
     assert set(statuses) <= {500, 503}
-    traced = [record for record in caplog.records if record.exc_info]
-    assert len(traced) == 1
+    assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
 def test_the_log_of_the_command_is_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
