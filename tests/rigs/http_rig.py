@@ -12,12 +12,14 @@ from typing import Any
 
 import httpx
 import stepgraph.runtime.demo
-from stepgraph.runtime import AsyncEngine, Engine, ServiceConfig
+from stepgraph.runtime import AsyncEngine, Engine, EngineConfig, ServiceConfig
+from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.service import app
 
 from .fake_engine import fake_engine, runner_of
 
 COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 SECONDS = 60
 
 
@@ -28,6 +30,12 @@ def demo_with_template(folder: Path, template: str) -> Path:
             (folder / path.name).symlink_to(path)
     (folder / "chat_template.jinja").write_text(template)
     return folder
+
+
+def quick_config(max_model_len: int) -> EngineConfig:
+    """The configuration with the shortest start and steps that this machine has."""
+    kernels = "native" if have_compiler() else "torch"
+    return EngineConfig(mode="eager", kernels=kernels, max_model_len=max_model_len)
 
 
 class Rig:

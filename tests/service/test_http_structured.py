@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,13 @@ pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 import jsonschema
-from stepgraph.runtime import AsyncEngine, EngineConfig, SamplingParams
-from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime import AsyncEngine, SamplingParams
 from stepgraph.runtime.structured import compiler
 
-from ..rigs.http_rig import Rig, demo_with_template
+from ..rigs.http_rig import CHAT, COMPLETIONS, Rig, demo_with_template, quick_config
 from ..rigs.service_rig import in_event_loop
 
-CHAT = "/v1/chat/completions"
 TEMPLATE = "{% for m in messages %}# {{ m.content }}\n{% endfor %}def "
-CONFIG = EngineConfig(
-    mode="eager",
-    kernels="native" if have_compiler() else "torch",
-    max_model_len=256,
-)
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Paris"]}, "days": {"enum": [3, 7]}},
@@ -41,8 +34,6 @@ HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "trip", "parameters": SCHEMA, "strict": True}}
 OTHER = {"type": "function", "function": {"name": "other"}}
 
-Serve = Callable[[Callable[[Rig], Coroutine[Any, Any, None]]], None]
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -53,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Iterator[AsyncEngine]:
     """An engine with the default token masks."""
-    with AsyncEngine.from_pretrained(checkpoint, CONFIG) as engine:
+    with AsyncEngine.from_pretrained(checkpoint, quick_config(256)) as engine:
         yield engine
 
 
@@ -137,34 +128,6 @@ async def test_numbers_keep_their_digits_on_the_way(engine: AsyncEngine, number:
         assert json.loads(text, parse_int=str, parse_float=str) == {"n": number}
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        (
-            '"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": %s}}}',
-            "response_format.json_schema.schema",
-        ),
-        ('"structured_outputs": {"json": {"const": %s}}', "structured_outputs"),
-        (
-            '"tool_choice": "required", "tools": [{"type": "function", "function":'
-            ' {"name": "f", "parameters": {"const": %s}}}]',
-            "tools[0].function.parameters",
-        ),
-    ],
-    ids=["format", "structured", "tool"],
-)
-@pytest.mark.parametrize("number", ["1" * 4000, "1e9999"], ids=["digits", "exponent"])
-@in_event_loop
-async def test_numbers_out_of_range_are_refused_by_field(
-    engine: AsyncEngine, fields: str, field: str, number: str
-) -> None:
-    rig = Rig(engine, tool_parser="hermes")
-    body = f'{{"messages": {json.dumps(HI)}, "max_tokens": 5, {fields % number}}}'
-    response = await rig.post(body.encode(), CHAT)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == field
-
-
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("keyword", ["$defs", "definitions"])
 @in_event_loop
@@ -191,67 +154,72 @@ async def test_the_parameters_of_a_demanded_call_may_refer_to_themselves(
         assert json.loads(call["function"]["arguments"]) == {"to": place, "by": place}
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
-        ({"structured_outputs": {"json": UNSUPPORTED}}, "structured_outputs"),
-        ({"response_format": {"type": "json_object", "schema": UNSUPPORTED}}, "response_format"),
-        (
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "structured_outputs",
-        ),
-        ({"tools": [TOOL], "tool_choice": {"function": {"name": "missing"}}}, "tool_choice"),
-        (
-            {
-                "tools": [{"function": {"name": "f", "parameters": UNSUPPORTED}}],
-                "tool_choice": "required",
-            },
-            "tools",
-        ),
-        ({"messages": [{"content": "hi"}]}, "messages"),
-        ({"chat_template": "other"}, "chat_template"),
-    ],
-    ids=str,
-)
+LARGE = {"const": "LARGE"}
+"""A schema with a number that is out of range."""
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_schema", "schema": LARGE}}, "response_format.schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}},
+        "response_format.json_schema.schema",
+    ),
+    ({"structured_outputs": {"json": LARGE}}, "structured_outputs"),
+    (
+        {"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": LARGE}}]},
+        "tools[0].function.parameters",
+    ),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": UNSUPPORTED}}, "structured_outputs"),
+    ({"response_format": {"type": "json_object", "schema": UNSUPPORTED}}, "response_format"),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+    ),
+    ({"tools": [TOOL], "tool_choice": {"function": {"name": "missing"}}}, "tool_choice"),
+    (
+        {
+            "tools": [{"function": {"name": "f", "parameters": UNSUPPORTED}}],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+    ({"messages": [{"content": "hi"}]}, "messages"),
+    ({"chat_template": "other"}, "chat_template"),
+]
+
+
 @in_event_loop
-async def test_refusals_name_the_field(
-    engine: AsyncEngine, fields: dict[str, Any], field: str
-) -> None:
+async def test_refusals_name_the_field(engine: AsyncEngine) -> None:
     rig = Rig(engine, tool_parser="hermes")
-    body = {"messages": HI, "max_tokens": 5, **fields}
-    response = await rig.post(json.dumps(body).encode(), CHAT)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == field
+    for fields, field in REFUSED:
+        text = json.dumps({"messages": HI, "max_tokens": 5, **fields})
+        for number in ("1" * 4000, "1e9999"):
+            response = await rig.post(text.replace('"LARGE"', number).encode(), CHAT)
+            assert response.status_code == 400, text
+            assert response.json()["error"]["param"] == field, text
 
 
-@pytest.mark.parametrize("demand", ["response_format", "tool_choice"])
-def test_a_missing_package_is_named_by_the_first_grammar(
-    demand: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@in_event_loop
+async def test_a_missing_package_is_named_by_the_first_grammar(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token masks are on by default, and restrictions without a grammar need no package."""
-
-    async def use(rig: Rig) -> None:
-        path, prompt = "/v1/completions", {"prompt": "def ", "max_tokens": 4}
-        (plain,) = (await rig.post({**prompt, "return_token_ids": True}, path)).json()["choices"]
-        allowed = {"allowed_token_ids": plain["token_ids"][:1], "return_token_ids": True}
-        (found,) = (await rig.post({**prompt, **allowed}, path)).json()["choices"]
-        assert set(found["token_ids"]) == set(allowed["allowed_token_ids"])
+    async with AsyncEngine.from_pretrained(checkpoint, quick_config(256)) as engine:
+        rig = Rig(engine, tool_parser="hermes")
+        prompt = {"prompt": "def ", "max_tokens": 4, "return_token_ids": True}
+        (plain,) = (await rig.post(prompt)).json()["choices"]
+        allowed = plain["token_ids"][:1]
+        (found,) = (await rig.post({**prompt, "allowed_token_ids": allowed})).json()["choices"]
+        assert set(found["token_ids"]) == set(allowed)
         monkeypatch.setitem(sys.modules, "llguidance", None)
-        body = {**prompt, "response_format": {"type": "json_object"}}
-        if demand == "tool_choice":
-            path, body = CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": "required"}
-        response = await rig.post(body, path)
-        assert response.status_code == 400
-        error = response.json()["error"]
-        assert error["param"] == demand
-        assert "stepgraph[structured]" in error["message"]
-
-    async def run() -> None:
-        async with AsyncEngine.from_pretrained(checkpoint, CONFIG) as engine:
-            await use(Rig(engine, tool_parser="hermes"))
-
-    asyncio.run(run())
+        for path, body, demand in (
+            (COMPLETIONS, prompt, {"response_format": {"type": "json_object"}}),
+            (CHAT, {"messages": HI, "tools": [TOOL]}, {"tool_choice": "required"}),
+        ):
+            response = await rig.post({**body, **demand}, path)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert error["param"] in demand
+            assert "stepgraph[structured]" in error["message"]
 
 
 @pytest.mark.parametrize("prompt", ["def", [5, 6, 7]], ids=["text", "tokens"])

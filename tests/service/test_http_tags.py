@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +13,23 @@ pytest.importorskip("httpx")
 pytest.importorskip("jinja2")
 pytest.importorskip("llguidance")
 
-from stepgraph.runtime import AsyncEngine, EngineConfig
+import stepgraph.runtime.demo
+import torch
+from stepgraph.runtime import AsyncEngine
 from stepgraph.runtime.loading.tokenizer import TextTokenizer
+from tokenizers import AddedToken, Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from ..rigs.http_rig import COMPLETIONS, Rig
+from ..rigs.http_rig import CHAT, COMPLETIONS, Rig, quick_config
 from ..rigs.service_rig import in_event_loop
-from ..rigs.tag_rig import tag_checkpoint
 
-CHAT = "/v1/chat/completions"
-CONFIG = EngineConfig(mode="eager", max_model_len=256, structured_output=True)
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+END = "<|im_end|>"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if thinks %}<think>\n{% endif %}{% endif %}"
+)
 HI = [{"role": "user", "content": "hi <think> x"}]
 SCHEMA = {
     "type": "object",
@@ -33,12 +42,39 @@ CALL = '<tool_call>\n{"name": "trip", "arguments": {"city": "Rome"}}\n</tool_cal
 THINKS = {"chat_template_kwargs": {"thinks": True}}
 
 
+def tag_checkpoint(folder: Path, *, special: bool) -> Path:
+    """Write a tiny model whose tags are added tokens, as in the checkpoints of Qwen and Hermes."""
+    tokenizer = Tokenizer.from_file(str(Path(stepgraph.runtime.demo.__path__[0], "tokenizer.json")))
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in ("<|im_start|>", END)]
+    )
+    tags = [AddedToken(text, special=special, normalized=False) for text in TAGS]
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tags)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.token_to_id(END),
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    settings = {"eos_token": END, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["text tags", "special tags"])
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[AsyncEngine]:
     folder = tag_checkpoint(tmp_path_factory.mktemp("tags"), special=request.param)
-    with AsyncEngine.from_pretrained(folder, CONFIG) as engine:
+    with AsyncEngine.from_pretrained(folder, quick_config(256)) as engine:
         yield engine
 
 
@@ -121,9 +157,7 @@ async def test_tags_of_a_demanded_call_are_tokens(
     ids=str,
 )
 @in_event_loop
-async def test_tags_in_grammars_are_text(
-    rig: Rig, tokenizer: TextTokenizer, grammar: dict[str, Any], text: str
-) -> None:
+async def test_tags_in_grammars_are_text(rig: Rig, grammar: dict[str, Any], text: str) -> None:
     body = {"prompt": "x", "max_tokens": 80, "structured_outputs": grammar}
     (choice,) = (await rig.post(body, COMPLETIONS)).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == (text, "stop")
@@ -141,7 +175,6 @@ async def test_tags_in_grammars_are_text(
 @in_event_loop
 async def test_tags_reach_the_parsers(
     rig: Rig,
-    tokenizer: TextTokenizer,
     text: str,
     reasoning: str | None,
     content: str | None,

@@ -16,13 +16,12 @@ pytest.importorskip("jinja2")
 pytest.importorskip("llguidance")
 pytest.importorskip("uvicorn")
 
-from stepgraph.runtime import AsyncEngine, ChatPrompt, EngineConfig, SamplingParams, ServiceConfig
+from stepgraph.runtime import AsyncEngine, ChatPrompt, SamplingParams, ServiceConfig
 from stepgraph.runtime.service.http.output_parsers import ChatOutput, make_output_parser
 
-from ..rigs.http_rig import COMPLETIONS, Rig, demo_with_template, service
+from ..rigs.http_rig import CHAT, COMPLETIONS, Rig, demo_with_template, quick_config, service
 from ..rigs.service_rig import in_event_loop, wait_until
 
-CHAT = "/v1/chat/completions"
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if tools %}# {{ tools | length }} tools\n{% endif %}"
@@ -58,8 +57,7 @@ FLAT = [
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
     """An engine that all tests share, with a chat template."""
     folder = demo_with_template(tmp_path_factory.mktemp("chat"), TEMPLATE)
-    config = EngineConfig(mode="eager", max_model_len=LONGEST)
-    with AsyncEngine.from_pretrained(folder, config) as shared:
+    with AsyncEngine.from_pretrained(folder, quick_config(LONGEST)) as shared:
         yield shared
 
 
