@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import IO, Any
@@ -21,9 +20,10 @@ from stepgraph.runtime.service import app
 from stepgraph.runtime.service.http import connection, flags
 
 from .http_rig import slow_engine
+from .service_rig import SECONDS, wait_until
 
-SECONDS = 60
 KEY = "test-key"
+HEADERS = {"authorization": f"Bearer {KEY}"}
 
 
 class Command:
@@ -51,10 +51,7 @@ class Command:
 
     def wait_for_error(self, text: str) -> None:
         """Wait for a line on stderr."""
-        end = time.monotonic() + SECONDS
-        while not any(text in line for line in self.errors):
-            assert time.monotonic() < end, self.errors
-            time.sleep(0.001)
+        wait_until(lambda: any(text in line for line in self.errors))
 
     @property
     def is_tcp(self) -> bool:
