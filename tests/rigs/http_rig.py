@@ -17,10 +17,10 @@ from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.service import app
 
 from .fake_engine import fake_engine, runner_of
+from .service_rig import SECONDS
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-SECONDS = 60
 
 
 def demo_with_template(folder: Path, template: str) -> Path:
