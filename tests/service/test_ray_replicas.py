@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import signal
+import socket
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -17,24 +23,150 @@ from stepgraph.runtime.service.ray_app import build
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray Serve", allow_module_level=True)
 
+import ray
 from ray import serve
-
-from ..rigs.ray_cluster import (
-    ENGINE,
-    Cluster,
-    Stream,
-    kill,
-    load,
-    local_cluster,
-    num_running,
-    replica_pids,
-    wait_until,
-)
+from ray.serve.config import HTTPOptions
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 pytestmark = pytest.mark.slow
+
+ENGINE = {"mode": "eager", "threads": 1, "dtype": "float32", "max_num_seqs": 2, "num_blocks": 512}
+GREEDY = {"temperature": 0, "ignore_eos": True}
+BOUND_S = 180.0
+"""Time for a deployment to change on a busy machine of two cores."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The address of the proxy of a local Ray."""
+
+    url: str
+
+    def complete(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        """Return the response to one request; raise for another status than 200."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, **GREEDY}
+        response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=BOUND_S)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def text(self, prompt: list[int], max_tokens: int) -> str:
+        return str(self.complete(prompt, max_tokens)["choices"][0]["text"])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Ray with two CPUs in processes of its own, which end with the tests."""
+    with socket.socket() as listener:  # finds a free port
+        listener.bind(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=200 << 20,
+        logging_level="error",
+        log_to_driver=False,
+    )
+    try:
+        serve.start(http_options=HTTPOptions(port=port))
+        yield Cluster(f"http://127.0.0.1:{port}")
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def num_running(deployment: str = "EngineReplica") -> int:
+    """Return the running replicas of a deployment."""
+    application = serve.status().applications.get("llm")
+    if application is None or deployment not in application.deployments:
+        return 0
+    return int(application.deployments[deployment].replica_states.get("RUNNING", 0))
+
+
+def replica_pids() -> set[int]:
+    """Return the processes of the replicas with an engine."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "ServeReplica:llm:EngineReplica" in " ".join(process.cmdline()):
+                found.add(process.pid)
+        except psutil.Error:  # it ended meanwhile
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+@dataclass
+class Stream:
+    """A streamed completion, read in a thread of its own."""
+
+    cluster: Cluster
+    prompt: list[int]
+    max_tokens: int
+    texts: list[str] = field(default_factory=list)
+    error: Mapping[str, Any] | None = None
+    """The `error` of an error event."""
+    done: bool = False
+    """Whether it ended with `[DONE]`."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def read(self) -> None:
+        body = {"prompt": self.prompt, "max_tokens": self.max_tokens, **GREEDY}
+        url = f"{self.cluster.url}/v1/completions"
+        with (
+            suppress(httpx.RemoteProtocolError),  # it ends before the response does
+            httpx.stream("POST", url, json={**body, "stream": True}, timeout=BOUND_S) as lines,
+        ):
+            assert lines.status_code == 200, lines.read()
+            for line in lines.iter_lines():
+                self._take(line.removeprefix("data: "))
+
+    def _take(self, data: str) -> None:
+        if data == "[DONE]":
+            self.done = True
+        elif data:
+            event = json.loads(data)
+            if "error" in event:
+                self.error = event["error"]
+            else:
+                self.texts.append(event["choices"][0]["text"])
+
+
+@contextmanager
+def load(cluster: Cluster, expected: list[str], clients: int) -> Iterator[list[bool]]:
+    """Send `PROMPTS` without pause from some clients; yield whether the answers are as expected.
+
+    At the end of the block the clients end their requests; an error of one is raised.
+    """
+    results: list[bool] = []
+    stopped = False
+
+    def client(number: int) -> None:
+        turn = number
+        while not stopped:
+            at = turn % len(PROMPTS)
+            results.append(cluster.text(PROMPTS[at], 16) == expected[at])
+            turn += clients
+
+    with ThreadPoolExecutor(clients) as pool:
+        futures: list[Future[None]] = [pool.submit(client, number) for number in range(clients)]
+        try:
+            yield results
+        finally:
+            stopped = True
+        for future in futures:
+            future.result(BOUND_S)
+
 
 PROMPTS = [[100 + n, *range(20 + n, 60 + n)] for n in range(24)]
 STREAMED = [[200 + n, *range(300, 340)] for n in range(4)]
@@ -53,12 +185,6 @@ def expected() -> dict[int, list[str]]:
             return [output.text for output in engine.generate(prompts, params)]
 
         return {16: texts(PROMPTS, 16), LONG: texts(STREAMED, LONG)}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with local_cluster() as found:
-        yield found
 
 
 def deploy(**options: Any) -> DeploymentHandle:
@@ -116,7 +242,7 @@ def test_a_killed_replica_loses_only_what_it_streamed(
         waiting = [pool.submit(pair.text, prompt, 16) for prompt in PROMPTS[4:16]]
         time.sleep(0.3)
         victim = min(replica_pids())
-        kill(victim)
+        os.kill(victim, signal.SIGKILL)
         assert [answer.result() for answer in waiting] == expected[16][4:16]
         for reader in reading:
             reader.result()
@@ -154,11 +280,7 @@ def test_an_update_under_load_loses_no_request(
 ) -> None:
     before = replica_pids()
 
-    def request(turn: int) -> bool:
-        number = turn % len(PROMPTS)
-        return pair.text(PROMPTS[number], 16) == expected[16][number]
-
-    with load(pair, request, clients=3) as results:
+    with load(pair, expected[16], clients=3) as results:
         deploy(replicas=2, service={"max_queued_requests": 99})
         wait_until(lambda: num_running() == 2 and not before & replica_pids())
     assert len(results) > 3
@@ -175,14 +297,9 @@ def test_replicas_follow_the_load(cluster: Cluster, expected: dict[int, list[str
     }
     deploy(autoscaling=scaling)
     wait_until(lambda: num_running() == 1 and len(replica_pids()) == 1)
-
-    def request(turn: int) -> bool:
-        number = turn % len(PROMPTS)
-        return cluster.text(PROMPTS[number], 16) == expected[16][number]
-
-    with load(cluster, request, clients=4) as results:
+    with load(cluster, expected[16], clients=4) as results:
         wait_until(lambda: num_running() == 2)
-    with load(cluster, request, clients=1) as more:
+    with load(cluster, expected[16], clients=1) as more:
         wait_until(lambda: num_running() == 1 and len(replica_pids()) == 1)
     assert all(results)
     assert more
