@@ -1,4 +1,8 @@
-"""What holds under any load: same tokens in any company, nothing left behind."""
+"""What holds under any load: same tokens in any company, nothing left behind.
+
+Whatever is shared, copied, swapped or computed again, the tokens are the ones that a request gets
+which runs alone and computes everything.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 
-from ..rigs.engine_rig import Open, keep_in_flight, loop_of, parts_of, tokens_of
+from ..rigs.engine_rig import Open, keep_in_flight, loop_of, parts_of, run, tokens_of
 from ..rigs.tiny_models import Tiny, TinyModel
 
 pytestmark = pytest.mark.native_kernels
@@ -48,8 +52,8 @@ def prompts(model: TinyModel) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(model: TinyModel, prompts: list[list[int]]) -> Tokens:
-    """What each request gets when it has the engine to itself: one row, default blocks."""
-    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=1)
+    """What each request gets when it computes everything itself: one row, default blocks."""
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=1, prefix_cache=False)
     with Engine.from_pretrained(model.directory, config) as engine:
         return [
             tokens_of(engine.generate([prompt], params))[0]
@@ -62,9 +66,9 @@ def arena(engine: Engine) -> torch.Tensor:
 
 
 def poison(engine: Engine) -> None:
-    """Fill every block but the null block with NaN, and let nobody share what was in them."""
-    arena(engine)[:, :, 1:] = float("nan")
+    """Fill every block but the null block with NaN, and forget what was in them."""
     engine.reset_prefix_cache()
+    arena(engine)[:, :, 1:] = float("nan")
 
 
 @contextmanager
@@ -83,6 +87,7 @@ def test_greedy_alone_is_what_transformers_says(
 ) -> None:
     for index in (0, 4):
         assert alone[index] == model.greedy([prompts[index]], NEW_TOKENS)
+    assert len({tuple(tokens) for tokens in alone[5]}) == 3, "completions draw for themselves"
 
 
 SHAPES: list[dict[str, Any]] = [
@@ -108,6 +113,8 @@ def test_tokens_do_not_depend_on_the_shape_of_the_engine(
     assert tokens_of(engine.generate(prompts[::-1], PARAMS[::-1])) == alone[::-1]
     stats = engine.stats()
     assert stats["preemptions"] == stats["fallbacks"] == 0
+    if config.get("max_num_seqs") == 16:
+        assert stats["cache"]["forks"] > 0
     engine.check_integrity()
 
 
@@ -157,19 +164,6 @@ def test_tokens_do_not_depend_on_who_comes_and_goes(
     assert finished == {request_id: alone[index] for request_id, index in index_of.items()}
     assert engine.stats()["preemptions"] > 0
     assert not arena(engine)[:, :, 0].isnan().any(), "the null block took up a NaN"
-
-
-def test_children_differ_and_are_reproducible(open_engine: Open, prompts: list[list[int]]) -> None:
-    engine = open_engine(MODEL)
-    many = SamplingParams(**SAMPLED, seed=9, n=6)
-    (first,), (second,) = (tokens_of(engine.generate([prompts[2]], many)) for _ in range(2))
-    assert first == second
-    assert len({tuple(tokens) for tokens in first}) == 6
-    assert tokens_of(engine.generate([prompts[2]], SamplingParams(**SAMPLED, seed=9))) == [
-        first[:1]
-    ]
-    other = tokens_of(engine.generate([prompts[2]], SamplingParams(**SAMPLED, seed=10, n=6)))
-    assert not {tuple(t) for t in first} & {tuple(t) for t in other[0]}
 
 
 # Nothing is left behind --------------------------------------------------------------------------
@@ -222,61 +216,96 @@ FORMER_OWNERS = [
 def test_a_recycled_row_carries_nothing_over(
     open_engine: Open, prompts: list[list[int]], alone: Tokens, in_flight: int
 ) -> None:
-    engine = open_engine(MODEL, max_num_seqs=1)
+    """Its former owner ended, or was aborted while a step was in flight that writes to the row."""
+    engine = open_engine(MODEL, max_num_seqs=1, prefill_chunk=16, prefix_cache=False)
     keep_in_flight(engine, in_flight)
     for number, former in enumerate(FORMER_OWNERS):
         # Greedy and with a repetition penalty; sampled and with a frequency penalty.
-        for index in ((0, 2), (1, 3))[(number + in_flight) % 2]:
-            requests = [prompts[5], prompts[index]]
-            outputs = tokens_of(engine.generate(requests, [former, PARAMS[index]]))
-            assert outputs[1] == alone[index]
-
-
-def test_a_row_left_in_the_middle_carries_nothing_over(
-    open_engine: Open, prompts: list[list[int]], alone: Tokens
-) -> None:
-    """An aborted request has a step in flight that still writes to its row and blocks."""
-    engine = open_engine(MODEL, max_num_seqs=1, prefill_chunk=16, prefix_cache=False)
-    keep_in_flight(engine, 1)
-    for steps in (1, 4, 7):
-        for former in FORMER_OWNERS:
+        for index, steps in zip(
+            ((0, 2), (1, 3))[number % 2], ((1, 7), (4, 99))[in_flight], strict=True
+        ):
             aborted = engine.add_request(prompts[4], former)
             for _ in range(steps):
                 engine.step()
-            assert engine.abort(aborted) is True
-            assert tokens_of(engine.generate([prompts[2]], PARAMS[2])) == [alone[2]]
+            engine.abort(aborted)
+            assert tokens_of(engine.generate([prompts[index]], PARAMS[index])) == [alone[index]]
             engine.check_integrity()
 
 
-# Prepared steps ----------------------------------------------------------------------------------
+# The cache ---------------------------------------------------------------------------------------
+
+CASES = [  # with block sizes
+    *(("base", size) for size in (1, 4, 16, 32)),
+    *((variant, 4) for variant in ("mistral", "qwen3", "gemma2", "deepseek_v3", "gemma3")),
+]
 
 
-@pytest.mark.parametrize("mode", ["eager", "compile"])
-def test_a_missing_step_is_served_and_counted(
-    open_engine: Open,
-    compiled: Callable[[str], Engine],
-    prompts: list[list[int]],
-    alone: Tokens,
-    mode: str,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("variant", "block_size"), CASES)
+def test_tokens_do_not_depend_on_the_cache(
+    open_engine: Open, tiny: Tiny, variant: str, block_size: int, mode: str
 ) -> None:
-    engine = compiled(MODEL) if mode == "compile" else open_engine(MODEL, block_size=4)
-    library = parts_of(engine).runner.library
-    kept = dict(library._steps)
-    assert engine.stats()["fallbacks"] == 0
-    try:
-        for key in kept:
-            if key.phase == "decode" and key.size == 4:
-                del library._steps[key]
-        engine.reset_prefix_cache()
-        assert tokens_of(engine.generate(prompts, PARAMS)) == alone
-        misses = engine.stats()["fallbacks"]
-        assert misses > 0
-        engine.reset_prefix_cache()
-        engine.generate(prompts, PARAMS)
-        assert engine.stats()["fallbacks"] == 2 * misses
-    finally:
-        library._steps.update(kept)
-        library._misses = 0  # the fixture asserts that nobody else had any
-    warnings = [r for r in caplog.records if r.levelname == "WARNING" and "no step" in r.message]
-    assert len(warnings) == len(library.stats().missed_keys) > 0, "one line a key, not a launch"
+    """Windows, hybrids and latents are shared, forked, swapped and computed again."""
+    model = tiny(variant)
+    stem, middle, tail = model.prompts(64, 17, 3, seed=31)  # ends within blocks and at their ends
+    prompts = [stem, stem + middle, stem[:33] + middle + tail, middle + stem]
+    params = SamplingParams(**GREEDY, n=2)
+    expected = [[tokens] * 2 for tokens in model.greedy(prompts, NEW_TOKENS)]
+    settings: dict[str, Any] = {"mode": mode, "block_size": block_size}
+    roomy = open_engine(variant, **settings, prefill_chunk=24, num_blocks=2000)
+    poison(roomy)
+    for warm in (False, True):
+        outputs = roomy.generate(prompts, params)
+        assert tokens_of(outputs) == expected
+        if warm:
+            full = [(len(prompt) - 1) // block_size * block_size for prompt in prompts]
+            assert [output.cached_tokens for output in outputs] == full
+    assert roomy.stats()["cache"]["forks"] > 0
+    # Room for the longest sequence: windows leave some of it to others that are decoding.
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    blocks = sum(g.spec.most_blocks(longest, block_size, 5) for g in parts_of(roomy).groups)
+    for swaps in (True, False):
+        tight = open_engine(
+            variant,
+            **settings,
+            prefill_chunk=5,
+            max_num_seqs=12,
+            num_blocks=1 + blocks,
+            host_cache_bytes=swaps << 22,
+            prefix_cache=swaps,
+        )
+        poison(tight)
+        assert tokens_of(tight.generate(prompts, params)) == expected
+        tight.check_integrity()
+        stats = tight.stats()
+        assert stats["blocks"]["free"] == stats["blocks"]["usable"]
+        assert stats["blocks"]["host_free"] == stats["blocks"]["host"]
+        assert stats["cache"]["swapped_in"] == stats["cache"]["swapped_out"]
+        if variant != "mistral":  # whose rows need no more blocks the longer they get
+            assert stats["preemptions"] > 0
+            assert (stats["cache"]["swapped_in"] > 0) == swaps
+
+
+def test_salts_keep_tenants_apart(open_engine: Open, model: TinyModel) -> None:
+    engine = open_engine(MODEL, block_size=4)
+    (prompt,) = model.prompts(30, seed=34)
+    cached = []
+    for salt in ("tenant a", "tenant b", None, "tenant a", "tenant b", None):
+        engine.add_request(prompt, PARAMS[0], "it", cache_salt=salt)
+        cached.append(run(engine)["it"].cached_tokens)
+    assert cached == [0, 0, 0, 28, 28, 28]
+
+
+def test_what_ran_during_a_reset_is_not_shared_afterwards(
+    open_engine: Open, model: TinyModel
+) -> None:
+    engine = open_engine(MODEL, block_size=4)
+    (prompt,) = model.prompts(30, seed=44)
+    engine.add_request(prompt, PARAMS[0])
+    for _ in range(5):
+        engine.step()
+    engine.reset_prefix_cache()
+    run(engine)
+    assert engine.stats()["blocks"]["cached"] == 0
+    assert engine.generate([prompt], PARAMS[0])[0].cached_tokens == 0
