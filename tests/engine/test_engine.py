@@ -112,6 +112,26 @@ def test_end_of_sequence_tokens_of_the_generation_config(
     assert ends >= set(eos), "the prompts do not show every token of the list"
 
 
+@pytest.mark.parametrize("max_itl_ms", [1e-3, 1e5])
+def test_chunks_beside_decoding_rows_follow_the_latency_budget(
+    open_engine: Open, base: TinyModel, max_itl_ms: float
+) -> None:
+    """Small steps run even if they take longer."""
+    prompts = base.prompts(9, 5, 7, 90, seed=5)
+    engine = open_engine("base", prefill_chunk=64, max_itl_ms=max_itl_ms)
+    ids = [engine.add_request(prompt, greedy(40)) for prompt in prompts[:3]]
+    engine.step()
+    ids.append(engine.add_request(prompts[3], greedy(40)))
+    final = run(engine, checked=True)
+    assert [final[name].token_ids for name in ids] == base.greedy(prompts, 40)
+    chunks = [r.prefill_tokens for r in engine.timeline().records()[1:] if r.prefill_tokens]
+    assert chunks == [64, 26] if max_itl_ms > 1 else max(chunks) < 40
+    stats = engine.stats()
+    assert stats["step_budget"]["n"] == len(chunks)
+    assert stats["step_budget"]["forced"] == (0 if max_itl_ms > 1 else len(chunks))
+    assert stats["fallbacks"] == 0
+
+
 def test_stats_count(open_engine: Open, base: TinyModel) -> None:
     engine = open_engine("base", prefill_chunk=16, max_num_seqs=4)
     engine.generate(base.prompts(20, 3, seed=95), greedy(10, n=2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -99,24 +98,12 @@ def interrupt(name: str, at: int, error: type[BaseException]) -> None:
         raise
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", USES)
-def test_an_exception_at_some_lines(name: str) -> None:
+def test_an_exception_at_a_line(name: str, every: bool) -> None:
+    """At some, and at the last ones, where a call gives the engine back to others."""
     lines = lines_of(name)
-    errors = itertools.cycle(ERRORS)
-    for at, error in zip(range(1, lines + 1, max(1, lines // 10)), errors, strict=False):
-        interrupt(name, at, error)
-
-
-@pytest.mark.parametrize("name", USES)
-def test_an_exception_at_the_last_lines(name: str) -> None:
-    """Where a call gives the engine back to others."""
-    lines = lines_of(name)
-    for at, error in itertools.product(range(max(1, lines - 9), lines + 1), ERRORS):
-        interrupt(name, at, error)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", USES)
-def test_an_exception_at_any_line(name: str) -> None:
-    for at, error in itertools.product(range(1, lines_of(name) + 1), ERRORS):
-        interrupt(name, at, error)
+    for at in range(1, lines + 1):
+        if every or at > lines - 8 or not (at - 1) % max(1, lines // 8):
+            for error in ERRORS if every else ERRORS[at % 2 :][:1]:
+                interrupt(name, at, error)

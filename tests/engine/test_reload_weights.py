@@ -1,8 +1,12 @@
-"""`Engine.reload_weights`: afterwards an engine is one that was started on the new checkpoint."""
+"""`Engine.reload_weights`: afterwards an engine is one that was started on the new checkpoint.
+
+What cannot be loaded is refused, or the engine has failed.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,31 +27,21 @@ from stepgraph.runtime import Engine, EngineConfig, RequestOutput, SamplingParam
 from stepgraph.runtime.errors import (
     CheckpointError,
     ConfigError,
+    EngineFailedError,
     RequestError,
 )
+from stepgraph.runtime.loading.checkpoint import CheckpointReader
 from stepgraph.runtime.loading.loader import OpenedSource
 from stepgraph.runtime.models.plan import fused_layout
 
-from ..rigs.engine_rig import greedy
-from ..rigs.reload_rig import (  # noqa: F401
-    TOKENS,
-    Write,
-    make_write,
-    opened,
-    results,
-    storage,
-    unchanged,
-)
-from ..rigs.tiny_models import Tiny, TinyModel, byte_level_tokenizer
+from ..rigs.engine_rig import greedy, opened
+from ..rigs.reload_rig import Write, make_write, results, storage, unchanged  # noqa: F401
+from ..rigs.tiny_models import Tiny, TinyModel, byte_level_tokenizer, changed_checkpoint
 
 STEPS = [
-    ("base", {}),
-    ("odd", {}),  # untied, biases, shards
     ("gemma3", {}),
     ("deepseek_v3", {}),
-    ("base", {"mode": "compile"}),
-    ("odd", {"mode": "compile", "dtype": "bfloat16"}),
-    ("gemma2", {"mode": "compile", "dtype": "bfloat16", "weight_dtype": "int8"}),
+    ("odd", {"mode": "compile", "dtype": "bfloat16"}),  # untied, biases, shards
     ("wide", {"weight_dtype": "fp8"}),
     ("wide", {"mode": "compile", "weight_dtype": "int8", "kv_dtype": "int8"}),
     pytest.param("base", {"mode": "compile", "kernels": "torch"}, marks=pytest.mark.slow),
@@ -122,9 +116,8 @@ def test_what_the_configuration_overrides_may_differ(base: TinyModel, write: Wri
             engine.reload_weights(short)
 
 
-@pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_weights_are_in_memory_one_at_a_time(
-    base: TinyModel, write: Write, monkeypatch: pytest.MonkeyPatch, mode: str
+    base: TinyModel, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights, seen = OpenedSource.weights, 0
 
@@ -140,7 +133,7 @@ def test_weights_are_in_memory_one_at_a_time(
             del tensor
             seen += 1
 
-    with opened(base.directory, mode=mode) as engine:
+    with opened(base.directory) as engine:
         monkeypatch.setattr(OpenedSource, "weights", watched)
         engine.reload_weights(write())
         assert seen == len(fused_layout(engine.model_config))
@@ -217,3 +210,80 @@ def test_any_order(tiny: Tiny, write: Write) -> None:
         Machine.sources, Machine.fresh = sources, {"first": first, "second": second}
         limits = settings(max_examples=8, stateful_step_count=25)
         run_state_machine_as_test(Machine, settings=limits)  # type: ignore[no-untyped-call]
+
+
+# Refusals ----------------------------------------------------------------------------------------
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+DIFFERENT: dict[str, list[dict[str, Any]]] = {
+    "base": [
+        {"rms_norm_eps": 1e-3},
+        {"rope_parameters": LINEAR},
+        {"num_hidden_layers": 2},
+        {"tie_word_embeddings": False},
+        {"max_position_embeddings": 300},
+        {"dtype": "bfloat16"},
+    ],
+    "gemma2": [{"sliding_window": 10}, {"final_logit_softcapping": None}],
+    "mistral_full": [{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}],
+}
+
+
+@pytest.mark.parametrize("variant", DIFFERENT)
+def test_another_model_is_refused(tiny: Tiny, write: Write, variant: str) -> None:
+    with opened(tiny(variant).directory, block_size=4) as engine:
+        for changes in DIFFERENT[variant]:
+            second = write(variant, **changes)
+            with unchanged(engine), pytest.raises(ConfigError):
+                engine.reload_weights(second)
+
+
+def cut(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def drop(directory: Path) -> None:
+    changed_checkpoint(directory, directory, lambda tensors: tensors.pop("model.norm.weight"))
+
+
+def spoil_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").write_text("{}")
+
+
+def test_a_damaged_checkpoint_is_refused(base: TinyModel, write: Write) -> None:
+    with opened(base.directory, block_size=4) as engine:
+        for damage in (cut, drop, spoil_tokenizer, shutil.rmtree):
+            second = write()
+            damage(second)
+            with unchanged(engine), pytest.raises(CheckpointError):
+                engine.reload_weights(second)
+
+
+@pytest.mark.parametrize("error", [CheckpointError("no such sector"), KeyboardInterrupt()])
+def test_a_failure_halfway_ends_the_engine(
+    base: TinyModel, write: Write, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    second, read = write(), CheckpointReader.tensor
+    left = 10
+
+    def tensor(self: CheckpointReader, name: str) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise error
+        return read(self, name)
+
+    with opened(base.directory) as engine:
+        monkeypatch.setattr(CheckpointReader, "tensor", tensor)
+        is_error = isinstance(error, Exception)
+        with pytest.raises(EngineFailedError if is_error else KeyboardInterrupt):
+            engine.reload_weights(second)
+        monkeypatch.undo()
+        assert not engine.stats()["healthy"]
+        with pytest.raises(EngineFailedError):
+            engine.generate([[1]])
+        with pytest.raises(EngineFailedError):
+            engine.reload_weights(second)
