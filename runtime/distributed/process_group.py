@@ -1,9 +1,8 @@
 """Collectives over a process group of `torch.distributed`: gloo on CPUs, NCCL on CUDA.
 
 An application may have a default process group of its own, of other processes, or make one later.
-So the group of an engine (`OwnProcessGroup`) is not the default one, and is made without it: its
-ranks meet at a store on this machine, whose port rank 0 chooses and sends through the segment of
-the `RankGroup`.
+So the group of an engine is not the default one, and is made without it: its ranks meet at a store
+on this machine, whose port rank 0 chooses and sends through the segment of the `RankGroup`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,81 +23,55 @@ from torch.nn.functional import pad
 from ..errors import RankError
 from .rank_group import RankGroup
 
-__all__ = ["OwnProcessGroup", "ProcessGroupCollectives", "raise_of_any_rank"]
+__all__ = ["ProcessGroupCollectives", "open_process_group"]
+
+T = TypeVar("T")
 
 _HOST = "127.0.0.1"
 # The name from torch 2.13 on; torch.compile knows the other one in every version.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class OwnProcessGroup:
-    """NCCL over CUDA devices, gloo on CPUs. All ranks make it, and close it."""
+def open_process_group(group: RankGroup, device: torch.device, seconds: float) -> Any:
+    """Return NCCL over CUDA devices, gloo on CPUs; operations wait `seconds`. All ranks call it.
 
-    def __init__(self, group: RankGroup, device: torch.device, timeout_seconds: float) -> None:
-        """Meet the other ranks.
+    Raises:
+        RuntimeError: on all ranks, if one of them cannot take part; the message has each rank's
+            reason.
+        RankError: a rank ended meanwhile.
+    """
+    timeout = timedelta(seconds=seconds)
 
-        Raises:
-            RuntimeError: on all ranks, if one of them cannot take part; the message has each
-                rank's reason.
-            RankError: a rank ended meanwhile.
-        """
-        self.process_group: Any = None
-        self.name = ""
-        self._made: list[Any] = []
-        error = None
-        try:
-            self._meet(group, device, timedelta(seconds=timeout_seconds))
-        except Exception as failure:  # of sockets, of a library that is missing
-            error = f"{type(failure).__name__}: {failure}"[:300]
-        raise_of_any_rank(group, error, self.close)
+    def store_at(port: int) -> TCPStore:
+        serves = group.rank == 0
+        return TCPStore(_HOST, port, group.ranks, serves, timeout=timeout, wait_for_workers=False)
 
-    def _meet(self, group: RankGroup, device: torch.device, timeout: timedelta) -> None:
-        store, name = _store(group, timeout)
-        self.name = f"stepgraph-{name}"
-        self.store = PrefixStore(self.name, store)
-        members = dist.ProcessGroup(self.store, group.rank, group.ranks)
-        backend, kind = _backend(self.store, group, device, timeout)
-        members._register_backend(device, kind, backend)
-        members._set_default_backend(kind)
-        members._set_group_name(c10d.GroupName(self.name))
-        # By this name code that torch.compile has traced finds the group.
-        torch._C._distributed_c10d._register_process_group(members.group_name, members)
-        self.process_group = members
-
-    def abort(self) -> None:
-        """End operations under way, from any thread: those that wait for dead ranks never end."""
-        if self.process_group is not None:
-            self.process_group.abort()
-
-    def close(self) -> None:
-        """Leave the group. Idempotent."""
-        members, self.process_group = self.process_group, None
-        if members is not None:
-            torch._C._distributed_c10d._unregister_process_group(members.group_name)
-            members.shutdown()
+    own = _on_all(group, lambda: None if group.rank else store_at(0))
+    place = None if own is None else [own.port, f"stepgraph-{secrets.token_hex(8)}"]
+    port, name = group.exchange(place)[0]
+    store = PrefixStore(name, _on_all(group, lambda: own or store_at(port)))
+    members = dist.ProcessGroup(store, group.rank, group.ranks)
+    backend, kind = _on_all(group, lambda: _backend(store, group, device, timeout))
+    members._register_backend(device, kind, backend)
+    members._set_default_backend(kind)
+    members._set_group_name(c10d.GroupName(name))
+    # By this name code that torch.compile has traced finds the group.
+    torch._C._distributed_c10d._register_process_group(members.group_name, members)
+    return members
 
 
-def _store(group: RankGroup, timeout: timedelta) -> tuple[Store, str]:
-    """Return the store of the group and a new name; RuntimeError on all ranks if some fail."""
-    store: Any = None
-    place: Any = None
-    error = None
+def _on_all(group: RankGroup, make: Callable[[], T]) -> T:
+    """Return what `make` returns; RuntimeError on all ranks if it raises on one of them."""
+    made = error = None
     try:
-        if group.rank == 0:
-            store = TCPStore(_HOST, 0, group.ranks, True, timeout=timeout, wait_for_workers=False)
-            place = [store.port, secrets.token_hex(8)]
-    except Exception as failure:  # of sockets
-        error = f"{type(failure).__name__}: {failure}"
-    place = group.exchange(place)[0]
-    try:
-        if place is not None and group.rank:
-            store = TCPStore(
-                _HOST, place[0], group.ranks, False, timeout=timeout, wait_for_workers=False
-            )
-    except Exception as failure:
-        error = f"{type(failure).__name__}: {failure}"
-    raise_of_any_rank(group, error)  # a backend would wait for a rank without a store
-    return store, place[1]
+        made = make()
+    except Exception as failure:  # of sockets, of a library that is missing
+        error = f"{type(failure).__name__}: {failure}"[:300]
+    errors = group.exchange(error)
+    if any(errors):  # a backend would wait for a rank that has failed
+        found = {reason: rank for rank, reason in reversed(list(enumerate(errors))) if reason}
+        raise RuntimeError("; ".join(f"rank {rank}: {text}" for text, rank in found.items()))
+    return cast("T", made)
 
 
 def _backend(
@@ -114,19 +87,6 @@ def _backend(
     return dist.ProcessGroupNCCL(store, group.rank, group.ranks, options), kinds.NCCL
 
 
-def raise_of_any_rank(group: RankGroup, error: str | None, release: Any = None) -> None:
-    """Raise RuntimeError with the errors of all ranks, if there is one; all ranks call it.
-
-    `release` is called before.
-    """
-    errors = group.exchange(error)
-    if any(errors):
-        if release is not None:
-            release()
-        found = {reason: rank for rank, reason in reversed(list(enumerate(errors))) if reason}
-        raise RuntimeError("; ".join(f"rank {rank}: {text}" for text, rank in found.items()))
-
-
 class ProcessGroupCollectives:
     """The `Collectives` of one rank of a process group. Operations wait as long as the group does.
 
@@ -135,24 +95,11 @@ class ProcessGroupCollectives:
     added in float32, in the order of ranks, and rounded once. torch.compile can trace all of them.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        release: Callable[[], object],
-        abort: Callable[[], object] | None = None,
-    ) -> None:
-        """Use a group.
-
-        Args:
-            group: of all ranks.
-            release: called by `close`, once.
-            abort: ends operations that wait for dead ranks; None: they end by themselves.
-        """
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Use the group of all ranks, until `close`."""
         self.rank: int = group.rank()
         self.ranks: int = group.size()
         self._group: dist.ProcessGroup | None = group
-        self._release = release
-        self._abort = abort
 
     def all_reduce(self, x_BF: Tensor) -> Tensor:
         """See `Collectives.all_reduce`. Raises RankError."""
@@ -177,12 +124,13 @@ class ProcessGroupCollectives:
         """Leave the process group. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
-            self._release()
+            torch._C._distributed_c10d._unregister_process_group(group.group_name)
+            group.shutdown()
 
     def abort(self) -> None:
-        """Let operations end that wait for ranks that have died, from any thread."""
-        if self._abort is not None and self._group is not None:
-            self._abort()
+        """End operations under way, from any thread: those that wait for dead ranks never end."""
+        if (group := self._group) is not None:
+            group.abort()
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """The tensors of all ranks, in their order."""

@@ -18,7 +18,6 @@ import json
 import logging
 import mmap
 import os
-import select
 import threading
 import time
 import weakref
@@ -103,12 +102,7 @@ class RankGroup:
         """Raise the reason why the group has ended, if it has."""
         if not self.segment.aborted:
             return
-        record = self.segment.abort_record(decided=self.rank == 0)
-        if record is None:
-            self.watch.explain()
-            record = self.segment.abort_record()
-        if record is None:
-            raise RankError("a rank gave up waiting for the others in a collective operation")
+        record = self.watch.reason()
         kind: type[Exception] = RankError
         if not self._serves:
             kind = _SAME_ERRORS.get(record.get("kind", ""), RankError)
@@ -166,25 +160,22 @@ class RankGroup:
 
     def fail(self, error: BaseException) -> None:
         """End the group because of an error on this rank, unless the error is that it has ended."""
-        if self.watch.collectives_failed or (self.segment.aborted and isinstance(error, RankError)):
-            self.watch.explain()
-            if self.segment.aborted:
-                return
-        kind = type(error).__name__
-        known = kind in _SAME_ERRORS or isinstance(error, RankError)
-        reason = str(error) if known else f"{kind}: {error}"
-        self.segment.abort(self.rank, {"rank": self.rank, "reason": reason, "kind": kind})
-        wake_all(self.segment.messages_address)
+        operators = self.watch.record_operators()
+        if not (self.segment.aborted and (operators or isinstance(error, RankError))):
+            kind = type(error).__name__
+            known = kind in _SAME_ERRORS or isinstance(error, RankError)
+            reason = str(error) if known else f"{kind}: {error}"
+            self.watch.abort(self.rank, reason, kind=kind)
 
     def end(self, error: BaseException) -> BaseException:
         """End the group because an operation of this rank failed; return the failure to report.
 
         That is a `RankError` if the error follows from the failure of another rank.
         """
-        if not self.segment.aborted:
-            self.fail(error)
-            if not self.watch.collectives_failed:
-                return error
+        follows = self.watch.record_operators() or self.segment.aborted
+        self.fail(error)
+        if not follows:
+            return error
         try:
             self.check()
         except Exception as reason:
@@ -242,14 +233,12 @@ class RankWatch:
         self._segment = segment
         self._rank = rank
         self._children = children
-        self._watched = tuple(range(1, segment.ranks)) if rank == 0 else (0,)
-        self._handles: dict[int, int] = {}  # rank -> pidfd
-        self._seen: dict[int, _Seen] = {}
+        self._reason: dict[str, Any] | None = None
         self._lock = threading.Lock()
-        """Of everything that reads the state of processes; `explain` is called in two threads."""
+        """Of the reason and the processes, which two threads look for."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stepgraph-ranks", daemon=True)
-        self._owner = os.getpid()
+        self._owner, self._parent = os.getpid(), os.getppid()
 
     @property
     def owned(self) -> bool:
@@ -267,9 +256,6 @@ class RankWatch:
         self._stopped.set()
         if self._thread is not threading.current_thread() and self._thread.is_alive():
             self._thread.join()
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
 
     def end_children(self) -> None:
         """Kill the children that have not ended by themselves. Idempotent."""
@@ -280,10 +266,9 @@ class RankWatch:
             child.wait(max(0.0, until - time.monotonic()))
             child.end()
 
-    def abort(self, rank: int, reason: str, *, decided: bool = True) -> None:
+    def abort(self, rank: int, reason: str, **more: object) -> None:
         """End the group because of a rank, and wake those that wait."""
-        record = {"rank": rank, "reason": reason}
-        self._segment.abort(self._rank, record, decided=decided)
+        self._segment.abort(self._rank, {"rank": rank, "reason": reason, **more})
         wake_all(self._segment.messages_address)
 
     def serve(self, patience: float) -> None:
@@ -291,75 +276,42 @@ class RankWatch:
 
         The last one before may be old: a rank that starts can stand still for long.
         """
-        with self._lock:
-            self._patience = patience
+        self._patience = patience
 
-    def explain(self) -> None:
-        """Find the reason of an aborted group that has no record yet, and record it.
+    def record_operators(self) -> bool:
+        """Return whether operators of this rank have failed; record the rank they waited for."""
+        failure: CollectiveFailure | None = getattr(self.collectives, "failure", None)
+        if failure is not None and not failure.ended_before:
+            self.abort(failure.rank, failure.reason, waited=True)
+        return failure is not None
 
-        Rank 0 decides; the others record whom they waited for, if they did.
+    def reason(self) -> dict[str, Any]:
+        """Return why the group has ended. Rank 0 looks for the cause for a moment, once.
+
+        A rank that operators waited for may have ended, or may say what failed.
         """
         with self._lock:
-            segment = self._segment
-            if self._rank:
-                if segment.abort_record() is None and (own := self._own_failure()) is not None:
-                    self.abort(*own, decided=False)
-                return
-            until = time.monotonic() + _EXPLAIN_SECONDS
-            while segment.abort_record(decided=True) is None:
-                late = time.monotonic() > until
-                if (found := self._lost_rank(ended_by_itself=late)) is not None:
-                    self.abort(*found)
-                elif late:
-                    self.abort(*self._waited_for())
-                else:
+            until = time.monotonic() + (0.0 if self._rank else _EXPLAIN_SECONDS)
+            while self._reason is None:
+                self._reason = self._find_reason(late=time.monotonic() > until)
+                if self._reason is None:
                     time.sleep(_EXPLAIN_SECONDS / 20)
+            return self._reason
 
-    def _lost_rank(self, *, ended_by_itself: bool) -> tuple[int, str] | None:
-        """Return a rank whose process has ended, and how.
-
-        Ranks end by themselves once the group is aborted, which explains nothing: such an end
-        counts if `ended_by_itself` is set and no operator waited for anyone.
-        """
-        for child in self._children:
-            if (failure := child.failure()) is not None:
-                if not child.ended_by_itself:
-                    return child.rank, failure
-                if ended_by_itself and self._blamed() is None:
-                    return child.rank, failure
-        blamed = self._blamed()
-        if blamed is not None and self._has_ended(blamed[0]):
-            return blamed[0], f"process {self._segment.process(blamed[0])} has ended"
-        return None
-
-    def _blamed(self) -> tuple[int, str] | None:
-        """Return the rank for which operators waited in vain, here or on another rank."""
-        record = self._segment.abort_record()
-        if record is not None:
-            return record["rank"], record["reason"]
-        return self._own_failure()
-
-    @property
-    def collectives_failed(self) -> bool:
-        """Whether operators of this rank have failed."""
-        return self._failure is not None
-
-    def _own_failure(self) -> tuple[int, str] | None:
-        """Return the rank for which operators of this rank waited in vain, and what that did."""
-        failure = self._failure
-        if failure is None or failure.ended_before:
-            return None
-        return failure.rank, failure.reason
-
-    @property
-    def _failure(self) -> CollectiveFailure | None:
-        return getattr(self.collectives, "failure", None)
-
-    def _waited_for(self) -> tuple[int, str]:
-        blamed = self._blamed()
-        if blamed is not None:
-            return blamed
-        return self._segment.aborted_by, "gave up waiting for another rank in an operation"
+    def _find_reason(self, *, late: bool) -> dict[str, Any] | None:
+        """Return the record of the cause, or if it is late the best guess."""
+        ended = [(child, failure) for child in self._children if (failure := child.failure())]
+        for child, failure in ended:
+            if not child.ended_by_itself:
+                return {"rank": child.rank, "reason": failure}
+        self.record_operators()
+        records = self._segment.abort_records()
+        found = [record for record in records if "waited" not in record]
+        if late:  # ranks also end by themselves once the group is aborted
+            found += [*records, *({"rank": child.rank, "reason": text} for child, text in ended)]
+            reason = "gave up waiting for another rank in an operation"
+            found.append({"rank": self._segment.aborted_by, "reason": reason})
+        return found[0] if found else None
 
     def _run(self) -> None:
         try:
@@ -368,7 +320,7 @@ class RankWatch:
             logger.exception("the thread that watches the ranks failed")
             self.abort(self._rank, f"its watch failed: {type(error).__name__}: {error}")
         if not self._stopped.is_set():
-            self.explain()
+            self.reason()
             wake_all(self._segment.messages_address)
             self.end_children()
             if self.on_abort is not None:
@@ -378,33 +330,30 @@ class RankWatch:
         """Watch until `stop`, or the end of the group."""
         segment = self._segment
         before = time.monotonic()
-        self._seen = {rank: _Seen(0, before, self._start_patience) for rank in self._watched}
-        while not self._stopped.wait(_TICK_SECONDS):
+        watched = range(1, segment.ranks) if self._rank == 0 else (0,)
+        ranks = {rank: _Seen(0, before, self._start_patience) for rank in watched}
+        while not (self._stopped.wait(_TICK_SECONDS) or segment.aborted):
             now = time.monotonic()
             segment.beat(self._rank)
+            if now - before > 10 * _TICK_SECONDS:  # this process itself stood still
+                for seen in ranks.values():
+                    seen.since = seen.stepped = now
+            before = now
             with self._lock:
-                if now - before > 10 * _TICK_SECONDS:  # this process itself stood still
-                    for seen in self._seen.values():
-                        seen.since = seen.stepped = now
-                before = now
                 for child in self._children:
                     child.drain()
-                for rank in self._watched:
-                    if not segment.aborted:
-                        self._watch(rank, self._seen[rank], now)
-                if not segment.aborted and self._rank == 0:
-                    self._compare(now)
-            if segment.aborted:
-                return
+                    if (failure := child.failure()) is not None:
+                        self.abort(child.rank, failure)
+            if self._rank and os.getppid() != self._parent:
+                self.abort(0, f"process {segment.process(0)} has ended")
+            for rank, seen in ranks.items():
+                self._watch(rank, seen, now)
+                if self._rank == 0:
+                    self._compare(rank, seen, now)
 
     def _watch(self, rank: int, seen: _Seen, now: float) -> None:
-        """Check one rank."""
+        """End the group if the heartbeat of a rank has stood still for long."""
         segment = self._segment
-        for child in self._children:
-            if child.rank == rank and (failure := child.failure()) is not None:
-                self.abort(rank, failure)
-        if self._has_ended(rank):
-            self.abort(rank, f"process {segment.process(rank)} has ended")
         if segment.heartbeat(rank) != seen.beat:
             seen.beat, seen.since, seen.patience = segment.heartbeat(rank), now, self._patience
             return
@@ -415,42 +364,25 @@ class RankWatch:
             what = f"process {process}" if process else "its process"
             self.abort(rank, f"{what} has not responded for {patience:g} s")
 
-    def _has_ended(self, rank: int) -> bool:
-        process = self._segment.process(rank)
-        if not process:
-            return False
-        if rank not in self._handles:
-            try:
-                self._handles[rank] = os.pidfd_open(process)
-            except ProcessLookupError:
-                return True
-            except OSError:  # an old kernel or a sandbox: heartbeats remain
-                return False
-        poll = select.poll()  # select() takes no descriptors from 1024 on
-        poll.register(self._handles[rank], select.POLLIN)
-        return bool(poll.poll(0))
-
-    def _compare(self, now: float) -> None:
-        """End the group if a rank has checked in other tokens than this one, or fewer for long."""
+    def _compare(self, rank: int, seen: _Seen, now: float) -> None:
+        """End the group if a rank has checked in other tokens than rank 0, or fewer for long."""
         own = self._segment.progress(0) >> 32
-        for rank in self._watched:
-            step, checksum = divmod(self._segment.progress(rank), 1 << 32)
-            if step and own - KEPT_STEPS // 2 < step <= own:
-                expected = self.checksums[step % KEPT_STEPS]
-                if checksum != expected:
-                    self.abort(
-                        rank,
-                        f"its tokens differ from rank 0's at step {step}: checksum"
-                        f" {checksum:08x}, and {expected:08x} on rank 0",
-                    )
-            seen = self._seen[rank]
-            if step >= own or step != seen.step:
-                seen.step, seen.stepped = step, now
-            elif now - seen.stepped > seen.patience:
+        step, checksum = divmod(self._segment.progress(rank), 1 << 32)
+        if step and own - KEPT_STEPS // 2 < step <= own:
+            expected = self.checksums[step % KEPT_STEPS]
+            if checksum != expected:
                 self.abort(
                     rank,
-                    f"it has not ended step {step + 1} within {seen.patience:g} s after rank 0 did",
+                    f"its tokens differ from rank 0's at step {step}: checksum"
+                    f" {checksum:08x}, and {expected:08x} on rank 0",
                 )
+        if step >= own or step != seen.step:
+            seen.step, seen.stepped = step, now
+        elif now - seen.stepped > seen.patience:
+            self.abort(
+                rank,
+                f"it has not ended step {step + 1} within {seen.patience:g} s after rank 0 did",
+            )
 
 
 @dataclass(slots=True)

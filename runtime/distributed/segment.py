@@ -202,15 +202,12 @@ class SharedSegment:
         """The rank that set the abort word."""
         return self._words[_ABORT] - 1
 
-    def abort(self, rank: int, record: dict[str, Any], *, decided: bool = True) -> None:
-        """End the group, with a record of the reason; no effect after the first of this rank.
-
-        Without `decided` rank 0 may still find another reason.
-        """
+    def abort(self, rank: int, record: dict[str, Any]) -> None:
+        """End the group, with a record of the reason; no effect after the first of this rank."""
         with self._aborting:  # two threads may find a reason
             begin = self._at(rank, _REASON)
             if self._words[begin >> 2] == 0:
-                record = record | {"time": time.monotonic_ns(), "decided": decided}
+                record = record | {"time": time.monotonic_ns()}
                 encoded = json.dumps(record).encode()
                 if len(encoded) > _MOST_REASON:
                     excess = len(encoded) - _MOST_REASON
@@ -221,20 +218,15 @@ class SharedSegment:
         if not self.aborted:
             self._words[_ABORT] = rank + 1
 
-    def abort_record(self, *, decided: bool = False) -> dict[str, Any] | None:
-        """Return the earliest record, decided ones first; None if there is none.
-
-        Operators set the abort word without one. With `decided` others do not count.
-        """
+    def abort_records(self) -> list[dict[str, Any]]:
+        """Return the records so far, earliest first. Operators set the abort word without one."""
         records: list[dict[str, Any]] = []
         for rank in range(self.ranks):
             begin = self._at(rank, _REASON)
             length = self._words[begin >> 2]
             if length:
                 records.append(json.loads(bytes(self._view[begin + 4 : begin + 4 + length])))
-        if decided:
-            records = [record for record in records if record["decided"]]
-        return min(records, key=lambda r: (not r["decided"], int(r["time"])), default=None)
+        return sorted(records, key=lambda record: int(record["time"]))
 
     def _at(self, rank: int, offset: int) -> int:
         return _PAGE * (1 + rank) + offset

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
@@ -22,7 +22,6 @@ from ..errors import ConfigError, KernelSelfTestError, RankError
 from ..execution.step_functions import on_device
 from ..kernels import Kernels
 from ..kernels.cpu.threads import affine_cores
-from ..kernels.ops.collectives import Collectives
 from ..loading.loader import Source
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
@@ -31,6 +30,9 @@ from ..models.resolved_config import ResolvedConfig
 from ..models.sharding import check_ranks
 from ..models.transformers.decoder import DecoderModel
 
+if TYPE_CHECKING:
+    from ..distributed.process_group import ProcessGroupCollectives
+
 __all__ = [
     "agree_on_plan",
     "agree_on_weights",
@@ -38,7 +40,6 @@ __all__ = [
     "ended_by_failures",
     "of_rank",
     "open_nccl",
-    "serve_collectives",
     "share_of_memory",
     "spawn_group",
     "with_collectives",
@@ -50,7 +51,9 @@ _START_SECONDS = 10 * START_PATIENCE
 """An operation waits so long while engines start: compilers of ranks take different times."""
 
 
-def open_nccl(group: RankGroup, device: torch.device, limit_seconds: float) -> Collectives:
+def open_nccl(
+    group: RankGroup, device: torch.device, limit_seconds: float
+) -> ProcessGroupCollectives:
     """Return the collectives of this rank over NCCL (gloo on a CPU); all ranks call it.
 
     Args:
@@ -63,16 +66,15 @@ def open_nccl(group: RankGroup, device: torch.device, limit_seconds: float) -> C
         RankError: a rank ended meanwhile.
     """
     # Some builds of torch lack torch.distributed.
-    from ..distributed.process_group import OwnProcessGroup, ProcessGroupCollectives
+    from ..distributed.process_group import ProcessGroupCollectives, open_process_group
 
     try:
-        processes = OwnProcessGroup(group, device, limit_seconds)
+        return ProcessGroupCollectives(open_process_group(group, device, limit_seconds))
     except RuntimeError as error:
         raise KernelSelfTestError(
             f"tensor_parallel={group.ranks}: collective operations do not work on these devices:"
             f" {error}. Use tensor_parallel=1, or replicas"
         ) from error
-    return ProcessGroupCollectives(processes.process_group, processes.close, processes.abort)
 
 
 def with_collectives(
@@ -88,8 +90,8 @@ def with_collectives(
         with on_device(config.device):
             collectives = open_nccl(group, config.device, _START_SECONDS)
             torch.cuda.empty_cache()  # the memory plan counts what the device has free
-        if group.watch.on_abort is None:
-            group.watch.on_abort = getattr(collectives, "abort", None)
+        if group.watch.on_abort is None:  # kernels do not see the abort word of the group
+            group.watch.on_abort = collectives.abort
         return dataclasses.replace(kernels, collectives=collectives)
     nbytes = SharedMemoryCollectives.bytes_needed(
         group.ranks,
@@ -107,15 +109,6 @@ def with_collectives(
         timeout_seconds=_START_SECONDS,
     )
     return dataclasses.replace(kernels, collectives=shared)
-
-
-def serve_collectives(collectives: Collectives | None, group: RankGroup, seconds: float) -> None:
-    """Bound the waits of operations, once engines serve, and end them with the group."""
-    own: Any = collectives  # what the protocol does not have
-    if hasattr(own, "timeout_seconds"):
-        own.timeout_seconds = seconds
-    if hasattr(own, "abort") and group.watch.on_abort is None:
-        group.watch.on_abort = own.abort  # kernels do not see the abort word of the group
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from ..config import EngineConfig
 from ..distributed.rank_group import RankGroup
 from ..distributed.rank_processes import GROUP_ENDED
 from ..distributed.segment import SharedSegment, open_shared
+from ..distributed.shared_memory_collectives import SharedMemoryCollectives
 from ..errors import ConfigError, RankError, StepgraphError, StepPreparationError
 from ..execution.follower import Follower
 from ..execution.rank_commands import Command, CommandSender
@@ -98,7 +99,6 @@ from .rank_start import (
     check_can_split,
     ended_by_failures,
     of_rank,
-    serve_collectives,
     share_of_memory,
     spawn_group,
     with_collectives,
@@ -1000,7 +1000,9 @@ def make_loop(
 def _serve_ranks(parts: EngineParts, group: RankGroup, timeout: float) -> None:
     """Bound the waits for other ranks, once all of them only run steps."""
     group.serve(timeout)
-    serve_collectives(parts.model.kernels.collectives, group, timeout)
+    collectives = parts.model.kernels.collectives
+    if isinstance(collectives, SharedMemoryCollectives):
+        collectives.timeout_seconds = timeout
 
 
 def _load(

@@ -92,7 +92,7 @@ def test_random_operations_equal_the_reference_on_all_ranks(
 ) -> None:
     results = run_ranks(
         ranks,
-        lambda group: run_random_operations(ranks + threads, 300, group),
+        lambda group: run_random_operations(ranks + threads, 150, group),
         part_bytes=part_bytes,
         threads=threads,
     )
@@ -173,29 +173,9 @@ def test_a_rank_with_another_operation_ends_the_group() -> None:
 def test_an_abort_from_outside_wakes_a_waiting_rank() -> None:
     group = RankGroup(2)
     group.start(lambda own: own.rank == 1 or attempts(own), timeout=60.0)
-    time.sleep(0.5)
+    time.sleep(0.3)
     began = time.monotonic()
     group.memory[:4] = (2).to_bytes(4, "little")
     (text, *_), _ = group.results()
     assert "rank 1 aborted the group" in text
     assert time.monotonic() - began < 5.0
-
-
-def test_an_interrupt_while_a_rank_waits() -> None:
-    def body(group: SharedMemoryCollectives) -> Any:
-        if group.rank == 1:
-            return time.sleep(0.5)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        began = time.monotonic()
-        try:
-            group.all_reduce(torch.ones(3))
-        except (KeyboardInterrupt, RankError):
-            return time.monotonic() - began
-        return None
-
-    group = RankGroup(2)
-    group.start(body, timeout=1.5)
-    time.sleep(0.5)
-    os.kill(group.processes[0].pid, signal.SIGINT)
-    seconds, _ = group.results()
-    assert seconds < 5.0

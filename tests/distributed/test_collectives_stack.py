@@ -43,7 +43,7 @@ def check(whole: PlanRig, group: SharedMemoryCollectives) -> list[Any]:
     return found
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     data=st.data(),
     ranks=st.integers(2, 4),
@@ -67,7 +67,7 @@ def test_ranks_agree_with_the_modules_of_the_whole_model(
     assert all(each == found[0] for each in found)
 
 
-@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=1, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans(wide=True, ranks=2), dtype=DTYPES, part_bytes=PARTS)
 def test_threads_and_delays_of_ranks_change_nothing(
     plan: ModelPlan, dtype: torch.dtype, part_bytes: int
@@ -76,7 +76,7 @@ def test_threads_and_delays_of_ranks_change_nothing(
 
     def body(group: SharedMemoryCollectives) -> list[Any]:
         rig, found = RankRig(whole, group), []
-        for turn in range(4):
+        for turn in range(3):
             for chunks in CHUNKS.values():
                 inputs = whole.inputs(chunks)
                 if (turn + group.rank) % 3 == 0:
@@ -87,14 +87,12 @@ def test_threads_and_delays_of_ranks_change_nothing(
     part_bytes = max(part_bytes, 2048)
     one, other = run_ranks(2, body, part_bytes=part_bytes)
     assert [out for out, _ in one] == [out for out, _ in other]
-    for threads in (2, 3):
-        assert run_ranks(2, body, part_bytes=part_bytes, threads=threads) == [one, other]
+    assert run_ranks(2, body, part_bytes=part_bytes, threads=3) == [one, other]
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @settings(max_examples=1, deadline=None)
 @given(plan=plans(wide=True, ranks=3))
-def test_a_rank_that_dies_in_a_step_ends_the_others(threads: int, plan: ModelPlan) -> None:
+def test_a_rank_that_dies_in_a_step_ends_the_others(plan: ModelPlan) -> None:
     whole = PlanRig(plan, torch.float32)
 
     def body(group: SharedMemoryCollectives) -> float:
@@ -110,8 +108,8 @@ def test_a_rank_that_dies_in_a_step_ends_the_others(threads: int, plan: ModelPla
                 return time.monotonic() - began
 
     group = RankGroup(3, 1 << 18)
-    group.start(body, timeout=1.0, threads=threads)
-    time.sleep(1.5)
+    group.start(body, timeout=1.0, threads=2)
+    time.sleep(0.5)
     os.kill(group.processes[1].pid, signal.SIGKILL)
     first, killed, last = group.results()
     assert killed is None

@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 from stepgraph.runtime import RankError
-from stepgraph.runtime.distributed import command_ring
 from stepgraph.runtime.distributed.command_ring import RingReader, RingWriter
 from stepgraph.runtime.distributed.segment import (
     MAILBOX_BYTES,
@@ -86,7 +85,7 @@ class Ring(RuleBasedStateMachine):
             assert 0 <= distance <= RING_BYTES
 
 
-Ring.TestCase.settings = settings(max_examples=40, stateful_step_count=60)
+Ring.TestCase.settings = settings(max_examples=20, stateful_step_count=50)
 TestRing = Ring.TestCase
 
 
@@ -112,51 +111,10 @@ def test_a_writer_waits_for_the_slowest_reader() -> None:
     assert received == [messages, messages]
 
 
-def test_only_readers_that_sleep_are_woken_and_once_for_a_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_damaged_command_is_an_error() -> None:
     segment = make_segment()
     writer = RingWriter(segment, check_of(segment))
     reader = RingReader(segment, 1, check_of(segment))
-    woken = []
-    wake_all = command_ring.wake_all
-
-    def count(address: int) -> None:
-        woken.append(address)
-        wake_all(address)
-
-    monkeypatch.setattr(command_ring, "wake_all", count)
-    writer.send(1)
-    assert reader.receive() == (1, b"")
-    assert not woken
-
-    received: list[tuple[int, bytes]] = []
-    asleep = threading.Event()
-    reader.on_idle = asleep.set
-
-    def read() -> None:
-        while not received or received[-1][0] != 9:
-            received.append(reader.receive())
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    assert asleep.wait(60)
-    for kind in (2, 3):
-        writer.send(kind, wake=False)
-    assert not woken
-    writer.send(9)
-    thread.join()
-    assert [kind for kind, _ in received] == [2, 3, 9]
-    assert len(woken) <= 1  # none if its first sleep has just ended
-    assert not segment.sleeping(1)
-
-
-def test_a_damaged_command_is_an_error() -> None:
-    segment = make_segment()
-    writer, reader = (
-        RingWriter(segment, check_of(segment)),
-        RingReader(segment, 1, check_of(segment)),
-    )
     writer.send(1, b"whole")
     writer.send(2, b"damaged")
     assert reader.receive() == (1, b"whole")
@@ -176,8 +134,7 @@ def test_the_end_of_the_group_ends_waiting() -> None:
         reader.receive()
     with pytest.raises(RankError):
         writer.send(1)
-    record = segment.abort_record()
-    assert record is not None
+    (record,) = segment.abort_records()
     assert record["rank"] == 2
     assert record["reason"].startswith("xxx")
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +10,10 @@ import torch
 import torch.distributed as dist
 from stepgraph.runtime.distributed.rank_group import RankGroup
 from stepgraph.runtime.distributed.segment import SharedSegment, shared_memory
-from stepgraph.runtime.engine import rank_start
 from stepgraph.runtime.engine.rank_start import open_nccl
 from stepgraph.runtime.errors import KernelSelfTestError
-from stepgraph.runtime.kernels import select_kernels
 
 from ..rigs.forked_ranks import ForkedRanks
-from ..rigs.sharding_rig import tiny_config
 
 CPU = torch.device("cpu")
 
@@ -65,29 +59,3 @@ def test_process_group_needs_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -
     assert message == same
     assert "tensor_parallel=2" in message
     assert "rank 1: TypeError" in message
-
-
-def test_kernels_on_cuda_have_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    opened: Any = SimpleNamespace(abort=lambda: None)
-
-    def open_noted(group: Any, *arguments: Any) -> Any:
-        given.extend(arguments)
-        return opened
-
-    monkeypatch.setattr(rank_start, "open_nccl", open_noted)
-    monkeypatch.setattr(rank_start, "on_device", lambda device: nullcontext())
-    model = dataclasses.replace(tiny_config("base", 2), shard=(1, 2))
-    group: Any = SimpleNamespace(
-        ranks=2,
-        rank=1,
-        exchange=lambda value: [value, value],
-        watch=SimpleNamespace(on_abort=None),
-    )
-    config: Any = SimpleNamespace(
-        device=torch.device("cuda", 1), dtype=torch.bfloat16, prefill_chunk=100
-    )
-    plain = select_kernels(CPU, "eager", torch.float32)
-    assert rank_start.with_collectives(plain, group, model, config).collectives is opened
-    assert group.watch.on_abort == opened.abort
-    assert given[0] == config.device

@@ -21,7 +21,7 @@ from stepgraph.runtime.request import TokenLogprobs
 from ..rigs.engine_rig import greedy, loop_of, tokens_of
 from ..rigs.parallel_rig import PROMPTS, children, opened
 from ..rigs.reload_rig import Write, make_write
-from ..rigs.tiny_models import VARIANTS, Tiny, TinyModel
+from ..rigs.tiny_models import VARIANTS, Tiny
 
 __all__ = ["make_write"]
 
@@ -61,26 +61,14 @@ def test_greedy_tokens_of_every_family(tiny: Tiny, variant: str) -> None:
     assert not children()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_quantised_cache(tiny: Tiny, kv_dtype: str) -> None:
-    """Keys and values are rounded by head, so that ranks round them as one process does."""
-    found = []
-    for ranks in (1, 2):
-        with opened(tiny("base").directory, ranks, kv_dtype=kv_dtype) as engine:
-            found.append(tokens_of(engine.generate(PROMPTS, greedy())))
-            again = engine.generate([[*PROMPTS[0], 4]], greedy())
-            assert again[0].cached_tokens
-            found[-1] += tokens_of(again)
-    assert found[0] == found[1]
-
-
 @pytest.fixture(scope="module")
 def pair(tiny: Tiny) -> Iterator[tuple[Engine, Engine]]:
     """An engine of one process and one of two, with all features on."""
     fields: dict[str, Any] = {
         "prompt_embeds": True,
         "host_cache_bytes": 1 << 20,
+        "num_blocks": 14,
+        "prefill_chunk": 24,
         "steps_per_launch": 3,
     }
     directory = tiny("base").directory
@@ -122,20 +110,10 @@ def test_forks_and_shared_prefixes(pair: tuple[Engine, Engine]) -> None:
 
 
 def test_prompt_logprobs(pair: tuple[Engine, Engine]) -> None:
-    outputs = both(pair, [[*PROMPTS[2], 6], PROMPTS[1]], greedy(prompt_logprobs=4))
-    assert all(len(output.prompt_logprobs or ()) > 2 for output in outputs)
-
-
-def test_prompt_logprobs_of_a_chunk_that_ends_within_a_slice(tiny: Tiny) -> None:
-    prompts, params = [[*range(3, 25)]], greedy(prompt_logprobs=0)
-    found = []
-    for ranks in (1, 2):
-        with opened(tiny("base").directory, ranks, prefill_chunk=24) as engine:
-            (output,) = engine.generate(prompts, params)
-            assert output.prompt_logprobs is not None
-            found.append([entry.logprob for entry in output.prompt_logprobs[1:] if entry])
-    assert found[1] == pytest.approx(found[0], abs=1e-3)
-    assert len(found[0]) == 21
+    """One chunk ends within a slice of the positions that are scored at once."""
+    prompts = [[*PROMPTS[2], 6], PROMPTS[1], [*range(3, 25)]]
+    for output, prompt in zip(both(pair, prompts, greedy(prompt_logprobs=4)), prompts, strict=True):
+        assert len(output.prompt_logprobs) == len(prompt)
 
 
 def test_prompt_embeds(pair: tuple[Engine, Engine]) -> None:
@@ -149,18 +127,10 @@ def test_prompt_embeds(pair: tuple[Engine, Engine]) -> None:
     both(pair, PROMPTS, greedy())  # no embedding remains
 
 
-def test_swapped_requests(tiny: Tiny) -> None:
-    fields: dict[str, Any] = {
-        "num_blocks": 14,
-        "host_cache_bytes": 1 << 20,
-        "prefix_cache": False,
-    }
-    found = []
-    for ranks in (1, 2):
-        with opened(tiny("base").directory, ranks, **fields) as engine:
-            found.append(tokens_of(engine.generate([[k] * 12 for k in range(4)], greedy(30))))
-            assert engine.stats()["cache"]["swapped_in"]
-    assert found[0] == found[1]
+def test_swapped_requests(pair: tuple[Engine, Engine]) -> None:
+    both(pair, [[k] * 12 for k in range(4)], greedy(30))
+    for engine in pair:
+        assert engine.stats()["cache"]["swapped_in"]
 
 
 @pytest.mark.slow
@@ -175,37 +145,45 @@ def test_reloaded_weights(tiny: Tiny, write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "kernels"),
+    "config",
     [
-        ("compile", "native"),
-        pytest.param("compile", "torch", marks=pytest.mark.slow),
+        {"mode": "compile", "kernels": "native", "max_itl_ms": 50.0, "buckets": (4,)},
+        pytest.param({"mode": "compile", "buckets": (4,)}, marks=pytest.mark.slow),
+        # Keys and values are rounded by head, so that ranks round them as one process does.
+        pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"kv_dtype": "fp8"}, marks=pytest.mark.slow),
     ],
+    ids=str,
 )
-def test_modes(tiny: Tiny, mode: str, kernels: str) -> None:
-    with opened(tiny("base").directory) as engine:
-        expected = tokens_of(engine.generate(PROMPTS, greedy()))
-    fields: dict[str, Any] = {"mode": mode, "kernels": kernels, "max_itl_ms": 50.0, "buckets": (4,)}
-    with opened(tiny("base").directory, 2, **fields) as engine:
-        assert tokens_of(engine.generate(PROMPTS, greedy())) == expected
-        assert engine.stats()["fallbacks"] == 0
+def test_modes(tiny: Tiny, config: dict[str, Any]) -> None:
+    found = []
+    for ranks, fields in ((1, {}), (2, config)):
+        fields |= {"kv_dtype": config.get("kv_dtype", "auto")}
+        with opened(tiny("base").directory, ranks, **fields) as engine:
+            found.append(tokens_of(engine.generate(PROMPTS, greedy())))
+            again = engine.generate([[*PROMPTS[0], 4]], greedy())
+            assert again[0].cached_tokens
+            found[-1] += tokens_of(again)
+            assert engine.stats()["fallbacks"] == 0
+    assert found[0] == found[1]
 
 
-def test_operations_of_torch_leave_the_cores_of_other_ranks(base: TinyModel) -> None:
+def test_operations_of_torch_leave_the_cores_of_other_ranks(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a step rank 0 has as many threads as the others; the application keeps its own number."""
-    before = torch.get_num_threads()
+    before, library = torch.get_num_threads(), loop_of(pair[1]).runner.library
+    seen: set[int] = set()
+    run = library.run
+
+    def watched(*args: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return run(*args)
+
+    monkeypatch.setattr(library, "run", watched)
     torch.set_num_threads(3)
     try:
-        with opened(base.directory, 2, threads=1) as engine:
-            seen: list[int] = []
-            run = loop_of(engine).runner.library.run
-
-            def watched(*args: Any) -> Any:
-                seen.append(torch.get_num_threads())
-                return run(*args)
-
-            loop_of(engine).runner.library.run = watched  # type: ignore[method-assign]
-            engine.generate(PROMPTS, greedy())
-            assert set(seen) == {1}
-            assert torch.get_num_threads() == 3
+        pair[1].generate(PROMPTS, greedy())
+        assert (seen, torch.get_num_threads()) == ({1}, 3)
     finally:
         torch.set_num_threads(before)

@@ -59,7 +59,7 @@ def rank_results(variant: str, directory: Path) -> list[Any]:
 
     def body(rank: int) -> Any:
         dist.init_process_group("gloo", f"file://{store}", world_size=2, rank=rank)
-        collectives = ProcessGroupCollectives(dist.group.WORLD, dist.destroy_process_group)
+        collectives = ProcessGroupCollectives(dist.group.WORLD)
         kernels = dataclasses.replace(gpu_kernels("model"), attention=triton_paged_attention)
         steps = rank_steps(config, directory, collectives, kernels)
         assert steps.decoder.stack is not None
