@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -149,17 +149,19 @@ class MemoryPlan:
 
     def format(self) -> str:
         """The plan as an aligned table in plain text, without a trailing newline."""
-        rows = [(self._label(name), format_bytes(size)) for name, size in self.terms().items()]
-        rows.append(("total", format_bytes(self.total)))
-        rows.append(("budget", format_bytes(self.budget_bytes)))
-        rows.append(("available", format_bytes(self.available_bytes)))
+        rows = {self._label(name): format_bytes(size) for name, size in self.terms().items()}
+        rows["total"] = format_bytes(self.total)
+        rows["budget"] = format_bytes(self.budget_bytes)
+        rows["available"] = format_bytes(self.available_bytes)
+        labels, values = (max(map(len, column)) for column in (rows, rows.values()))
+        lines = [f"{label:<{labels}}  {value:>{values}}" for label, value in rows.items()]
         blocks = (
             f"{self.num_blocks:,} blocks of {self.block_size} slots"
             f"{', limited by max_num_seqs and max_model_len' if self.capped else ''}: "
             f"{self.context_tokens:,} tokens of context, {self.longest_request:,} in one request; "
             f"{self.max_batch_tokens:,} tokens per step"
         )
-        return f"{_align(rows)}\n{blocks}"
+        return "\n".join([*lines, blocks])
 
     def _label(self, name: str) -> str:
         label = name.replace("_", " ")
@@ -189,18 +191,6 @@ def format_bytes(size: int) -> str:
         if abs(value) < 1024:
             return f"{value:.2f} {unit}"
     return f"{value / 1024:.2f} TiB"
-
-
-def _align(rows: Sequence[tuple[str, ...]]) -> str:
-    """Lines of columns, the first one left-aligned and the others right-aligned."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 # The memory that a model needs, as a function of blocks and batch tokens. All bytes.
@@ -349,6 +339,16 @@ class ModelFootprint:
             "host_buffers": self.host_buffer_bytes(prefill_tokens, row_blocks),
         }
 
+    def total(self, num_blocks: int, max_batch_tokens: int) -> int:
+        """Bytes of a plan on the device, without the reserve."""
+        terms = self.terms(num_blocks, max_batch_tokens)
+        return sum(b for n, b in terms.items() if self.host_shared or n not in HOST_TERMS)
+
+    def batch_tokens(self, num_blocks: int) -> int:
+        """Batch tokens of a cache: as many as slots, but no more than a step can use."""
+        wanted = max(num_blocks * self.block_size, self.least_batch_tokens)
+        return min(wanted, self.most_batch_tokens)
+
     def _longest(self, blocks: int) -> int:
         """Maximum tokens, up to `max_model_len`, of a request with at most `blocks` blocks."""
         tokens = range(1, self.max_model_len + 1)
@@ -410,14 +410,14 @@ def plan_memory(
     available_bytes: int,
     num_blocks: int | None = None,
     max_batch_tokens: int | None = None,
-    batch_tokens_per_block: int | Fraction = Fraction(1, 8),
-    cap_blocks: int | None = None,
+    capped: bool = False,
     reserve_bytes: int = 0,
 ) -> MemoryPlan:
     """Solve for the number of blocks and of batch tokens that a budget allows.
 
     A solved number is maximal: the plan fits, and one more would not. Solved batch tokens are
-    between `footprint.least_batch_tokens` and `footprint.most_batch_tokens`.
+    between `footprint.least_batch_tokens` and `footprint.most_batch_tokens`; if blocks are solved
+    for too, they are `footprint.batch_tokens`.
 
     Args:
         footprint: the memory that the model needs.
@@ -426,20 +426,18 @@ def plan_memory(
         available_bytes: free bytes of the device now.
         num_blocks: fixes the blocks, null block included; the batch tokens are solved for.
         max_batch_tokens: fixes the batch tokens; the blocks are solved for.
-        batch_tokens_per_block: ratio of batch tokens to blocks, if batch tokens are solved for and
-            the blocks are not fixed by `num_blocks`; above 0, rounded up to whole batch tokens.
-        cap_blocks: maximum blocks of a solution, usually `footprint.most_blocks`; None: as many as
-            the budget allows.
+        capped: whether a solution has at most `footprint.most_blocks`, whatever the budget allows.
         reserve_bytes: bytes to leave free.
 
     Raises:
         MemoryBudgetError: the batch tokens or blocks are too few, or the budget or the device is
             too small; the message lists every term.
     """
-    if max_batch_tokens is not None and max_batch_tokens < footprint.least_batch_tokens:
+    least, most = footprint.least_batch_tokens, footprint.most_batch_tokens
+    if max_batch_tokens is not None and max_batch_tokens < least:
         raise MemoryBudgetError(
-            f"max_batch_tokens must be at least {footprint.least_batch_tokens}, one token for each"
-            f" of max_num_seqs and one of a prompt, got {max_batch_tokens}"
+            f"max_batch_tokens must be at least {least}, one token for each of max_num_seqs and one"
+            f" of a prompt, got {max_batch_tokens}"
         )
 
     ceiling = available_bytes
@@ -448,7 +446,6 @@ def plan_memory(
     elif budget.bytes is not None:
         ceiling = budget.bytes
 
-    solver = _Solver(footprint, Fraction(batch_tokens_per_block), reserve_bytes)
     blocks_of_budget = budget.num_blocks
     if budget.context_tokens is not None:
         blocks_of_budget = max(
@@ -462,20 +459,23 @@ def plan_memory(
             f"least {footprint.least_blocks}"
         )
 
-    capped = False
-    if blocks_of_budget is not None:
-        blocks = blocks_of_budget
-        tokens = max_batch_tokens or solver.batch_tokens(blocks)
-    elif num_blocks is not None:
-        blocks = num_blocks
-        tokens = max_batch_tokens or solver.most_tokens(ceiling, blocks)
+    def total(blocks: int, tokens: int) -> int:
+        return footprint.total(blocks, tokens) + reserve_bytes
+
+    # Where nothing fits, the smallest cache that works is planned, so that the error has its terms.
+    tokens_of = footprint.batch_tokens if max_batch_tokens is None else lambda _: max_batch_tokens
+    exceeds = False
+    if fixed_blocks is None:
+        # A block costs at least its own bytes: an upper bound, exact if no other term grows.
+        bound = (ceiling - total(0, tokens_of(0))) // footprint.block_bytes
+        blocks = _last(range(bound + 1), ceiling, lambda n: total(n, tokens_of(n)))
+        exceeds = capped and blocks > footprint.most_blocks
+        blocks = max(footprint.most_blocks if exceeds else blocks, footprint.least_blocks)
     else:
-        tokens_of = solver.batch_tokens if max_batch_tokens is None else lambda _: max_batch_tokens
-        blocks = solver.most_blocks(ceiling, tokens_of)
-        if cap_blocks is not None and blocks > cap_blocks:
-            blocks, capped = cap_blocks, True
-        blocks = max(blocks, footprint.least_blocks)
-        tokens = tokens_of(blocks)
+        blocks = fixed_blocks
+    tokens = tokens_of(blocks)
+    if blocks_of_budget is None and num_blocks is not None and max_batch_tokens is None:
+        tokens = least + max(_last(range(least, most + 1), ceiling, lambda m: total(blocks, m)), 0)
 
     plan = MemoryPlan(
         **footprint.terms(blocks, tokens),
@@ -489,50 +489,13 @@ def plan_memory(
         longest_request=footprint.longest_request(blocks),
         budget_bytes=ceiling,
         available_bytes=available_bytes,
-        capped=capped,
+        capped=exceeds,
     )
     # A budget of bytes, blocks or context may exceed the memory of the device.
     limit = min(ceiling, available_bytes)
     if plan.total > limit:
         raise _too_small(plan, limit, blocks_given=fixed_blocks is not None)
     return plan
-
-
-class _Solver:
-    """The inverses of `total`.
-
-    A result may be too small to run. The caller then plans the smallest cache that works, so that
-    the error shows its terms.
-    """
-
-    def __init__(self, footprint: ModelFootprint, ratio: Fraction, reserve_bytes: int) -> None:
-        self.footprint = footprint
-        self.ratio = ratio
-        self.reserve_bytes = reserve_bytes
-
-    def total(self, blocks: int, tokens: int) -> int:
-        terms = self.footprint.terms(blocks, tokens)
-        on_host = 0
-        if not self.footprint.host_shared:
-            on_host = sum(terms[name] for name in HOST_TERMS)
-        return sum(terms.values()) - on_host + self.reserve_bytes
-
-    def batch_tokens(self, blocks: int) -> int:
-        """Batch tokens for a number of blocks, by the ratio."""
-        wanted = max(math.ceil(self.ratio * blocks), self.footprint.least_batch_tokens)
-        return min(wanted, self.footprint.most_batch_tokens)
-
-    def most_blocks(self, ceiling: int, tokens_of: Callable[[int], int]) -> int:
-        """Maximum blocks that fit together with `tokens_of(blocks)` batch tokens."""
-        # A block costs at least its own bytes: an upper bound, exact if no other term grows.
-        bound = (ceiling - self.total(0, tokens_of(0))) // self.footprint.block_bytes
-        return _last(range(bound + 1), ceiling, lambda n: self.total(n, tokens_of(n)))
-
-    def most_tokens(self, ceiling: int, blocks: int) -> int:
-        """Maximum batch tokens that fit with `blocks`, or `least_batch_tokens` if none do."""
-        least, most = self.footprint.least_batch_tokens, self.footprint.most_batch_tokens
-        tokens = range(least, most + 1)
-        return least + max(_last(tokens, ceiling, lambda m: self.total(blocks, m)), 0)
 
 
 def _last(candidates: range, ceiling: int, cost: Callable[[int], int]) -> int:

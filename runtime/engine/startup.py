@@ -588,9 +588,7 @@ def plan_engine(
             available_bytes=memory.available,
             num_blocks=fixed,
             max_batch_tokens=tokens,
-            # As many batch tokens as slots; the plan caps them at what a step can use.
-            batch_tokens_per_block=config.block_size,
-            cap_blocks=footprint.most_blocks if capped else None,
+            capped=capped,
             reserve_bytes=RESERVE_BYTES[config.device.type],
         )
     except MemoryBudgetError as error:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect_left
 from fractions import Fraction
+from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.cache.memory.handler import (
     MemoryBudget,
@@ -81,25 +83,19 @@ def footprints(draw: st.DrawFn) -> ModelFootprint:
 
 def written_out(f: ModelFootprint, blocks: int, tokens: int, reserve: int) -> int:
     """The bytes of a plan, independently of how the handler writes them."""
-    longest = 0
-    low, high = 0, f.max_model_len
-    while low <= high:  # the longest request that fits alone
-        longest_try = (low + high) // 2
-        held = sum(g.spec.most_blocks(longest_try, f.block_size, f.prefill_chunk) for g in f.groups)
-        if held < max(blocks, 1):
-            longest, low = longest_try, longest_try + 1
-        else:
-            high = longest_try - 1
+    held = [g.spec.most_blocks for g in f.groups]
+    longest = bisect_left(  # the longest request that fits alone
+        range(1, f.max_model_len + 1),
+        max(blocks, 1),
+        key=lambda n: sum(most(n, f.block_size, f.prefill_chunk) for most in held),
+    )
     chunk = min(tokens, f.prefill_chunk)
     row_blocks = max(1, math.ceil(longest / f.block_size))
     positions = row_blocks * f.block_size
     of_prefill = chunk * f.activation_bytes_per_token + positions * f.read_bytes_per_position
     of_decode = f.max_num_seqs * f.activation_bytes_per_token
     of_decode += f.max_num_seqs * positions * f.read_bytes_per_position
-    spec = f.groups[0].spec
-    vectors = spec.sides * spec.num_kv_heads
-    block = (spec.head_dim * spec.element_bytes + spec.scale_bytes) * vectors * f.block_size
-    block *= len(f.groups[0].layers)
+    block = f.groups[0].spec.slot_bytes * f.block_size * len(f.groups[0].layers)
     buffers = f.static_bytes(chunk, row_blocks)
     on_host = f.host_blocks * block + buffers
     return (
@@ -124,7 +120,6 @@ class Case:
     footprint: ModelFootprint
     budget: MemoryBudget
     available: int
-    ratio: Fraction
     reserve: int
 
     @property
@@ -139,15 +134,14 @@ class Case:
 
     def tokens_of(self, blocks: int) -> int:
         f = self.footprint
-        wanted = max(f.max_num_seqs + 1, math.ceil(self.ratio * blocks))
+        wanted = max(f.max_num_seqs + 1, f.block_size * blocks)
         return min(wanted, f.max_num_seqs + f.prefill_chunk)
 
-    def solve(self, **fixed: int) -> MemoryPlan:
+    def solve(self, **fixed: Any) -> MemoryPlan:
         plan = plan_memory(
             self.footprint,
             self.budget,
             available_bytes=self.available,
-            batch_tokens_per_block=self.ratio,
             reserve_bytes=self.reserve,
             **fixed,
         )
@@ -167,70 +161,44 @@ def cases(draw: st.DrawFn) -> Case:
     )
     if budget is None:
         budget = MemoryBudget(bytes=room)
-    ratio = Fraction(draw(st.integers(1, 500)), draw(st.integers(1, 5000)))
-    return Case(footprint, budget, room, ratio, reserve)
+    return Case(footprint, budget, room, reserve)
 
 
-def solve_or_prove_too_small(case: Case, least: int, **fixed: int) -> MemoryPlan | None:
-    """The plan, or None after checking that the smallest plan, of `least` bytes, does not fit."""
+@settings(max_examples=150)
+@given(
+    cases(),
+    st.sampled_from(["nothing", "cap", "tokens", "blocks", "tokens and blocks"]),
+    st.integers(1, 1 << 13),
+    st.integers(0, 1 << 20),
+)
+def test_a_plan_is_maximal(case: Case, fixed: str, extra: int, extra_blocks: int) -> None:
+    """Or the smallest plan does not fit."""
+    f = case.footprint
+    tokens = f.max_num_seqs + extra if "tokens" in fixed else None
+    blocks = f.least_blocks + extra_blocks if "blocks" in fixed else None
+    at_least = f.least_blocks if blocks is None else blocks
+    least_tokens = case.tokens_of(at_least) if blocks is None else f.max_num_seqs + 1
+    least = case.total(at_least, tokens or least_tokens)
+    given_ = {"num_blocks": blocks, "max_batch_tokens": tokens, "capped": fixed == "cap"}
     if least > case.ceiling:
-        with pytest.raises(MemoryBudgetError, match=f"need {least} bytes"):
-            case.solve(**fixed)
-        return None
-    return case.solve(**fixed)
-
-
-@settings(max_examples=60)
-@given(cases())
-def test_both_free(case: Case) -> None:
-    least = case.footprint.least_blocks
-    plan = solve_or_prove_too_small(case, case.total(least, case.tokens_of(least)))
-    if plan is None:
+        with pytest.raises(MemoryBudgetError) as refused:
+            case.solve(**given_)
+        assert refused.value.needed_bytes == least
         return
-    assert plan.max_batch_tokens == case.tokens_of(plan.num_blocks)
-    more = plan.num_blocks + 1
-    assert case.total(more, case.tokens_of(more)) > case.ceiling
-
-
-@settings(max_examples=60)
-@given(cases(), st.integers(1, 1 << 13))
-def test_batch_tokens_fixed(case: Case, extra: int) -> None:
-    tokens = case.footprint.max_num_seqs + extra
-    least = case.total(case.footprint.least_blocks, tokens)
-    plan = solve_or_prove_too_small(case, least, max_batch_tokens=tokens)
-    if plan is not None:
-        assert plan.max_batch_tokens == tokens
-        assert case.total(plan.num_blocks + 1, tokens) > case.ceiling
-
-
-@settings(max_examples=60)
-@given(cases(), st.integers(0, 1 << 20))
-def test_blocks_fixed(case: Case, extra: int) -> None:
-    blocks = case.footprint.least_blocks + extra
-    least = case.total(blocks, case.footprint.max_num_seqs + 1)
-    plan = solve_or_prove_too_small(case, least, num_blocks=blocks)
-    if plan is None:
+    plan = case.solve(**given_)
+    if blocks is not None:
+        assert plan.num_blocks == blocks
+        assert plan.max_batch_tokens == (tokens or plan.max_batch_tokens)
+        most = tokens or f.max_num_seqs + f.prefill_chunk
+        more = blocks, plan.max_batch_tokens + 1
+        assert plan.max_batch_tokens == most or case.total(*more) > case.ceiling
         return
-    assert plan.num_blocks == blocks
-    at_most = case.footprint.max_num_seqs + case.footprint.prefill_chunk
-    if plan.max_batch_tokens < at_most:
-        assert case.total(blocks, plan.max_batch_tokens + 1) > case.ceiling
-    else:
-        assert plan.max_batch_tokens == at_most
-
-
-@settings(max_examples=60)
-@given(cases(), st.integers(0, 1 << 12))
-def test_cap(case: Case, extra: int) -> None:
-    cap = case.footprint.least_blocks + extra
-    try:
-        free = case.solve()
-    except MemoryBudgetError:
-        assume(False)
-    plan = case.solve(cap_blocks=cap)
-    assert plan.num_blocks == min(cap, free.num_blocks)
-    assert plan.capped == (cap < free.num_blocks)
-    assert plan.max_batch_tokens == case.tokens_of(plan.num_blocks)
+    assert plan.max_batch_tokens == (tokens or case.tokens_of(plan.num_blocks))
+    more = plan.num_blocks + 1, tokens or case.tokens_of(plan.num_blocks + 1)
+    if plan.capped:
+        assert fixed == "cap"
+        assert plan.num_blocks == f.most_blocks
+    assert plan.capped == (case.total(*more) <= case.ceiling)
 
 
 @settings(max_examples=60)
@@ -289,7 +257,33 @@ def test_sliding_groups_are_capped() -> None:
 
 
 def test_every_group_takes_a_block_at_least() -> None:
-    with pytest.raises(MemoryBudgetError, match=r"num_blocks=2 is too few.* 2 layer groups.* 3$"):
+    with pytest.raises(MemoryBudgetError):
         plan_memory(hybrid(), MemoryBudget(num_blocks=2), available_bytes=1 << 40)
     plan = plan_memory(hybrid(), MemoryBudget(num_blocks=3), available_bytes=1 << 40)
     assert (plan.longest_request, plan.context_tokens) == (16, 16)
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        MemoryBudget(num_blocks=1 << 20),
+        MemoryBudget(context_tokens=1 << 24),
+        MemoryBudget(bytes=20 << 30),
+    ],
+)
+def test_budget_above_what_the_device_has(budget: MemoryBudget) -> None:
+    with pytest.raises(MemoryBudgetError) as refused:
+        plan_memory(hybrid(), budget, available_bytes=1 << 30)
+    assert refused.value.limit_bytes == 1 << 30
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_host_terms_count_where_the_memory_is_one(shared: bool) -> None:
+    footprint = dataclasses.replace(
+        hybrid(), host_blocks=1000, host_buffer_bytes=lambda *_: 5000, host_shared=shared
+    )
+    budget = MemoryBudget(bytes=1 << 30)
+    plan = plan_memory(footprint, budget, available_bytes=1 << 31, max_batch_tokens=64)
+    assert plan.host_total == 1000 * footprint.block_bytes + 5000
+    assert plan.total == sum(plan.terms().values()) - (0 if shared else plan.host_total)
+    assert 0 <= (1 << 30) - plan.total < footprint.block_bytes
