@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.cache.kv_cache import Admitted, KVCache
+from stepgraph.cache.kv_cache import KVCache
 from stepgraph.cache.spec import LayerGroup
 
 from ..rigs.cache_rig import hashes_of, spec
@@ -40,9 +40,6 @@ def tables(cache: KVCache, request_id: str) -> list[list[int]]:
     return [list(cache.block_table(request_id, group)) for group in range(cache.num_groups)]
 
 
-# Growth ------------------------------------------------------------------------------------------
-
-
 @given(
     windows=st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=3),
     num_blocks=st.integers(2, 30),
@@ -63,9 +60,6 @@ def test_the_longest_request_that_fits_alone_runs_to_its_end(
     assert cache.num_free_blocks == cache.usable_blocks
 
 
-# Admission ---------------------------------------------------------------------------------------
-
-
 def test_headroom_and_the_peak_of_windows_are_left_free() -> None:
     # Full attention takes 4 blocks at once; the window 1, and 3 when it is widest.
     for num_blocks, headroom, fits in [(8, 0, True), (7, 0, False), (9, 1, True), (8, 1, False)]:
@@ -82,26 +76,7 @@ def test_tails_go_first_and_groups_in_step() -> None:
     assert cache._pool.allocate(8) == [4, 8, 3, 7, 2, 6, 1, 5]
 
 
-def test_short_requests_leave_a_cached_prefix_alone() -> None:
-    cache = make_cache(None, 4, num_blocks=20)
-    tokens = list(range(17))
-    compute(cache, "a", tokens)
-    cache.release("a")
-    for i in range(20):
-        compute(cache, f"short {i}", [100 + i, 1, 2])  # no block is full
-        cache.release(f"short {i}")
-    assert cache.admit("b", 17, chunk=1, hashes=hashes_of(tokens, 4)) == Admitted(16, "prefix")
-    assert cache.num_evictions == 0
-    cache.check_integrity()
-
-
-# Swap --------------------------------------------------------------------------------------------
-
-
 def test_room_that_was_not_computed_is_not_swapped() -> None:
     cache = make_cache(None, num_blocks=10, host_blocks=8)
     cache.admit("a", 16, chunk=1)
     assert cache.swap_out("a", 5) == [(1, 0), (2, 1)]
-
-
-# The rest ----------------------------------------------------------------------------------------
