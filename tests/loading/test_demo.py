@@ -5,15 +5,21 @@ from pathlib import Path
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.kernels import have_compiler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "runtime" / "demo"
+CONFIG = {
+    "mode": "eager",
+    "dtype": "float32",
+    "kernels": "native" if have_compiler() else "torch",
+}
 PROMPTS = ["def ", "import ", "class Node:\n    def __init__(self", "for i in range(", "x"]
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine.from_pretrained("demo", EngineConfig(mode="eager", dtype="float32")) as engine:
+    with Engine.from_pretrained("demo", EngineConfig(**CONFIG)) as engine:
         yield engine
 
 
@@ -24,13 +30,13 @@ def reference():
 
 def test_greedy_tokens_are_those_of_transformers(engine, reference):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
     for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, params), strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         expected = reference.generate(
             ids,
             attention_mask=torch.ones_like(ids),  # the first token is no padding
-            max_new_tokens=64,
+            max_new_tokens=32,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
@@ -42,7 +48,7 @@ def test_greedy_tokens_are_those_of_transformers(engine, reference):
 
 def test_drafts_of_its_drafter_are_mostly_right(engine):
     speculation = {"method": "eagle3", "num_speculative_tokens": 3, "adaptive": False}
-    config = EngineConfig(mode="eager", dtype="float32", speculation=speculation)
+    config = EngineConfig(**CONFIG, speculation=speculation)
     params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
     (expected,) = engine.generate(["def main0("], params)
     with Engine.from_pretrained("demo", config) as drafting:

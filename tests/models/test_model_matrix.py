@@ -41,8 +41,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Traits that the default of a type lacks, where `test_families.py` has none of its models."""
-QUICK = ("bart", "zaya", "phi")
-"""Two that are refused, and partial rotation with biases."""
+QUICK = ("bart", "phi")
+"""One that is refused, and partial rotation with biases."""
 CASES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in (*MODEL_TYPES, *VARIANTS)

@@ -109,12 +109,12 @@ def test_draws_follow_the_distribution_of_transformers(case: dict[str, Any]) -> 
     logits = randn(V, seed=len(str(case)))
     # min_tokens holds for the one output that follows OUTPUT, so its positions cannot be spread.
     if params.min_tokens:
-        state = state_of([dataclasses.replace(params, seed=seed) for seed in range(3000)])
-        rows = torch.arange(3000)
+        state = state_of([dataclasses.replace(params, seed=seed) for seed in range(1500)])
+        rows = torch.arange(1500)
         position = torch.full_like(rows, FIRST)
-        tokens = sample_full(logits.expand(3000, -1), state, rows, position).tokens
+        tokens = sample_full(logits.expand(1500, -1), state, rows, position).tokens
     else:
-        tokens = sample_many(params, logits, 6000)
+        tokens = sample_many(params, logits, 3000)
     assert_drawn_from(tokens, expected_probabilities(params, logits))
 
 

@@ -22,9 +22,7 @@ PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8], [44, 45], [70, 
 @pytest.mark.parametrize(
     "config",
     [
-        {},
-        {"block_size": 4, "num_blocks": 25, "prefill_chunk": 8},
-        {"block_size": 4, "num_blocks": 25, "host_cache_bytes": 1 << 18},
+        {"block_size": 4, "num_blocks": 25, "prefill_chunk": 8, "host_cache_bytes": 1 << 18},
         {"steps_per_launch": 3},
     ],
     ids=str,

@@ -68,7 +68,7 @@ def schema_of(draw: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "schemas", [200, pytest.param(2000, marks=pytest.mark.slow)], ids=["few", "many"]
+    "schemas", [80, pytest.param(2000, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_outputs_validate(tiny: Tiny, tmp_path: Path, schemas: int) -> None:
     folder = shutil.copytree(tiny("text").directory, tmp_path / "model")
