@@ -287,8 +287,6 @@ def test_indices_out_of_range_are_refused(change: dict[str, object]) -> None:
         ({}, lambda case: {"batch": replace(case.batch, block_size=8)}),
         ({}, lambda case: {"batch": replace(case.batch, block_size=0)}),
         ({}, lambda case: {"form": case.form._replace(value_dim=8)}),
-        ({}, lambda case: {"form": case.form._replace(window=-1)}),
-        ({}, lambda case: {"form": case.form._replace(softcap=-2.0)}),
         ({}, lambda case: {"form": case.form._replace(storage="int4")}),
         ({}, lambda case: {"form": case.form._replace(storage="fp8")}),
         ({"storage": "int8"}, lambda case: {"arena": case.arena[..., :-16]}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,25 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         operators.check()
+
+
+@needs_compiler
+def test_of_threads_that_destroy_a_handle_one_succeeds() -> None:
+    kernels.load_cpu_ops()
+    memory = torch.zeros(2048, dtype=torch.uint8)
+    region, abort = memory[-memory.data_ptr() % 128 :][:1024], torch.zeros(1, dtype=torch.int32)
+
+    def destroy(handle: int) -> bool:
+        try:
+            torch.ops.stepgraph.communicator_destroy.default(handle)
+        except RuntimeError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(50):
+            handle = torch.ops.stepgraph.communicator_create.default(region, abort, 0, 2, 1.0)
+            assert sum(pool.map(destroy, [handle] * 4)) == 1
 
 
 @needs_compiler

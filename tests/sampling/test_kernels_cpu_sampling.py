@@ -143,21 +143,22 @@ def test_parameters_that_leave_no_distribution() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "error"),
     [
-        ({"rows": torch.tensor([0, 9])}, IndexError, "rows.1. is 9"),
-        ({"rows": torch.tensor([0])}, RuntimeError, "rows is a contiguous .2. of Long"),
-        ({"logits": torch.zeros(2, 31)}, RuntimeError, "token_counts are a contiguous int32"),
-        ({"logits": torch.zeros(2, 30).double()}, RuntimeError, "float32 expected, got Double"),
+        ({"rows": torch.tensor([0, 9])}, IndexError),
+        ({"rows": torch.tensor([0])}, RuntimeError),
+        ({"rows": torch.tensor([0.0, 1.0])}, RuntimeError),
+        ({"logits": torch.zeros(2, 31)}, RuntimeError),
+        ({"logits": torch.zeros(2, 30).double()}, RuntimeError),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    change: dict[str, torch.Tensor], error: type[Exception], message: str
+    change: dict[str, torch.Tensor], error: type[Exception]
 ) -> None:
     state = state_of([SamplingParams(), SamplingParams()], 30)
     fitting = {"logits": torch.zeros(2, 30), "rows": torch.arange(2)}
     arguments = fitting | change
-    with pytest.raises(error, match=message):
+    with pytest.raises(error):
         fused_sampler.full(arguments["logits"], state, arguments["rows"], torch.arange(2) + 9)
 
 

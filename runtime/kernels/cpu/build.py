@@ -58,11 +58,7 @@ KERNEL_DIR = "STEPGRAPH_KERNEL_DIR"
 """The environment variable that names a folder of libraries which were built beforehand."""
 
 _HERE = Path(__file__).parent / "csrc"
-_UNITS = (
-    *("ops", "attention_int8", "attention", "attention_fp8", "linear", "mixture"),
-    *("sampling", "stack", "communicator", "pool"),
-)
-"""What is compiled, the longest first, and linked in this order."""
+_FLAGS = ("-O3", "-ffp-contract=fast", "-std=c++20", "-fPIC", "-pthread", "-w")
 _CODE, _MANIFEST = "cpu_ops.so", "manifest.json"
 _MOST_MANIFEST_BYTES = 1 << 16
 _SCRATCH = "build-"
@@ -360,7 +356,7 @@ def _find() -> tuple[list[StoredLibrary], list[str]]:
     """Return the libraries that may be loaded, best first, and why others may not."""
     found: list[StoredLibrary] = []
     refused: list[str] = []
-    source = _source_key(portable=False)
+    source = _source_key()
     if (given := _given_folder()) is not None:
         found, refused = find_libraries(given, source, cpu_features())
         if not found and not refused:
@@ -380,20 +376,19 @@ def _given_folder() -> Path | None:
     return Path(given) if given else None
 
 
-def build_cpu_ops(portable: bool = False) -> Path:
+def build_cpu_ops() -> Path:
     """Path of the compiled library, built (in half a minute) if the cache does not hold it yet.
 
-    `portable` leaves out every instruction the compiler is not asked for by plain C++. Of processes
-    that need the library at the same time, one builds it, and the others wait.
+    Of processes that need the library at the same time, one builds it, and the others wait.
 
     Raises KernelBuildError if there is no compiler, or if it fails.
     """
     folder = _folder_for_builds()
     with _one_at_a_time(folder):
-        for library in find_libraries(folder, _source_key(portable), cpu_features())[0]:
+        for library in find_libraries(folder, _source_key(), cpu_features())[0]:
             if _is_native(library):
                 return library.path
-        return _build(folder, portable=portable)
+        return _build(folder)
 
 
 @contextlib.contextmanager
@@ -430,18 +425,12 @@ def build_kernels(out: Path | None = None, *, march: str = "native") -> Path:
     return _build(out, march=march)
 
 
-def _source_key(portable: bool) -> str:
+def _source_key() -> str:
     """Digest of what decides a library, but for the CPU and the compiler."""
-    key = hashlib.sha256("\0".join([torch.__version__, platform.machine()]).encode())
-    key.update("\0".join(_flags(portable)).encode())
+    key = hashlib.sha256("\0".join([torch.__version__, platform.machine(), *_FLAGS]).encode())
     for path in sorted(_HERE.iterdir()):
         key.update(path.read_bytes())
     return key.hexdigest()
-
-
-def _flags(portable: bool) -> list[str]:
-    flags = ["-O3", "-ffp-contract=fast", "-std=c++20", "-fPIC", "-pthread", "-w"]
-    return [*flags, "-DSTEPGRAPH_PORTABLE"] if portable else flags
 
 
 def _is_native(library: StoredLibrary) -> bool:
@@ -449,7 +438,7 @@ def _is_native(library: StoredLibrary) -> bool:
     return set(library.manifest.built_for) == cpu_features()
 
 
-def _build(folder: Path, *, portable: bool = False, march: str = "native") -> Path:
+def _build(folder: Path, *, march: str = "native") -> Path:
     if not have_compiler():
         raise KernelBuildError(
             "no C++ compiler found for the CPU kernels; install g++ (or name one in CXX), "
@@ -457,7 +446,7 @@ def _build(folder: Path, *, portable: bool = False, march: str = "native") -> Pa
         )
     compiler = _find_compiler()
     cpu_option = "-mcpu" if platform.machine() in ("aarch64", "arm64") else "-march"
-    flags = [f"{cpu_option}={march}", *_flags(portable)]
+    flags = [f"{cpu_option}={march}", *_FLAGS]
     macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull], "listing macros")
     used = features_of_macros(macros)
     if march == "native":
@@ -466,8 +455,7 @@ def _build(folder: Path, *, portable: bool = False, march: str = "native") -> Pa
         used = used & built_for or built_for
     else:
         built_for = used
-    source = _source_key(portable)
-    manifest = Manifest(source, tuple(sorted(used)), tuple(sorted(built_for)), 0, "")
+    manifest = Manifest(_source_key(), tuple(sorted(used)), tuple(sorted(built_for)), 0, "")
     _announce(
         f"stepgraph: compiling the CPU kernels into {folder}, which takes some twenty seconds of "
         f"two cores; later starts find them ({_QUIET}=1 keeps this message away)"
@@ -492,24 +480,21 @@ def _build(folder: Path, *, portable: bool = False, march: str = "native") -> Pa
 def _compile(compiler: str, flags: Sequence[str], scratch: Path) -> Path:
     """Compile and link all units; return the library, which lies in `scratch`."""
     torch_root = Path(torch.__file__).parent
-    objects = [f"{scratch}/{unit}.o" for unit in _UNITS]
+    units = {path: f"{scratch}/{path.stem}.o" for path in sorted(_HERE.glob("*.cpp"))}
     compile_unit = [compiler, *flags, f"-I{torch_root}/include", "-c"]
-    commands = [
-        [*compile_unit, str(_HERE / f"{unit}.cpp"), "-o", output]
-        for unit, output in zip(_UNITS, objects, strict=True)
-    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         what = "compiling the CPU kernels"
-        for build in as_completed([pool.submit(_run, line, what, scratch) for line in commands]):
+        builds = [
+            pool.submit(_run, [*compile_unit, str(path), "-o", output], what, scratch)
+            for path, output in units.items()
+        ]
+        for build in as_completed(builds):
             build.result()
-    linked = f"{scratch}/cpu_ops.so"
+    linked = scratch / _CODE
     torch_libraries = [f"-L{torch_root}/lib", "-ltorch_cpu", "-lc10"]
-    _run(
-        [compiler, "-shared", "-pthread", *objects, "-o", linked, *torch_libraries],
-        "linking the CPU kernels",
-        scratch,
-    )
-    return Path(linked)
+    command = [compiler, "-shared", "-pthread", *units.values(), "-o", str(linked)]
+    _run([*command, *torch_libraries], "linking the CPU kernels", scratch)
+    return linked
 
 
 def _announce(message: str) -> None:

@@ -16,8 +16,8 @@
 
 namespace stepgraph {
 
-// Takes what `Arguments` of `operator_arguments.py` lists, one after another, checking each. Errors
-// name the operator.
+// Takes what `OperatorArguments` of `operator_arguments.py` lists, one after another, and checks each
+// tensor. Errors name the operator.
 class ArgumentReader {
  public:
   ArgumentReader(const char* op, const c10::List<std::optional<at::Tensor>>& tensors,
@@ -26,38 +26,18 @@ class ArgumentReader {
     check_model_type(op, dtype);
   }
 
-  // Of `least` or more.
-  int64_t integer(const char* name, int64_t least = 0) {
-    TORCH_CHECK(next_integer_ < integers_.size(), op_, ": ", integers_.size(),
-                " integers are too few");
-    const int64_t value = integers_[next_integer_++];
-    TORCH_CHECK(value >= least, op_, ": ", name, " is ", value, ", ", least,
-                " or more expected");
-    return value;
-  }
+  int64_t integer() { return integers_.at(next_integer_++); }
+  bool flag() { return integer() != 0; }
+  float number() { return static_cast<float>(numbers_.at(next_number_++)); }
 
-  float number() {
-    TORCH_CHECK(next_number_ < numbers_.size(), op_, ": ", numbers_.size(),
-                " numbers are too few");
-    return static_cast<float>(numbers_[next_number_++]);
-  }
-
-  // A contiguous tensor of the model's type, or null.
-  const void* dense(at::IntArrayRef sizes, const char* name) {
-    return dense(sizes, name, dtype_);
-  }
-  const void* vector(int64_t size, const char* name) { return dense({size}, name); }
-
-  // [size] of float32, or null.
-  const float* floats(int64_t size, const char* name) {
-    return static_cast<const float*>(dense({size}, name, at::kFloat));
-  }
+  // [size] of the model's type, or null.
+  const void* vector(int64_t size, const char* name) { return dense({size}, name, dtype_); }
 
   NormWeights norm(int64_t size, const char* name) {
     NormWeights weights;
     weights.weight = vector(size, name);
     weights.eps = number();
-    weights.offset = integer(name) != 0;
+    weights.offset = flag();
     return weights;
   }
 
@@ -71,7 +51,7 @@ class ArgumentReader {
 
   Activation activation() {
     Activation read;
-    read.gelu = integer("the activation") != 0;
+    read.gelu = flag();
     read.limit = number();
     read.alpha = number();
     read.up_offset = number();
@@ -82,27 +62,23 @@ class ArgumentReader {
     Mixture read{};
     Routing& routing = read.routing;
     read.hidden = hidden;
-    routing.experts = integer("the number of experts", 1);
-    read.shared = integer("the number of shared experts");
-    read.inner = integer("the features of an expert", 1);
-    read.scaled_inputs = integer("scaled_inputs") != 0;
-    routing.top_k = integer("top_k", 1);
-    routing.scores = static_cast<Scores>(integer("the scores"));
-    routing.normalised = integer("normalised") != 0;
+    routing.experts = integer();
+    read.shared = integer();
+    read.inner = integer();
+    read.scaled_inputs = flag();
+    routing.top_k = integer();
+    routing.scores = static_cast<Scores>(integer());
+    routing.normalised = flag();
     routing.scale = number();
-    routing.groups = integer("the number of groups", 1);
-    routing.top_groups = integer("top_groups", 1);
-    routing.sums_of_two = integer("the score of a group") != 0;
-    routing.chooses_by_logits = integer("chooses_by_logits") != 0;
-    TORCH_CHECK(routing.top_k <= routing.experts && routing.experts % routing.groups == 0 &&
-                    routing.top_groups <= routing.groups &&
-                    (!routing.sums_of_two || routing.experts >= 2 * routing.groups),
-                op_, ": ", routing.top_k, " of ", routing.experts, " experts from ",
-                routing.top_groups, " of ", routing.groups, " groups cannot be chosen");
-    read.router = dense({routing.experts, hidden}, "the router");
+    routing.groups = integer();
+    routing.top_groups = integer();
+    routing.sums_of_two = flag();
+    routing.chooses_by_logits = flag();
+    read.router = dense({routing.experts, hidden}, "the router", dtype_);
     TORCH_CHECK(read.router != nullptr, op_, ": the router is missing");
     read.router_bias = vector(routing.experts, "the bias of the router");
-    read.correction = floats(routing.experts, "the correction");
+    read.correction =
+        static_cast<const float*>(dense({routing.experts}, "the correction", at::kFloat));
     read.gate_up = linear(read.inner, hidden, "gate and up of experts", 2 * read.total());
     read.activation = activation();
     read.down = linear(hidden, read.inner, "down of experts", read.total());
@@ -113,13 +89,12 @@ class ArgumentReader {
   std::vector<at::Tensor> finish() {
     TORCH_CHECK(next_ == tensors_.size() && next_integer_ == integers_.size() &&
                     next_number_ == numbers_.size(),
-                op_, ": ", tensors_.size(), " tensors, ", integers_.size(),
-                " integers and ", numbers_.size(), " numbers are too many, the layers have ",
-                next_, ", ", next_integer_, " and ", next_number_);
+                op_, ": more tensors, integers or numbers than the layers have");
     return std::move(kept_);
   }
 
  private:
+  // A contiguous tensor, or null.
   const void* dense(at::IntArrayRef sizes, const char* name, at::ScalarType dtype) {
     const std::optional<at::Tensor> tensor = take();
     if (!tensor) return nullptr;
@@ -131,7 +106,6 @@ class ArgumentReader {
   }
 
   std::optional<at::Tensor> take() {
-    TORCH_CHECK(next_ < tensors_.size(), op_, ": ", tensors_.size(), " tensors are too few");
     std::optional<at::Tensor> tensor = tensors_.get(next_++);
     if (tensor) kept_.push_back(*tensor);
     return tensor;

@@ -61,18 +61,13 @@ class Handles {
   }
 
   std::shared_ptr<T> remove(const char* op, int64_t handle) {
-    std::shared_ptr<T> removed = find(op, handle);
     const std::lock_guard<std::mutex> alone(mutex_);
-    objects_.erase(handle);
-    return removed;
+    return std::move(objects_.extract(present(op, handle)).mapped());
   }
 
   std::shared_ptr<T> find(const char* op, int64_t handle) {
     const std::lock_guard<std::mutex> alone(mutex_);
-    const auto found = objects_.find(handle);
-    TORCH_CHECK(found != objects_.end(), op, ": ", T::kKind, " ", handle,
-                " has been destroyed, or never was");
-    return found->second;
+    return present(op, handle)->second;
   }
 
   std::shared_ptr<T> find(const char* op, const at::Tensor& handle) {
@@ -82,16 +77,23 @@ class Handles {
   }
 
  private:
+  // Under the lock.
+  auto present(const char* op, int64_t handle) {
+    const auto found = objects_.find(handle);
+    TORCH_CHECK(found != objects_.end(), op, ": ", T::kKind, " ", handle,
+                " has been destroyed, or never was");
+    return found;
+  }
+
   std::mutex mutex_;
   std::map<int64_t, std::shared_ptr<T>> objects_;
   int64_t last_ = 0;
 };
 
-inline void check_index(const char* op, const at::Tensor& index, at::ScalarType dtype,
-                        int64_t count, int64_t end, const char* name) {
-  TORCH_CHECK(index.scalar_type() == dtype && index.is_contiguous() && index.dim() == 1 &&
-                  index.size(0) == count,
-              op, ": ", name, " is a contiguous [", count, "] of ", dtype);
+inline void check_index(const char* op, const at::Tensor& index, int64_t count, int64_t end,
+                        const char* name) {
+  TORCH_CHECK(index.is_contiguous() && index.dim() == 1 && index.size(0) == count, op, ": ", name,
+              " is a contiguous int64 [", count, "]");
   const int64_t* value = index.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < count; ++t) {
     TORCH_CHECK_INDEX(0 <= value[t] && value[t] < end, op, ": ", name, "[", t, "] is ", value[t],

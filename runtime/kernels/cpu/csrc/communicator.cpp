@@ -15,6 +15,8 @@
 #include <unistd.h>
 #endif
 
+#include "stack_math.h"
+
 namespace stepgraph {
 
 namespace {
@@ -46,28 +48,6 @@ void in_pieces(int64_t count, int64_t element_bytes, int threads, Run run) {
   parallel_for(pieces, static_cast<int>(pieces), [&](int64_t piece, int64_t) {
     run(piece * size, std::min(count, (piece + 1) * size));
   });
-}
-
-U16x16 rounded_bits(F32x16 value, c10::BFloat16) {
-  return __builtin_convertvector(round_to_bf16(value) >> 16, U16x16);
-}
-U16x16 rounded_bits(F32x16 value, c10::Half) {
-#if STEPGRAPH_AVX512
-  return (U16x16)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT);
-#else
-  U16x16 result;
-  for (int i = 0; i < 16; ++i) result[i] = c10::Half(value[i]).x;
-  return result;
-#endif
-}
-F32x16 rounded_bits(F32x16 value, float) { return value; }
-
-// The first `count` of 16 numbers, rounded to T.
-template <class T>
-void put_rounded(T* out, F32x16 value, int64_t count) {
-  const auto result = rounded_bits(value, T());
-  if (count >= 16) store(out, result);
-  else std::memcpy(static_cast<void*>(out), &result, count * sizeof(T));
 }
 
 // Sleeping until the upper half of a word has another value than `seen`, or for a while.
@@ -205,7 +185,7 @@ void all_reduce(Communicator& communicator, const T* x, T* out, int64_t count, i
     const Parts<T> parts(communicator, number);
     in_pieces(size, sizeof(T), threads, [&](int64_t from, int64_t to) {
       for (int64_t i = from; i < to; i += 16) {
-        put_rounded(out + begin + i, parts.sum(i, to), to - i);
+        put(out + begin + i, parts.sum(i, to), to - i);
       }
     });
   }

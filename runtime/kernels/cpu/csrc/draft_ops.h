@@ -43,7 +43,7 @@ int64_t check_counts(const char* op, const at::Tensor& counts, const at::Tensor&
                   drafts.stride(1) == 1,
               op, ": drafts are an int64 [", rows, ", most] with a dense last dimension, got ",
               drafts.sizes());
-  check_index(op, counts, at::kLong, rows, drafts.size(1) + 2, "counts");
+  check_index(op, counts, rows, drafts.size(1) + 2, "counts");
   const int64_t* count = counts.const_data_ptr<int64_t>();
   int64_t tokens = 0;
   for (int64_t row = 0; row < rows; ++row) {
@@ -62,8 +62,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> verify_in
   const RowTables tables("row_inputs", block_tables, block_size);
   TORCH_CHECK(tables.rows == all_rows, "row_inputs: block tables ", block_tables.sizes(), " of ",
               all_rows, " rows");
-  check_index("row_inputs", rows, at::kLong, num_rows, all_rows, "rows");
-  check_index("row_inputs", positions, at::kLong, all_rows, tables.positions(), "positions");
+  check_index("row_inputs", rows, num_rows, all_rows, "rows");
+  check_index("row_inputs", positions, all_rows, tables.positions(), "positions");
   TORCH_CHECK(token_ids.scalar_type() == at::kLong && token_ids.is_contiguous(),
               "row_inputs: token_ids are a contiguous int64 [rows]");
   const int64_t tokens = check_counts("row_inputs", counts, drafts);
@@ -103,7 +103,7 @@ at::Tensor accept_drafts_cpu(const at::Tensor& sampled, const at::Tensor& rows,
                              at::Tensor& token_ids, at::Tensor& positions) {
   const int64_t all_rows = token_ids.size(0), num_rows = rows.size(0);
   const int64_t tokens = check_counts("advance_rows", counts, drafts);
-  check_index("advance_rows", rows, at::kLong, num_rows, all_rows, "rows");
+  check_index("advance_rows", rows, num_rows, all_rows, "rows");
   TORCH_CHECK(sampled.scalar_type() == at::kLong && sampled.is_contiguous() &&
                   sampled.dim() == 1 && sampled.size(0) == tokens,
               "advance_rows: tokens are a contiguous int64 [", tokens, "], got ",
@@ -138,9 +138,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> drafted_inputs_cpu(
   const int64_t num_rows = rows.size(0);
   const RowTables tables("drafted_inputs", block_tables, block_size);
   TORCH_CHECK(count > 0, "drafted_inputs: ", count, " tokens a row");
-  check_index("drafted_inputs", rows, at::kLong, num_rows, tables.rows, "rows");
-  check_index("drafted_inputs", positions, at::kLong, tables.rows, tables.positions(), "positions");
-  check_index("drafted_inputs", stops, at::kLong, num_rows, tables.positions() + 1, "stops");
+  check_index("drafted_inputs", rows, num_rows, tables.rows, "rows");
+  check_index("drafted_inputs", positions, tables.rows, tables.positions(), "positions");
+  check_index("drafted_inputs", stops, num_rows, tables.positions() + 1, "stops");
   const int64_t tokens = num_rows * count;
   at::Tensor position = at::empty({tokens}, rows.options()), token_rows = at::empty_like(position);
   at::Tensor slots = at::empty({tables.groups, tokens}, rows.options());

@@ -34,7 +34,7 @@ at::Tensor packed_embedding_cpu(const at::Tensor& tokens, const at::Tensor& pack
   const int64_t word_bytes = width * packed.element_size();
   TORCH_CHECK(word_bytes == 4 || word_bytes == 2, "packed_embedding: words of ", word_bytes,
               " bytes; 4 or 2 expected");
-  check_index("packed_embedding", tokens, at::kLong, count, packed.size(0) * kBlock, "tokens");
+  check_index("packed_embedding", tokens, count, packed.size(0) * kBlock, "tokens");
   const int64_t words = (k + width - 1) / width;
   at::Tensor out = at::empty({count, words * width}, packed.options());
   const int64_t* token = tokens.const_data_ptr<int64_t>();
@@ -53,14 +53,10 @@ at::Tensor packed_embedding_cpu(const at::Tensor& tokens, const at::Tensor& pack
 
 std::tuple<at::Tensor, at::Tensor> rotations_cpu(const at::Tensor& positions,
                                                  const at::Tensor& frequencies) {
-  TORCH_CHECK(positions.scalar_type() == at::kLong && positions.dim() == 1 &&
-                  positions.is_contiguous(),
-              "rotations: positions are a contiguous int64 [tokens], got ", positions.sizes(),
-              " of ", positions.scalar_type());
-  TORCH_CHECK(frequencies.scalar_type() == at::kFloat && frequencies.dim() == 2 &&
+  TORCH_CHECK(positions.dim() == 1 && positions.is_contiguous() && frequencies.dim() == 2 &&
                   frequencies.is_contiguous(),
-              "rotations: frequencies are a contiguous float32 [kinds, pairs], got ",
-              frequencies.sizes());
+              "rotations: positions [tokens] and frequencies [kinds, pairs] are contiguous, got ",
+              positions.sizes(), " and ", frequencies.sizes());
   const int64_t kinds = frequencies.size(0), pairs = frequencies.size(1), tokens = positions.size(0);
   at::Tensor cos = at::empty({kinds, tokens, pairs}, frequencies.options());
   at::Tensor sin = at::empty({kinds, tokens, pairs}, frequencies.options());

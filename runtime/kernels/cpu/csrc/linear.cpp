@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "int8.h"
+#include "stack_math.h"
 
 namespace stepgraph {
 namespace {
@@ -89,15 +90,10 @@ class LinearJob : public Job {
   void work(int64_t) override {
     alignas(64) float sums[kGroupRows * kBlock];
     const LinearArgs<T> args = args_;
+    const int64_t columns = args.weights.columns;
     const auto publish = [&](int64_t block, int64_t row, int64_t rows, const float* sum) {
-      const int64_t columns = std::min<int64_t>(args.weights.columns - block * kBlock, kBlock);
-      T* out = args.out + row * args.weights.columns + block * kBlock;
-      for (int64_t m = 0; m < rows; ++m, out += args.weights.columns, sum += kBlock) {
-        T padded[kBlock];
-        T* place = columns == kBlock ? out : padded;
-        Element<T>::store32_in_order(place, load<F32x16>(sum), load<F32x16>(sum + 16));
-        if (place == padded) std::copy_n(padded, columns, out);
-      }
+      const int64_t first = block * kBlock;
+      put_sums(sum, rows, columns - first, args.out + row * columns + first, columns);
     };
     linear_phase(phases_, 0, args.weights, args.x, args.x_stride, args.rows, nullptr, sums, publish);
   }

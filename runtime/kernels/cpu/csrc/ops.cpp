@@ -42,26 +42,20 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
                   kv_heads > 0 && q.size(1) % kv_heads == 0,
               "paged_attention: q ", q.sizes(), ", k ", k.sizes(), " and v ",
               v ? v->sizes() : at::IntArrayRef(), " do not fit together");
-  TORCH_CHECK(q.scalar_type() == k.scalar_type() && (!v || q.scalar_type() == v->scalar_type()),
-              "paged_attention: q, k, v and arena share one dtype; got ", q.scalar_type(), ", ",
-              k.scalar_type(), ", ", v ? v->scalar_type() : q.scalar_type());
   TORCH_CHECK(v ? value_dim == head_dim : 0 < value_dim && value_dim <= head_dim,
               "paged_attention: value_dim is ", value_dim, v ? ", that of v is " : ", keys have ",
               head_dim);
-  TORCH_CHECK(window >= 0 && chunk >= 0 && softcap >= 0, "paged_attention: window ", window,
-              ", chunk ", chunk, " and softcap ", softcap, " are 0 (none) or more");
-  TORCH_CHECK(!sinks || (sinks->scalar_type() == q.scalar_type() && sinks->is_contiguous() &&
-                         sinks->dim() == 1 && sinks->size(0) == q.size(1)),
-              "paged_attention: sinks are a contiguous [", q.size(1), "] of ", q.scalar_type());
+  TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->sizes() == at::IntArrayRef({q.size(1)})),
+              "paged_attention: sinks are a contiguous [", q.size(1), "]");
   check_arena("paged_attention", arena, q.scalar_type(), v ? 2 : 1, kv_heads, block_size, head_dim,
               storage);
   const int64_t num_blocks = arena.size(2);
   check_tables("paged_attention", block_tables, 2, read_blocks);
   TORCH_CHECK_INDEX(0 <= layer && layer < arena.size(0), "paged_attention: layer ", layer,
                     " of an arena of ", arena.size(0), " layers");
-  check_index("paged_attention", slots, at::kLong, tokens, num_blocks * block_size, "slots");
-  check_index("paged_attention", token_rows, at::kLong, tokens, block_tables.size(0), "token_rows");
-  check_index("paged_attention", positions, at::kLong, tokens, read_blocks * block_size,
+  check_index("paged_attention", slots, tokens, num_blocks * block_size, "slots");
+  check_index("paged_attention", token_rows, tokens, block_tables.size(0), "token_rows");
+  check_index("paged_attention", positions, tokens, read_blocks * block_size,
               "positions");
   at::Tensor out = at::empty({tokens, q.size(1), value_dim}, q.options());
 

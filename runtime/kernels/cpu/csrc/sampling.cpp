@@ -121,8 +121,8 @@ void sample_lane(const SampleArgs<T>& args, int64_t lane, const Scratch& at) {
 
 }  // namespace
 
-int64_t sample_scratch_bytes(int64_t vocab_size) {
-  return Scratch::lay_out(nullptr, sample_chunks(vocab_size), nullptr);
+int64_t sample_scratch_floats(int64_t vocab_size) {
+  return Scratch::floats(sample_chunks(vocab_size));
 }
 
 template <class T>
@@ -138,12 +138,11 @@ void sample_full(const SampleArgs<T>& args) {
     if (follows && wishes.penalised()) ++units.back().count;
     else units.push_back({lane, 1});
   }
-  const int64_t bytes = sample_scratch_bytes(args.vocab_size);
+  const int64_t floats = sample_scratch_floats(args.vocab_size);
   const int64_t count = static_cast<int64_t>(units.size());
   const int threads = static_cast<int>(std::clamp<int64_t>(count, 1, args.threads));
   parallel_for(count, threads, [&](int64_t unit, int64_t thread) {
-    Scratch scratch;
-    Scratch::lay_out(args.scratch + thread * bytes, sample_chunks(args.vocab_size), &scratch);
+    const Scratch scratch(args.scratch + thread * floats, sample_chunks(args.vocab_size));
     const auto [first, lanes] = units[unit];
     bool accepted = true;
     for (int64_t lane = first; lane < first + lanes; ++lane) {

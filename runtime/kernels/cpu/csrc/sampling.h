@@ -1,7 +1,6 @@
 // What the registration in `sampling_ops.cpp` asks of the sampler. Plain pointers and sizes.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 namespace stepgraph {
@@ -52,12 +51,12 @@ struct SampleArgs {
   float* logprob;             // [lanes]
   float* top_logprobs;        // [lanes, tops]
   int64_t* top_ids;           // [lanes, tops]
-  std::byte* scratch;         // threads times `sample_scratch_bytes`, aligned to 64
+  float* scratch;             // threads times `sample_scratch_floats`, aligned to 64 bytes
   int threads;
 };
 
-// Bytes of memory that each thread works in.
-int64_t sample_scratch_bytes(int64_t vocab_size);
+// Floats that each thread works in.
+int64_t sample_scratch_floats(int64_t vocab_size);
 
 // In a verify step lanes of a row lie together. Those of a row with penalties are drawn one after the
 // other, each with the counts of the tokens before it, until one differs from the draft in its place;

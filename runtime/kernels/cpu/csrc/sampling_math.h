@@ -7,6 +7,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <utility>
 
 #include "exp.h"
 #include "sampling.h"
@@ -20,8 +21,6 @@ constexpr int64_t kVectors = kSampleChunk / 16;
 constexpr int kGroupShift = 17;
 constexpr int64_t kGroups = (std::bit_cast<uint32_t>(1.0f) >> kGroupShift) + 1;
 
-inline int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
 // Where a thread works. Vectors of the vocabulary are filled up to whole chunks.
 struct Scratch {
   float* logits;         // [chunks, 128] in float32
@@ -33,24 +32,16 @@ struct Scratch {
   float* sums;           // [chunks]
   double* masses;        // [kGroups]
 
-  static int64_t lay_out(std::byte* base, int64_t chunks, Scratch* scratch) {
-    int64_t end = 0;
-    const auto take = [&](int64_t bytes) {
-      std::byte* start = base + end;
-      end += round_up(bytes);
-      return start;
-    };
-    const int64_t all = chunks * kSampleChunk * sizeof(float), few = chunks * sizeof(float);
-    std::byte* parts[] = {take(all), take(all), take(all), take(few),
-                          take(few), take(few), take(few), take(kGroups * sizeof(double))};
-    if (scratch != nullptr) {
-      float** floats[] = {&scratch->logits,        &scratch->weights,       &scratch->found,
-                          &scratch->logit_maxima,  &scratch->wanted_maxima,
-                          &scratch->weight_maxima, &scratch->sums};
-      for (int i = 0; i < 7; ++i) *floats[i] = reinterpret_cast<float*>(parts[i]);
-      scratch->masses = reinterpret_cast<double*>(parts[7]);
-    }
-    return end;
+  static int64_t floats(int64_t chunks) {
+    return 3 * chunks * kSampleChunk + (4 * chunks + 2 * kGroups + 15) / 16 * 16;
+  }
+
+  // `at`: so many floats, aligned to 64 bytes.
+  Scratch(float* at, int64_t chunks) {
+    const auto take = [&](int64_t count) { return std::exchange(at, at + count); };
+    for (float** all : {&logits, &weights, &found}) *all = take(chunks * kSampleChunk);
+    masses = reinterpret_cast<double*>(take(2 * kGroups));
+    for (float** few : {&logit_maxima, &wanted_maxima, &weight_maxima, &sums}) *few = take(chunks);
   }
 };
 

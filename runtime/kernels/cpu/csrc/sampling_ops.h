@@ -31,7 +31,7 @@ LaneMasks checked_masks(const char* name, const std::optional<at::Tensor>& bits,
                   bits->size(1) == (vocab_size + kMaskBits - 1) / kMaskBits,
               name, ": mask bits are an int32 [rows, ", (vocab_size + kMaskBits - 1) / kMaskBits,
               "] with a dense last dimension, got ", bits->sizes());
-  check_index(name, *mask_rows, at::kLong, lanes, bits->size(0), "mask rows");
+  check_index(name, *mask_rows, lanes, bits->size(0), "mask rows");
   return {bits->const_data_ptr<int32_t>(), bits->stride(0), mask_rows->const_data_ptr<int64_t>()};
 }
 
@@ -70,24 +70,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
   const int64_t lanes = logits.size(0), vocab_size = logits.size(1), num_rows = counts.size(0);
   const int64_t biases = reals.size(1) - kReals;
   const int64_t stops = integers.size(1) - kIntegers - biases;
-  TORCH_CHECK(reals.scalar_type() == at::kFloat && reals.is_contiguous() && reals.dim() == 2 &&
-                  reals.size(0) == num_rows && biases >= 0,
-              "sample_full: reals are a contiguous float32 [rows, 6 + biases], got ",
-              reals.sizes());
-  TORCH_CHECK(integers.scalar_type() == at::kLong && integers.is_contiguous() &&
-                  integers.dim() == 2 && integers.size(0) == num_rows && stops >= 0,
-              "sample_full: integers are a contiguous int64 [rows, 3 + biases + stops], got ",
-              integers.sizes());
-  TORCH_CHECK(counts.scalar_type() == at::kInt && counts.is_contiguous() && counts.dim() == 2 &&
-                  counts.size(1) == vocab_size,
-              "sample_full: token_counts are a contiguous int32 [rows, ", vocab_size, "], got ",
-              counts.sizes());
+  for (const at::Tensor& state : {reals, integers, counts}) {
+    TORCH_CHECK(state.is_contiguous() && state.dim() == 2 && state.size(0) == num_rows,
+                "sample_full: reals, integers and token_counts are contiguous [rows, ...]");
+  }
+  TORCH_CHECK(biases >= 0 && stops >= 0 && counts.size(1) == vocab_size,
+              "sample_full: the state has ", reals.sizes(), ", ", integers.sizes(), " and ",
+              counts.sizes(), ", expected are 6 + biases, 3 + biases + stops and ", vocab_size);
   TORCH_CHECK(0 <= tops && tops <= vocab_size, "sample_full: ", tops,
               " log-probabilities of a vocabulary of ", vocab_size);
-  check_index("sample_full", rows, at::kLong, lanes, num_rows, "rows");
-  check_index("sample_full", positions, at::kLong, lanes,
+  check_index("sample_full", rows, lanes, num_rows, "rows");
+  check_index("sample_full", positions, lanes,
               std::numeric_limits<int64_t>::max(), "positions");
-  if (inputs) check_index("sample_full", *inputs, at::kLong, lanes, vocab_size, "inputs");
+  if (inputs) check_index("sample_full", *inputs, lanes, vocab_size, "inputs");
   const LaneMasks masks = checked_masks("sample_full", bits, mask_rows, lanes, vocab_size);
   const int64_t* row = rows.const_data_ptr<int64_t>();
   for (int64_t lane = 0; lane < lanes; ++lane) {
@@ -104,8 +99,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
   at::Tensor top_logprobs = at::empty({lanes, tops}, floats);
   at::Tensor top_ids = at::empty({lanes, tops}, longs);
   const int used = static_cast<int>(std::clamp<int64_t>(lanes, 1, threads()));
-  at::Tensor scratch = at::empty({used * sample_scratch_bytes(vocab_size)},
-                                 logits.options().dtype(at::kByte));
+  at::Tensor scratch = at::empty({used * sample_scratch_floats(vocab_size)}, floats);
   for_float_type("sample_full", logits.scalar_type(), [&]<class T>(T) {
     sample_full(SampleArgs<T>{
         logits.const_data_ptr<T>(), logits.stride(0), masks, reals.const_data_ptr<float>(),
@@ -114,7 +108,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
         lanes, vocab_size, biases, stops, tops,
         tokens.mutable_data_ptr<int64_t>(), logprob.mutable_data_ptr<float>(),
         top_logprobs.mutable_data_ptr<float>(), top_ids.mutable_data_ptr<int64_t>(),
-        reinterpret_cast<std::byte*>(scratch.mutable_data_ptr<uint8_t>()), used});
+        scratch.mutable_data_ptr<float>(), used});
   });
   return {tokens, logprob, top_logprobs, top_ids};
 }

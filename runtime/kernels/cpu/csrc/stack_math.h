@@ -28,14 +28,9 @@ inline F32x16 scaled(F32x16 value, float factor) {
 // The first `count` of 16 numbers, rounded to T.
 template <class T>
 inline void put(T* out, F32x16 value, int64_t count) {
-  if constexpr (std::is_same_v<T, float>) {
-    if (count >= 16) return store(out, value);
-    std::memcpy(out, &value, count * sizeof(T));
-  } else {
-    const U16x16 half = __builtin_convertvector(round_to_bf16(value) >> 16, U16x16);
-    if (count >= 16) return store(out, half);
-    std::memcpy(out, &half, count * sizeof(T));
-  }
+  const auto result = Element<T>::rounded(value);
+  if (count >= 16) store(out, result);
+  else std::memcpy(static_cast<void*>(out), &result, count * sizeof(T));
 }
 
 // Rounded sums of some rows of a block of columns to `out`, rows `stride` apart.

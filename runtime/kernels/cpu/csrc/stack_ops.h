@@ -38,34 +38,31 @@ inline StackLayer read_layer(ArgumentReader& reader, const StackShape& shape) {
   layer.input_norm = reader.norm(shape.hidden, "the input norm");
   const int64_t inputs = (layer.embedding_norm.weight == nullptr ? 1 : 2) * shape.hidden;
   layer.qkv = reader.linear(shape.qkv_size(), inputs, "qkv");
-  layer.all_heads = reader.integer("all_heads") != 0;
-  layer.head_ranks = reader.integer("the ranks of a norm", 1);
+  layer.all_heads = reader.flag();
+  layer.head_ranks = reader.integer();
   const int64_t queries = layer.all_heads ? shape.heads : 1;
   const int64_t keys = layer.all_heads ? shape.kv_heads : 1;
   layer.q_norm = reader.norm(queries * shape.head_dim, "the norm of queries");
   layer.k_norm = reader.norm(keys * shape.head_dim, "the norm of keys");
-  TORCH_CHECK(layer.head_ranks == 1 || (layer.all_heads && layer.q_norm.weight != nullptr &&
-                                        layer.k_norm.weight != nullptr),
-              "stack_create: a norm over heads of ", layer.head_ranks, " ranks is over all heads");
   layer.scale = reader.number();
   layer.softcap = reader.number();
   layer.sinks = reader.vector(shape.heads, "the sinks");
-  layer.temperature_floor = reader.integer("the floor of the temperature");
+  layer.temperature_floor = reader.integer();
   layer.temperature_scale = reader.number();
   layer.output = reader.linear(shape.hidden, shape.query_size(), "the attention's output");
-  layer.attention_summed = reader.integer("attention_summed") != 0;
+  layer.attention_summed = reader.flag();
   layer.attention_output_norm = reader.norm(shape.hidden, "the attention's output norm");
   layer.attention_factor = reader.number();
   layer.mlp_norm = reader.norm(shape.hidden, "the norm of the MLP");
-  if (reader.integer("has_experts") != 0) {
+  if (reader.flag()) {
     layer.mixture = reader.mixture(shape.hidden);
   } else {
-    layer.inner = reader.integer("the features of the MLP", 1);
+    layer.inner = reader.integer();
     layer.gate_up = reader.linear(2 * layer.inner, shape.hidden, "gate and up");
     layer.activation = reader.activation();
     layer.down = reader.linear(shape.hidden, layer.inner, "down");
   }
-  layer.mlp_summed = reader.integer("mlp_summed") != 0;
+  layer.mlp_summed = reader.flag();
   layer.mlp_output_norm = reader.norm(shape.hidden, "the MLP's output norm");
   layer.mlp_factor = reader.number();
   return layer;
@@ -77,16 +74,13 @@ inline int64_t stack_create(const c10::List<std::optional<at::Tensor>>& tensors,
   OwnedStack owned{{}, nullptr, nullptr, dtype, 0, 0};
   ArgumentReader reader("stack_create", tensors, integers, numbers, dtype);
   StackShape shape{};
-  shape.hidden = reader.integer("the hidden size", 1);
-  shape.heads = reader.integer("the number of heads", 1);
-  shape.kv_heads = reader.integer("the number of kv heads", 1);
-  shape.head_dim = reader.integer("the head size", 1);
+  shape.hidden = reader.integer();
+  shape.heads = reader.integer();
+  shape.kv_heads = reader.integer();
+  shape.head_dim = reader.integer();
   shape.storage = storage_named("stack_create", storage);
-  TORCH_CHECK(shape.heads % shape.kv_heads == 0 && shape.head_dim % 2 == 0, "stack_create: ",
-              shape.heads, " heads of ", shape.head_dim, " and ", shape.kv_heads,
-              " kv heads are not those of a decoder");
   Communicator* communicator = nullptr;
-  if (const int64_t number = reader.integer("the communicator"); number != 0) {
+  if (const int64_t number = reader.integer(); number != 0) {
     owned.communicator = Handles<OwnedCommunicator>::instance().find("stack_create", number);
     communicator = &owned.communicator->communicator;
     const int64_t row_bytes = shape.hidden * static_cast<int64_t>(c10::elementSize(dtype));
@@ -94,13 +88,13 @@ inline int64_t stack_create(const c10::List<std::optional<at::Tensor>>& tensors,
                 "stack_create: the region of the communicator has no room for a row of ",
                 shape.hidden, " elements of ", dtype);
   }
-  std::vector<StackLayer> layers(reader.integer("the number of layers", 1));
+  std::vector<StackLayer> layers(reader.integer());
   std::vector<StackPlan> plans;
   int64_t mixtures = 0;
   for (StackLayer& layer : layers) {
-    const int64_t group = reader.integer("a layer group"), position = reader.integer("a position");
-    const int64_t window = reader.integer("a window"), chunk = reader.integer("a chunk");
-    const int64_t rope = reader.integer("a rotation");
+    const int64_t group = reader.integer(), position = reader.integer();
+    const int64_t window = reader.integer(), chunk = reader.integer();
+    const int64_t rope = reader.integer();
     const StackPlan plan{group, window, chunk};
     const auto found = std::find(plans.begin(), plans.end(), plan);
     const int64_t index = found - plans.begin();
@@ -108,9 +102,6 @@ inline int64_t stack_create(const c10::List<std::optional<at::Tensor>>& tensors,
     owned.groups = std::max(owned.groups, group + 1);
     owned.ropes = std::max(owned.ropes, rope + 1);
     layer = read_layer(reader, shape);
-    const bool sums = layer.attention_summed || layer.mlp_summed || layer.head_ranks > 1;
-    TORCH_CHECK(communicator != nullptr || !sums,
-                "stack_create: layers that sum over ranks need a communicator");
     layer.position = position;
     layer.plan = index;
     layer.rope = rope;
@@ -118,7 +109,6 @@ inline int64_t stack_create(const c10::List<std::optional<at::Tensor>>& tensors,
     mixtures += layer.mixture.has_value();
   }
   const NormWeights norm = reader.norm(shape.hidden, "the final norm");
-  TORCH_CHECK(norm.weight != nullptr, "stack_create: the final norm is missing");
   owned.tensors = reader.finish();
   owned.stack = std::make_unique<Stack>(shape, std::move(layers), std::move(plans), norm,
                                         communicator);
@@ -164,10 +154,10 @@ inline std::tuple<at::Tensor, at::Tensor> decoder_stack_cpu(
   TORCH_CHECK(slots.dim() == 2 && slots.size(0) == groups && slots.is_contiguous(),
               "decoder_stack: slots is a contiguous [", groups, ", ", tokens, "], got ",
               slots.sizes());
-  check_index("decoder_stack", slots.view({-1}), at::kLong, groups * tokens,
+  check_index("decoder_stack", slots.view({-1}), groups * tokens,
               num_blocks * block_size, "slots");
-  check_index("decoder_stack", token_rows, at::kLong, tokens, block_tables.size(1), "token_rows");
-  check_index("decoder_stack", positions, at::kLong, tokens, read_blocks * block_size,
+  check_index("decoder_stack", token_rows, tokens, block_tables.size(1), "token_rows");
+  check_index("decoder_stack", positions, tokens, read_blocks * block_size,
               "positions");
   for (const at::Tensor& table : {cos, sin}) {
     TORCH_CHECK(table.scalar_type() == at::kFloat && table.is_contiguous() && table.dim() == 3 &&

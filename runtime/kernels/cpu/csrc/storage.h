@@ -15,7 +15,6 @@ namespace stepgraph {
 
 typedef uint8_t U8x16 __attribute__((vector_size(16)));
 typedef int8_t I8x16 __attribute__((vector_size(16)));
-typedef uint16_t U16x16 __attribute__((vector_size(32)));
 
 // ---- formats of a byte -------------------------------------------------------------------------
 

@@ -2,8 +2,7 @@
 // layers over weights of the model's type.
 //
 // The code is written in the vector extension of GCC and Clang, which both lower to whatever the
-// target has; the few intrinsics are instructions that the extension cannot name. Defining
-// STEPGRAPH_PORTABLE leaves even those out (the tests build that version too).
+// target has; the few intrinsics are instructions that the extension cannot name.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +14,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-#if defined(__AVX512F__) && !defined(STEPGRAPH_PORTABLE)
+#if defined(__AVX512F__)
 #define STEPGRAPH_AVX512 1
 #include <immintrin.h>
 #else
@@ -33,6 +32,7 @@ namespace stepgraph {
 typedef float F32x16 __attribute__((vector_size(64)));
 typedef uint32_t U32x16 __attribute__((vector_size(64)));
 typedef int32_t I32x16 __attribute__((vector_size(64)));
+typedef uint16_t U16x16 __attribute__((vector_size(32)));
 
 // A packed block holds 32 columns; one step of it is 128 bytes: 32 words, one a column. A word is
 // two bf16 of consecutive k, or one float. Rows of x are read in the same words.
@@ -124,6 +124,7 @@ inline U32x16 pack_bf16(F32x16 a, F32x16 b) {
 //   Word        the 32-bit word of a packed step (`uint32_t`: a pair of bf16; else a float)
 //   kPerWord    elements a word holds
 //   words       16 words from consecutive elements
+//   rounded     16 floats as the bits of elements
 //   store32     32 elements from two vectors, which are what `columns` of `Plain` makes of them
 //   store32_in_order  the same of two vectors in the order of the elements
 //   load32      32 elements as two vectors in their order; of types whose words are floats
@@ -135,6 +136,9 @@ struct Element<c10::BFloat16> {
   using Word = uint32_t;
   static constexpr int kPerWord = 2;
   static U32x16 words(const c10::BFloat16* p) { return load<U32x16>(p); }
+  static U16x16 rounded(F32x16 value) {
+    return __builtin_convertvector(round_to_bf16(value) >> 16, U16x16);
+  }
   static void store32(c10::BFloat16* p, F32x16 a, F32x16 b) {  // even elements, odd ones
     store(p, (round_to_bf16(a) >> 16) | round_to_bf16(b));
   }
@@ -146,6 +150,7 @@ struct Element<float> {
   using Word = float;
   static constexpr int kPerWord = 1;
   static F32x16 words(const float* p) { return load<F32x16>(p); }
+  static F32x16 rounded(F32x16 value) { return value; }
   static void load32(const float* p, F32x16& a, F32x16& b) {
     a = load<F32x16>(p);
     b = load<F32x16>(p + 16);
@@ -170,15 +175,22 @@ struct Element<c10::Half> {
     return value;
 #endif
   }
+  static U16x16 rounded(F32x16 value) {
+#if STEPGRAPH_AVX512
+    return (U16x16)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT);
+#else
+    U16x16 result;
+    for (int i = 0; i < 16; ++i) result[i] = static_cast<c10::Half>(value[i]).x;
+    return result;
+#endif
+  }
   static void load32(const c10::Half* p, F32x16& a, F32x16& b) {
     a = words(p);
     b = words(p + 16);
   }
   static void store32(c10::Half* p, F32x16 a, F32x16 b) {
-    for (int i = 0; i < 16; ++i) {
-      p[i] = static_cast<c10::Half>(a[i]);
-      p[i + 16] = static_cast<c10::Half>(b[i]);
-    }
+    store(p, rounded(a));
+    store(p + 16, rounded(b));
   }
   static void store32_in_order(c10::Half* p, F32x16 a, F32x16 b) { store32(p, a, b); }
 };
