@@ -11,7 +11,9 @@ from typing import Literal, NamedTuple
 from .layer_operations import Activate, Operation
 from .parameter import Parameter
 
-__all__ = ["Experts", "Routing"]
+__all__ = ["Experts", "Routing", "Scores"]
+
+Scores = Literal["softmax", "sigmoid", "softmax_chosen"]
 
 
 class Routing(NamedTuple):
@@ -19,7 +21,7 @@ class Routing(NamedTuple):
 
     top_k: int
     """Experts of a token."""
-    scores: Literal["softmax", "sigmoid", "softmax_chosen"] = "softmax"
+    scores: Scores = "softmax"
     """Function of the logits of all experts, or softmax over the logits of the chosen ones."""
     normalised: bool = False
     """Whether the scores of the chosen experts are divided by their sum."""

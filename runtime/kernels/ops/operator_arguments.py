@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .expert_operations import Experts
+from .expert_operations import Experts, Scores
 from .experts import ExpertTensors
 from .layer_operations import Activate, JoinNorms, Norm, QKNorm
 
-__all__ = ["OperatorArguments"]
+__all__ = ["SCORES", "OperatorArguments"]
 
-_SCORES = ("softmax", "sigmoid", "softmax_chosen")
+SCORES: tuple[Scores, ...] = ("softmax", "sigmoid", "softmax_chosen")
 """In the order of `Scores` in `csrc/routing.h`."""
 
 
@@ -39,11 +39,9 @@ class OperatorArguments:
         """Add a mixture of experts with packed weights."""
         routing = op.routing
         self.integers += [op.routed, op.shared, op.activate.features, op.scaled_inputs]
-        self.integers += [routing.top_k, _SCORES.index(routing.scores), routing.normalised]
+        self.integers += [routing.top_k, SCORES.index(routing.scores), routing.normalised]
         self.integers += [routing.groups, routing.top_groups, routing.group_score == "top_2_sum"]
         self.integers.append(op.chooses_by_logits)
         self.numbers.append(routing.scale)
-        self.tensors += [tensors.router, tensors.router_bias, tensors.correction]
-        self.tensors += [tensors.gate_up, tensors.gate_up_scales, tensors.gate_up_bias]
+        self.tensors += tensors
         self.add_activate(op.activate)
-        self.tensors += [tensors.down, tensors.down_scales, tensors.down_bias]
