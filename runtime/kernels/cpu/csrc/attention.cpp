@@ -118,16 +118,22 @@ void AttentionPlan::share_out() {
   }
 }
 
+// Calls run(codec) with the one of a storage.
+template <class T, class Run>
+void with_codec(Storage storage, const Run& run) {
+  switch (storage) {
+    case Storage::kModel: return run(Plain<T>());
+    case Storage::kInt8: return run(ScaledOf<Int8, T>());
+    case Storage::kFp8: return run(ScaledOf<Fp8, T>());
+  }
+}
+
 template <class T>
 void attend(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& phases, int64_t phase,
             int64_t index) {
-  switch (plan.step.storage) {
-    case Storage::kModel: return attend_paged<T, Plain<T>>(args, plan, phases, phase, index);
-    case Storage::kInt8:
-      return attend_paged<T, ScaledOf<Int8, T>>(args, plan, phases, phase, index);
-    case Storage::kFp8:
-      return attend_paged<T, ScaledOf<Fp8, T>>(args, plan, phases, phase, index);
-  }
+  with_codec<T>(plan.step.storage, [&]<class Codec>(Codec) {
+    attend_paged<T, Codec>(args, plan, phases, phase, index);
+  });
 }
 
 template <class T>
@@ -136,14 +142,9 @@ void store_head(const AttentionArgs<T>& args, const AttentionStep& step, bool va
   const T* x = values ? args.v : args.k;
   const int64_t(&strides)[2] = values ? args.v_strides : args.k_strides;
   uint8_t* side = values ? args.values : args.keys;
-  switch (step.storage) {
-    case Storage::kModel:
-      return write_slots<T, Plain<T>>(step, x, strides, side, head, first, count);
-    case Storage::kInt8:
-      return write_slots<T, ScaledOf<Int8, T>>(step, x, strides, side, head, first, count);
-    case Storage::kFp8:
-      return write_slots<T, ScaledOf<Fp8, T>>(step, x, strides, side, head, first, count);
-  }
+  with_codec<T>(step.storage, [&]<class Codec>(Codec) {
+    write_slots<T, Codec>(step, x, strides, side, head, first, count);
+  });
 }
 
 namespace {

@@ -169,68 +169,47 @@ void each_chunk(const T* logits, const int32_t* mask, int64_t vocab_size, Visit 
   }
 }
 
-// finish(lane, first index of the largest logit that its mask allows, that logit)
-template <class T, class Finish>
-void each_largest(const T* logits, int64_t logits_stride, const LaneMasks& masks, int64_t lanes,
-                  int64_t vocab_size, int threads, Finish finish) {
+template <class T>
+void sample_greedy(const T* logits, int64_t logits_stride, const LaneMasks& masks, int64_t lanes,
+                   int64_t vocab_size, int64_t* tokens, float* probabilities, int threads) {
   constexpr int64_t kLogitsPerThread = 1 << 17;
   const int64_t useful = lanes * vocab_size / kLogitsPerThread;
   const int used = static_cast<int>(std::clamp<int64_t>(std::min(lanes, useful), 1, threads));
   parallel_for(lanes, used, [&](int64_t lane, int64_t) {
+    const T* own = logits + lane * logits_stride;
     float most = kMinusInfinity;
     int64_t best = 0;
-    each_chunk(logits + lane * logits_stride, masks.of(lane), vocab_size,
+    each_chunk(own, masks.of(lane), vocab_size,
                [&](const float* chunk, float maximum, int64_t from) {
                  if (!(maximum > most)) return;
                  most = maximum;
                  best = from + (std::find(chunk, chunk + kSampleChunk, maximum) - chunk);
                });
-    finish(lane, best, most);
+    const bool finite = std::isfinite(most);
+    tokens[lane] = finite ? best : kNonFinite;
+    if (probabilities == nullptr) return;
+    float total = 0.0f;
+    if (finite) {
+      F32x16 sums{};
+      each_chunk(own, masks.of(lane), vocab_size, [&](const float* chunk, float, int64_t) {
+        for (int64_t i = 0; i < kVectors; ++i) {
+          sums += exp_nonpositive(load<F32x16>(chunk + 16 * i) - most);
+        }
+      });
+      for (int64_t i = 0; i < 16; ++i) total += sums[i];
+    }
+    probabilities[lane] = finite ? 1.0f / total : 0.0f;
   });
-}
-
-template <class T>
-void sample_greedy(const T* logits, int64_t logits_stride, const LaneMasks& masks, int64_t lanes,
-                   int64_t vocab_size, int64_t* tokens, int threads) {
-  each_largest(logits, logits_stride, masks, lanes, vocab_size, threads,
-               [&](int64_t lane, int64_t best, float most) {
-                 tokens[lane] = std::isfinite(most) ? best : kNonFinite;
-               });
-}
-
-template <class T>
-void most_likely(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
-                 int64_t* tokens, float* probabilities, int threads) {
-  each_largest(logits, logits_stride, {nullptr, 0, nullptr}, lanes, vocab_size, threads,
-               [&](int64_t lane, int64_t best, float most) {
-                 const bool finite = std::isfinite(most);
-                 tokens[lane] = finite ? best : 0;
-                 probabilities[lane] = 0.0f;
-                 if (!finite) return;
-                 F32x16 sums{};
-                 each_chunk(logits + lane * logits_stride, nullptr, vocab_size,
-                            [&](const float* chunk, float, int64_t) {
-                              for (int64_t i = 0; i < kVectors; ++i) {
-                                sums += exp_nonpositive(load<F32x16>(chunk + 16 * i) - most);
-                              }
-                            });
-                 float total = 0.0f;
-                 for (int64_t i = 0; i < 16; ++i) total += sums[i];
-                 probabilities[lane] = 1.0f / total;
-               });
 }
 
 template void sample_full(const SampleArgs<c10::BFloat16>&);
 template void sample_full(const SampleArgs<c10::Half>&);
 template void sample_full(const SampleArgs<float>&);
 template void sample_greedy(const c10::BFloat16*, int64_t, const LaneMasks&, int64_t, int64_t,
-                            int64_t*, int);
+                            int64_t*, float*, int);
 template void sample_greedy(const c10::Half*, int64_t, const LaneMasks&, int64_t, int64_t, int64_t*,
-                            int);
+                            float*, int);
 template void sample_greedy(const float*, int64_t, const LaneMasks&, int64_t, int64_t, int64_t*,
-                            int);
-template void most_likely(const c10::BFloat16*, int64_t, int64_t, int64_t, int64_t*, float*, int);
-template void most_likely(const c10::Half*, int64_t, int64_t, int64_t, int64_t*, float*, int);
-template void most_likely(const float*, int64_t, int64_t, int64_t, int64_t*, float*, int);
+                            float*, int);
 
 }  // namespace stepgraph

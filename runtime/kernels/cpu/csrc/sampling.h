@@ -64,14 +64,10 @@ int64_t sample_scratch_floats(int64_t vocab_size);
 template <class T>
 void sample_full(const SampleArgs<T>& args);
 
-// tokens[b] = first index of the largest of logits[b] that its mask allows, or kNonFinite.
+// tokens[b] = first index of the largest of logits[b] that its mask allows, or kNonFinite, and unless
+// `probabilities` is null its probability, or 0.
 template <class T>
 void sample_greedy(const T* logits, int64_t logits_stride, const LaneMasks& masks, int64_t lanes,
-                   int64_t vocab_size, int64_t* tokens, int threads);
-
-// tokens[b] as of `sample_greedy` without masks, and its probability; 0 and 0 instead of kNonFinite.
-template <class T>
-void most_likely(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
-                 int64_t* tokens, float* probabilities, int threads);
+                   int64_t vocab_size, int64_t* tokens, float* probabilities, int threads);
 
 }  // namespace stepgraph

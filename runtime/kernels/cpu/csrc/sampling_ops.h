@@ -35,29 +35,30 @@ LaneMasks checked_masks(const char* name, const std::optional<at::Tensor>& bits,
   return {bits->const_data_ptr<int32_t>(), bits->stride(0), mask_rows->const_data_ptr<int64_t>()};
 }
 
-at::Tensor sample_greedy_cpu(const at::Tensor& logits, const std::optional<at::Tensor>& bits,
-                             const std::optional<at::Tensor>& mask_rows) {
-  check_logits(logits, "sample_greedy");
+at::Tensor greedy(const char* name, const at::Tensor& logits, const std::optional<at::Tensor>& bits,
+                  const std::optional<at::Tensor>& mask_rows, float* probabilities) {
+  check_logits(logits, name);
   const int64_t lanes = logits.size(0), vocab_size = logits.size(1);
-  const LaneMasks masks = checked_masks("sample_greedy", bits, mask_rows, lanes, vocab_size);
+  const LaneMasks masks = checked_masks(name, bits, mask_rows, lanes, vocab_size);
   at::Tensor tokens = at::empty({lanes}, logits.options().dtype(at::kLong));
-  for_float_type("sample_greedy", logits.scalar_type(), [&]<class T>(T) {
+  for_float_type(name, logits.scalar_type(), [&]<class T>(T) {
     sample_greedy(logits.const_data_ptr<T>(), logits.stride(0), masks, lanes, vocab_size,
-                  tokens.mutable_data_ptr<int64_t>(), threads());
+                  tokens.mutable_data_ptr<int64_t>(), probabilities, threads());
   });
   return tokens;
 }
 
+at::Tensor sample_greedy_cpu(const at::Tensor& logits, const std::optional<at::Tensor>& bits,
+                             const std::optional<at::Tensor>& mask_rows) {
+  return greedy("sample_greedy", logits, bits, mask_rows, nullptr);
+}
+
+// 0 in the place of a token that is not finite.
 std::tuple<at::Tensor, at::Tensor> most_likely_cpu(const at::Tensor& logits) {
-  check_logits(logits, "most_likely");
-  at::Tensor tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
   at::Tensor probabilities = at::empty({logits.size(0)}, logits.options().dtype(at::kFloat));
-  for_float_type("most_likely", logits.scalar_type(), [&]<class T>(T) {
-    most_likely(logits.const_data_ptr<T>(), logits.stride(0), logits.size(0), logits.size(1),
-                tokens.mutable_data_ptr<int64_t>(), probabilities.mutable_data_ptr<float>(),
-                threads());
-  });
-  return {tokens, probabilities};
+  const at::Tensor tokens = greedy("most_likely", logits, std::nullopt, std::nullopt,
+                                   probabilities.mutable_data_ptr<float>());
+  return {tokens.clamp_min(0), probabilities};
 }
 
 // `inputs`: the tokens that the lanes follow, of a verify step.
