@@ -41,9 +41,6 @@ class Selection(Protocol):
     def read(self, stored: Tensor) -> Tensor:
         """Return the part; it may be a view."""
 
-    def write(self, stored: Tensor, part: Tensor) -> None:
-        """Write the part to its place in a tensor: the inverse of `read`."""
-
 
 @dataclass(frozen=True)
 class HeadRows:
@@ -72,9 +69,6 @@ class HeadRows:
 
     def read(self, stored: Tensor) -> Tensor:
         return stored[self._rows()]
-
-    def write(self, stored: Tensor, part: Tensor) -> None:
-        stored[self._rows()] = part
 
     def _rows(self) -> Tensor:
         """Row of the stored tensor for each row of the part, int64."""
@@ -107,11 +101,12 @@ class Source(NamedTuple):
         return stored if self.selection is None else self.selection.read(stored)
 
     def write(self, stored: Tensor, part: Tensor) -> None:
-        """Write the rows to their place in the tensor of the checkpoint."""
-        if self.selection is None:
-            stored.copy_(part)
-        else:
-            self.selection.write(stored, part)
+        """Write the rows to their place in the tensor of the checkpoint: the inverse of `read`."""
+        place = self.read(stored)
+        place.copy_(part)
+        if place.untyped_storage().data_ptr() != stored.untyped_storage().data_ptr():  # a copy
+            index = self.read(torch.arange(stored.numel()).view(stored.shape))
+            stored.view(-1)[index.flatten()] = place.flatten()
 
 
 class Cut(NamedTuple):
@@ -238,9 +233,6 @@ class ExpertRows:
             return stored[self.expert, :, rows].T
         return stored[self.expert, rows]
 
-    def write(self, stored: Tensor, part: Tensor) -> None:
-        self.read(stored).copy_(part)
-
 
 @dataclass(frozen=True)
 class Slice:
@@ -255,9 +247,6 @@ class Slice:
 
     def read(self, stored: Tensor) -> Tensor:
         return stored.narrow(self.dim, self.start, self.count)
-
-    def write(self, stored: Tensor, part: Tensor) -> None:
-        self.read(stored).copy_(part)
 
 
 # Parts of parameters, for the ranks of a tensor-parallel group.
@@ -278,11 +267,6 @@ class Narrowed:
 
     def read(self, stored: Tensor) -> Tensor:
         return self.part.read(self.of.read(stored))
-
-    def write(self, stored: Tensor, part: Tensor) -> None:
-        whole = self.of.read(stored)  # a view or a copy
-        self.part.write(whole, part)
-        self.of.write(stored, whole)
 
 
 def cut(parameter: Parameter, rows: Sequence[range], columns: range | None = None) -> Parameter:
