@@ -509,9 +509,9 @@ def checked_kernels(
     kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
     plan = plan_of(model)
     fitting = kernels_for(kernels, plan)
-    gaps = native_gaps(config.device.type, config.dtype, config.weights, plan)
-    if config.kernels == "torch":  # has native attention at most
-        gaps = tuple(gap for gap in gaps if gap.name == "attention" and fitting is not kernels)
+    gaps: tuple[Gap, ...] = ()
+    if config.kernels != "torch":
+        gaps = native_gaps(config.device.type, config.dtype, config.weights, plan)
     if isinstance(model, ModelConfig):
         seed = None
         if group is not None:

@@ -9,8 +9,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from .choice import Kernels
-from .ops.attention import plain_paged_attention, reference_paged_attention
-from .ops.layer_operations import KNOWN_TO_ATTENTION, Attend, unsupported
 from .ops.layer_plan import ModelPlan
 from .ops.linear import can_pack
 from .ops.stack import stack_obstacle
@@ -65,8 +63,6 @@ def native_gaps(
     elif device_type == "cpu" and weights == "fp8":
         why = "the C++ operators have no linear layer over fp8 weights (weight_dtype='int8' has)"
         gaps.append(Gap("decoder layers", why))
-    if (missing := attention_obstacle(plan)) is not None:
-        gaps.append(Gap("attention", f"native kernels do not support {missing}"))
     if device_type != "cpu" and plan.rope_by_length:
         why = "its rotations do not depend on the length of a sequence; the layers run one by one"
         gaps.append(Gap("fused decode step", why))
@@ -81,18 +77,6 @@ def native_obstacle(
     return "; ".join(gap.reason for gap in gaps) or None
 
 
-def attention_obstacle(plan: ModelPlan) -> str | None:
-    """Return what paged attention kernels do not support in a model, or None."""
-    attends = (op for op in plan.operations if isinstance(op, Attend))
-    missing = (unsupported(op, KNOWN_TO_ATTENTION) for op in attends)
-    return next(filter(None, missing), None)
-
-
 def kernels_for(kernels: Kernels, plan: ModelPlan) -> Kernels:
-    """Return the kernels, without those that do not support the model: its attention, or the
-    fused decode step."""
-    if plan.rope_by_length:
-        kernels = replace(kernels, make_decode_step=None)
-    if attention_obstacle(plan) is None or kernels.attention is reference_paged_attention:
-        return kernels
-    return replace(kernels, attention=plain_paged_attention, bounded_by_length=False, masks=1)
+    """Return the kernels, without a fused decode step where it does not support the model."""
+    return replace(kernels, make_decode_step=None) if plan.rope_by_length else kernels

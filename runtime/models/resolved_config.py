@@ -390,9 +390,6 @@ def check_batch_invariant(
             "use weight_dtype='int8' or weight_dtype='auto'",
         )
     gaps = native_gaps(device.type, dtype, weights, plan_of(model))
-    for gap in gaps:
-        if gap.name == "attention":
-            raise _refusal(f"model type {model.model_type!r}", gap.reason, "use another model")
     if gaps and config.mode == "compile":
         raise _refusal(
             "mode='compile' and this model",

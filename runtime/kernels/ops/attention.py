@@ -30,7 +30,6 @@ __all__ = [
     "AttentionForm",
     "define_paged_attention",
     "paged_attention",
-    "plain_paged_attention",
     "reference_attend",
     "reference_paged_attention",
 ]
@@ -115,17 +114,14 @@ def _fake(q_THD: Tensor, *arguments: Any) -> Tensor:
     return q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], value_dim)
 
 
-def define_paged_attention(
-    name: str, implementation: PagedAttention, key: str = "CUDA"
-) -> PagedAttention:
-    """Define the operator `stepgraph::<name>` with an implementation; return its wrapper.
+def define_paged_attention(name: str, implementation: PagedAttention) -> PagedAttention:
+    """Define the operator `stepgraph::<name>` with an implementation for CUDA; return its wrapper.
 
-    The implementation is registered under the dispatch key. The operator is opaque to
-    torch.compile.
+    The operator is opaque to torch.compile.
     """
     torch.library.define(f"stepgraph::{name}", _SCHEMA)
     torch.library.impl(
-        f"stepgraph::{name}", key, lambda *arguments: implementation(*_unflat(arguments))
+        f"stepgraph::{name}", "CUDA", lambda *arguments: implementation(*_unflat(arguments))
     )
     torch.library.register_fake(f"stepgraph::{name}", _fake)
     operator = getattr(torch.ops.stepgraph, name).default
@@ -195,12 +191,6 @@ Arguments and result as in `reference_paged_attention`, which runs on CUDA. On a
 its result is bitwise the same in any batch. The CPU operator raises RuntimeError for inconsistent
 arguments, and IndexError for an index out of range.
 """
-
-
-plain_paged_attention = define_paged_attention(
-    "plain_paged_attention", reference_paged_attention, "CompositeExplicitAutograd"
-)
-"""`reference_paged_attention` as an operation that is opaque to torch.compile."""
 
 
 def _attend_uniform(

@@ -333,10 +333,3 @@ def unsupported(operation: Operation, known: Known) -> str | None:
         return operation.title
     missing = sorted(operation.traits - known[type(operation)])
     return f"{operation.title} with {', '.join(missing)}" if missing else None
-
-
-KNOWN_TO_ATTENTION: Known = {
-    Attend: frozenset({"window", "chunk", "softcap", "sinks", "shared_values", "temperature"})
-}
-"""Supported by the paged attention kernels, in C++ and Triton. Queries are multiplied by their
-temperature before."""
