@@ -95,6 +95,8 @@ class ProcessGroupCollectives:
     added in float32, in the order of ranks, and rounded once. torch.compile can trace all of them.
     """
 
+    communicator = 0
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Use the group of all ranks, until `close`."""
         self.rank: int = group.rank()

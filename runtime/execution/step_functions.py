@@ -693,7 +693,7 @@ class StepFunctions:
     ) -> Forward:
         """A decode step whose kernels read the rows' state."""
         state = self.state
-        hidden_BD, positions_B = decode_step.run(
+        hidden_BD, positions_B = decode_step(
             *(rows_B, state.token_ids, state.positions, state.block_tables),
             *(self.arena, key.read_blocks, self.block_size),
         )

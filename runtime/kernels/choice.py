@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .cpu.build import KernelLibrary
-from .ops.collectives import Collectives, StackCollectives
+from .ops.collectives import Collectives
 from .ops.expert_operations import Experts
 from .ops.experts import ExpertTensors
 from .ops.layer_plan import BoundModel, ModelPlan
@@ -72,7 +72,7 @@ class Kernels:
             return False
         # The C++ stack adds over ranks itself, through shared memory only.
         own_sums = self.library is not None and self.collectives is not None
-        return not own_sums or isinstance(self.collectives, StackCollectives)
+        return not own_sums or bool(self.collectives and self.collectives.communicator)
 
     def stored_bytes(self, n: int, k: int, dtype: torch.dtype, matrices: int = 1) -> int:
         """Bytes of a `[n, k]` weight of a model in `dtype`, as stored: padding, scales and all.

@@ -47,6 +47,8 @@ class Meeting:
 class ThreadCollectives:
     """`Collectives` of a thread. Tensors of different shapes are errors, and counted are calls."""
 
+    communicator = 0
+
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.ranks = rank, meeting.ranks
         self._meeting = meeting

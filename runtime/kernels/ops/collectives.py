@@ -9,11 +9,11 @@ Shape suffixes: B rows, F features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["CollectiveFailure", "Collectives", "StackCollectives"]
+__all__ = ["CollectiveFailure", "Collectives"]
 
 
 class CollectiveFailure(NamedTuple):
@@ -34,6 +34,8 @@ class Collectives(Protocol):
 
     rank: int
     ranks: int
+    communicator: int
+    """Handle of the group in the C++ operators (`cpu/collectives.py`); 0: they have none."""
 
     def all_reduce(self, x_BF: Tensor) -> Tensor:
         """Return the sum over ranks, added in float32 in the order of ranks and rounded once."""
@@ -52,11 +54,3 @@ class Collectives(Protocol):
 
     def close(self) -> None:
         """Release the memory of the group. Idempotent."""
-
-
-@runtime_checkable
-class StackCollectives(Collectives, Protocol):
-    """Collectives whose sums the C++ stack can compute."""
-
-    communicator: int
-    """Handle of the group in the C++ operators (`cpu/collectives.py`)."""

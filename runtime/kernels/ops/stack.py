@@ -11,7 +11,7 @@ Weights are not arguments: a stack is created once from them, and calls pass its
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from .batch import RaggedBatch
-from .collectives import StackCollectives
 from .expert_operations import Experts
 from .layer_operations import (
     Activate,
@@ -167,23 +166,13 @@ class Stack(Protocol):
         """Release the weights; `run` must not be called afterwards. Idempotent."""
 
 
-class DecodeStep(Protocol):
-    """A decode step up to the hidden states, which reads the row state itself."""
+DecodeStep = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+"""A decode step up to the hidden states, which reads the row state itself: of rows int64 `[T]`, the
+tokens and positions of the state, block tables, arena, blocks to read and block size.
 
-    def run(
-        self,
-        rows_T: Tensor,
-        token_ids_R: Tensor,
-        positions_R: Tensor,
-        block_tables: Tensor,
-        arena: Tensor,
-        read_blocks: int,
-        block_size: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of the rows' newest tokens.
-
-        Return the normed hidden states after them, `[T, D]`, and their positions, int64 `[T]`.
-        """
+It writes the keys and values of the rows' newest tokens. It returns the normed hidden states after
+them, `[T, D]`, and their positions, int64 `[T]`.
+"""
 
 
 class DecoderStack:
@@ -247,10 +236,7 @@ def stack_arguments(
     arguments = OperatorArguments()
     attend = model.plan.layers[0].attend
     arguments.integers += [model.plan.hidden_size, attend.heads, attend.kv_heads, attend.head_dim]
-    collectives = model.collectives
-    arguments.integers.append(
-        collectives.communicator if isinstance(collectives, StackCollectives) else 0
-    )
+    arguments.integers.append(0 if model.collectives is None else model.collectives.communicator)
     arguments.integers.append(len(model.layers))
     for layer in model.layers:
         ops = GatedLayer.of(layer.plan)

@@ -152,7 +152,7 @@ class GpuDecodeStep:
         self._rotations = Rotations(model.frequencies, model.amplitudes)
 
     @torch.no_grad()
-    def run(
+    def __call__(
         self,
         rows_T: Tensor,
         token_ids_R: Tensor,
@@ -162,7 +162,7 @@ class GpuDecodeStep:
         read_blocks: int,
         block_size: int,
     ) -> tuple[Tensor, Tensor]:
-        """See `DecodeStep.run`."""
+        """See `DecodeStep`."""
         with operation("begin"):
             start = self._stack.operations.begin_decode(
                 rows_T,
