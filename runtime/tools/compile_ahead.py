@@ -13,7 +13,7 @@ compiles the kernels of a model's decode and prefill steps, and prints a table.
 from __future__ import annotations
 
 import argparse
-import itertools
+import dataclasses
 import json
 import os
 import re
@@ -23,7 +23,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +33,18 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from ...profiling.markdown import aligned
+from ..config import EngineConfig
+from ..errors import ConfigError, StepgraphError
 from ..kernels.triton.kernel_calls import INTERPRETED, KernelCall
-from .arguments import DTYPES, STORED_DTYPES, integer, speculation_spec
+from .arguments import add_config_flags, config_of, integer
 
-__all__ = [
-    "CompileAheadError",
-    "CompiledKernel",
-    "SHARED_MEMORY_LIMIT",
-    "compile_kernel_calls",
-]
+__all__ = ["CompiledKernel", "SHARED_MEMORY_LIMIT", "compile_kernel_calls"]
 
 SHARED_MEMORY_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Compute capability -> maximum bytes of shared memory per program. Source: CUDA Programming
 Guide, "Technical Specifications per Compute Capability"."""
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-
-
-class CompileAheadError(RuntimeError):
-    """Kernels cannot be compiled in this process, or not for this compute capability."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,20 +63,17 @@ class CompiledKernel:
     stack: int
     """Local memory per thread, for spilled registers."""
     local: int
-    parameters: tuple[str, ...]
-    """Names of the parameters that are not constants."""
     ptx: str
-    cubin: bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but parameters and code."""
-        named = ("name", "capability", "num_warps", "num_stages", "shared", "stack", "local")
-        constants = {
+        """Return everything but the code."""
+        values = dataclasses.asdict(self) | {"waits": self.waits, "faults": self.faults}
+        del values["ptx"]
+        values["constants"] = {
             name: value if isinstance(value, bool | int | float | str | None) else str(value)
             for name, value in self.constants.items()
         }
-        values = {name: getattr(self, name) for name in (*named, "registers", "waits", "faults")}
-        return values | {"constants": constants}
+        return values
 
     @property
     def title(self) -> str:
@@ -123,31 +112,28 @@ def compile_kernel_calls(calls: Iterable[KernelCall], capability: int) -> Iterat
     """Compile each of the calls, equal ones once; yield a kernel for each call, in order.
 
     Args:
-        calls: as `record_kernel_calls` returns them; tensors may be on any device, "meta" too.
+        calls: as `record_kernel_calls(capability)` returns them; tensors may be on any device,
+            "meta" too.
         capability: compute capability times ten, one of `SHARED_MEMORY_LIMIT`.
 
     Raises:
-        CompileAheadError: kernels are interpreted in this process, or the capability is unknown.
+        ConfigError: kernels are interpreted in this process.
         triton.CompilationError: Triton cannot compile a kernel.
     """
-    _check(capability)
+    if INTERPRETED:
+        raise ConfigError(
+            "kernels are interpreted in this process: start it without TRITON_INTERPRET=1"
+        )
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     compiled: dict[str, CompiledKernel] = {}
     for call in calls:
-        constants = dict(call.constants)
-        options: dict[str, Any] = {"num_warps": call.num_warps, "num_stages": call.num_stages}
-        # What a call needs of the device.
-        if "PDL" in constants:
-            constants["PDL"] = capability >= 90
-            options["launch_pdl"] = constants["PDL"]
-        if "NATIVE_FP8" in constants:
-            constants["NATIVE_FP8"] = capability >= 89
+        options = {k: v for k, v in call.options.items() if k not in call.constants}
         # These two are what Triton's launcher does between a call and its cache of kernels.
         bind = create_function_from_signature(call.kernel.signature, call.kernel.params, backend)
-        bound, specialization, _ = bind(*call.args, **constants, **options)
+        bound, specialization, _ = bind(*call.args, **call.options)
         parsed, signature, values, attributes = call.kernel._pack_args(
-            backend, {**constants, **options}, bound, specialization, options
+            backend, call.options, bound, specialization, options
         )
         source = ASTSource(call.kernel, signature, values, attributes)
         key = f"{source.hash()} {options}"
@@ -165,22 +151,9 @@ def compile_kernel_calls(calls: Iterable[KernelCall], capability: int) -> Iterat
                 shared=max(made.metadata.shared, static),
                 stack=stack,
                 local=local,
-                parameters=tuple(n for n, kind in signature.items() if kind != "constexpr"),
                 ptx=made.asm["ptx"],
-                cubin=made.asm["cubin"],
             )
         yield compiled[key]
-
-
-def _check(capability: int) -> None:
-    """Raise CompileAheadError if kernels cannot be compiled for this capability."""
-    if INTERPRETED:
-        raise CompileAheadError(
-            "kernels are interpreted in this process: start it without TRITON_INTERPRET=1"
-        )
-    if capability not in SHARED_MEMORY_LIMIT:
-        known = ", ".join(map(str, SHARED_MEMORY_LIMIT))
-        raise CompileAheadError(f"unknown compute capability {capability}: one of {known}")
 
 
 def _resources(cubin: bytes) -> tuple[int, int, int, int]:
@@ -194,49 +167,34 @@ def _resources(cubin: bytes) -> tuple[int, int, int, int]:
         )
     usage = _USAGE.search(done.stdout)
     if usage is None:
-        raise CompileAheadError(f"{program} says nothing: {done.stderr.strip() or done.stdout}")
+        raise RuntimeError(f"{program} says nothing: {done.stderr.strip() or done.stdout}")
     registers, stack_bytes, shared_bytes, local_bytes = map(int, usage.groups())
     return registers, stack_bytes, shared_bytes, local_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile the kernels of a model and print a table; return 1 where a kernel has faults."""
-    options = _parse(arguments)
-    # Only the command needs models, which are made of kernels.
-    from ..config import EngineConfig
-    from ..errors import StepgraphError
-    from .recorded_steps import record_steps
+    options = _parser().parse_args(arguments)
+    from .recorded_steps import record_steps  # only the command needs models
 
-    steps: dict[str, dict[str, int]] = {}
+    launches: dict[str, Counter[str]] = {}
     kernels: dict[CompiledKernel, dict[str, None]] = {}
     try:
-        config = EngineConfig(
-            dtype=options.dtype,
-            weight_dtype=options.weight_dtype,
-            kv_dtype=options.kv_dtype,
-            max_model_len=options.max_model_len,
-            batch_invariant=options.batch_invariant,
-            speculation=options.speculate,
-            structured_output=options.structured_output,
-        )
+        config = config_of(EngineConfig, options)
+        sizes = {"rows": options.rows, "tokens": options.tokens}
         for capability in options.capability:
-            _check(capability)
-        for capability in options.capability:
-            record = partial(record_steps, options.model, config, capability=capability)
-            recorded = record(rows=options.rows, tokens=options.tokens)
-            for step in recorded:
-                if step.name not in steps:  # of any device there are as many
-                    steps[step.name] = Counter(call.name for call in step.kernel_calls)
-                    launches = len(step.kernel_calls)
-                    print(f"{step.name}: {launches} launches", file=sys.stderr)
-            calls = itertools.chain.from_iterable(step.kernel_calls for step in recorded)
-            compiled = compile_kernel_calls(calls, capability)
-            for step in recorded:
-                for kernel in itertools.islice(compiled, len(step.kernel_calls)):
-                    kernels.setdefault(kernel, {})[step.name] = None
-    except (CompileAheadError, StepgraphError) as error:
+            steps = record_steps(options.model, config, capability=capability, **sizes)
+            for step in steps:
+                launches[step.name] = Counter(call.name for call in step.kernel_calls)
+            named = [(step.name, call) for step in steps for call in step.kernel_calls]
+            compiled = compile_kernel_calls((call for _, call in named), capability)
+            for (name, _), kernel in zip(named, compiled, strict=True):
+                kernels.setdefault(kernel, {})[name] = None
+    except StepgraphError as error:
         print(f"compile_ahead: error: {error}", file=sys.stderr)
         return 1
+    for name, counts in launches.items():
+        print(f"{name}: {counts.total()} launches", file=sys.stderr)
     faults = list(
         dict.fromkeys(f"{k.title} sm_{k.capability}: {text}" for k in kernels for text in k.faults)
     )
@@ -249,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         document = {
             "model": options.model,
-            "steps": [{"name": name, "launches": counts} for name, counts in steps.items()],
+            "steps": [{"name": name, "launches": counts} for name, counts in launches.items()],
             "kernels": [k.to_json() | {"steps": list(names)} for k, names in kernels.items()],
             "faults": faults,
         }
@@ -257,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if faults else 0
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m stepgraph.runtime.tools.compile_ahead",
         description="Compile the kernels of a model's steps for a GPU, without a device.",
@@ -267,27 +225,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--rows", nargs="+", type=integer(1), default=[1, 8, 32], help="decode steps"
     )
     parser.add_argument("--tokens", nargs="*", type=integer(1), default=[512], help="prefill steps")
-    parser.add_argument("--capability", nargs="+", type=int, default=[90], help="90, 80 ...")
     parser.add_argument(
-        "--dtype", default="auto", choices=DTYPES, help="as in bench.py, like the next flags"
-    )
-    parser.add_argument("--weight-dtype", default="auto", choices=STORED_DTYPES)
-    parser.add_argument("--kv-dtype", default="auto", choices=STORED_DTYPES)
-    parser.add_argument("--max-model-len", type=int, help="(default: the model's own)")
-    parser.add_argument(
-        "--batch-invariant", action="store_true", help="of an engine with `batch_invariant`"
-    )
-    parser.add_argument(
-        "--speculate",
-        type=speculation_spec,
-        metavar="METHOD[:K][=PATH]",
-        help="also steps that verify up to K drafts; a drafter's steps propose them",
-    )
-    parser.add_argument(
-        "--structured-output", action="store_true", help="also steps with token masks"
+        "--capability", nargs="+", type=int, default=[90], choices=SHARED_MEMORY_LIMIT
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
-    return parser.parse_args(arguments)
+    add_config_flags(
+        parser.add_argument_group("the engine"),
+        EngineConfig,
+        defaults={},
+        without=("device", "mode", "max_num_seqs"),
+    )
+    return parser
 
 
 if __name__ == "__main__":

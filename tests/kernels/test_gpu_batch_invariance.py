@@ -113,7 +113,7 @@ def test_attention_of_a_token_does_not_depend_on_the_others(
     arena, place = case.arena.clone(), LayerPlace(0, case.layer)
     slots, storage = case.batch.slots[0], case.form.storage
     reference_store(case.k, case.v, arena, case.layer, slots, case.batch.block_size, storage)
-    tiling = any_tiling(34, dtype, storage, DEVICE)._replace(split=64)
+    tiling = any_tiling(34, dtype, storage)._replace(split=64)
 
     def attend(one: Case) -> Tensor:
         tiles = prefill_tiles(one.batch.token_rows, len(one.batch.rows), tiling.tokens(2))

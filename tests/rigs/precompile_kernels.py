@@ -1,5 +1,7 @@
 """Compiles kernels ahead and launches them, on a CUDA device that is made up; prints JSON.
 
+The parts are `small` (kernels of this file), `step` (of a greedy decode step) and `engine`.
+
 Run by `test_gpu_compile_ahead.py` in a process that does not interpret kernels. A launch there does
 everything that Triton does for a launch on a real device but run the machine code.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import threading
 from collections import Counter
@@ -19,13 +22,14 @@ import triton
 import triton.language as tl
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.engine import startup
-from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.filled_memory import FilledMemory
 from stepgraph.runtime.kernels.triton.kernel_calls import call_kernel, wait_for_inputs
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
 from stepgraph.runtime.kernels.triton.precompile import compile_kernels
 from stepgraph.runtime.memory.measurement import StepMemory
+from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls
+from stepgraph.runtime.tools.recorded_steps import record_steps
 from triton.backends.compiler import GPUTarget
 
 compiled: list[tuple[str, str]] = []
@@ -153,6 +157,29 @@ def small_kernels() -> dict[str, Any]:
     }
 
 
+def step_kernels() -> dict[str, Any]:
+    """Compile the kernels of a greedy decode step; see `order` below."""
+    config = EngineConfig(max_num_seqs=1)
+    (step,) = record_steps("demo", config, rows=[1], tokens=[])[:1]
+    kernels = list(compile_kernel_calls(step.kernel_calls, 90))
+    (decode,) = {kernel for kernel in kernels if kernel.title == "decode_attention"}
+    return {
+        "step": step.name,
+        "kernels": {kernel.title: kernel.to_json() for kernel in kernels},
+        "order": memory_order(decode.ptx),
+    }
+
+
+def memory_order(ptx: str) -> list[str]:
+    """Instructions of decode attention, from the last of its stores to partials on: barriers,
+    atomic operations, and what touches global memory."""
+    pattern = r"^\s*(?:@!?%\w+ )?((?:bar|atom|ld\.global|st\.global)\S*)"
+    opcodes = re.findall(pattern, ptx, re.M)
+    count = next(i for i, opcode in enumerate(opcodes) if opcode.startswith("atom"))
+    before = max(i for i in range(count) if opcodes[i].startswith("st."))
+    return opcodes[before:]
+
+
 def engine_kernels() -> dict[str, Any]:
     """Compile ahead what the steps of an engine launch; then run all of its steps."""
     startup.select_kernels = lambda *arguments, **_: dataclasses.replace(  # type: ignore[assignment]
@@ -161,15 +188,9 @@ def engine_kernels() -> dict[str, Any]:
     startup.check_kernels = lambda kernels, *_, **__: kernels  # type: ignore[assignment]
     startup.measure_steps = lambda *_, **__: StepMemory({})  # type: ignore[assignment]
     config = EngineConfig(
-        device="cpu",
-        mode="eager",
-        dtype="bfloat16",
-        max_num_seqs=1,
-        steps_per_launch=2,
-        prefill_chunk=16,
-        max_model_len=128,
-        num_blocks=64,
-    )
+        device="cpu", mode="eager", dtype="bfloat16", max_num_seqs=1, steps_per_launch=2,
+        prefill_chunk=16, max_model_len=128, num_blocks=64,
+    )  # fmt: skip
     runner = startup.start("demo", config, progress=False).runner
     report = runner.compile_kernels()
     ahead = [*compiled]
@@ -186,12 +207,11 @@ def engine_kernels() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the JSON of the part that is asked for."""
+    """Print the JSON of the parts that are asked for."""
     triton.runtime.driver.set_active(MadeUpDriver())
     triton.knobs.compilation.listener = count
-    kernel_calls.supports_dependent_launch = lambda: True
-    parts = {"small": small_kernels, "engine": engine_kernels}
-    print(json.dumps(parts[sys.argv[1]]()))
+    parts = {"small": small_kernels, "step": step_kernels, "engine": engine_kernels}
+    print(json.dumps({part: parts[part]() for part in sys.argv[1:]}))
 
 
 if __name__ == "__main__":

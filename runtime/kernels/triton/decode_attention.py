@@ -237,7 +237,7 @@ def decode_attention(
         lines_each,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         GROUP=group, G=kv_heads, E=head_dim, BLOCK_SIZE=batch.block_size, STORAGE=form.storage,
-        NATIVE_FP8=fp8_is_native(qkv_TN.device), SOFTCAP=form.softcap, CHUNK=form.chunk,
+        NATIVE_FP8=fp8_is_native(), SOFTCAP=form.softcap, CHUNK=form.chunk,
         **rotation.constants, BLOCK_E=padded(head_dim),
         HEADS=max(tile.heads, triton.next_power_of_2(group)), TILE=tile.positions, LANES=threads,
         LINE=LINE_BYTES, COMBINED=combined,

@@ -9,10 +9,9 @@ processor's resources. Source: CUDA Programming Guide, "Programmatic Dependent L
 Synchronization".
 
 With TRITON_INTERPRET=1 in the environment before this module is imported, kernels run on the CPU
-in Triton's interpreter. Inside `record_kernel_calls` nothing runs: the calls are returned, so that
-they can be compiled ahead of time without a device. Inside `divert_kernel_calls` nothing runs
-either: each call is passed to a receiver with the arguments that it would have on this device.
-Inside `dependent.dependent_launch(False)` no kernel begins early.
+in Triton's interpreter. Inside `divert_kernel_calls` nothing runs: calls are received instead, so
+that they can be compiled ahead of time, with `record_kernel_calls` without a device. Inside
+`dependent.dependent_launch(False)` no kernel begins early.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ __all__ = [
     "let_dependents_start",
     "num_multiprocessors",
     "record_kernel_calls",
-    "supports_dependent_launch",
     "wait_for_inputs",
 ]
 
@@ -85,50 +83,51 @@ class KernelCall:
         name: str = self.kernel.__name__
         return name
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Constants and options of the launch, by name."""
+        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.constants.get("PDL"):
+            options["launch_pdl"] = True
+        return options | self.constants
+
 
 CAPABILITY = 90
 """Compute capability, times ten, of the device that sizes are chosen for where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
-    """Where calls are collected, and the device that they are for."""
+class _Diversion:
+    """Who gets calls, and the device that they are for."""
 
-    calls: list[KernelCall]
-    capability: int
+    receive: Callable[[KernelCall], object]
+    capability: int | None
 
 
-_recorded: ContextVar[_Recording | None] = ContextVar("recorded kernel calls", default=None)
+_diversion: ContextVar[_Diversion | None] = ContextVar("diverted kernel calls", default=None)
+
+
+@contextmanager
+def divert_kernel_calls(
+    receive: Callable[[KernelCall], object], capability: int | None = None
+) -> Iterator[None]:
+    """Call `receive` with each kernel call of this block and thread instead of carrying it out.
+
+    Sizes are chosen for a device of this compute capability (times ten); None: the current device.
+    """
+    token = _diversion.set(_Diversion(receive, capability))
+    try:
+        yield
+    finally:
+        _diversion.reset(token)
 
 
 @contextmanager
 def record_kernel_calls(capability: int = CAPABILITY) -> Iterator[list[KernelCall]]:
-    """Collect the kernel calls of this block instead of carrying them out.
-
-    Their sizes are chosen for a device of this compute capability (times ten).
-    """
+    """Collect the kernel calls of this block; see `divert_kernel_calls`."""
     calls: list[KernelCall] = []
-    token = _recorded.set(_Recording(calls, capability))
-    try:
+    with divert_kernel_calls(calls.append, capability):
         yield calls
-    finally:
-        _recorded.reset(token)
-
-
-Receiver = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
-"""Gets the kernel, the grid, the arguments in order, and constants and options by name."""
-
-_receiver: ContextVar[Receiver | None] = ContextVar("receiver of kernel calls", default=None)
-
-
-@contextmanager
-def divert_kernel_calls(receiver: Receiver) -> Iterator[None]:
-    """Call `receiver` with each kernel call of this block and thread instead of carrying it out."""
-    token = _receiver.set(receiver)
-    try:
-        yield
-    finally:
-        _receiver.reset(token)
 
 
 def call_kernel(
@@ -149,25 +148,16 @@ def call_kernel(
         num_stages: of software pipelines in its loops.
         constants: by name, without `PDL`, which is added where the kernel has it.
     """
-    dependent = "PDL" in kernel.arg_names
-    recorded = _recorded.get()
-    if recorded is not None:
-        if dependent:
-            constants["PDL"] = is_dependent_launch_enabled()
-        recorded.calls.append(KernelCall(kernel, grid, args, constants, num_warps, num_stages))
-        return
-    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
-    if dependent:
-        enabled = is_dependent_launch_enabled() and not INTERPRETED
-        constants["PDL"] = enabled and supports_dependent_launch()
-        if constants["PDL"]:
-            options["launch_pdl"] = True
-    options |= constants
-    receiver = _receiver.get()
-    if receiver is not None:
-        receiver(kernel, grid, args, options)
-        return
-    kernel[grid](*args, **options)
+    diversion = _diversion.get()
+    if "PDL" in kernel.arg_names:
+        runs_on_a_device = diversion is not None or not INTERPRETED
+        enabled = is_dependent_launch_enabled() and runs_on_a_device
+        constants["PDL"] = enabled and compute_capability() >= 90
+    call = KernelCall(kernel, grid, args, constants, num_warps, num_stages)
+    if diversion is not None:
+        diversion.receive(call)
+    else:
+        kernel[grid](*args, **call.options)
 
 
 def num_multiprocessors(device: torch.device) -> int:
@@ -184,13 +174,13 @@ def _device_multiprocessors(device: torch.device) -> int:
 
 
 def compute_capability() -> int:
-    """Times ten: of what calls are recorded for, else of the current CUDA device.
+    """Times ten: of what calls are diverted for, else of the current CUDA device.
 
-    That of the device that sizes are chosen for where there is none.
+    `CAPABILITY` where there is none.
     """
-    recorded = _recorded.get()
-    if recorded is not None:
-        return recorded.capability
+    diversion = _diversion.get()
+    if diversion is not None and diversion.capability is not None:
+        return diversion.capability
     if not torch.cuda.is_available():
         return CAPABILITY
     return _device_capability(torch.cuda.current_device())
@@ -200,8 +190,3 @@ def compute_capability() -> int:
 def _device_capability(device: int) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def supports_dependent_launch() -> bool:
-    """Whether the current device has programmatic dependent launch (compute capability 9.0)."""
-    return _device_capability(torch.cuda.current_device()) >= 90

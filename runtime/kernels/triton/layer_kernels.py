@@ -205,8 +205,7 @@ class AnyAttention(PrefillAttention):
 
     def _tiling(self) -> PrefillTiling:
         attend = self.like.attend
-        storage, device = self.like.form.storage, self.x.device
-        tiling = any_tiling(attend.head_dim, self.x.dtype, storage, device)
+        tiling = any_tiling(attend.head_dim, self.x.dtype, self.like.form.storage)
         # Sums of the parts before take as many registers as those of the part: without these
         # sizes they spill.
         rows = min(tiling.block_m, 32) if attend.head_dim > 128 else tiling.block_m

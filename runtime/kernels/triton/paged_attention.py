@@ -124,7 +124,7 @@ def decode_ready_attention(
         form.scale,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         GROUP=group, G=kv_heads, D=head_dim, V=value_dim, BLOCK_SIZE=batch.block_size,
-        STORAGE=form.storage, NATIVE_FP8=fp8_is_native(q_THD.device), SOFTCAP=form.softcap,
+        STORAGE=form.storage, NATIVE_FP8=fp8_is_native(), SOFTCAP=form.softcap,
         CHUNK=form.chunk, BLOCK_V=padded(value_dim), BLOCK_REST=padded(head_dim - value_dim),
         HEADS=tile.heads, TILE=tile.positions,
     )  # fmt: skip

@@ -29,7 +29,7 @@ import torch
 import triton
 
 from .filled_memory import FilledMemory
-from .kernel_calls import INTERPRETED, divert_kernel_calls
+from .kernel_calls import INTERPRETED, KernelCall, divert_kernel_calls
 
 __all__ = ["CompiledKernels", "compile_kernels"]
 
@@ -98,17 +98,15 @@ class _Compiling:
         self.kernels: dict[Any, str] = {}
         self._refused: list[str] = []
 
-    def receive(
-        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
-    ) -> None:
+    def receive(self, call: KernelCall) -> None:
         """Compile the kernel of a call; keeps no reference to its tensors."""
         try:
-            compiled = kernel.run(*args, grid=grid, warmup=True, **options)
+            compiled = call.kernel.run(*call.args, grid=call.grid, warmup=True, **call.options)
         except Exception as error:  # its first call raises it again
-            self._refused.append(_failure(_title(kernel, options), error))
+            self._refused.append(_failure(_title(call), error))
             return
         # Calls with the same specialisation get the same object.
-        self.kernels.setdefault(compiled, _title(kernel, options))
+        self.kernels.setdefault(compiled, _title(call))
 
     def failures(self) -> list[str]:
         """Return name and error of each kernel that was not compiled."""
@@ -145,10 +143,10 @@ class _WithLauncher:
         return kernel
 
 
-def _title(kernel: Any, options: dict[str, Any]) -> str:
+def _title(call: KernelCall) -> str:
     """Name a call: its operation where it has one, and the constants that choose its code."""
-    name = str(options.get("NAME", kernel.__name__.strip("_")))
-    choices = [f"{key}={value}" for key, value in options.items() if key != "NAME"]
+    name = str(call.constants.get("NAME", call.name.strip("_")))
+    choices = [f"{key}={value}" for key, value in call.options.items() if key != "NAME"]
     return f"{name} ({' '.join(choices)})"
 
 

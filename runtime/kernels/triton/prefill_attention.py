@@ -37,7 +37,13 @@ from torch import Tensor
 
 from ..ops.attention import AttentionForm
 from ..ops.batch import LayerPlace, RaggedBatch
-from .kernel_calls import call_kernel, let_dependents_start, num_multiprocessors, wait_for_inputs
+from .kernel_calls import (
+    call_kernel,
+    compute_capability,
+    let_dependents_start,
+    num_multiprocessors,
+    wait_for_inputs,
+)
 from .quantised import (
     cache_views,
     fp8_is_native,
@@ -108,7 +114,7 @@ def prefill_tiling(
     Of the stages one is for the block table, the others hold keys and values. None of these spills
     registers.
     """
-    small = any_tiling(head_dim, dtype, storage, device)
+    small = any_tiling(head_dim, dtype, storage)
     if dtype == torch.float32 or head_dim > 128:
         return small
     wide = 128 if head_dim <= 64 else 64
@@ -118,25 +124,18 @@ def prefill_tiling(
     return large if 4 * programs >= 3 * num_multiprocessors(device) else small
 
 
-def any_tiling(
-    head_dim: int, dtype: torch.dtype, storage: str, device: torch.device
-) -> PrefillTiling:
+def any_tiling(head_dim: int, dtype: torch.dtype, storage: str) -> PrefillTiling:
     """Sizes that do not depend on the step: of few queries, because a decode step has few."""
     if dtype == torch.float32:  # multiplied by the ordinary units: as small as products can be
         return PrefillTiling(16, 32 if head_dim <= 64 else 16, 8 if head_dim > 128 else 4, 1)
     quantised = storage != "model"
     if head_dim > 128:
-        tight = head_dim > 256 and not _has_warp_groups(device)
+        # From compute capability 9 on products read both operands from shared memory.
+        tight = head_dim > 256 and compute_capability() < 90
         return PrefillTiling(32 if quantised else 64, 16 if tight else 32, 8, 3)
     if quantised:
         return PrefillTiling(64, 32, 8, 3)
     return PrefillTiling(64, 64 if head_dim <= 64 else 32, 4, 3)
-
-
-def _has_warp_groups(device: torch.device) -> bool:
-    """Whether products read both operands from shared memory: compute capability 9.0, which is
-    what sizes are chosen for where there is no device."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def num_prefill_tiles(tokens: int, rows: int, tokens_of_tile: int) -> int:
@@ -274,7 +273,7 @@ def prefill_attention(
         CHUNK=form.chunk,
         SOFTCAP=form.softcap,
         STORAGE=form.storage,
-        NATIVE_FP8=fp8_is_native(q_THD.device),
+        NATIVE_FP8=fp8_is_native(),
         LATENT=latent,
         SPLIT=tiling.split,
         num_warps=tiling.num_warps,

@@ -16,7 +16,6 @@ Of weights: N output features, K input features, R rows.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kernel_calls import compute_capability
 from .linear import SCALE_BLOCK, STORAGES, GpuLinear
 
 __all__ = [
@@ -70,10 +70,9 @@ def cache_views(kv: Tensor, head_dim: int, block_size: int, storage: str) -> Cac
     return CacheViews(*sides[0], *(sides[1] if len(sides) > 1 else (None, None)))
 
 
-@cache
-def fp8_is_native(device: torch.device) -> bool:
-    """Whether kernels on this device may use conversions of fp8; so does the interpreter."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+def fp8_is_native() -> bool:
+    """Whether kernels may use conversions of fp8; so does the interpreter."""
+    return compute_capability() >= 89
 
 
 @triton.jit
@@ -211,7 +210,7 @@ def kernel_weight(linear: GpuLinear) -> tuple[Tensor, dict[str, Any]]:
         blocks = -(-weight.shape[1] // SCALE_BLOCK)
     constants = {
         "STORAGE": storage,
-        "NATIVE_FP8": fp8_is_native(weight.device),
+        "NATIVE_FP8": fp8_is_native(),
         "SCALE_BLOCKS": blocks,
     }
     return (weight.view(torch.uint8) if storage == "fp8" else weight), constants
