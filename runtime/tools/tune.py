@@ -1,4 +1,4 @@
-"""Tune the products and experts of models for the CUDA device of this machine, once.
+"""Tune the products and experts of a model for the CUDA device of this machine, once.
 
 python -m stepgraph.runtime.tools.tune --model preset:llama-3.2-1b --rows 1 2 4
 
@@ -18,7 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -54,9 +54,9 @@ TOLERANCE = 0.05
 """||logits - default logits|| / ||default logits|| that a configuration may have."""
 MOST_ROWS = 256
 
-Timer = Callable[[Sequence[Callable[[], Tensor]], Callable[[], None]], Sequence[float | None]]
-"""Microseconds of each step, None for one that cannot be captured. The second argument resets what
-a step changes; it is called before each run."""
+Timer = Callable[[Sequence[Callable[[], Tensor]], Callable[[], None]], Sequence[float]]
+"""Microseconds of each step. The second argument resets what a step changes; it is called before
+each run."""
 
 
 def tune(
@@ -86,6 +86,7 @@ def tune(
             tensor.copy_(before)
 
     def run(choices: dict[TuningKey, LinearConfig]) -> Tensor:
+        reset()
         with trial(choices):
             return bound().logits
 
@@ -93,43 +94,35 @@ def tune(
     with trial(best) as asked:
         expected = bound().logits.clone()
     for product in list(asked):
-        with trial(
-            best
-        ) as asked:  # what is chosen for one product changes the candidates of others
-            reset()
-            bound()
-        tried = [partial(run, {**best, product: one}) for one in asked.get(product, ())]
         reset()
+        with trial(best) as asked:  # a choice for one product changes the candidates of others
+            bound()
+        candidates = asked.get(product, [])
+        tried = [partial(run, {**best, product: candidate}) for candidate in candidates]
         compile_kernels([(str(one.args), one) for one in tried])
-        right, configs = [], []
-        for one, candidate in zip(tried, asked.get(product, ()), strict=True):
-            reset()
+        right: dict[LinearConfig, Callable[[], Tensor]] = {}
+        for candidate, one in zip(candidates, tried, strict=True):
             try:
                 off = float(relative_error(one(), expected))
             except Exception as error:  # of a compiler or the device
                 require_usable_device(f"{product.kernel} ({candidate})", config.device, error)
                 logger.warning("%s cannot run with %s: %s", product.kernel, candidate, error)
                 continue
-            if not off <= TOLERANCE:  # NaN fails too
+            if off <= TOLERANCE:
+                right[candidate] = one
+            else:  # NaN too
                 logger.warning("%s is wrong with %s: off by %g", product.kernel, candidate, off)
-                continue
-            right.append(one)
-            configs.append(candidate)
-        timed = [(us, i) for i, us in enumerate(timer(right, reset)) if us is not None]
-        if not timed:
-            continue
-        fastest, index = min(timed)
-        best[product] = configs[index]
-        yield (
-            product,
-            Tuned(configs[index], fastest, {i: us for us, i in timed}.get(0, fastest)),
-        )
+        if right:
+            times = dict(zip(right, timer([*right.values()], reset), strict=True))
+            best[product] = min(times, key=times.__getitem__)
+            fastest = times[best[product]]
+            yield product, Tuned(best[product], fastest, times.get(candidates[0], fastest))
     steps.close()
 
 
 def time_captured(
     steps: Sequence[Callable[[], Tensor]], reset: Callable[[], None], device: torch.device
-) -> list[float | None]:
+) -> list[float]:
     """Capture steps on a CUDA device and return the median microseconds of their replays."""
     capturer = CudaGraphCapturer(device)
     captures = []
@@ -164,54 +157,52 @@ def main(
         device: where steps run; None: the current CUDA device.
     """
     options = _parser().parse_args(arguments)
-    if device is None:
-        if not torch.cuda.is_available():
-            return _error("tuning times kernels on a CUDA device, and torch sees none")
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            return _error("TRITON_INTERPRET=1 keeps kernels from the device: unset it")
-        device = torch.device("cuda", torch.cuda.current_device())
-    if max(options.rows) > MOST_ROWS:
-        return _error(f"--rows {max(options.rows)}: at most {MOST_ROWS}")
-    # After the checks: where there is no device Triton may be missing.
-    from ..kernels.triton.tuning import store, tuning_file
+    found = set()
+    try:
+        device = device or _cuda_device()
+        # After the check: where there is no device Triton may be missing.
+        from ..kernels.triton.tuning import store, tuning_file
 
-    timer = timer or partial(time_captured, device=device)
-    done = set()
-    for source in options.model:
-        for weight_dtype in options.weight_dtype:
-            try:
-                model, config = _resolve(source, options.dtype, weight_dtype, device)
-                for rows in options.rows:
-                    with torch.no_grad():
-                        for key, tuned in tune(model, config, rows, timer):
-                            store({key: tuned})  # an interrupted run keeps what it found
-                            done.add(key)
-                            print(
-                                f"{key.kernel:15} {rows:3} rows, {key.n} x {key.k}"
-                                f" {key.weight_dtype}: step {tuned.microseconds:.1f} µs (default"
-                                f" {tuned.default_microseconds:.1f} µs): {tuned.config}",
-                                flush=True,
-                            )
-            except StepgraphError as error:
-                return _error(f"{source}: {error}")
-    print(f"{len(done)} choices are in {tuning_file()}")
+        timer = timer or partial(time_captured, device=device)
+        model = resolve_source(options.model, config_only=True).native
+        config = ResolvedConfig.resolve(
+            EngineConfig(
+                device=device.type,
+                mode="eager",
+                dtype=options.dtype,
+                weight_dtype=options.weight_dtype,
+            ),
+            model,
+        )
+        if (obstacle := fusion_obstacle(model_plan(model))) is not None:
+            raise ConfigError(
+                f"{options.model}: layers with {obstacle} are not made of the kernels tuned here"
+            )
+        for rows in options.rows:
+            with torch.no_grad():
+                for key, tuned in tune(model, config, rows, timer):
+                    store({key: tuned})  # an interrupted run keeps what it found
+                    found.add(key)
+                    print(
+                        f"{key.kernel:15} {rows:3} rows, {key.n} x {key.k} {key.weight_dtype}:"
+                        f" step {tuned.microseconds:.1f} µs (default"
+                        f" {tuned.default_microseconds:.1f} µs): {tuned.config}",
+                        flush=True,
+                    )
+    except StepgraphError as error:
+        print(f"tune: error: {error}", file=sys.stderr)
+        return 1
+    print(f"{len(found)} choices are in {tuning_file()}")
     return 0
 
 
-def _resolve(
-    source: str, dtype: Any, weight_dtype: Any, device: torch.device
-) -> tuple[ModelConfig, ResolvedConfig]:
-    """The model, and the dtypes of its weights. Raises StepgraphError for what cannot be tuned."""
-    model = resolve_source(source, config_only=True).native
-    config = EngineConfig(device=device.type, mode="eager", dtype=dtype, weight_dtype=weight_dtype)
-    if (obstacle := fusion_obstacle(model_plan(model))) is not None:
-        raise ConfigError(f"layers with {obstacle} are not made of the kernels tuned here")
-    return model, ResolvedConfig.resolve(config, model)
-
-
-def _error(message: str) -> int:
-    print(f"tune: error: {message}", file=sys.stderr)
-    return 1
+def _cuda_device() -> torch.device:
+    """Return the device to time steps on. Raises ConfigError where there is none."""
+    if not torch.cuda.is_available():
+        raise ConfigError("tuning times kernels on a CUDA device, and torch sees none")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ConfigError("TRITON_INTERPRET=1 keeps kernels from the device: unset it")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -221,17 +212,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model", nargs="+", required=True, help="checkpoint directory, hub id or preset:NAME"
+        "--model", required=True, help="checkpoint directory, hub id or preset:NAME"
     )
     parser.add_argument(
         "--rows",
         nargs="+",
-        type=integer(1),
+        type=integer(1, MOST_ROWS),
         default=[1, 2, 4, 8, 16, 32],
         help="rows of decode steps (default: 1 2 4 8 16 32); above 4 only experts are tuned",
     )
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
-    parser.add_argument("--weight-dtype", nargs="+", default=["auto"], choices=STORED_DTYPES)
+    parser.add_argument("--weight-dtype", default="auto", choices=STORED_DTYPES)
     return parser
 
 

@@ -20,7 +20,7 @@ from ..ops.expert_operations import Experts
 from .fusion import runs_by_pair
 from .kernel_calls import num_multiprocessors
 from .linear import EXPERT_PRODUCTS, FEW_ROWS, SCALE_BLOCK, LinearConfig
-from .tuning import TuningKey, expert_key, lookup
+from .tuning import TuningKey, lookup, tuning_key
 
 __all__ = [
     "ANY_PAIRS",
@@ -109,7 +109,7 @@ class ExpertSizes:
     def key(self, kernel: str) -> TuningKey:
         """Return the key under which a product is tuned."""
         rows, k = self.product(kernel)
-        return expert_key(
+        return tuning_key(
             kernel, self.tokens, rows, k, self.dtype, self.weight_dtype, self.device,
             experts=self.experts, per_token=self.per_token,
         )  # fmt: skip

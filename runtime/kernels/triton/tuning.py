@@ -41,10 +41,8 @@ __all__ = [
     "Tuned",
     "TuningKey",
     "best_config",
-    "expert_key",
     "is_tight",
     "lookup",
-    "reload",
     "store",
     "trial",
     "tuning_file",
@@ -121,41 +119,29 @@ def tuning_key(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     device: torch.device,
+    *,
+    experts: int = 0,
+    per_token: int = 0,
 ) -> TuningKey:
-    """Return the key of a kernel as it would run here; arguments as for `default_config`.
+    """Return the key of a kernel as it would run here.
 
-    Raises ValueError for more than four rows.
+    Arguments as for `default_config`; of `EXPERT_PRODUCTS` rows are tokens, and the last two as in
+    `TuningKey`. Raises ValueError for more than four rows of other kernels.
     """
+    by_token = kernel in EXPERT_PRODUCTS
     return TuningKey(
         kernel=kernel,
-        rows=row_class(rows),
+        rows=min(MOST_EXPERT_ROWS, triton.next_power_of_2(rows)) if by_token else row_class(rows),
         n=n,
         k=k,
         dtype=str(dtype).removeprefix("torch."),
         weight_dtype=str(weight_dtype).removeprefix("torch."),
-        device=_device_name(device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         triton=triton.__version__,
         source=_source_hash(),
+        experts=experts,
+        per_token=per_token,
     )
-
-
-def expert_key(
-    kernel: str,
-    tokens: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    device: torch.device,
-    *,
-    experts: int,
-    per_token: int,
-) -> TuningKey:
-    """Return the key of one of `EXPERT_PRODUCTS` for so many tokens, as `tuning_key`."""
-    assert kernel in EXPERT_PRODUCTS
-    rows = min(MOST_EXPERT_ROWS, triton.next_power_of_2(tokens))
-    one_row = tuning_key(kernel, 1, n, k, dtype, weight_dtype, device)
-    return dataclasses.replace(one_row, rows=rows, experts=experts, per_token=per_token)
 
 
 _Candidates = Callable[[], list[LinearConfig]]
@@ -188,19 +174,14 @@ def trial(
 def lookup(key: TuningKey, candidates: _Candidates) -> LinearConfig | None:
     """Return what was tuned for `key`, or None; `candidates` are the configurations to try.
 
-    The file is read at the first call and not again: what is tuned later serves later processes.
+    The file is read at the first call and not again: what another process tunes serves later
+    processes.
     """
     if (on_trial := _trial.get()) is not None:
         on_trial.asked[key] = candidates()
         return on_trial.choices.get(key)
     tuned = _known(tuning_file()).get(key)
     return None if tuned is None else tuned.config
-
-
-def reload() -> None:
-    """Read the file again at the next `lookup`, for a process that uses what it has just tuned."""
-    _known.cache_clear()
-    _best_config.cache_clear()
 
 
 def best_config(
@@ -267,6 +248,8 @@ def store(results: Mapping[TuningKey, Tuned]) -> Path:
         ],
     }
     write_file(path, json.dumps(document, indent=1))
+    _known.cache_clear()
+    _best_config.cache_clear()
     return path
 
 
@@ -312,7 +295,3 @@ def _source_hash() -> str:
     for name in SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
