@@ -6,6 +6,7 @@ import dataclasses
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,7 +75,6 @@ def explain_memory(
     kernels = planned_kernels(model, resolved)
     groups = layer_groups(model, resolved)
     plan = plan_engine(model, resolved, kernels, groups, memory)
-    question = _Question(model, resolved, kernels, memory, plan.budget_bytes)
     dtype = str(resolved.dtype).removeprefix("torch.")
     stored = dtype if resolved.storage == "model" else resolved.storage
     weights = "" if resolved.weights == "model" else f", weights in {resolved.weights}"
@@ -89,7 +89,7 @@ def explain_memory(
             "",
             plan.format(),
             "",
-            *question.answers(),
+            *_answers(model, resolved, kernels, memory, plan.budget_bytes),
         ]
     )
 
@@ -163,57 +163,27 @@ def resolve_absent(config: EngineConfig, model: DecoderConfig) -> ResolvedConfig
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Question:
-    """Which contexts and numbers of rows fit a device."""
+def _answers(
+    model: DecoderConfig,
+    config: ResolvedConfig,
+    kernels: Kernels,
+    memory: DeviceMemory,
+    budget_bytes: int,
+) -> list[str]:
+    """Return a line for each context and number of rows: how much of the other one fits."""
 
-    model: DecoderConfig
-    config: ResolvedConfig
-    kernels: Kernels
-    memory: DeviceMemory
-    budget_bytes: int
-
-    def answers(self) -> list[str]:
-        """Return a line for each answer."""
-        own = self.config.max_model_len
-        rows = self.config.max_num_seqs
-        lines = [
-            f"longest context of {n:,} {_rows(n)}: {self._context(n)}"
-            for n in dict.fromkeys((1, rows))
-        ]
-        contexts = dict.fromkeys([*(c for c in _CONTEXTS if c < own), own])
-        return lines + [f"most rows of {c:,} tokens: {self._rows(c)}" for c in contexts]
-
-    def _context(self, rows: int) -> str:
-        own = self.config.max_model_len
-        tokens = _most(own, lambda tokens: self._fits(rows, tokens))
-        if not tokens:
-            return "none fits"
-        return f"{tokens:,} tokens" + (", the model's maximum" if tokens == own else "")
-
-    def _rows(self, tokens: int) -> str:
-        rows = _most(MAX_ROWS, lambda rows: self._fits(rows, tokens))
-        if not rows:
-            return "none fits"
-        return f"{rows:,}" + (", the engine's maximum" if rows == MAX_ROWS else "")
-
-    def _fits(self, rows: int, tokens: int) -> bool:
+    def fits(rows: int, tokens: int) -> bool:
         """Whether `rows` requests of `tokens` tokens fit together, with full prefill chunks."""
-        config = dataclasses.replace(
-            self.config, max_num_seqs=rows, max_model_len=tokens, buckets=None
-        )
+        changed = dataclasses.replace(config, max_num_seqs=rows, max_model_len=tokens, buckets=None)
+        groups = layer_groups(model, changed)
         footprint = model_footprint(
-            self.model,
-            config,
-            self.kernels,
-            layer_groups(self.model, config),
-            host_shared=self.memory.shared_with_os,
+            model, changed, kernels, groups, host_shared=memory.shared_with_os
         )
         try:
             plan_memory(
                 footprint,
-                MemoryBudget(bytes=self.budget_bytes),
-                available_bytes=self.memory.available,
+                MemoryBudget(bytes=budget_bytes),
+                available_bytes=memory.available,
                 num_blocks=footprint.most_blocks,
                 max_batch_tokens=footprint.most_batch_tokens,
                 reserve_bytes=RESERVE_BYTES[config.device.type],
@@ -222,10 +192,21 @@ class _Question:
             return False
         return True
 
+    def most(limit: int, unit: str, whose: str, one_fits: Callable[[int], bool]) -> str:
+        """Say how many fit, where all smaller numbers do."""
+        found = bisect_right(range(1, limit + 1), False, key=lambda n: not one_fits(n))
+        if not found:
+            return "none fits"
+        return f"{found:,}{unit}" + (f", the {whose} maximum" if found == limit else "")
 
-def _most(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `limit` that fits, where all smaller ones do; 0 if none does."""
-    return bisect_right(range(1, limit + 1), False, key=lambda n: not fits(n))
+    own, lines = config.max_model_len, []
+    for rows in dict.fromkeys((1, config.max_num_seqs)):
+        answer = most(own, " tokens", "model's", partial(fits, rows))
+        lines.append(f"longest context of {rows:,} {_rows(rows)}: {answer}")
+    for tokens in dict.fromkeys([*(c for c in _CONTEXTS if c < own), own]):
+        answer = most(MAX_ROWS, "", "engine's", partial(fits, tokens=tokens))
+        lines.append(f"most rows of {tokens:,} tokens: {answer}")
+    return lines
 
 
 def _rows(count: int) -> str:
