@@ -1,8 +1,5 @@
 """The kernels of decoder layers bound to their tensors, and a step through them.
 
-Attention has a class for each kind of step: decode, prefill, and any step of a batch-invariant
-engine.
-
 Shapes: T tokens, D hidden_size, N features of a result (of queries, keys and values together), H
 query heads, E head_dim, K kinds of rotation, or features that attention returns.
 """
@@ -10,7 +7,6 @@ query heads, E head_dim, K kinds of rotation, or features that attention returns
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,19 +22,17 @@ from .fusion import Activation, Attention, Fused, GateUp, Mixture, NormLinear, R
 from .kernel_calls import num_multiprocessors
 from .linear import GpuLinear, GpuNorm, Pending
 from .operations import Operations
-from .prefill_attention import SPLIT, PrefillTiling, any_tiling, prefill_tiling
+from .prefill_attention import SPLIT, any_tiling, prefill_tiling
 from .rotated_heads import HeadRotation
 from .rowwise import Clamp
 from .split_attention import choose_splits, new_partials
 
 __all__ = [
-    "AnyAttention",
-    "DecodeAttention",
     "Hidden",
     "LayerAttention",
     "LayerChain",
     "LayerKernel",
-    "PrefillAttention",
+    "StepAttention",
     "norm_hidden",
 ]
 
@@ -83,8 +77,12 @@ class LayerAttention:
         )
 
 
-class _StepAttention:
-    """Inputs that all layers of one step share."""
+class StepAttention:
+    """Attention of a step, with the inputs and the workspace that all its layers share.
+
+    A decode step, one token a row, writes to the cache and attends in one operation. Other steps
+    write keys and values first, then tiles of each chunk attend.
+    """
 
     def __init__(
         self,
@@ -95,122 +93,101 @@ class _StepAttention:
         batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
+        counters: Tensor,
+        *,
+        any_batch: bool,
     ) -> None:
-        """`like` is the attention of any layer: all have the same heads."""
-        self.operations = operations
-        self.like = like
-        self.x = x_TD
-        self.arena = arena
-        self.batch = batch
-        self.cos, self.sin = cos_KTE, sin_KTE
+        """Prepare the step.
 
-    def rotation(self, layer: LayerAttention) -> HeadRotation:
-        """Norm and rotation of a layer's heads in this step."""
-        return HeadRotation(
-            layer.q_norm,
-            layer.k_norm,
-            layer.eps,
-            layer.offset_norms,
-            self.cos[layer.rope],
-            self.sin[layer.rope],
-            layer.attend.temperature,
-        )
-
-
-class DecodeAttention(_StepAttention):
-    """A decode step, one token a row: writes to the cache and attends in one operation.
-
-    All layers share one workspace for splits.
-    """
-
-    def __init__(self, counters: Tensor, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._counters = counters
-        tokens, attend, device = self.x.shape[0], self.like.attend, self.x.device
-        most = self.batch.read_blocks * self.batch.block_size
+        Args:
+            operations: that run.
+            like: the attention of any layer: all have the same heads.
+            x_TD: the step's hidden states.
+            arena: the cache.
+            batch: the step's tokens.
+            cos_KTE: of their positions.
+            sin_KTE: likewise.
+            counters: see `decode_attention`.
+            any_batch: run the same compiled kernels whatever the rows and tokens are, as a prefill
+                step. Triton also compiles other kernels for tensors that do not begin at a multiple
+                of 16 bytes. So the parts of tensors do, for each group and kind of rotation.
+        """
+        self._operations, self._x, self._arena, self._counters = operations, x_TD, arena, counters
+        self._batch, self._cos, self._sin = batch, cos_KTE, sin_KTE
+        # In a decode step no token attends to the key of another one.
+        self._decodes = batch.tokens_per_row == 1 and not any_batch
+        if not self._decodes:
+            with operation("prefill_tiles"):
+                self._tile(like, any_batch)
+            return
+        attend, tokens, device = like.attend, x_TD.shape[0], x_TD.device
+        most = batch.read_blocks * batch.block_size
         splits = choose_splits(tokens, attend.kv_heads, most, num_multiprocessors(device))
         self._partials = new_partials(tokens, attend.heads, splits, attend.value_dim, device)
 
-    def attended(self, kernel: LayerKernel, qkv_TN: Tensor) -> Tensor:
-        """Write keys and values, and attend: `[T, H * E]`."""
-        layer, after = kernel.attention, kernel.after
-        assert layer is not None
-        next_weight = None if after is None or after.linear is None else after.linear.weight
-        attended_TK = self.x.new_empty(self.x.shape[0], layer.attend.features)
-        with operation("decode_attention"):
-            self.operations.decode_attention(
-                qkv_TN,
-                self.arena,
-                layer.place,
-                self.rotation(layer),
-                self.batch,
-                layer.form,
-                self._partials,
-                self._counters,
-                attended_TK,
-                next_weight=next_weight,
-            )
-        return attended_TK
-
-
-class PrefillAttention(_StepAttention):
-    """A prefill step: keys and values are written first, then tiles of each chunk attend."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        attend, rows = self.like.attend, self.batch.rows.shape[0]
-        self.tiling = self._tiling()
-        most = self.tiling.tokens(attend.heads // attend.kv_heads)
-        self.tiles = self.operations.prefill_tiles(self.batch.token_rows, rows, most)
-
-    def _tiling(self) -> PrefillTiling:
-        attend = self.like.attend
-        return prefill_tiling(
-            self.x.shape[0],
-            attend.heads,
-            attend.kv_heads,
-            attend.head_dim,
-            self.x.dtype,
-            self.like.form.storage,
-            self.x.device,
+    def _tile(self, like: LayerAttention, any_batch: bool) -> None:
+        """Deal the tokens to tiles."""
+        attend, x_TD = like.attend, self._x
+        width, traits = attend.head_dim, (x_TD.dtype, like.form.storage)
+        if any_batch:
+            self._batch = replace(self._batch, slots=_aligned(self._batch.slots))
+            self._cos, self._sin = _aligned(self._cos), _aligned(self._sin)
+            tiling = any_tiling(width, *traits)
+            # Sums of the parts before take as many registers as those of the part: without these
+            # sizes they spill.
+            rows = min(tiling.block_m, 32) if width > 128 else tiling.block_m
+            warps = 8 if width > 64 else tiling.num_warps
+            self._tiling = tiling._replace(block_m=rows, num_warps=warps, split=SPLIT)
+        else:
+            heads = (attend.heads, attend.kv_heads, width)
+            self._tiling = prefill_tiling(x_TD.shape[0], *heads, *traits, x_TD.device)
+        self._tiles = self._operations.prefill_tiles(
+            self._batch.token_rows,
+            self._batch.rows.shape[0],
+            self._tiling.tokens(attend.heads // attend.kv_heads),
         )
 
     def attended(self, kernel: LayerKernel, qkv_TN: Tensor) -> Tensor:
         """Write keys and values, and attend: `[T, H * E]`."""
         layer = kernel.attention
         assert layer is not None
-        place, form = layer.place, layer.form
+        rotation = HeadRotation(
+            layer.q_norm,
+            layer.k_norm,
+            layer.eps,
+            layer.offset_norms,
+            self._cos[layer.rope],
+            self._sin[layer.rope],
+            layer.attend.temperature,
+        )
+        operations, batch, form = self._operations, self._batch, layer.form
+        if self._decodes:
+            after = kernel.after
+            next_weight = None if after is None or after.linear is None else after.linear.weight
+            attended_TK = self._x.new_empty(self._x.shape[0], layer.attend.features)
+            with operation("decode_attention"):
+                operations.decode_attention(
+                    qkv_TN,
+                    self._arena,
+                    layer.place,
+                    rotation,
+                    batch,
+                    form,
+                    self._partials,
+                    self._counters,
+                    attended_TK,
+                    next_weight=next_weight,
+                )
+            return attended_TK
         with operation("rotate_and_store"):
-            q_THE = self.operations.rotate_and_store(
-                qkv_TN, self.arena, place, self.rotation(layer), self.batch, form
+            q_THE = operations.rotate_and_store(
+                qkv_TN, self._arena, layer.place, rotation, batch, form
             )
         with operation("prefill_attention"):
-            out_THE: Tensor = self.operations.prefill_attention(
-                q_THE, self.arena, place, self.batch, form, self.tiles, self.tiling
+            out_THE: Tensor = operations.prefill_attention(
+                q_THE, self._arena, layer.place, batch, form, self._tiles, self._tiling
             )
         return out_THE.flatten(1)
-
-
-class AnyAttention(PrefillAttention):
-    """A step of any kind: the same compiled kernels whatever its rows and tokens.
-
-    Triton also compiles other kernels for tensors that do not begin at a multiple of 16 bytes. So
-    the parts of tensors do, for each group and kind of rotation, whatever the number of tokens.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.batch = replace(self.batch, slots=_aligned(self.batch.slots))
-        self.cos, self.sin = _aligned(self.cos), _aligned(self.sin)
-
-    def _tiling(self) -> PrefillTiling:
-        attend = self.like.attend
-        tiling = any_tiling(attend.head_dim, self.x.dtype, self.like.form.storage)
-        # Sums of the parts before take as many registers as those of the part: without these
-        # sizes they spill.
-        rows = min(tiling.block_m, 32) if attend.head_dim > 128 else tiling.block_m
-        warps = 8 if attend.head_dim > 64 else tiling.num_warps
-        return tiling._replace(block_m=rows, num_warps=warps, split=SPLIT)
 
 
 def _aligned(parts_PT: Tensor) -> Tensor:
@@ -293,7 +270,7 @@ class LayerChain:
     def __init__(
         self,
         operations: Operations,
-        step: DecodeAttention | PrefillAttention,
+        step: StepAttention,
         x_TD: Tensor,
         live_T: Tensor | None,
         collectives: Collectives | None,

@@ -37,14 +37,7 @@ from ..ops.layer_plan import BoundModel
 from ..ops.stack import Stack
 from .begin import Embedding, Rotations
 from .fusion import fuse
-from .layer_kernels import (
-    AnyAttention,
-    DecodeAttention,
-    LayerChain,
-    LayerKernel,
-    PrefillAttention,
-    norm_hidden,
-)
+from .layer_kernels import LayerChain, LayerKernel, StepAttention, norm_hidden
 from .linear import GpuNorm
 from .operations import Operations
 from .split_attention import new_counters
@@ -109,17 +102,11 @@ class GpuStack:
         assert embeddings_TD is None, "a plan that `fusion_obstacle` refuses"
         outputs: dict[int, Tensor] = dict.fromkeys(taps, x_TD)
         like = next(kernel.attention for kernel in self._layers[0] if kernel.attention is not None)
-        shared = (self.operations, like, x_TD, arena, batch, cos_KTE, sin_KTE)
+        step = StepAttention(
+            *(self.operations, like, x_TD, arena, batch, cos_KTE, sin_KTE, self._counters),
+            any_batch=self._any_batch,
+        )
         live_T = batch.live_tokens if self._has_experts else None
-        step: DecodeAttention | PrefillAttention
-        if self._any_batch:
-            with operation("prefill_tiles"):
-                step = AnyAttention(*shared)
-        elif batch.tokens_per_row == 1:  # no token attends to the key of another one
-            step = DecodeAttention(self._counters, *shared)
-        else:
-            with operation("prefill_tiles"):
-                step = PrefillAttention(*shared)
         chain = LayerChain(self.operations, step, x_TD, live_T, self._collectives)
         for index, layer in enumerate(self._layers):
             with operation("layer", index):
