@@ -132,7 +132,7 @@ def small_kernels() -> dict[str, Any]:
     """Compile ahead what `steps` and two failing steps launch; then launch it."""
     named = steps()
     failing = {"wide": wide, "lost": lost}
-    report = compile_kernels([*failing.items(), *named.items()], threads=2)
+    report = compile_kernels([*failing.items(), *named.items()])
     ahead = [*compiled]
     refused = ""
     with FilledMemory(torch.Tensor.zero_):

@@ -76,11 +76,12 @@ def gpu_kernels(
         chosen().norm_linear(x_TK, GpuLinear(weight_NK, scales_N, bias_N), out_TN)
         return out_TN
 
+    attention, experts = _operators()
     return Kernels(
         name="triton",
-        attention=_attention(),
+        attention=attention,
         linear=linear,
-        experts=_experts(),
+        experts=experts,
         pack=None,
         bounded_by_length=True,
         masks=0,
@@ -93,19 +94,12 @@ def gpu_kernels(
     )
 
 
-def _attention() -> Callable[..., Tensor]:
-    """The attention kernels; without a device nothing calls them, and Triton need not be there."""
+def _operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Attention and experts; without a device nothing calls the kernels, and Triton may be
+    missing."""
     if not torch.cuda.is_available():
-        return paged_attention
+        return paged_attention, opaque_experts
+    from .experts import experts_on_gpu
     from .paged_attention import paged_attention_on_gpu
 
-    return paged_attention_on_gpu
-
-
-def _experts() -> Callable[..., Tensor]:
-    """The kernels of experts; without a device nothing calls them, and Triton need not be there."""
-    if not torch.cuda.is_available():
-        return opaque_experts
-    from .experts import experts_on_gpu
-
-    return experts_on_gpu
+    return paged_attention_on_gpu, experts_on_gpu

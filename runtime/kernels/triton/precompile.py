@@ -55,20 +55,19 @@ class CompiledKernels:
 def compile_kernels(
     steps: Iterable[tuple[str, Callable[[], object]]],
     *,
-    threads: int | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> CompiledKernels:
     """Compile what the steps launch on the current device.
 
     Args:
         steps: name and callable of each step; called in this thread, on the current stream.
-        threads: that compile; None: as many as the process has processors, at most 8.
         report: called in these threads with the number of kernels that are compiled, and of all.
 
-    Where kernels are interpreted nothing is compiled, and no step is called.
+    As many threads compile as the process has processors, at most 8. Where kernels are interpreted
+    nothing is compiled, and no step is called.
     """
     began = time.perf_counter()
-    threads = threads or min(_MOST_THREADS, _processors())
+    threads = min(_MOST_THREADS, _processors())
     if INTERPRETED:
         return CompiledKernels(0, threads, 0.0, ())
     compiling = _Compiling()
