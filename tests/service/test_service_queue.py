@@ -136,4 +136,5 @@ def test_tenants_that_come_once_take_bounded_memory() -> None:
         handle = make_handle(number, None, tenant=f"tenant {number}")
         queue.push(handle)
         queue.pop()
-        queue.check_integrity()  # which bounds the counters
+        if number % 500 == 0:
+            queue.check_integrity()  # which bounds the counters

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import json
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from stepgraph.runtime import AsyncEngine, Engine, EngineConfig
 from stepgraph.runtime.errors import CheckpointError
 
 from ..rigs.engine_rig import greedy
+from ..rigs.service_rig import in_event_loop
 
 if TYPE_CHECKING:
     from ..conftest import TinyModel
@@ -41,39 +42,32 @@ def tokens_of(source: Path) -> list[int]:
         return engine.generate([TOKENS], greedy())[0].token_ids
 
 
-def run(source: str | Path, test: Callable[[AsyncEngine], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with AsyncEngine.from_pretrained(source, CONFIG) as engine:
-            await test(engine)
-
-    asyncio.run(main())
-
-
 async def generate(engine: AsyncEngine) -> list[int]:
     return (await engine.generate(TOKENS, greedy())).token_ids
 
 
-def test_weights_of_the_same_shapes_are_taken_in_place(base: TinyModel, other: Path) -> None:
-    async def test(engine: AsyncEngine) -> None:
+@in_event_loop
+async def test_weights_of_the_same_shapes_are_taken_in_place(base: TinyModel, other: Path) -> None:
+    async with AsyncEngine.from_pretrained(base.directory, CONFIG) as engine:
+        before, after = await generate(engine), tokens_of(other)
         running = [asyncio.create_task(generate(engine)) for _ in range(3)]
         await asyncio.sleep(0)
         result = await engine.reload(other)
         assert result.in_place
         assert result.reason is None
         assert result.seconds > 0
-        assert [await task for task in running] == [tokens_of(base.directory)] * 3
-        assert await generate(engine) == tokens_of(other)
+        assert [await task for task in running] == [before] * 3
+        assert await generate(engine) == after != before
         await engine.sleep()
         await engine.wake()
-        assert await generate(engine) == tokens_of(other)
-
-    run(base.directory, test)
+        assert await generate(engine) == after
 
 
-def test_another_model_gets_a_new_engine(
+@in_event_loop
+async def test_another_model_gets_a_new_engine(
     base: TinyModel, other: Path, tiny: Callable[[str], TinyModel]
 ) -> None:
-    async def test(engine: AsyncEngine) -> None:
+    async with AsyncEngine.from_pretrained(base.directory, CONFIG) as engine:
         larger = tiny("biases").directory
         result = await engine.reload(larger)
         assert not result.in_place
@@ -84,12 +78,6 @@ def test_another_model_gets_a_new_engine(
         assert not result.in_place
         assert result.reason == "the engine was asleep"
         assert await generate(engine) == tokens_of(other)
-
-    run(base.directory, test)
-
-
-def remove(directory: Path) -> None:
-    shutil.rmtree(directory)
 
 
 def make_unsupported(directory: Path) -> None:
@@ -105,23 +93,21 @@ def put_nan_into_a_later_weight(directory: Path) -> None:
     save_file(tensors, path)
 
 
-@pytest.mark.parametrize("damage", [remove, make_unsupported, put_nan_into_a_later_weight])
-def test_what_cannot_be_loaded_leaves_the_present_model(
-    base: TinyModel, other: Path, damage: Callable[[Path], None]
-) -> None:
-    damage(other)
-
-    async def test(engine: AsyncEngine) -> None:
-        with pytest.raises(CheckpointError):
-            await engine.reload(other)
-        assert engine.health().ready
-        assert await generate(engine) == tokens_of(base.directory)
-
-    run(base.directory, test)
+@in_event_loop
+async def test_what_cannot_be_loaded_leaves_the_present_model(base: TinyModel, other: Path) -> None:
+    async with AsyncEngine.from_pretrained(base.directory, CONFIG) as engine:
+        before = await generate(engine)
+        for damage in (put_nan_into_a_later_weight, make_unsupported, shutil.rmtree):
+            damage(other)
+            with pytest.raises(CheckpointError):
+                await engine.reload(other)
+            assert engine.health().ready
+            assert await generate(engine) == before
 
 
 @pytest.mark.slow
-def test_sleep_gives_memory_back() -> None:
+@in_event_loop
+async def test_sleep_gives_memory_back() -> None:
     """A model of 257 MiB and its cache: at most a tenth of it stays resident."""
 
     def resident() -> float:
@@ -132,16 +118,13 @@ def test_sleep_gives_memory_back() -> None:
         device="cpu", max_num_seqs=2, max_model_len=512, prefill_chunk=64, memory_tokens=1024
     )
 
-    async def main() -> None:
-        async with AsyncEngine.from_pretrained("preset:smollm2-135m", config) as engine:
-            tokens = await generate(engine)
+    async with AsyncEngine.from_pretrained("preset:smollm2-135m", config) as engine:
+        tokens = await generate(engine)
+        await engine.sleep()
+        asleep = resident()  # code and libraries are loaded from here on
+        for _ in range(3):
+            await engine.wake()
+            assert await generate(engine) == tokens
+            assert resident() > asleep + 200
             await engine.sleep()
-            asleep = resident()  # code and libraries are loaded from here on
-            for _ in range(3):
-                await engine.wake()
-                assert await generate(engine) == tokens
-                assert resident() > asleep + 200
-                await engine.sleep()
-                assert resident() < asleep + 25
-
-    asyncio.run(main())
+            assert resident() < asleep + 25

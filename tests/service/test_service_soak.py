@@ -231,7 +231,7 @@ def soak(num_requests: int, num_steps: int, *, loops: int = 2, workers: int = 8)
 
 
 def test_a_short_soak_leaves_nothing() -> None:
-    answers = soak(1500, 1000)
+    answers = soak(700, 500)
     for kind in ("length", "streamed", "left", "cancelled", "abort", "deadline", "shed"):
         assert answers[kind], kind
 
