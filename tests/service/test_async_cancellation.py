@@ -1,15 +1,17 @@
-"""A consumer that leaves frees its rows and blocks in every phase of its request."""
+"""A request that ends early frees its rows and blocks: it is left, too late or not read."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections import Counter
 from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
-from stepgraph.runtime.errors import RequestError
+from stepgraph.runtime import SendTimeoutError, ServiceConfig
+from stepgraph.runtime.errors import DeadlineUnreachableError, RequestError
 from stepgraph.runtime.service.request_handle import HandleState
 
 from ..rigs.fake_engine import params
@@ -197,4 +199,230 @@ def test_a_cancelled_future_is_done_for_its_waiters() -> None:
         assert future.cancel()
         r.steps.open()
         assert wait([future], SECONDS).done == {future}
+        r.check_serves()
+
+
+def test_a_deadline_that_passes_in_the_queue_ends_a_request_that_is_never_prefilled() -> None:
+    with rig(max_num_seqs=1) as r:
+        r.steps.close()
+        blocker = r.engine.submit(PROMPT, params(0, max_tokens=30))
+        assert r.steps.waiting.acquire(timeout=SECONDS)
+        late = [
+            r.engine.submit([7, 7, 7], params(1), deadline=0.01),
+            r.engine.submit([7, 7, 7], params(1), first_token_deadline=0.01),
+        ]
+        time.sleep(0.02)
+        r.steps.permit()
+        outputs = [future.result(SECONDS) for future in late]
+        assert [o.finish_reason for o in outputs] == ["deadline"] * 2
+        assert [o.token_ids for o in outputs] == [[], []]
+        r.steps.open()
+        blocker.result(SECONDS)
+        assert r.made[-1].stats()["requests"] == 1
+        r.check_serves()
+
+
+def test_a_deadline_that_passes_while_decoding_keeps_the_tokens() -> None:
+    with rig() as r:
+        own = params(1, max_tokens=40)
+        r.on_step = lambda: time.sleep(0.5 if r.num_steps == 4 else 0.0)
+        future = r.engine.submit(PROMPT, own, deadline=0.45)
+        output = future.result(SECONDS)
+        assert output.finish_reason == "deadline"
+        assert 0 < len(output.token_ids) < 40
+        assert output.token_ids == r.expected(PROMPT, own)[: len(output.token_ids)]
+        r.check_serves()
+
+
+def test_a_first_token_deadline_ends_a_slow_prefill_and_no_decoding() -> None:
+    with rig() as r:
+        r.steps.close()
+        other = r.engine.submit([1], params(1, max_tokens=40))
+        assert r.steps.waiting.acquire(timeout=SECONDS)
+        decoding = r.engine.submit([1], params(1, max_tokens=40), first_token_deadline=0.5)
+        slow = r.engine.submit(LONG, params(1), first_token_deadline=0.5)
+        for _ in range(2):  # the other row; the short prompt and a chunk of the long one
+            r.steps.permit()
+            assert r.steps.waiting.acquire(timeout=SECONDS)
+        time.sleep(0.5)
+        r.steps.open()
+        assert slow.result(SECONDS).finish_reason == "deadline"
+        assert slow.result().token_ids == []
+        assert decoding.result(SECONDS).finish_reason == "length"
+        assert other.result(SECONDS).finish_reason == "length"
+        r.check_serves()
+
+
+def test_a_deadline_that_passes_during_preparation_ends_the_request_then() -> None:
+    with rig() as r:
+        r.preparations.close()
+        late = r.engine.submit(tuple(PROMPT), params(1, n=2), deadline=0.5)
+        output = late.result(SECONDS)  # although the preparation has not ended
+        assert [c.finish_reason for c in output.completions] == ["deadline"] * 2
+        assert do(r.engine.stats())["preparing"] == 1
+        r.preparations.open()
+        r.check_serves()
+
+
+def test_a_deadline_out_of_reach_is_refused_with_the_delay() -> None:
+    with rig(max_num_seqs=1) as r:
+        r.on_launch = lambda plan: time.sleep(0.03)
+        r.engine.submit(LONG, params(0)).result(SECONDS)  # measures the rates
+        blockers = [r.engine.submit(LONG, params(i)) for i in range(3)]
+        with pytest.raises(DeadlineUnreachableError) as error:
+            r.engine.submit(LONG, params(9), first_token_deadline=0.15).result(SECONDS)
+        assert 0 < error.value.retry_after < 10
+        patient = r.engine.submit(LONG, params(9), first_token_deadline=20.0)
+        for future in (*blockers, patient):
+            assert future.result(SECONDS).finish_reason == "length"
+        r.check_idle()
+
+
+def test_tokens_in_the_prefix_cache_take_no_time_before_the_first_token() -> None:
+    with rig() as r:
+        r.on_launch = lambda plan: time.sleep(0.2)
+        r.engine.submit(LONG, params(0, max_tokens=1)).result(SECONDS)  # measures the rates
+        r.on_launch = lambda plan: None
+        with pytest.raises(DeadlineUnreachableError):
+            r.engine.submit(LONG[::-1], params(1), first_token_deadline=0.4).result(SECONDS)
+        again = r.engine.submit(LONG, params(1), first_token_deadline=0.4)
+        assert again.result(SECONDS).finish_reason == "length"
+
+
+def test_one_slow_step_does_not_make_it_refuse_for_ever() -> None:
+    with rig() as r:
+        r.on_launch = lambda plan: time.sleep(0.5)
+        r.engine.submit([1], params(0, max_tokens=1)).result(SECONDS)
+        r.on_launch = lambda plan: None
+        with pytest.raises(DeadlineUnreachableError):
+            r.engine.submit([1], params(1), first_token_deadline=0.05).result(SECONDS)
+        time.sleep(1.0)
+        for _ in range(3):
+            prompt = r.engine.submit([1], params(1), first_token_deadline=0.45)
+            assert prompt.result(SECONDS).finish_reason == "length"
+
+
+def test_distant_deadlines_take_memory_only_while_their_requests_run() -> None:
+    with rig() as r:
+        for _ in range(5):
+            futures = [
+                r.engine.submit([1], params(1, max_tokens=1), deadline=1e6) for _ in range(50)
+            ]
+            for future in futures:
+                future.result(SECONDS)
+        r.check_idle()  # which bounds the entries of ended requests
+
+
+LONG_OUTPUT = params(1, max_tokens=40)
+SHORT = params(2, max_tokens=4)
+
+
+def paced(**options: Any) -> ServiceConfig:
+    return config(max_unread_tokens=4, **options)
+
+
+def is_paused(r: Rig) -> bool:
+    return bool(r.on_thread(lambda: r.requests.handles and not r.requests.has_work))
+
+
+def test_a_stream_that_is_not_read_gives_its_row_to_others() -> None:
+    with rig(paced(), max_num_seqs=1) as r:
+
+        async def main() -> None:
+            async with r.engine.stream(PROMPT, LONG_OUTPUT) as stream:
+                await asyncio.to_thread(wait_until, lambda: is_paused(r))
+                stats = r.made[-1].stats()
+                assert (stats["running"], stats["blocks"]["free"]) == (0, stats["blocks"]["usable"])
+                steps = r.num_steps
+                assert r.engine.health().step_age is None, "nothing is due"
+                other = await r.engine.generate([7], SHORT)
+                assert other.token_ids == r.expected([7], SHORT)
+                assert r.num_steps < steps + 10
+                (tokens, reason) = (await joined(stream))[0]
+                assert (tokens, reason) == (r.expected(PROMPT, LONG_OUTPUT), "length")
+
+        do(main())
+        r.check_serves()
+
+
+@pytest.mark.parametrize("holds", ["paused", "decoding slowly"])
+def test_a_stream_that_is_not_read_ends_after_its_time(holds: str) -> None:
+    records: list[Any] = []
+    service = paced(send_timeout=0.2) if holds == "paused" else config(send_timeout=0.2)
+    with rig(service) as r:
+        r.engine.add_listener(records.append)
+        r.on_step = lambda: time.sleep(0.02 if holds != "paused" else 0.0)
+
+        async def main() -> None:
+            stream = r.engine.stream(PROMPT, LONG_OUTPUT)
+            await asyncio.to_thread(wait_until, lambda: records)
+            tokens = [*(await anext(stream)).token_ids]
+            with pytest.raises(SendTimeoutError) as caught:
+                await anext(stream)
+            assert caught.value.field == "send_timeout"
+            assert 0 < len(tokens) < 40
+            assert tokens == r.expected(PROMPT, LONG_OUTPUT)[: len(tokens)]
+
+        do(main())
+        assert [record.outcome for record in records] == ["send_timeout"]
+        r.on_step = lambda: None
+        r.check_serves()
+
+
+def test_a_dropped_stream_ends_after_its_time() -> None:
+    records: list[Any] = []
+    with rig(paced(send_timeout=0.2)) as r:
+        r.engine.add_listener(records.append)
+
+        async def main() -> None:
+            async for _ in r.engine.stream(PROMPT, LONG_OUTPUT):
+                break
+            gc.collect()
+            await asyncio.to_thread(wait_until, lambda: records)
+
+        do(main())
+        assert records[0].outcome == "send_timeout"
+        assert records[0].num_output_tokens < 40
+        r.check_serves()
+
+
+def test_what_does_not_read_deltas_is_not_limited() -> None:
+    with rig(paced(send_timeout=0.01)) as r:
+        wanted = r.expected(PROMPT, LONG_OUTPUT)
+
+        async def main() -> None:
+            assert (await r.engine.generate(PROMPT, LONG_OUTPUT)).token_ids == wanted
+            r.steps.close()
+            stream = r.engine.stream(PROMPT, LONG_OUTPUT)
+            last = asyncio.ensure_future(stream.finish())
+            await asyncio.sleep(0)
+            r.steps.open()
+            assert (await last).token_ids == wanted
+
+        do(main())
+        calls: list[Any] = []
+        future = r.engine.submit(PROMPT, LONG_OUTPUT, callback=calls.append)
+        assert future.result(SECONDS).token_ids == wanted
+
+
+@pytest.mark.parametrize("how", ["abort", "close", "deadline", "drain"])
+def test_a_paused_request_can_end(how: str) -> None:
+    with rig(paced()) as r:
+
+        async def main() -> None:
+            options: Any = {"deadline": 0.5} if how == "deadline" else {}
+            stream = r.engine.stream(PROMPT, LONG_OUTPUT, request_id="mine", **options)
+            await asyncio.to_thread(wait_until, lambda: is_paused(r))
+            if how == "abort":
+                assert r.engine.abort("mine")
+            elif how == "close":
+                await stream.aclose()
+            elif how == "drain":
+                assert not await r.engine.drain(0.0)
+                await r.engine.wake()
+            await asyncio.to_thread(wait_until, lambda: stream._handle.ended)
+            assert stream.output is not None
+            assert stream.output.finish_reason == ("deadline" if how == "deadline" else "abort")
+
+        do(main())
         r.check_serves()

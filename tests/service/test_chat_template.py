@@ -1,4 +1,4 @@
-"""Conversations to prompts, against transformers; and templates that do harm."""
+"""Conversations to prompts, against transformers; the form of messages; templates that do harm."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ import pytest
 import transformers
 from stepgraph.runtime import ChatPrompt, Engine, EngineConfig, RequestError, SamplingParams
 from stepgraph.runtime.loading import chat_template as module
+from stepgraph.runtime.loading.chat_template import ChatTemplates
 from stepgraph.runtime.loading.tokenizer import TextTokenizer, load_tokenizer
+from stepgraph.runtime.service.http.chat_messages import template_messages
 from transformers import AutoTokenizer
 
 if TYPE_CHECKING:
     from conftest import TinyModel
+pytest.importorskip("jinja2")
+
 
 CHATML = """{{ bos_token }}{% for message in messages %}
 {%- if message['role'] not in ('system', 'user', 'assistant', 'tool') -%}
@@ -264,3 +268,90 @@ def test_an_engine_chats(directory: Path) -> None:
         pytest.raises(RequestError),
     ):
         engine.chat(hi, params)
+
+
+START = "{% for m in messages %}[{{ m.role }}:"
+END = "]{% endfor %}"
+PRINTS = START + "{{ m.content }}" + END
+TRIMS = START + "{{ m['content'].strip() }}" + END
+LOOPS = (
+    START
+    + "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    + END
+)
+MACRO = (
+    "{% macro show(c) %}{% if c is string %}{{ c }}{% else %}"
+    "{% for p in c %}{{ p['text'] }}{% endfor %}{% endif %}{% endmacro %}"
+    + START
+    + "{{ show(m.content) }}"
+    + END
+)
+FIRST_ONLY = START + "{{ m.content if m.content is string else m.content[0].text }}" + END
+DUMPS = START + "{{ m.content | tojson }}" + END
+PARTS = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+
+
+def rendered(template: str, messages: list[dict[str, Any]]) -> str:
+    prompt = ChatPrompt(template_messages(messages), add_generation_prompt=False)
+    return ChatTemplates({"default": template}, {}).render(prompt)
+
+
+@pytest.mark.parametrize(
+    ("template", "of_parts", "of_text"),
+    [
+        (PRINTS, "a\nb", "c"),
+        (TRIMS, "a\nb", "c"),
+        (LOOPS, "ab", "c"),
+        (MACRO, "ab", "c"),
+        (FIRST_ONLY, "a\nb", "c"),
+        (DUMPS, '"a\\nb"', '"c"'),
+    ],
+)
+def test_content_has_the_form_that_the_template_reads(
+    template: str, of_parts: str, of_text: str
+) -> None:
+    for role in ("system", "user", "assistant", "tool", "judge"):
+        said = [{"role": role, "content": PARTS}, {"role": role, "content": "c"}]
+        assert rendered(template, said) == f"[{role}:{of_parts}][{role}:{of_text}]"
+
+
+def test_content_that_a_template_refuses_stays() -> None:
+    template = "{% if messages[0].content != 'x' %}{{ raise_exception('no') }}{% endif %}yes"
+    assert rendered(template, [{"role": "user", "content": "x"}]) == "yes"
+
+
+def test_content_that_is_continued_ends_the_prompt() -> None:
+    for template, content in ((LOOPS, "c"), (LOOPS, PARTS), (PRINTS, PARTS)):
+        prompt = ChatPrompt(
+            template_messages([{"role": "assistant", "content": content}]),
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+        text = ChatTemplates({"default": template}, {}).render(prompt)
+        assert text.endswith(("c", "b"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"x": 1}', {"x": 1}),
+        ({"x": 1}, {"x": 1}),
+        *[
+            (unusable, {})
+            for unusable in (
+                *("", " ", "x", "{", '{"x": 1} }', '"x"', "[1]", "null", "5", "NaN", '{"x": NaN}'),
+                *('{"x": 1e400}', '{"x": "\\ud800"}', '{"x": "\x00"}'),
+                *('{"x":' * 100 + "1" + "}" * 100, "[" * 10_000),
+                *(None, [], [1], 5, True),
+            )
+        ],
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_arguments_that_are_no_object_become_an_empty_one(arguments: Any, expected: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    (converted,) = template_messages([message])
+    assert converted["tool_calls"][0]["function"]["arguments"] == expected
+    template = "{{ messages[0].tool_calls[0].function.arguments.items() | list }}"
+    assert rendered(template, [message]) == str(list(expected.items()))
