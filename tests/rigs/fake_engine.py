@@ -79,7 +79,6 @@ def fake_engine(
     num_blocks: int = 60,
     max_num_seqs: int = 4,
     host_blocks: int = 0,
-    make_runner: type[EngineRunner] = EngineRunner,
     tokenizer: TextTokenizer | None = None,
     max_model_len: int = 48,
     **options: Any,
@@ -95,7 +94,7 @@ def fake_engine(
         structured_output=False,  # there are no masks
         **options,
     )
-    runner = make_runner()
+    runner = EngineRunner()
     if host_blocks:
         runner.host_arena = SimpleNamespace(num_blocks=host_blocks, close=lambda: None)
     parts = SimpleNamespace(

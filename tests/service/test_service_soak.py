@@ -7,68 +7,40 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import logging
 import os
 import random
 import threading
-import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import pytest
-from stepgraph.runtime import AsyncEngine, Engine
 from stepgraph.runtime.errors import OverloadedError
 
-from ..rigs.fake_device import VOCAB, FakeLaunchedStep
-from ..rigs.fake_engine import EngineRunner, fake_engine, params
-from ..rigs.service_rig import SECONDS, check_idle, config
+from ..rigs.fake_device import VOCAB, oracle
+from ..rigs.fake_engine import completions_of, params
+from ..rigs.service_rig import SECONDS, Rig, config, joined
 
 MEBIBYTE = 1 << 20
-
-
-class LightRunner(EngineRunner):
-    """Computes nothing: output token `i` of a request is the seed of its parameters plus `i`."""
-
-    steps = itertools.count()
-
-    def swap_out(self, plan: Any) -> None:
-        self._fresh.clear()
-
-    def copy_in(self, plan: Any) -> None:
-        """There are no contents."""
-
-    def launch(self, number: int, plan: Any) -> FakeLaunchedStep:
-        next(self.steps)
-        requests = [*plan.decode, *[chunk.request for chunk in plan.prefill if chunk.samples]]
-        sampled: list[Any] = [
-            (request, (request.params.seed + request.num_output) % VOCAB, None)
-            for request in requests
-        ]
-        now = time.perf_counter_ns()
-        launch = FakeLaunchedStep(number, plan, len(plan.decode), now, None, 0, sampled, None)
-        self.unread.append(launch)
-        return launch
-
-
-def check_tokens(seed: int, tokens: list[int]) -> None:
-    assert tokens == [(seed + i) % VOCAB for i in range(len(tokens))]
 
 
 class Client:
     """Makes requests of every kind, and counts how they were answered."""
 
-    def __init__(self, engine: AsyncEngine, seed: int) -> None:
-        self.engine = engine
+    def __init__(self, r: Rig, seed: int) -> None:
+        self.r = r
+        self.engine = r.engine
         self.random = random.Random(seed)
         self.answers: Counter[str] = Counter()
         self.requests = 0
 
     async def request(self) -> None:
         rng = self.random
-        seed = self.requests = self.requests + 1
-        own = params(seed, max_tokens=rng.randint(1, 40), n=rng.choice([1, 1, 1, 2]))
+        self.requests += 1
+        own = params(self.requests, max_tokens=rng.randint(1, 40), n=rng.choice([1, 1, 1, 2]))
         prompt: Any = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 7))]
         if rng.random() < 0.2:
             prompt = tuple(prompt)  # prepared in a thread
@@ -84,24 +56,26 @@ class Client:
             self.answers["shed"] += 1
             await asyncio.sleep(0.001)
 
+    def _check(self, prompt: Any, own: Any, tokens: list[list[int]]) -> None:
+        alone = completions_of(self.r.made[-1], list(prompt), own)
+        for request, found in zip(alone, tokens, strict=True):
+            assert found == oracle(request)[0][: len(found)]
+
     async def _generate(self, prompt: Any, own: Any, options: Any) -> str:
         output = await self.engine.generate(prompt, own, **options)
-        for completion in output.completions:
-            check_tokens(own.seed, completion.token_ids)
+        self._check(prompt, own, [completion.token_ids for completion in output.completions])
         return str(output.finish_reason)
 
     async def _stream(self, prompt: Any, own: Any, options: Any) -> str:
-        tokens: list[list[int]] = [[] for _ in range(own.n)]
-        ends: list[int] = []
-        async for delta in self.engine.stream(prompt, own, **options):
-            tokens[delta.index] += delta.token_ids
-            if delta.finish_reason is not None:
-                ends.append(delta.index)
-            if self.random.random() < 0.05:
-                await asyncio.sleep(0.002)  # a slow consumer
-        for some in tokens:
-            check_tokens(own.seed, some)
-        assert sorted(ends) == list(range(own.n)), "ended once each"
+        async def slowly() -> Any:
+            async for delta in self.engine.stream(prompt, own, **options):
+                yield delta
+                if self.random.random() < 0.05:
+                    await asyncio.sleep(0.002)
+
+        found = await joined(slowly())
+        assert all(reason is not None for _, reason in found.values())
+        self._check(prompt, own, [found[index][0] for index in range(own.n)])
         return "streamed"
 
     async def _break(self, prompt: Any, own: Any, options: Any) -> str:
@@ -116,15 +90,11 @@ class Client:
         await asyncio.sleep(self.random.choice([0, 0.001, 0.003]))
         task.cancel()
         await asyncio.wait([task])
-        if task.cancelled():
-            return "cancelled"
-        return task.result()
+        return "cancelled" if task.cancelled() else task.result()
 
     async def _abort(self, prompt: Any, own: Any, options: Any) -> str:
-        task = asyncio.ensure_future(
-            self._generate(prompt, own, options | {"request_id": f"{id(self)} {self.requests}"})
-        )
         name = f"{id(self)} {self.requests}"
+        task = asyncio.ensure_future(self._generate(prompt, own, {**options, "request_id": name}))
         await asyncio.sleep(self.random.choice([0, 0.001]))
         self.engine.abort(name)
         return await task
@@ -134,11 +104,10 @@ class Client:
         if self.random.random() < 0.3:
             future.cancel()
         try:
-            output = await asyncio.wrap_future(future)
+            return str((await asyncio.wrap_future(future)).finish_reason)
         except asyncio.CancelledError:
             assert future.cancelled()
             return "cancelled"
-        return str(output.finish_reason)
 
     async def _callback(self, prompt: Any, own: Any, options: Any) -> str:
         def take(delta: Any) -> None:
@@ -155,67 +124,45 @@ class Client:
 def resources() -> tuple[list[str], list[str], int]:
     """Threads, open files and resident bytes of this process."""
     gc.collect()
-    files = [os.readlink(f"/proc/self/fd/{name}") for name in open_files()]
-    threads = sorted(thread.name for thread in threading.enumerate())
-    return threads, sorted(files), psutil.Process().memory_info().rss
+    names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    files = [os.readlink(name) for name in names if os.path.exists(name)]
+    threads = [thread.name for thread in threading.enumerate()]
+    return sorted(threads), sorted(files), psutil.Process().memory_info().rss
 
 
-def open_files() -> list[str]:
-    names = os.listdir("/proc/self/fd")
-    return [name for name in names if os.path.exists(f"/proc/self/fd/{name}")]
+@pytest.fixture
+def no_log() -> Iterator[None]:
+    logger = logging.getLogger("stepgraph.runtime")
+    logger.disabled = True
+    yield
+    logger.disabled = False
 
 
 def soak(num_requests: int, num_steps: int, *, loops: int = 2, workers: int = 8) -> Counter[str]:
     """Serve so many requests and steps, and check what is left; return the answers."""
-    logging.getLogger("stepgraph.runtime").disabled = True
-    LightRunner.steps = itertools.count()
-    clients: list[Client] = []
-    errors: list[BaseException] = []
-    made: list[Engine] = []
-
-    def make() -> Engine:
-        made[:] = [fake_engine(max_num_seqs=2, num_blocks=30, make_runner=LightRunner)]
-        return made[0]
-
-    limits = config(max_queued_requests=12)
     before = resources()
-    with AsyncEngine(make, limits) as engine:
+    r = Rig(config(max_queued_requests=12), max_num_seqs=2, num_blocks=30)
+    clients: list[Client] = []
 
-        def steps() -> int:
-            return int(repr(LightRunner.steps)[6:-1])
+    async def worker(client: Client, share: int, until: int) -> None:
+        while client.requests < share or r.num_steps < until:
+            await asyncio.wait_for(client.request(), SECONDS)
 
-        async def worker(client: Client, share: int, until: int) -> None:
-            while client.requests < share or steps() < until:
-                await asyncio.wait_for(client.request(), SECONDS)
+    async def work(number: int, share: int, until: int) -> None:
+        own = [Client(r, 1000 * number + i) for i in range(workers)]
+        clients.extend(own)
+        await asyncio.gather(*[worker(client, share, until) for client in own])
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is left"
 
-        async def work(number: int, share: int, until: int) -> None:
-            own = [Client(engine, 1000 * number + i) for i in range(workers)]
-            clients.extend(own)
-            await asyncio.gather(*[worker(client, share, until) for client in own])
-            assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is left"
+    def run(share: int, until: int) -> tuple[list[str], list[str], int]:
+        with ThreadPoolExecutor(loops) as pool:
+            list(pool.map(lambda number: asyncio.run(work(number, share, until)), range(loops)))
+        asyncio.run(asyncio.wait_for(r.engine.drain(SECONDS), 2 * SECONDS))
+        asyncio.run(r.engine.wake())
+        r.check_idle()
+        return resources()
 
-        def serve(number: int, share: int, until: int) -> None:
-            try:
-                asyncio.run(work(number, share, until))
-            except BaseException as error:
-                errors.append(error)
-
-        def run(share: int, until: int) -> tuple[list[str], list[str], int]:
-            threads = [
-                threading.Thread(target=serve, args=(number, share, until))
-                for number in range(loops)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            if errors:
-                raise errors[0]
-            asyncio.run(asyncio.wait_for(engine.drain(SECONDS), 2 * SECONDS))
-            asyncio.run(engine.wake())
-            check_idle(engine._thread)
-            return resources()
-
+    with r.engine:
         share = num_requests // (loops * workers) + 1
         warm = run(share // 10 + 1, num_steps // 10)
         clients.clear()
@@ -224,12 +171,12 @@ def soak(num_requests: int, num_steps: int, *, loops: int = 2, workers: int = 8)
         assert after[2] - warm[2] < 16 * MEBIBYTE, "memory grows"
         answers: Counter[str] = sum((client.answers for client in clients), Counter())
         assert answers.total() == sum(client.requests for client in clients) >= num_requests
-        assert steps() >= num_steps
+        assert r.num_steps >= num_steps
     assert resources()[:2] == before[:2]
-    logging.getLogger("stepgraph.runtime").disabled = False
     return answers
 
 
+@pytest.mark.usefixtures("no_log")
 def test_a_short_soak_leaves_nothing() -> None:
     answers = soak(700, 500)
     for kind in ("length", "streamed", "left", "cancelled", "abort", "deadline", "shed"):
@@ -237,5 +184,6 @@ def test_a_short_soak_leaves_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_log")
 def test_a_long_soak_leaves_nothing() -> None:
     soak(100_000, 1_000_000)
