@@ -17,7 +17,8 @@ import httpx
 import uvicorn
 from stepgraph.runtime import AsyncEngine, Engine, ServiceConfig
 from stepgraph.runtime.service import app
-from stepgraph.runtime.service.http import connection, flags
+from stepgraph.runtime.service.http import connection
+from stepgraph.runtime.service.http.command import API_KEY_VARIABLE
 
 from .http_rig import slow_engine
 from .service_rig import SECONDS, wait_until
@@ -36,7 +37,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, flags.API_KEY_VARIABLE: KEY},
+            env={**os.environ, API_KEY_VARIABLE: KEY},
         )
         assert self.process.stderr is not None
         self.errors = [self.process.stderr.readline()]

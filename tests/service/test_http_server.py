@@ -17,8 +17,7 @@ pytest.importorskip("uvicorn")
 import httpx
 from stepgraph.runtime import EngineConfig, ServiceConfig
 from stepgraph.runtime.service.http import connection, server
-from stepgraph.runtime.service.http.command import run
-from stepgraph.runtime.service.http.flags import make_parser
+from stepgraph.runtime.service.http.command import make_parser, run
 from stepgraph.runtime.tools.arguments import config_of
 
 from ..rigs.http_rig import COMPLETIONS, events_of

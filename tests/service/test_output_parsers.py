@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, EntryPoints
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.runtime.errors import ConfigError
-from stepgraph.runtime.service.http import output_parsers
 from stepgraph.runtime.service.http.output_parsers import (
     MAX_HELD_CHARS,
     ContentDelta,
@@ -253,37 +251,7 @@ def test_without_tools_or_parsers_all_text_is_content() -> None:
         assert parser.finish() == []
 
 
-class ShoutParser:
-    def __init__(self, _: object) -> None:
-        pass
-
-    def push(self, text: str) -> list[ContentDelta]:
-        return [ContentDelta(text.upper())]
-
-    def finish(self) -> list[ContentDelta]:
-        return []
-
-
-def test_parsers_of_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    def installed(group: str) -> EntryPoints:
-        return EntryPoints(
-            [
-                EntryPoint("shout", f"{__name__}:ShoutParser", group),
-                EntryPoint("broken", "no_such_module:Parser", group),
-            ]
-        )
-
-    monkeypatch.setattr(output_parsers, "entry_points", installed)
-    monkeypatch.setattr(EntryPoint, "load", lambda self: _load(self))
-    for names in (("shout", None), (None, "shout")):
-        assert make_output_parser(*names, tools=TOOLS).push("a") == [ContentDelta("A")]
+@pytest.mark.parametrize("names", [("x", None), (None, "hermes")])
+def test_names_of_parsers(names: tuple[str | None, str | None]) -> None:
     with pytest.raises(ConfigError):
-        make_output_parser("x", None)
-    with pytest.raises(ConfigError):
-        make_output_parser(None, "broken")
-
-
-def _load(entry: EntryPoint) -> Any:
-    if entry.name == "broken":
-        raise ModuleNotFoundError("no_such_module")
-    return ShoutParser
+        make_output_parser(*names)

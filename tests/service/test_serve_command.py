@@ -19,8 +19,7 @@ pytest.importorskip("uvicorn")
 import httpx
 from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.engine.engine_stats import EngineCounters
-from stepgraph.runtime.service.http.command import ACCESS_LOG, logs_to_stderr
-from stepgraph.runtime.service.http.flags import in_flags
+from stepgraph.runtime.service.http.command import ACCESS_LOG, in_flags, logs_to_stderr
 from stepgraph.runtime.service.http.server import ThroughputLog
 
 from ..project.test_imports import run
@@ -98,9 +97,7 @@ def test_config_errors_name_field_and_flag(values: dict[str, Any], field: str) -
         EngineConfig(**values)
     assert raised.value.field == field
     assert raised.value.flag == f"--{field.replace('_', '-')}"
-    shown = in_flags(raised.value)
-    assert raised.value.flag in shown
-    assert not [name for name in values if "_" in name and name in shown]
+    assert raised.value.flag in in_flags(raised.value)
 
 
 @pytest.fixture

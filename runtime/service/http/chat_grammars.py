@@ -51,9 +51,9 @@ def tool_call_grammar(
         tool_parser: the service's, which determines how a call is written.
 
     Raises:
-        HttpError: the service has no parser of this package, or a schema is invalid or too large.
+        HttpError: the service has no parser, or a schema is invalid or too large.
     """
-    if tool_parser not in ("hermes", "llama3_json"):
+    if tool_parser is None:
         raise HttpError(
             400,
             "tool_choice can demand a call only where the server has --tool-parser hermes or"

@@ -19,7 +19,6 @@ from ...errors import (
     StepgraphError,
     StructuredOutputError,
 )
-from .flags import in_flags
 
 __all__ = ["ErrorBody", "HttpError", "http_error"]
 
@@ -88,9 +87,9 @@ def http_error(
         case HttpError():
             return error
         case RequestError():
-            return HttpError(400, in_flags(error), param=param_of(error), code=error.code)
+            return HttpError(400, str(error), param=param_of(error), code=error.code)
         case StructuredOutputError():
-            return HttpError(400, in_flags(error))
+            return HttpError(400, str(error))
         case OverloadedError():
             seconds = math.ceil(min(max(error.retry_after, 1), MAX_RETRY_SECONDS))
             headers = ((b"retry-after", b"%d" % seconds),)
@@ -102,12 +101,10 @@ def http_error(
         case SendTimeoutError():
             return HttpError(408, str(error), kind="timeout_error", code=error.field)
         case StepgraphError():
-            return HttpError(500, in_flags(error), kind="server_error")
+            return HttpError(500, str(error), kind="server_error")
     logger.error("a request failed", exc_info=error)
     return HttpError(500, "internal error: see the log of the server", kind="server_error")
 
 
 def _unavailable(error: Exception, code: str, headers: Headers = ()) -> HttpError:
-    return HttpError(
-        503, in_flags(error), kind="service_unavailable_error", code=code, headers=headers
-    )
+    return HttpError(503, str(error), kind="service_unavailable_error", code=code, headers=headers)

@@ -2,11 +2,7 @@
 
 A parser reads text with states. A state reads the text from an index, adds events, and returns the
 index from which the next state reads. Text that cannot be decided yet is held until more arrives.
-
-A package adds parsers by entry points. One of the group `stepgraph.tool_parsers` is a function
-from the request's `tools` to a `TextParser`; one of `stepgraph.reasoning_parsers` is a function
-from a bool, whether the prompt ends within the reasoning, to a `TextParser`. The content that a
-reasoning parser finds is the text of the tool parser.
+The content that a reasoning parser finds is the text of the tool parser.
 """
 
 from __future__ import annotations
@@ -16,9 +12,8 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib.metadata import entry_points
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Any, Final
 
 import msgspec
 
@@ -29,7 +24,7 @@ from .responses import ChatMessage, Function, ToolCall
 
 __all__ = [
     *("CLOSE", "OPEN", "ChatOutput", "OutputParser", "ends_in_reasoning", "make_output_parser"),
-    *("ContentDelta", "OutputEvent", "ReasoningDelta", "TextParser"),
+    *("ContentDelta", "OutputEvent", "ReasoningDelta"),
     *("ToolCallArguments", "ToolCallBegin"),
 ]
 
@@ -92,21 +87,11 @@ class ToolCallArguments:
 OutputEvent = ContentDelta | ReasoningDelta | ToolCallBegin | ToolCallArguments
 
 
-class TextParser(Protocol):
+class _TextParser(ABC):
     """Turns the text of one completion into events, in pieces of any size.
 
     Joined over all calls, the events do not depend on where the text was split. No text raises.
     """
-
-    def push(self, text: str) -> list[OutputEvent]:
-        """Take the next text; return the events that are certain."""
-
-    def finish(self) -> list[OutputEvent]:
-        """Return the events of the held-back text, at the end of the output."""
-
-
-class _StateParser(ABC):
-    """A `TextParser` that reads all text with states."""
 
     def __init__(self, start: Callable[[str, int], int]) -> None:
         """Begin before the text, in the state `start`."""
@@ -167,7 +152,7 @@ class _StateParser(ABC):
         return len(text), False
 
 
-class ThinkParser(_StateParser):
+class ThinkParser(_TextParser):
     """Reads reasoning at the start of the text; `<think>` elsewhere is content.
 
     White space after either tag is dropped. Reasoning that is not closed lasts to the end.
@@ -232,7 +217,7 @@ class _Brackets:
         return None
 
 
-class _JsonToolParser(_StateParser):
+class _JsonToolParser(_TextParser):
     """Finds tool calls that models write as JSON objects, marked by tags or alone.
 
     If a call begins with its name and then its arguments, the arguments are reported as they
@@ -394,12 +379,12 @@ class _JsonToolParser(_StateParser):
         return at
 
 
-def hermes_parser(tools: Sequence[Mapping[str, Any]]) -> TextParser:
+def _hermes_parser(tools: Sequence[Mapping[str, Any]]) -> _TextParser:
     """Return a parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
     return _JsonToolParser("<tool_call>", "</tool_call>")
 
 
-def llama_parser(tools: Sequence[Mapping[str, Any]]) -> TextParser:
+def _llama_parser(tools: Sequence[Mapping[str, Any]]) -> _TextParser:
     """Return a parser of `{"name": …, "parameters": {…}}`, also after `<|python_tag|>`.
 
     An object without the tag is a call only if it names a function of `tools`, which has the form
@@ -407,6 +392,10 @@ def llama_parser(tools: Sequence[Mapping[str, Any]]) -> TextParser:
     """
     names = {tool["function"]["name"] for tool in tools if "function" in tool}
     return _JsonToolParser("<|python_tag|>", bare_calls=True, accepts=names.__contains__)
+
+
+_TOOL_PARSERS: Final = {"hermes": _hermes_parser, "llama3_json": _llama_parser}
+_REASONING_PARSERS: Final = {"think": ThinkParser}
 
 
 def _begins_with_tag(text: str, start: int, tag: str) -> bool | None:
@@ -423,16 +412,10 @@ def _skip_space(text: str, start: int) -> int:
     return found.end()
 
 
-BUILT_IN: Final[Mapping[str, Mapping[str, Callable[..., TextParser]]]] = {
-    "tool": {"hermes": hermes_parser, "llama3_json": llama_parser},
-    "reasoning": {"think": ThinkParser},
-}
-
-
 class OutputParser:
     """Turns the text of one completion into events: reasoning first, tool calls in the rest."""
 
-    def __init__(self, tools: TextParser | None, reasoning: TextParser | None) -> None:
+    def __init__(self, tools: _TextParser | None, reasoning: _TextParser | None) -> None:
         """Begin before the text; None leaves tool calls or reasoning in the content."""
         self._tools = tools
         self._reasoning = reasoning
@@ -543,21 +526,26 @@ def make_output_parser(
     """Return a parser for one completion.
 
     Args:
-        tool_parser: `hermes` (also Qwen), `llama3_json` or an entry point's name; None finds no
-            calls.
-        reasoning_parser: `think` or an entry point's name; None finds no reasoning.
+        tool_parser: `hermes` (also Qwen) or `llama3_json`; None finds no calls.
+        reasoning_parser: `think`; None finds no reasoning.
         tools: functions that the request offers, as in a chat request. Without any, no calls are
             found.
         in_reasoning: whether the prompt ends within the reasoning; see `ends_in_reasoning`.
 
     Raises:
-        ConfigError: no parser has this name, or it cannot be loaded.
+        ConfigError: no parser has this name.
     """
-    find_calls = None if tool_parser is None else _find("tool", tool_parser)
-    find_reasoning = None if reasoning_parser is None else _find("reasoning", reasoning_parser)
+    for field, name, known in (
+        ("tool_parser", tool_parser, _TOOL_PARSERS.keys()),
+        ("reasoning_parser", reasoning_parser, _REASONING_PARSERS.keys()),
+    ):
+        if name is not None and name not in known:
+            raise ConfigError(
+                f"{field} is {bounded_repr(name)}; allowed are {', '.join(known)}", field=field
+            )
     return OutputParser(
-        None if find_calls is None or not tools else find_calls(tools),
-        None if find_reasoning is None else find_reasoning(in_reasoning),
+        None if tool_parser is None or not tools else _TOOL_PARSERS[tool_parser](tools),
+        None if reasoning_parser is None else _REASONING_PARSERS[reasoning_parser](in_reasoning),
     )
 
 
@@ -573,26 +561,3 @@ def ends_in_reasoning(prompt: str, continued: str = "") -> bool:
         before = before.rpartition(continued)[0].rstrip()
     begins = continued.startswith(OPEN) or before.endswith(OPEN)
     return begins and CLOSE not in continued
-
-
-@cache
-def _find(kind: str, name: str) -> Callable[..., TextParser]:
-    """Return what makes the parsers of a name."""
-    built_in = BUILT_IN[kind]
-    if name in built_in:
-        return built_in[name]
-    installed = entry_points(group=f"stepgraph.{kind}_parsers")
-    if name not in installed.names:
-        names = ", ".join(sorted({*built_in, *installed.names}))
-        raise ConfigError(
-            f"there is no {kind} parser {bounded_repr(name)}; choose one of {names}",
-            field=f"{kind}_parser",
-        )
-    try:
-        loaded: Callable[..., TextParser] = installed[name].load()
-    except Exception as error:
-        raise ConfigError(
-            f"the {kind} parser {name} of {installed[name].value} cannot be loaded: {error!r}",
-            field=f"{kind}_parser",
-        ) from error
-    return loaded

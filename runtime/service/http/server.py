@@ -28,8 +28,8 @@ from ..metrics import EngineMetrics
 from ..service_config import ServiceConfig
 from ..tracing import trace_requests
 from .app import app
+from .command import API_KEY_VARIABLE, PROGRAM, in_flags
 from .connection import LimitedConnection
-from .flags import API_KEY_VARIABLE, PROGRAM, in_flags
 
 __all__ = ["ThroughputLog", "listen_tcp", "listen_unix", "serve"]
 

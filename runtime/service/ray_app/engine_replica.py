@@ -10,7 +10,7 @@ from ...errors import EngineFailedError
 from ..async_engine import AsyncEngine
 from ..health import Phase
 from ..http.app import app
-from ..http.flags import API_KEY_VARIABLE
+from ..http.command import API_KEY_VARIABLE
 from .options import ReplicaOptions
 from .remote_call import Accepted, Head, NotServed, RemoteRequest, respond
 from .routing import fingerprints

@@ -12,7 +12,7 @@ from msgspec import Meta
 from ...bounded_repr import bounded_repr
 from ...config import EngineConfig
 from ...errors import ConfigError
-from ..http.flags import ENGINE_DEFAULTS, SERVICE_DEFAULTS
+from ..http.command import ENGINE_DEFAULTS, SERVICE_DEFAULTS
 from ..service_config import ServiceConfig
 
 __all__ = ["HttpOptions", "ReplicaOptions", "RoutingOptions"]
