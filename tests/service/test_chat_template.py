@@ -17,7 +17,7 @@ from stepgraph.runtime import ChatPrompt, Engine, EngineConfig, RequestError, Sa
 from stepgraph.runtime.loading import chat_template as module
 from stepgraph.runtime.loading.chat_template import ChatTemplates
 from stepgraph.runtime.loading.tokenizer import TextTokenizer, load_tokenizer
-from stepgraph.runtime.service.http.chat_messages import template_messages
+from stepgraph.runtime.service.http.requests import template_messages
 from transformers import AutoTokenizer
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray Serve", allow_module_level=True)
 
 from ray.exceptions import RayActorError
-from stepgraph.runtime.service.ray_app.engine_replica import EngineReplica
-from stepgraph.runtime.service.ray_app.ingress import Ingress
-from stepgraph.runtime.service.ray_app.remote_call import (
+from stepgraph.runtime.service.ray_app.engine_replica import (
     Accepted,
+    EngineReplica,
     Head,
     NotServed,
     RemoteRequest,
 )
+from stepgraph.runtime.service.ray_app.ingress import Ingress
 
 from ..rigs.service_rig import Rig, fail, in_event_loop
 

@@ -17,9 +17,9 @@ from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.service.ray_app import build
 from stepgraph.runtime.service.ray_app.application import check_ray, replica_bundle
+from stepgraph.runtime.service.ray_app.engine_replica import Head, RemoteRequest, respond
 from stepgraph.runtime.service.ray_app.options import ReplicaOptions
 from stepgraph.runtime.service.ray_app.prompt_blocks import PromptBlocks
-from stepgraph.runtime.service.ray_app.remote_call import Head, RemoteRequest, respond
 from stepgraph.runtime.service.ray_app.routing import (
     CachedPrefixes,
     by_preference,

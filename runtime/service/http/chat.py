@@ -13,11 +13,10 @@ from ...sampling_params import SamplingParams
 from ...structured_output import StructuredOutput
 from ..request_handle import Delta
 from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
-from .chat_messages import joined_text
 from .exchange import Exchange
 from .generation import Answer, Service, generate
 from .output_parsers import ChatOutput, OutputParser, ends_in_reasoning, make_output_parser
-from .requests import ChatRequest, chat_prompt
+from .requests import ChatRequest, chat_prompt, joined_text
 from .responses import (
     Chat,
     ChatChoice,

@@ -16,9 +16,9 @@ from starlette.routing import Route
 from ...errors import EngineFailedError, EngineUnavailableError, OverloadedError
 from ..http.exchange import BodyLimits, Endpoint, Exchange
 from ..http.http_errors import HttpError
+from .engine_replica import Accepted, Head, NotServed, RemoteRequest
 from .options import ReplicaOptions
 from .prompt_blocks import PromptBlocks
-from .remote_call import Accepted, Head, NotServed, RemoteRequest
 
 __all__ = ["Ingress"]
 
