@@ -341,7 +341,6 @@ class RankWatch:
             before = now
             with self._lock:
                 for child in self._children:
-                    child.drain()
                     if (failure := child.failure()) is not None:
                         self.abort(child.rank, failure)
             if self._rank and os.getppid() != self._parent:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ..errors import ConfigError
 
@@ -18,19 +19,14 @@ logger = logging.getLogger("stepgraph.runtime")
 GROUP_ENDED = 1
 """Status of a rank that ends because of a failure of the group, its own included."""
 WORKER = "stepgraph.runtime.engine.startup"
-_KEPT_OUTPUT = 2000
-"""Characters of a child's output that an error shows."""
+_STDERR = 2
 
 
 class RankProcess:
-    """One child. Its output is read by `drain`, which must be called regularly."""
+    """One child. It writes to the stderr of this process."""
 
     def __init__(
-        self,
-        rank: int,
-        arguments: Sequence[str],
-        cores: Sequence[int] | None = None,
-        module: str = WORKER,
+        self, rank: int, arguments: Sequence[str], cores: Sequence[int] | None = None
     ) -> None:
         """Start a child with the import path of this process.
 
@@ -38,7 +34,6 @@ class RankProcess:
             rank: of the child.
             arguments: of the worker.
             cores: CPUs that it may use; None: all of this process.
-            module: the program.
 
         Raises:
             ConfigError: this process has no Python executable that could be started, or the system
@@ -54,10 +49,10 @@ class RankProcess:
         self.rank = rank
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *arguments],
+                [sys.executable, "-P", "-m", WORKER, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stdout=_STDERR,
+                stderr=_STDERR,
                 env=environment,
             )
         except OSError as error:
@@ -65,43 +60,23 @@ class RankProcess:
                 f"the process of rank {rank} cannot be started: {error}. tensor_parallel needs one"
                 " for each rank"
             ) from error
-        assert self._popen.stdout is not None
-        os.set_blocking(self._popen.stdout.fileno(), False)
-        self._last = b""
         if cores is not None:
             try:
                 os.sched_setaffinity(self._popen.pid, cores)
             except OSError as error:
                 logger.info("rank %d has no cores of its own: %s", rank, error)
 
-    def drain(self) -> None:
-        """Read and log what the child has printed, and keep the end of it."""
-        assert self._popen.stdout is not None
-        while not self._popen.stdout.closed:
-            try:
-                read = os.read(self._popen.stdout.fileno(), 1 << 16)
-            except BlockingIOError:
-                return
-            if not read:
-                return
-            self._last = (self._last + read)[-_KEPT_OUTPUT:]
-            logger.info("rank %d: %s", self.rank, read.decode(errors="replace").rstrip())
-
     def failure(self) -> str | None:
-        """Return how the child ended, with the end of its output; None while it runs."""
+        """Return how the child ended; None while it runs."""
         status = self._popen.poll()
         if status is None:
             return None
-        self.drain()
+        ended = f"ended with status {status}"
         if status < 0:
-            try:
+            ended = f"was ended by signal {-status}"
+            with suppress(ValueError):
                 ended = f"was ended by {signal.Signals(-status).name}"
-            except ValueError:
-                ended = f"was ended by signal {-status}"
-        else:
-            ended = f"ended with status {status}"
-        output = self._last.decode(errors="replace").strip()
-        return f"process {self._popen.pid} {ended}" + (f"; it printed:\n{output}" if output else "")
+        return f"process {self._popen.pid} {ended}"
 
     @property
     def ended_by_itself(self) -> bool:
@@ -117,10 +92,7 @@ class RankProcess:
         return True
 
     def end(self) -> None:
-        """Kill the child if it runs, reap it and close its output. Idempotent."""
+        """Kill the child if it runs, and reap it. Idempotent."""
         if self._popen.poll() is None:
             self._popen.kill()
             self._popen.wait()
-        self.drain()
-        assert self._popen.stdout is not None
-        self._popen.stdout.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,15 +12,9 @@ import torch
 from ..distributed.rank_group import RankGroup
 from ..errors import RankError
 from ..kernels.cpu.threads import limit_threads
+from ..sampling.sampling_state import RowParameters
 from .outputs import OUTPUT_SETS
-from .rank_commands import (
-    Command,
-    InputBuffer,
-    decode_inputs,
-    decode_masks,
-    decode_row,
-    decode_run,
-)
+from .rank_commands import Command, InputBuffer, unpack
 from .runner import Runner
 from .step_key import StepKey, StepOutput
 
@@ -63,19 +56,13 @@ class Follower:
             name: buffers.arrays(type(buffers.device))
             for name, buffers in runner.input_buffers.items()
         }
-        sampling = runner.state.sampling
-        self._row_sizes = sampling.reals.shape[1], sampling.integers.shape[1]
-        self._vocab_size = sampling.token_counts.shape[1]
         self._keys: dict[bytes, tuple[StepKey, int, bool]] = {}
         self._pending: deque[_Pending] = deque()
         self._checked = 0
-        self._apply: dict[int, Callable[[bytes], None]] = {
-            Command.RUN: self._run,
+        self._apply: dict[int, Callable[..., None]] = {
             Command.INPUTS: self._inputs,
             Command.ROW: self._row,
             Command.MASKS: self._masks,
-        }
-        self._call: dict[int, Callable[..., None]] = {
             Command.COPY_BLOCKS: runner.blocks.copy,
             Command.CLEAR_DRAFTER: runner.blocks.clear_drafter,
             Command.FORCE_TOKEN: runner.force_token,
@@ -97,16 +84,15 @@ class Follower:
             kind, payload = reader.receive()
             if kind == Command.CLOSE:
                 return
-            if kind in self._apply:
-                self._apply[kind](payload)
+            if kind == Command.RUN:
+                if payload not in self._keys:
+                    key, lanes, awaits_masks = unpack(payload)
+                    self._keys[payload] = StepKey(*key), lanes, awaits_masks
+                self._run(*self._keys[payload])
             else:
-                self._call[kind](*json.loads(payload))
+                self._apply[kind](*unpack(payload))
 
-    def _run(self, payload: bytes) -> None:
-        decoded = self._keys.get(payload)
-        if decoded is None:
-            decoded = self._keys[payload] = decode_run(payload)
-        key, lanes, awaits_masks = decoded
+    def _run(self, key: StepKey, lanes: int, awaits_masks: bool) -> None:
         runner = self._runner
         if awaits_masks:
             assert runner.followed_masks is not None, "this rank has no token masks"
@@ -136,16 +122,17 @@ class Follower:
                     f"rank {self._group.rank} awaits token masks, and rank 0 sent the command"
                     f" {Command(kind).name}"
                 )
-            self._apply[kind](payload)
+            self._apply[kind](*unpack(payload))
             if kind == Command.MASKS:
                 return
 
-    def _masks(self, payload: bytes) -> None:
-        masks, state = self._runner.followed_masks, self._runner.state.masks
+    def _masks(
+        self, tokens_per_row: int, allowed: list[int], written: _Array, values: _Array
+    ) -> None:
+        masks = self._runner.followed_masks
         assert masks is not None, "this rank has no token masks"
-        assert state is not None, "this rank has no token masks"
         self._check_in_all()  # they may have yet to copy the masks of the host
-        masks.write(*decode_masks(payload, state.bits.shape[1]))
+        masks.write(allowed, written, values, tokens_per_row)
 
     def _check_in(self, step: _Pending) -> None:
         step.arrived.synchronize()
@@ -167,17 +154,25 @@ class Follower:
         self._check_in_all()  # rank 0 has read them, and does not wait for long
         self._reload(source)
 
-    def _inputs(self, payload: bytes) -> None:
+    def _inputs(self, buffer: InputBuffer, updates: int, names: list[str], *values: _Array) -> None:
         runner = self._runner
-        changed = decode_inputs(payload, self._arrays)
-        target, arrays = runner.input_buffers[changed.buffer], self._arrays[changed.buffer]
+        target, arrays = runner.input_buffers[buffer], self._arrays[buffer]
         target.begin_write()
-        for name, values in changed.values:
-            array: _Array = getattr(arrays, name)
-            array[: len(values)] = values
+        for name, own in zip(names, values, strict=True):
+            getattr(arrays, name)[: len(own)] = own
         target.copy_to_device()
-        if changed.updates:
-            runner.state.update_tables(runner.inputs.device.table_updates[: changed.updates])
+        if updates:
+            runner.state.update_tables(runner.inputs.device.table_updates[:updates])
 
-    def _row(self, payload: bytes) -> None:
-        self._runner.assign_row(*decode_row(payload, self._vocab_size, self._row_sizes))
+    def _row(
+        self, row: int, rope_length: int, reals: _Array, integers: _Array, *counts: _Array
+    ) -> None:
+        dense = None
+        if counts:
+            used, values = (torch.from_numpy(array.copy()) for array in counts)
+            dense = torch.zeros(
+                self._runner.state.sampling.token_counts.shape[1], dtype=torch.int32
+            )
+            dense[used] = values
+        parameters = (torch.from_numpy(array.copy()) for array in (reals, integers))
+        self._runner.assign_row(row, rope_length, RowParameters(*parameters, dense))

@@ -95,8 +95,8 @@ class FollowedMasks:
 
     def write(
         self,
-        allowed_A: npt.NDArray[np.uint32],
-        index_M: npt.NDArray[np.uint32],
+        allowed: Sequence[int],
+        index_M: npt.NDArray[np.int64],
         masks_MW: npt.NDArray[np.int32],
         tokens_per_row: int,
     ) -> None:
@@ -104,7 +104,7 @@ class FollowedMasks:
 
         Earlier copies have been made.
         """
-        for row in allowed_A.tolist():
+        for row in allowed:
             self._masks.allow_all(row)
         self._masks.array[index_M] = masks_MW
         self._masks.copy_to_device(tokens_per_row)

@@ -33,9 +33,6 @@ class Child:
     def failure(self) -> str | None:
         return self.status if time.monotonic() >= self.ends_at else None
 
-    def drain(self) -> None:
-        pass
-
     def wait(self, seconds: float) -> bool:
         return True
 
@@ -181,8 +178,8 @@ def test_rank_that_takes_no_commands_ends_the_group(make_group: MakeGroup) -> No
 def test_error_of_the_watch_ends_the_group(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group, (one, _) = make_group()
-    monkeypatch.setattr(one, "drain", lambda: 1 // 0)
+    group, _ = make_group()
+    monkeypatch.setattr(group.segment, "beat", lambda rank: 1 // 0)
     wait_for(lambda: group.segment.aborted)
     assert_ended(group, "rank 0: its watch failed: ZeroDivisionError")
 

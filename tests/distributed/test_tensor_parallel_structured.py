@@ -52,7 +52,7 @@ Pair = tuple[Engine, Engine]
 @contextmanager
 def pair_of(directory: Path, **config: Any) -> Iterator[Pair]:
     """A plain engine of one process, and one of two that verifies drafts."""
-    config = SIZES | {"structured_output": True, "max_model_len": 128} | config
+    config = SIZES | {"structured_output": True, "max_model_len": 128, "buckets": (4,)} | config
     drafts = {"num_speculative_tokens": 3, "adaptive": False}
     with (
         opened(directory, **config) as one,

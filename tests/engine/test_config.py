@@ -1,4 +1,7 @@
-"""What a user may choose, what each wrong choice is answered with, and how open ones are made."""
+"""What a user may choose, what each wrong choice is answered with, and how open ones are made.
+
+And the parameters of requests.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import pytest
 import torch
 from stepgraph.cache.memory.handler import MemoryBudget
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.errors import ConfigError
+from stepgraph.runtime.errors import ConfigError, RequestError
 from stepgraph.runtime.models import resolved_config
 from stepgraph.runtime.models.presets import preset
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
+from stepgraph.runtime.sampling_params import SamplingParams
 
 MODEL = preset("smollm2-135m")  # bfloat16, 8192 positions
 
@@ -152,3 +156,57 @@ def test_native_kernels_for_a_model_without_them(choices: dict[str, str], no_cud
         resolve(kernels="native", **choices)
     auto = resolve(**choices)
     assert (auto.kernels, auto.native_obstacle is None) == ("native", False)
+
+
+# Parameters of requests --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"min_tokens": 3, "max_tokens": 2},
+        {"ignore_eos": 1},
+        {"logit_bias": [(1, 2.0)]},
+        {"logit_bias": dict.fromkeys(range(301), 1.0)},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {True: 1.0}},
+        {"logit_bias": {"1": 1.0}},
+        {"logit_bias": {1: 100.5}},
+        {"logit_bias": {1: math.nan}},
+        {"stop": ""},
+        {"stop": ["a", ""]},
+        {"stop": ["a"] * 17},
+        {"stop": "a" * 1025},
+        {"stop": [1]},
+        {"stop": 1},
+        {"stop": {"a"}},
+        {"stop_token_ids": [0] * 17},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [1 << 31]},
+        {"stop_token_ids": ["1"]},
+        {"stop_token_ids": "1"},
+        {"stop_token_ids": 7},
+    ],
+)
+def test_sampling_params_that_are_refused_name_their_first_field(fields: dict[str, Any]) -> None:
+    with pytest.raises(
+        RequestError, check=lambda error: error.field == next(iter(fields))
+    ) as found:
+        SamplingParams(**fields)
+    assert len(str(found.value)) < 300
+
+
+def test_logit_bias_is_an_immutable_copy() -> None:
+    given_bias = {5: 1, 7: -2.5}
+    params = SamplingParams(logit_bias=given_bias)
+    given_bias[5] = 100
+    assert params.logit_bias == {5: 1.0, 7: -2.5}
+    with pytest.raises(TypeError):
+        params.logit_bias[5] = 3.0  # type: ignore[index]
+
+
+def test_token_ids_are_checked_against_the_vocabulary() -> None:
+    SamplingParams(logit_bias={9: 1.0}, stop_token_ids=[9]).check_vocabulary(10)
+    for params in (SamplingParams(logit_bias={10: 1.0}), SamplingParams(stop_token_ids=[10])):
+        with pytest.raises(RequestError):
+            params.check_vocabulary(10)

@@ -15,25 +15,21 @@ IDS = (3, 40, 41)
 @pytest.mark.parametrize(
     "config",
     [
-        {},
+        {"kernels": "torch"},
         {"steps_per_launch": 4},
-        {"speculation": "suffix"},
         {"speculation": {"method": "ngram", "adaptive": False}},
         {"speculation": "draft_model"},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.native_kernels
-def test_chosen_tokens_are_reported(
-    open_engine: Open, tiny: Tiny, config: dict[str, Any], kernels: str
-) -> None:
+def test_chosen_tokens_are_reported(open_engine: Open, tiny: Tiny, config: dict[str, Any]) -> None:
     model = tiny("text")
     drafts = config.get("speculation") == "draft_model"
     if drafts:
         method = {"method": "draft_model", "model": str(model.directory), "adaptive": False}
         config = {"speculation": method}
-    engine = open_engine("text", dtype="float32", kernels=kernels, **config)
+    engine = open_engine("text", dtype="float32", **config)
     prompts = [[7, 30, 41, 7, 30, 41, 7, 30], [5, 9, 5, 9, 5]]
     chosen, plain = greedy(12, logprobs=0, logprob_token_ids=IDS), greedy(40)
     (expected,) = engine.generate([prompts[1]], plain)

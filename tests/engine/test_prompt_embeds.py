@@ -21,7 +21,8 @@ from ..rigs.tiny_models import TinyModel
 
 pytestmark = pytest.mark.native_kernels
 
-GREEDY = greedy(20)
+NEW_TOKENS = 12
+GREEDY = greedy(NEW_TOKENS)
 HIDDEN = 48
 
 
@@ -41,7 +42,7 @@ def reference(model: TinyModel, ids: list[int], spans: list[EmbeddedSpan]) -> li
     output = model.reference.generate(
         inputs_embeds=embeds,
         attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-        max_new_tokens=20,
+        max_new_tokens=NEW_TOKENS,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
@@ -69,7 +70,7 @@ def test_tokens_are_those_of_transformers(open_engine: Open, base: TinyModel, mo
     batch = [PromptEmbeds(*pair) for pair in zip(prompts, spans, strict=True)]
     assert [o.token_ids for o in engine.generate(batch, GREEDY)] == expected
     # What an earlier chunk showed must not show again in a prompt without embeddings.
-    plain = [base.greedy([prompt], 20)[0] for prompt in prompts]
+    plain = [base.greedy([prompt], NEW_TOKENS)[0] for prompt in prompts]
     assert [o.token_ids for o in engine.generate(prompts, GREEDY)] == plain
     assert plain[0] != expected[0]
     engine.check_integrity()

@@ -99,25 +99,6 @@ def test_tokens_are_those_of_single_steps(
     several.check_integrity()
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("host_bytes", [1 << 20, 0])
-def test_preemption_and_a_cached_prefix(
-    open_engine: Open, base: TinyModel, host_bytes: int
-) -> None:
-    sizes = {"block_size": 4, "num_blocks": 36, "prefill_chunk": 16, "host_cache_bytes": host_bytes}
-    engines = [open_engine("base", **sizes, steps_per_launch=steps) for steps in (1, 3)]
-    prompts = base.prompts(20, 21, 22, 23, 5)
-    params = SamplingParams(max_tokens=24, temperature=0.6, seed=2, ignore_eos=True)
-    for _ in range(2):
-        single, several = (engine.generate(prompts, params) for engine in engines)
-        assert shown(several) == shown(single)
-    stats = engines[1].stats()
-    assert stats["preemptions"] > 0
-    assert stats["cache"]["hit_tokens"] > 0
-    assert stats["multi_step_launches"] > 3
-    engines[1].check_integrity()
-
-
 def test_a_steady_launch_is_one_replay(
     open_engine: Open, fake_graphs: FakeGraphs, base: TinyModel
 ) -> None:
