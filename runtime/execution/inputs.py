@@ -33,7 +33,8 @@ from ..models.resolved_config import ResolvedConfig
 from ..request import DRAFT_ON_DEVICE
 from ..sampling.sampling_state import SamplingState
 from ..scheduling.plan import RowSpan, TableUpdate
-from .step_key import MOST_VERIFIED_TOKENS
+from .rank_commands import InputBuffer
+from .step_key import MOST_VERIFIED_TOKENS, most_table_updates
 
 __all__ = [
     "DraftInputs",
@@ -42,6 +43,7 @@ __all__ = [
     "MaskState",
     "RowState",
     "StepInputs",
+    "input_layouts",
     "prefill_fields",
     "write_decode_rows",
     "write_drafts",
@@ -88,11 +90,6 @@ class MaskSizes:
             model.vocab_size if shard is None else len(shard.vocab),
             config.dtype,
         )
-
-    @property
-    def mask_bytes(self) -> int:
-        """Bytes of all masks."""
-        return 4 * self.rows * self.tokens_per_row * -(-self.vocab_size // MASK_BITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +187,22 @@ class RowState:
             rope_lengths=rope_lengths,
             masks=None if masked is None else MaskState.allocate(masked, device),
             drafts=torch.full((rows, drafts), DRAFT_ON_DEVICE, device=device) if drafts else None,
+        )
+
+    @classmethod
+    def of(
+        cls, config: ResolvedConfig, model: DecoderConfig, num_groups: int, device: torch.device
+    ) -> RowState:
+        """Allocate the state of an engine, or of one rank; `num_groups`: layer groups."""
+        return cls.allocate(
+            config.max_num_seqs,
+            num_groups,
+            config.max_blocks_per_row,
+            model.vocab_size,
+            device,
+            rope_by_length=plan_of(model).rope_by_length,
+            masked=MaskSizes.of(config, model),
+            drafts=config.kept_drafts,
         )
 
     @property
@@ -359,6 +372,29 @@ class DraftInputs(Generic[A]):
             "counts": TensorSpec((max_num_seqs,), torch.int64, 1),
             "stops": TensorSpec((max_num_seqs,), torch.int64, 1),
         }
+
+
+def input_layouts(
+    config: ResolvedConfig, num_groups: int, hidden_size: int
+) -> dict[InputBuffer, dict[str, TensorSpec]]:
+    """Return the fields of each input buffer of an engine; `num_groups`: layer groups."""
+    layouts: dict[InputBuffer, dict[str, TensorSpec]] = {
+        "steps": StepInputs.layout(
+            max_num_seqs=config.max_num_seqs,
+            prefill_tokens=config.prefill_chunk,
+            prefill_rows=config.max_prefill_rows,
+            table_updates=most_table_updates(config, num_groups),
+        )
+    }
+    if config.prompt_embeds:
+        layouts["embeds"] = EmbedInputs.layout(
+            prefill_tokens=config.prefill_chunk, hidden_size=hidden_size
+        )
+    if config.tokens_per_row:
+        layouts["drafts"] = DraftInputs.layout(
+            max_num_seqs=config.max_num_seqs, drafts=config.tokens_per_row[-1] - 1
+        )
+    return layouts
 
 
 def write_drafts(

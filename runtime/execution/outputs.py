@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Literal, NamedTuple, TypeAlias
@@ -12,6 +12,7 @@ import torch
 
 from ..logprobs import LOWEST_LOGPROB, Float32Array, Int64Array, TokenLogprobs
 from ..models.drafters.drafter import Drafts
+from ..models.resolved_config import ResolvedConfig
 from ..request import Request
 from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
@@ -110,25 +111,13 @@ class HostOutputs:
     timed = False
     """Whether later steps are timed: two timed events each, instead of one untimed event."""
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        prefill_rows: int,
-        vocab_size: int,
-        steps: int = 1,
-        *,
-        drafts: int = 0,
-        prefill_tokens: int = 0,
-        device: torch.device,
-    ) -> None:
-        """Allocate buffers for `steps` decode steps of `max_num_seqs`, and `prefill_rows` chunks.
+    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
+        """Allocate buffers of these `sizes`.
 
-        A row has at most `drafts` proposed drafts. Scores are of `prefill_tokens`. `device` is the
-        source of the outputs. Copies from CUDA are asynchronous.
+        `device` is the source of the outputs. Copies from CUDA are asynchronous.
         """
         self._device = device
         self._is_cuda = device.type == "cuda"
-        sizes = self._sizes(max_num_seqs, prefill_rows, vocab_size, steps, drafts, prefill_tokens)
         self._sets: list[dict[str, torch.Tensor]] = [
             {
                 phase: torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
@@ -145,33 +134,23 @@ class HostOutputs:
         self._views: dict[tuple[int, Phase, torch.Size, bool], _HostViews] = {}
 
     @staticmethod
-    def _sizes(
-        max_num_seqs: int,
-        prefill_rows: int,
-        vocab_size: int,
-        steps: int,
-        drafts: int,
-        prefill_tokens: int,
-    ) -> dict[str, int]:
+    def sizes(config: ResolvedConfig, vocab_size: int) -> dict[str, int]:
         """Bytes of one set by phase, for all steps of a launch, and of the drafts of each."""
         best = min(MAX_LOGPROBS, vocab_size)
+        steps = max(config.steps_per_launch, *config.tokens_per_row, 1)
+        rows, chunks, drafts = config.max_num_seqs, config.max_prefill_rows, config.proposed_drafts
         return {
-            "decode": steps * SampleOutput.packed_bytes(max_num_seqs, best),
-            "prefill": SampleOutput.packed_bytes(prefill_rows, best),
-            "scores": SampleOutput.packed_bytes(prefill_tokens, best),
-            "decode drafts": 12 * max_num_seqs * drafts,
-            "prefill drafts": 12 * prefill_rows * drafts,
+            "decode": steps * SampleOutput.packed_bytes(rows, best),
+            "prefill": SampleOutput.packed_bytes(chunks, best),
+            "scores": SampleOutput.packed_bytes(config.prefill_chunk, best),
+            "decode drafts": 12 * rows * drafts,
+            "prefill drafts": 12 * chunks * drafts,
         }
 
     @property
     def nbytes(self) -> int:
         """Bytes of all sets."""
         return sum(whole.nbytes for phases in self._sets for whole in phases.values())
-
-    @staticmethod
-    def bytes_for(*sizes: int) -> int:
-        """Bytes of a `HostOutputs` of these sizes: all arguments but the device, in their order."""
-        return OUTPUT_SETS * sum(HostOutputs._sizes(*sizes).values())
 
     def begin(self, number: int) -> torch.cuda.Event | None:
         """Record and return the start event of step `number`; None if steps are not `timed`."""

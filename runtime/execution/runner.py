@@ -33,7 +33,6 @@ from ...profiling import ranges
 from ..errors import RankError
 from ..kernels.cpu.threads import TorchThreads, limit_threads
 from ..models.drafters.drafter import Drafter
-from ..models.plan import plan_of
 from ..models.resolved_config import ResolvedConfig
 from ..models.transformers.decoder import DecoderModel
 from ..progress import progress_bar
@@ -44,9 +43,9 @@ from .inputs import (
     DraftInputs,
     EmbedInputs,
     Int64Array,
-    MaskSizes,
     RowState,
     StepInputs,
+    input_layouts,
     prefill_fields,
     write_decode_rows,
     write_drafts,
@@ -68,7 +67,7 @@ from .outputs import (
 from .prompt_scorer import PromptScorer
 from .rank_commands import BlockCopy, Command, CommandSender, InputBuffer
 from .step_functions import DraftStep, StepFunctions
-from .step_key import PlannedPart, PlanParts, StepKey, StepOutput, StepSizes, most_table_updates
+from .step_key import PlannedPart, PlanParts, StepKey, StepOutput, StepSizes
 from .token_masks import FollowedMasks, HostMasks, TokenMasks
 
 if TYPE_CHECKING:
@@ -247,43 +246,27 @@ class InputWriter:
         """
         self._state, self._commands = state, commands
         self.max_prefill_rows = config.max_prefill_rows
-        self.inputs = StaticBuffers.allocate(
-            StepInputs[torch.Tensor],
-            StepInputs.layout(
-                max_num_seqs=config.max_num_seqs,
-                prefill_tokens=config.prefill_chunk,
-                prefill_rows=self.max_prefill_rows,
-                table_updates=most_table_updates(config, num_groups),
-            ),
-            config.device,
-        )
+        layouts, device = input_layouts(config, num_groups, hidden_size), config.device
+        self.inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layouts["steps"], device)
         self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
+        self.buffers: dict[InputBuffer, StaticBuffers[Any]] = {"steps": self.inputs}
+        """Of every step and, where there are any, of embeddings and drafts."""
         self.embeds: StaticBuffers[EmbedInputs[torch.Tensor]] | None = None
-        if config.prompt_embeds:
+        if "embeds" in layouts:
             self.embeds = StaticBuffers.allocate(
-                EmbedInputs[torch.Tensor],
-                EmbedInputs.layout(prefill_tokens=config.prefill_chunk, hidden_size=hidden_size),
-                config.device,
+                EmbedInputs[torch.Tensor], layouts["embeds"], device
             )
+            self.buffers["embeds"] = self.embeds
         self.drafts: StaticBuffers[DraftInputs[torch.Tensor]] | None = None
-        if config.tokens_per_row:
+        if "drafts" in layouts:
             self.drafts = StaticBuffers.allocate(
-                DraftInputs[torch.Tensor],
-                DraftInputs.layout(
-                    max_num_seqs=config.max_num_seqs, drafts=config.tokens_per_row[-1] - 1
-                ),
-                config.device,
+                DraftInputs[torch.Tensor], layouts["drafts"], device
             )
+            self.buffers["drafts"] = self.drafts
             self._host_drafts = self.drafts.arrays(DraftInputs[Int64Array])
             # What other ranks read; `stops` are for a drafter.
             read = ["token_ids", "counts", *["stops"] * bool(config.proposed_drafts)]
             self._draft_fields = dict.fromkeys(read, config.max_num_seqs)
-        self.buffers: dict[InputBuffer, StaticBuffers[Any]] = {"steps": self.inputs}
-        """Of every step and, where there are any, of embeddings and drafts."""
-        if self.embeds is not None:
-            self.buffers["embeds"] = self.embeds
-        if self.drafts is not None:
-            self.buffers["drafts"] = self.drafts
         self._written_drafts: tuple[list[list[int]], list[int]] = ([], [])
         self._embeds_shown = False  # set by the last prefill step
         self.decode_rows: list[int] = []
@@ -444,16 +427,7 @@ class Runner:
         self._collectives = model.kernels.collectives
         self.block_size = config.block_size
         self.max_prefill_rows = config.max_prefill_rows
-        self.state = RowState.allocate(
-            config.max_num_seqs,
-            len(groups),
-            config.max_blocks_per_row,
-            model.config.vocab_size,
-            device,
-            rope_by_length=plan_of(model.config).rope_by_length,
-            masked=MaskSizes.of(config, model.config),
-            drafts=config.kept_drafts,
-        )
+        self.state = RowState.of(config, model.config, len(groups), device)
         self.null_row = self.state.null_row
         self._writer = InputWriter(
             config, len(groups), model.config.hidden_size, self.state, commands
@@ -492,15 +466,8 @@ class Runner:
             self.own_threads = TorchThreads(config.threads)
         self.outputs: HostOutputs | None = None
         if config.is_async_device:
-            self.outputs = HostOutputs(
-                config.max_num_seqs,
-                self.max_prefill_rows,
-                model.config.vocab_size,
-                max(config.steps_per_launch, *config.tokens_per_row, 1),
-                drafts=config.proposed_drafts,
-                prefill_tokens=config.prefill_chunk,
-                device=device,
-            )
+            sizes = HostOutputs.sizes(config, model.config.vocab_size)
+            self.outputs = HostOutputs(sizes, device)
         self._arena = arena
         self.host_arena = host
         self.drafter = drafter

@@ -484,25 +484,28 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
 
 
 class Forward(NamedTuple):
-    """A forward pass and, in a greedy step, its tokens. B: tokens to sample.
+    """A forward pass and, in a greedy step, its tokens. B: lanes, which sample a token each.
 
-    A verify step samples after each of its tokens, row by row.
+    A verify step has a lane for each of its tokens, row by row.
     """
 
     logits: torch.Tensor
     """`[B, vocab_size]`, or the columns of the rank's own tokens."""
     positions: torch.Tensor
     """int64 `[B]`: the positions after which tokens are sampled."""
-    tokens: torch.Tensor | None
+    tokens: torch.Tensor | None = None
     """int64 `[B]`: greedy tokens; None: not sampled yet."""
     features: torch.Tensor | None = None
     """`[T, F]`: the hidden states that the drafter reads, of all tokens of the step."""
     rows: torch.Tensor | None = None
     """int64 `[B]`: the rows that sample; the null row for padding."""
     token_ids: torch.Tensor | None = None
-    """int64 `[B]`: the tokens of a verify step."""
+    """int64 `[rows, tokens per row]`, or `[B]` without padding: the tokens of a verify step. None:
+    each lane advances its row by the token that it samples."""
     slots: torch.Tensor | None = None
     """int64 `[G, B]`: the write index of a verify step."""
+    mask_rows: torch.Tensor | None = None
+    """int64 `[B]`: the row of each lane's mask in `MaskState.bits`; None: steps have no masks."""
 
 
 _NO_TOKEN = -2
@@ -547,7 +550,7 @@ class StepFunctions:
         self.embeds = embeds
         self.drafts = drafts
         self.hidden = hidden
-        self.ragged = model.stack is not None and model.kernels.library is not None
+        self.ragged = model.stack is not None and model.kernels.sampler == "cpu"
         """Whether decode and verify steps have no padding between rows: on the C++ operators, whose
         sizes are not captured."""
         self._drafting = drafting
@@ -569,10 +572,10 @@ class StepFunctions:
             if drafts is not None:
                 self._parts.add(self._verify_parts)
         if self._sampler is torch_sampler:
-            self._parts.add(self._sampled if drafts is None else self._drawn_lanes)
+            self._parts.add(self._drawn if drafts is None else self._drawn_lanes)
             if state.masks is not None:
-                for part in (self._masked_logits, self._greedy_step, self._largest):
-                    self._parts.add(part)
+                self._parts.add(self._masked_logits)
+                self._parts.add(self._greedy_tokens)
 
     def close(self) -> None:
         """Release compiled code, which references this object."""
@@ -630,15 +633,8 @@ class StepFunctions:
         if key.masked:
             if self._masks_thread is not None:
                 self._masks_thread.wait()
-            output = self._sample_masked(forward.logits, forward.positions, key)
-        elif forward.token_ids is not None:
-            output = self._sample_verified(forward, key)
-        elif key.full_sampler:
-            logits_BV = self._gathered(forward.logits)
-            output = self._call(self._sampled, logits_BV, forward.rows, forward.positions)
-        else:
-            assert forward.tokens is not None
-            output = StepOutput(forward.tokens, forward.logits, None)
+            forward = self._with_masks(key, forward)
+        output = self._advanced(key, forward)
         if key.phase == "prefill" and self._drafting is not None:
             drafts = self._drafting.after_prefill(
                 self.inputs, key, output.tokens, forward.features, ragged=self.ragged
@@ -652,7 +648,9 @@ class StepFunctions:
         masks = self._masks
         if key.phase == "prefill" and self._drafting is not None:
             # The drafter takes the most probable token for the one that the grammar will allow.
-            likely_P = self._greedy_tokens(forward.logits, self.model.vocabulary)
+            assert forward.rows is not None
+            lanes = forward.logits, forward.rows, forward.positions
+            likely_P = self._greedy_tokens(*lanes, False, self.model.vocabulary)
             self._drafting.after_prefill(
                 self.inputs, key, likely_P, forward.features, ragged=self.ragged
             )
@@ -665,7 +663,8 @@ class StepFunctions:
         """Sample from the logits of the last forward part, and update the rows' state."""
         lanes, masks, part = key.size * key.tokens_per_row, self._masks, self._masked_logits
         (logits_TV,) = self._parts.inputs(part, masks.logits[:lanes])
-        return self._sample_masked(logits_TV, masks.positions[:lanes], key)
+        forward = Forward(logits_TV, masks.positions[:lanes])
+        return self._advanced(key, self._with_masks(key, forward))
 
     def _forward(self, key: StepKey) -> Forward:
         """Run a step up to the logits, or to greedy tokens."""
@@ -679,7 +678,7 @@ class StepFunctions:
             rows_B, counts_B = parts.inputs(part, rows_B, counts_B)
             constants = key.read_blocks, self._greedy(part, key)
             verified: Forward = parts.call(part, rows_B, token_ids_BN, counts_B, *constants)
-            return verified
+            return verified._replace(token_ids=token_ids_BN)
         rows_B = self.inputs.decode_rows[: key.size]
         if self.model.decode_step is not None:
             return self._fused_forward(self.model.decode_step, rows_B, key)
@@ -788,30 +787,25 @@ class StepFunctions:
             valid_T=valid_BN.flatten(),
         )
         hidden_TD, features_TF = self._forward_pass(token_ids_BN.flatten(), batch)
-        logits_TV = self.model.own_logits(hidden_TD)
-        tokens_T = None
-        if greedy:
-            with operation("greedy"):
-                tokens_T = self._greedy_tokens(logits_TV, self.model.vocabulary)
-        sampled_rows_T = torch.where(valid_BN, token_rows_BN, state.null_row).flatten()
-        return Forward(
-            *(logits_TV, positions_T, tokens_T, features_TF),
-            *(sampled_rows_T, token_ids_BN.flatten(), batch.slots),
-        )
+        rows_T = torch.where(valid_BN, token_rows_BN, state.null_row).flatten()
+        forward = self._with_logits(hidden_TD, rows_T, positions_T, greedy, advance=False)
+        return forward._replace(features=features_TF, rows=rows_T, slots=batch.slots)
 
     def _with_logits(
         self,
-        hidden_BD: torch.Tensor,
-        rows_B: torch.Tensor,
-        positions_B: torch.Tensor,
+        hidden_TD: torch.Tensor,
+        rows_T: torch.Tensor,
+        positions_T: torch.Tensor,
         greedy: bool,
+        *,
+        advance: bool = True,
     ) -> Forward:
-        """Compute logits, and with `greedy` sample."""
-        logits_BV = self.model.own_logits(hidden_BD)
-        tokens_B, lanes = None, (logits_BV, rows_B, positions_B)
+        """Compute logits, and with `greedy` sample; see `_greedy_tokens`."""
+        logits_TV = self.model.own_logits(hidden_TD)
+        tokens_T, lanes = None, (logits_TV, rows_T, positions_T)
         if greedy:
-            tokens_B = self._greedy_step(*lanes, self.model.vocabulary)
-        return Forward(logits_BV, positions_B, tokens_B)
+            tokens_T = self._greedy_tokens(*lanes, advance, self.model.vocabulary)
+        return Forward(logits_TV, positions_T, tokens_T)
 
     def _greedy(self, part: Callable[..., object], key: StepKey) -> bool:
         """Whether a part samples greedy tokens; compiled ones always do, to be one version."""
@@ -837,61 +831,56 @@ class StepFunctions:
 
     # Sampling.
 
-    def _sample_verified(self, forward: Forward, key: StepKey) -> StepOutput:
-        """Sample after the newest token of each of `decode_rows`, and after each of its drafts.
+    def _advanced(self, key: StepKey, forward: Forward) -> StepOutput:
+        """Sample, and advance the rows of a step with padding by the tokens that they get.
 
-        A draft is accepted if all drafts before it are, and if it is the token that is sampled in
-        its place. So the accepted tokens, and the one sampled after them, are those that decode
-        steps would sample one by one. Each row advances by these.
+        A verify step samples after the newest token of each row, and after each of its drafts. A
+        draft is accepted if all drafts before it are, and if it is the token that is sampled in its
+        place. So the accepted tokens, and the one sampled after them, are those that decode steps
+        would sample one by one.
         """
-        if key.full_sampler:
-            assert forward.rows is not None
-            assert forward.token_ids is not None
-            output = self._drawn(
-                self._gathered(forward.logits),
-                forward.rows,
-                forward.positions,
-                forward.token_ids.view(key.size, key.tokens_per_row),
-            )
-        else:
-            assert forward.tokens is not None
-            output = StepOutput(forward.tokens, forward.logits, None)
-        return self._accepted(output, key, forward)
+        output = self._sample(key, forward)
+        return (
+            _packed(output) if forward.token_ids is None else self._accepted(key, forward, output)
+        )
 
-    def _sample_masked(
-        self, logits_TV: torch.Tensor, positions_T: torch.Tensor, key: StepKey
-    ) -> StepOutput:
-        """Sample from the logits of a step with the masks of its rows, which are ready."""
+    def _sample(self, key: StepKey, forward: Forward) -> StepOutput:
+        """Sample the token of each lane, which advances its row except in a verify step."""
+        token_ids, tokens_T = forward.token_ids, forward.tokens
+        advance = token_ids is None
+        assert forward.rows is not None
+        if not (key.full_sampler or key.masked):
+            if tokens_T is None:
+                lanes = forward.logits, forward.rows, forward.positions
+                tokens_T = self._greedy_tokens(*lanes, advance, self.model.vocabulary)
+            return StepOutput(tokens_T, forward.logits, None)
+        logits_TV, masks = self._apply(forward.logits, forward.mask_rows)
+        lanes = logits_TV, forward.rows, forward.positions
+        if not key.full_sampler:
+            tokens_T = self._parts.call(self._greedy_tokens, *lanes, advance, None, masks)
+            return StepOutput(tokens_T, logits_TV, None)
+        output: StepOutput = self._parts.call(self._drawn, *lanes, token_ids, masks)
+        return output
+
+    def _with_masks(self, key: StepKey, forward: Forward) -> Forward:
+        """Return the lanes of a step whose masks are ready, without drafts that it has lost."""
+        token_ids_BN, positions_T = None, forward.positions
         if key.tokens_per_row > 1:
+            rows_B, drafts_BK, counts_B = self._drafts(key)
+            token_ids_BN = self._with_newest(rows_B, drafts_BK)
             with operation("inputs"):
-                rows_B, drafts_BK, counts_B = self._drafts(key)
                 step_N = torch.arange(key.tokens_per_row, device=rows_B.device)
                 mask_rows_T = (rows_B[:, None] + self.state.token_ids.shape[0] * step_N).flatten()
                 valid_BN = step_N < counts_B[:, None]
                 rows_T = torch.where(valid_BN, rows_B[:, None], self.state.null_row).flatten()
-            logits_TV, masks = self._apply(logits_TV, mask_rows_T)
-            if not key.full_sampler:
-                return self._accepted(self._parts.call(self._largest, logits_TV, masks), key)
-            token_ids_BN = self._with_newest(rows_B, drafts_BK)
-            (positions_T,) = self._parts.inputs(self._drawn_lanes, positions_T)
-            lanes = logits_TV, rows_T, positions_T
-            return self._accepted(self._drawn(*lanes, token_ids_BN, masks), key)
-        rows_T = self.inputs.decode_rows if key.phase == "decode" else self.inputs.sample_rows
-        rows_T = rows_T[: len(positions_T)]
-        logits_TV, masks = self._apply(logits_TV, rows_T)
-        rows_T, positions_T = self._parts.inputs(self._masked_logits, rows_T, positions_T)
-        lanes = logits_TV, rows_T, positions_T
-        if key.full_sampler:
-            return self._call(self._sampled, *lanes, masks)
-        tokens_T = self._parts.call(self._greedy_step, *lanes, None, masks)
-        return StepOutput(tokens_T, logits_TV, None)
-
-    def _call(self, part: Callable[..., StepOutput], *arguments: Any) -> StepOutput:
-        output: StepOutput = self._parts.call(part, *arguments)
-        if output.details is None or not output.logits.is_cuda:
-            return output
-        details = output.details.pack()  # so that one copy transfers them to the host
-        return StepOutput(details.tokens, output.logits, details)
+        else:
+            rows_T = self.inputs.decode_rows if key.phase == "decode" else self.inputs.sample_rows
+            mask_rows_T = rows_T = rows_T[: len(positions_T)]
+        lanes = self._parts.inputs(self._masked_logits, rows_T, positions_T, mask_rows_T)
+        rows_T, positions_T, mask_rows_T = lanes
+        return forward._replace(
+            rows=rows_T, positions=positions_T, mask_rows=mask_rows_T, token_ids=token_ids_BN
+        )
 
     def _masked_logits(self, logits_BV: torch.Tensor, mask_rows_B: torch.Tensor) -> torch.Tensor:
         """Return the logits of the whole vocabulary with the masks of their lanes."""
@@ -906,12 +895,13 @@ class StepFunctions:
         Samplers that cannot apply masks receive masked logits, so one compiled version serves both
         cases.
         """
-        logits_BV = self._gathered(logits_BV)
+        if self.model.vocabulary is not None:
+            with operation("sample"):
+                logits_BV = self.model.vocabulary.gather(logits_BV)
         if mask_rows_B is None:
             return logits_BV, None
         if self._sampler.takes_masks:
             return logits_BV, LaneMasks(self._masks.bits, mask_rows_B)
-        (mask_rows_B,) = self._parts.inputs(self._masked_logits, mask_rows_B)
         masked_BV: torch.Tensor = self._parts.call(self._masked_logits, logits_BV, mask_rows_B)
         return masked_BV, None
 
@@ -920,101 +910,62 @@ class StepFunctions:
         assert self.state.masks is not None, "these steps were made without token masks"
         return self.state.masks
 
-    def _gathered(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the whole vocabulary, as masks and the full sampler need them."""
-        vocabulary = self.model.vocabulary
-        if vocabulary is None:
-            return logits_BV
-        with operation("sample"):
-            return vocabulary.gather(logits_BV)
-
     def _greedy_tokens(
         self,
-        logits_BV: torch.Tensor,
-        vocabulary: ShardedVocabulary | None,
-        *masks: LaneMasks,
-    ) -> torch.Tensor:
-        """Return the most probable tokens, int64 `[B]`, of logits or of a rank's part of them."""
-        sample = self._sampler.greedy
-        if vocabulary is None:
-            return sample(logits_BV, *masks)
-        return vocabulary.greedy(logits_BV, sample)
-
-    def _greedy_step(
-        self,
-        logits_BV: torch.Tensor,
-        rows_B: torch.Tensor,
-        positions_B: torch.Tensor,
-        vocabulary: ShardedVocabulary | None,
-        masks: LaneMasks | None = None,
-    ) -> torch.Tensor:
-        """Take the most probable token after each position, and store it as the row's newest.
-
-        The logits cover the whole vocabulary, or with `vocabulary` the rank's own tokens.
-        """
-        fused, own = self._sampler.greedy_step, () if masks is None else (masks,)
-        feedback = Feedback(rows_B, positions_B, self.state.token_ids, self.state.positions)
-        with operation("greedy"):
-            if fused is not None and vocabulary is None:
-                return fused(logits_BV, feedback, *own)
-            tokens_B = self._greedy_tokens(logits_BV, vocabulary, *own)
-            feedback.store(tokens_B)
-            return tokens_B
-
-    def _largest(
-        self,
         logits_TV: torch.Tensor,
+        rows_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        advance: bool,
+        vocabulary: ShardedVocabulary | None,
         masks: LaneMasks | None = None,
-        vocabulary: ShardedVocabulary | None = None,
-    ) -> StepOutput:
-        """Take the most probable token of each lane, of logits or of a rank's part of them."""
-        own = () if masks is None else (masks,)
-        with operation("greedy"):
-            return StepOutput(self._greedy_tokens(logits_TV, vocabulary, *own), logits_TV, None)
+    ) -> torch.Tensor:
+        """Return the most probable token of each lane, int64 `[T]`.
 
-    def _sampled(
-        self,
-        logits_BV: torch.Tensor,
-        rows_B: torch.Tensor,
-        positions_B: torch.Tensor,
-        masks: LaneMasks | None = None,
-    ) -> StepOutput:
-        """Draw the token after each position, and store it as the row's newest."""
-        sampler, state, own = self._sampler, self.state, () if masks is None else (masks,)
-        feedback = Feedback(rows_B, positions_B, state.token_ids, state.positions)
-        with operation("sample"):
-            if sampler.full_step is not None:
-                details = sampler.full_step(logits_BV, state.sampling, feedback, *own)
-            elif self._parts.compiles(self._drawn_lanes):
-                lanes = drafted_lanes(rows_B.new_zeros(len(rows_B), 1))
-                details = self._parts.call(
-                    self._drawn_lanes, logits_BV, rows_B, positions_B, *lanes
-                )
-                feedback.store(details.tokens)
+        With `advance` they become the newest tokens of the rows. The logits cover the whole
+        vocabulary, or with `vocabulary` the rank's own tokens.
+        """
+        sampler, own = self._sampler, () if masks is None else (masks,)
+        with operation("greedy"):
+            if vocabulary is not None:
+                tokens_T = vocabulary.greedy(logits_TV, sampler.greedy)
+            elif advance and sampler.greedy_step is not None:
+                return sampler.greedy_step(logits_TV, self._feedback(rows_T, positions_T), *own)
             else:
-                details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1, *own)
-                feedback.store(details.tokens)
-            return StepOutput(details.tokens, logits_BV, details)
+                tokens_T = sampler.greedy(logits_TV, *own)
+            if advance:
+                self._feedback(rows_T, positions_T).store(tokens_T)
+            return tokens_T
 
     def _drawn(
         self,
         logits_TV: torch.Tensor,
         rows_T: torch.Tensor,
         positions_T: torch.Tensor,
-        token_ids_BN: torch.Tensor,
+        token_ids: torch.Tensor | None = None,
         masks: LaneMasks | None = None,
     ) -> StepOutput:
-        """Draw the token after each of the tokens of a verify step."""
-        state, own = self.state.sampling, () if masks is None else (masks,)
+        """Draw the token of each lane; without `token_ids` of a verify step, advance its row."""
+        sampler, state, own = self._sampler, self.state.sampling, () if masks is None else (masks,)
+        lanes, feedback = (rows_T, positions_T + 1), self._feedback(rows_T, positions_T)
         with operation("sample"):
+            if token_ids is None and sampler.full_step is not None:
+                details = sampler.full_step(logits_TV, state, feedback, *own)
+                return StepOutput(details.tokens, logits_TV, details)
             if self._parts.compiles(self._drawn_lanes):
-                lanes = logits_TV, rows_T, positions_T, *drafted_lanes(token_ids_BN)
-                details = self._parts.call(self._drawn_lanes, *lanes)
+                tokens_BN = rows_T.new_zeros(len(rows_T), 1) if token_ids is None else token_ids
+                tokens_TN = drafted_lanes(tokens_BN)
+                arguments = logits_TV, rows_T, positions_T, *tokens_TN
+                details = self._parts.call(self._drawn_lanes, *arguments)
+            elif token_ids is None:
+                details = sampler.full(logits_TV, state, *lanes, *own)
             else:
-                details = self._sampler.drafted(
-                    logits_TV, state, rows_T, positions_T + 1, token_ids_BN, *own
-                )
+                details = sampler.drafted(logits_TV, state, *lanes, token_ids, *own)
+            if token_ids is None:
+                feedback.store(details.tokens)
             return StepOutput(details.tokens, logits_TV, details)
+
+    def _feedback(self, rows_T: torch.Tensor, positions_T: torch.Tensor) -> Feedback:
+        return Feedback(rows_T, positions_T, self.state.token_ids, self.state.positions)
 
     def _drawn_lanes(
         self,
@@ -1030,22 +981,15 @@ class StepFunctions:
 
     # Drafts.
 
-    def _drafts(
-        self, key: StepKey, drafts_BK: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the rows of a verify step, their drafts and how many tokens are valid.
-
-        The drafts are given once the step has chosen them.
-        """
+    def _drafts(self, key: StepKey) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rows of a verify step, their drafts and how many tokens are valid."""
         assert self.drafts is not None, "these steps were made without room for drafts"
         assert (key.phase, key.steps) == ("decode", 1)
         size, drafts = key.size, self.drafts
         rows_B = self.inputs.decode_rows[:size]
-        if drafts_BK is None:
-            with operation("inputs"):
-                sent_BK = drafts.token_ids[:size, : key.tokens_per_row - 1]
-                drafts_BK = self.state.chosen_drafts(rows_B, sent_BK)
-        return rows_B, drafts_BK, drafts.counts[:size]
+        with operation("inputs"):
+            sent_BK = drafts.token_ids[:size, : key.tokens_per_row - 1]
+            return rows_B, self.state.chosen_drafts(rows_B, sent_BK), drafts.counts[:size]
 
     def _with_newest(self, rows_B: torch.Tensor, drafts_BK: torch.Tensor) -> torch.Tensor:
         """Return the tokens `[B, 1 + K]` of a verify step: the newest of each row and its drafts.
@@ -1056,25 +1000,21 @@ class StepFunctions:
         with operation("inputs"):
             return torch.cat((self.state.token_ids[rows_B][:, None], drafts_BK), dim=1)
 
-    def _accepted(
-        self, output: StepOutput, key: StepKey, forward: Forward | None = None
-    ) -> StepOutput:
+    def _accepted(self, key: StepKey, forward: Forward, output: StepOutput) -> StepOutput:
         """Advance the rows of a verify step by their accepted drafts and the token after them.
 
-        Returns the output by position. After a whole step, new drafts may follow.
+        Returns the output by position, and new drafts if the step proposes any.
         """
-        shape, drafts_BK, proposed = (key.size, key.tokens_per_row), None, None
-        if forward is not None:
-            assert forward.token_ids is not None
-            drafts_BK = forward.token_ids.view(shape)[:, 1:]
-        rows_B, drafts_BK, counts_B = self._drafts(key, drafts_BK)
+        assert self.drafts is not None, "these steps were made without room for drafts"
+        assert forward.token_ids is not None
+        shape, proposed, drafts_BK = (key.size, key.tokens_per_row), None, forward.token_ids[:, 1:]
+        rows_B, counts_B = self.inputs.decode_rows[: key.size], self.drafts.counts[: key.size]
         with operation("accept"):
             tokens_BN = output.tokens.view(shape)
             number_K = torch.arange(1, 1 + drafts_BK.shape[1], device=rows_B.device)
             equal_BK = (tokens_BN[:, :-1] == drafts_BK) & (number_K < counts_B[:, None])
             self.state.accept(rows_B, tokens_BN, 1 + equal_BK.cumprod(dim=1).sum(dim=1))
-        if forward is not None and key.drafts:
-            assert forward.token_ids is not None
+        if key.drafts:
             assert forward.slots is not None
             token_rows_T = rows_B[:, None].expand(-1, key.tokens_per_row).contiguous().flatten()
             batch = batch_of_slots(
@@ -1082,7 +1022,7 @@ class StepFunctions:
                 *(token_rows_T, rows_B, key.read_blocks),
                 tokens_per_row=key.tokens_per_row,
             )
-            followed = forward.token_ids, output.tokens, forward.features, batch
+            followed = forward.token_ids.flatten(), output.tokens, forward.features, batch
             first_B = torch.arange(key.size, device=rows_B.device) * key.tokens_per_row
             proposed = self._proposed(key, FollowedTokens(*followed), first_B)
         with operation("outputs"):
@@ -1090,9 +1030,7 @@ class StepFunctions:
             if output.details is None:
                 return StepOutput(tokens_BN.T.contiguous(), logits_NBV, None, proposed)
             details = output.details.by_position(*shape)
-            if logits_NBV.is_cuda:
-                details = details.pack()  # so that one copy transfers them to the host
-        return StepOutput(details.tokens, logits_NBV, details, proposed)
+            return _packed(StepOutput(details.tokens, logits_NBV, details, proposed))
 
     def _proposed(self, key: StepKey, tokens: FollowedTokens, first_B: torch.Tensor) -> Drafts:
         """Let the drafter continue the rows of a step; `first_B`: their first tokens.
@@ -1139,22 +1077,16 @@ class StepFunctions:
             hidden_TD, features_TF = self.model.decode_tapped(x_TD, self.arena, batch, self._taps)
         else:
             hidden_TD = self.model.decode(x_TD, self.arena, batch)
-        logits_TV = self.model.own_logits(hidden_TD)
-        rows_T, mask_rows_T, masks = inputs.token_rows, None, None
+        forward = Forward(
+            *(self.model.own_logits(hidden_TD), inputs.positions, None, features_TF),
+            *(inputs.token_rows, inputs.token_ids),
+        )
         if key.masked:
             if self._masks_thread is not None:
                 self._masks_thread.wait()
             with operation("inputs"):
-                rows_T, drafts_BK, mask_rows_T = self._masked_lanes(
-                    inputs, counts_B, kept_B, drafts_BK
-                )
-        vocabulary = self.model.vocabulary
-        if key.full_sampler or key.masked:
-            (logits_TV, masks), vocabulary = self._apply(logits_TV, mask_rows_T), None
-        if key.full_sampler:
-            output = self._drawn(logits_TV, rows_T, inputs.positions, inputs.token_ids, masks)
-        else:
-            output = self._largest(logits_TV, masks, vocabulary)
+                forward, drafts_BK = self._kept_lanes(forward, inputs, counts_B, kept_B, drafts_BK)
+        output = self._sample(key, forward)
         with operation("accept"):
             lanes_NB = accept_drafts(
                 output.tokens, rows_B, drafts_BK, counts_B, state.token_ids, state.positions
@@ -1170,25 +1102,35 @@ class StepFunctions:
         details = output.details.at(lanes_NB)
         return StepOutput(details.tokens, output.logits, details, proposed)
 
-    def _masked_lanes(
+    def _kept_lanes(
         self,
+        forward: Forward,
         inputs: VerifyInputs,
         counts_B: torch.Tensor,
         kept_B: torch.Tensor,
         drafts_BK: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the rows that sample after the tokens of a step, its drafts, and rows of masks.
+    ) -> tuple[Forward, torch.Tensor]:
+        """Return the lanes of a step whose masks are ready, and its drafts.
 
         Of `counts_B` tokens of each row `kept_B` are left. After the others the null row samples,
         and no token is equal to their drafts.
         """
         rows_T = inputs.token_rows
         if not drafts_BK.shape[1]:
-            return rows_T, drafts_BK, rows_T
+            return forward._replace(mask_rows=rows_T), drafts_BK
         first_T = inputs.query_start_loc[:-1].repeat_interleave(counts_B)
         step_T = torch.arange(len(rows_T)) - first_T
         mask_rows_T = rows_T + self.state.token_ids.shape[0] * step_T
         kept_T = step_T < kept_B.repeat_interleave(counts_B)
         number_K = torch.arange(1, 1 + drafts_BK.shape[1])
         drafts_BK = torch.where(number_K < kept_B[:, None], drafts_BK, _NO_TOKEN)
-        return torch.where(kept_T, rows_T, self.state.null_row), drafts_BK, mask_rows_T
+        rows_T = torch.where(kept_T, rows_T, self.state.null_row)
+        return forward._replace(rows=rows_T, mask_rows=mask_rows_T), drafts_BK
+
+
+def _packed(output: StepOutput) -> StepOutput:
+    """Put the details of an output on CUDA in one buffer, so that one copy transfers them."""
+    if output.details is None or not output.logits.is_cuda:
+        return output
+    details = output.details.pack()
+    return StepOutput(details.tokens, output.logits, details, output.drafts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -12,12 +11,12 @@ import torch
 
 from ...cache.memory.handler import BufferBytes, ModelFootprint
 from ...cache.spec import LayerGroup
-from ...graphs.buffers import CPU_ALIGNMENT, CUDA_ALIGNMENT, TensorSpec
+from ...graphs.buffers import allocated_bytes
 from ..errors import ConfigError
-from ..execution.inputs import DraftInputs, EmbedInputs, MaskSizes, RowState, StepInputs
-from ..execution.outputs import HostOutputs
+from ..execution.inputs import RowState, input_layouts
+from ..execution.outputs import OUTPUT_SETS, HostOutputs
 from ..execution.prompt_scorer import PromptScorer, slice_tokens
-from ..execution.step_key import StepSizes, most_table_updates
+from ..execution.step_key import StepSizes
 from ..kernels import Experts, Kernels, reference_experts
 from ..kernels.ops.experts import activation_bytes, converted_bytes
 from ..kernels.ops.experts_operator import opaque_experts
@@ -49,6 +48,9 @@ tensors, and 1.1 times with a fixed MALLOC_MMAP_THRESHOLD_ (glibc; demo and pres
 CPU_STEP_BYTES = 1 << 20
 """Growth of the resident set in the smallest step: pages of the heap and of code, and the accuracy
 of the kernel's counters."""
+
+
+_META = torch.device("meta")
 
 
 class DrafterBytes(NamedTuple):
@@ -259,85 +261,43 @@ def _scoring_bytes(model: DecoderConfig, plan: ModelPlan, config: ResolvedConfig
 
 
 def _static_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
-    inputs = _input_bytes(model, config, num_groups)
-    by_length = plan_of(model).rope_by_length
+    """Bytes of row state, inputs and buffers for scoring."""
 
     def static_bytes(prefill_tokens: int, row_blocks: int) -> int:
-        rows = RowState.allocate(
-            config.max_num_seqs,
-            num_groups,
-            row_blocks,
-            model.vocab_size,
-            torch.device("meta"),
-            rope_by_length=by_length,
-            masked=MaskSizes.of(config, model),
-            drafts=config.kept_drafts,
-        ).nbytes
+        fitted = _fitted(config, prefill_tokens, row_blocks)
+        state = RowState.of(fitted, model, num_groups, _META)
         scores = PromptScorer.bytes_for(
             prefill_tokens, model.hidden_size, model.vocab_size, config.dtype
         )
-        return rows + inputs(prefill_tokens, row_blocks) + scores
+        return state.nbytes + _input_bytes(model, fitted, num_groups) + scores
 
     return static_bytes
 
 
-def _input_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
-    """Bytes of the input buffers of the runner, alignment included."""
-    alignment = CUDA_ALIGNMENT if config.device.type == "cuda" else CPU_ALIGNMENT
-
-    def input_bytes(prefill_tokens: int, row_blocks: int) -> int:
-        fitted = config.fit_to_cache(
-            max_model_len=row_blocks * config.block_size, max_batch_tokens=prefill_tokens
-        )
-        inputs = StepInputs.layout(
-            max_num_seqs=config.max_num_seqs,
-            prefill_tokens=prefill_tokens,
-            prefill_rows=config.max_prefill_rows,
-            table_updates=most_table_updates(fitted, num_groups),
-        )
-        total = _allocation_bytes(inputs, alignment)
-        if config.prompt_embeds:
-            embeds = EmbedInputs.layout(
-                prefill_tokens=prefill_tokens, hidden_size=model.hidden_size
-            )
-            total += _allocation_bytes(embeds, alignment)
-        if config.tokens_per_row:
-            drafts = DraftInputs.layout(
-                max_num_seqs=config.max_num_seqs, drafts=config.tokens_per_row[-1] - 1
-            )
-            total += _allocation_bytes(drafts, alignment)
-        return total
-
-    return input_bytes
-
-
 def _host_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
-    """Bytes of the runner on the host: mirrors of the inputs, and copies of outputs."""
-    inputs = _input_bytes(model, config, num_groups)
-    masked = MaskSizes.of(config, model)
-    masks = 0 if masked is None else masked.mask_bytes
+    """Bytes of the runner on the host: mirrors of the inputs and masks, and copies of outputs."""
 
     def host_bytes(prefill_tokens: int, row_blocks: int) -> int:
-        outputs = HostOutputs.bytes_for(
-            config.max_num_seqs,
-            config.max_prefill_rows,
-            model.vocab_size,
-            max(config.steps_per_launch, *config.tokens_per_row, 1),
-            config.proposed_drafts,
-            prefill_tokens,
-        )
-        return inputs(prefill_tokens, row_blocks) + outputs + masks
+        fitted = _fitted(config, prefill_tokens, row_blocks)
+        outputs = OUTPUT_SETS * sum(HostOutputs.sizes(fitted, model.vocab_size).values())
+        masks = RowState.of(fitted, model, num_groups, _META).masks
+        masks_bytes = 0 if masks is None else masks.bits.nbytes
+        return _input_bytes(model, fitted, num_groups) + outputs + masks_bytes
 
     return host_bytes
 
 
+def _fitted(config: ResolvedConfig, prefill_tokens: int, row_blocks: int) -> ResolvedConfig:
+    return config.fit_to_cache(
+        max_model_len=row_blocks * config.block_size, max_batch_tokens=prefill_tokens
+    )
+
+
+def _input_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> int:
+    """Bytes of the input buffers of the runner, alignment included."""
+    layouts = input_layouts(config, num_groups, model.hidden_size)
+    return sum(allocated_bytes(specs, config.device) for specs in layouts.values())
+
+
 def _nothing(prefill_tokens: int, row_blocks: int) -> int:
     return 0
-
-
-def _allocation_bytes(specs: Mapping[str, TensorSpec], alignment: int) -> int:
-    """Bytes of `StaticBuffers.allocate`, where each field is aligned."""
-    end = 0
-    for spec in specs.values():
-        end = -(-end // alignment) * alignment + spec.nbytes
-    return end

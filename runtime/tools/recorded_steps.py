@@ -19,7 +19,7 @@ from ...graphs.buckets import Buckets
 from ...graphs.buffers import TensorSpec
 from ..config import EngineConfig
 from ..engine.startup import find_engine_drafter, layer_groups
-from ..execution.inputs import DraftInputs, MaskSizes, RowState, StepInputs
+from ..execution.inputs import DraftInputs, RowState, StepInputs
 from ..execution.step_functions import DraftStep, StepFunctions
 from ..execution.step_key import StepKey, StepSizes
 from ..kernels import batch_invariant_kernels, kernels_for, select_kernels
@@ -148,16 +148,7 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
         (name, torch.empty(fused.shape, dtype=config.dtype, device=_META))
         for name, fused in fused_layout(model).items()
     )
-    state = RowState.allocate(
-        config.max_num_seqs,
-        len(groups),
-        config.max_blocks_per_row,
-        model.vocab_size,
-        _META,
-        rope_by_length=decoder.plan.rope_by_length,
-        masked=MaskSizes.of(config, model),
-        drafts=config.kept_drafts,
-    )
+    state = RowState.of(config, model, len(groups), _META)
     inputs = StepInputs.layout(
         max_num_seqs=config.max_num_seqs,
         prefill_tokens=prefill_tokens,

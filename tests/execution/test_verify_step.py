@@ -178,81 +178,58 @@ def check_rows(rig: Rig, found: list[torch.Tensor], expected: list[torch.Tensor]
             assert torch.equal(tensor[:ROWS], other[:ROWS]), name
 
 
-def decoded_rig(
+@pytest.mark.parametrize("full", [False, True], ids=["greedy", "sampled"])
+def test_verify_steps_are_decoding_at_once(
     case: Case, full: bool, tiny: Callable[[str], TinyModel]
-) -> tuple[Rig, Run, list[torch.Tensor], list[torch.Tensor]]:
-    """A rig, what it decodes one by one, and its state before and after."""
+) -> None:
+    """Rows of other lengths, over blocks and windows, with right and wrong drafts."""
     variant, dtype, storage, mode = case
     rig = Rig(tiny(variant), dtype, storage, mode, full)
     begin = rig.snapshot()
     decoded = rig.decode(TOKENS)
-    return rig, decoded, begin, rig.snapshot()
+    known, end = torch.stack([tokens for tokens, _ in decoded]), rig.snapshot()
+    vocab = rig.decoder.config.vocab_size
 
+    def verify(k: int, counts: list[int], wrong: list[int], own: Sequence[int] = ()) -> None:
+        """Row r brings `counts[r] - 1` drafts; the one with index `wrong[r]`, if there is any, is
+        another token, and so may be all that follow it."""
+        done = [int(p) - start for p, start in zip(rig.state.positions, STARTS, strict=False)]
+        rows = list(enumerate(zip(done, counts, strict=True)))
+        drafts = [known[at : at + count - 1, r].tolist() for r, (at, count) in rows]
+        for row, index in enumerate(wrong):
+            if index < len(drafts[row]):
+                drafts[row][index] = (drafts[row][index] + 1) % vocab
+        output = rig.verify(1 + k, drafts, own)
+        for row, (at, count) in rows:
+            right = min(count, wrong[row] + 1)
+            assert output.tokens[:right, row].tolist() == known[at : at + right, row].tolist()
+            for j in range(right):
+                check_close(output.logits[j, row], decoded[at + j][1][row], mode)
+            assert int(rig.state.positions[row]) == STARTS[row] + at + right
 
-@pytest.mark.parametrize("full", [False, True], ids=["greedy", "sampled"])
-def test_right_drafts_are_decoding_at_once(
-    case: Case, full: bool, tiny: Callable[[str], TinyModel]
-) -> None:
-    """Rows of other lengths, over blocks and windows, the last drafts fewer than there is room."""
-    mode = case[3]
-    rig, decoded, begin, end = decoded_rig(case, full, tiny)
-    known = torch.stack([tokens for tokens, _ in decoded])
-    for k in range(1, MOST_DRAFTS + 1):
-        rig.restore(begin)
-        done = [0] * ROWS
-        while min(done) < TOKENS:
-            # Row r brings at most k - r % 2 drafts; one that has all its tokens stays as it is.
-            counts = [min(1 + k - row % 2, TOKENS - done[row]) for row in range(ROWS)]
-            if min(counts) == 0:
-                break
-            drafts = [
-                known[at : at + c - 1, r].tolist()
-                for r, (at, c) in enumerate(zip(done, counts, strict=True))
-            ]
-            output = rig.verify(1 + k, drafts)
-            for row, (at, count) in enumerate(zip(done, counts, strict=True)):
-                assert output.tokens[:count, row].tolist() == known[at : at + count, row].tolist()
-                for j in range(count):
-                    check_close(output.logits[j, row], decoded[at + j][1][row], mode)
-            done = [at + count for at, count in zip(done, counts, strict=True)]
-        for row in range(ROWS):  # what is left, one by one
+    def decode_rest() -> None:
+        """One by one."""
+        for row in range(ROWS):
             rig._set_rows([row])
-            for at in range(done[row], TOKENS):
-                assert int(rig.steps[1]().tokens[0]) == int(known[at, row])
+            for at in range(int(rig.state.positions[row]) - STARTS[row], TOKENS):
+                output = rig.steps[1]()
+                assert int(output.tokens[0]) == int(known[at, row])
+                check_close(output.logits[0], decoded[at][1][row], mode)
         rig._set_rows(list(range(ROWS)))
         found = rig.snapshot()
         check_cache(rig, found[0], end[0], mode)
         check_rows(rig, found, end)
 
-
-@pytest.mark.parametrize("full", [False, True], ids=["greedy", "sampled"])
-def test_what_wrong_drafts_wrote_is_overwritten(
-    case: Case, full: bool, tiny: Callable[[str], TinyModel]
-) -> None:
-    mode = case[3]
-    rig, decoded, begin, end = decoded_rig(case, full, tiny)
-    known = torch.stack([tokens for tokens, _ in decoded])
+    none = [MOST_DRAFTS] * ROWS
+    for k in range(1, MOST_DRAFTS + 1):
+        rig.restore(begin)
+        left = [TOKENS] * ROWS
+        while min(left):
+            counts = [min(1 + k - row % 2, n) for row, n in enumerate(left)]
+            verify(k, counts, none)
+            left = [n - count for n, count in zip(left, counts, strict=True)]
+        decode_rest()
     rig.restore(begin)
-    vocab = rig.decoder.config.vocab_size
-    for wrong, own in (((0, 1, 2), ()), ((3, 0, 1), (0, 2))):
-        # Row r's draft number wrong[r] is another token, and so may be all that follow it.
-        positions = [int(p) - start for p, start in zip(rig.state.positions, STARTS, strict=False)]
-        drafts = [known[p : p + MOST_DRAFTS, r].tolist() for r, p in enumerate(positions)]
-        for row, index in enumerate(wrong):
-            drafts[row][index] = (drafts[row][index] + 1) % vocab
-        output = rig.verify(1 + MOST_DRAFTS, drafts, own)
-        for row, (p, index) in enumerate(zip(positions, wrong, strict=True)):
-            for j in range(index + 1):
-                assert int(output.tokens[j, row]) == int(known[p + j, row])
-                check_close(output.logits[j, row], decoded[p + j][1][row], mode)
-        for row, (p, index) in enumerate(zip(positions, wrong, strict=True)):
-            assert int(rig.state.positions[row]) == STARTS[row] + p + index + 1
-    for row in range(ROWS):
-        rig._set_rows([row])
-        for p in range(int(rig.state.positions[row]) - STARTS[row], TOKENS):
-            output = rig.steps[1]()
-            assert int(output.tokens[0]) == int(known[p, row])
-            check_close(output.logits[0], decoded[p][1][row], mode)
-    found = rig.snapshot()
-    check_cache(rig, found[0], end[0], mode)
-    check_rows(rig, found, end)
+    verify(MOST_DRAFTS, [1 + MOST_DRAFTS] * ROWS, [0, 1, 2])
+    verify(MOST_DRAFTS, [1 + MOST_DRAFTS] * ROWS, [3, 0, 1], own=(0, 2))
+    decode_rest()

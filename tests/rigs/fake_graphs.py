@@ -344,7 +344,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     queued(RowState, "update_tables")
     queued(RowState, "forget_drafts")
     queued(DrafterCache, "clear")
-    queued(SamplingState, "write_row")
+    queued(SamplingState, "store_row")
     queued(Arena, "copy_blocks")
     queued(HostArena, "swap_out")
     queued(HostArena, "swap_in")
