@@ -41,7 +41,7 @@ class GroupAllocator:
         self.block_size = block_size
         self.index = group.index
         self.spec = group.spec
-        self.slides = group.spec.window_tokens is not None
+        self.slides = group.spec.window is not None
         self.key_suffix = group.index.to_bytes(2, "little")
         """What this group appends to the hashes of its blocks."""
         self._tables: dict[str, list[int]] = {}
@@ -113,7 +113,7 @@ class GroupAllocator:
 
     def slides_next(self, request_id: str) -> int:
         """Return the first position at which `slide` frees a block; needs a window."""
-        window = self.spec.window_tokens
+        window = self.spec.window
         assert window is not None, f"layer group {self.index} has no window"
         return (self._firsts.get(request_id, 0) + 1) * self.block_size + window - 1
 

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
-__all__ = [
-    "FullAttentionSpec",
-    "LatentSpec",
-    "LayerGroup",
-    "LayerSpec",
-    "SlidingWindowSpec",
-    "group_layers",
-]
+__all__ = ["LayerGroup", "LayerSpec", "group_layers"]
 
 
 @dataclass(frozen=True)
@@ -27,20 +19,18 @@ class LayerSpec:
         element_bytes: bytes of one element as it is stored.
         scale_bytes: bytes of the scale that is stored with each vector; 0 for a cache in the
             model's dtype.
+        window: tokens that a token attends to, itself included; None: all before it.
+        sides: vectors of one head and token: 2, a key and a value. Multi-head latent attention
+            (DeepSeek-V2, arXiv 2405.04434, section 2.1) has 1, which all query heads share: the
+            compressed keys and values and the rotated part of the key.
     """
 
     num_kv_heads: int
     head_dim: int
     element_bytes: int
     scale_bytes: int = 0
-
-    sides: ClassVar[int] = 2
-    """Vectors of one head and token: a key and a value."""
-
-    @property
-    def window_tokens(self) -> int | None:
-        """Tokens that a token attends to, itself included; None: all before it."""
-        return None
+    window: int | None = None
+    sides: int = 2
 
     @property
     def slot_bytes(self) -> int:
@@ -48,26 +38,15 @@ class LayerSpec:
         vector = self.head_dim * self.element_bytes + self.scale_bytes
         return self.sides * self.num_kv_heads * vector
 
-    @property
-    def layout(self) -> tuple[int, ...]:
-        """The values that must be equal for two layers to share an arena."""
-        return (
-            self.sides,
-            self.num_kv_heads,
-            self.head_dim,
-            self.element_bytes,
-            self.scale_bytes,
-        )
-
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of `block_size` slots in one layer."""
         return block_size * self.slot_bytes
 
     def first_column(self, position: int, block_size: int) -> int:
         """First column of a block table that the token at `position` reads, or writes."""
-        if self.window_tokens is None:
+        if self.window is None:
             return 0
-        return max(0, position - self.window_tokens + 1) // block_size
+        return max(0, position - self.window + 1) // block_size
 
     def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
         """Maximum blocks that a request of `num_tokens` tokens holds at once in one group.
@@ -76,38 +55,10 @@ class LayerSpec:
         reads and writes `window - 1 + chunk` consecutive tokens, which may begin inside a block.
         """
         blocks = -(-num_tokens // block_size)
-        if self.window_tokens is None:
+        if self.window is None:
             return blocks
-        span = self.window_tokens - 1 + chunk
+        span = self.window - 1 + chunk
         return min(blocks, -(-(span - 1) // block_size) + 1)
-
-
-@dataclass(frozen=True)
-class FullAttentionSpec(LayerSpec):
-    """A layer that keeps the keys and values of every token of the context."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlidingWindowSpec(LayerSpec):
-    """A layer whose tokens attend to the last `window` tokens, themselves included."""
-
-    window: int
-
-    @property
-    def window_tokens(self) -> int | None:
-        """See `LayerSpec.window_tokens`."""
-        return self.window
-
-
-@dataclass(frozen=True)
-class LatentSpec(LayerSpec):
-    """A layer of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
-
-    It stores one vector per token, which all query heads share: the compressed keys and values and
-    the rotated part of the key. `head_dim` counts both parts.
-    """
-
-    sides: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
@@ -127,7 +78,7 @@ class LayerGroup:
 
     def positions_read(self, context: int) -> int:
         """Tokens that the newest of `context` tokens attends to, summed over the layers."""
-        window = self.spec.window_tokens
+        window = self.spec.window
         return len(self.layers) * (context if window is None else min(context, window))
 
     def bytes_read(self, context: int) -> int:
@@ -150,7 +101,7 @@ def group_layers(specs: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
         raise ValueError("a model needs at least one layer to have a cache, got no layer specs")
     layers_of: dict[LayerSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
-        if spec.layout != specs[0].layout:
+        if replace(spec, window=specs[0].window) != specs[0]:
             raise ValueError(
                 f"layer {layer} stores {spec}, layer 0 stores {specs[0]}: layers may differ in "
                 f"their window only, since a block has the same bytes in every group"

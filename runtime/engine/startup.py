@@ -335,9 +335,7 @@ def find_engine_drafter(
             f" num_speculative_tokens = {speculation.num_speculative_tokens} to that"
         )
     group = _widest(groups)
-    spec = config.layer_spec(
-        engine.kv_element_bytes, engine.kv_scale_bytes, group.spec.window_tokens
-    )
+    spec = config.layer_spec(engine.kv_element_bytes, engine.kv_scale_bytes, group.spec.window)
     return FoundDrafter(config, LayerGroup(group.index, spec, tuple(range(len(config.layers)))))
 
 
@@ -363,7 +361,7 @@ def _checkpoint(found: Source, method: str, model: str | None) -> str:
 
 def _widest(groups: Sequence[LayerGroup]) -> LayerGroup:
     """Return the first layer group with full attention, or the one with the widest window."""
-    return max(groups, key=lambda group: group.spec.window_tokens or float("inf"))
+    return max(groups, key=lambda group: group.spec.window or float("inf"))
 
 
 # The parts of a started engine, and what is reported about its start.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ...cache.arena import Arena
-from ...cache.spec import SlidingWindowSpec, group_layers
+from ...cache.spec import group_layers
 from ..kernels import Kernels
 from ..kernels.ops.kv_storage import read_blocks, write_blocks
 from ..models.config import ModelConfig
@@ -254,7 +254,7 @@ class SampleSteps:
         tables[:, self.state.null_row] = 0
         free = iter((torch.randperm(nowhere - 1, generator=generator) + 1).tolist())
         for group in self.groups:
-            window = group.spec.window if isinstance(group.spec, SlidingWindowSpec) else None
+            window = group.spec.window
             slots = []
             for row, (start, count) in enumerate(case.chunks):
                 first = 0 if window is None else max(0, start + 1 - window)

@@ -297,7 +297,7 @@ def new_drafter(
     kernels = replace(kernels, collectives=None)  # it has no sums over ranks
     if config.parts is not None:
         return _HEADS[config.kind](config, target, kernels, group).eval()
-    plan, device = within_window(config.plan, group.spec.window_tokens), target.device
+    plan, device = within_window(config.plan, group.spec.window), target.device
     decoder = Decoder(
         config.model, kernels, target.dtype, device, [group], target.storage, plan=plan
     )

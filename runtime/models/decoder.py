@@ -14,11 +14,8 @@ from torch import Tensor, nn
 
 from ...cache.arena import Storage
 from ...cache.spec import (
-    FullAttentionSpec,
-    LatentSpec,
     LayerGroup,
     LayerSpec,
-    SlidingWindowSpec,
 )
 from ..bounded_repr import bounded_text
 from ..errors import CheckpointError
@@ -526,10 +523,8 @@ def layer_spec(
     """Return the cache layout of a layer; `window` are the tokens that it attends to, None: all."""
     sizes = (attend.kv_heads, attend.head_dim, element_bytes, scale_bytes)
     if attend.shared_values:
-        return LatentSpec(*sizes)
-    if window is None:
-        return FullAttentionSpec(*sizes)
-    return SlidingWindowSpec(*sizes, window=window)
+        return LayerSpec(*sizes, sides=1)
+    return LayerSpec(*sizes, window)
 
 
 def attention_specs(

@@ -8,19 +8,12 @@ import pytest
 import torch
 from stepgraph.cache.arena import Arena, HostArena, Storage
 from stepgraph.cache.blocks import NULL_BLOCK
-from stepgraph.cache.spec import (
-    FullAttentionSpec,
-    LatentSpec,
-    LayerSpec,
-    SlidingWindowSpec,
-    group_layers,
-)
+from stepgraph.cache.spec import LayerSpec, group_layers
 
 CPU = torch.device("cpu")
-SPEC = FullAttentionSpec(num_kv_heads=3, head_dim=8, element_bytes=2)
-WINDOW = SlidingWindowSpec(num_kv_heads=3, head_dim=8, element_bytes=2, window=5)
+SPEC = LayerSpec(num_kv_heads=3, head_dim=8, element_bytes=2)
 BYTES = replace(SPEC, element_bytes=1, scale_bytes=2)
-LATENT = LatentSpec(num_kv_heads=1, head_dim=12, element_bytes=2)
+LATENT = LayerSpec(num_kv_heads=1, head_dim=12, element_bytes=2, sides=1)
 LATENT_BYTES = replace(LATENT, element_bytes=1, scale_bytes=2)
 NUM_BLOCKS, BLOCK_SIZE = 7, 4
 LAYOUTS: list[tuple[LayerSpec, Storage, tuple[int, ...]]] = [

@@ -18,13 +18,7 @@ from stepgraph.cache.memory.handler import (
     ModelFootprint,
     plan_memory,
 )
-from stepgraph.cache.spec import (
-    FullAttentionSpec,
-    LatentSpec,
-    LayerGroup,
-    LayerSpec,
-    SlidingWindowSpec,
-)
+from stepgraph.cache.spec import LayerGroup, LayerSpec
 
 
 def sizes(most: int) -> st.SearchStrategy[int]:
@@ -37,16 +31,11 @@ def layer_groups(draw: st.DrawFn) -> tuple[LayerGroup, ...]:
     elements = (draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([0, 2])))
     layers = draw(st.integers(1, 40))
     if draw(st.integers(0, 5)) == 0:
-        specs: list[LayerSpec] = [LatentSpec(1, draw(st.integers(1, 600)), *elements)]
+        specs = [LayerSpec(1, draw(st.integers(1, 600)), *elements, sides=1)]
     else:
         heads, width = draw(st.integers(1, 16)), draw(st.integers(1, 256))
         windows = draw(st.lists(st.none() | st.integers(1, 1 << 13), min_size=1, max_size=6))
-        specs = [
-            FullAttentionSpec(heads, width, *elements)
-            if window is None
-            else SlidingWindowSpec(heads, width, *elements, window=window)
-            for window in windows
-        ]
+        specs = [LayerSpec(heads, width, *elements, window) for window in windows]
     return tuple(
         LayerGroup(i, spec, tuple(range(i * layers, (i + 1) * layers)))
         for i, spec in enumerate(specs)
@@ -228,8 +217,7 @@ def test_budget_of_context(footprint: ModelFootprint, tokens: int) -> None:
 
 def hybrid(**changes: int) -> ModelFootprint:
     """Two groups of four layers, one of them sliding over 64 tokens; 16 slots a block."""
-    full = FullAttentionSpec(2, 32, 2)
-    sliding = SlidingWindowSpec(2, 32, 2, window=64)
+    full, sliding = LayerSpec(2, 32, 2), LayerSpec(2, 32, 2, window=64)
     groups = (LayerGroup(0, full, (0, 2, 4, 6)), LayerGroup(1, sliding, (1, 3, 5, 7)))
     given_ = {
         "block_size": 16,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from stepgraph.cache.blocks import BlockPool, PrefixHashes
 from stepgraph.cache.kv_cache import Admitted, KVCache, TableChange
-from stepgraph.cache.spec import FullAttentionSpec, SlidingWindowSpec
+from stepgraph.cache.spec import LayerSpec
 
 Content = tuple[int, str, tuple[int, ...]] | None
 """(layer group, salt, all tokens up to the position of the slot); None: nothing."""
@@ -44,11 +44,8 @@ class Plan:
     preempted: list[Job] = field(default_factory=list)
 
 
-def spec(window: int | None) -> FullAttentionSpec | SlidingWindowSpec:
-    sizes = {"num_kv_heads": 2, "head_dim": 8, "element_bytes": 2}
-    if window is None:
-        return FullAttentionSpec(**sizes)
-    return SlidingWindowSpec(**sizes, window=window)
+def spec(window: int | None) -> LayerSpec:
+    return LayerSpec(num_kv_heads=2, head_dim=8, element_bytes=2, window=window)
 
 
 def hashes_of(tokens: Sequence[int], block_size: int, salt: str = "") -> PrefixHashes:

@@ -9,12 +9,7 @@ from typing import Any
 
 from stepgraph.cache.blocks import PrefixHashes
 from stepgraph.cache.kv_cache import KVCache
-from stepgraph.cache.spec import (
-    FullAttentionSpec,
-    LayerGroup,
-    LayerSpec,
-    SlidingWindowSpec,
-)
+from stepgraph.cache.spec import LayerGroup, LayerSpec
 from stepgraph.runtime.engine.loop import StepLoop
 from stepgraph.runtime.engine.request_output import RequestOutput
 from stepgraph.runtime.logprobs import PromptLogprobs
@@ -34,12 +29,8 @@ MAX_LEN = 40
 
 
 def groups_of(windows: Windows) -> tuple[LayerGroup, ...]:
-    def spec(window: int | None) -> LayerSpec:
-        if window is None:
-            return FullAttentionSpec(1, 8, 4)
-        return SlidingWindowSpec(1, 8, 4, window=window)
-
-    return tuple(LayerGroup(i, spec(window), (i,)) for i, window in enumerate(windows))
+    specs = [LayerSpec(1, 8, 4, window=window) for window in windows]
+    return tuple(LayerGroup(i, spec, (i,)) for i, spec in enumerate(specs))
 
 
 class Rig:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from stepgraph.cache.arena import SCALE_BYTES, Storage
-from stepgraph.cache.spec import FullAttentionSpec, SlidingWindowSpec, group_layers
+from stepgraph.cache.spec import LayerSpec, group_layers
 from stepgraph.runtime.kernels import (
     DecoderStack,
     Experts,
@@ -270,13 +270,11 @@ class PlanRig(Rig):
         torch.manual_seed(seed)
         element_bytes = dtype.itemsize if storage == "model" else 1
         attends = [layer.attend for layer in plan.layers]
-        specs: list[FullAttentionSpec | SlidingWindowSpec] = []
+        specs: list[LayerSpec] = []
         for attend in attends:
             sizes = (attend.kv_heads, attend.head_dim, element_bytes, SCALE_BYTES[storage])
-            reach = min(filter(None, (attend.window, attend.chunk)), default=0)
-            specs.append(
-                SlidingWindowSpec(*sizes, window=reach) if reach else FullAttentionSpec(*sizes)
-            )
+            reach = min(filter(None, (attend.window, attend.chunk)), default=None)
+            specs.append(LayerSpec(*sizes, reach))
         self.make_cache(group_layers(specs), plan.hidden_size, attends[0].head_dim)
         places = {
             layer: LayerPlace(group.index, position)

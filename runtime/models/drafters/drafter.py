@@ -332,7 +332,7 @@ class SharedLayers(LayerStack):
         self, config: DrafterConfig, target: Decoder, kernels: Kernels, group: LayerGroup
     ) -> None:
         """See `load_drafter`; it may share embedding and output projection with `target`."""
-        plan, ropes = within_window(config.plan, group.spec.window_tokens), rope_kinds(config.model)
+        plan, ropes = within_window(config.plan, group.spec.window), rope_kinds(config.model)
         device = target.device
         super().__init__(plan, ropes, kernels, target.dtype, device, [group], target.storage)
         self.taps, self.most_drafts = config.taps, config.most_drafts
