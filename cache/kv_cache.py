@@ -462,13 +462,24 @@ class KVCache:
         needed = self._needed(num_tokens, lengths, reuse.tables)
         if needed + headroom > self._pool.num_free:
             return None
-        new = self._start(request_id, reuse.tables, lengths)
+        for allocator, table in zip(self._allocators, reuse.tables, strict=True):
+            allocator.adopt(request_id, table)
+        new = [
+            allocator.grow(request_id, length * self._block_size)
+            for allocator, length in zip(self._allocators, lengths, strict=True)
+        ]
+        held = self._held[request_id] = _Held(room=min(lengths) * self._block_size)
+        held.slides_next = self._slides_next(request_id)
         if reuse.copied:
             found.copies.extend(zip(reuse.copied, (blocks[0] for blocks in new), strict=True))
         if found.source == "swap":
-            self._take_swapped(request_id, found.swap_in)
+            swapped = self.host.find(request_id)
+            assert swapped is not None, f"request {request_id} is not on the host"
+            for group, column, host in swapped.blocks:
+                found.swap_in.append((host, self.block_table(request_id, group)[column]))
+            self.host.drop(request_id)
         if found.source == "prefix":
-            self._held[request_id].published = found.num_tokens // self._block_size
+            held.published = found.num_tokens // self._block_size
         return found
 
     def count_admission(self, found: Admitted, num_tokens: int, *, first: bool) -> None:
@@ -623,7 +634,11 @@ class KVCache:
             (block, host block) to copy before the blocks are written again; None if the host cache
             has too few free blocks, in which case nothing has changed.
         """
-        blocks = self._computed(request_id, num_tokens)
+        blocks = [  # that the next token reads
+            (a.index, column, a.table(request_id)[column])
+            for a in self._allocators
+            for column in range(a.first_live_column(num_tokens), a.columns(num_tokens))
+        ]
         hosts = self.host.put(request_id, num_tokens, [(g, column) for g, column, _ in blocks])
         if hosts is None:
             return None
@@ -637,24 +652,6 @@ class KVCache:
     def forget_swapped(self, request_id: str) -> None:
         """Free the host blocks of a request, if it has any: its tokens will be recomputed."""
         self.host.drop(request_id)
-
-    def _start(
-        self, request_id: str, tables: Sequence[Sequence[int]], lengths: Sequence[int]
-    ) -> list[list[int]]:
-        """Give a request shared blocks, and new ones up to `lengths` columns.
-
-        `tables` has the shared blocks of each group, after null blocks in columns that are not
-        read. Returns the new blocks of each group.
-        """
-        for allocator, table in zip(self._allocators, tables, strict=True):
-            allocator.adopt(request_id, table)
-        new = [
-            allocator.grow(request_id, length * self._block_size)
-            for allocator, length in zip(self._allocators, lengths, strict=True)
-        ]
-        held = self._held[request_id] = _Held(room=min(lengths) * self._block_size)
-        held.slides_next = self._slides_next(request_id)
-        return new
 
     def _needed(
         self, num_tokens: int, lengths: Sequence[int], tables: Sequence[Sequence[int]]
@@ -672,21 +669,6 @@ class KVCache:
             needed += max(length - len(table), peak - len(shared))
             needed += self._pool.count_free(shared)
         return needed
-
-    def _computed(self, request_id: str, num_tokens: int) -> list[TableChange]:
-        """Return the table entries that the token after the first `num_tokens` reads."""
-        return [
-            (a.index, column, a.table(request_id)[column])
-            for a in self._allocators
-            for column in range(a.first_live_column(num_tokens), a.columns(num_tokens))
-        ]
-
-    def _take_swapped(self, request_id: str, swap_in: list[tuple[int, int]]) -> None:
-        swapped = self.host.find(request_id)
-        assert swapped is not None, f"request {request_id} is not on the host"
-        for group, column, host in swapped.blocks:
-            swap_in.append((host, self._allocators[group].table(request_id)[column]))
-        self.host.drop(request_id)
 
     def check_integrity(self) -> None:
         """Assert that pool, tables and host blocks agree; no swapped request holds blocks."""

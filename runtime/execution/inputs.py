@@ -39,12 +39,10 @@ from .step_key import MOST_VERIFIED_TOKENS, most_table_updates
 __all__ = [
     "DraftInputs",
     "EmbedInputs",
-    "MaskSizes",
     "MaskState",
     "RowState",
     "StepInputs",
     "input_layouts",
-    "prefill_fields",
     "write_decode_rows",
     "write_drafts",
     "write_embeds",
@@ -57,47 +55,12 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class MaskSizes:
-    """The sizes of a `MaskState`."""
-
-    rows: int
-    """The null row included."""
-    tokens_per_row: int
-    """Masks of a row: one for each token that a verify step samples, 1 without speculation."""
-    lanes: int
-    """Most tokens that a step with two parts samples; 0 where steps have one part."""
-    vocab_size: int
-    own_vocab_size: int
-    """Logits of a token, before all ranks' logits are gathered."""
-    dtype: torch.dtype
-    """Of logits."""
-
-    @classmethod
-    def of(cls, config: ResolvedConfig, model: DecoderConfig) -> MaskSizes | None:
-        """Return the sizes of an engine, or of one rank; None without structured output."""
-        if not config.structured_output:
-            return None
-        lanes = 0
-        if config.is_async_device:
-            verified = MOST_VERIFIED_TOKENS if config.tokens_per_row else 0
-            lanes = max(config.max_num_seqs, config.max_prefill_rows, verified)
-        shard = plan_of(model).shard
-        return cls(
-            config.max_num_seqs + 1,
-            max(config.tokens_per_row, default=1),
-            lanes,
-            model.vocab_size,
-            model.vocab_size if shard is None else len(shard.vocab),
-            config.dtype,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class MaskState:
     """Masks of all rows, and what the forward part of a step leaves for its sampling part.
 
-    R rows, N masks of a row, V tokens of the vocabulary, W of these on the rank, L lanes: see
-    `MaskSizes`.
+    R rows, the null row included; N masks of a row: one for each token that a verify step samples,
+    1 without speculation; V tokens of the vocabulary, W of these on the rank; L lanes: most tokens
+    that a step with two parts samples, 0 where steps have one part.
     """
 
     bits: torch.Tensor
@@ -110,14 +73,43 @@ class MaskState:
     """int64 `[L]`: the positions after which the lanes sample."""
 
     @classmethod
-    def allocate(cls, sizes: MaskSizes, device: torch.device) -> MaskState:
-        """Allocate the state of rows without a grammar."""
-        words = -(-sizes.vocab_size // MASK_BITS)
-        masks = sizes.rows * sizes.tokens_per_row
+    def allocate(
+        cls,
+        masks: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        lanes: int = 0,
+        own_vocab_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> MaskState:
+        """Allocate `masks` masks of rows without a grammar, and logits of `dtype`."""
+        words = -(-vocab_size // MASK_BITS)
         return cls(
             torch.full((masks, words), -1, dtype=torch.int32, device=device),
-            torch.zeros(sizes.lanes, sizes.own_vocab_size, dtype=sizes.dtype, device=device),
-            torch.zeros(sizes.lanes, dtype=torch.int64, device=device),
+            torch.zeros(lanes, own_vocab_size, dtype=dtype, device=device),
+            torch.zeros(lanes, dtype=torch.int64, device=device),
+        )
+
+    @classmethod
+    def of(
+        cls, config: ResolvedConfig, model: DecoderConfig, device: torch.device
+    ) -> MaskState | None:
+        """Allocate the state of an engine, or of one rank; None without structured output."""
+        if not config.structured_output:
+            return None
+        lanes = 0
+        if config.is_async_device:
+            verified = MOST_VERIFIED_TOKENS if config.tokens_per_row else 0
+            lanes = max(config.max_num_seqs, config.max_prefill_rows, verified)
+        shard = plan_of(model).shard
+        return cls.allocate(
+            max(config.tokens_per_row, default=1) * (config.max_num_seqs + 1),
+            model.vocab_size,
+            device,
+            lanes=lanes,
+            own_vocab_size=model.vocab_size if shard is None else len(shard.vocab),
+            dtype=config.dtype,
         )
 
     def store(self, logits_BV: torch.Tensor, positions_B: torch.Tensor) -> None:
@@ -166,12 +158,12 @@ class RowState:
         device: torch.device,
         *,
         rope_by_length: bool = False,
-        masked: MaskSizes | None = None,
+        masks: MaskState | None = None,
         drafts: int = 0,
     ) -> RowState:
         """Allocate the state of `max_num_seqs` rows and the null row.
 
-        `masked`: the sizes of token masks, if steps may have any. `drafts`: those that a row keeps.
+        `masks`: token masks, if steps may have any. `drafts`: those that a row keeps.
         """
         rows = max_num_seqs + 1
         rope_lengths = None
@@ -185,7 +177,7 @@ class RowState:
             ),
             sampling=SamplingState.allocate(max_num_seqs, vocab_size, device),
             rope_lengths=rope_lengths,
-            masks=None if masked is None else MaskState.allocate(masked, device),
+            masks=masks,
             drafts=torch.full((rows, drafts), DRAFT_ON_DEVICE, device=device) if drafts else None,
         )
 
@@ -201,7 +193,7 @@ class RowState:
             model.vocab_size,
             device,
             rope_by_length=plan_of(model).rope_by_length,
-            masked=MaskSizes.of(config, model),
+            masks=MaskState.of(config, model, device),
             drafts=config.kept_drafts,
         )
 
@@ -421,8 +413,11 @@ def write_prefill(
     null_row: int,
     bucket: int,
     host: StepInputs[Int64Array],
-) -> None:
-    """Write the prefill fields for a step of `bucket` tokens; see the example above."""
+) -> dict[str, int]:
+    """Write the prefill fields for a step of `bucket` tokens; see the example above.
+
+    Returns the fields that it writes, with the number of elements of each.
+    """
     host.prefill_rows[:] = null_row
     host.sample_rows[:] = null_row
     host.draft_stops[:] = 1
@@ -446,14 +441,11 @@ def write_prefill(
     host.positions[offset:bucket] = 0
     host.token_rows[offset:bucket] = null_row
     host.next_ids[offset:bucket] = 0
-
-
-def prefill_fields(bucket: int, prefill_rows: int) -> dict[str, int]:
-    """Return the fields that `write_prefill` writes, with the number of elements of each."""
+    rows = len(host.prefill_rows)
     return {
         **dict.fromkeys(("token_ids", "positions", "token_rows", "next_ids"), bucket),
-        **dict.fromkeys(("prefill_rows", "sample_rows", "draft_stops"), prefill_rows),
-        "query_start_loc": prefill_rows + 1,
+        **dict.fromkeys(("prefill_rows", "sample_rows", "draft_stops"), rows),
+        "query_start_loc": rows + 1,
     }
 
 

@@ -46,7 +46,6 @@ from .inputs import (
     RowState,
     StepInputs,
     input_layouts,
-    prefill_fields,
     write_decode_rows,
     write_drafts,
     write_embeds,
@@ -245,7 +244,6 @@ class InputWriter:
             commands: see `Runner`.
         """
         self._state, self._commands = state, commands
-        self.max_prefill_rows = config.max_prefill_rows
         layouts, device = input_layouts(config, num_groups, hidden_size), config.device
         self.inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layouts["steps"], device)
         self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
@@ -300,8 +298,8 @@ class InputWriter:
                 self.decode_rows = rows
                 changed["decode_rows"] = len(self._host.decode_rows)
             if prefill_key is not None:
-                write_prefill(plan.prefill, self._state.null_row, prefill_key.size, self._host)
-                changed |= prefill_fields(prefill_key.size, self.max_prefill_rows)
+                null_row, size = self._state.null_row, prefill_key.size
+                changed |= write_prefill(plan.prefill, null_row, size, self._host)
                 self._write_embeds(plan)
         if updates:
             self._copy_updates(updates, changed)
@@ -505,11 +503,6 @@ class Runner:
             config.max_blocks_per_row * config.block_size,
             ragged=self.functions.ragged,
         )
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the arena, null block included."""
-        return self._arena.tensor.shape[2]
 
     @property
     def nbytes(self) -> int:

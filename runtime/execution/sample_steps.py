@@ -10,19 +10,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from ...cache.arena import Arena
 from ...cache.spec import group_layers
+from ...graphs.buffers import StaticBuffers
 from ..kernels import Kernels
 from ..kernels.ops.kv_storage import read_blocks, write_blocks
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, attention_specs
 from ..models.plan import fused_layout, model_plan
 from ..models.resolved_config import ResolvedConfig
-from .inputs import RowState, StepInputs
+from ..request import Request
+from ..scheduling.plan import RowSpan
+from .inputs import Int64Array, RowState, StepInputs, write_decode_rows, write_prefill
 from .step_functions import StepFunctions
 from .step_key import StepKey, StepSizes
 
@@ -55,6 +58,16 @@ class SampleCase(NamedTuple):
     def tokens(self) -> int:
         """Tokens of the step, without padding."""
         return sum(count for _, count in self.chunks)
+
+
+class _Prompt(NamedTuple):
+    """The tokens of a request, all that a chunk reads of it."""
+
+    ids: list[int]
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Return the token ids at these positions."""
+        return self.ids[start:stop]
 
 
 def sample_config(model: ModelConfig, *, layers: int, vocabulary: int) -> ModelConfig:
@@ -191,14 +204,9 @@ class SampleSteps:
             prefill_rows=config.max_prefill_rows,
             table_updates=1,
         )
-        self.inputs = StepInputs(
-            **{
-                name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=device)
-                for name, spec in layout.items()
-            }
-        )
+        self._inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, device)
         self.functions = StepFunctions(
-            self.model, self.arena, size, self.state, self.inputs, None, compiled=False
+            *(self.model, self.arena, size, self.state, self._inputs.device, None), compiled=False
         )
 
     def prepare(self, case: SampleCase) -> None:
@@ -211,34 +219,18 @@ class SampleSteps:
         self.state.token_ids.copy_(token_ids)
         self.state.positions.copy_(starts)
         self._fill_cache(case, generator)
-        null_row, lanes = self.state.null_row, len(case.chunks)
+        null_row, host = self.state.null_row, self._inputs.arrays(StepInputs[Int64Array])
+        self._inputs.begin_write()
         if case.key.phase == "decode":
-            rows = torch.full(self.inputs.decode_rows.shape, null_row)
-            rows[:lanes] = torch.arange(lanes)
-            self.inputs.decode_rows.copy_(rows)
-            return
-        counts = torch.tensor([count for _, count in case.chunks])
-        used = int(counts.sum())
-        row_of = torch.full(self.inputs.token_rows.shape, null_row)
-        row_of[:used] = torch.arange(lanes).repeat_interleave(counts)
-        positions = torch.zeros_like(row_of)
-        positions[:used] = torch.cat([torch.arange(at, at + n) for at, n in case.chunks])
-        rows = torch.full(self.inputs.prefill_rows.shape, null_row)
-        rows[:lanes] = torch.arange(lanes)
-        starts = torch.full(self.inputs.query_start_loc.shape, used)
-        starts[0] = 0
-        starts[1 : lanes + 1] = counts.cumsum(0)
-        drawn = torch.randint(vocabulary, row_of.shape, generator=generator)
-        drawn[used:] = 0
-        for target, source in (
-            (self.inputs.token_ids, drawn),
-            (self.inputs.token_rows, row_of),
-            (self.inputs.positions, positions),
-            (self.inputs.prefill_rows, rows),
-            (self.inputs.sample_rows, rows),
-            (self.inputs.query_start_loc, starts),
-        ):
-            target.copy_(source)
+            write_decode_rows(range(len(case.chunks)), null_row, host)
+        else:
+            spans = []
+            for row, (start, count) in enumerate(case.chunks):
+                drawn = torch.randint(vocabulary, (start + count,), generator=generator)
+                prompt = cast(Request, _Prompt(drawn.tolist()))
+                spans.append(RowSpan(prompt, row, start, count, samples=True))
+            write_prefill(spans, null_row, case.key.size, host)
+        self._inputs.copy_to_device()
 
     def _fill_cache(self, case: SampleCase, generator: torch.Generator) -> None:
         """Assign blocks to the rows, and write random keys and values before their chunks."""

@@ -169,8 +169,6 @@ class CompiledParts:
     def __init__(self, static: Iterable[torch.Tensor]) -> None:
         """`static`: tensors that the parts use and whose addresses and sizes never change."""
         self._static = tuple(static)
-        self._options: dict[str, dict[str, Any]] = {}
-        """Of the methods that are compiled, by name."""
         self._compiled: dict[str, Callable[..., Any]] = {}
 
     def add(self, part: Callable[..., Any], *, few_tokens: bool = False) -> None:
@@ -185,14 +183,19 @@ class CompiledParts:
             # torch lets the sizes of other inputs vary.
             torch._dynamo.mark_static(tensor)
         few_threads = torch.get_num_threads() <= _FEW_THREADS
-        self._options[part.__name__] = {
-            "guard_filter_fn": _guards_of_arguments,
-            **({"cpp.threads": 1} if few_tokens or few_threads else {}),
-        }
+        self._compiled[part.__name__] = torch.compile(
+            _own_code(part),
+            fullgraph=True,
+            dynamic=True,
+            options={
+                "guard_filter_fn": _guards_of_arguments,
+                **({"cpp.threads": 1} if few_tokens or few_threads else {}),
+            },
+        )
 
     def compiles(self, part: Callable[..., Any]) -> bool:
         """Whether a part is compiled."""
-        return part.__name__ in self._options
+        return part.__name__ in self._compiled
 
     def inputs(self, part: Callable[..., Any], *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the inputs of a part, as copies if it is compiled."""
@@ -207,9 +210,9 @@ class CompiledParts:
         Raises:
             StepCompilationError: the code cannot be compiled as one graph; names the line.
         """
-        if not self.compiles(part):
+        compiled = self._compiled.get(part.__name__)
+        if compiled is None:
             return part(*arguments)
-        compiled = self._code(part)
         with operation("compiled"):
             try:
                 return compiled(*arguments)
@@ -219,22 +222,9 @@ class CompiledParts:
                 refusal = _refusal(error)
         raise refusal
 
-    def _code(self, part: Callable[..., Any]) -> Callable[..., Any]:
-        name = part.__name__
-        code = self._compiled.get(name)
-        if code is None:
-            code = self._compiled[name] = torch.compile(
-                _own_code(part),
-                fullgraph=True,
-                dynamic=True,
-                options=self._options[name],
-            )
-        return code
-
     def close(self) -> None:
         """Release compiled code, which references the object of the methods."""
-        self._compiled, self._options = {}, {}
-        self._static = ()
+        self._compiled, self._static = {}, ()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 import torch
 from stepgraph.runtime.errors import StructuredOutputError
 from stepgraph.runtime.execution import token_masks
-from stepgraph.runtime.execution.inputs import MaskSizes, MaskState
+from stepgraph.runtime.execution.inputs import MaskState
 from stepgraph.runtime.execution.token_masks import HostMasks, TokenMasks
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
@@ -40,8 +40,7 @@ class BusyMatcher:
 
 def run_steps(seconds: Sequence[float], in_thread: bool, num_steps: int) -> list[list[int]]:
     """Return the rows that each step ended, of rows whose masks take these times."""
-    sizes = MaskSizes(ROWS + 1, 1, 0, 64, 64, torch.float32)
-    state = MaskState.allocate(sizes, torch.device("cpu"))
+    state = MaskState.allocate(ROWS + 1, 64, torch.device("cpu"))
     masks = TokenMasks(
         HostMasks(state, ROWS + 1, is_async=False), lambda drafts: None, in_thread=in_thread
     )

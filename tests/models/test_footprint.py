@@ -17,7 +17,7 @@ from stepgraph.cache.spec import group_layers
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.engine.startup import start
-from stepgraph.runtime.execution.inputs import MaskSizes, RowState, StepInputs
+from stepgraph.runtime.execution.inputs import RowState, StepInputs
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer
 from stepgraph.runtime.execution.step_key import most_table_updates
 from stepgraph.runtime.kernels import (
@@ -217,10 +217,7 @@ def test_static_buffers_to_the_byte(
         ),
         CPU,
     )
-    state = RowState.allocate(
-        *(rows, len(groups), fitted.max_blocks_per_row, model.vocab_size, CPU),
-        masked=MaskSizes.of(config, model),
-    )
+    state = RowState.of(fitted, model, len(groups), CPU)
     scorer = PromptScorer(
         cast(Decoder, SimpleNamespace(config=model, dtype=config.dtype, device=CPU)),
         inputs.device.next_ids,
