@@ -94,10 +94,6 @@ def _new_run(options: argparse.Namespace) -> Any:
         return SteadyRun(options)
     from .benchmark_run import BenchmarkRun
 
-    if options.scenario == "interference":
-        from .scenarios.interference import run_interference
-
-        return BenchmarkRun(options, run_interference)
     if options.scenario == "neighbours":
         from .scenarios.neighbours import run_neighbours
 

@@ -28,7 +28,7 @@ __all__ = ["MODEL_FLAGS", "MODES", "add_flags", "kernels_path", "memory_size"]
 __all__ += ["number", "parse_arguments", "trace_path"]
 
 MODES = ("eager", "compile", "graph")
-SCENARIOS = ("steady", "interference", "neighbours", "serve")
+SCENARIOS = ("steady", "neighbours", "serve")
 MODEL_FLAGS = ("model", "device", "dtype", "weight-dtype", "kv-dtype")
 
 _DESCRIPTION = """\
@@ -46,10 +46,9 @@ Measure how fast a model decodes on this machine, and how far that is from its m
 """
 _EPILOG = """\
 scenarios:
-  steady        decode steps of a whole batch
-  interference  decode steps while a long prompt arrives every 10 steps
-  neighbours    decode steps with busy processes on the same processors, also of other runtimes
-  serve         requests arrive at random: latency, goodput and refusals against the rate
+  steady      decode steps of a whole batch
+  neighbours  decode steps with busy processes on the same processors, also of other runtimes
+  serve       requests arrive at random: latency, goodput and refusals against the rate
 
 Results go to stdout, progress and warnings to stderr. Each combination of the lists is a separate
 case or engine. Exit status: 0; 1 if something cannot be measured, has wrong tokens, or is above
@@ -169,7 +168,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "tensor_parallel",
             None,
             "1; several numbers are measured in turn",
-            scenarios={"steady": None, "interference": None},
+            scenarios={"steady": None},
         ),
     },
     "measurement": {
@@ -179,13 +178,13 @@ FLAGS: dict[str, dict[str, Flag]] = {
             {"choices": SCENARIOS},
         ),
         "batch-size": Flag(
-            "rows: requests that decode together (default: 1 8; interference and serve 8)",
-            _engines([8], steady=[1, 8], neighbours=[1, 8]),
+            "rows: requests that decode together (default: 1 8; serve 8)",
+            _engines([1, 8], serve=[8]),
             _LIST | {"type": integer(1)},
         ),
         "input-len": Flag(
-            "tokens per prompt (default: 128 1024; interference 1024; serve and neighbours 128)",
-            _engines([128], steady=[128, 1024], interference=[1024]),
+            "tokens per prompt (default: 128 1024; serve and neighbours 128)",
+            _engines([128], steady=[128, 1024]),
             _LIST | {"type": integer(1)},
         ),
         "output-len": Flag(
@@ -205,16 +204,9 @@ FLAGS: dict[str, dict[str, Flag]] = {
             {"type": integer(1)},
         ),
         "num-steps": Flag(
-            "steps of interference (default: 200), and of neighbours in each round (default: 32)",
-            {"interference": 200, "neighbours": 32},
+            "steps of each round of neighbours (default: 32)",
+            {"neighbours": 32},
             {"type": integer(30)},  # enough to see a distribution
-        ),
-        "max-itl-ms": Flag(
-            "latency budgets of mixed steps (prefill and decode) for interference, which also runs"
-            " without one, and serve (default: interference, eight times its decode step; serve,"
-            " none)",
-            {"interference": None, "serve": None},
-            _LIST | _SERVE_MS,
         ),
         "neighbours": Flag(
             "numbers of busy processes, for neighbours (default: 0 1 2)",
@@ -244,9 +236,14 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "seed": _field("seed", 0, many=False),
     },
     "serve": {
+        "max-itl-ms": Flag(
+            "latency budgets of mixed steps, prefill and decode (default: none)",
+            {"serve": None},
+            _LIST | _SERVE_MS,
+        ),
         "rates": Flag(
-            "rates of arrivals, as fractions of the measured capacity of each service (default: 0.2"
-            " 0.5 0.7 1 1.5 2)",
+            "rates of arrivals, as fractions of the measured capacity (default: 0.2 0.5 0.7 1 1.5"
+            " 2)",
             {"serve": [0.2, 0.5, 0.7, 1.0, 1.5, 2.0]},
             _LIST | {"type": number("a positive number"), "metavar": "FRACTION"},
         ),
@@ -256,21 +253,16 @@ FLAGS: dict[str, dict[str, Flag]] = {
             {"type": number("a positive number of seconds"), "metavar": "SECONDS"},
         ),
         "slo-ttft": Flag(
-            "objective for the first token, from the scheduled arrival; the services get it as"
-            " deadline (default: four times the p90 of the closed loop of the engine)",
+            "objective for the first token, from the scheduled arrival, and deadline of requests"
+            " (default: four times the p90 of the closed loop)",
             {"serve": None},
             _SERVE_MS,
         ),
         "slo-itl": Flag(
             "objective for every gap between tokens of a request (default: four times the p99 of"
-            " the closed loop of the engine)",
+            " the closed loop)",
             {"serve": None},
             _SERVE_MS,
-        ),
-        "http": Flag(
-            "whether `stepgraph serve` is measured too, in a child process (default: yes)",
-            {"serve": True},
-            {"action": argparse.BooleanOptionalAction},
         ),
     },
     "results": {

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ..errors import StepgraphError
 from .peer_runner import RUNTIMES
 
-__all__ = ["ChildProcess", "Peer", "PeerError", "PeerSpec", "peer_spec"]
+__all__ = ["Peer", "PeerError", "PeerSpec", "peer_spec"]
 
 RUNNER = Path(__file__).with_name("peer_runner.py")
 REPLY_SECONDS = 900
@@ -52,58 +52,8 @@ def peer_spec(text: str) -> PeerSpec:
     return PeerSpec(name, python or sys.executable)
 
 
-class ChildProcess:
-    """A process group with a pipe on its standard input; `close` it at the end."""
-
-    def __init__(
-        self, name: str, command: Sequence[str], env: Mapping[str, str], *, replies: bool = False
-    ) -> None:
-        """Start a program.
-
-        Args:
-            name: of the program, for messages.
-            command: its path and arguments.
-            env: its environment.
-            replies: its standard output is a pipe too. Else it is logged, as stderr always is.
-
-        Raises:
-            PeerError: the program cannot be run.
-        """
-        self.name = name
-        self.scratch = tempfile.TemporaryDirectory(prefix="stepgraph-child-")
-        """A directory that lives as long as the process."""
-        self._log = Path(self.scratch.name, "log")
-        with self._log.open("wb") as log:
-            try:
-                self.process: subprocess.Popen[bytes] = subprocess.Popen(
-                    command,
-                    env=env,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE if replies else log,
-                    stderr=log,
-                    # Ctrl-C is handled here, and `close` kills the whole group. The session stays
-                    # ours, as the kernel may schedule processors by session.
-                    process_group=0,
-                )
-            except OSError as error:
-                raise PeerError(f"{name}: cannot run {command[0]}: {error}") from error
-
-    def close(self) -> None:
-        """Kill the process and its children. Idempotent."""
-        with suppress(ProcessLookupError):  # it has ended and was waited for
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(BrokenPipeError), self.process:  # a request that was not read
-            self.process.wait()
-        self.scratch.cleanup()
-
-    def last_words(self) -> str:
-        """Return the last line of the log that is not blank."""
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "without a message"
-
-
-class Peer(ChildProcess):
-    """A model in another runtime; `close` it at the end."""
+class Peer:
+    """A model in another runtime, in a process group; `close` it at the end."""
 
     def __init__(
         self, spec: PeerSpec, checkpoint: Path, *, dtype: str, weight_dtype: str, **limits: int
@@ -119,17 +69,33 @@ class Peer(ChildProcess):
                 longest sequence and `batch_tokens` of a step, prompts included.
 
         Raises:
-            PeerError: the runtime fails or does not answer.
+            PeerError: the runtime cannot be run, fails or does not answer.
         """
+        self.name = spec.name
         env = os.environ | {"OMP_NUM_THREADS": str(limits["threads"])}
         if spec.python != sys.executable:  # the path is meant for this interpreter alone
             env.pop("PYTHONPATH", None)
-        super().__init__(spec.name, [spec.python, "-P", str(RUNNER)], env, replies=True)
+        self._scratch = tempfile.TemporaryDirectory(prefix="stepgraph-peer-")
+        self._log = Path(self._scratch.name, "log")
+        with self._log.open("wb") as log:
+            try:
+                self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                    [spec.python, "-P", str(RUNNER)],
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    # Ctrl-C is handled here, and `close` kills the whole group. The session stays
+                    # ours, as the kernel may schedule processors by session.
+                    process_group=0,
+                )
+            except OSError as error:
+                raise PeerError(f"{self.name}: cannot run {spec.python}: {error}") from error
         try:
             loaded = self._request(
                 runtime=spec.name,
                 checkpoint=str(checkpoint),
-                scratch=self.scratch.name,
+                scratch=self._scratch.name,
                 dtype=dtype,
                 weight_dtype=weight_dtype,
                 **limits,
@@ -154,8 +120,16 @@ class Peer(ChildProcess):
         """Drop the requests."""
         self._request(do="end")
 
+    def close(self) -> None:
+        """Kill the process and its children. Idempotent."""
+        with suppress(ProcessLookupError):  # it has ended and was waited for
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(BrokenPipeError), self._process:  # a request that was not read
+            self._process.wait()
+        self._scratch.cleanup()
+
     def _request(self, **request: Any) -> dict[str, Any]:
-        requests, replies = self.process.stdin, self.process.stdout
+        requests, replies = self._process.stdin, self._process.stdout
         assert requests is not None
         assert replies is not None
         try:
@@ -168,9 +142,14 @@ class Peer(ChildProcess):
             if not ready:
                 raise PeerError(f"{self.name}: no reply within {REPLY_SECONDS} s")
             line = replies.readline()
-        reply = json.loads(line) if line else {"error": f"it ended: {self.last_words()}"}
+        reply = json.loads(line) if line else {"error": f"it ended: {self._last_words()}"}
         if "error" in reply:
             reason = " ".join(reply["error"].split())
             raise PeerError(f"{self.name}: {reason:.{MAX_REASON}}")
         found: dict[str, Any] = reply
         return found
+
+    def _last_words(self) -> str:
+        """Return the last line of the log that is not blank."""
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "without a message"

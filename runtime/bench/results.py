@@ -188,11 +188,6 @@ def _baseline(cell: str) -> Callable[[Entry], str]:
     return lambda e: _FORMATTER.vformat(cell, (), e["baselines"][0]) if e["baselines"] else "-"
 
 
-def _over_budget(entry: Entry) -> str:
-    budget = entry["step_budget"]
-    return "-" if budget is None else f"{budget['over_budget']} of {budget['n']}"
-
-
 _FORMATTER = _Formatter()
 _KIND: dict[str, Cell] = {
     "model": "{model}",
@@ -223,19 +218,6 @@ _OPTIONAL: dict[str, Cell] = {
 }
 """Columns that a table of steady has if a case has values for them."""
 TABLES: dict[str, dict[str, Cell]] = {
-    "interference": {
-        **_SIZES,
-        "max ITL ms": "{max_itl_ms:g}",
-        "chunk tokens p50": "{chunk_tokens[p50]:.0f}",
-        "decode ms p50": "{decode_step_ms[p50]:.2f}",
-        "with prefill": "{prefill_step_ms[p50]:.2f}",
-        _ITL: "{itl_ms:dist}",
-        "max": "{itl_ms[max]:.2f}",
-        "over budget": _over_budget,
-        "roofline": "{roofline[fraction]:.0%}",
-        _TTFT: "{ttft_ms[p50]:.1f}",
-        "served": "{first_tokens} of {arrivals}",
-    },
     "neighbours": {
         **_SIZES,
         "busy": "{neighbours}",
@@ -249,7 +231,6 @@ TABLES: dict[str, dict[str, Cell]] = {
     },
     "serve": {
         "max ITL ms": "{max_itl_ms:g}",
-        "transport": "{transport}",
         "of capacity": "{fraction:g}",
         "req/s": "{rate:.2f}",
         "TTFT ms p50 / p90 / p99": "{ttft_ms:dist}",
@@ -273,7 +254,7 @@ TABLES: dict[str, dict[str, Cell]] = {
     },
 }
 """By the name of the list in the document; `cases` belongs to steady."""
-TEXT_COLUMNS = {"model", "dtype", "weights", "KV", "mode", "runtime", "transport"}
+TEXT_COLUMNS = {"model", "dtype", "weights", "KV", "mode", "runtime"}
 
 
 def table_rows(document: Entry, *, verbose: bool = False) -> tuple[str, list[dict[str, str]]]:
@@ -407,7 +388,7 @@ def _throttling(document: Entry) -> Iterator[str]:
 def _late_generators(document: Entry) -> Iterator[str]:
     late = [e for e in document.get("serve", ()) if e.get("generator_behind")]
     if late:
-        named = ", ".join(f"{e['transport']} at {e['fraction']:g}" for e in late)
+        named = ", ".join(f"{e['fraction']:g} of capacity" for e in late)
         yield (
             "Warning: the load generator fell behind its schedule; latencies contain its own delay"
             f" (see lag): {named}"

@@ -14,7 +14,7 @@ from ..models.config import DecoderConfig
 from ..sampling_params import SamplingParams
 
 __all__ = ["abort_all", "decode_roofline", "equal_share", "greedy", "interleave"]
-__all__ += ["random_prompts", "spread", "steps_in_flight"]
+__all__ += ["random_prompts", "spread"]
 
 
 def random_prompts(config: DecoderConfig, count: int, length: int, seed: int) -> list[list[int]]:
@@ -87,11 +87,6 @@ def spread(medians: Sequence[float]) -> float | None:
     if len(medians) < 2:
         return None
     return (max(medians) - min(medians)) / statistics.median(medians)
-
-
-def steps_in_flight(engine: Engine) -> int:
-    """Return how many launched steps are in flight when `step` returns."""
-    return int(engine.config.is_async_device)
 
 
 def decode_roofline(

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from stepgraph.runtime import Engine, EngineConfig, StepgraphError
 from stepgraph.runtime.bench.benchmark_run import BenchmarkRun
-from stepgraph.runtime.bench.results import table_rows
+from stepgraph.runtime.bench.load import Status
+from stepgraph.runtime.bench.results import report, table_rows
 from stepgraph.runtime.bench.scenarios import steady
 
 from ..rigs.bench_rig import ROOT, run_bench
@@ -95,6 +97,19 @@ def test_a_repeated_case_is_measured_once(monkeypatch, tmp_path):
     assert run_bench(monkeypatch, f"{twice} --output-json {path}") == 0
     assert len(json.loads(path.read_text())["cases"]) == 1
     assert run_bench(monkeypatch, f"--compare {path} {path}") == 0
+
+
+def test_load_is_offered_at_each_rate(monkeypatch, tmp_path, capsys):
+    flags = "--scenario serve --mode eager --batch-size 2 --input-len 8 --output-len 4 --duration 1"
+    files = f"--output-json {tmp_path}/a.json"
+    assert run_bench(monkeypatch, f"{flags} --rates 0.5 0.1 --max-itl-ms 50 {files}") == 0
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert capsys.readouterr().out == report(document) + "\n"
+    for entry, fraction in zip(document["serve"], (0.5, 0.1), strict=True):
+        assert entry["rate"] == fraction * entry["capacity"] > 0
+        assert entry["requests"] == sum(entry[status] for status in get_args(Status)) > 0
+        assert entry["completed"] > 0
+        assert entry["slo_ttft_ms"] > 0 < entry["slo_itl_ms"]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ WRONG_VALUES = [
     ("--num-iters 1000000000000000", "'1000000000000000' is more than 1,000,000,000"),
     ("--seed 9223372036854775808", "is not an integer from 0 to 9223372036854775807"),
     ("--prefill-chunk 99999999", "'99999999' is not an integer from 1 to 1048576"),
-    ("--scenario interference --num-steps 3", "'3' is not an integer of at least 30"),
+    ("--scenario neighbours --num-steps 3", "'3' is not an integer of at least 30"),
     ("--scenario serve --max-itl-ms nan", "'nan' is not a positive number of milliseconds"),
     ("--scenario neighbours --neighbours 1000", "'1000' is more than 256"),
     ("--scenario neighbours --peer cake", "with NAME one of openvino, vllm, llama.cpp"),
@@ -31,7 +31,7 @@ WRONG_VALUES = [
 ]
 WRONG_COMBINATIONS = [
     ("--max-itl-ms 20", "--max-itl-ms: no effect together with --scenario steady"),
-    ("--scenario interference --output-len 5", "--output-len: no effect together with --scenario"),
+    ("--scenario neighbours --output-len 5", "--output-len: no effect together with --scenario"),
     ("--fail-above 1.05", "--fail-above has no effect without --compare"),
     ("--compare a b c", "--compare takes one file, or two to compare with each other: 3"),
     ("--compare a b --model demo", "--model: no effect together with --compare OLD.json NEW.json"),
@@ -78,7 +78,6 @@ def test_a_wrong_command_line_is_one_clear_line(capsys, monkeypatch, tmp_path, a
         ("", {"batch_size": [1, 8], "input_len": [128, 1024], "output_len": [64], "num_iters": 3}),
         ("--scenario neighbours --threads 2", {"batch_size": [1, 8], "threads": 2}),
         ("--scenario serve", {"batch_size": [8], "threads": -1}),
-        ("--scenario interference", {"batch_size": [8], "input_len": [1024], "num_steps": 200}),
         ("--scenario serve --duration 60", {"output_len": [32], "duration": 60}),
         ("--batch-size 2 1 2", {"batch_size": [2, 1]}),
         ("--scenario serve --max-itl-ms 20 40.5 --seed 0", {"max_itl_ms": [20.0, 40.5]}),

@@ -1,13 +1,10 @@
-"""The load generator of --scenario serve: arrivals, outcomes, a stalling service, HTTP streams."""
+"""The load generator of --scenario serve: arrivals, outcomes, a stalling service."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import selectors
-import socket
-import sys
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -15,17 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime.bench import load
 from stepgraph.runtime.bench.load import (
     EngineClient,
-    HttpClient,
     Outcome,
     arrival_times,
     closed_loop,
     open_loop,
     summarize,
 )
-from stepgraph.runtime.bench.peers import PeerError
 from stepgraph.runtime.service.async_engine import AsyncEngine
 from stepgraph.runtime.service.service_config import ServiceConfig
 
@@ -177,89 +171,3 @@ def test_an_engine_is_loaded_and_sheds():
     assert late.status in ("shed", "missed")
     assert closed.status == "failed"
     assert closed.error
-
-
-def sse(*events: Any, end: str = "data: [DONE]\n\n") -> str:
-    return "".join(f"data: {json.dumps(event)}\r\n\r\n" for event in events) + end
-
-
-def choice(text: str, reason: str | None = None, **fields: Any) -> dict[str, Any]:
-    ids = [1] * bool(text)
-    return {"choices": [{"text": text, "token_ids": ids, "finish_reason": reason, **fields}]}
-
-
-TOKENS = sse(choice("a"), choice("b", token_ids=[1, 2]), choice("", "length"))
-CHUNKED = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-UNTIL_END = "HTTP/1.1 200 OK\r\n\r\n"
-
-
-def chunked(text: str, size: int) -> str:
-    """Chunks that do not end where events do."""
-    parts = [text[i : i + size] for i in range(0, len(text), size)]
-    return CHUNKED + "".join(f"{len(p):x}\r\n{p}\r\n" for p in parts) + "0\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    ("response", "status", "tokens"),
-    [
-        (UNTIL_END + TOKENS, "completed", 3),
-        *[(chunked(TOKENS, size), "completed", 3) for size in (1, 7, 1000)],
-        (UNTIL_END + ": ping\n\n" + TOKENS, "completed", 3),
-        (UNTIL_END + sse(choice("a"), choice("", "deadline")), "missed", 1),
-        (UNTIL_END + sse(choice("a"), choice("", "stop"), end=""), "completed", 1),
-        (UNTIL_END + sse(choice("a"), end=""), "failed", 1),
-        (UNTIL_END + sse(choice("a"), {"error": {"message": "lost"}}), "failed", 1),
-        ("HTTP/1.1 503 no\r\nContent-Length: 4\r\n\r\nbusy", "shed", 0),
-        ("HTTP/1.1 429 no\r\nContent-Length: 0\r\n\r\n", "shed", 0),
-        ("HTTP/1.1 500 no\r\nContent-Length: 4\r\n\r\noops", "failed", 0),
-        ("HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n", "failed", 0),
-        (CHUNKED + "zz\r\n", "failed", 0),
-        ("nonsense\r\n\r\n", "failed", 0),
-        ("x" * 100_000, "failed", 0),
-        ("", "failed", 0),
-    ],
-)
-def test_what_a_server_answers(response, status, tokens):
-    pytest.importorskip("httptools")
-    received: list[dict[str, Any]] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().partition(b"content-length:")[2].split()[0])
-        received.append(json.loads(await reader.readexactly(length)))
-        writer.write(response.encode())
-        await writer.drain()
-        writer.close()
-
-    async def main() -> Outcome:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            client = HttpClient(port, [{"prompt": "one"}, {"prompt": "two"}])
-            client.slo_ttft_ms = 1000.0
-            (sent,) = await open_loop(lambda _, o: client.send(3, o), [0.0], drain_seconds=5)
-        return sent
-
-    sent = asyncio.run(main())
-    assert (sent.status, len(sent.token_ns)) == (status, tokens), sent.error
-    assert (sent.error is None) == (status in ("completed", "missed"))
-    assert received[0]["prompt"] == "two"
-    assert received[0]["stream"] is True
-    assert 0 < received[0]["first_token_timeout"] <= 1
-
-
-def test_a_server_ends_with_its_owner(monkeypatch):
-    """One that ends is reported; one that runs is ended with its children, also without `close`."""
-    monkeypatch.setattr(load, "READY_PATH", "/")
-    serving = [sys.executable, "-m", "http.server", "--bind", load.HOST]
-    server = load.Server(lambda port: [*serving, str(port)], "fake")
-    assert server.process.stdin is not None
-    server.process.stdin.close()  # as if this process had been killed
-    assert server.process.wait(10) < 0
-    with pytest.raises(ConnectionError):  # noqa: PT012
-        for _ in range(1000):  # the child may end a moment later
-            socket.create_connection((load.HOST, server.port)).close()
-            time.sleep(0.01)
-    server.close()
-    with pytest.raises(PeerError):
-        load.Server(lambda _: ["sh", "-c", "echo last words; exit 3"], "fake")

@@ -1,8 +1,7 @@
-"""A service under open-loop load: latency, goodput and refusals against the rate of arrivals.
+"""An `AsyncEngine` under open-loop load: latency, goodput and refusals against the arrivals.
 
-The services are the engine in this process and `stepgraph serve`. First the capacity of each is
-measured, by a closed loop that keeps every row busy. Then requests arrive at multiples of it, at
-each rate in both in turn, in reversed order at every second rate.
+First a closed loop that keeps every row busy measures the capacity. Then requests arrive at random,
+at multiples of it. The load and its consumers are tasks of one event loop in this process.
 """
 
 from __future__ import annotations
@@ -11,30 +10,19 @@ import asyncio
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ....profiling.device_state import watch
 from ....profiling.stats import Summary
 from ...config import EngineConfig
 from ...engine.engine import Engine
+from ...errors import StepgraphError
 from ...service.async_engine import AsyncEngine
 from ...service.service_config import ServiceConfig
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode, resolve_engine
-from ..load import (
-    EngineClient,
-    HttpClient,
-    Outcome,
-    Server,
-    arrival_times,
-    closed_loop,
-    engine_command,
-    open_loop,
-    summarize,
-)
-from ..peers import PeerError
+from ..load import EngineClient, Outcome, arrival_times, closed_loop, open_loop, summarize
 from ..results import describe_engine, num_cpus
 from ..workload import random_prompts
 
@@ -45,8 +33,8 @@ NUM_PROMPTS = 256
 SWITCH_INTERVAL = 1e-4
 """Of the interpreter lock, in seconds: what `stepgraph serve` sets."""
 SLO_FACTOR = 4.0
-"""Objectives that are not given: times the p90 of TTFT, and the p99 of ITL, of the closed loop of
-the engine in this process. Several prompts may be prefilled in one gap."""
+"""Objectives that are not given: times the p90 of TTFT, and the p99 of ITL, of the closed loop.
+Several prompts may be prefilled in one gap."""
 DRAIN_SECONDS = 20.0
 """After the last arrival requests are waited for so long."""
 
@@ -55,25 +43,13 @@ DRAIN_SECONDS = 20.0
 class ServeCase:
     """Requests of `input_len` tokens, `output_len` are decoded, in `batch_size` rows.
 
-    `max_itl_ms` is the latency budget of the services; None for none.
+    `max_itl_ms` is the latency budget of the engine; None for none.
     """
 
     batch_size: int
     input_len: int
     output_len: int
     max_itl_ms: float | None
-
-
-@dataclass(slots=True)
-class Side:
-    """A service that is measured."""
-
-    transport: str
-    client: EngineClient | HttpClient
-    capacity: float = 0.0
-    """Requests per second of the closed loop."""
-    closed: list[Outcome] = field(default_factory=list)
-    """Requests of the closed loop."""
 
 
 def choose_slo(
@@ -90,7 +66,7 @@ def choose_slo(
 
 
 def run_serve(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
-    """Yield an entry for each rate and side of each case."""
+    """Yield an entry for each rate of each case."""
     options = run.options
     for sizes in itertools.product(
         options.batch_size, options.input_len, options.output_len, options.max_itl_ms or (None,)
@@ -111,82 +87,47 @@ def run_serve(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[di
 def _measure_load(
     run: BenchmarkRun, kind: ModelKind, config: EngineConfig, case: ServeCase
 ) -> Iterator[dict[str, Any]]:
-    """Yield an entry for each rate and side."""
-    options = run.options
-    seconds = options.duration
-    with ExitStack() as stack:
-        runner = stack.enter_context(_new_runner())
-        service, engine = _start_engine(stack, run, kind, config)
-        prompts = random_prompts(engine.model_config, NUM_PROMPTS, case.input_len, options.seed)
-        sides = [Side("engine", EngineClient(service, prompts, case.output_len))]
-        if options.http:
-            run.say(f"{kind} in stepgraph serve")
-            command = partial(engine_command, kind.model, config)
-            server = stack.enter_context(closing(Server(command)))
-            bodies = [_body(kind.model, prompt, case) for prompt in prompts]
-            sides.append(Side("http", HttpClient(server.port, bodies)))
-        for side in sides:
-            run.say(f"capacity, {side.transport}")
-            tokens, side.closed = runner.run(
-                closed_loop(side.client.send, concurrency=case.batch_size, seconds=seconds)
-            )
-            side.capacity = tokens / case.output_len
-            if not tokens:
-                error = next((o.error for o in side.closed if o.error is not None), "no token")
-                raise PeerError(f"stepgraph, {side.transport}: {error}")
-        slo = choose_slo(sides[0].closed, options.slo_ttft, options.slo_itl)
-        for side in sides:
-            side.client.slo_ttft_ms = slo["slo_ttft_ms"]
-        for number, fraction in enumerate(options.rates):
-            for side in sides[:: 1 if number % 2 == 0 else -1]:
-                rate = fraction * side.capacity
-                run.say(f"{side.transport}: {rate:.2f} requests/s ({fraction:g} of capacity)")
-                times = arrival_times(rate, seconds, options.seed)
-                read_again = watch(run.monitor)
-                outcomes = runner.run(
-                    open_loop(side.client.send, times, drain_seconds=DRAIN_SECONDS)
-                )
-                yield {
-                    **describe_engine(engine, kind.model),
-                    "threads": engine.config.threads,
-                    "cpus": num_cpus(),
-                    **asdict(case),
-                    "transport": side.transport,
-                    "capacity": side.capacity,
-                    "fraction": fraction,
-                    "rate": rate,
-                    "seconds": seconds,
-                    **slo,
-                    **summarize(outcomes, seconds=seconds, **slo),
-                    "device_state": read_again(),
-                }
-
-
-def _start_engine(
-    stack: ExitStack, run: BenchmarkRun, kind: ModelKind, config: EngineConfig
-) -> tuple[AsyncEngine, Engine]:
-    """Start an engine in this process; also return the engine that it runs."""
+    options, seconds = run.options, run.options.duration
     engines: list[Engine] = []
 
     def start() -> Engine:
         engines.append(run.start(kind, config, "requests arrive at random"))
         return engines[-1]
 
-    stack.callback(sys.setswitchinterval, sys.getswitchinterval())
-    service = AsyncEngine(start, ServiceConfig(switch_interval=SWITCH_INTERVAL))
-    return stack.enter_context(service), engines[-1]
-
-
-def _body(model: str, prompt: list[int], case: ServeCase) -> dict[str, Any]:
-    pinned = {"temperature": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
-    output = {"max_tokens": case.output_len, "return_token_ids": True}
-    return {"model": model, "prompt": prompt, **output, **pinned}
-
-
-def _new_runner() -> asyncio.Runner:
-    """Return a runner with the event loop of `stepgraph serve`: uvloop's, where it is installed."""
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        return asyncio.Runner()
-    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        service = AsyncEngine(start, ServiceConfig(switch_interval=SWITCH_INTERVAL))
+        stack.enter_context(service)
+        (engine,) = engines
+        prompts = random_prompts(engine.model_config, NUM_PROMPTS, case.input_len, options.seed)
+        client = EngineClient(service, prompts, case.output_len)
+        run.say("capacity")
+        tokens, closed = runner.run(
+            closed_loop(client.send, concurrency=case.batch_size, seconds=seconds)
+        )
+        if not tokens:
+            errors = (outcome.error for outcome in closed if outcome.error)
+            raise StepgraphError(next(errors, "no request got a token"))
+        capacity = tokens / case.output_len
+        slo = choose_slo(closed, options.slo_ttft, options.slo_itl)
+        client.slo_ttft_ms = slo["slo_ttft_ms"]
+        for fraction in options.rates:
+            rate = fraction * capacity
+            run.say(f"{rate:.2f} requests/s ({fraction:g} of capacity)")
+            times = arrival_times(rate, seconds, options.seed)
+            read_again = watch(run.monitor)
+            outcomes = runner.run(open_loop(client.send, times, drain_seconds=DRAIN_SECONDS))
+            yield {
+                **describe_engine(engine, kind.model),
+                "threads": engine.config.threads,
+                "cpus": num_cpus(),
+                **asdict(case),
+                "capacity": capacity,
+                "fraction": fraction,
+                "rate": rate,
+                "seconds": seconds,
+                **slo,
+                **summarize(outcomes, seconds=seconds, **slo),
+                "device_state": read_again(),
+            }
