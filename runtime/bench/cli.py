@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.compare is not None and len(options.compare) == 2:
+    if options.compare is not None:
         return _compare_files(options)
     if options.profile == "nsys" and not inside_nsys():
         from .step_profile import nsys_commands
@@ -50,36 +50,33 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _compare_files(options: argparse.Namespace) -> int:
-    """Compare two files; print and write the comparison."""
-    old, new = options.compare
-    before, document = read_results(old), read_results(new)
-    _add_comparison(options, document, before, str(new))
-    print_text(comparison_text(document["comparison"]))
-    return _judge(document)
+    """Compare two files; return 1 if they fail the limit."""
+    old, new = map(read_results, options.compare)
+    print_text(comparison_text(old, new, options.compare, options.fail_above))
+    if options.fail_above is None:
+        return 0
+    reason = failure(compare(old, new), options.fail_above)
+    if reason is not None:
+        print_error(reason)
+    return int(reason is not None)
 
 
 def _measure(options: argparse.Namespace) -> int:
     """Measure with engines; print and write the results, also if an error ends the measurement."""
     from .results import failed_checks
 
-    before = None
-    if options.compare is not None:
-        before = read_results(options.compare[0])
     run = _new_run(options)
-    document = run.document
     try:
         run.run()
         run.settle()
     except BaseException:
-        if any(isinstance(value, list) and value for value in document.values()):
+        if any(isinstance(value, list) and value for value in run.document.values()):
             _report(run)
         raise
-    if before is not None:
-        _add_comparison(options, document, before, None)
     _report(run)
     if options.profile != "none":
         print_text(run.profile_report())
-    return max(int(bool(failed_checks(document))), _judge(document))
+    return int(bool(failed_checks(run.document)))
 
 
 def _new_run(options: argparse.Namespace) -> Any:
@@ -103,25 +100,6 @@ def _new_run(options: argparse.Namespace) -> Any:
     return BenchmarkRun(options, run_serve)
 
 
-def _add_comparison(
-    options: argparse.Namespace,
-    document: dict[str, Any],
-    before: dict[str, Any],
-    new_name: str | None,
-) -> None:
-    """Compare a document with an earlier one, and write it with the comparison."""
-    from .results import write_json
-
-    document["comparison"] = compare(
-        before,
-        document,
-        old_name=str(options.compare[0]),
-        new_name=new_name,
-        fail_above=options.fail_above,
-    )
-    write_json(options, document)
-
-
 def _report(run: BenchmarkRun) -> None:
     """Print the results; print warnings to stderr."""
     from .results import report, warnings
@@ -130,11 +108,3 @@ def _report(run: BenchmarkRun) -> None:
     for warning in warnings(run.document):
         line = f"{PROGRAM}: {warning}"
         print(textwrap.fill(line, 100, subsequent_indent="  "), file=sys.stderr)
-
-
-def _judge(document: dict[str, Any]) -> int:
-    """Print why a comparison fails its limit; return the exit status."""
-    reason = failure(document["comparison"]) if "comparison" in document else None
-    if reason is not None:
-        print_error(reason)
-    return int(reason is not None)

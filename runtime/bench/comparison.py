@@ -17,9 +17,9 @@ at least (1 - 2^(1 - k_old)) * (1 - 2^(1 - k_new)), the `confidence`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...profiling.markdown import aligned
 from ..errors import StepgraphError
@@ -27,6 +27,7 @@ from ..errors import StepgraphError
 __all__ = [
     "KEYS",
     "SCHEMA_VERSION",
+    "Ratio",
     "ResultsError",
     "compare",
     "comparison_text",
@@ -52,7 +53,7 @@ _COLUMNS = ("old ms", "new ms", "ratio", "bounds", "repetitions old, new", "n ol
 _MIN_MS, _MAX_MS = 1e-9, 1e12
 """No step takes less than a picosecond, or more than thirty years."""
 
-Comparison = Mapping[str, Any]
+Entry = Mapping[str, Any]
 
 
 class ResultsError(StepgraphError, ValueError):
@@ -86,146 +87,115 @@ def read_results(path: Path) -> dict[str, Any]:
     raise ResultsError(f"cannot compare with {path}: {reason}")
 
 
-def compare(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    *,
-    old_name: str,
-    new_name: str | None,
-    fail_above: float | None,
-) -> dict[str, Any]:
-    """Return the `comparison` of the benchmark's JSON.
+class Ratio(NamedTuple):
+    """A case of two runs."""
+
+    case: dict[str, Any]
+    """What it was matched by."""
+    old: Entry
+    new: Entry
+
+    @property
+    def value(self) -> float:
+        """The ratio of the median steps, below 1 if the new one is faster."""
+        return float(self.new["step_ms"]["p50"] / self.old["step_ms"]["p50"])
+
+    @property
+    def repetitions(self) -> tuple[int, int]:
+        """Of the old and the new run."""
+        return len(self.old["repetition_ms"]), len(self.new["repetition_ms"])
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the greatest ratio of medians."""
+        old, new = ([side["step_ms"]["p50"], *side["repetition_ms"]] for side in self[1:])
+        return min(new) / max(old), max(new) / min(old)
+
+
+def compare(old: Entry, new: Entry) -> list[Ratio]:
+    """Return the cases that both documents have, in the order of the new one."""
+    before = {str(_key(case)): case for case in old["cases"]}
+    keyed = [(_key(case), case) for case in new["cases"]]
+    return [Ratio(key, before[str(key)], case) for key, case in keyed if str(key) in before]
+
+
+def comparison_text(old: Entry, new: Entry, names: Sequence[object], limit: float | None) -> str:
+    """Return the comparison as Markdown that reads as plain text too.
 
     Args:
         old: a document as `read_results` returns it.
-        new: another, or the one of this run.
-        old_name: the file that `old` was read from.
-        new_name: the file that `new` was read from; None: this run.
-        fail_above: the largest ratio that passes.
+        new: another.
+        names: of the two.
+        limit: the largest ratio that passes.
     """
-    before, after = ([(_key(case), case) for case in side["cases"]] for side in (old, new))
-    old_keys, new_keys = ([key for key, _ in side] for side in (before, after))
-    return {
-        "old": old_name,
-        "new": new_name,
-        "fail_above": fail_above,
-        "entries": [
-            _entry(key, theirs, ours, fail_above)
-            for key, ours in after
-            for other, theirs in before
-            if key == other
-        ],
-        "only_old": [key for key in old_keys if key not in new_keys],
-        "only_new": [key for key in new_keys if key not in old_keys],
-        "environment": [
-            {"name": name, "old": theirs, "new": ours}
-            for name in ENVIRONMENT
-            for theirs, ours in [(old["environment"].get(name), new["environment"].get(name))]
-            if theirs != ours
-        ],
-    }
-
-
-def comparison_text(comparison: Comparison) -> str:
-    """Return the comparison as Markdown that reads as plain text too."""
-    entries, old, limit = comparison["entries"], comparison["old"], comparison["fail_above"]
-    new = comparison["new"] or "this run"
-    lines = [f"{new} against {old}: ratios of times, below 1 is faster", ""]
+    ratios = compare(old, new)
+    lines = [f"{names[1]} against {names[0]}: ratios of times, below 1 is faster", ""]
     notes: list[str] = []
-    if entries:
-        hidden = {k for k in _HIDDEN_IF_EQUAL if len({e["case"][k] for e in entries}) == 1}
+    if ratios:
+        hidden = {k for k in _HIDDEN_IF_EQUAL if len({ratio.case[k] for ratio in ratios}) == 1}
         keys = [key for key in KEYS if key not in hidden]
-        cells = [[*(str(e["case"][key]) for key in keys), *_cells(e)] for e in entries]
+        cells = [[*(str(r.case[key]) for key in keys), *_cells(r, limit)] for r in ratios]
         head = [*(_HEADS.get(key, key) for key in keys), *_COLUMNS]
         lines += [*aligned(head, cells, len(_TEXT)), ""]
-        notes += _bounds(entries)
+        notes += _bounds(ratios)
     else:
         notes.append("No case is in both.")
-    notes += [f"Only in {old}: {_describe(case)}" for case in comparison["only_old"]]
-    notes += [f"Only in {new}: {_describe(case)}" for case in comparison["only_new"]]
-    notes += [
-        f"Different {row['name']}: {row['old'] or '-'} before, {row['new'] or '-'} now"
-        for row in comparison["environment"]
-    ]
-    if limit is not None:
-        notes.append(f"Above {limit:g}: {sum(e['above'] for e in entries)} of {len(entries)}.")
+    common = [ratio.case for ratio in ratios]
+    for name, document in zip(names, (old, new), strict=True):
+        alone = [key for key in map(_key, document["cases"]) if key not in common]
+        notes += [f"Only in {name}: {_describe(case)}" for case in alone]
+    for field in ENVIRONMENT:
+        was, now = (document["environment"].get(field) for document in (old, new))
+        if was != now:
+            notes.append(f"Different {field}: {was or '-'} before, {now or '-'} now")
     return "\n".join([*lines, *(f"- {note}" for note in notes)])
 
 
-def failure(comparison: Comparison) -> str | None:
+def failure(ratios: Sequence[Ratio], limit: float) -> str | None:
     """Return why a comparison fails its limit; None if it does not."""
-    limit, entries = comparison["fail_above"], comparison["entries"]
-    if limit is None:
+    if not ratios:
+        return "no case is in both files: nothing was compared"
+    slower = [ratio for ratio in ratios if ratio.value > limit]
+    if not slower:
         return None
-    if not entries:
-        return f"no case is in {comparison['old']} too: nothing was compared"
-    if not (slower := [entry for entry in entries if entry["above"]]):
-        return None
-    worst = max(slower, key=lambda entry: float(entry["ratio"]))
+    worst = max(slower, key=lambda ratio: ratio.value)
     return (
-        f"{len(slower)} of {len(entries)} ratios are above {limit:g}, the largest is"
-        f" {worst['ratio']:.3f}: {_describe(worst['case'])}"
+        f"{len(slower)} of {len(ratios)} ratios are above {limit:g}, the largest is"
+        f" {worst.value:.3f}: {_describe(worst.case)}"
     )
 
 
-def _key(case: Mapping[str, Any]) -> dict[str, Any]:
+def _key(case: Entry) -> dict[str, Any]:
     """Return what a case is matched by; a device is its type, without a number."""
     return {**{key: case[key] for key in KEYS}, "device": case["device"].partition(":")[0]}
 
 
-def _entry(
-    key: dict[str, Any],
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    fail_above: float | None,
-) -> dict[str, Any]:
-    before, after = old["step_ms"]["p50"], new["step_ms"]["p50"]
-    olds, news = old["repetition_ms"], new["repetition_ms"]
-    bounded = min(len(olds), len(news)) > 1
-    return {
-        "case": key,
-        "old": before,
-        "new": after,
-        "ratio": after / before,
-        "low": min(after, *news) / max(before, *olds) if bounded else None,
-        "high": max(after, *news) / min(before, *olds) if bounded else None,
-        "confidence": confidence(len(olds), len(news)) if bounded else None,
-        "repetitions_old": len(olds),
-        "repetitions_new": len(news),
-        "n_old": old["step_ms"]["n"],
-        "n_new": new["step_ms"]["n"],
-        "above": None if fail_above is None else after / before > fail_above,
-    }
-
-
-def _cells(entry: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(ratio: Ratio, limit: float | None) -> tuple[str, ...]:
     bounds, verdict = "-", "too few to compare"
-    if _enough(entry):
-        low, high = entry["low"], entry["high"]
+    if min(ratio.repetitions) >= MIN_REPETITIONS:
+        low, high = ratio.bounds
         bounds = f"{low:.3f} - {high:.3f}"
         verdict = "slower" if low > 1 else "faster" if high < 1 else "within noise"
+    above = limit is not None and ratio.value > limit
     return (
-        *(f"{entry[name]:.3f}" for name in ("old", "new", "ratio")),
-        bounds,
-        f"{entry['repetitions_old']}, {entry['repetitions_new']}",
-        f"{entry['n_old']}, {entry['n_new']}",
-        verdict + ("; above the limit" if entry["above"] else ""),
+        *(f"{side['step_ms']['p50']:.3f}" for side in (ratio.old, ratio.new)),
+        *(f"{ratio.value:.3f}", bounds),
+        "{}, {}".format(*ratio.repetitions),
+        f"{ratio.old['step_ms']['n']}, {ratio.new['step_ms']['n']}",
+        verdict + ("; above the limit" if above else ""),
     )
 
 
-def _enough(entry: Mapping[str, Any]) -> bool:
-    return bool(min(entry["repetitions_old"], entry["repetitions_new"]) >= MIN_REPETITIONS)
-
-
-def _bounds(entries: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield how far the bounds can be trusted, and why some entries have none."""
-    known = [entry["confidence"] for entry in entries if _enough(entry)]
+def _bounds(ratios: Sequence[Ratio]) -> Iterator[str]:
+    """Yield how far the bounds can be trusted, and why some ratios have none."""
+    counts = [ratio.repetitions for ratio in ratios]
+    known = [confidence(*pair) for pair in counts if min(pair) >= MIN_REPETITIONS]
     if known:
         yield (
             f"Bounds: the extreme medians of the repetitions; they hold with {min(known):.0%} or"
             " more for noise that varies between the repetitions of one run."
         )
-    if len(known) < len(entries):
+    if len(known) < len(ratios):
         yield (
             f"Too few to compare: fewer than {MIN_REPETITIONS} repetitions on one side"
             f" (--num-iters {MIN_REPETITIONS} or more)."

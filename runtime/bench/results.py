@@ -22,7 +22,7 @@ from ...profiling.device_state import CLOCKS, DeviceMonitor, describe_throttling
 from ...profiling.markdown import aligned
 from ..engine.engine import Engine
 from ..kernels import resolve_threads
-from .comparison import SCHEMA_VERSION, comparison_text
+from .comparison import SCHEMA_VERSION
 
 __all__ = ["describe_engine", "failed_checks", "new_document", "num_cpus", "report"]
 __all__ += ["settle_bandwidth", "table_rows", "warnings", "write_json"]
@@ -286,7 +286,7 @@ def table_rows(document: Entry, *, verbose: bool = False) -> tuple[str, list[dic
 
 
 def report(document: Entry, *, verbose: bool = False) -> str:
-    """Return the headlines of steady, the table, the hardware and the comparison, as Markdown."""
+    """Return the headlines of steady, the table and the hardware, as Markdown."""
     shared, rows = table_rows(document, verbose=verbose)
     lines = [shared, ""] if shared else []
     environment = document["environment"]
@@ -302,8 +302,6 @@ def report(document: Entry, *, verbose: bool = False) -> str:
         )
     )
     lines.append("torch {torch}, Python {python}; {command}".format_map(environment))
-    if "comparison" in document:
-        lines += ["", comparison_text(document["comparison"])]
     return "\n".join(lines)
 
 

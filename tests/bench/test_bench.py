@@ -126,12 +126,11 @@ def test_ranks_are_measured_in_turn(monkeypatch, tmp_path):
     assert read[0] < read[1] < 1.2 * read[0]
 
 
-def test_a_closed_pipe_is_no_error(tmp_path):
-    """`bench.py ... | true`, which reads nothing: the files are whole, and so is the status."""
+def test_a_closed_pipe_is_no_error():
+    """`bench.py ... | true`, which reads nothing."""
     old = ROOT / "docs" / "results" / "cpu-2x-zen4" / "ranks.json"
-    files = ["--compare", old, old, "--fail-above", "1", "--output-json", tmp_path / "a.json"]
     process = subprocess.Popen(
-        [sys.executable, "bench.py", *files],
+        [sys.executable, "bench.py", "--compare", old, old, "--fail-above", "1"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -142,7 +141,6 @@ def test_a_closed_pipe_is_no_error(tmp_path):
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(timeout=60) == 0
-    assert json.loads((tmp_path / "a.json").read_text())["comparison"]["entries"]
 
 
 def test_requests_that_never_decode_together_are_an_error():
