@@ -248,7 +248,7 @@ class CudaGraphCapturer:
                 # "thread_local": another thread of the service may use the device meanwhile.
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
-                    with attribution.capturing(self._nodes) as tape:
+                    with attribution.capturing(self._nodes):
                         output = fn()
                 except BaseException:
                     # Ends the capture; an error here only follows from the error of `fn`.
@@ -256,8 +256,6 @@ class CudaGraphCapturer:
                         graph.capture_end()
                     raise
                 graph.capture_end()
-            if tape is not None:
-                tape.finish(graph)
             graph.replay()
             free_after, _ = torch.cuda.mem_get_info(self.device)
         return Capture(graph.replay, output, max(0, free_before - free_after))

@@ -11,9 +11,7 @@ Model code opens a scope for each operation: `with operation("down"):`. At the b
 every scope the new nodes of the graph under capture are assigned to the innermost scope.
 
 CUDA lists the nodes of a graph in no particular order. The nodes of a scope are the nodes that were
-not listed before it, sorted so that each comes after those it depends on. That works with every
-driver. With cuda-bindings and a driver of CUDA 13.1 or later a node also has the id that CUPTI
-shows in traces (`cudaGraphNodeGetToolsId`).
+not listed before it, sorted so that each comes after those it depends on.
 
 Neither torch nor CUDA is imported here before a capture is recorded.
 """
@@ -25,7 +23,6 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from types import TracebackType
 from typing import Any, Protocol
@@ -35,7 +32,6 @@ from .ranges import NOTHING
 
 __all__ = [
     "AttributionError",
-    "CapturedNode",
     "CudaGraphNodes",
     "ScopeListener",
     "StepIdentity",
@@ -63,15 +59,6 @@ class StepIdentity(Protocol):
     def size(self) -> int: ...
     @property
     def full_sampler(self) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedNode:
-    """A node of the graph under capture."""
-
-    kind: NodeKind
-    kernel: str | None
-    """Name of its device function; None: unknown."""
 
 
 class ScopeListener(Protocol):
@@ -147,45 +134,38 @@ def step(identity: StepIdentity | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def capturing(open_source: Callable[[], CudaGraphNodes]) -> Iterator[Tape | None]:
+def capturing(open_source: Callable[[], CudaGraphNodes]) -> Iterator[None]:
     """Attribute what is captured inside; the capture must have begun, and end after this.
 
-    Yields None without a recording. Otherwise call `finish` of the tape once the graph is
-    instantiated; a capture that fails leaves no record.
+    Does nothing without a recording. A body that raises leaves no record.
 
     Args:
         open_source: called only in a recording.
     """
-    names, identity = _names.get(), _step.get()
-    if names is None or identity is None:
-        yield None
+    names, key = _names.get(), _step.get()
+    if names is None or key is None:
+        yield
         return
-    tape = Tape(names, identity, open_source)
+    tape = _Tape(names, open_source)
     token = capture_listener.set(tape)
     try:
-        yield tape
+        yield
         tape.boundary()
     finally:
         capture_listener.reset(token)
+    names.steps.append(StepNodes(key.phase, key.size, key.full_sampler, tuple(tape.nodes)))
 
 
-class Tape:
+class _Tape:
     """The nodes of one capture."""
 
-    def __init__(
-        self,
-        names: KernelNames,
-        identity: StepIdentity,
-        open_source: Callable[[], CudaGraphNodes],
-    ) -> None:
+    def __init__(self, names: KernelNames, open_source: Callable[[], CudaGraphNodes]) -> None:
+        self.nodes: list[Node] = []
         self._names = names
-        self._identity = identity
         self._scopes: list[tuple[str, int | None]] = []
-        self._nodes: list[Node] = []
         self._source: CudaGraphNodes | None = None
         try:
             self._source = open_source()
-            self._explain(self._source.reason)
         except Exception as error:  # a capture never fails for its names
             self._give_up(error)
 
@@ -199,7 +179,7 @@ class Tape:
         except Exception as error:
             self._give_up(error)
             return
-        self._nodes += [Node(layer, name, node.kind, node.kernel, None) for node in taken]
+        self.nodes += [Node(layer, name, kind, kernel) for kind, kernel in taken]
 
     def enter(self, name: str, layer: int | None) -> None:
         """Open a scope."""
@@ -216,36 +196,18 @@ class Tape:
         """
         if failed:
             self._source = None
-            self._nodes.clear()
+            self.nodes.clear()
         self.boundary()
         self._scopes.pop()
-
-    def finish(self, graph: object) -> None:
-        """Add the step to the names; `graph` is instantiated."""
-        if self._source is not None:
-            try:
-                ids = self._source.tools_ids(graph)
-                if ids is not None:
-                    pairs = zip(self._nodes, ids, strict=True)
-                    self._nodes = [replace(node, tools_id=tools_id) for node, tools_id in pairs]
-            except Exception as error:  # layers and operations are known all the same
-                self._explain(f"graph node ids are not known: {type(error).__name__}: {error}")
-        key = self._identity
-        captured = StepNodes(key.phase, key.size, key.full_sampler, tuple(self._nodes))
-        self._names.steps.append(captured)
 
     def _give_up(self, error: Exception) -> None:
         """Keep no nodes of this step: a part of them would get wrong names."""
         self._source = None
-        self._nodes.clear()
-        kind = "" if isinstance(error, AttributionError) else f"{type(error).__name__}: "
-        self._explain(f"steps have no nodes: {kind}{error}")
-
-    def _explain(self, reason: str | None) -> None:
-        before = self._names.reason
-        if reason is not None and (before is None or reason not in before):
-            self._names.reason = reason if before is None else f"{before}; {reason}"
-            logger.warning("kernels of captured steps: %s", reason)
+        self.nodes.clear()
+        if self._names.reason is None:
+            kind = "" if isinstance(error, AttributionError) else f"{type(error).__name__}: "
+            self._names.reason = f"steps have no nodes: {kind}{error}"
+            logger.warning("kernels of captured steps: %s", self._names.reason)
 
 
 class Scope:
@@ -279,9 +241,6 @@ _KINDS: dict[str, NodeKind] = {
 _FEW_EDGES = 4
 """In one stream a node depends on one other."""
 
-_LOW_BITS = 0xFFFFFFFF
-"""Of a graph node id: the node. The bits above are the graph, which instantiation changes."""
-
 
 def cuda_graph_nodes(stream: int) -> CudaGraphNodes:
     """Return the source for what `stream` (its handle) is capturing now.
@@ -304,9 +263,6 @@ class CudaGraphNodes:
     """The graph under capture. Its errors end the attribution, never the capture.
 
     Signatures of cuda-bindings 12.8 to 13.x.
-
-    Attributes:
-        reason: which information about the nodes is missing, and why; None if complete.
     """
 
     def __init__(self, runtime: Any, driver: Any, stream: int) -> None:
@@ -322,11 +278,9 @@ class CudaGraphNodes:
         """
         self._runtime = runtime
         self._driver = driver
-        self.reason = self._why_no_ids()
         types = runtime.cudaGraphNodeType
         self._kinds = {getattr(types, name): kind for name, kind in _KINDS.items()}
         self._known: set[int] = set()
-        self._node_ids: list[int] = []
         self._functions: dict[tuple[bool, int], str | None] = {}
         # The graph has the same place in all versions; what comes after it differs.
         status, _, self._graph, *_ = self._call(
@@ -335,46 +289,23 @@ class CudaGraphNodes:
         if status != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive:
             raise AttributionError("the stream is not capturing")
 
-    def _why_no_ids(self) -> str | None:
-        runtime = self._runtime
-        without = "kernels are matched by order and name, without graph node ids: "
-        if not hasattr(runtime, "cudaGraphNodeGetToolsId"):
-            return without + "cuda-bindings is older than 13.1"
-        # A null node is invalid for a driver that has the call.
-        status = runtime.cudaGraphNodeGetToolsId(0)[0]
-        if status == runtime.cudaError_t.cudaErrorCallRequiresNewerDriver:
-            return without + "the driver is older than CUDA 13.1"
-        return None
+    def take(self) -> list[tuple[NodeKind, str | None]]:
+        """Return the nodes captured since the last call, each after those it depends on.
 
-    def take(self) -> list[CapturedNode]:
-        """Return the nodes captured since the last call, each after those it depends on."""
+        Each as its kind and the name of its device function, None where it is unknown.
+        """
         _, count = self._call("cudaGraphGetNodes", self._graph)
         if count == len(self._known):
             return []
         nodes, count = self._call("cudaGraphGetNodes", self._graph, count)
         new = {int(node): node for node in nodes[:count] if int(node) not in self._known}
         self._known.update(new)
-        taken: list[CapturedNode] = []
+        taken: list[tuple[NodeKind, str | None]] = []
         for node in self._in_order(new):
             (found,) = self._call("cudaGraphNodeGetType", node)
             kind = self._kinds.get(found, "other")
-            taken.append(CapturedNode(kind, self._name(node) if kind == "kernel" else None))
-            if self.reason is None:
-                (tools_id,) = self._call("cudaGraphNodeGetToolsId", node)
-                self._node_ids.append(int(tools_id) & _LOW_BITS)
+            taken.append((kind, self._name(node) if kind == "kernel" else None))
         return taken
-
-    def tools_ids(self, graph: Any) -> list[int] | None:
-        """Return the ids that CUPTI shows, of every node taken, in order; None: not known.
-
-        Args:
-            graph: the `torch.cuda.CUDAGraph` that was captured, instantiated.
-        """
-        if self.reason is not None:
-            return None
-        executable = self._runtime.cudaGraphExec_t(init_value=graph.raw_cuda_graph_exec())
-        (graph_id,) = self._call("cudaGraphExecGetId", executable)
-        return [int(graph_id) << 32 | node_id for node_id in self._node_ids]
 
     def _in_order(self, new: dict[int, Any]) -> Sequence[Any]:
         """Return nodes, each after those it depends on; else in the order given."""

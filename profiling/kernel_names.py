@@ -3,7 +3,7 @@
     {"schema_version": 1, "model": str, "device": str, "bandwidth_gb_s": float|null,
      "reason": str|null,
      "steps": [{"phase", "size", "full_sampler",
-                "nodes": [{"layer", "operation", "kind", "kernel", "tools_id"}, ...]}, ...],
+                "nodes": [{"layer", "operation", "kind", "kernel"}, ...]}, ...],
      "costs": [{"operation", "launches", "bytes"}, ...]}
 
 `nodes_of_replay` assigns the nodes to the kernels of a replay. Standard library only: reading a
@@ -61,8 +61,6 @@ class Node:
     kind: NodeKind
     kernel: str | None
     """Name of the device function as the driver has it (C++ names mangled); None: unknown."""
-    tools_id: int | None
-    """CUPTI's graph node id in the executable graph; None: unknown."""
 
     @property
     def label(self) -> str:
@@ -107,7 +105,7 @@ class KernelNames:
     costs: list[OperationCost] = field(default_factory=list)
     """May be empty."""
     reason: str | None = None
-    """Why steps have no nodes, or nodes no id or name; each reason once."""
+    """Why steps have no nodes."""
 
     @property
     def unattributed(self) -> int:
@@ -158,8 +156,6 @@ class DeviceWork(NamedTuple):
     """"kernel", "memcpy" or "memset"."""
     name: str
     """Of the kernel, mangled or not."""
-    node_id: int | None
-    """Graph node id, where the trace has it."""
 
 
 def nodes_of_replay(
@@ -167,9 +163,9 @@ def nodes_of_replay(
 ) -> list[Node | None] | None:
     """Return the node of each piece of work of a replay.
 
-    Nodes are matched by id where both the trace and the names have ids. Otherwise they are matched
-    by order: a replay in one stream runs its nodes in capture order. All layers have the same
-    kernel names, so a replay that lacks kernels is not matched: any alignment would be a guess.
+    They are matched by order: a replay in one stream runs its nodes in capture order. All layers
+    have the same kernel names, so a replay that lacks kernels is not matched: any alignment would
+    be a guess.
 
     Args:
         names: of all captured steps.
@@ -193,12 +189,6 @@ def nodes_of_replay(
 
 def _match(nodes: Sequence[Node], work: Sequence[DeviceWork]) -> list[Node | None]:
     """Return the node of each piece of work; None where that is not certain."""
-    by_id: dict[int | None, Node] = {node.tools_id: node for node in nodes}
-    by_id.pop(None, None)
-    if any(one.node_id in by_id for one in work):
-        found = [by_id.get(one.node_id) for one in work]
-        pairs = zip(found, work, strict=True)
-        return [node if node is not None and _agree(node, one) else None for node, one in pairs]
     of_kind: dict[str, list[Node]] = {}
     for node in nodes:
         of_kind.setdefault(node.kind, []).append(node)

@@ -307,9 +307,9 @@ def _read_calls(connection: sqlite3.Connection, strings: dict[Any, Any]) -> Iter
 
 
 def _read_work(connection: sqlite3.Connection, strings: dict[Any, Any]) -> Iterator[Event]:
-    wanted = "start end globalPid correlationId graphNodeId shortName demangledName copyKind"
+    wanted = "start end globalPid correlationId shortName demangledName copyKind"
     for table, category in _CATEGORIES.items():
-        for start, end, process, correlation, node, short, full, way in _select(
+        for start, end, process, correlation, short, full, way in _select(
             connection, f"CUPTI_ACTIVITY_KIND_{table}", wanted
         ):
             # Without a correlation id: a page fault that moved managed memory.
@@ -317,7 +317,7 @@ def _read_work(connection: sqlite3.Connection, strings: dict[Any, Any]) -> Itera
                 continue
             kernel = str(strings.get(short) or strings.get(full, ""))
             names = {"kernel": kernel, "gpu_memcpy": f"copy{_COPY_KINDS.get(way, '')}"}
-            args = {"correlation": (_process_of(process), correlation), "graph node id": node}
+            args = {"correlation": (_process_of(process), correlation)}
             yield _event(category, names.get(category, "fill"), start, end, process, args)
 
 

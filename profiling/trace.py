@@ -249,11 +249,8 @@ def name_work(
         work.sort(key=lambda event: event["ts"])
         enclosing = [] if call is None else list(scopes.enclosing(call))
         around = _described(enclosing)
-        listed = [
-            DeviceWork(DEVICE_CATEGORIES[event["cat"]], str(event["name"]), _node_id(event))
-            for event in work
-        ]
-        replayed = "GraphLaunch" in str(call["name"]) if call else any(w.node_id for w in listed)
+        listed = [DeviceWork(DEVICE_CATEGORIES[event["cat"]], str(event["name"])) for event in work]
+        replayed = call is not None and "GraphLaunch" in str(call["name"])
         found = nodes_of_replay(names, listed, around.get("bucket")) if replayed and names else None
         nodes: Sequence[Node | None] = [None] * len(work) if found is None else found
         for event, node in zip(work, nodes, strict=True):
@@ -325,12 +322,6 @@ def _described(enclosing: Iterable[Event]) -> dict[str, Any]:
             found.setdefault("step", args["payload"])
         found.update({key: args[key] for key in wanted if key in args})
     return found
-
-
-def _node_id(event: Event) -> int | None:
-    """CUPTI's id of the node that an event ran; 0 stands for none."""
-    value = event.get("args", {}).get("graph node id")
-    return value if isinstance(value, int) and value > 0 else None
 
 
 def _name_work(

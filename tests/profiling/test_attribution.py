@@ -6,156 +6,19 @@ import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from stepgraph.graphs.steps import CapturedStep, CudaGraphCapturer
 from stepgraph.profiling import attribution
-from stepgraph.profiling.attribution import (
-    CapturedNode,
-    cuda_graph_nodes,
-    operation,
-)
+from stepgraph.profiling.attribution import cuda_graph_nodes, operation
 from stepgraph.profiling.kernel_names import KernelNames
 from stepgraph.runtime.execution.step_key import StepKey
 
-from ..rigs.fake_cuda_bindings import EXEC_ID, STREAM, FakeCuda, cudaGraphNodeType
+from ..rigs.fake_cuda_bindings import STREAM, FakeCuda, cudaGraphNodeType
 
-VERSIONS = ["12", "13", "13.1"]
-
-
-class Key:
-    """A `StepIdentity`."""
-
-    phase: Any = "decode"
-    size = 2
-    full_sampler = False
-
-
-class Nodes:
-    """A `NodeSource` whose nodes are appended to `launched`; the call `fails_in` raises."""
-
-    def __init__(self, reason: str | None = None, fails_in: str = "") -> None:
-        self.reason = reason
-        self.fails_in = fails_in
-        self.launched: list[str] = []
-        self.ids: list[int] | None = None
-
-    def _fail_in(self, name: str) -> None:
-        if self.fails_in == name:
-            raise TypeError(f"{name} has another signature")
-
-    def launch(self, name: str) -> None:
-        self.launched.append(name)
-
-    def take(self) -> list[CapturedNode]:
-        self._fail_in("take")
-        new, self.launched = self.launched, []
-        return [CapturedNode("kernel", name) for name in new]
-
-    def tools_ids(self, graph: object) -> list[int] | None:
-        self._fail_in("tools_ids")
-        return self.ids
-
-
-def run_capture(source: Nodes, fn: Any) -> None:
-    with attribution.step(Key()), attribution.capturing(lambda: source) as tape:
-        fn(source)
-    assert tape is not None
-    tape.finish(object())
-
-
-def capture(source: Nodes, fn: Any) -> KernelNames:
-    with attribution.recording() as names:
-        run_capture(source, fn)
-    return names
-
-
-def labels(names: KernelNames) -> list[str]:
-    (only,) = names.steps
-    return [node.label for node in only.nodes]
-
-
-def nested(source: Nodes) -> None:
-    source.launch("before")
-    with operation("begin"):
-        source.launch("a")
-        source.launch("b")
-    for layer in range(2):
-        with operation("layer", layer):
-            with operation("down"):
-                source.launch("c")
-            source.launch("d")
-            with operation("attention"), operation("rotate", 9):
-                source.launch("e")
-    source.launch("behind")
-
-
-NESTED = [
-    *("other", "begin", "begin"),
-    *("0/down", "0/layer", "9/rotate"),
-    *("1/down", "1/layer", "9/rotate"),
-    "other",
-]
-
-
-def test_scopes_name_the_nodes_inside() -> None:
-    source = Nodes()
-    names = capture(source, nested)
-    assert labels(names) == NESTED
-    assert names.unattributed == 2
-    assert names.reason is None
-    assert [node.kernel for node in names.steps[0].nodes[:4]] == ["before", "a", "b", "c"]
-
-
-def test_scopes_of_every_thread_reach_a_listener() -> None:
-    heard: list[tuple[str, int | None]] = []
-    listener = SimpleNamespace(
-        enter=lambda name, layer: heard.append((name, layer)),
-        leave=lambda failed: heard.append(("end", None)),
-    )
-
-    def work() -> None:
-        with operation("down", 3):
-            pass
-
-    with attribution.listening(listener):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        names = capture(Nodes(), nested)  # is recorded instead
-    work()
-    assert heard == [("down", 3), ("end", None)]
-    assert labels(names) == NESTED
-    assert operation("a") is operation("b")
-
-
-def test_captures_that_fail_leave_nothing() -> None:
-    def fail(source: Nodes) -> None:
-        with operation("down"):
-            source.launch("a")
-            raise MemoryError("no room")
-
-    source = Nodes()
-    with attribution.recording() as names, pytest.raises(MemoryError):
-        run_capture(source, fail)
-    assert operation("a") is operation("b")
-    assert source.launched == ["a"], "the graph may be gone: its nodes are not listed"
-    assert names == KernelNames()
-
-
-def test_sources_that_fail_end_the_attribution_only(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Each reason is given once; missing ids do not hide missing nodes."""
-    with attribution.recording() as names:
-        for fails_in in ("", "take", "", "take"):
-            run_capture(Nodes("no ids", fails_in), nested)
-    assert [len(step.nodes) for step in names.steps] == [len(NESTED), 0, len(NESTED), 0]
-    assert names.reason is not None
-    assert names.reason.startswith("no ids; ")
-    assert len(caplog.records) == 2
+VERSIONS = ["12", "13"]
+KEY = StepKey("decode", 1, 1, full_sampler=False)
 
 
 @pytest.fixture
@@ -171,37 +34,35 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCuda], None]:
     return put
 
 
-class Graph:
-    """A `torch.cuda.CUDAGraph` that is instantiated."""
-
-    def raw_cuda_graph_exec(self) -> int:
-        return 0x77
-
-
-def capture_cuda(run: Callable[[], None], times: int = 1) -> KernelNames:
+def capture(run: Callable[[], object], times: int = 1) -> KernelNames:
     with attribution.recording() as names:
         for _ in range(times):
             with (
-                attribution.step(StepKey("decode", 1, 1, full_sampler=False)),
-                attribution.capturing(lambda: cuda_graph_nodes(STREAM)) as tape,
+                attribution.step(KEY),
+                attribution.capturing(lambda: cuda_graph_nodes(STREAM)),
             ):
                 run()
-            assert tape is not None
-            tape.finish(Graph())
     return names
 
 
+def found(names: KernelNames) -> list[tuple[str, str, str | None]]:
+    return [(node.label, node.kind, node.kernel) for node in names.steps[-1].nodes]
+
+
 def launches(cuda: FakeCuda) -> None:
-    """Three scopes, two of them nested, with programmatic launches and a copy."""
+    """Nested scopes, with programmatic launches and copies."""
     cuda.launch("before")
     with operation("begin"):
         cuda.launch("begin_kernel")
-    with operation("layer", 0):
-        with operation("norm_linear"):
-            cuda.launch("norm", pdl=True)
-            cuda.launch("norm", pdl=True)
-            cuda.launch("linear", library=True, pdl=True)
-        cuda.add(cudaGraphNodeType.cudaGraphNodeTypeMemcpy)
+    for layer in range(2):
+        with operation("layer", layer):
+            with operation("norm_linear"):
+                cuda.launch("norm", pdl=True)
+                cuda.launch("norm", pdl=True)
+                cuda.launch("linear", library=True, pdl=True)
+            cuda.add(cudaGraphNodeType.cudaGraphNodeTypeMemcpy)
+            with operation("attention"), operation("rotate", 9):
+                cuda.launch("rotate")
     with operation("empty"):
         pass
     with operation("head"):
@@ -209,20 +70,23 @@ def launches(cuda: FakeCuda) -> None:
         cuda.add(cudaGraphNodeType.cudaGraphNodeTypeEventRecord)
 
 
+def layer_of(index: int) -> list[tuple[str, str, str | None]]:
+    linear = f"{index}/norm_linear"
+    return [
+        *((linear, "kernel", name) for name in ("norm", "norm", "linear")),
+        (f"{index}/layer", "memcpy", None),
+        ("9/rotate", "kernel", "rotate"),
+    ]
+
+
 EXPECTED = [
     ("other", "kernel", "before"),
     ("begin", "kernel", "begin_kernel"),
-    ("0/norm_linear", "kernel", "norm"),
-    ("0/norm_linear", "kernel", "norm"),
-    ("0/norm_linear", "kernel", "linear"),
-    ("0/layer", "memcpy", None),
+    *layer_of(0),
+    *layer_of(1),
     ("head", "memset", None),
     ("head", "other", None),
 ]
-
-
-def found(names: KernelNames) -> list[tuple[str, str, str | None]]:
-    return [(node.label, node.kind, node.kernel) for node in names.steps[-1].nodes]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -231,16 +95,12 @@ def test_graph_nodes_belong_to_the_scope_in_which_they_appear(
 ) -> None:
     cuda = FakeCuda(version)
     install(cuda)
-    names = capture_cuda(lambda: launches(cuda))
+    names = capture(lambda: launches(cuda))
     assert found(names) == EXPECTED
-    assert names.unattributed == 1
-    ids = [node.tools_id for node in names.steps[0].nodes]
-    if version == "13.1":
-        assert ids == [EXEC_ID << 32 | index for index in range(len(EXPECTED))]
-        assert names.reason is None
-    else:
-        assert set(ids) == {None}
-    assert cuda.calls.count("name") == 4  # a function is asked for its name once
+    assert (names.unattributed, names.reason) == (1, None)
+    assert [(step.phase, step.size, step.full_sampler) for step in names.steps] == [
+        (KEY.phase, KEY.size, KEY.full_sampler)
+    ]
 
 
 def test_graph_branches_are_in_an_order_of_their_dependencies(
@@ -262,54 +122,87 @@ def test_graph_branches_are_in_an_order_of_their_dependencies(
         with operation("down"):
             cuda.launch("last")
 
-    names = found(capture_cuda(run))
+    names = found(capture(run))
     assert [label for label, _, _ in names] == ["begin", *["both"] * 4, "down"]
     order = [kernel for _, _, kernel in names]
     assert (order[0], order[4], order[5]) == ("fork", "join", "last")
     assert order.index("side") < order.index("side_end")
 
 
-@pytest.mark.parametrize(
-    ("version", "new_driver", "reason"),
-    [
-        ("12", True, "cuda-bindings is older than 13.1"),
-        ("13", True, "cuda-bindings is older than 13.1"),
-        ("13.1", False, "the driver is older than CUDA 13.1"),
-    ],
-)
-def test_graph_nodes_without_ids_have_one_reason(
-    version: str,
-    new_driver: bool,
-    reason: str,
+def test_scopes_of_every_thread_reach_a_listener(install: Callable[[FakeCuda], None]) -> None:
+    heard: list[tuple[str, int | None]] = []
+    listener = SimpleNamespace(
+        enter=lambda name, layer: heard.append((name, layer)),
+        leave=lambda failed: heard.append(("end", None)),
+    )
+    cuda = FakeCuda()
+    install(cuda)
+
+    def work() -> None:
+        with operation("down", 3):
+            pass
+
+    with attribution.listening(listener):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        names = capture(lambda: launches(cuda))  # is recorded instead
+    work()
+    assert heard == [("down", 3), ("end", None)]
+    assert found(names) == EXPECTED
+    assert operation("a") is operation("b")
+
+
+def test_captures_that_fail_leave_nothing(install: Callable[[FakeCuda], None]) -> None:
+    cuda = FakeCuda()
+    install(cuda)
+
+    def fail() -> None:
+        with operation("down"):
+            cuda.launch("a")
+            cuda.fails = True  # the graph may be gone: its nodes are not listed
+            raise MemoryError("no room")
+
+    with attribution.recording() as names:
+        with (
+            pytest.raises(MemoryError),
+            attribution.step(KEY),
+            attribution.capturing(lambda: cuda_graph_nodes(STREAM)),
+        ):
+            fail()
+        assert operation("a") is operation("b")
+    assert names == KernelNames()
+
+
+def test_bindings_that_fail_end_the_attribution_only(
     install: Callable[[FakeCuda], None],
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    cuda = FakeCuda(version, driver_has_tools_ids=new_driver)
+    """A step has all its nodes or none; the first reason is given once."""
+    cuda = FakeCuda()
     install(cuda)
-    names = capture_cuda(lambda: launches(cuda))
-    capture_again = capture_cuda(lambda: cuda.launch("again"), times=2)
-    assert found(names) == EXPECTED
-    assert reason in (names.reason or "")
-    assert capture_again.reason == names.reason
-    assert len(caplog.records) == 2  # recordings
-
-
-def test_graph_nodes_without_bindings_have_a_reason(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("cuda.bindings", "cuda.bindings.runtime", "cuda.bindings.driver"):
-        monkeypatch.setitem(sys.modules, name, None)
-    ran: list[bool] = []
+    runs: list[None] = []
 
     def run() -> None:
+        runs.append(None)
+        cuda.begin()
         with operation("down"):
-            ran.append(True)
+            cuda.launch("a")
+        cuda.fails = len(runs) == 2
+        launches(cuda)
+        cuda.fails = False
 
-    names = capture_cuda(run, times=2)
-    assert ran == [True, True]
+    names = capture(run, times=3)
+    assert [len(step.nodes) for step in names.steps] == [1 + len(EXPECTED), 0, 1 + len(EXPECTED)]
+    assert "cudaGraphGetNodes" in (names.reason or "")
+    for module in ("cuda.bindings", "cuda.bindings.runtime", "cuda.bindings.driver"):
+        monkeypatch.setitem(sys.modules, module, None)
+    names = capture(run, times=2)
     assert [step.nodes for step in names.steps] == [(), ()]
     assert "cuda-bindings" in (names.reason or "")
-    assert len(caplog.records) == 1
+    assert len(runs) == 5
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.gpu
@@ -328,7 +221,7 @@ def test_graph_nodes_of_a_real_capture() -> None:
         with operation("norm"):
             return (z * 2).relu()
 
-    step = CapturedStep(fn, "demo", CudaGraphCapturer("cuda"), StepKey("decode", 1, 1, False))
+    step = CapturedStep(fn, "demo", CudaGraphCapturer("cuda"), KEY)
     with attribution.recording() as names:
         step.prepare()
     assert torch.equal(step.run(), fn())

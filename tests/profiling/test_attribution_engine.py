@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.profiling import attribution
-from stepgraph.profiling.attribution import CapturedNode
-from stepgraph.profiling.kernel_names import KernelNames, StepNodes
+from stepgraph.profiling.kernel_names import KernelNames, NodeKind, StepNodes
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.operation_scopes import operation
@@ -78,21 +77,16 @@ def test_recording_changes_no_token(
 
 
 class KernelCallNodes:
-    """A `NodeSource`: every call of a Triton kernel is a node."""
-
-    reason = None
+    """Stands for `CudaGraphNodes`: every call of a Triton kernel is a node."""
 
     def __init__(self, calls: list[Any]) -> None:
         self._calls = calls
         self._seen = 0
 
-    def take(self) -> list[CapturedNode]:
+    def take(self) -> list[tuple[NodeKind, str | None]]:
         new = self._calls[self._seen :]
         self._seen = len(self._calls)
-        return [CapturedNode("kernel", call.name) for call in new]
-
-    def tools_ids(self, graph: object) -> None:
-        """They are not known."""
+        return [("kernel", call.name) for call in new]
 
 
 @pytest.fixture
@@ -107,11 +101,9 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelNames]:
         with (
             record_kernel_calls(capability) as calls,
             attribution.step(identity),
-            attribution.capturing(lambda: KernelCallNodes(calls)) as tape,
+            attribution.capturing(lambda: KernelCallNodes(calls)),
         ):
             yield calls
-        if tape is not None:
-            tape.finish(None)
 
     def make(*args: Any, **kwargs: Any) -> KernelNames:
         with attribution.recording() as names:
@@ -195,7 +187,7 @@ def test_scopes_are_nothing_to_compiled_code() -> None:
         return x
 
     class Untouchable(KernelCallNodes):
-        def take(self) -> list[CapturedNode]:
+        def take(self) -> list[tuple[NodeKind, str | None]]:
             assert not torch.compiler.is_compiling()
             return []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.profiling import kernel_names
 from stepgraph.profiling.atomic_write import WriteError
@@ -16,7 +16,6 @@ from stepgraph.profiling.kernel_names import (
     KernelNames,
     NamesFileError,
     Node,
-    OperationCost,
     StepNodes,
     function_name,
     nodes_of_replay,
@@ -26,39 +25,11 @@ from stepgraph.runtime.tools.step_costs import floor_bytes, operation_costs, ste
 
 from ..kernels.test_kernel_costs import shapes
 
-texts = st.text(max_size=8)
-ids = st.none() | st.integers(0, 2**64 - 1)
-nodes = st.builds(
-    Node,
-    layer=st.none() | st.integers(0, 200),
-    operation=texts,
-    kind=st.sampled_from(["kernel", "memcpy", "memset", "other"]),
-    kernel=st.none() | texts,
-    tools_id=ids,
-)
-steps = st.builds(
-    StepNodes,
-    phase=st.sampled_from(["decode", "prefill"]),
-    size=st.integers(1, 10_000),
-    full_sampler=st.booleans(),
-    nodes=st.lists(nodes, max_size=4).map(tuple),
-)
+infer: Any = ...
 documents = st.builds(
     KernelNames,
-    model=texts,
-    device=texts,
     bandwidth_gb_s=st.none() | st.floats(0.1, 1e5),
-    steps=st.lists(steps, max_size=3),
-    costs=st.lists(
-        st.builds(
-            OperationCost,
-            operation=texts,
-            launches=st.integers(1, 200),
-            bytes=st.integers(0, 2**40),
-        ),
-        max_size=3,
-    ),
-    reason=st.none() | texts,
+    **dict.fromkeys(("model", "device", "steps", "costs", "reason"), infer),
 )
 
 
@@ -68,13 +39,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(documents)
+@settings(max_examples=20)
 def test_names_survive_a_file(file: Path, names: KernelNames) -> None:
     names.save(file)
     assert kernel_names.load(file) == names
     assert os.listdir(file.parent) == [file.name]
 
 
-NAMES = KernelNames(steps=[StepNodes("decode", 1, False, (Node(0, "down", "kernel", "k", 7),))])
+NAMES = KernelNames(steps=[StepNodes("decode", 1, False, (Node(0, "down", "kernel", "k"),))])
 
 
 def test_files_without_kernel_names_are_refused(tmp_path: Path) -> None:
@@ -107,74 +79,48 @@ def test_costs_of_operations_are_the_floor_of_the_step(shape: Any, rows: int, co
     assert abs(total - floor_bytes(costs)) <= rounding
 
 
-def nodes_of(names: list[str | None], tools_ids: list[int | None] | None = None) -> list[Node]:
-    """A node each, told apart by their layer."""
-    ids = tools_ids or [None] * len(names)
-    return [
-        Node(layer, f"operation{layer}", "kernel", name, tools_id)
-        for layer, (name, tools_id) in enumerate(zip(names, ids, strict=True))
-    ]
+def step_of(*kernels: str | None, size: int = 1) -> StepNodes:
+    """A node for each kernel, told apart by their layer."""
+    nodes = [Node(layer, "down", "kernel", name) for layer, name in enumerate(kernels)]
+    return StepNodes("decode", size, False, tuple(nodes))
 
 
-def match(
-    nodes: list[Node], kernels: list[str], ids: list[int | None] | None = None
-) -> list[int | None]:
+def match(nodes: list[str | None], kernels: list[str]) -> list[int | None]:
     """The layers of the nodes of the kernels of a replay."""
-    names = KernelNames(steps=[StepNodes("decode", 1, False, tuple(nodes))])
-    pairs = zip(kernels, ids or [None] * len(kernels), strict=True)
-    found = nodes_of_replay(names, [DeviceWork("kernel", *pair) for pair in pairs])
-    if found is None:
-        return [None] * len(kernels)
-    return [None if node is None else node.layer for node in found]
+    work = [DeviceWork("kernel", name) for name in kernels]
+    found = nodes_of_replay(KernelNames(steps=[step_of(*nodes)]), work)
+    return [None if node is None else node.layer for node in found or [None] * len(work)]
 
 
-@given(st.lists(st.sampled_from("abc"), max_size=12), st.lists(st.sampled_from("abc"), max_size=12))
+letters = st.lists(st.sampled_from("abc"), max_size=12)
+
+
+@given(letters, letters)
 def test_replays_are_named_by_order_if_equal(names: list[str], kernels: list[str]) -> None:
-    nodes = nodes_of(list(names))
-    assert match(nodes, names) == list(range(len(names)))
+    assert match([*names], names) == list(range(len(names)))
     if kernels != names:
-        assert match(nodes, kernels) == [None] * len(kernels)
-
-
-def test_nodes_without_names_match_any_kernel() -> None:
-    nodes = nodes_of([None, "a", None])
-    assert match(nodes, ["x", "a", "y"]) == [0, 1, 2]
-    assert match(nodes, ["x", "b", "y"]) == [None] * 3
-    assert match(nodes, ["x", "a"]) == [None] * 2
-
-
-@given(st.permutations(range(6)), st.sets(st.integers(0, 5)))
-def test_ids_of_nodes_win_over_order(order: list[int], unknown: set[int]) -> None:
-    nodes = nodes_of(["same"] * 6, [(7 << 32) | index for index in range(6)])
-    ids = [None if index in unknown else (7 << 32) | index for index in order]
-    matched = match(nodes, ["same"] * 6, ids)
-    if len(unknown) == 6:
-        assert matched == list(range(6))  # by order, as no id says otherwise
-    else:
-        assert matched == [None if index in unknown else index for index in order]
-        assert match(nodes, ["same"] * 5, ids[:5]) == matched[:5] or set(ids[:5]) == {None}
-
-
-def test_ids_do_not_name_another_function() -> None:
-    nodes = nodes_of(["a", "b"], [1, 2])
-    assert match(nodes, ["a", "c"], [1, 2]) == [0, None]
-    assert match(nodes, ["a", "b"], [9, 8]) == [0, 1], "ids of another process: by order"
-
-
-def test_copies_and_kernels_are_matched_apart() -> None:
-    copy = Node(None, "inputs", "memcpy", None, None)
-    names = KernelNames(steps=[StepNodes("decode", 1, False, (copy, *nodes_of(["a"])))])
-    kernel = DeviceWork("kernel", "a", None)
-    found = nodes_of_replay(names, [kernel, DeviceWork("memcpy", "", None)])
-    assert found is not None
-    assert [node.operation for node in found if node] == ["operation0", "inputs"]
-    found = nodes_of_replay(names, [kernel])
-    assert found is not None
-    assert [node.operation for node in found if node] == ["operation0"]
+        assert match([*names], kernels) == [None] * len(kernels)
 
 
 MANGLED = "_ZN2at6native13reduce_kernelILi512ELi1ENS0_8ReduceOpIfEEEEvT_"
 DEMANGLED = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(T3)"
+OTHER = MANGLED.replace("Li512", "Li128")  # the same template, another function
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kernels", "found"),
+    [
+        ([None, "a", None], ["x", "a", "y"], [0, 1, 2]),  # without a name: any kernel
+        ([None, "a", None], ["x", "b", "y"], [None] * 3),
+        ([None, "a", None], ["x", "a"], [None] * 2),
+        *(([MANGLED, "b"], [name, "b"], [0, 1]) for name in (MANGLED, DEMANGLED, "reduce_kernel")),
+        ([MANGLED, "b"], [OTHER, "b"], [None] * 2),
+    ],
+)
+def test_replays_have_mangled_full_or_short_names(
+    nodes: list[str | None], kernels: list[str], found: list[int | None]
+) -> None:
+    assert match(nodes, kernels) == found
 
 
 @pytest.mark.parametrize(
@@ -192,27 +138,18 @@ def test_function_names(name: str, base: str) -> None:
     assert function_name(name) == base
 
 
-def test_replays_have_mangled_full_or_short_names() -> None:
-    nodes = nodes_of([MANGLED, "triton_kernel"])
-    for shown in (MANGLED, DEMANGLED, "reduce_kernel"):
-        assert match(nodes, [shown, "triton_kernel"]) == [0, 1]
-    other = MANGLED.replace("Li512", "Li128")  # the same template, another function
-    assert match(nodes, [other, "triton_kernel"]) == [None, None]
-
-
 def test_the_step_of_a_replay_is_found_by_bucket_and_kernels() -> None:
-    def step(size: int, names: list[str], *, full: bool = False) -> StepNodes:
-        return StepNodes("decode", size, full, tuple(nodes_of(list(names))))
+    """Copies and kernels are matched apart: a trace may lack the copies."""
+    copy = Node(None, "inputs", "memcpy", None)
+    greedy, sampled = step_of("a", "pick", size=2), step_of("a", "sort", "draw", size=2)
+    greedy = StepNodes("decode", 2, False, (copy, *greedy.nodes))
+    names = KernelNames(steps=[step_of("a"), sampled, greedy])
 
-    greedy, sampled = step(2, ["a", "b", "pick"]), step(2, ["a", "b", "sort", "draw"], full=True)
-    names = KernelNames(steps=[step(1, ["a"]), sampled, greedy, step(2, ["a", "b", "pick"])])
+    def found(bucket: int | None, *kernels: str) -> list[Node | None] | None:
+        return nodes_of_replay(names, [DeviceWork("kernel", name) for name in kernels], bucket)
 
-    def found(kernels: list[str], bucket: int | None) -> Any:
-        work = [DeviceWork("kernel", kernel, None) for kernel in kernels]
-        match = nodes_of_replay(names, work, bucket)
-        return match and match[0]
-
-    assert found(["a", "b", "pick"], 2) is greedy.nodes[0]
-    assert found(["a", "b", "sort", "draw"], None) is sampled.nodes[0]
-    assert found(["a"], 8) is None
-    assert found(["z"], 2) is None
+    assert found(2, "a", "pick") == [*greedy.nodes[1:]]
+    assert found(None, "a", "sort", "draw") == [*sampled.nodes]
+    assert found(8, "a") is found(2, "z") is None
+    work = [DeviceWork("kernel", "a"), DeviceWork("memcpy", ""), DeviceWork("kernel", "pick")]
+    assert nodes_of_replay(names, work) == [greedy.nodes[1], copy, greedy.nodes[2]]

@@ -33,14 +33,14 @@ VARIANTS = {
     "no graphs": dataclasses.replace(NEW, graph_trace=None),
 }
 
-KERNELS = (Kernel("norm", 700, 11), Kernel("matmul", 9_000, 12), Kernel("norm", 650, 13),
-           Kernel("matmul", 11_000, 14), Kernel("argmax", 400, 15))  # fmt: skip
+KERNELS = (Kernel("norm", 700), Kernel("matmul", 9_000), Kernel("norm", 650),
+           Kernel("matmul", 11_000), Kernel("argmax", 400))  # fmt: skip
 NODES = (
-    Node(0, "norm", "kernel", "norm", 11),
-    Node(0, "down", "kernel", "_Z6matmulPf", 12),
-    Node(1, "norm", "kernel", "norm", 13),
-    Node(1, "down", "kernel", None, 14),
-    Node(None, "greedy", "kernel", "argmax", 15),
+    Node(0, "norm", "kernel", "norm"),
+    Node(0, "down", "kernel", "_Z6matmulPf"),
+    Node(1, "norm", "kernel", "norm"),
+    Node(1, "down", "kernel", None),
+    Node(None, "greedy", "kernel", "argmax"),
 )
 
 
@@ -49,7 +49,7 @@ def decode(rows: int = 3, bucket: int = 4, kernels=KERNELS, idle_ns: int = 300) 
 
 
 def prefill(tokens: int = 60, bucket: int = 64) -> Launch:
-    return Launch("prefill", 0, bucket, tokens, (Kernel("big", 90_000, 21),))
+    return Launch("prefill", 0, bucket, tokens, (Kernel("big", 90_000),))
 
 
 def played(variant: Variant = NEW, steps: int = 6, **profile) -> Profile:
@@ -112,7 +112,7 @@ steps_played = st.lists(
 def test_steps_in_any_order_of_rows(variant: Variant, steps, seed: int) -> None:
     play = Profile(variant)
     for number, (what, durations, idle_ns, pause_ns, wait_ns) in enumerate(steps):
-        kernels = [Kernel(f"k{i}", ns, i + 1) for i, ns in enumerate(durations)]
+        kernels = [Kernel(f"k{i}", ns) for i, ns in enumerate(durations)]
         launches = [Launch("decode", 1, 2, 1, kernels, idle_ns)] if what != "prefill" else []
         if what != "decode":
             launches.append(Launch("prefill", 0, 64, 20, kernels, idle_ns))

@@ -20,7 +20,7 @@ from stepgraph.profiling.trace import (
 )
 from stepgraph.runtime import SamplingParams
 
-from ..rigs.kineto_traces import DEVICE, STREAM, KinetoTrace, names_of, nodes_of, step_nodes
+from ..rigs.kineto_traces import DEVICE, STREAM, KinetoTrace, names_of, nodes_of
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
@@ -135,15 +135,14 @@ def labels(nodes):
     return [node.label for node in nodes]
 
 
-@pytest.mark.parametrize("ids_from", [None, 500])
 @pytest.mark.parametrize("streams", [(STREAM,), (STREAM, 20, 21)])
-def test_work_of_a_replayed_graph_is_named_by_layer_and_operation(ids_from, streams):
-    nodes = nodes_of(3, ids_from=ids_from)
+def test_work_of_a_replayed_graph_is_named_by_layer_and_operation(streams):
+    nodes = nodes_of(3)
     trace = KinetoTrace()
     for step in range(3):
-        trace.turn(step, 1000 + 300 * step, nodes, with_ids=ids_from is not None, streams=streams)
+        trace.turn(step, 1000 + 300 * step, nodes, streams)
     original = [event["name"] for event in work(trace)]
-    annotate(trace.document, trace.log, names_of(step_nodes(nodes)))
+    annotate(trace.document, trace.log, names_of(nodes))
     found = work(trace)
     assert [event["name"] for event in found] == 3 * labels(nodes)
     assert [event["args"]["kernel"] for event in found] == original
@@ -163,7 +162,7 @@ def test_work_outside_of_graphs_and_of_unknown_calls_keeps_its_name():
     trace.work(trace.call("cudaLaunchKernel", 30, tid=99), "elsewhere", 40, 3)
     trace.work(12345, "no call", 60, 3)
     trace.work(None, "no correlation", 70, 3)
-    annotate(trace.document, trace.log, names_of(step_nodes(nodes)))
+    annotate(trace.document, trace.log, names_of(nodes))
     copy_, elsewhere, lost, alone = work(trace)
     assert copy_["name"] == "Memcpy HtoD"
     assert copy_["args"]["step"] == 9
@@ -209,7 +208,7 @@ def test_operations_of_device_work() -> None:
     trace = KinetoTrace()
     for step in range(4):
         trace.turn(step, 1000 * step, nodes)
-    annotate(trace.document, trace.log, names_of(step_nodes(nodes)))
+    annotate(trace.document, trace.log, names_of(nodes))
     found = trace_operations(trace.document)
     assert (found.device, found.steps) == (True, 4)
     assert found.step_us == pytest.approx(80)  # eight nodes, one after the other

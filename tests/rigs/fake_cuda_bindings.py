@@ -1,7 +1,7 @@
 """`cuda.bindings` with the signatures and answers of its versions, over a graph that is a list.
 
-As documented for cuda-bindings 12.9 ("12"), 13.0 ("13") and 13.1 ("13.1"): 13 answers with the data
-of edges, as 12 does only to the second version of a call; 13.1 has the ids of nodes for tools.
+As documented for cuda-bindings 12.9 ("12") and 13.0 ("13"): 13 answers with the data of edges, as
+12 does only to the second version of a call.
 """
 # ruff: noqa: N801, N802, N815  the names are CUDA's
 
@@ -27,7 +27,6 @@ class Handle:
 class cudaError_t(enum.IntEnum):
     cudaSuccess = 0
     cudaErrorInvalidValue = 1
-    cudaErrorCallRequiresNewerDriver = 36
     cudaErrorLossyQuery = 402
 
 
@@ -51,8 +50,6 @@ class cudaStreamCaptureStatus(enum.IntEnum):
 
 
 STREAM = 0xABC
-GRAPH_ID = 3
-EXEC_ID = 9
 OK = cudaError_t.cudaSuccess
 
 
@@ -70,16 +67,20 @@ class FakeCuda:
     """A stream under capture, and the two modules that can be asked about it."""
 
     version: str = "13"
-    driver_has_tools_ids: bool = True
-    capturing: bool = True
+    fails: bool = False
+    """Whether the nodes of the graph cannot be listed now."""
     nodes: dict[int, FakeNode] = field(default_factory=dict)
     """By handle; their order tells nothing."""
     names: dict[tuple[bool, int], bytes] = field(default_factory=dict)
     """(whether a kernel of a library, handle) -> name."""
-    calls: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = random.Random(5)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a capture."""
+        self.nodes.clear()
         self.frontier: list[int] = []
 
     def launch(
@@ -125,14 +126,14 @@ class FakeCuda:
         def cudaStreamGetCaptureInfo(stream: Handle) -> tuple[Any, ...]:
             assert int(stream) == STREAM
             active = cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
-            status = active if self.capturing else cudaStreamCaptureStatus(0)
             frontier = [Handle(handle) for handle in self.frontier]
             data = [[None] * len(frontier)] if edges else []
-            return OK, status, 1, Handle(7), frontier, *data, len(frontier)
+            return OK, active, 1, Handle(7), frontier, *data, len(frontier)
 
         def cudaGraphGetNodes(graph: Handle, numNodes: int = 0) -> tuple[Any, ...]:
             assert int(graph) == 7
-            self.calls.append("cudaGraphGetNodes")
+            if self.fails:
+                return cudaError_t.cudaErrorInvalidValue, None, None
             handles = list(self.nodes)
             self._random.shuffle(handles)
             return OK, *self._listed(handles, numNodes)
@@ -152,19 +153,11 @@ class FakeCuda:
             status, nodes, _, count = dependencies(node, pNumDependencies)
             return status, nodes, count
 
-        def cudaGraphNodeGetToolsId(hNode: Handle | int) -> tuple[Any, ...]:
-            if not self.driver_has_tools_ids:
-                return cudaError_t.cudaErrorCallRequiresNewerDriver, None
-            if int(hNode) == 0:
-                return cudaError_t.cudaErrorInvalidValue, None
-            return OK, GRAPH_ID << 32 | list(self.nodes).index(int(hNode))
-
         module = SimpleNamespace(
             cudaError_t=cudaError_t,
             cudaGraphNodeType=cudaGraphNodeType,
             cudaStreamCaptureStatus=cudaStreamCaptureStatus,
             cudaStream_t=Handle,
-            cudaGraphExec_t=Handle,
             cudaStreamGetCaptureInfo=cudaStreamGetCaptureInfo,
             cudaGraphGetNodes=cudaGraphGetNodes,
             cudaGraphNodeGetType=cudaGraphNodeGetType,
@@ -172,9 +165,6 @@ class FakeCuda:
         )
         if not edges:
             module.cudaGraphNodeGetDependencies_v2 = dependencies
-        if self.version == "13.1":
-            module.cudaGraphNodeGetToolsId = cudaGraphNodeGetToolsId
-            module.cudaGraphExecGetId = lambda hGraphExec: (OK, EXEC_ID)
         return module
 
     @property
@@ -187,7 +177,6 @@ class FakeCuda:
             return CUresult.CUDA_SUCCESS, SimpleNamespace(func=Handle(func), kern=Handle(kern))
 
         def name(library: bool, hfunc: Handle) -> tuple[Any, ...]:
-            self.calls.append("name")
             found = self.names.get((library, int(hfunc)))
             if found is None:
                 return CUresult.CUDA_ERROR_INVALID_VALUE, None

@@ -24,6 +24,7 @@ from stepgraph.cache.arena import Arena, HostArena
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.steps import Capture, EagerStep
 from stepgraph.profiling import attribution
+from stepgraph.profiling.kernel_names import NodeKind
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.execution import outputs, runner
 from stepgraph.runtime.execution.inputs import RowState
@@ -41,25 +42,16 @@ from .operation_tape import Operation, Tape, poison, tensors_of
 
 
 class TapeNodes:
-    """A `NodeSource`: every operation that computes something is a node, named like it."""
-
-    reason = None
+    """Stands for `CudaGraphNodes`: every operation that computes is a node, named like it."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._seen = 0
 
-    def take(self) -> list[attribution.CapturedNode]:
+    def take(self) -> list[tuple[NodeKind, str]]:
         new = self._tape.operations[self._seen :]
         self._seen = len(self._tape.operations)
-        return [
-            attribution.CapturedNode("kernel", str(operation.func))
-            for operation in new
-            if operation.computes
-        ]
-
-    def tools_ids(self, graph: object) -> None:
-        assert isinstance(graph, FakeGraph)
+        return [("kernel", str(operation.func)) for operation in new if operation.computes]
 
 
 @dataclass
@@ -190,17 +182,14 @@ class FakeCapturer:
     def capture(self, fn: Callable[[], Any]) -> Capture[Any]:
         graphs = self.graphs
         if graphs.records:
-            with Tape() as tape, attribution.capturing(lambda: TapeNodes(tape)) as names:
+            with Tape() as tape, attribution.capturing(lambda: TapeNodes(tape)):
                 output = fn()
             operations = tape.operations
         else:
             output = fn()
             made = tensors_of(vars_of(output))
             operations = [Operation(lambda: vars_of(fn()), (), {}, made, made, is_view=False)]
-            names = None
         graph = FakeGraph(len(graphs.graphs), operations, output)
-        if names is not None:
-            names.finish(graph)
         graphs.graphs.append(graph)
         graphs.log.append(("capture", graph.index))
         addresses = [tensor.data_ptr() for tensor in tensors_of(vars_of(output))]

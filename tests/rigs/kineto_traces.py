@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
+from stepgraph.profiling.kernel_names import KernelNames, Node, StepNodes
 from stepgraph.profiling.trace import Recorded, event_name
 
 HOST, THREAD, DEVICE, STREAM = 4711, 4711, 0, 7
@@ -19,27 +19,17 @@ KERNELS = {
 """Operations of a layer -> functions on the device."""
 
 
-def nodes_of(layers: int, *, ids_from: int | None = None) -> tuple[Node, ...]:
+def nodes_of(layers: int) -> tuple[Node, ...]:
     """A step of `begin`, three operations a layer, and a copy of the tokens."""
-    numbers = itertools.count(ids_from) if ids_from is not None else itertools.repeat(None)
-    nodes = [Node(None, "begin", "kernel", "begin_kernel", next(numbers))]
+    nodes = [Node(None, "begin", "kernel", "begin_kernel")]
     for layer in range(layers):
-        nodes += [
-            Node(layer, operation, "kernel", kernel, next(numbers))
-            for operation, kernel in KERNELS.items()
-        ]
-    return (*nodes, Node(None, "greedy", "memcpy", None, next(numbers)))
+        nodes += [Node(layer, name, "kernel", kernel) for name, kernel in KERNELS.items()]
+    return (*nodes, Node(None, "greedy", "memcpy", None))
 
 
-def names_of(*steps: StepNodes, **said: Any) -> KernelNames:
-    costs = [OperationCost("down", 2, 4000)]
-    return KernelNames(
-        **{"model": "tiny", "device": "cuda", "costs": costs, **said, "steps": [*steps]}
-    )
-
-
-def step_nodes(nodes: Sequence[Node], size: int = 4, phase: Any = "decode") -> StepNodes:
-    return StepNodes(phase, size, False, tuple(nodes))
+def names_of(nodes: Sequence[Node]) -> KernelNames:
+    """The names of one captured step of four rows."""
+    return KernelNames(steps=[StepNodes("decode", 4, False, tuple(nodes))])
 
 
 class KinetoTrace:
@@ -59,9 +49,6 @@ class KinetoTrace:
         self.log[index] = Recorded(name, payload)
         self._host("user_annotation", event_name(index), ts, dur, tid)
 
-    def operator(self, name: str, ts: float, dur: float) -> None:
-        self._host("cpu_op", name, ts, dur, THREAD)
-
     def call(self, name: str, ts: float, tid: int = THREAD) -> int:
         correlation = next(self.correlation)
         self._host("cuda_runtime", name, ts, 2.0, tid, correlation=correlation)
@@ -75,14 +62,11 @@ class KinetoTrace:
         dur: float,
         *,
         cat: str = "kernel",
-        node_id: int | None = None,
         tid: int = STREAM,
     ) -> None:
         args: dict[str, Any] = {"device": DEVICE, "stream": tid}
         if correlation is not None:
             args["correlation"] = correlation
-        if node_id is not None:
-            args["graph node id"] = node_id
         self.events.append(
             {"ph": "X", "cat": cat, "name": name, "pid": DEVICE, "tid": tid, "ts": ts, "dur": dur}
             | {"args": args}
@@ -96,22 +80,15 @@ class KinetoTrace:
         step: int,
         ts: float,
         nodes: Sequence[Node],
-        *,
-        bucket: int = 4,
-        leave_out: Sequence[int] = (),
-        with_ids: bool = False,
         streams: Sequence[int] = (STREAM,),
-        phase: str = "replay",
     ) -> None:
         """One turn of the engine of 100 µs, whose replay takes 10 µs for each of its nodes."""
         self.range("step", ts, 100, payload=step)
-        self.range("launch", ts + 10, 30, payload=bucket)
-        numbers = {"step": step, "rows": bucket - 1, "bucket": bucket, "tokens": bucket - 1}
-        self.range(phase, ts + 12, 20, **numbers, blocks_in_use=5, padding=1)
+        self.range("launch", ts + 10, 30, payload=4)
+        numbers = {"step": step, "rows": 3, "bucket": 4, "tokens": 3}
+        self.range("replay", ts + 12, 20, **numbers, blocks_in_use=5, padding=1)
         correlation = self.call("cudaGraphLaunch", ts + 15)
         for index, node in enumerate(nodes):
-            if index in leave_out:
-                continue
             kernel = node.kind == "kernel"
             self.work(
                 correlation,
@@ -119,7 +96,6 @@ class KinetoTrace:
                 ts + 20 + 10 * index,
                 10,
                 cat="kernel" if kernel else "gpu_memcpy",
-                node_id=node.tools_id if with_ids else None,
                 tid=streams[index % len(streams)],
             )
 

@@ -31,21 +31,18 @@ class Variant:
     registered: bool = True
     """Messages are ids of strings."""
     payload: bool = True
-    graph_nodes: bool = True
-    """Activities have a column for the node of a graph."""
     graph_trace: Literal["graph", "node"] | None = "graph"
     """None: the steps run without graphs."""
 
 
 NEW = Variant()
-OLD = Variant(False, False, False, "node")
+OLD = Variant(False, False, "node")
 
 
 @dataclass(frozen=True)
 class Kernel:
     name: str
     ns: int
-    node_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -133,15 +130,13 @@ class Profile:
     def activity(self, kind: str, start: int, end: int, call: int, **more: Any) -> None:
         row: dict[str, Any] = {"start": start, "end": end, "deviceId": self.device, "contextId": 1}
         row |= {"streamId": 7, "correlationId": call, "globalPid": self.process, **more}
-        if not self.variant.graph_nodes:
-            row.pop("graphNodeId", None)
         self.add(f"CUPTI_ACTIVITY_KIND_{kind}", **row)
 
     def copy(self, ns: int, kind: int) -> tuple[int, int]:
         """A copy that the host queues now; returns when it runs."""
         call = self.call("cudaMemcpyAsync_v3020", 2_000)
         start = max(self.device_free, self.now)
-        self.activity("MEMCPY", start, start + ns, call, copyKind=kind, bytes=64, graphNodeId=None)
+        self.activity("MEMCPY", start, start + ns, call, copyKind=kind, bytes=64)
         self.device_free = start + ns
         return start, start + ns
 
@@ -156,8 +151,7 @@ class Profile:
                 at = max(at, self.now)
                 begin = at if i == 0 else begin
             if graph != "graph":
-                node = kernel.node_id if graph == "node" else None
-                ids = {"shortName": self.string(kernel.name), "graphNodeId": node}
+                ids = {"shortName": self.string(kernel.name)}
                 ids["demangledName"] = self.string(f"void {kernel.name}<float>(float*)")
                 self.activity("KERNEL", at, at + kernel.ns, call, **ids)
             at += kernel.ns
@@ -233,11 +227,10 @@ class Profile:
         }
         if variant.payload:
             schema["NVTX_EVENTS"] += ", binaryData BLOB"
-        node = ", graphNodeId INT" if variant.graph_nodes else ""
-        kernel = f"{ACTIVITY}, demangledName INT, shortName INT{node}"
+        kernel = f"{ACTIVITY}, demangledName INT, shortName INT"
         schema["CUPTI_ACTIVITY_KIND_KERNEL"] = kernel
-        schema["CUPTI_ACTIVITY_KIND_MEMCPY"] = f"{ACTIVITY}, bytes INT, copyKind INT{node}"
-        schema["CUPTI_ACTIVITY_KIND_MEMSET"] = f"{ACTIVITY}, bytes INT{node}"
+        schema["CUPTI_ACTIVITY_KIND_MEMCPY"] = f"{ACTIVITY}, bytes INT, copyKind INT"
+        schema["CUPTI_ACTIVITY_KIND_MEMSET"] = f"{ACTIVITY}, bytes INT"
         schema["CUPTI_ACTIVITY_KIND_GRAPH_TRACE"] = f"{ACTIVITY}, graphId INT, graphExecId INT"
         tables: dict[str, list[dict[str, Any]]] = {}
         for profile in (self, *others):
