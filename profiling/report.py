@@ -133,42 +133,29 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A profile.
+    """A profile: the document of `--json`.
 
     Attributes:
         trace: the export.
         graph_trace: how CUDA graphs were traced; None: none was.
-        known: the names of captured nodes; empty without such a file.
-        steps: thread after thread, in order.
+        model, device, bandwidth_gb_s: as the names of captured nodes have them.
+        notes: caveats about the numbers.
         cases: by phase and bucket.
         operations: by phase, then the most expensive first.
         idle: by phase, the share of device time without any activity.
-        notes: caveats about the numbers.
+        steps: thread after thread, in order.
     """
 
-    trace: Path
+    trace: str
     graph_trace: GraphTrace | None
-    known: KernelNames
-    steps: list[Step]
+    model: str
+    device: str
+    bandwidth_gb_s: float | None
+    notes: list[str]
     cases: list[Case]
     operations: list[Operation]
     idle: dict[str, float]
-    notes: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document of `--json`."""
-        known = self.known
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "trace": str(self.trace),
-            "graph_trace": self.graph_trace,
-            **{name: getattr(known, name) for name in ("model", "device", "bandwidth_gb_s")},
-            "notes": self.notes,
-            "cases": [asdict(case) for case in self.cases],
-            "operations": [asdict(operation) for operation in self.operations],
-            "idle": self.idle,
-            "steps": [asdict(step) for step in self.steps],
-        }
+    steps: list[Step]
 
 
 def read_report(trace: Path) -> Report:
@@ -218,8 +205,18 @@ def read_report(trace: Path) -> Report:
         )
     steps = list(_steps(turns, in_thread=in_thread))
     operations, idle = _operations(turns, known)
-    cases = list(_cases(steps))
-    return Report(trace, graph_trace, known, steps, cases, operations, idle, notes)
+    return Report(
+        trace=str(trace),
+        graph_trace=graph_trace,
+        model=known.model,
+        device=known.device,
+        bandwidth_gb_s=known.bandwidth_gb_s,
+        notes=notes,
+        cases=list(_cases(steps)),
+        operations=operations,
+        idle=idle,
+        steps=steps,
+    )
 
 
 # The export --------------------------------------------------------------------------------------
@@ -363,16 +360,10 @@ class _Turn:
     work: dict[int | None, list[Event]] = field(default_factory=lambda: defaultdict(list))
     """Work of the device by the `id` of its launch. None: of none, such as inputs, outputs and
     copies of blocks; the commit of an earlier step is left out."""
-    calls: list[tuple[Event, bool]] = field(default_factory=list)
-    """CUDA calls, and whether the commit of an earlier step made them."""
-
-    def calls_of(self, names: re.Pattern[str], *, commits: bool) -> list[Event]:
-        """Return the calls of these names."""
-        return [
-            call
-            for call, committing in self.calls
-            if names.match(call["name"]) and (commits or not committing)
-        ]
+    wait_ns: int = 0
+    """In calls that wait for the device, also in the commit of an earlier step."""
+    calls: int = 0
+    """Calls that started kernels or graphs."""
 
 
 def _turns(events: list[Event], names: KernelNames, notes: list[str]) -> list[_Turn]:
@@ -396,9 +387,9 @@ def _turns(events: list[Event], names: KernelNames, notes: list[str]) -> list[_T
         if call is None or turn is None:
             continue
         launch = next((id(e) for e in enclosing if id(e) in turn.launches), None)
-        committing = any(event["name"] == ranges.COMMIT for event in enclosing)
-        turn.calls.append((call, committing))
-        if not committing:
+        turn.wait_ns += call["dur"] if _WAITS.match(call["name"]) else 0
+        if all(event["name"] != ranges.COMMIT for event in enclosing):
+            turn.calls += bool(_LAUNCHES.match(call["name"]))
             turn.work[launch] += work
     found_turns = [turn for turn in turns.values() if turn.launches]
     for turn in found_turns:
@@ -421,7 +412,6 @@ def _steps(turns: Sequence[_Turn], *, in_thread: bool) -> Iterator[Step]:
     """The step before in this thread, and when its device work ended."""
     for turn in turns:
         launches = list(turn.launches.values())
-        waits = sum(call["dur"] for call in turn.calls_of(_WAITS, commits=True))
         launched = sum(one["dur"] for one in launches) if in_thread else 0
         spans = _spans(launches if in_thread else itertools.chain(*turn.work.values()))
         begin, end = (spans[0][0], max(end for _, end in spans)) if spans else (0, 0)
@@ -444,10 +434,10 @@ def _steps(turns: Sequence[_Turn], *, in_thread: bool) -> Iterator[Step]:
             phase="+".join(_PHASES[one["name"]] for one in launches),
             **totals,
             bucket=first.get("bucket"),
-            host_us=(turn.range["dur"] - waits - launched) / 1e3,
-            wait_us=waits / 1e3,
+            host_us=(turn.range["dur"] - turn.wait_ns - launched) / 1e3,
+            wait_us=turn.wait_ns / 1e3,
             device_us=(end - begin) / 1e3 if spans else None,
-            launches=len(turn.calls_of(_LAUNCHES, commits=False)),
+            launches=turn.calls,
             gap_us=gap,
             step_us=between,
         )
@@ -471,70 +461,50 @@ def _cases(steps: Iterable[Step]) -> Iterator[Case]:
         yield Case(phase, group[0].bucket, len(group), **times)
 
 
-@dataclass(slots=True)
-class _Phase:
-    """Sums over the launches of a phase."""
-
-    launches: int = 0
-    steps: float = 0
-    """Decode steps: a launch may run several."""
-    device_ns: int = 0
-    """From the first to the last activity of each launch."""
-    busy_ns: float = 0.0
-    """With an activity running."""
-    samples: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """For each launch that has the operation, the time of its activities in ns."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """Activities of all launches by operation."""
-
-
 def _operations(
     turns: Sequence[_Turn], names: KernelNames
 ) -> tuple[list[Operation], dict[str, float]]:
     """Return the operations by phase, the most expensive first, and the idle shares."""
-    phases: dict[str, _Phase] = defaultdict(_Phase)
+    phases: dict[str, list[tuple[dict[str, Any], list[Event], list[tuple[int, int]]]]] = {}
     for turn in turns:
         whole = _spans(itertools.chain(*turn.work.values()))
         for key, work in turn.work.items():
-            if not work or (key is not None and any(one["cat"] == "graph" for one in work)):
-                continue
-            launch = None if key is None else turn.launches[key]
-            spans = whole if launch is None else _spans(work)
-            phase = phases[AROUND if launch is None else _PHASES[launch["name"]]]
-            phase.launches += 1
-            phase.device_ns += max(end for _, end in spans) - spans[0][0]
-            phase.busy_ns += covered(spans)
-            args = {} if launch is None else launch["args"]
+            if key is None and work:
+                phases.setdefault(AROUND, []).append(({}, work, whole))
+            elif key is not None and work and all(one["cat"] != "graph" for one in work):
+                launch = turn.launches[key]
+                found = phases.setdefault(_PHASES[launch["name"]], [])
+                found.append((launch["args"], work, _spans(work)))
+    read = {cost.operation: cost.launches * cost.bytes for cost in names.costs}
+    rows: list[Operation] = []
+    idle: dict[str, float] = {}
+    for phase in sorted(phases, key=_ORDER.index):
+        steps = 0.0  # a launch may run several
+        activities: Counter[str] = Counter()
+        samples: dict[str, list[int]] = defaultdict(list)  # for each launch with the operation
+        for args, work, _ in phases[phase]:
             lanes, bucket = args.get("tokens", 0) + args.get("padding", 0), args.get("bucket", 0)
-            phase.steps += lanes / bucket if lanes > 0 and bucket > 0 else 1
+            steps += lanes / bucket if lanes > 0 and bucket > 0 else 1
             times: Counter[str] = Counter()
             for one in work:
                 name = one["args"].get("operation", OTHER)
                 name = f"[{one['args'].get('kernel', one['name'])}]" if name == OTHER else name
                 times[name] += one["dur"]
-                phase.counts[name] += 1
+                activities[name] += 1
             for name, ns in times.items():
-                phase.samples[name].append(ns)
-    read = {cost.operation: cost.launches * cost.bytes for cost in names.costs}
-    rows: list[Operation] = []
-    for name in sorted(phases, key=_ORDER.index):
-        phase = phases[name]
-        for operation, samples in sorted(
-            phase.samples.items(), key=lambda item: (-sum(item[1]), item[0])
-        ):
-            total, fraction = sum(samples), None
-            if name == "decode" and read.get(operation) and total and names.bandwidth_gb_s:
-                floor_ns = read[operation] / names.bandwidth_gb_s
-                fraction = floor_ns * phase.steps / total
-            activities = phase.counts[operation] / phase.launches
-            us = Summary.of(ns / 1e3 for ns in samples)
-            share = total / phase.device_ns if phase.device_ns else 0.0
-            rows.append(Operation(name, operation, activities, us, share, fraction))
-    idle = {
-        name: 1 - phase.busy_ns / phase.device_ns
-        for name, phase in sorted(phases.items())
-        if name != AROUND and phase.device_ns
-    }
+                samples[name].append(ns)
+        all_spans = [spans for *_, spans in phases[phase]]
+        device_ns = sum(max(end for _, end in spans) - spans[0][0] for spans in all_spans)
+        if device_ns and phase != AROUND:
+            idle[phase] = 1 - sum(map(covered, all_spans)) / device_ns
+        for name in sorted(samples, key=lambda name: (-sum(samples[name]), name)):
+            total, fraction = sum(samples[name]), None
+            if phase == "decode" and read.get(name) and total and names.bandwidth_gb_s:
+                fraction = read[name] / names.bandwidth_gb_s * steps / total
+            count = activities[name] / len(all_spans)
+            us = Summary.of(ns / 1e3 for ns in samples[name])
+            share = total / device_ns if device_ns else 0.0
+            rows.append(Operation(phase, name, count, us, share, fraction))
     return rows, idle
 
 
@@ -568,7 +538,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json is not None:
             if options.json.resolve() == options.trace.resolve():
                 raise WriteError(options.json, "it is the trace")
-            write_file(options.json, json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
+            document = {"schema_version": SCHEMA_VERSION, **asdict(report)}
+            write_file(options.json, json.dumps(document, indent=1, allow_nan=False) + "\n")
     except (ExportError, NamesFileError, WriteError) as error:
         print(f"{_PROGRAM}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 1
