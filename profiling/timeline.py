@@ -2,7 +2,6 @@
 
 import mmap
 import struct
-import sys
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -93,7 +92,8 @@ class Timeline:
     def __init__(self, capacity: int, *, is_async_device: bool = False) -> None:
         self.capacity = capacity
         self.is_async_device = is_async_device
-        self._buffer = _reserve(capacity * _LAYOUT.size)
+        # A forked process has its own copy.
+        self._buffer = mmap.mmap(-1, capacity * _LAYOUT.size, flags=mmap.MAP_PRIVATE)
         self._recorded = 0
 
     @property
@@ -206,10 +206,3 @@ class Timeline:
     def clear(self) -> None:
         """Remove all records."""
         self._recorded = 0
-
-
-def _reserve(size: int) -> mmap.mmap:
-    """Return `size` zero bytes, of which a forked process has its own copy."""
-    if sys.platform == "win32":
-        return mmap.mmap(-1, size)
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)

@@ -82,13 +82,6 @@ def memory_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def file_path(text: str) -> Path:
-    """Read a file name. The file need not exist."""
-    if not text or text.endswith(("/", "\0")):
-        raise argparse.ArgumentTypeError(f"{text!r} names no file")
-    return Path(text)
-
-
 class Flag(NamedTuple):
     """A flag of the benchmark."""
 
@@ -272,12 +265,12 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "output-json": Flag(
             "write all results to this file as JSON, after each case",
             _engines(),
-            {"type": file_path, "metavar": "FILE"},
+            {"type": Path, "metavar": "FILE"},
         ),
         "compare": Flag(
             "compare two files of --output-json, case by case, without a measurement",
             _STEADY,
-            {"type": file_path, "nargs": 2, "metavar": ("OLD.json", "NEW.json")},
+            {"type": Path, "nargs": 2, "metavar": ("OLD.json", "NEW.json")},
         ),
         "fail-above": Flag(
             "for --compare: exit with status 1 if a ratio new / old is above this, e.g. 1.05, or if"
@@ -305,8 +298,8 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "profile-output": Flag(
             "the profile is NAME.trace.json.gz (torch), or NAME.nsys-rep and NAME.sqlite with"
             " NAME.kernels.json (nsys); existing files are replaced (default: stepgraph-profile)",
-            {"steady": "stepgraph-profile"},
-            {"metavar": "NAME"},
+            {"steady": Path("stepgraph-profile")},
+            {"type": Path, "metavar": "NAME"},
         ),
         "graph-trace": Flag(
             "how nsys traces a captured step: graph, as a whole; node, every kernel, which changes"
@@ -431,14 +424,8 @@ def _check_profile(options: argparse.Namespace, given: Mapping[str, Any]) -> Non
     steps = options.output_len[0] - 1
     first = steps // 4  # the first ones have cold caches
     options.profile_steps = range(first, min(first + options.profile_steps, steps))
-    name = options.profile_output
-    if not name or name.endswith(("/", ".")):
-        raise ValueError(
-            f"--profile-output {name!r} names no file: the profile is NAME.trace.json.gz"
-        )
-    options.profile_output = Path(name)
     files = [trace_path(options)]
     if options.profile == "nsys":
-        files = [Path(f"{name}.{end}") for end in ("nsys-rep", "sqlite")]
+        files = [Path(f"{options.profile_output}.{end}") for end in ("nsys-rep", "sqlite")]
     for path in (*files, kernels_path(options)):
         check_writable(path)

@@ -76,8 +76,9 @@ def test_a_step_lasts_until_the_next_tokens(monkeypatch):
             return [Output()]
 
     monkeypatch.setattr(steady.time, "perf_counter", lambda: clock[0])
-    _, durations = steady.decode_together(Engine(), [[1]], None, 3)
-    assert durations == pytest.approx([5.0, 5.0, 5.0])
+    batch = steady.EngineBatch(Engine())
+    batch.prefill([[1]], 9)
+    assert batch.steps(3) == pytest.approx([4.0, 4.5, 4.5])
 
 
 def test_ranks_are_checked_before_the_first_engine_starts(capsys, monkeypatch):

@@ -22,24 +22,16 @@ from typing import Any
 from ....profiling.device_state import watch
 from ....profiling.stats import Summary
 from ...config import EngineConfig
-from ...engine.engine import Engine
 from ...errors import StepgraphError
 from ...loading.loader import resolve_source
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode, resolve_engine
 from ..peers import Peer, PeerError, PeerSpec
 from ..results import describe_engine, num_cpus
 from ..saved_preset import checkpoint_of
-from ..workload import abort_all, greedy, random_prompts, spread
-from .steady import BenchmarkCase
+from ..workload import random_prompts, spread
+from .steady import BenchmarkCase, EngineBatch
 
-__all__ = [
-    "EngineSide",
-    "NeighboursCase",
-    "SideRun",
-    "busy_processes",
-    "measure_neighbours",
-    "run_neighbours",
-]
+__all__ = ["NeighboursCase", "SideRun", "busy_processes", "measure_neighbours", "run_neighbours"]
 
 SETTLING_SECONDS = 0.3
 """Pause before the steps of a runtime: threads of another may spin for 0.2 s after a step."""
@@ -114,40 +106,11 @@ class NeighboursCase:
         return case.longest_sequence(prefill_chunk)
 
 
-class EngineSide:
-    """An engine as a runtime that is measured, with the methods of `Peer`."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._ids: list[str] = []
-
-    def prefill(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
-        self._ids = [self._engine.add_request(p, greedy(max_tokens)) for p in prompts]
-        decoding: set[str] = set()
-        while len(decoding) < len(prompts):
-            decoding.update(output.request_id for output in self._engine.step())
-
-    def steps(self, count: int) -> list[float]:
-        step_ms = []
-        before = time.perf_counter()
-        for _ in range(count):
-            outputs = self._engine.step()
-            after = time.perf_counter()
-            if len(outputs) != len(self._ids):
-                raise StepgraphError(f"a step decoded {len(outputs)} of {len(self._ids)} rows")
-            step_ms.append(1e3 * (after - before))
-            before = after
-        return step_ms
-
-    def end(self) -> None:
-        abort_all(self._engine, self._ids)
-
-
 @dataclass
 class SideRun:
     """Measurements of a runtime."""
 
-    side: EngineSide | Peer
+    side: EngineBatch | Peer
     step_ms: dict[int, list[list[float]]] = field(default_factory=dict)
     """For each number of busy processes the steps of each round."""
 
@@ -265,7 +228,7 @@ def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterat
         for case in cases:
             rows, input_len = case.batch_size, case.input_len
             run.say(f"{rows} rows, prompts of {input_len}")
-            ours, theirs = SideRun(EngineSide(engine)), [SideRun(peer) for peer in peers]
+            ours, theirs = SideRun(EngineBatch(engine)), [SideRun(peer) for peer in peers]
             prompts = random_prompts(engine.model_config, rows, input_len, options.seed)
             read_again = watch(run.monitor)
             measure_neighbours(

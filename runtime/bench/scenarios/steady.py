@@ -30,7 +30,6 @@ from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
 from ...errors import ConfigError, StepgraphError
 from ...loading.loader import resolve_source
-from ...sampling_params import SamplingParams
 from ..baseline import TransformersBaseline, import_transformers
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..peers import PeerError
@@ -47,7 +46,7 @@ from ..workload import (
     spread,
 )
 
-__all__ = ["BenchmarkCase", "CaseRun", "SteadyRun", "decode_together"]
+__all__ = ["BenchmarkCase", "CaseRun", "EngineBatch", "SteadyRun"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +89,13 @@ class CaseRun:
         seed: int,
         before_step: Callable[[int], None] | None = None,
     ) -> None:
-        """Make the prompts. `before_step` is called in repetitions: see `decode_together`."""
+        """Make the prompts. `before_step` is called in repetitions: see `EngineBatch.steps`."""
         self.engine = engine
         self.case = case
         self._before_step = before_step
         self.prompts = random_prompts(engine.model_config, case.batch_size, case.input_len, seed)
         longest = case.longest_sequence(engine.config.user.prefill_chunk)
-        self._params = greedy(longest - case.input_len)
+        self._max_tokens = longest - case.input_len
         self.ttft_ms: list[float] = []
         self._prefill_ms: list[float] = []
         self.itl_ms: list[float] = []
@@ -112,15 +111,19 @@ class CaseRun:
 
     def warm_up(self) -> None:
         """Run it once without recording."""
-        decode_together(self.engine, self.prompts, self._params, self.case.output_len - 1)
+        batch = EngineBatch(self.engine)
+        batch.prefill(self.prompts, self._max_tokens)
+        batch.steps(self.case.output_len - 1)
+        batch.end()
 
     def repeat(self) -> None:
         """Run it once more."""
         engine, case = self.engine, self.case
         engine.timeline().clear()
-        outputs, durations = decode_together(
-            engine, self.prompts, self._params, case.output_len - 1, self._before_step
-        )
+        batch = EngineBatch(engine)
+        batch.prefill(self.prompts, self._max_tokens)
+        durations = batch.steps(case.output_len - 1, self._before_step)
+        outputs = batch.end()
         self.repetitions.append(durations)
         self.records += engine.timeline().records()
         if not self.token_ids:
@@ -179,52 +182,55 @@ class CaseRun:
         }
 
 
-def decode_together(
-    engine: Engine,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    steps: int,
-    before_step: Callable[[int], None] | None = None,
-) -> tuple[list[RequestOutput], list[float]]:
-    """Decode the prompts until `steps` steps have decoded all of them and done nothing else.
+class EngineBatch:
+    """Requests that an engine decodes together, with the methods of `Peer`."""
 
-    `before_step` is called before each of those steps with its number, from 0, and after the last
-    one with their count; its time is not counted.
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._latest: dict[str, RequestOutput | None] = {}
 
-    Raises:
-        StepgraphError: the engine did not decode them all at once.
+    def prefill(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
+        """Run until every prompt has its first token; each may get `max_tokens`."""
+        params = greedy(max_tokens)
+        self._latest = {self._engine.add_request(prompt, params): None for prompt in prompts}
+        while None in self._latest.values():
+            self._latest.update((output.request_id, output) for output in self._engine.step())
 
-    Returns the outputs, and the milliseconds of each of those steps.
-    """
-    ids = [engine.add_request(prompt, params) for prompt in prompts]
-    latest: dict[str, RequestOutput] = {}
-    durations: list[float] = []
-    decoding: set[str] = set()
-    before = time.perf_counter()
-    while len(durations) < steps:
-        if before_step is not None and len(decoding) == len(ids):
-            before_step(len(durations))
-            before = time.perf_counter()
-        outputs = engine.step()
-        ended = time.perf_counter()
-        if not outputs and not engine.has_unfinished():
-            raise StepgraphError(
-                f"{len(ids)} requests ended before {steps} steps decoded all of them at once: the"
-                " cache has too few blocks for all of them; choose a longer --output-len or"
-                " --input-len, or fewer rows"
-            )
-        # Whole: every request got a token by this step, and had one before it.
-        if len(decoding) == len(outputs) == len(ids):
+    def steps(self, count: int, before_step: Callable[[int], None] | None = None) -> list[float]:
+        """Decode the whole batch `count` times; return the milliseconds of each step.
+
+        `before_step` is called before each step with its number, from 0, and after the last one
+        with their count; its time is not counted.
+
+        Raises:
+            StepgraphError: a step did not decode all requests.
+        """
+        step_ms: list[float] = []
+        before = time.perf_counter()
+        for number in range(count):
+            if before_step is not None:
+                before_step(number)
+                before = time.perf_counter()
+            outputs = self._engine.step()
+            ended = time.perf_counter()
+            if len(outputs) != len(self._latest):
+                raise StepgraphError(
+                    f"a step decoded {len(outputs)} of {len(self._latest)} requests: the cache has"
+                    " too few blocks for all of them; choose fewer rows, or a shorter --output-len"
+                    " or --input-len"
+                )
             # From the tokens of the step before: a device works on while the caller does this.
-            durations.append(1e3 * (ended - before))
-        before = ended
-        for output in outputs:
-            decoding.add(output.request_id)
-            latest[output.request_id] = output
-    if before_step is not None:
-        before_step(len(durations))
-    abort_all(engine, ids)
-    return [latest[request_id] for request_id in ids], durations
+            step_ms.append(1e3 * (ended - before))
+            before = ended
+            self._latest.update((output.request_id, output) for output in outputs)
+        if before_step is not None:
+            before_step(count)
+        return step_ms
+
+    def end(self) -> list[RequestOutput]:
+        """Drop the requests; return their outputs until now."""
+        abort_all(self._engine, [*self._latest])
+        return [output for output in self._latest.values() if output is not None]
 
 
 class SteadyRun(BenchmarkRun):
