@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,8 @@ from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.bench.results import settle_bandwidth, warnings
 from stepgraph.runtime.bench.scenarios.steady import CaseRun
 from stepgraph.runtime.bench.workload import interleave, spread
-from stepgraph.runtime.kernels import have_compiler
 
 from ..rigs.bench_rig import run_bench
-
-NATIVE = "native" if have_compiler() else "torch"
 
 
 @given(st.integers(1, 5), st.integers(0, 9))
@@ -30,19 +26,11 @@ def test_every_round_runs_every_side_once_and_none_is_always_first(sides, repeti
     assert len(rounds) == repetitions
     for number, order in enumerate(rounds):
         assert order == sorted(range(sides), reverse=number % 2 == 1)
-    # A machine that gets slower and slower is as slow for each, over an even number of rounds.
-    if repetitions % 2 == 0:
-        times = [sum(i for i, s in enumerate(log) if s == side) for side in range(sides)]
-        assert len(set(times)) <= 1
 
 
-TWO_MODES = "--mode compile eager --batch-size 1 --input-len 24 --output-len 6 --num-warmup 0"
-
-
-def measured(
-    patch: pytest.MonkeyPatch, folder: Path, arguments: str, kernels: str = NATIVE
-) -> tuple[list[dict[str, Any]], list[tuple[str, int]], list[int | None]]:
-    """Run the benchmark; return its cases, (mode, rows) of each repetition, and memory budgets."""
+@pytest.mark.parametrize("fits", [True, False])
+def test_modes_are_interleaved_where_they_fit_together(monkeypatch, tmp_path, capsys, fits):
+    """Nothing is compiled: the engines of all modes run eagerly."""
     log: list[tuple[str, int]] = []
     budgets: list[int | None] = []
     repeat, start = CaseRun.repeat, Engine.from_pretrained
@@ -53,65 +41,45 @@ def measured(
         repeat(run)
 
     def start_eager(model: str, config: EngineConfig, progress: bool) -> Engine:
-        """Nothing is compiled: the engines of all modes run eagerly."""
         budgets.append(config.memory_tokens)
+        if len(budgets) == 2 and not fits:
+            raise MemoryBudgetError("the total of 9 bytes is over the budget\nterm by term")
         fields = {name: getattr(config, name) for name in config.__slots__}
-        engine = start(
-            model, EngineConfig(**fields | {"mode": "eager", "kernels": kernels}), progress=progress
-        )
+        fields |= {"mode": "eager", "kernels": "torch"}
+        engine = start(model, EngineConfig(**fields), progress=progress)
         modes[id(engine)] = config.mode
         return engine
 
-    patch.setattr(CaseRun, "repeat", logged)
-    patch.setattr(Engine, "from_pretrained", start_eager)
-    assert run_bench(patch, f"{arguments} --output-json {folder}/a.json") == 0
-    cases: list[dict[str, Any]] = json.loads((folder / "a.json").read_text())["cases"]
-    return cases, log, budgets
-
-
-def test_repetitions_of_modes_are_interleaved(monkeypatch, tmp_path):
-    cases, log, budgets = measured(monkeypatch, tmp_path, f"{TWO_MODES} --num-iters 3", "torch")
-    assert [mode for mode, _ in log] == ["eager", "compile", "compile", "eager", "eager", "compile"]
-    assert len(cases) == len(budgets) == 2
+    monkeypatch.setattr(CaseRun, "repeat", logged)
+    monkeypatch.setattr(Engine, "from_pretrained", start_eager)
+    sizes = "--batch-size 1 2 --input-len 8 --output-len 4 --num-warmup 0 --num-iters 3"
+    files = f"--output-json {tmp_path}/a.json"
+    assert run_bench(monkeypatch, f"--mode compile eager {sizes} {files}") == 0
+    cases: list[dict[str, Any]] = json.loads((tmp_path / "a.json").read_text())["cases"]
+    error = capsys.readouterr().err
+    assert len(cases) == 4
     assert len(set(budgets)) == 1
     assert None not in budgets
+    assert [case["interleaved"] for case in cases] == [fits] * 4
+    assert ("not interleaved: the total of 9" in error) == (not fits)
+    assert "term by term" not in error
+    if fits:
+        rounds = ["eager", "compile", "compile", "eager", "eager", "compile"]
+        assert log == [(mode, rows) for rows in (1, 2) for mode in rounds]
+    else:
+        one = [(rows, mode) for mode in ("eager", "compile") for rows in (1, 2)]
+        assert log == [(mode, rows) for rows, mode in one for _ in range(3)]
     for case in cases:
-        assert case["interleaved"]
         assert case["tokens_equal_eager"] == 1.0
-        samples = [case["samples"]["step_ms"][i : i + 5] for i in (0, 5, 10)]
+        samples = [case["samples"]["step_ms"][i : i + 3] for i in (0, 3, 6)]
         assert case["repetition_ms"] == [Summary.of(part).p50 for part in samples]
         assert case["spread"] == spread(case["repetition_ms"])
 
 
-def test_modes_that_do_not_fit_together_run_one_after_the_other(monkeypatch, tmp_path, capsys):
-    real, started = Engine.from_pretrained, []
-
-    def start(model: str, config: EngineConfig, progress: bool) -> Engine:
-        started.append(config)
-        if len(started) == 2:
-            raise MemoryBudgetError("the total of 9 bytes is over the budget\nterm by term")
-        return real(model, config, progress=progress)
-
-    monkeypatch.setattr(Engine, "from_pretrained", start)
-    arguments = TWO_MODES.replace("--batch-size 1", "--batch-size 1 2")
-    cases, log, budgets = measured(monkeypatch, tmp_path, f"{arguments} --num-iters 2")
-    assert log == [(mode, rows) for mode in ("eager", "compile") for rows in (1, 1, 2, 2)]
-    assert not any(case["interleaved"] for case in cases)
-    assert len(budgets) == 4
-    error = " ".join(capsys.readouterr().err.split())
-    assert "modes run one after the other, not interleaved: the total of 9" in error
-    assert "term by term" not in error
-
-
-def case_with(
-    spread: float | None, mode: str = "eager", interleaved: bool = True
-) -> dict[str, Any]:
+def case_with(spread: float | None, mode: str = "eager") -> dict[str, Any]:
     dtypes = dict.fromkeys(("dtype", "weight_dtype", "kv_dtype"), "bfloat16")
     sizes = {"batch_size": 1, "input_len": 8, "output_len": 4}
-    return {"model": "m", **dtypes, "mode": mode, "spread": spread, **sizes} | {
-        "interleaved": interleaved,
-        "device_state": None,
-    }
+    return {"model": "m", "mode": mode, "spread": spread, "device_state": None} | dtypes | sizes
 
 
 READS = {"bandwidth_gb_s": 10.0}
@@ -121,9 +89,8 @@ def test_noisy_cases_are_named():
     assert spread([2.0]) is None
     assert spread([9.0, 10.0, 12.0]) == pytest.approx(0.3)
     assert warnings({"environment": READS, "cases": [case_with(0.05), case_with(None)]}) == []
-    (line,) = warnings(
-        {"environment": READS, "cases": [case_with(0.0501), case_with(0.01, "compile")]}
-    )
+    cases = [case_with(0.0501), case_with(0.01, "compile")]
+    (line,) = warnings({"environment": READS, "cases": cases})
     assert "1 of 2 cases" in line
     assert "m bfloat16 eager 1 x 8 x 4 (5.0%)" in line
     assert "compile" not in line

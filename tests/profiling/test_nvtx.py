@@ -1,4 +1,4 @@
-"""What an NVTX tool receives: a small one, built here, that prints it."""
+"""What an NVTX tool receives: a small one, built here, that prints it. And without `nvtx`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from stepgraph.profiling.ranges import PLAIN_RANGES, STEP_RANGES, StepNumbers
-
-pytest.importorskip("nvtx")
 
 # The smallest tool that NVTX accepts: it is asked to put its functions into the tables of the
 # process and prints what arrives. Payloads are an extension, which asks on its own.
@@ -99,9 +98,9 @@ with ranges.span(ranges.STEP, 41):
 """
 
 
-def run(program: str = PROGRAM, **environment: str) -> list[str]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("NVTX_")}
-    done = subprocess.run(
+def run(program: str = PROGRAM, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("NVTX_", "NSYS_"))}
+    return subprocess.run(
         [sys.executable, "-c", program],
         env=inherited | environment,
         capture_output=True,
@@ -109,11 +108,11 @@ def run(program: str = PROGRAM, **environment: str) -> list[str]:
         timeout=60,
         check=True,
     )
-    return done.stdout.split("\n")[:-1]
 
 
 @pytest.fixture(scope="module")
 def tool(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pytest.importorskip("nvtx")
     compiler = shutil.which("cc")
     if compiler is None or sys.platform != "linux" or sys.maxsize < 2**32:
         pytest.skip("building an NVTX tool needs a C compiler on 64-bit Linux")
@@ -130,7 +129,7 @@ def laid_out(names: Sequence[str]) -> str:
 
 
 def test_a_tool_receives_ranges_and_payloads(tool: str) -> None:
-    lines = run(NVTX_INJECTION64_PATH=tool)
+    lines = run(NVTX_INJECTION64_PATH=tool).stdout.splitlines()
     assert "domain stepgraph" in lines
     assert "attached True" in lines
     registered = {line.removeprefix("register ") for line in lines if line.startswith("register ")}
@@ -159,5 +158,25 @@ def test_a_tool_receives_ranges_and_payloads(tool: str) -> None:
 
 
 def test_without_a_tool_or_with_ranges_disabled_nothing_is_attached(tool: str) -> None:
-    assert run(NVTX_INJECTION64_PATH=tool, NVTX_DISABLE="1")[-1] == "attached False"
-    assert run() == ["attached False"]
+    disabled = run(NVTX_INJECTION64_PATH=tool, NVTX_DISABLE="1").stdout
+    assert disabled.splitlines()[-1] == "attached False"
+    assert run().stdout == "attached False\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "warned"),
+    [
+        ({"NSYS_PROFILING_SESSION_ID": "7"}, True),
+        ({"NVTX_INJECTION64_PATH": "/opt/tool.so", "NVTX_DISABLE": "1"}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_without_the_package_a_profiled_process_warns_once(
+    tmp_path: Path, environment: dict[str, str], warned: bool
+) -> None:
+    (tmp_path / "nvtx.py").write_text("raise ImportError('no nvtx here')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run(PYTHONPATH=path, **environment)
+    assert done.stdout == "attached False\n"
+    assert done.stderr.count("RuntimeWarning") == done.stderr.count("pip install 'nvtx>=") == warned
