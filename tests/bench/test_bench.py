@@ -1,11 +1,14 @@
 """bench.py from its command line to its JSON and its table."""
 
 import json
+import os
 import subprocess
 import sys
 from typing import get_args
 
 import pytest
+from stepgraph.profiling import atomic_write
+from stepgraph.profiling.atomic_write import check_writable, write_file
 from stepgraph.runtime import Engine, EngineConfig, StepgraphError
 from stepgraph.runtime.bench.benchmark_run import BenchmarkRun
 from stepgraph.runtime.bench.load import Status
@@ -15,6 +18,7 @@ from stepgraph.runtime.bench.scenarios import steady
 from ..rigs.bench_rig import ROOT, run_bench
 
 SMALL = "--batch-size 1 2 --input-len 24 --output-len 12 --num-warmup 0 --num-iters 1"
+ONE = "--mode eager --batch-size 1 --input-len 8 --output-len 3 --num-warmup 0 --num-iters 1"
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +69,6 @@ def test_a_step_lasts_until_the_next_tokens(monkeypatch):
         def add_request(self, prompt, params):
             return "a"
 
-        def abort(self, request_id):
-            pass
-
-        def has_unfinished(self):
-            return False
-
         def step(self):
             clock[0] += 4e-3
             return [Output()]
@@ -81,15 +79,51 @@ def test_a_step_lasts_until_the_next_tokens(monkeypatch):
     assert batch.steps(3) == pytest.approx([4.0, 4.5, 4.5])
 
 
+def test_a_file_is_written_whole_and_nothing_else_is_left(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    check_writable(path)
+    assert os.listdir(tmp_path) == []
+    write_file(path, "one µ\n")
+    path.chmod(0o640)
+    check_writable(path)
+    assert path.read_text(encoding="utf-8") == "one µ\n"
+    write_file(path, "two\n")
+    assert path.stat().st_mode & 0o777 == 0o640
+    with monkeypatch.context() as patched:
+        patched.setattr(atomic_write.os, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write_file(path, "after")
+    assert path.read_text() == "two\n"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
+    def repeat(run: steady.CaseRun) -> None:
+        interrupt() if run.case.batch_size == 2 else real(run)
+
+    real = steady.CaseRun.repeat
+    monkeypatch.setattr(steady.CaseRun, "repeat", repeat)
+    arguments = f"{ONE} --output-json {tmp_path}/a.json"
+    assert run_bench(monkeypatch, arguments.replace("--batch-size 1", "--batch-size 1 2")) == 130
+    (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
+    assert case["batch_size"] == 1
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].startswith("stepgraph bench: interrupted")
+    assert "Traceback" not in captured.err
+    assert "- batch 1, input 8: " in captured.out
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
 def test_ranks_are_checked_before_the_first_engine_starts(capsys, monkeypatch):
     flags = "--model preset:smollm2-135m --tensor-parallel 1 2"
     with monkeypatch.context() as patched:
         patched.setattr(BenchmarkRun, "start", lambda *_: pytest.fail("an engine started"))
         assert run_bench(monkeypatch, flags) == 2
     assert "2 does not divide 9 query heads" in capsys.readouterr().err
-
-
-ONE = "--mode eager --batch-size 1 --input-len 8 --output-len 3 --num-warmup 0 --num-iters 1"
 
 
 def test_a_repeated_case_is_measured_once(monkeypatch, tmp_path):
@@ -101,9 +135,9 @@ def test_a_repeated_case_is_measured_once(monkeypatch, tmp_path):
 
 
 def test_load_is_offered_at_each_rate(monkeypatch, tmp_path, capsys):
-    flags = "--scenario serve --mode eager --batch-size 2 --input-len 8 --output-len 4 --duration 1"
+    flags = "--scenario serve --mode eager --batch-size 2 --input-len 8 --output-len 4"
     files = f"--output-json {tmp_path}/a.json"
-    assert run_bench(monkeypatch, f"{flags} --rates 0.5 0.1 --max-itl-ms 50 {files}") == 0
+    assert run_bench(monkeypatch, f"{flags} --rates 0.5 0.1 --duration 0.5 {files}") == 0
     document = json.loads((tmp_path / "a.json").read_text())
     assert capsys.readouterr().out == report(document) + "\n"
     for entry, fraction in zip(document["serve"], (0.5, 0.1), strict=True):

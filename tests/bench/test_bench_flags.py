@@ -45,6 +45,9 @@ WRONG_COMBINATIONS = [
 WRONG_FILES = [
     ("--output-json no/x.json", "no is not a directory"),
     ("--output-json folder", "it is a directory"),
+    ("--output-json file/b.json", "file is not a directory"),
+    ("--output-json link.json", "is not a directory"),
+    ("--output-json pipe", "it is not a regular file, or is read-only"),
     ("--profile torch --profile-output no/x", "no is not a directory"),
     ("--profile nsys --profile-output taken", "taken.kernels.json: it is a directory"),
 ]
@@ -55,6 +58,9 @@ def test_a_wrong_command_line_is_one_clear_line(capsys, monkeypatch, tmp_path, a
     monkeypatch.chdir(tmp_path)
     for name in ("folder", "taken.kernels.json"):
         Path(name).mkdir()
+    Path("file").touch()
+    Path("link.json").symlink_to("no/b.json")
+    os.mkfifo("pipe")
     before = sorted(os.listdir())
     with pytest.raises(SystemExit) as caught:
         parse_arguments(arguments.split())

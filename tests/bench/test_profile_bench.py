@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 from importlib.util import find_spec
-from typing import ClassVar
 
 import pytest
 from stepgraph.__main__ import main
@@ -16,25 +15,20 @@ from stepgraph.profiling import kernel_names, ranges
 from stepgraph.profiling.trace import read_trace
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.bench import benchmark_run
-from stepgraph.runtime.bench import step_profile as profile
 from stepgraph.runtime.engine.engine import Engine
 
 from ..rigs.bench_rig import run_bench
 from ..rigs.fake_graphs import make_fake_graphs  # noqa: F401
+from ..rigs.listeners import Heard
 
-needs_nvtx = pytest.mark.skipif(find_spec("nvtx") is None, reason="needs the package nvtx")
-
-CASE = "--mode eager --device cpu --input-len 16 --output-len 10 --num-warmup 0"
+CASE = "--mode eager --device cpu --input-len 8 --output-len 10 --num-warmup 0"
 
 
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
         ("--device cuda", "-t cuda,nvtx -c cudaProfilerApi --cuda-graph-trace=graph"),
-        (
-            "--device cuda:1 --graph-trace node",
-            "-t cuda,nvtx -c cudaProfilerApi --cuda-graph-trace=node",
-        ),
+        ("--device cuda:1 --graph-trace node", "-t cuda,nvtx --cuda-graph-trace=node"),
         ("--device cpu", "-t nvtx -c nvtx -p window@stepgraph"),
     ],
 )
@@ -52,38 +46,32 @@ def test_commands_of_nsys_are_printed(flags, what, capsys, tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-@needs_nvtx
+@pytest.mark.skipif(find_spec("nvtx") is None, reason="needs the package nvtx")
 def test_inside_nsys_the_window_is_around_the_steps(monkeypatch, tmp_path):
     """What the child does: its steps are counted while the window is open."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")
-    log = []
-
-    class Listener:
-        def push(self, name, payload):
-            if name in ("window", "step"):
-                log.append(name)
-            self.names.append(name)
-
-        def pop(self):
-            if self.names.pop() == "window":
-                log.append("closed")
-
-        names: ClassVar[list[str]] = []
-
-    with ranges.listening(Listener()):
+    heard = Heard()
+    with ranges.listening(heard):
         assert run_bench(monkeypatch, f"--profile nsys --profile-steps 3 {CASE}") == 0
-    opened = log.index("window")
-    assert log[opened:][:5] == ["window", "step", "step", "step", "closed"]
-    # The prefill, which makes the first token, and steps 0 and 1 were before it.
-    assert log[:opened] == ["step"] * 3
-    assert log.count("window") == 1
+    # The prefill, which makes the first token, and steps 0 and 1 are before it.
+    names = [name for name in heard.names("push") if name in ("window", "step")]
+    assert names[:7] == [*["step"] * 3, "window", *["step"] * 3]
+    assert names.count("window") == 1
+    depth, inside = 0, 0
+    begin = next(i for i, event in enumerate(heard.events) if event[1:2] == ("window",))
+    for event in heard.events[begin:]:
+        depth += 1 if event[0] == "push" else -1
+        inside += event[1:2] == ("step",)
+        if depth == 0:
+            break
+    assert inside == 3
     assert [path.name for path in tmp_path.iterdir()] == ["stepgraph-profile.kernels.json"]
 
 
 def test_a_trace_has_the_steps_of_the_window(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    arguments = f"--profile torch --profile-steps 4 --profile-output demo {CASE} --kernels torch"
+    arguments = f"--profile torch --profile-steps 4 --profile-output demo {CASE}"
     assert run_bench(monkeypatch, f"{arguments} --output-json out.json") == 0
     assert sorted(os.listdir()) == ["demo.trace.json.gz", "out.json"]
     events = read_trace(tmp_path / "demo.trace.json.gz")["traceEvents"]
@@ -96,8 +84,7 @@ def test_a_trace_has_the_steps_of_the_window(capsys, monkeypatch, tmp_path):
     assert {(args["rows"], args["bucket"], args["padding"]) for args in replays} == {(1, 1, 0)}
     assert {"plan", "launch", "commit"} <= {event["name"] for event in ranges}
     assert not {"prefill", "warmup", "capture", "load"} & {event["name"] for event in ranges}
-    document = json.loads((tmp_path / "out.json").read_text())
-    (case,) = document["cases"]
+    (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
     assert case["profiled"] is True
     assert case["step_ms"]["n"] == 9
     told = case["profile"]
@@ -110,7 +97,6 @@ def test_a_trace_has_the_steps_of_the_window(capsys, monkeypatch, tmp_path):
 
 def test_a_run_that_fails_in_the_window_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
     step, calls = Engine.step, []
 
     def failing(self):
@@ -125,33 +111,16 @@ def test_a_run_that_fails_in_the_window_writes_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def small_graphs(fake_graphs, monkeypatch):
+@pytest.mark.usefixtures("fake_graphs")
+def test_names_are_recorded_while_an_engine_captures(monkeypatch, tmp_path):
     """The fastest mode is graph, whose captures hold the operations of eager mode."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(benchmark_run, "modes_of", lambda device: ("graph",))
     plain = functools.partial(EngineConfig, compile=False)
     monkeypatch.setattr(benchmark_run, "EngineConfig", plain)
-    return fake_graphs
-
-
-GRAPHS = "--device cpu --input-len 4 --output-len 4 --num-warmup 0"
-
-
-@pytest.mark.usefixtures("small_graphs")
-def test_names_are_recorded_while_an_engine_captures(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    given = []
-    trace = profile.torch_trace
-
-    def noted(path, names):
-        given.append(names)
-        return trace(path, names)
-
-    monkeypatch.setattr(profile, "torch_trace", noted)
-    assert run_bench(monkeypatch, f"--profile torch {GRAPHS}") == 0
-    (names,) = given
+    sizes = "--device cpu --input-len 4 --output-len 3 --prefill-chunk 8 --num-warmup 0"
+    assert run_bench(monkeypatch, f"--profile torch --profile-steps 1 {sizes}") == 0
+    names = kernel_names.load(tmp_path / "stepgraph-profile.kernels.json")
     assert (names.model, names.bandwidth_gb_s, names.unattributed) == ("demo", 30.0, 0)
     (decode,) = [s for s in names.steps if s.phase == "decode" and not s.full_sampler]
     assert {node.layer for node in decode.nodes} == {None, 0, 1, 2, 3, 4, 5}
-    written = kernel_names.load(tmp_path / "stepgraph-profile.kernels.json")
-    assert [step.nodes for step in written.steps] == [step.nodes for step in names.steps]
