@@ -49,7 +49,7 @@ def wait_until(condition: Any) -> None:
 
 
 def test_busy_processes_spin_as_this_process_may() -> None:
-    with busy_processes(2):
+    with pytest.raises(KeyboardInterrupt), busy_processes(2):  # noqa: PT012
         found = spinning()
         assert len(found) == 2
         wait_until(lambda: all(sum(p.cpu_times()[:2]) > 0.2 for p in found))
@@ -59,22 +59,15 @@ def test_busy_processes_spin_as_this_process_may() -> None:
             process.send_signal(signal.SIGINT)  # a terminal sends it to the whole group
         time.sleep(0.05)
         assert len(spinning()) == 2
-    assert spinning() == []
-
-
-def test_an_error_ends_them() -> None:
-    with pytest.raises(KeyboardInterrupt), busy_processes(2):
         raise KeyboardInterrupt
     assert spinning() == []
 
-    def end_one() -> None:
-        with busy_processes(2):
-            victim = spinning()[0]
-            victim.kill()
-            wait_until(lambda: victim.status() == psutil.STATUS_ZOMBIE)
 
-    with pytest.raises(StepgraphError):
-        end_one()
+def test_one_that_ends_early_is_an_error() -> None:
+    with pytest.raises(StepgraphError), busy_processes(2):  # noqa: PT012
+        victim = spinning()[0]
+        victim.kill()
+        wait_until(lambda: victim.status() == psutil.STATUS_ZOMBIE)
     assert spinning() == []
 
 
@@ -184,18 +177,6 @@ def open_peer(rows: int = 2) -> Peer:
     return Peer(spec, ROOT / "runtime" / "demo", dtype="bfloat16", weight_dtype="auto", **limits)
 
 
-def test_a_peer_decodes_on_request(fake_vllm: Path) -> None:
-    with closing(open_peer()) as peer:
-        assert (peer.name, peer.version, peer.dtype) == ("vllm", "1.2.3", "bfloat16")
-        for _ in range(2):
-            peer.prefill([[1, 2], [3, 4]], 32)
-            step_ms = peer.steps(5)
-            assert len(step_ms) == 5
-            assert all(ms > 0 for ms in step_ms)
-            peer.end()
-    peer.close()
-
-
 def test_a_peer_that_fails_dies_or_hangs(fake_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerError):
         open_peer(rows=7)
@@ -218,14 +199,15 @@ def test_neighbours_run_with_a_peer(
     fake_vllm: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_once: None
 ) -> None:
     path = tmp_path / "a.json"
-    sizes = "--peer vllm --batch-size 1 --num-iters 4 --neighbours 0 1"
+    sizes = "--peer vllm --batch-size 2 --num-iters 2 --neighbours 0 1"
     assert run_bench(monkeypatch, f"{SMALL} {sizes} --output-json {path}") == 0
     document = json.loads(path.read_text())
     assert [entry["neighbours"] for entry in document["neighbours"]] == [0, 1]
     for entry in document["neighbours"]:
         (peer,) = entry["peers"]
-        assert entry["step_ms"]["n"] == peer["step_ms"]["n"] == 120
-        assert len(entry["repetition_ms"]) == 4
-        assert entry["p99_to_p50"] == entry["step_ms"]["p99"] / entry["step_ms"]["p50"]
+        assert (peer["name"], peer["version"], peer["dtype"]) == ("vllm", "1.2.3", "bfloat16")
+        assert entry["step_ms"]["n"] == peer["step_ms"]["n"] == 60
+        assert len(entry["repetition_ms"]) == 2
+        assert peer["step_ms"]["min"] > 0
         for p in ("p50", "p90"):
             assert peer[f"ratio_{p}"] == entry["step_ms"][p] / peer["step_ms"][p]

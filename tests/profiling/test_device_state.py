@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,63 +33,49 @@ class Card:
     reasons: int = 0
 
 
-ANSWERS: dict[str, Callable[..., object]] = {
-    "ClockInfo": lambda card, kind: {1: card.sm_mhz, 2: 3201}[kind],
-    "MaxClockInfo": lambda card, kind: {1: 1980, 2: 3201}[kind],
-    "PowerUsage": lambda card: 412_345,
-    "EnforcedPowerLimit": lambda card: 700_000,
-    "Temperature": lambda card, sensor: 46 + sensor,
-    "CurrentClocksEventReasons": lambda card: card.reasons,
-}
+ONE = Card("00000000:18:00.0", sm_mhz=345)
+TWO = Card("00000001:9a:00.0")
 
 
-class FakeNvml(ModuleType):
+def fake_nvml(*cards: Card) -> Any:
     """The functions of pynvml that are called, by their documented signatures."""
 
-    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
-    NVMLError = NVMLError
+    def handle_of(pciBusId: str) -> Card:
+        for card in cards:
+            if card.bus_id == pciBusId.lower():
+                return card
+        raise NVMLError
 
-    def __init__(self, *cards: Card) -> None:
-        super().__init__("pynvml")
-        self.cards = {card.bus_id.lower(): card for card in cards}
-        for name, answer in ANSWERS.items():
-            setattr(self, f"nvmlDeviceGet{name}", answer)
-
-    def nvmlInit(self) -> None:  # noqa: N802
-        """There is a driver."""
-
-    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
-        return "580.65.06"
-
-    def nvmlDeviceGetHandleByPciBusId(self, pciBusId: str) -> Card:  # noqa: N802
-        if pciBusId.lower() not in self.cards:
-            raise NVMLError
-        return self.cards[pciBusId.lower()]
-
-
-ONE = Card("00000000:18:00.0", sm_mhz=345)
-TWO = Card("00000001:9A:00.0")
+    return SimpleNamespace(
+        NVML_CLOCK_SM=1,
+        NVML_CLOCK_MEM=2,
+        NVML_TEMPERATURE_GPU=0,
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "580.65.06",
+        nvmlDeviceGetHandleByPciBusId=handle_of,
+        nvmlDeviceGetClockInfo=lambda card, kind: {1: card.sm_mhz, 2: 3201}[kind],
+        nvmlDeviceGetMaxClockInfo=lambda card, kind: {1: 1980, 2: 3201}[kind],
+        nvmlDeviceGetPowerUsage=lambda card: 412_345,
+        nvmlDeviceGetEnforcedPowerLimit=lambda card: 700_000,
+        nvmlDeviceGetTemperature=lambda card, sensor: 46 + sensor,
+        nvmlDeviceGetCurrentClocksEventReasons=lambda card: card.reasons,
+    )
 
 
-def of_two(patch: pytest.MonkeyPatch, card: Card, bus: int = 0x9A) -> FakeNvml:
-    """Two cards; torch sees the one on a bus of domain 1 as its first."""
-    nvml = FakeNvml(ONE, card)
+def monitor_of(patch: pytest.MonkeyPatch, nvml: Any, bus: int = 0x9A) -> DeviceMonitor | None:
+    """The monitor of the first card that torch sees, on a bus of domain 1."""
     patch.setitem(sys.modules, "pynvml", nvml)
     seen = SimpleNamespace(pci_domain_id=1, pci_bus_id=bus, pci_device_id=0)
     patch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
-    return nvml
-
-
-def monitor_of(patch: pytest.MonkeyPatch, **changes: Any) -> DeviceMonitor:
-    of_two(patch, dataclasses.replace(TWO, **changes))
-    monitor = DeviceMonitor.of(CUDA)
-    assert monitor is not None
-    return monitor
+    return DeviceMonitor.of(CUDA)
 
 
 def test_the_state_is_that_of_the_card_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """With CUDA_VISIBLE_DEVICES=1 the second card is `cuda:0`."""
-    monitor = monitor_of(monkeypatch, reasons=0x4 | 0x40 | 0x8000)
+    card = dataclasses.replace(TWO, reasons=0x4 | 0x40 | 0x8000)
+    monitor = monitor_of(monkeypatch, fake_nvml(ONE, card))
+    assert monitor is not None
     assert monitor.read() == {
         "sm_mhz": 1980,
         "memory_mhz": 3201,
@@ -106,18 +91,15 @@ def test_the_state_is_that_of_the_card_that_torch_sees(monkeypatch: pytest.Monke
 def test_without_device_driver_or_package_there_is_no_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    of_two(monkeypatch, TWO, bus=0x7)
-    assert DeviceMonitor.of(CUDA) is None
-    assert DeviceMonitor.of(torch.device("cpu")) is None
-
     def fail() -> None:
         raise NVMLError
 
-    nvml = of_two(monkeypatch, TWO)
-    monkeypatch.setattr(nvml, "nvmlInit", fail, raising=False)
-    assert DeviceMonitor.of(CUDA) is None
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert DeviceMonitor.of(CUDA) is None
+    nvml = fake_nvml(ONE, TWO)
+    assert monitor_of(monkeypatch, nvml, bus=0x7) is None
+    assert DeviceMonitor.of(torch.device("cpu")) is None
+    nvml.nvmlInit = fail
+    assert monitor_of(monkeypatch, nvml) is None
+    assert monitor_of(monkeypatch, None) is None
 
 
 def reading(sm_mhz: int | None, *reasons: str) -> dict[str, Any]:
@@ -158,7 +140,7 @@ def test_the_benchmark_reports_the_states_and_warns_of_throttling(
 ) -> None:
     if with_device:
         card = dataclasses.replace(TWO, reasons=0x8)
-        monitor = DeviceMonitor(FakeNvml(card), card)
+        monitor = DeviceMonitor(fake_nvml(card), card)
         monkeypatch.setattr(DeviceMonitor, "of", lambda device: monitor)
     file = tmp_path / "a.json"
     case = "--mode eager --batch-size 1 --input-len 8 --output-len 4 --num-iters 1"
