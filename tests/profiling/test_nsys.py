@@ -1,4 +1,4 @@
-"""The window of a program in an nsys session, and its command line (see test_nsys_docs.py too)."""
+"""The window of a program in an nsys session (test_profile_bench.py has its command line)."""
 
 from __future__ import annotations
 
@@ -65,25 +65,22 @@ def test_a_window_holds_the_work_that_was_started_in_it(cuda: Recorder) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_window_ends_with_an_exception(cuda: Recorder, error) -> None:
-    for _ in range(2):  # the second: the first left nothing open
+def test_a_window_ends_with_an_exception(cuda: Recorder) -> None:
+    for error in (ValueError, KeyboardInterrupt):  # the first leaves nothing open
         cuda.events.clear()
         with pytest.raises(error), capture_window():
             raise error
         assert cuda.said()[-2:] == ["pop", "stop"]
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_a_second_window_is_an_error_and_the_first_stays_open(
-    cuda: Recorder, in_thread: bool
-) -> None:
+def test_a_second_window_is_an_error_and_the_first_stays_open(cuda: Recorder) -> None:
     def second() -> None:
         with pytest.raises(CaptureWindowError), capture_window():
             pytest.fail("it is not open")
 
     with ThreadPoolExecutor() as pool, capture_window():
         before = cuda.said()
-        pool.submit(second).result() if in_thread else second()
+        second()
+        pool.submit(second).result()
         assert cuda.said() == before
     assert cuda.said()[-2:] == ["pop", "stop"]

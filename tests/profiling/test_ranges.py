@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from stepgraph.profiling import ranges
@@ -88,55 +89,32 @@ class ListenersComeAndGo(RuleBasedStateMachine):
 
 
 TestListenersComeAndGo = ListenersComeAndGo.TestCase
-
-
-class Domain:
-    """An NVTX domain that notes what a tool would receive (test_nvtx.py has a real tool)."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, ...]] = []
-        self.attributes: list[Any] = []
-
-    def get_event_attributes(self, message: str, color: int, category: str) -> SimpleNamespace:
-        return SimpleNamespace(message=message, payload=None)
-
-    def push_range(self, attributes: SimpleNamespace) -> None:
-        self.attributes.append(attributes)
-        self.events.append(("push", attributes.message, attributes.payload))
-
-
-def push_in_thread(tool: NvtxTool) -> None:
-    thread = threading.Thread(target=tool.push, args=("step", 4), name="other")
-    thread.start()
-    thread.join()
+TestListenersComeAndGo.settings = settings(max_examples=20)
 
 
 def test_threads_do_not_share_event_attributes() -> None:
     """Setting a payload and pushing are two calls: a shared object would mix two engines up."""
-    domain = Domain()
-    tool = NvtxTool(domain)
-    push_in_thread(tool)
+    pushed: list[SimpleNamespace] = []
+    domain = SimpleNamespace(
+        get_event_attributes=lambda *_: SimpleNamespace(payload=None), push_range=pushed.append
+    )
+    tool = NvtxTool(domain)  # test_nvtx.py has a real one
+    thread = threading.Thread(target=tool.push, args=("step", 4))
+    thread.start()
+    thread.join()
     tool.push("step", 2)
-    first, second = domain.attributes
-    assert first is not second
+    assert [event.payload for event in pushed] == [4, 2]
 
 
-@pytest.mark.parametrize("listening", [False, True])
-@pytest.mark.parametrize(
-    ("emit", "arguments"),
-    [
-        (ranges.span, ("x",)),
-        (ranges.step_span, ("x", *range(6))),
-        (ranges.span, (ranges.REPLAY, 1)),
-        (ranges.step_span, (ranges.PLAN, *range(6))),
-    ],
-)
-def test_wrong_names_and_payloads_fail_with_and_without_a_listener(
-    emit: Callable[..., object], arguments: tuple[Any, ...], listening: bool
-) -> None:
-    listener = ranges.listening(Heard()) if listening else contextlib.nullcontext()
-    with listener, pytest.raises(ValueError, match=repr(arguments[0])):
-        emit(*arguments)
+def test_wrong_names_and_payloads_fail_with_and_without_a_listener() -> None:
+    for listener in (contextlib.nullcontext(), ranges.listening(Heard())):
+        with listener:
+            for name in ("x", ranges.REPLAY):
+                with pytest.raises(ValueError):  # noqa: PT011
+                    ranges.span(name, 1)
+            for name in ("x", ranges.PLAN):
+                with pytest.raises(ValueError):  # noqa: PT011
+                    ranges.step_span(name, *range(6))
 
 
 class Failing(Heard):
@@ -176,7 +154,7 @@ def test_a_listener_receives_the_ranges_of_an_engine(
 ) -> None:
     heard = Heard()
     with ranges.listening(heard):
-        engine = open_engine("base", mode="compile", compile=False, max_num_seqs=2)
+        engine = open_engine("micro", mode="compile", compile=False, max_num_seqs=2)
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))
     names = set(heard.names("push"))
     assert names == {
@@ -187,11 +165,8 @@ def test_a_listener_receives_the_ranges_of_an_engine(
     assert len(heard.names("push")) == sum(event == ("pop",) for event in heard.events)
 
 
-@pytest.mark.parametrize("steps_per_launch", [1, 4])
-def test_launches_carry_the_numbers_of_their_step(
-    open_engine: Callable[..., Engine], steps_per_launch: int
-) -> None:
-    engine = open_engine("base", buckets=(2, 4), steps_per_launch=steps_per_launch)
+def test_launches_carry_the_numbers_of_their_step(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine("micro", buckets=(2, 4), steps_per_launch=4)
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     for prompt in ([1, 2, 3], [4] * 20, [5, 6]):
         engine.add_request(prompt, params)
@@ -219,4 +194,4 @@ def test_launches_carry_the_numbers_of_their_step(
     for shown in (*replays, *prefills):
         assert shown.blocks_in_use == records[shown.step].blocks_in_use > 0
     assert any(shown.padding for shown in replays)
-    assert any(record.steps == steps_per_launch for record in records.values())
+    assert {record.steps for record in records.values()} >= {1, 4}

@@ -1,7 +1,7 @@
 """Plays steps of an engine on a device and writes them as an export of nsys, knowing the truth.
 
-The schema is that of the user guide of NVIDIA Nsight Systems ("SQLite Schema Reference"), with the
-columns that a report could look at; `Variant` says which of its versions.
+The schema is in the user guide of NVIDIA Nsight Systems ("SQLite Schema Reference"); `Variant` says
+which of its versions.
 """
 
 from __future__ import annotations
@@ -16,12 +16,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 PUSH_POP = 59
-NVTX = "start INT, end INT, eventType INT, text TEXT, globalTid INT, domainId INT, int64Value INT"
-RUNTIME = "start INT, end INT, globalTid INT, correlationId INT, nameId INT, returnValue INT"
-ACTIVITY = (
-    "start INT, end INT, deviceId INT, contextId INT, streamId INT, correlationId INT,"
-    " globalPid INT"
-)
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,6 @@ class Profile:
     variant: Variant = NEW
     pid: int = 4711
     tid: int = 4711
-    device: int = 0
     now: int = 1_000_000
     truth: list[SimpleNamespace] = field(default_factory=list)
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -122,21 +115,19 @@ class Profile:
             globalTid=self.thread,
             correlationId=self.correlation,
             nameId=self.string(name),
-            returnValue=0,
         )
         self.now += ns
         return self.correlation
 
     def activity(self, kind: str, start: int, end: int, call: int, **more: Any) -> None:
-        row: dict[str, Any] = {"start": start, "end": end, "deviceId": self.device, "contextId": 1}
-        row |= {"streamId": 7, "correlationId": call, "globalPid": self.process, **more}
-        self.add(f"CUPTI_ACTIVITY_KIND_{kind}", **row)
+        row = {"start": start, "end": end, "correlationId": call, "globalPid": self.process}
+        self.add(f"CUPTI_ACTIVITY_KIND_{kind}", **row, **more)
 
     def copy(self, ns: int, kind: int) -> tuple[int, int]:
         """A copy that the host queues now; returns when it runs."""
         call = self.call("cudaMemcpyAsync_v3020", 2_000)
         start = max(self.device_free, self.now)
-        self.activity("MEMCPY", start, start + ns, call, copyKind=kind, bytes=64)
+        self.activity("MEMCPY", start, start + ns, call, copyKind=kind)
         self.device_free = start + ns
         return start, start + ns
 
@@ -158,7 +149,7 @@ class Profile:
             end = at
             at += launch.idle_ns
         if graph == "graph":
-            self.activity("GRAPH_TRACE", begin, end, call, graphId=5, graphExecId=6)
+            self.activity("GRAPH_TRACE", begin, end, call)
         self.device_free = end
         return len(launch.kernels) if graph is None else 1
 
@@ -219,37 +210,26 @@ class Profile:
         return truth
 
     def write(self, path: Path, seed: int = 0, others: Sequence[Profile] = ()) -> Path:
-        """Write the rows of this and other profiles in a random order."""
-        variant = self.variant
-        schema = {
-            "NVTX_EVENTS": NVTX + (", textId INT" if variant.registered else ""),
-            "CUPTI_ACTIVITY_KIND_RUNTIME": RUNTIME,
-        }
-        if variant.payload:
-            schema["NVTX_EVENTS"] += ", binaryData BLOB"
-        kernel = f"{ACTIVITY}, demangledName INT, shortName INT"
-        schema["CUPTI_ACTIVITY_KIND_KERNEL"] = kernel
-        schema["CUPTI_ACTIVITY_KIND_MEMCPY"] = f"{ACTIVITY}, bytes INT, copyKind INT"
-        schema["CUPTI_ACTIVITY_KIND_MEMSET"] = f"{ACTIVITY}, bytes INT"
-        schema["CUPTI_ACTIVITY_KIND_GRAPH_TRACE"] = f"{ACTIVITY}, graphId INT, graphExecId INT"
+        """Write the rows of this and other profiles in a random order.
+
+        A table, and a column, exists only where a row has it.
+        """
         tables: dict[str, list[dict[str, Any]]] = {}
         for profile in (self, *others):
             for table, rows in profile.rows.items():
                 tables.setdefault(table, []).extend(rows)
         tables["StringIds"] = [{"id": i, "value": text} for text, i in self.strings.items()]
-        schema["StringIds"] = "id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL"
         shuffle = random.Random(seed).shuffle
         with sqlite3.connect(path) as connection:
             connection.execute("PRAGMA synchronous=OFF")
-            for table, columns in schema.items():
-                if tables.get(table):  # tables are made when there is something for them
-                    connection.execute(f"CREATE TABLE {table} ({columns})")
             for table, rows in tables.items():
                 shuffle(rows)
-                for row in rows:
-                    names = ", ".join(f'"{name}"' for name in row)
-                    marks = ", ".join("?" * len(row))
-                    values = list(row.values())
-                    connection.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", values)
+                columns = dict.fromkeys(column for row in rows for column in row)
+                names = ", ".join(f'"{column}"' for column in columns)
+                connection.execute(f"CREATE TABLE {table} ({names})")
+                connection.executemany(
+                    f"INSERT INTO {table} VALUES ({', '.join('?' * len(columns))})",
+                    [[row.get(column) for column in columns] for row in rows],
+                )
         connection.close()
         return path
