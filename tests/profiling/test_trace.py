@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import threading
+from typing import Any
 
 import pytest
 import torch
 from stepgraph.profiling import ranges
 from stepgraph.profiling.atomic_write import WriteError
+from stepgraph.profiling.kernel_names import KernelNames, Node, StepNodes
 from stepgraph.profiling.trace import (
     DEVICE_CATEGORIES,
+    Recorded,
     TraceError,
     annotate,
+    event_name,
     read_trace,
     torch_trace,
     trace_operations,
 )
 from stepgraph.runtime import SamplingParams
-
-from ..rigs.kineto_traces import DEVICE, STREAM, KinetoTrace, names_of, nodes_of
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
@@ -29,39 +32,30 @@ def named(path, name):
     return [e for e in read_trace(path)["traceEvents"] if e["name"] == name]
 
 
-def test_ranges_are_events_with_what_they_carry(tmp_path):
-    path = tmp_path / "a.json.gz"
-    with (
-        torch_trace(path),
-        ranges.span(ranges.STEP, 4),
-        ranges.step_span(ranges.REPLAY, 4, 3, 8, 3, 40, 5),
-    ):
-        torch.ones(2)
-    (step,), (replay,) = (named(path, name) for name in ("step", "replay"))
-    assert step["args"]["payload"] == 4
-    numbers = {"step": 4, "rows": 3, "bucket": 8, "tokens": 3, "blocks_in_use": 40, "padding": 5}
-    assert replay["args"] | numbers == replay["args"]
-    assert step["ts"] <= replay["ts"] <= step["ts"] + step["dur"]
-    assert len(named(path, "aten::ones")) == 1
-
-
-def test_threads_have_their_own_ranges(tmp_path):
+def test_ranges_of_every_thread_are_events_with_what_they_carry(tmp_path):
     path = tmp_path / "a.json.gz"
     both = threading.Barrier(2)
 
     def work(number):
         with ranges.span(ranges.STEP, number):
             both.wait()
-            with ranges.span(ranges.PLAN, number):
+            with ranges.step_span(ranges.REPLAY, number, 3, 8, 3, 40, 5):
                 both.wait()
+                torch.ones(2)
 
     with torch_trace(path):
         thread = threading.Thread(target=work, args=(1,))
         thread.start()
         work(2)
         thread.join()
-    for name in ("step", "plan"):
-        assert sorted(event["args"]["payload"] for event in named(path, name)) == [1, 2]
+    steps, replays = (sorted(named(path, n), key=lambda e: e["tid"]) for n in ("step", "replay"))
+    assert {step["args"]["payload"] for step in steps} == {1, 2}
+    for step, replay in zip(steps, replays, strict=True):
+        numbers = {"rows": 3, "bucket": 8, "tokens": 3, "blocks_in_use": 40, "padding": 5}
+        numbers["step"] = step["args"]["payload"]
+        assert replay["args"] | numbers == replay["args"]
+        assert step["ts"] <= replay["ts"] <= step["ts"] + step["dur"]
+    assert len(named(path, "aten::ones")) == 2
 
 
 @pytest.mark.parametrize("name", ["nowhere/b.json.gz", "b.json", "b.json.gz"])
@@ -88,24 +82,6 @@ def test_an_error_inside_leaves_what_was_there(tmp_path):
 
 
 def test_scopes_of_operations_are_rows_of_an_eager_step(open_engine, tmp_path):
-    engine = open_engine("base")
-    engine.generate([[1, 2, 3]], GREEDY)
-    path = tmp_path / "a.json.gz"
-    with torch_trace(path):
-        engine.generate([[1, 2, 3]], GREEDY)
-    layers = engine.model_config.num_layers
-    for layer in range(layers):
-        found = named(path, f"{layer}/qkv_linear")
-        assert len(found) == 6  # a prefill and five decode steps
-        assert {event["args"]["layer"] for event in found} == {layer}
-    assert len(named(path, "head")) == 6
-    found = trace_operations(path)
-    rows = {row.name: row for row in found.operations}
-    assert rows["qkv_linear"].launches == layers
-    assert sum(row.us for row in rows.values()) == pytest.approx(found.step_us)
-
-
-def test_scopes_of_an_engine_in_another_thread_are_there(open_engine, tmp_path):
     """As in a service: the thread that runs the engine was there before the trace."""
     engine = open_engine("micro")
     path, begin, ended = tmp_path / "a.json.gz", threading.Event(), threading.Event()
@@ -121,8 +97,79 @@ def test_scopes_of_an_engine_in_another_thread_are_there(open_engine, tmp_path):
         begin.set()
         assert ended.wait(30)
     thread.join()
+    layers = engine.model_config.num_layers
+    for layer in range(layers):
+        found = named(path, f"{layer}/qkv_linear")
+        assert len(found) == 6  # a prefill and five decode steps
+        assert {event["args"]["layer"] for event in found} == {layer}
     assert len(named(path, "head")) == len(named(path, "step")) == 6
-    assert "qkv_linear" in {row.name for row in trace_operations(path).operations}
+    found = trace_operations(path)
+    rows = {row.name: row for row in found.operations}
+    assert rows["qkv_linear"].launches == layers
+    assert sum(row.us for row in rows.values()) == pytest.approx(found.step_us)
+
+
+HOST, THREAD, DEVICE, STREAM = 4711, 4711, 0, 7
+NODES = (
+    Node(None, "begin", "kernel", "begin_kernel"),
+    *(
+        Node(layer, operation, "kernel", kernel)
+        for layer in range(3)
+        for operation, kernel in (
+            ("norm_linear", "norm_linear_kernel"),
+            ("decode_attention", "void stepgraph::attention<64, 16>(float*)"),
+            ("down", "down_kernel"),
+        )
+    ),
+    Node(None, "greedy", "memcpy", None),
+)
+NAMES = KernelNames(steps=[StepNodes("decode", 4, False, NODES)])
+
+
+class KinetoTrace:
+    """A trace as torch's profiler writes it, made event by event; times in microseconds."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.log: dict[int, Recorded] = {}
+        self.correlation = itertools.count(1)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return {"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": self.events}
+
+    def range(self, name: str, ts: float, dur: float, **payload: int) -> None:
+        index = len(self.log)
+        self.log[index] = Recorded(name, payload)
+        self._add("user_annotation", event_name(index), HOST, THREAD, ts, dur)
+
+    def call(self, name: str, ts: float, tid: int = THREAD) -> int:
+        correlation = next(self.correlation)
+        self._add("cuda_runtime", name, HOST, tid, ts, 2.0, correlation=correlation)
+        return correlation
+
+    def work(
+        self,
+        correlation: int | None,
+        name: str,
+        ts: float,
+        dur: float,
+        *,
+        cat: str = "kernel",
+        tid: int = STREAM,
+    ) -> None:
+        if correlation is None:
+            self._add(cat, name, DEVICE, tid, ts, dur)
+            return
+        self._add(cat, name, DEVICE, tid, ts, dur, correlation=correlation)
+        flow = {"cat": "ac2g", "name": "ac2g", "id": correlation, "pid": DEVICE, "tid": tid}
+        self.events.append({"ph": "f", **flow, "ts": ts, "bp": "e"})
+
+    def _add(
+        self, cat: str, name: str, pid: int, tid: int, ts: float, dur: float, **args: int
+    ) -> None:
+        event = {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": dur}
+        self.events.append({**event, "args": {"External id": len(self.events), **args}})
 
 
 def work(trace):
@@ -131,38 +178,47 @@ def work(trace):
     return sorted(found, key=lambda event: event["ts"])
 
 
-def labels(nodes):
-    return [node.label for node in nodes]
-
-
 @pytest.mark.parametrize("streams", [(STREAM,), (STREAM, 20, 21)])
 def test_work_of_a_replayed_graph_is_named_by_layer_and_operation(streams):
-    nodes = nodes_of(3)
     trace = KinetoTrace()
     for step in range(3):
-        trace.turn(step, 1000 + 300 * step, nodes, streams)
+        ts = 1000 + 300 * step
+        trace.range("step", ts, 100, payload=step)
+        trace.range("replay", ts + 12, 20, step=step, rows=3, bucket=4, tokens=3, padding=1)
+        correlation = trace.call("cudaGraphLaunch", ts + 15)
+        for index, node in enumerate(NODES):
+            kernel, tid = node.kernel or "Memcpy DtoD", streams[index % len(streams)]
+            cat = "kernel" if node.kind == "kernel" else "gpu_memcpy"
+            trace.work(correlation, kernel, ts + 20 + 10 * index, 10, cat=cat, tid=tid)
     original = [event["name"] for event in work(trace)]
-    annotate(trace.document, trace.log, names_of(nodes))
+    annotate(trace.document, trace.log, NAMES)
     found = work(trace)
-    assert [event["name"] for event in found] == 3 * labels(nodes)
+    assert [event["name"] for event in found] == 3 * [node.label for node in NODES]
     assert [event["args"]["kernel"] for event in found] == original
-    assert [event["args"]["step"] for event in found] == [i for i in range(3) for _ in nodes]
-    for event, node in zip(found, 3 * nodes, strict=True):
+    assert [event["args"]["step"] for event in found] == [i for i in range(3) for _ in NODES]
+    for event, node in zip(found, 3 * NODES, strict=True):
         assert event["args"]["operation"] == node.operation
         assert event["args"].get("layer") == node.layer
         assert (event["args"]["rows"], event["args"]["bucket"]) == (3, 4)
+    operations = trace_operations(trace.document)
+    assert (operations.device, operations.steps, operations.gap_us) == (True, 3, 0)
+    assert operations.step_us == pytest.approx(10 * len(NODES))  # one after the other
+    assert set(operations.operations) == {
+        *((name, 3, 30) for name in ("norm_linear", "decode_attention", "down")),
+        *((name, 1, 10) for name in ("begin", "greedy")),
+    }
+    assert "| down             |      30.0 | 27.3% |               3 |" in operations.markdown()
 
 
 def test_work_outside_of_graphs_and_of_unknown_calls_keeps_its_name():
     trace = KinetoTrace()
-    nodes = nodes_of(1)
     trace.range("step", 0, 50, payload=9)
     trace.range("copy", 5, 10, payload=64)
     trace.work(trace.call("cudaMemcpyAsync", 6), "Memcpy HtoD", 20, 3, cat="gpu_memcpy")
     trace.work(trace.call("cudaLaunchKernel", 30, tid=99), "elsewhere", 40, 3)
     trace.work(12345, "no call", 60, 3)
     trace.work(None, "no correlation", 70, 3)
-    annotate(trace.document, trace.log, names_of(nodes))
+    annotate(trace.document, trace.log, NAMES)
     copy_, elsewhere, lost, alone = work(trace)
     assert copy_["name"] == "Memcpy HtoD"
     assert copy_["args"]["step"] == 9
@@ -201,23 +257,6 @@ def test_work_that_overlaps_gets_a_row_of_its_own():
     (named,) = [e for e in trace.events if e["name"] == "thread_name"]
     assert (named["pid"], named["tid"]) == (DEVICE, added)
     assert named["args"]["name"] == f"stream {STREAM}, overlapping"
-
-
-def test_operations_of_device_work() -> None:
-    nodes = nodes_of(2)
-    trace = KinetoTrace()
-    for step in range(4):
-        trace.turn(step, 1000 * step, nodes)
-    annotate(trace.document, trace.log, names_of(nodes))
-    found = trace_operations(trace.document)
-    assert (found.device, found.steps) == (True, 4)
-    assert found.step_us == pytest.approx(80)  # eight nodes, one after the other
-    assert found.gap_us == 0
-    assert set(found.operations) == {
-        *((name, 2, 20) for name in ("norm_linear", "decode_attention", "down")),
-        *((name, 1, 10) for name in ("begin", "greedy")),
-    }
-    assert "| down             |      20.0 | 25.0% |               2 |" in found.markdown()
 
 
 def test_operations_that_overlap_and_gaps_between_them() -> None:
