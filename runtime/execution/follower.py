@@ -174,5 +174,5 @@ class Follower:
                 self._runner.state.sampling.token_counts.shape[1], dtype=torch.int32
             )
             dense[used] = values
-        parameters = (torch.from_numpy(array.copy()) for array in (reals, integers))
-        self._runner.assign_row(row, rope_length, RowParameters(*parameters, dense))
+        first, second = (torch.from_numpy(array.copy()) for array in (reals, integers))
+        self._runner.assign_row(row, rope_length, RowParameters(first, second, dense))

@@ -28,6 +28,7 @@ from stepgraph.runtime.structured.compiler import GrammarCompiler
 from stepgraph.runtime.structured_output import StructuredOutput
 
 from ..rigs.request_rig import make_request
+from ..rigs.service_rig import wait_until
 
 DEMO = Path(__file__).resolve().parents[2] / "runtime" / "demo"
 MANY = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(200)}}
@@ -312,5 +313,4 @@ def test_tokenisation_passes_an_interrupt_on() -> None:
     tokenize = compiler._Tokenize(Base(), [b"<eos>", b"a"], [0], 0)  # type: ignore[arg-type]
     assert tokenize("a") == [1]
     with pytest.raises(KeyboardInterrupt):
-        for _ in range(500):  # in which Python looks for interrupts
-            time.sleep(0.01)
+        wait_until(lambda: False)  # Python looks for interrupts in it
