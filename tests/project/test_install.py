@@ -10,7 +10,6 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,33 +22,19 @@ pytest.importorskip("setuptools", minversion="77")
 pytest.importorskip("pip")
 
 
-@dataclass(frozen=True)
-class Environment:
-    """A virtual environment with stepgraph, and with the packages of the one that runs the tests
-    where `shared`."""
+def install(folder: Path, wheel: Path, *, shared: bool) -> tuple[Path, Path]:
+    """Make a virtual environment with stepgraph; return its programs and its packages.
 
-    folder: Path
-
-    @classmethod
-    def of_wheel(cls, folder: Path, wheel: Path, *, shared: bool) -> Environment:
-        venv.create(folder, with_pip=False, symlinks=True)
-        made = cls(folder)
-        command = [sys.executable, "-m", "pip", "--python", made.program("python"), "install"]
-        checked([*command, "--quiet", "--no-deps", "--no-index", wheel], cwd=folder)
-        if shared:
-            (made.site_packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
-        return made
-
-    @property
-    def site_packages(self) -> Path:
-        (found,) = (self.folder / "lib").glob("python*/site-packages")
-        return found
-
-    def program(self, name: str) -> Path:
-        return self.folder / "bin" / name
-
-    def run(self, name: str, *arguments: str) -> str:
-        return checked([self.program(name), *arguments], cwd=self.folder)
+    `shared`: it has the packages of the environment that runs the tests, too.
+    """
+    venv.create(folder, with_pip=False, symlinks=True)
+    programs = folder / "bin"
+    command = [sys.executable, "-m", "pip", "--python", programs / "python", "install"]
+    checked([*command, "--quiet", "--no-deps", "--no-index", wheel], cwd=folder)
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    if shared:
+        (packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
+    return programs, packages
 
 
 def checked(command: list[str | Path], cwd: Path, **environment: str) -> str:
@@ -111,14 +96,15 @@ def test_a_wheel_from_the_sdist_is_whole(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_runs_the_benchmark(wheel: Path, tmp_path: Path) -> None:
-    environment = Environment.of_wheel(tmp_path / "venv", wheel, shared=True)
+    programs, packages = install(tmp_path / "venv", wheel, shared=True)
     program = "import stepgraph; print(stepgraph.__version__, stepgraph.Engine, stepgraph.__file__)"
-    version, *_, file = environment.run("python", "-c", program).split()
-    assert Path(file).is_relative_to(environment.site_packages)
-    assert environment.run("stepgraph", "--version") == f"stepgraph {version}\n"
+    version, *_, file = checked([programs / "python", "-c", program], cwd=tmp_path).split()
+    assert Path(file).is_relative_to(packages)
+    stepgraph = programs / "stepgraph"
+    assert checked([stepgraph, "--version"], cwd=tmp_path) == f"stepgraph {version}\n"
     case = "--mode eager --batch-size 1 --input-len 8 --output-len 3 --num-warmup 0 --num-iters 1"
-    table = environment.run("stepgraph", "bench", "--device", "cpu", *case.split())
-    assert table.startswith("| model")
+    table = checked([stepgraph, "bench", "--device", "cpu", *case.split()], cwd=tmp_path)
+    assert "- batch 1, input 8: " in table
 
 
 USER = """
@@ -135,18 +121,18 @@ stepgraph.Engines
 @pytest.mark.slow
 def test_an_editable_install_has_types_and_new_files(checkout: Path, tmp_path: Path) -> None:
     wheel = build("build_editable", checkout, tmp_path)
-    environment = Environment.of_wheel(tmp_path / "venv", wheel, shared=False)
+    programs, _ = install(tmp_path / "venv", wheel, shared=False)
+    python = programs / "python"
     (checkout / "graphs" / "written_later.py").write_text("VALUE = 7\n")
     program = "from stepgraph.graphs.written_later import VALUE; print(VALUE)"
-    assert environment.run("python", "-c", program) == "7\n"
+    assert checked([python, "-c", program], cwd=tmp_path) == "7\n"
 
     pytest.importorskip("mypy")
     (tmp_path / "user.py").write_text(USER)
-    python = str(environment.program("python"))
     mypy = [sys.executable, "-m", "mypy", "--python-executable", python, "--strict", "user.py"]
     done = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True, check=False)
     errors = [line.split("[")[-1] for line in done.stdout.splitlines()]
     assert errors[:-1] == ["arg-type]", "assignment]", "attr-defined]"], done.stdout + done.stderr
 
     shutil.rmtree(checkout / "build")  # as `make clean` does
-    assert environment.run("python", "-c", program) == "7\n"
+    assert checked([python, "-c", program], cwd=tmp_path) == "7\n"
