@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 from stepgraph.runtime.bench import cli
-from stepgraph.runtime.config import Speculation
-from stepgraph.runtime.tools.arguments import speculation_spec
 
 from ..rigs.tiny_models import TinyModel
-
-
-def test_method_and_drafts() -> None:
-    assert speculation_spec("suffix") == Speculation()
-    assert speculation_spec("ngram:4") == Speculation(method="ngram", num_speculative_tokens=4)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,16 @@ import dataclasses
 import json
 import sqlite3
 import tempfile
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from stepgraph.profiling import capture_window, ranges
 from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
 from stepgraph.profiling.report import (
     ExportError,
@@ -23,6 +27,7 @@ from stepgraph.profiling.report import (
     report_text,
 )
 from stepgraph.profiling.stats import Summary
+from stepgraph.runtime import Engine, SamplingParams
 
 from ..rigs.nsys_rig import NEW, OLD, PUSH_POP, Kernel, Launch, Profile, Variant
 
@@ -229,6 +234,51 @@ def test_steps_on_a_cpu_run_in_the_engine_thread(tmp_path) -> None:
         assert row.gap_us == (behind_ns + before.commit_ns + 1_000 + 4_000 + 2_000) / 1e3
         assert row.step_us == row.gap_us + row.device_us
     assert any("no CUDA in this profile" in note for note in report.notes)
+
+
+class Tracer:
+    """Writes the ranges of this thread into an export, as they come."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._thread = threading.get_ident()
+        self._open: list[tuple[str, int, object]] = []
+
+    def push(self, name: str, payload: object) -> None:
+        assert threading.get_ident() == self._thread
+        self._open.append((name, time.perf_counter_ns(), payload))
+
+    def pop(self) -> None:
+        name, began, payload = self._open.pop()
+        value = payload if isinstance(payload, int) else None
+        numbers = payload if isinstance(payload, tuple) else None
+        self._profile.event(PUSH_POP, name, began, time.perf_counter_ns(), value, numbers)
+
+
+def test_report_of_a_real_engine_tells_what_its_timeline_tells(
+    tmp_path: Path, open_engine: Callable[..., Engine]
+) -> None:
+    engine = open_engine("micro", prefill_chunk=8)
+    play = Profile()
+    with ranges.listening(Tracer(play)), capture_window():
+        for length in (5, 20, 30):
+            engine.add_request(list(range(1, length)), SamplingParams(max_tokens=9, min_tokens=9))
+            engine.step()
+        while engine.has_unfinished():
+            engine.step()
+    report = read_report(play.write(tmp_path / "trace.sqlite"))
+    records = engine.timeline().records()
+    assert len(report.steps) == len(records) > 9
+    for row, record in zip(report.steps, records, strict=True):
+        assert (row.step, row.bucket) == (record.step, record.bucket)
+        assert (row.rows, row.tokens) == (record.rows, record.rows + record.prefill_tokens)
+        phases = ["decode"] * bool(record.rows) + ["prefill"] * bool(record.prefill_tokens)
+        assert row.phase == "+".join(phases)
+        # The two clocks are read at different places: a range encloses what the timeline times.
+        assert row.device_us * 1e3 >= record.device_ns
+        assert row.gap_us is None or row.gap_us > 0
+    assert {case.phase for case in report.cases} >= {"decode", "prefill", "decode+prefill"}
+    assert report.notes[0].startswith("no CUDA in this profile")
 
 
 def test_the_command_prints_tables_and_writes_json(tmp_path, capsys) -> None:

@@ -2,8 +2,10 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from stepgraph.profiling.bandwidth import measure_read_bandwidth
 from stepgraph.profiling.stats import RequestTiming, Summary, covered
 
 finite = st.floats(-1e9, 1e9, allow_nan=False, width=64)
@@ -54,3 +56,17 @@ def test_request_timing_of_a_worked_example() -> None:
     timing = RequestTiming(1_000_000, [21_000_000, 26_000_000, 46_000_000])
     assert timing.ttft_ms == 20.0
     assert timing.itl_ms == [5.0, 20.0]
+
+
+def test_measured_bandwidth_of_this_cpu_is_plausible() -> None:
+    measured = measure_read_bandwidth("cpu", repeats=2, buffer_bytes=64 * 2**20)
+    # One channel of the oldest memory torch runs on, and far more than any socket has.
+    assert 0.5e9 < measured < 20e12
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_measured_bandwidth_of_this_gpu_is_plausible() -> None:
+    before = torch.cuda.memory_allocated()
+    assert 50e9 < measure_read_bandwidth("cuda") < 50e12
+    assert torch.cuda.memory_allocated() == before

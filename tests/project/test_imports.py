@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -277,16 +276,6 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 """
-
-
-def test_host_logic_loads_without_torch() -> None:
-    """Files that need an extra are imported where it is installed."""
-    modules = [
-        f"stepgraph.{file.removesuffix('.py').replace('/', '.')}"
-        for file in WITHOUT_TORCH
-        if not file.startswith("runtime/") and all(map(find_spec, IMPORTED_LATE.get(file, ())))
-    ]
-    run(BLOCK_TORCH + f"import {', '.join(modules)}\nassert 'torch' not in sys.modules")
 
 
 def test_importing_the_runtime_leaves_the_process_alone() -> None:

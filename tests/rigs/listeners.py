@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from stepgraph.profiling import ranges
@@ -13,11 +12,9 @@ class Heard:
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
-        self.threads: list[str] = []
 
     def _note(self, *event: Any) -> None:
         self.events.append(event)
-        self.threads.append(threading.current_thread().name)
 
     def push(self, name: str, payload: ranges.Payload) -> None:
         self._note("push", name, payload)
