@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from stepgraph.profiling import nsys, ranges
+from stepgraph.profiling import ranges
 from stepgraph.profiling.nsys import CaptureWindowError, capture_window
 
 from ..rigs.listeners import Heard
@@ -38,16 +38,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> Recorder:
     ):
         monkeypatch.setattr(owner, name, lambda name=name: recorder.events.append((name,)))
     return recorder
-
-
-def test_a_process_knows_whether_it_is_profiled(monkeypatch) -> None:
-    monkeypatch.delenv("NSYS_PROFILING_SESSION_ID", raising=False)
-    assert nsys.inside_nsys() is ranges.attached is False
-    monkeypatch.setattr(ranges, "attached", True)
-    assert nsys.inside_nsys()
-    monkeypatch.setattr(ranges, "attached", False)
-    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "4711")
-    assert nsys.inside_nsys()
 
 
 def test_a_window_without_cuda_is_a_range(recorder: Recorder) -> None:

@@ -149,31 +149,24 @@ def test_a_listener_that_raises_is_unsubscribed_and_breaks_nothing(
     assert "out of paper" in str(record.exc_info)
 
 
-def test_a_listener_receives_the_ranges_of_an_engine(
+def test_launches_of_an_engine_carry_the_numbers_of_their_step(
     open_engine: Callable[..., Engine],
 ) -> None:
     heard = Heard()
+    config = {"mode": "compile", "compile": False, "buckets": (2, 4), "steps_per_launch": 4}
     with ranges.listening(heard):
-        engine = open_engine("micro", mode="compile", compile=False, max_num_seqs=2)
-        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))
-    names = set(heard.names("push"))
-    assert names == {
-        "step", "plan", "launch", "prepare", "copy", "replay", "prefill", "commit",
-        "load", "warmup", "capture",
-    }  # fmt: skip
-    assert heard.names("push").count("replay") == 3
-    assert len(heard.names("push")) == sum(event == ("pop",) for event in heard.events)
-
-
-def test_launches_carry_the_numbers_of_their_step(open_engine: Callable[..., Engine]) -> None:
-    engine = open_engine("micro", buckets=(2, 4), steps_per_launch=4)
+        engine = open_engine("micro", **config)
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     for prompt in ([1, 2, 3], [4] * 20, [5, 6]):
         engine.add_request(prompt, params)
-    heard = Heard()
     with ranges.listening(heard):
         while engine.has_unfinished():
             engine.step()
+    assert set(heard.names("push")) == {
+        "step", "plan", "launch", "prepare", "copy", "replay", "prefill", "commit",
+        "load", "warmup", "capture",
+    }  # fmt: skip
+    assert 2 * len(heard.names("push")) == len(heard.events)
     records = {record.step: record for record in engine.timeline().records()}
     launches = [event[1:] for event in heard.events if event[0] == "push"]
     replays, prefills = (

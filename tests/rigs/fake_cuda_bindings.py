@@ -39,8 +39,6 @@ class cudaGraphNodeType(enum.IntEnum):
     cudaGraphNodeTypeKernel = 0
     cudaGraphNodeTypeMemcpy = 1
     cudaGraphNodeTypeMemset = 2
-    cudaGraphNodeTypeHost = 3
-    cudaGraphNodeTypeEmpty = 5
     cudaGraphNodeTypeEventRecord = 7
 
 
