@@ -12,17 +12,12 @@ from ..rigs.bench_rig import run_bench
 
 WRONG_VALUES = [
     ("--batch-size 0", "'0' is not an integer of at least 1"),
-    ("--output-len 1", "'1' is not an integer of at least 2"),
     ("--mode fast", "invalid choice: 'fast'"),
     (f"--{'x' * 1000}", "unrecognized arguments: --xxx"),
     ("--batch-siz 1", "unrecognized arguments: --batch-siz 1"),
     ("--output-json=", "it is a directory"),
-    ("--num-iters 1000000000000000", "'1000000000000000' is more than 1,000,000,000"),
-    ("--seed 9223372036854775808", "is not an integer from 0 to 9223372036854775807"),
     ("--prefill-chunk 99999999", "'99999999' is not an integer from 1 to 1048576"),
-    ("--scenario neighbours --num-steps 3", "'3' is not an integer of at least 30"),
     ("--scenario serve --max-itl-ms nan", "'nan' is not a positive number of milliseconds"),
-    ("--scenario neighbours --neighbours 1000", "'1000' is more than 256"),
     ("--scenario neighbours --peer cake", "with NAME one of openvino, vllm, llama.cpp"),
     ("--scenario serve --rates 0", "'0' is not a positive number"),
     ("--scenario neighbours --peer vllm=", "'vllm=' is not NAME or NAME=PYTHON"),

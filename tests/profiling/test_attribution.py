@@ -17,21 +17,18 @@ from stepgraph.runtime.execution.step_key import StepKey
 
 from ..rigs.fake_cuda_bindings import STREAM, FakeCuda, cudaGraphNodeType
 
-VERSIONS = ["12", "13"]
 KEY = StepKey("decode", 1, 1, full_sampler=False)
 
 
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCuda], None]:
-    """Let `cuda.bindings` be a fake."""
-
-    def put(cuda: FakeCuda) -> None:
-        for name in ("cuda", "cuda.bindings"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", cuda.runtime)
-        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", cuda.driver)
-
-    return put
+@pytest.fixture(params=["12", "13"])
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """A fake in the place of `cuda.bindings`."""
+    cuda = FakeCuda(request.param)
+    for name in ("cuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", cuda.runtime)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", cuda.driver)
+    return cuda
 
 
 def capture(run: Callable[[], object], times: int = 1) -> KernelNames:
@@ -89,12 +86,7 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_graph_nodes_belong_to_the_scope_in_which_they_appear(
-    version: str, install: Callable[[FakeCuda], None]
-) -> None:
-    cuda = FakeCuda(version)
-    install(cuda)
+def test_graph_nodes_belong_to_the_scope_in_which_they_appear(cuda: FakeCuda) -> None:
     names = capture(lambda: launches(cuda))
     assert found(names) == EXPECTED
     assert (names.unattributed, names.reason) == (1, None)
@@ -103,12 +95,8 @@ def test_graph_nodes_belong_to_the_scope_in_which_they_appear(
     ]
 
 
-def test_graph_branches_are_in_an_order_of_their_dependencies(
-    install: Callable[[FakeCuda], None],
-) -> None:
+def test_graph_branches_are_in_an_order_of_their_dependencies(cuda: FakeCuda) -> None:
     """Side streams within a scope: what joins is behind all branches."""
-    cuda = FakeCuda()
-    install(cuda)
 
     def run() -> None:
         with operation("begin"):
@@ -129,14 +117,12 @@ def test_graph_branches_are_in_an_order_of_their_dependencies(
     assert order.index("side") < order.index("side_end")
 
 
-def test_scopes_of_every_thread_reach_a_listener(install: Callable[[FakeCuda], None]) -> None:
+def test_scopes_of_every_thread_reach_a_listener(cuda: FakeCuda) -> None:
     heard: list[tuple[str, int | None]] = []
     listener = SimpleNamespace(
         enter=lambda name, layer: heard.append((name, layer)),
         leave=lambda failed: heard.append(("end", None)),
     )
-    cuda = FakeCuda()
-    install(cuda)
 
     def work() -> None:
         with operation("down", 3):
@@ -153,10 +139,7 @@ def test_scopes_of_every_thread_reach_a_listener(install: Callable[[FakeCuda], N
     assert operation("a") is operation("b")
 
 
-def test_captures_that_fail_leave_nothing(install: Callable[[FakeCuda], None]) -> None:
-    cuda = FakeCuda()
-    install(cuda)
-
+def test_captures_that_fail_leave_nothing(cuda: FakeCuda) -> None:
     def fail() -> None:
         with operation("down"):
             cuda.launch("a")
@@ -175,13 +158,9 @@ def test_captures_that_fail_leave_nothing(install: Callable[[FakeCuda], None]) -
 
 
 def test_bindings_that_fail_end_the_attribution_only(
-    install: Callable[[FakeCuda], None],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step has all its nodes or none; the first reason is given once."""
-    cuda = FakeCuda()
-    install(cuda)
     runs: list[None] = []
 
     def run() -> None:

@@ -1,18 +1,22 @@
-"""Ranges: what listeners and an NVTX tool receive, and what is refused."""
+"""Ranges: what listeners receive, what is refused, and the window of an nsys session."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from stepgraph.profiling import ranges
+from stepgraph.profiling.nsys import CaptureWindowError, capture_window
 from stepgraph.profiling.ranges import NvtxTool, StepNumbers
 from stepgraph.runtime import Engine, SamplingParams
 
@@ -117,26 +121,18 @@ def test_wrong_names_and_payloads_fail_with_and_without_a_listener() -> None:
                     ranges.step_span(name, *range(6))
 
 
-class Failing(Heard):
-    """Raises at one of the events, counted from 0."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at = at
-
-    def _note(self, *event: Any) -> None:
-        if len(self.events) == self.at:
-            raise RuntimeError("out of paper")
-        super()._note(*event)
-
-
 @pytest.mark.parametrize("at", range(4))
 def test_a_listener_that_raises_is_unsubscribed_and_breaks_nothing(
     at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failing, heard = Failing(at), Heard()
+    heard, calls = Heard(), itertools.count()
+
+    def fail(*_: object) -> None:
+        if next(calls) == at:
+            raise RuntimeError("out of paper")
+
     with (
-        ranges.listening(failing),
+        ranges.listening(SimpleNamespace(push=fail, pop=fail)),
         ranges.listening(heard),
         ranges.span(ranges.STEP, 1),
         ranges.step_span(ranges.REPLAY, *range(6)),
@@ -144,7 +140,7 @@ def test_a_listener_that_raises_is_unsubscribed_and_breaks_nothing(
         pass
     assert heard.names("push") == ["step", "replay"]
     assert [event[0] for event in heard.events] == ["push", "push", "pop", "pop"]
-    assert failing.events == heard.events[:at]
+    assert next(calls) == at + 1, "it receives nothing after its error"
     (record,) = caplog.records
     assert "out of paper" in str(record.exc_info)
 
@@ -188,3 +184,66 @@ def test_launches_of_an_engine_carry_the_numbers_of_their_step(
         assert shown.blocks_in_use == records[shown.step].blocks_in_use > 0
     assert any(shown.padding for shown in replays)
     assert {record.steps for record in records.values()} >= {1, 4}
+
+
+class Recorder(Heard):
+    """A listener that also notes what is done to a device."""
+
+    def said(self) -> list[str]:
+        return [" ".join(map(str, event[:2])) for event in self.events]
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    recorder = Recorder()
+    with ranges.listening(recorder):
+        yield recorder
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> Recorder:
+    """A process that works with CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for owner, name in (
+        (torch.cuda, "synchronize"),
+        (torch.cuda.profiler, "start"),
+        (torch.cuda.profiler, "stop"),
+    ):
+        monkeypatch.setattr(owner, name, lambda name=name: recorder.events.append((name,)))
+    return recorder
+
+
+def test_a_window_without_cuda_is_a_range(recorder: Recorder) -> None:
+    assert not torch.cuda.is_initialized()
+    with capture_window():
+        recorder.events.append(("inside",))
+    assert recorder.said() == ["push window", "inside", "pop"]
+
+
+def test_a_window_holds_the_work_that_was_started_in_it(cuda: Recorder) -> None:
+    with capture_window():
+        cuda.events.append(("inside",))
+    assert cuda.said() == [
+        "synchronize", "start", "push window", "inside", "synchronize", "pop", "stop",
+    ]  # fmt: skip
+
+
+def test_a_window_ends_with_an_exception(cuda: Recorder) -> None:
+    for error in (ValueError, KeyboardInterrupt):  # the first leaves nothing open
+        cuda.events.clear()
+        with pytest.raises(error), capture_window():
+            raise error
+        assert cuda.said()[-2:] == ["pop", "stop"]
+
+
+def test_a_second_window_is_an_error_and_the_first_stays_open(cuda: Recorder) -> None:
+    def second() -> None:
+        with pytest.raises(CaptureWindowError), capture_window():
+            pytest.fail("it is not open")
+
+    with ThreadPoolExecutor() as pool, capture_window():
+        before = cuda.said()
+        second()
+        pool.submit(second).result()
+        assert cuda.said() == before
+    assert cuda.said()[-2:] == ["pop", "stop"]
