@@ -1,19 +1,24 @@
 """bench.py from its command line to its JSON and its table."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+import torch
 from stepgraph.profiling import atomic_write
 from stepgraph.profiling.atomic_write import check_writable, write_file
 from stepgraph.runtime import Engine, EngineConfig, StepgraphError
-from stepgraph.runtime.bench.benchmark_run import BenchmarkRun
 from stepgraph.runtime.bench.load import Status
 from stepgraph.runtime.bench.results import report, table_rows
 from stepgraph.runtime.bench.scenarios import steady
+from stepgraph.runtime.bench.workload import decode_roofline, equal_share
 
 from ..rigs.bench_rig import ROOT, run_bench
 
@@ -65,16 +70,13 @@ def test_a_step_lasts_until_the_next_tokens(monkeypatch):
             clock[0] += 0.5e-3  # a caller that takes its time
             return "a"
 
-    class Engine:
-        def add_request(self, prompt, params):
-            return "a"
-
-        def step(self):
-            clock[0] += 4e-3
-            return [Output()]
+    def step():
+        clock[0] += 4e-3
+        return [Output()]
 
     monkeypatch.setattr(steady.time, "perf_counter", lambda: clock[0])
-    batch = steady.EngineBatch(Engine())
+    engine = SimpleNamespace(add_request=lambda *_: "a", step=step)
+    batch = steady.EngineBatch(engine)
     batch.prefill([[1]], 9)
     assert batch.steps(3) == pytest.approx([4.0, 4.5, 4.5])
 
@@ -116,14 +118,6 @@ def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, ca
     assert "Traceback" not in captured.err
     assert "- batch 1, input 8: " in captured.out
     assert os.listdir(tmp_path) == ["a.json"]
-
-
-def test_ranks_are_checked_before_the_first_engine_starts(capsys, monkeypatch):
-    flags = "--model preset:smollm2-135m --tensor-parallel 1 2"
-    with monkeypatch.context() as patched:
-        patched.setattr(BenchmarkRun, "start", lambda *_: pytest.fail("an engine started"))
-        assert run_bench(monkeypatch, flags) == 2
-    assert "2 does not divide 9 query heads" in capsys.readouterr().err
 
 
 def test_a_repeated_case_is_measured_once(monkeypatch, tmp_path):
@@ -187,3 +181,45 @@ def test_requests_that_never_decode_together_are_an_error():
         run = steady.CaseRun(engine, steady.BenchmarkCase(2, 8, 3), seed=0)
         with pytest.raises(StepgraphError):
             run.warm_up()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("weight_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("variant", ["odd", "qwen3", "deepseek_v2"])
+def test_bytes_are_those_that_are_stored(
+    open_engine: Callable[..., Engine], variant: str, kv_dtype: str, weight_dtype: str
+) -> None:
+    """Scales of cache and weights included; `odd` has an embedding that is only gathered from."""
+    engine = open_engine(variant, kv_dtype=kv_dtype, weight_dtype=weight_dtype)
+    parts = engine._open_parts()
+    arena = parts.arena.tensor
+    of_slot = arena.nbytes / (arena.shape[2] * engine.config.block_size)  # in one group
+    assert engine.kv_bytes_read(1) == of_slot * len(parts.groups)
+    weights = {p.data_ptr(): p.untyped_storage().nbytes() for p in parts.model.parameters()}
+    gathered = 0
+    if not engine.model_config.tie_word_embeddings:
+        embedding = parts.model.embed_tokens.parameters()
+        gathered = sum(p.untyped_storage().nbytes() for p in embedding)
+    assert engine.weight_bytes_read(1) == sum(weights.values()) - gathered
+    if weight_dtype != "auto":
+        stored = {p.dtype for p in parts.model.parameters()}
+        assert stored & {torch.int8, torch.float8_e4m3fn, torch.uint8}
+    limit = decode_roofline(engine, [1, 1, 1], 1e9, 0.1)
+    read = engine.weight_bytes_read(1) + 3 * engine.kv_bytes_read(1)
+    assert (limit["bytes_per_step"], limit["floor_ms"]) == (read, pytest.approx(read / 1e6))
+    assert limit["fraction"] == pytest.approx(read / 1e8)
+
+
+def test_a_window_is_read_and_no_more(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine("mistral")  # all layers slide over 13 tokens
+    assert engine.kv_bytes_read(13) == engine.kv_bytes_read(200) == 13 * engine.kv_bytes_read(1)
+
+
+def test_the_share_of_equal_tokens() -> None:
+    assert equal_share([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == 0.75
+    assert equal_share([[1, 2]], [[1]]) == 0.5
+    with pytest.raises(ValueError, match="shorter"):
+        equal_share([[1, 2]], [])
+    with pytest.raises(ValueError, match="no token"):
+        equal_share([], [])

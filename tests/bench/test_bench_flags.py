@@ -97,6 +97,7 @@ def test_defaults_follow_the_scenario(arguments, expected):
         (2, "--batch-size 1 5000 --mode eager", "max_num_seqs must be an integer from 1 to 4096"),
         (2, "--scenario neighbours --input-len 4000", "max_model_len"),
         (2, "--model preset:nothing", "preset"),
+        (2, "--model preset:smollm2-135m --tensor-parallel 1 2", "2 does not divide 9 query heads"),
         (2, "--device cuda:x", "cuda:x"),
         (1, "--scenario neighbours --peer vllm=/no/such", "vllm: cannot run /no/such"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,12 +31,11 @@ class Rig:
         self.engine = engine
         self.graphs = graphs
         self.expected: dict[int, int] = {}
-        self._names = count()
 
     def add(self, *prompts: list[int], max_tokens: int = 12) -> None:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         for prompt in prompts:
-            self.engine.add_request(prompt, params, f"request {next(self._names)}")
+            self.engine.add_request(prompt, params)
 
     def step(self) -> None:
         number, logged = self.engine.stats()["steps"], len(self.graphs.log)

@@ -17,7 +17,6 @@ from stepgraph.profiling.kernel_names import (
     NamesFileError,
     Node,
     StepNodes,
-    function_name,
     nodes_of_replay,
 )
 from stepgraph.runtime.models.plan import model_plan
@@ -115,27 +114,15 @@ OTHER = MANGLED.replace("Li512", "Li128")  # the same template, another function
         ([None, "a", None], ["x", "a"], [None] * 2),
         *(([MANGLED, "b"], [name, "b"], [0, 1]) for name in (MANGLED, DEMANGLED, "reduce_kernel")),
         ([MANGLED, "b"], [OTHER, "b"], [None] * 2),
+        (["fill", "f"], ["void at::<unnamed>::fill<int, 4>(int *)", "f"], [0, 1]),
+        (["fill", "f"], ["(anonymous namespace)::fill()", "f"], [0, 1]),
+        (["fill", "f"], ["void fill_all<int>(int *)", "f"], [None] * 2),
     ],
 )
 def test_replays_have_mangled_full_or_short_names(
     nodes: list[str | None], kernels: list[str], found: list[int | None]
 ) -> None:
     assert match(nodes, kernels) == found
-
-
-@pytest.mark.parametrize(
-    ("name", "base"),
-    [
-        (DEMANGLED, "reduce_kernel"),
-        ("(anonymous namespace)::bar()", "bar"),
-        ("void at::native::<unnamed>::fill<int, 4>(int *, int)", "fill"),
-        ("_norm_linear_kernel", "_norm_linear_kernel"),
-        ("nvjet_tst_128x8_64x12_4x1_v_bz_TNT", "nvjet_tst_128x8_64x12_4x1_v_bz_TNT"),
-        ("", ""),
-    ],
-)
-def test_function_names(name: str, base: str) -> None:
-    assert function_name(name) == base
 
 
 def test_the_step_of_a_replay_is_found_by_bucket_and_kernels() -> None:

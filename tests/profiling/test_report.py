@@ -29,7 +29,7 @@ from stepgraph.profiling.report import (
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import Engine, SamplingParams
 
-from ..rigs.nsys_rig import NEW, OLD, PUSH_POP, Kernel, Launch, Profile, Variant
+from ..rigs.nsys_rig import NEW, OLD, PUSH_POP, Launch, Profile, Variant
 
 VARIANTS = {
     "old": OLD,
@@ -38,8 +38,8 @@ VARIANTS = {
     "no graphs": dataclasses.replace(NEW, graph_trace=None),
 }
 
-KERNELS = (Kernel("norm", 700), Kernel("matmul", 9_000), Kernel("norm", 650),
-           Kernel("matmul", 11_000), Kernel("argmax", 400))  # fmt: skip
+KERNELS = (("norm", 700), ("matmul", 9_000), ("norm", 650),
+           ("matmul", 11_000), ("argmax", 400))  # fmt: skip
 NODES = (
     Node(0, "norm", "kernel", "norm"),
     Node(0, "down", "kernel", "_Z6matmulPf"),
@@ -54,7 +54,7 @@ def decode(rows: int = 3, bucket: int = 4, kernels=KERNELS, idle_ns: int = 300) 
 
 
 def prefill(tokens: int = 60, bucket: int = 64) -> Launch:
-    return Launch("prefill", 0, bucket, tokens, (Kernel("big", 90_000),))
+    return Launch("prefill", 0, bucket, tokens, (("big", 90_000),))
 
 
 def played(variant: Variant = NEW, steps: int = 6, **profile) -> Profile:
@@ -109,7 +109,7 @@ steps_played = st.lists(
 def test_steps_in_any_order_of_rows(variant: Variant, steps, seed: int) -> None:
     play = Profile(variant)
     for number, (what, durations, idle_ns, pause_ns, wait_ns) in enumerate(steps):
-        kernels = [Kernel(f"k{i}", ns) for i, ns in enumerate(durations)]
+        kernels = [(f"k{i}", ns) for i, ns in enumerate(durations)]
         launches = [Launch("decode", 1, 2, 1, kernels, idle_ns)] if what != "prefill" else []
         if what != "decode":
             launches.append(Launch("prefill", 0, 64, 20, kernels, idle_ns))
@@ -133,7 +133,7 @@ def test_operations_belong_to_the_captured_nodes(tmp_path) -> None:
     trace = played(VARIANTS["nodes"], steps=6).write(tmp_path / "trace.sqlite")
     NAMES.save(tmp_path / "trace.kernels.json")
     report = read_report(trace)
-    launch_ns = sum(kernel.ns for kernel in KERNELS) + 4 * 300
+    launch_ns = sum(ns for _, ns in KERNELS) + 4 * 300
     operations = {row.name: row for row in report.operations if row.phase == "decode"}
     assert list(operations) == ["down", "norm", "greedy"], "the most expensive first"
     for name, ns, count in (("down", 20_000, 2), ("norm", 1_350, 2), ("greedy", 400, 1)):

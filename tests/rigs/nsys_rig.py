@@ -34,12 +34,6 @@ OLD = Variant(False, False, "node")
 
 
 @dataclass(frozen=True)
-class Kernel:
-    name: str
-    ns: int
-
-
-@dataclass(frozen=True)
 class Launch:
     """What a step runs on the device."""
 
@@ -47,7 +41,8 @@ class Launch:
     rows: int
     bucket: int
     tokens: int
-    kernels: Sequence[Kernel]
+    kernels: Sequence[tuple[str, int]]
+    """Names and durations in ns."""
     idle_ns: int = 0
     """Between one kernel and the next."""
 
@@ -136,16 +131,16 @@ class Profile:
         graph = self.variant.graph_trace
         call = self.call("cudaGraphLaunch_v10000", 5_000) if graph is not None else 0
         begin = at = max(self.device_free, self.now)
-        for i, kernel in enumerate(launch.kernels):
+        for i, (name, ns) in enumerate(launch.kernels):
             if graph is None:
                 call = self.call("cudaLaunchKernel_v7000", 3_000)
                 at = max(at, self.now)
                 begin = at if i == 0 else begin
             if graph != "graph":
-                ids = {"shortName": self.string(kernel.name)}
-                ids["demangledName"] = self.string(f"void {kernel.name}<float>(float*)")
-                self.activity("KERNEL", at, at + kernel.ns, call, **ids)
-            at += kernel.ns
+                ids = {"shortName": self.string(name)}
+                ids["demangledName"] = self.string(f"void {name}<float>(float*)")
+                self.activity("KERNEL", at, at + ns, call, **ids)
+            at += ns
             end = at
             at += launch.idle_ns
         if graph == "graph":
