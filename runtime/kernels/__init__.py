@@ -86,37 +86,30 @@ def select_kernels(
     if kernels is None:
         kernels = "torch" if mode == "eager" else "native"
     plain = kernels == "torch" and mode == "eager"
-    if device_type == "cuda" and torch.cuda.is_available() and not plain:
-        _refuse_interpreter()
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreted and device_type == "cuda" and torch.cuda.is_available() and not plain:
+        raise KernelBuildError(
+            "TRITON_INTERPRET=1 makes Triton interpret kernels on the CPU, also torch.compile's"
+            " included: unset it, or use mode='eager' with kernels='torch'"
+        )
     if kernels == "native":
         return (
             _cpu_kernels(dtype, weights, load=load)
             if device_type == "cpu"
             else _gpu_kernels(weights)
         )
-    if plain:
-        return Kernels(
-            name="torch",
-            attention=reference_paged_attention,
-            linear=reference_linear,
-            experts=reference_experts,
-            pack=None,
-            bounded_by_length=False,
-            masks=1,
-            weights=weights,
-        )
-    # Attention as one operation that torch.compile does not look into.
-    attention, library = paged_attention, None
-    native_attention = device_type == "cpu" or have_triton()
-    if device_type == "cpu":
-        library = load_cpu_ops() if load else None
-    elif native_attention:
+    # But in eager steps, attention is one operation that torch.compile does not look into.
+    attention, library = reference_paged_attention if plain else paged_attention, None
+    native_attention = not plain and (device_type == "cpu" or have_triton())
+    if native_attention and device_type != "cpu":
         attention = _gpu_kernels(weights).attention
+    elif native_attention and load:
+        library = load_cpu_ops()
     return Kernels(
         name="torch",
         attention=attention,
         linear=reference_linear,
-        experts=opaque_experts,
+        experts=reference_experts if plain else opaque_experts,
         pack=None,
         bounded_by_length=native_attention,
         masks=0 if native_attention else 1,
@@ -157,15 +150,6 @@ def _gpu_kernels(weights: WeightStorage) -> Kernels:
     from .triton.backend import gpu_kernels  # which needs this package
 
     return gpu_kernels(weights)
-
-
-def _refuse_interpreter() -> None:
-    """Raise KernelBuildError where Triton would interpret the kernels of a CUDA device."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise KernelBuildError(
-            "TRITON_INTERPRET=1 makes Triton interpret kernels on the CPU, also torch.compile's"
-            " included: unset it, or use mode='eager' with kernels='torch'"
-        )
 
 
 __all__ = [

@@ -17,7 +17,6 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
-import json
 import logging
 import os
 import platform
@@ -32,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from ...errors import KernelBuildError
@@ -167,12 +167,9 @@ def _checked_manifest(path: Path, source: str) -> Manifest:
             if (reason := _writable_by_others(status)) is not None:
                 raise ValueError(f"{part.name} {reason}")
         with (path / _MANIFEST).open("rb") as file:
-            document = json.loads(file.read(_MOST_MANIFEST_BYTES))
-        for field in ("features", "built_for"):
-            document[field] = tuple(map(str, document[field]))
-        manifest = Manifest(**document)
+            manifest = msgspec.json.decode(file.read(_MOST_MANIFEST_BYTES), type=Manifest)
         code = (path / _CODE).read_bytes()
-    except (OSError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, RecursionError) as error:
         raise ValueError(f"{_MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     if manifest.source != source:
         raise ValueError("it was made from other sources")
@@ -272,24 +269,21 @@ def _add_library(scratch: Path, code: Path, manifest: Manifest, folder: Path) ->
     final = folder / f"cpu_ops-{manifest.source[:24]}-{built.hexdigest()[:12]}"
     whole = scratch / "whole"
     whole.mkdir()
-    text = json.dumps(dataclasses.asdict(manifest), indent=1)
-    for name, data, mode in ((_CODE, content, 0o755), (_MANIFEST, text.encode(), 0o644)):
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    for name, data, mode in ((_CODE, content, 0o755), (_MANIFEST, text, 0o644)):
         with (whole / name).open("wb") as file:
             file.write(data)
             os.fchmod(file.fileno(), mode)  # whatever the umask is
             file.flush()
             os.fsync(file.fileno())
     whole.chmod(0o755)
-    for attempt in range(3):
-        try:
-            whole.rename(final)
-            break
-        except OSError:  # the name exists: an equal one of another process, or a damaged one
-            if attempt == 2:
-                raise
-            with contextlib.suppress(ValueError):
-                return StoredLibrary(final / _CODE, _checked_manifest(final, manifest.source))
-            final.rename(scratch / f"damaged-{attempt}")
+    try:
+        whole.rename(final)
+    except OSError:  # the name exists: an equal one of another process, or a damaged one
+        with contextlib.suppress(ValueError):
+            return StoredLibrary(final / _CODE, _checked_manifest(final, manifest.source))
+        final.rename(scratch / "damaged")
+        whole.rename(final)
     return StoredLibrary(final / _CODE, manifest)
 
 

@@ -34,16 +34,14 @@ torch.library.define(
 )
 
 
+@torch.library.register_fake("stepgraph::all_reduce")
 def _fake_all_reduce(x: Tensor, communicator: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
+@torch.library.register_fake("stepgraph::gather_columns")
 def _fake_gather_columns(x_BF: Tensor, sizes: Sequence[int], communicator: Tensor) -> Tensor:
     return x_BF.new_empty(x_BF.shape[0], sum(sizes))
-
-
-torch.library.register_fake("stepgraph::all_reduce", _fake_all_reduce)
-torch.library.register_fake("stepgraph::gather_columns", _fake_gather_columns)
 
 
 def region_bytes(ranks: int, part_bytes: int) -> int:

@@ -32,6 +32,7 @@ torch.library.define(
 )
 
 
+@torch.library.register_fake("stepgraph::packed_linear")
 def _fake_packed_linear(
     x_TK: Tensor,
     packed: Tensor,
@@ -42,12 +43,9 @@ def _fake_packed_linear(
     return x_TK.new_empty(x_TK.shape[0], out_features)
 
 
+@torch.library.register_fake("stepgraph::packed_embedding")
 def _fake_packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
     return packed.new_empty(tokens_T.shape[0], k)
-
-
-torch.library.register_fake("stepgraph::packed_linear", _fake_packed_linear)
-torch.library.register_fake("stepgraph::packed_embedding", _fake_packed_embedding)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
