@@ -25,49 +25,35 @@ def weights(draw: st.DrawFn) -> Tensor:
     return weight.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
 
 
+@pytest.mark.parametrize(
+    ("storage", "dtype", "largest", "block"),
+    [("int8", torch.int8, 127, 1000), ("fp8", torch.float8_e4m3fn, 448, 128)],
+)
 @settings(max_examples=50)
 @given(weights())
-def test_a_number_is_off_by_half_a_scale(weight: Tensor) -> None:
-    data, scales = kernels.quantise_weight(weight)
-    assert data.dtype == torch.int8
-    assert scales.dtype == torch.float32
-    zero = (weight == 0).all(1)
-    assert torch.equal(scales == 0, zero)
-    # The largest number of a row is 127 whatever the row.
-    assert torch.equal(data.int().abs().amax(1), torch.where(zero, 0, 127).int())
-    assert (data[weight == 0] == 0).all()
-    back = kernels.dequantise_weight(data, scales)
-    error = (back.double() - weight.double()).abs()
-    assert (error <= scales.double()[:, None] * (0.5 + 1e-5)).all()
-    again, same = kernels.quantise_weight(back)
-    assert torch.equal(again, data)
-    torch.testing.assert_close(same, scales, rtol=1e-6, atol=0)
-
-
-@settings(max_examples=50)
-@given(weights())
-def test_an_fp8_number_is_off_by_half_its_last_bit(weight: Tensor) -> None:
+def test_a_number_is_off_by_half_its_last_bit(
+    storage: kernels.WeightStorage, dtype: torch.dtype, largest: int, block: int, weight: Tensor
+) -> None:
+    data, scales = kernels.quantise_weight(weight, storage)
+    assert (data.dtype, scales.dtype) == (dtype, torch.float32)
     n, k = weight.shape
-    data, scales = kernels.quantise_weight(weight, "fp8")
-    assert data.dtype == torch.float8_e4m3fn
-    assert scales.dtype == torch.float32
-    assert scales.shape == (n, -(-k // 128))
-    assert scales.is_contiguous()
+    assert scales.shape == ((n,) if storage == "int8" else (n, -(-k // block)))
     back = kernels.dequantise_weight(data, scales)
-    assert back.dtype == torch.float32
-    assert back.shape == weight.shape
     assert (back[weight == 0] == 0).all()
-    for block, scale in enumerate(scales.double().T):
-        part = slice(128 * block, 128 * (block + 1))
-        exact, largest = weight[:, part].double(), weight[:, part].float().abs().amax(1)
-        assert torch.equal(scale.float(), largest / 448)
-        # The largest number of a block is 448 whatever the block.
-        stored = data[:, part].float().abs().amax(1)
-        assert torch.equal(stored, torch.where(largest == 0, 0.0, 448.0))
-        error = (back[:, part].double() - exact).abs()
-        bound = torch.maximum(exact.abs() / 16, scale[:, None] / 1024)
-        assert (error <= bound * (1 + 1e-5)).all()
-    again, same = kernels.quantise_weight(back, "fp8")
+    for scale, exact, numbers, read in zip(
+        scales.view(n, -1).T,
+        *(x.split(block, 1) for x in (weight.double(), data.float(), back.double())),
+        strict=True,
+    ):
+        amax = exact.float().abs().amax(1)
+        assert torch.equal(scale, amax / largest)
+        # The largest number of a block is the same whatever the block.
+        assert torch.equal(numbers.abs().amax(1), torch.where(amax == 0, 0.0, largest))
+        bound = scale.double()[:, None] / (2 if storage == "int8" else 1024)
+        if storage == "fp8":
+            bound = torch.maximum(exact.abs() / 16, bound)
+        assert ((read - exact).abs() <= bound * (1 + 2e-5)).all()
+    again, same = kernels.quantise_weight(back, storage)
     assert torch.equal(again.float(), data.float())
     torch.testing.assert_close(same, scales, rtol=1e-6, atol=0)
 
@@ -96,32 +82,22 @@ def test_rows_are_quantised_one_by_one(
     )
 
 
-def test_halves_are_rounded_to_even() -> None:
-    data, scales = kernels.quantise_weight(torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 3.4]]))
-    assert scales.tolist() == [1.0]
-    assert data.tolist() == [[127, 0, 2, 2, 0, -2, 3]]
-
-
-def test_fp8_halves_are_rounded_to_even() -> None:
-    steps = [448.0, 17.0, 19.0, 2.0**-10, 3 * 2.0**-10, -432.0, -465.0]
-    weight = torch.tensor([[*steps[:-1], *[0.0] * 122, steps[-1]]])
-    data, scales = kernels.quantise_weight(weight, "fp8")
-    assert scales.tolist() == [[1.0, torch.tensor(465 / 448).item()]]
-    expected = [448.0, 16.0, 20.0, 0.0, 2.0**-8, -448.0, *[0.0] * 122, -448.0]
+@pytest.mark.parametrize(
+    ("storage", "weight", "expected"),
+    [
+        ("int8", [127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 3.4], [127, 0, 2, 2, 0, -2, 3]),
+        ("fp8", [448.0, 17.0, 19.0, 2**-10, 3 * 2**-10, -432.0], [448, 16, 20, 0, 2**-8, -448]),
+        ("int8", [1e-45, -1e-45], [0, 0]),  # smaller than a scale can be
+        ("int8", [1e-37, -1e-37], [127, -127]),
+        ("fp8", [1e-45, -1e-45], [0, 0]),
+        ("fp8", [9e-43, -9e-43], [448, -448]),
+    ],
+)
+def test_halves_are_rounded_to_even(
+    storage: kernels.WeightStorage, weight: list[float], expected: list[float]
+) -> None:
+    data, _ = kernels.quantise_weight(torch.tensor([weight]), storage)
     assert data.tolist() == [expected]
-
-
-def test_fp8_numbers_smaller_than_a_scale_can_be() -> None:
-    weight = torch.tensor([[1e-45, -1e-45], [9e-43, -9e-43], [1e-36, -1e-36]])
-    data, scales = kernels.quantise_weight(weight, "fp8")
-    assert data.tolist() == [[0, 0], [448, -448], [448, -448]]
-    assert scales[0] == 0
-
-
-def test_numbers_smaller_than_a_scale_can_be() -> None:
-    data, scales = kernels.quantise_weight(torch.tensor([[1e-45, -1e-45], [1e-37, -1e-37]]))
-    assert data.tolist() == [[0, 0], [127, -127]]
-    assert scales[0] == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
