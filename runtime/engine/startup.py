@@ -459,8 +459,7 @@ class EngineParts:
         activations = measured.get("activations")
         if self.model.stack is not None and activations is not None:
             # Allocated when the steps were prepared, so it is in no measured step.
-            workspace = self.model.stack.workspace_bytes(runner.sizes.tokens.largest)
-            measured["activations"] = activations + workspace
+            measured["activations"] = activations + self.model.stack.workspace_bytes()
         return self.plan.reconcile(
             {
                 **held,

@@ -305,7 +305,7 @@ def test_the_plan_has_room_for_what_the_stack_of_layers_keeps(open_engine: Open,
     parts = parts_of(engine)
     assert parts is not None
     assert parts.model.stack is not None
-    workspace = parts.model.stack.workspace_bytes(parts.runner.sizes.tokens.largest)
+    workspace = parts.model.stack.workspace_bytes()
     activations = engine.stats()["memory"]["activations"]
     assert 0 < workspace <= activations["planned"]
     assert activations["measured"] is None or workspace <= activations["measured"]

@@ -58,7 +58,7 @@ torch.library.define(
     "(Tensor?[] tensors, int[] integers, float[] numbers, ScalarType dtype, str storage) -> int",
 )
 torch.library.define("stepgraph::stack_destroy", "(int handle) -> ()")
-torch.library.define("stepgraph::stack_workspace", "(int handle, int tokens) -> int")
+torch.library.define("stepgraph::stack_workspace", "(int handle) -> int")
 torch.library.define(
     "stepgraph::decoder_stack",
     "(Tensor x, Tensor(a!) arena, Tensor positions, Tensor slots, Tensor block_tables,"
@@ -159,8 +159,8 @@ class Stack(Protocol):
         `batch.read_blocks` blocks. `embeddings_TD` are those that layers with `JoinNorms` need.
         """
 
-    def workspace_bytes(self, tokens: int) -> int:
-        """Bytes of workspace for steps of at most `tokens` tokens."""
+    def workspace_bytes(self) -> int:
+        """Bytes of workspace that steps have left allocated."""
 
     def close(self) -> None:
         """Release the weights; `run` must not be called afterwards. Idempotent."""
@@ -197,14 +197,9 @@ class DecoderStack:
         """Release the weights; `run` raises RuntimeError afterwards."""
         self._close()
 
-    def workspace_bytes(self, tokens: int) -> int:
-        """Upper bound of the workspace of steps of at most `tokens` tokens, in bytes.
-
-        Counts activations and the scratch memory of attention, for the current thread limit
-        (`limit_threads`). Partial results of long rows are not counted: the reserve of the memory
-        plan covers them.
-        """
-        count: int = torch.ops.stepgraph.stack_workspace.default(self._number, tokens)
+    def workspace_bytes(self) -> int:
+        """See `Stack.workspace_bytes`: activations, and the scratch memory of attention."""
+        count: int = torch.ops.stepgraph.stack_workspace.default(self._number)
         return count
 
     def run(

@@ -80,7 +80,7 @@ class GpuStack:
         """Let go of the weights."""
         self._layers.clear()
 
-    def workspace_bytes(self, tokens: int) -> int:
+    def workspace_bytes(self) -> int:
         """None: what a step needs are tensors that it makes."""
         return 0
 

@@ -45,14 +45,6 @@ void AttentionPlan::prepare(const AttentionStep& new_step, AttentionSpace& new_s
   space->scratch.reserve(space->thread_floats * step.threads);
 }
 
-int64_t AttentionPlan::scratch_bytes(const AttentionStep& step) {
-  const int64_t group = step.heads / step.kv_heads, parts = head_parts(group);
-  const int64_t queries =
-      std::min(step.tokens, tile_tokens(group)) * ((group + parts - 1) / parts);
-  const int64_t floats = scratch_floats_of(step, queries) * step.threads;
-  return floats * static_cast<int64_t>(sizeof(float));
-}
-
 // All heads of some tokens lie together.
 void AttentionPlan::cut_tiles() {
   const int64_t group = step.heads / step.kv_heads, head_tiles = head_parts(group);

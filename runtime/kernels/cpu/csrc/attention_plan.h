@@ -76,10 +76,6 @@ class AttentionPlan {
   // Raises IndexError if a block that will be read is not of the arena.
   void prepare(const AttentionStep& step, AttentionSpace& space);
 
-  // Bytes of `space` that steps like this one need, whatever rows and positions they are of, but
-  // for the parts of a split call. Its pointers, num_blocks and block_size do not matter.
-  static int64_t scratch_bytes(const AttentionStep& step);
-
   AttentionStep step;
   AttentionSpace* space;
   std::vector<Tile> tiles;

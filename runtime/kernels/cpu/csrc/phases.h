@@ -50,11 +50,6 @@ class Phases {
     last_ = 2 * static_cast<uint64_t>(phases);
   }
 
-  // Bytes that it takes.
-  static int64_t bytes(int64_t phases, int64_t units) {
-    return 64 * phases + (units <= kOwnLines ? 64 : 8) * units;
-  }
-
   int threads() const { return threads_; }
 
   // Whether all units of a phase are done: what they read may have changed.

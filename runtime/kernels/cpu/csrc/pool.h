@@ -117,10 +117,11 @@ class JobList {
     return *jobs_.back();
   }
 
-  // Drops what unused jobs still refer to.
-  void sweep() {
+  // Calls visit(job) for all of them.
+  template <class Visit>
+  void each(Visit visit) {
     const std::lock_guard<std::mutex> alone(mutex_);
-    for (const JobPointer<J>& job : jobs_) job->sweep();
+    for (const JobPointer<J>& job : jobs_) visit(*job);
   }
 
  private:
@@ -145,7 +146,8 @@ void sweep_jobs();
 // arguments keep may be read by late threads after the call.
 template <class J, class... Arguments>
 void run_job(Arguments&&... arguments) {
-  [[maybe_unused]] static const bool swept = (add_sweep([] { jobs_of<J>().sweep(); }), true);
+  [[maybe_unused]] static const bool swept = (
+      add_sweep([] { jobs_of<J>().each([](J& job) { job.sweep(); }); }), true);
   J& job = jobs_of<J>().acquire();
   int threads = 1;
   job.prepare_or_release([&] { threads = job.prepare(std::forward<Arguments>(arguments)...); });

@@ -47,6 +47,9 @@ void StackJob::prepare(const StackStep<T>& step, std::shared_ptr<const void> kee
       column = range.end;
     }
   }
+  bytes_.store(workspace_.bytes() + mixtures_.bytes() + attention_space_.scratch.bytes() +
+                   attention_space_.parts.bytes(),
+               std::memory_order_relaxed);
   step_ = step;
   keep_ = std::move(keep);
   if (stack_.communicator_ != nullptr) {
@@ -159,24 +162,10 @@ Stack::Layout Stack::layout(int64_t tokens, int threads) const {
   return at;
 }
 
-int64_t Stack::workspace_bytes(int64_t tokens, int64_t element_bytes, int threads) const {
-  AttentionStep step{};
-  step.heads = shape_.heads;
-  step.kv_heads = shape_.kv_heads;
-  step.head_dim = step.value_dim = shape_.head_dim;
-  step.threads = threads;
-  const auto bytes = [&](int64_t most) {
-    // A few rows may take more than many, since each thread norms them for itself.
-    const int64_t few = std::min(most, kOwnRows);
-    const int64_t elements = std::max(layout(most, threads).total, layout(few, threads).total);
-    step.tokens = most;
-    const int64_t words = mixtures(most, element_bytes, threads).total;
-    return elements * element_bytes + words * 4 + AttentionPlan::scratch_bytes(step) +
-           Phases::bytes(phases(most, element_bytes), units(most));
-  };
-  // A step of few tokens may find each pool thread late in a step of its own.
-  const int64_t large = tokens > kMostLateTokens ? bytes(tokens) : 0;
-  return large + threads * bytes(std::min(tokens, kMostLateTokens));
+int64_t Stack::workspace_bytes() {
+  int64_t bytes = large_job_->bytes();
+  jobs_.each([&](const StackJob& job) { bytes += job.bytes(); });
+  return bytes;
 }
 
 int64_t Stack::positions() const {

@@ -96,8 +96,8 @@ class Stack {
   template <class T>
   void run(const StackStep<T>& step, std::shared_ptr<const void> keep);
 
-  // The most bytes that steps of up to `tokens` tokens keep: activations, and attention's own.
-  int64_t workspace_bytes(int64_t tokens, int64_t element_bytes, int threads) const;
+  // Bytes that steps have left allocated for the next ones.
+  int64_t workspace_bytes();
 
   const StackShape& shape() const { return shape_; }
   int64_t layers() const { return static_cast<int64_t>(layers_.size()); }

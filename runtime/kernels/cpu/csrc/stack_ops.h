@@ -123,9 +123,8 @@ inline void stack_destroy(int64_t handle) {
   sweep_jobs();
 }
 
-inline int64_t stack_workspace(int64_t handle, int64_t tokens) {
-  const auto owned = Handles<OwnedStack>::instance().find("stack_workspace", handle);
-  return owned->stack->workspace_bytes(tokens, c10::elementSize(owned->dtype), threads());
+inline int64_t stack_workspace(int64_t handle) {
+  return Handles<OwnedStack>::instance().find("stack_workspace", handle)->stack->workspace_bytes();
 }
 
 // The final hidden states, and the outputs of the tapped layers side by side.

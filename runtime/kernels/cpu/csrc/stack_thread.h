@@ -64,6 +64,8 @@ class StackJob : public Job {
   void prepare(const StackStep<T>& step, std::shared_ptr<const void> keep);
 
   int threads() const { return phases_.threads(); }
+  // Of its workspaces, since it was prepared last.
+  int64_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
  protected:
   void work(int64_t index) override;
@@ -86,6 +88,7 @@ class StackJob : public Job {
   // Blocks of qkv that are not done yet in the layer: [ranges of heads][groups of rows].
   std::unique_ptr<std::atomic<int64_t>[]> blocks_left_;
   int64_t counted_ = 0;
+  std::atomic<int64_t> bytes_{0};
 };
 
 // What one thread does in a step.

@@ -21,6 +21,7 @@ class WorkSpace {
     return floats_.get();
   }
   float* get() const { return floats_.get(); }
+  int64_t bytes() const { return size_ * static_cast<int64_t>(sizeof(float)); }
 
  private:
   struct Free {
