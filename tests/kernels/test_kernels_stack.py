@@ -87,25 +87,22 @@ def test_checkpoints_agree_with_the_modules(
 
 
 @pytest.mark.parametrize(
-    ("weights", "change"),
+    ("weights", "name", "change"),
     [
-        ("int8", {"scales": lambda s: None}),
-        ("int8", {"scales": lambda s: s[1:]}),
-        ("int8", {"scales": lambda s: s.bfloat16()}),
-        ("model", {"weight": lambda w: w.new_zeros(3, 4, 32, 2)}),
+        ("int8", "scales", lambda s: None),
+        ("int8", "scales", lambda s: s[1:]),
+        ("int8", "scales", lambda s: s.bfloat16()),
+        ("model", "weight", lambda w: w.new_zeros(3, 4, 32, 2)),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
-    tiny: Callable[[str], TinyModel],
-    weights: WeightStorage,
-    change: dict[str, Callable[[torch.Tensor], torch.Tensor | None]],
+    tiny: Callable[[str], TinyModel], weights: WeightStorage, name: str, change: Any
 ) -> None:
     rig = Rig.of(tiny("base"), torch.bfloat16, weights=weights)
     down = rig.decoder.layers[1].get_submodule("down")
-    for name, changed in change.items():
-        wrong = changed(down.get_parameter(name).data)
-        setattr(down, name, None if wrong is None else torch.nn.Parameter(wrong, False))
-    with pytest.raises(RuntimeError, match="stack_create"):
+    wrong = change(down.get_parameter(name).data)
+    setattr(down, name, None if wrong is None else torch.nn.Parameter(wrong, False))
+    with pytest.raises(RuntimeError):
         rig.decoder.store([])
 
 

@@ -73,18 +73,13 @@ def test_a_thread_that_lost_its_core_is_not_waited_for() -> None:
     with kernel_threads(4):
         with new_threads() as started:
             operators.check()
-        began = time.perf_counter()
-        for _ in range(10):
-            operators.check()
-        free = time.perf_counter() - began
         with starved(started):
+            # To wait for a starved thread once a call would take a second or so each time.
             began = time.perf_counter()
             for _ in range(40):
                 operators.check()
-            alone = time.perf_counter() - began
+            assert time.perf_counter() - began < 60
         operators.check()
-    # Waiting for a starved thread once a call would take a second or so each time.
-    assert alone < 100 * free + 60
 
 
 @needs_compiler
@@ -161,29 +156,17 @@ def test_idle_threads_sleep() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("tokens", [1, 7, 600])
-def test_rotations(tokens: int) -> None:
-    kernels.load_cpu_ops()
-    positions = torch.randint(0, 100_000, (tokens,))
-    frequencies = 10_000.0 ** -torch.rand(3, 31)
-    with kernel_threads(3):
-        for found, expected in zip(
-            rotations(positions, frequencies),
-            reference_rotations(positions, frequencies),
-            strict=True,
-        ):
-            torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)
-
-
-@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (5, 50_001)])
-def test_cap_logits(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (600, 501)])
+def test_rotations_and_capped_logits(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     kernels.load_cpu_ops()
+    angles = torch.randint(0, 100_000, shape[:1]), 10_000.0 ** -torch.rand(3, 31)
     logits = (torch.randn(shape) * 50).to(dtype)
     logits[0, 0] = torch.nan
     expected = reference_cap_logits(logits, 30.0)
     with kernel_threads(3):
+        for pair in zip(rotations(*angles), reference_rotations(*angles), strict=True):
+            torch.testing.assert_close(*pair, rtol=0, atol=2e-7)
         found = cap_logits(logits.clone(), 30.0)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.125}[dtype]
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance, equal_nan=True)
