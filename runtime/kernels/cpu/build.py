@@ -410,13 +410,7 @@ def build_kernels(out: Path | None = None, *, march: str = "native") -> Path:
     Raises:
         KernelBuildError: there is no compiler, it fails, or `out` cannot be written to.
     """
-    if out is None:
-        return _build(_folder_for_builds(), march=march)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise KernelBuildError(f"{out} cannot be made: {error.strerror}") from error
-    return _build(out, march=march)
+    return _build(_folder_for_builds() if out is None else out, march=march)
 
 
 def _source_key() -> str:
@@ -456,6 +450,7 @@ def _build(folder: Path, *, march: str = "native") -> Path:
     )
     began = time.perf_counter()
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob(f"{_SCRATCH}*"):
             if time.time() - path.lstat().st_mtime > _SECONDS_OF_A_BUILD:
                 shutil.rmtree(path, ignore_errors=True)
@@ -492,17 +487,10 @@ def _compile(compiler: str, flags: Sequence[str], scratch: Path) -> Path:
 
 
 def _announce(message: str) -> None:
-    """Log a message; print it on stderr if the log is not shown and the process is not quiet."""
+    """Log a message, and print it on stderr unless the process is quiet."""
     logger.info("%s", message.removeprefix("stepgraph: "))
-    if not os.environ.get(_QUIET) and sys.stderr is not None and not _is_logged():
+    if not os.environ.get(_QUIET) and sys.stderr is not None:
         print(message, file=sys.stderr, flush=True)
-
-
-def _is_logged() -> bool:
-    """Whether a handler receives the records of this module."""
-    handlers = [*logging.getLogger("stepgraph").handlers, *logging.getLogger().handlers]
-    shows = any(not isinstance(handler, logging.NullHandler) for handler in handlers)
-    return shows and logger.isEnabledFor(logging.INFO)
 
 
 @functools.cache

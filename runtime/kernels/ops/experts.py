@@ -77,18 +77,9 @@ class ExpertTensors(NamedTuple):
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> ExpertTensors:
         """Apply a function to the tensors of experts."""
-
-        def optional(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else function(tensor)
-
-        return self._replace(
-            gate_up=function(self.gate_up),
-            gate_up_scales=optional(self.gate_up_scales),
-            gate_up_bias=optional(self.gate_up_bias),
-            down=function(self.down),
-            down_scales=optional(self.down_scales),
-            down_bias=optional(self.down_bias),
-        )
+        stacked = {n: t for n, t in self._asdict().items() if n.startswith(("gate_up", "down"))}
+        changed = {n: None if t is None else function(t) for n, t in stacked.items()}
+        return self._replace(**changed)  # type: ignore[arg-type]  # None where it was None
 
 
 def reference_route(
