@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,8 +18,6 @@ from stepgraph.runtime.kernels import (
     have_compiler,
     quantise_weight,
 )
-from stepgraph.runtime.loading.checkpoint import read_config
-from stepgraph.runtime.models.plan import fused_layout
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,40 +90,6 @@ def test_compiled_tokens_are_the_eager_ones(
     assert len({token for tokens in ours for token in tokens}) > 15
     memory = engines[0].stats()["memory"]["weights"]
     assert memory["planned"] == memory["measured"]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("variant", "storage"),
-    [("base", "int8"), ("odd", "int8"), ("deepseek_v3", "int8"), ("odd", "fp8"), ("wide", "fp8")],
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bytes_as_stored(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    variant: str,
-    storage: str,
-    dtype: str,
-) -> None:
-    """A byte a number of a linear layer, four a row, or four for each 128 numbers of it.
-
-    An untied embedding is not read as a whole.
-    """
-    engine = open_engine(variant, dtype=dtype, weight_dtype=storage)
-    config = read_config(tiny(variant).directory)
-    size = {"float32": 4, "bfloat16": 2}[dtype]
-    shapes = {name: fused.shape for name, fused in fused_layout(config).items()}
-    stored = {
-        name: math.prod(shape) + 4 * shape[0] * (-(-shape[1] // 128) if storage == "fp8" else 1)
-        if len(shape) == 2
-        else math.prod(shape) * size
-        for name, shape in shapes.items()
-    }
-    memory = engine.stats()["memory"]["weights"]
-    assert memory["planned"] == memory["measured"] == sum(stored.values())
-    untied = "lm_head.weight" in stored
-    unread = stored["embed_tokens.weight"] if untied else 0
-    assert engine.weight_bytes_read(1) == sum(stored.values()) - unread
 
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])

@@ -90,21 +90,22 @@ def _operations(
     biased = draw(st.booleans())
     qkv = (heads, kv_heads, kv_heads)
     operations: list[Operation] = []
-    if draw(st.booleans()):
-        operations.append(draw(_norm("input_norm", hidden)))
+
+    def add_perhaps(strategy: st.SearchStrategy[Any]) -> None:
+        if draw(st.booleans()):
+            operations.append(draw(strategy))
+
+    add_perhaps(_norm("input_norm", hidden))
     operations.append(
         _linear("attention.qkv", sum(qkv) * head_dim, hidden, biased, split=qkv, unit=head_dim)
     )
-    if draw(st.booleans()):
-        operations.append(draw(_qk_norm(sizes)))
+    add_perhaps(_qk_norm(sizes))
     operations.append(Rotate(name="rotate", kind=draw(st.integers(0, ROPE_KINDS - 1))))
     operations.append(draw(_attend(sizes)))
     operations.append(_linear("attention.output", hidden, heads * head_dim, biased))
-    if draw(st.booleans()):
-        operations.append(draw(_norm("attention_output_norm", hidden)))
+    add_perhaps(_norm("attention_output_norm", hidden))
     operations.append(Residual(name="residual", scale=draw(_factors)))
-    if draw(st.booleans()):
-        operations.append(draw(_norm("mlp_norm", hidden)))
+    add_perhaps(_norm("mlp_norm", hidden))
     if draw(st.booleans()):
         operations.append(draw(_experts(hidden, all_experts, ranks)))
     else:
@@ -112,8 +113,7 @@ def _operations(
         operations.append(_linear("gate_up", 2 * inner, hidden, biased, split=(inner, inner)))
         operations.append(draw(_activate(inner)))
         operations.append(_linear("down", hidden, inner, biased))
-    if draw(st.booleans()):
-        operations.append(draw(_norm("mlp_output_norm", hidden)))
+    add_perhaps(_norm("mlp_output_norm", hidden))
     operations.append(Residual(name="residual", scale=draw(_factors)))
     return operations
 
