@@ -30,8 +30,6 @@ from ..rigs.forked_ranks import ForkedRanks
 from ..rigs.sharding_rig import tiny_config, write_checkpoint
 from ..rigs.sharding_steps import rank_steps, whole_run
 
-ranks_are_processes = pytest.mark.skipif(not INTERPRETED, reason="on a CPU")
-
 
 @pytest.mark.parametrize("variant", ["base", "gemma2", "mixtral", "olmo3", "granite"])
 def test_sums_belong_to_the_products_before_them(variant: str) -> None:
@@ -73,18 +71,15 @@ def rank_results(variant: str, directory: Path) -> list[Any]:
     return ranks.returned()
 
 
-SLOW = pytest.mark.slow
-
-
-@ranks_are_processes
+@pytest.mark.skipif(not INTERPRETED, reason="on a CPU")
 @pytest.mark.parametrize(
     "variant",
     [
-        "wide",  # of one layer
-        pytest.param("base", marks=SLOW),
-        pytest.param("gemma2", marks=SLOW),
-        pytest.param("granite", marks=SLOW),
-        pytest.param("mixtral", marks=SLOW),
+        "micro",
+        *(
+            pytest.param(v, marks=pytest.mark.slow)
+            for v in ("base", "gemma2", "granite", "mixtral")
+        ),
     ],
 )
 def test_steps_of_ranks(variant: str, tmp_path: Path) -> None:
