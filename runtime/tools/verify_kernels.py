@@ -107,7 +107,7 @@ _REFERENCES: dict[str, tuple[Callable[..., Any], str | None]] = {
     "norm_linear": (reference_product, "out_TN"),
     "decode_attention": (reference_decode_attention, "attended_TN"),
     "residual_linear": (reference_product, "out_TN"),
-    "gate_up": (partial(reference_product, gated=True), "out_TN"),
+    "gate_up": (reference_product, "out_TN"),
     "norm_rows": (reference_norm_rows, "out_TD"),
     "activate_rows": (reference_activate_rows, "out_TF"),
     "route": (reference_routing, None),

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from stepgraph.runtime.execution.step_functions import StepFunctions
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import Kernels
+from stepgraph.runtime.kernels.ops.layer_operations import Activate
 from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton.dependent import dependent_launch
 from stepgraph.runtime.kernels.triton.rowwise import activate_rows
@@ -55,9 +56,10 @@ def test_what_a_device_can_do_is_asked_of_the_current_one(monkeypatch: pytest.Mo
 
 def test_dependent_launch_is_switched_off_where_a_launch_is_made() -> None:
     x, out = torch.ones(2, 8), torch.empty(2, 4)
+    silu = Activate(name="activate", function="silu", features=4)
     with kernel_calls.record_kernel_calls() as calls:
         for outer, inner in ((True, True), (True, False), (False, True)):
             with dependent_launch(outer), dependent_launch(inner):
-                activate_rows(x, out, gelu=False)
-        activate_rows(x, out, gelu=False)
+                activate_rows(x, out, silu)
+        activate_rows(x, out, silu)
     assert [call.constants["PDL"] for call in calls] == [True, False, False, True]

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+from stepgraph.runtime.kernels.ops.layer_operations import Activate
 from stepgraph.runtime.kernels.triton.linear import (
     GpuLinear,
     LinearConfig,
@@ -24,7 +25,6 @@ from stepgraph.runtime.kernels.triton.linear_kernels import (
 )
 from stepgraph.runtime.kernels.triton.matmul import library_linear
 from stepgraph.runtime.kernels.triton.rowwise import (
-    Clamp,
     activate_rows,
     norm_rows,
     reference_activate_rows,
@@ -45,6 +45,8 @@ from ..rigs.gpu_linear_rig import (
 )
 
 N = 37
+SILU = Activate(name="activate", function="silu", features=N)
+GELU = replace(SILU, function="gelu_tanh")
 HALF = torch.bfloat16
 # The function, its input features, and a configuration for few rows; more rows take none.
 OPERATIONS = {
@@ -76,6 +78,8 @@ class Product:
         k = k or least
         self.x_TK = rows(count, k, dtype)
         self.traits, gated = traits, operation == "gate_up"
+        if gated:
+            self.traits.setdefault("activate", SILU)
         self.linear = random_linear(2 * N if gated else N, k, dtype, storage, bias=bias)
         if operation != "residual_linear":
             self.traits["norm"] = random_norm(k, dtype, offset=offset) if normed else None
@@ -85,7 +89,6 @@ class Product:
             post = random_norm(k, dtype, offset=offset)
             sum_TK = poisoned(count, k, dtype=dtype)
             self.traits["pending"] = Pending(rows(count, k, dtype), post, sum_TK)
-        self.gated = {"gated": True} if gated else {}
 
     def run(self, config: LinearConfig | None = None, out_TN: Tensor | None = None) -> Tensor:
         """The result, in poisoned memory unless some is given."""
@@ -96,18 +99,20 @@ class Product:
         return out_TN
 
     def reference(self, **changes: Any) -> Tensor:
-        return reference_product(self.x_TK, self.linear, **self.gated | self.traits | changes)
+        return reference_product(self.x_TK, self.linear, **self.traits | changes)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("traits", [{"gelu": True}, {"scale": 0.22}, {}], ids=str)
+@pytest.mark.parametrize(
+    "traits", [{"activate": GELU}, {"scale": 0.22}, {}], ids=["gelu", "scale", ""]
+)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(
     ("count", "dtype"),
     [*((n, dtype) for n in (3, 5) for dtype in DTYPES), *((n, HALF) for n in (1, 2, 4, 32))],
 )
 def test_odd_shapes(operation: str, count: int, dtype: torch.dtype, traits: dict[str, Any]) -> None:
-    if ("gelu" in traits) != (operation == "gate_up"):
+    if ("activate" in traits) != (operation == "gate_up"):
         traits = {}
     product = Product(operation, count, dtype, bias=True, residual=count != 3, **traits)
     assert error(product.run(), product.reference()) < tolerance(dtype)
@@ -188,16 +193,16 @@ def test_a_row_is_its_own(operation: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gelu", [False, True])
-def test_the_activation_by_itself(gelu: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activate", [SILU, GELU], ids=["silu", "gelu"])
+def test_the_activation_by_itself(activate: Activate, dtype: torch.dtype) -> None:
     x_TF = rows(3, 2 * 1029, dtype) * 10
     out_TF = poisoned(3, 1029, dtype=dtype)
-    for clamp in (Clamp(), Clamp(limit=7.0, alpha=1.702, up_offset=1.0)):
-        activate_rows(x_TF, out_TF, gelu=gelu, clamp=clamp)
-        expected = reference_activate_rows(x_TF, gelu=gelu, clamp=clamp)
+    for one in (activate, replace(activate, limit=7.0, alpha=1.702, up_offset=1.0)):
+        activate_rows(x_TF, out_TF, one)
+        expected = reference_activate_rows(x_TF, one)
         assert error(out_TF, expected) < tolerance(dtype)
     x_TF[1, 5] = float("nan")
-    activate_rows(x_TF, out_TF, gelu=gelu, clamp=clamp)
+    activate_rows(x_TF, out_TF, one)
     assert out_TF.isnan().sum() == 1
 
 

@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import Experts, Routing
+from stepgraph.runtime.kernels.ops.layer_operations import Activate
 from stepgraph.runtime.kernels.triton import expert_tiles as tiles
 from stepgraph.runtime.kernels.triton import tuning
 from stepgraph.runtime.kernels.triton.kernel_calls import num_multiprocessors, record_kernel_calls
@@ -77,8 +78,10 @@ def prefetched(config: LinearConfig, n: int, k: int) -> int:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=BF16, device=META)
 
+    silu = Activate(name="activate", function="silu", features=n)
     with record_kernel_calls() as calls:
-        gate_up(empty(1, k), GpuLinear(empty(2 * n, k)), empty(1, n), config=config)
+        linear = GpuLinear(empty(2 * n, k))
+        gate_up(empty(1, k), linear, empty(1, n), activate=silu, config=config)
     amount: int = calls[0].constants["PREFETCH"]
     return amount
 

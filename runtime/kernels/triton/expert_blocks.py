@@ -17,7 +17,7 @@ so results do not depend on the order in which programs run. They are summed by 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,13 +26,14 @@ from torch import Tensor
 
 from ..ops.expert_operations import Experts
 from ..ops.experts import ExpertTensors
+from ..ops.layer_operations import Activate
 from .expert_routing import Routed
 from .expert_tiles import block_rows, block_tiles
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import GpuLinear, LinearConfig
 from .linear_tiles import activate, as_operand, scaled
 from .quantised import kernel_weight
-from .rowwise import Clamp
+from .rowwise import activation_constants
 
 __all__ = [
     "PairBlocks",
@@ -117,12 +118,9 @@ def gate_up_of_blocks(
         None,
         blocks,
         config,
-        PER_TOKEN=op.per_token,
-        TOTAL=op.total,
-        GATED=True,
-        GELU=op.activate.function == "gelu_tanh",
-        TRANSPOSED=False,
-        **Clamp.of(op.activate).constants,
+        per_token=op.per_token,
+        total=op.total,
+        activate=op.activate,
     )
     return blocks, inner_NF
 
@@ -149,12 +147,8 @@ def down_of_blocks(
         None if op.scaled_inputs else routed.weights,
         blocks,
         config,
-        PER_TOKEN=op.per_token,
-        TOTAL=op.total,
-        GATED=False,
-        GELU=False,
-        TRANSPOSED=False,
-        **Clamp().constants,
+        per_token=op.per_token,
+        total=op.total,
     )
     call_kernel(
         sum_of_experts,
@@ -194,12 +188,9 @@ def product_of_rows_by_expert(
         None,
         blocks,
         block_tiles(pairs, total, x_NK.dtype),
-        PER_TOKEN=1,
-        TOTAL=total,
-        GATED=False,
-        GELU=False,
-        TRANSPOSED=transposed,
-        **Clamp().constants,
+        per_token=1,
+        total=total,
+        transposed=transposed,
     )
     return out_NR
 
@@ -212,12 +203,16 @@ def _product(
     output_weights: Tensor | None,
     blocks: PairBlocks,
     config: LinearConfig,
-    **constants: Any,
+    *,
+    per_token: int,
+    total: int,
+    activate: Activate | None = None,
+    transposed: bool = False,
 ) -> None:
-    """Call the product of blocks; of `GATED` ones x are tokens, else pairs."""
+    """Call the product of blocks; with an activation x are tokens, else pairs."""
     weight, storage = kernel_weight(linear)
     pairs, n = out_NF.shape
-    block_n = config.block_n // (2 if constants["GATED"] else 1)
+    block_n = config.block_n // (1 if activate is None else 2)
     call_kernel(
         product_of_blocks,
         (blocks.experts.shape[0], triton.cdiv(n, block_n)),
@@ -238,7 +233,11 @@ def _product(
         BLOCK_N=block_n,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
-        **constants,
+        PER_TOKEN=per_token,
+        TOTAL=total,
+        TRANSPOSED=transposed,
+        GATED=activate is not None,
+        **activation_constants(activate),
         **storage,
     )
 

@@ -36,7 +36,7 @@ from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import GpuLinear, LinearConfig
 from .linear_tiles import activate, as_numbers, scaled
 from .quantised import kernel_weight
-from .rowwise import Clamp
+from .rowwise import activation_constants
 
 __all__ = [
     "down_of_pairs",
@@ -75,8 +75,7 @@ def gate_up_of_pairs(
         BLOCK_K=config.block_k,
         STAGES=config.stages,
         SCALED_INPUTS=op.scaled_inputs,
-        GELU=op.activate.function == "gelu_tanh",
-        **Clamp.of(op.activate).constants,
+        **activation_constants(op.activate),
         **storage,
     )
     return inner_TKF

@@ -96,11 +96,6 @@ class GateUp:
         """Features of the result."""
         return self.activate.features
 
-    @property
-    def gelu(self) -> bool:
-        """Whether the activation is gelu; else silu."""
-        return self.activate.function == "gelu_tanh"
-
 
 @dataclass(frozen=True)
 class Attention:

@@ -24,7 +24,6 @@ from .linear import GpuLinear, GpuNorm, Pending
 from .operations import Operations
 from .prefill_attention import SPLIT, any_tiling, prefill_tiling
 from .rotated_heads import HeadRotation
-from .rowwise import Clamp
 from .split_attention import choose_splits, new_partials
 
 __all__ = [
@@ -310,7 +309,7 @@ class LayerChain:
         with operation(fused.name):
             if isinstance(fused, GateUp):
                 self._operations.gate_up(
-                    *arguments, norm=kernel.norm, pending=pending, gelu=fused.gelu
+                    *arguments, norm=kernel.norm, pending=pending, activate=fused.activate
                 )
             else:
                 self._operations.norm_linear(*arguments, norm=kernel.norm, pending=pending)
@@ -319,15 +318,10 @@ class LayerChain:
             self.hidden = Hidden(pending.out)
 
     def _activate(self, fused: Activation) -> None:
-        gate_up_TF, activate = self._value, fused.activate
+        gate_up_TF = self._value
         self._value = gate_up_TF.new_empty(gate_up_TF.shape[0], fused.features)
         with operation(fused.name):
-            self._operations.activate_rows(
-                gate_up_TF,
-                self._value,
-                gelu=activate.function == "gelu_tanh",
-                clamp=Clamp.of(activate),
-            )
+            self._operations.activate_rows(gate_up_TF, self._value, fused.activate)
 
     def _add_product(self, kernel: LayerKernel, fused: ResidualLinear) -> None:
         x_TD = self.hidden.x

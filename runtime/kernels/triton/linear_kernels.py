@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..ops.layer_operations import Activate
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import (
     FEW_ROWS,
@@ -47,7 +48,13 @@ from .linear_tiles import (
 )
 from .matmul import library_linear
 from .quantised import kernel_weight, load_channels, may_prefetch, operation_name
-from .rowwise import activate_rows, norm_rows, reference_activate_rows, reference_norm_rows
+from .rowwise import (
+    activate_rows,
+    activation_constants,
+    norm_rows,
+    reference_activate_rows,
+    reference_norm_rows,
+)
 from .tuning import best_config
 
 __all__ = [
@@ -215,35 +222,35 @@ def linear_product(
     norm: GpuNorm | None = None,
     pending: Pending | None = None,
     residual_TN: Tensor | None = None,
-    gated: bool = False,
-    gelu: bool = False,
+    activate: Activate | None = None,
     scale: float = 1.0,
     config: LinearConfig | None = None,
     product: Product | None = None,
 ) -> None:
     """`out = residual + scale * linear(norm(x))`, of up to four rows in one kernel.
 
-    With `pending` of `x + pending.norm(pending.delta)`, which is kept. If `gated`,
+    With `pending` of `x + pending.norm(pending.delta)`, which is kept. With `activate`
     `out = act(gate) * up` of a weight `[2N, K]`, gate first. Results are rounded to the model's
     dtype after the product, before and after `scale`, and after the activation.
 
     Args:
         name: of the operation.
         x_TK: contiguous, as all tensors; activations are in the model's dtype.
-        linear: `[2N, K]` if `gated`, else `[N, K]`.
+        linear: `[N, K]`, or `[2N, K]` with an activation.
         out_TN: written; may be `residual_TN` itself.
         norm: of the input; None: the rows as they are.
         pending: added before.
-        residual_TN: what the product is added to; not if `gated`.
-        gated: see above.
-        gelu: the activation is tanh's approximation of gelu; else silu.
-        scale: factor of results; not if `gated`.
+        residual_TN: what the product is added to; not with an activation.
+        activate: without limit, alpha and offset.
+        scale: factor of results; not with an activation.
         config: sizes for up to four rows; None: as tuned, or the default.
         product: computes the product of any number of rows, in a kernel of its own; None: the
             library does if there are more than four.
 
     Raises ValueError for sizes that do not fit together.
     """
+    assert activate is None or not activate.traits
+    gated = activate is not None
     rows, n = out_TN.shape
     stored_n, k = linear.weight.shape
     if stored_n != n * (2 if gated else 1) or x_TK.shape[1] != k:
@@ -263,8 +270,8 @@ def linear_product(
         direct = not gated and residual_TN is None and scale == 1.0
         product_TN = out_TN if direct else x_TK.new_empty(rows, stored_n)
         product(x_TK, linear, product_TN)
-        if gated:
-            activate_rows(product_TN, out_TN, gelu=gelu)
+        if activate is not None:
+            activate_rows(product_TN, out_TN, activate)
         elif residual_TN is not None:
             # Not addmm, which copies the residual first and so calls as many kernels.
             torch.add(residual_TN, product_TN if scale == 1.0 else product_TN * scale, out=out_TN)
@@ -315,7 +322,7 @@ def linear_product(
         OFFSET=norm is not None and norm.offset,
         POST_OFFSET=post is not None and post.offset,
         GATED=gated,
-        GELU=gelu,
+        GELU=activation_constants(activate)["GELU"],
         SCALE=scale,
         ROW_BYTES=row_bytes,
         PREFETCH=ahead,
@@ -325,7 +332,7 @@ def linear_product(
 
 
 norm_linear = partial(linear_product, "norm_linear")
-gate_up = partial(linear_product, "gate_up", gated=True)
+gate_up = partial(linear_product, "gate_up")
 residual_linear = partial(linear_product, "residual_linear")
 
 
@@ -336,13 +343,12 @@ def reference_product(
     norm: GpuNorm | None = None,
     pending: Pending | None = None,
     residual_TN: Tensor | None = None,
-    gated: bool = False,
-    gelu: bool = False,
+    activate: Activate | None = None,
     scale: float = 1.0,
 ) -> Tensor:
     """What `linear_product` computes, in plain torch."""
     product_TN = reference_linear(reference_norm_rows(x_TK, norm, pending), linear)
-    if gated:
-        return reference_activate_rows(product_TN, gelu=gelu)
+    if activate is not None:
+        return reference_activate_rows(product_TN, activate)
     product_TN = product_TN * scale
     return product_TN if residual_TN is None else residual_TN + product_TN

@@ -6,22 +6,21 @@ Shapes: T rows, D features, F features of gate and of up.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..ops.activation import gated_activation
-from ..ops.layer_operations import Activate, ActivationName
+from ..ops.layer_operations import Activate
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import GpuNorm, Pending, reference_norm
 from .linear_tiles import activate, input_tile, row_statistics
 
 __all__ = [
-    "Clamp",
-    "NO_CLAMP",
     "activate_rows",
+    "activation_constants",
     "norm_rows",
     "reference_activate_rows",
     "reference_norm_rows",
@@ -102,25 +101,16 @@ def reference_norm_rows(
 _BLOCK_F = 1024
 
 
-class Clamp(NamedTuple):
-    """Traits of a clamped activation, as in `Activate`."""
-
-    limit: float = 0.0
-    alpha: float = 1.0
-    up_offset: float = 0.0
-
-    @classmethod
-    def of(cls, activate: Activate) -> Clamp:
-        """Return the traits of an operation."""
-        return cls(activate.limit, activate.alpha, activate.up_offset)
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """As kernels take them."""
-        return {"LIMIT": self.limit, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset}
-
-
-NO_CLAMP = Clamp()
+def activation_constants(activate: Activate | None) -> dict[str, Any]:
+    """Return a gated activation as kernels take it."""
+    if activate is None:
+        return {"GELU": False, "LIMIT": 0.0, "ALPHA": 1.0, "UP_OFFSET": 0.0}
+    return {
+        "GELU": activate.function == "gelu_tanh",
+        "LIMIT": activate.limit,
+        "ALPHA": activate.alpha,
+        "UP_OFFSET": activate.up_offset,
+    }
 
 
 @triton.jit
@@ -140,22 +130,16 @@ def activation_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row * F + f, out.to(dtype), mask=f < F)
 
 
-def activate_rows(
-    gate_up_TF: Tensor, out_TF: Tensor, *, gelu: bool, clamp: Clamp = NO_CLAMP
-) -> None:
-    """`out = act(gate) * up` of rows `[T, 2F]`, gate first: silu, or tanh's gelu.
+def activate_rows(gate_up_TF: Tensor, out_TF: Tensor, activate: Activate) -> None:
+    """`out = act(gate) * up` of rows `[T, 2F]`, gate first.
 
     Both contiguous; each result is rounded to their dtype, as `ops/activation.py` does.
     """
     rows, features = out_TF.shape
-    grid = (rows, -(-features // _BLOCK_F))
-    inputs = (gate_up_TF, out_TF, features)
-    call_kernel(activation_kernel, grid, *inputs, BLOCK=_BLOCK_F, GELU=gelu, **clamp.constants)
+    grid, constants = (rows, -(-features // _BLOCK_F)), activation_constants(activate)
+    call_kernel(activation_kernel, grid, gate_up_TF, out_TF, features, BLOCK=_BLOCK_F, **constants)
 
 
-def reference_activate_rows(gate_up_TF: Tensor, *, gelu: bool, clamp: Clamp = NO_CLAMP) -> Tensor:
+def reference_activate_rows(gate_up_TF: Tensor, activate: Activate) -> Tensor:
     """What `activate_rows` does, in plain torch."""
-    function: ActivationName = "gelu_tanh" if gelu else "silu"
-    features = gate_up_TF.shape[1] // 2
-    activate = Activate(name="activate", function=function, features=features, **clamp._asdict())
     return gated_activation(activate)(*gate_up_TF.chunk(2, dim=-1))
