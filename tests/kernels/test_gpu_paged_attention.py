@@ -202,7 +202,7 @@ ROTATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(6, 2, 20), (9, 3, 128)], ids=str)
 @pytest.mark.parametrize("traits", ROTATIONS.values(), ids=ROTATIONS)

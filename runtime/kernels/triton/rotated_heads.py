@@ -24,7 +24,6 @@ __all__ = [
     "normed_and_turned",
     "reciprocal_of_heads",
     "reference_rotated",
-    "reference_turned",
     "tempered",
 ]
 
@@ -131,27 +130,22 @@ def tempered(q, position, FLOOR: tl.constexpr, TEMPERATURE: tl.constexpr):  # ty
     return q
 
 
-def reference_turned(x_TNE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """`models.rope.rotate`; cosines and sines are float32 `[T, E / 2]`."""
-    first, second = x_TNE.float().chunk(2, dim=-1)
-    cos, sin = cos_TE[:, None], sin_TE[:, None]
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x_TNE.dtype)
-
-
 def reference_rotated(
     q_THE: Tensor, k_TGE: Tensor, rotation: HeadRotation, positions_T: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys, normed where the model norms them, and rotated; queries times their
-    temperature."""
+    temperature. As `models.modules.RMSNorm` and `models.rope.rotate`."""
     weights = rotation.q_norm, rotation.k_norm
+    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
     rotated = []
     for x, weight in zip((q_THE, k_TGE), weights, strict=True):
         if weight is not None:
             vectors = x.flatten(1) if rotation.all_heads else x
             norm = GpuNorm(weight, rotation.eps, rotation.offset_norms)
             x = reference_norm(vectors, norm).view(x.shape)
-        rotated.append(reference_turned(x, rotation.cos, rotation.sin))
+        first, second = x.float().chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        rotated.append(turned.to(x.dtype))
     q_THE, k_TGE = rotated
     if rotation.temperature is not None:
         floors_T = torch.floor((positions_T.float() + 1.0) / rotation.temperature.floor)
