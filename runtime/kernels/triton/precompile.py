@@ -67,7 +67,7 @@ def compile_kernels(
     nothing is compiled, and no step is called.
     """
     began = time.perf_counter()
-    threads = min(_MOST_THREADS, _processors())
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))  # Triton is for Linux
     if INTERPRETED:
         return CompiledKernels(0, threads, 0.0, ())
     compiling = _Compiling()
@@ -151,10 +151,3 @@ def _title(call: KernelCall) -> str:
 
 def _failure(title: str, error: BaseException) -> str:
     return f"kernel {title}: {type(error).__name__}: {error}"
-
-
-def _processors() -> int:
-    """Return the processors that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
