@@ -15,8 +15,6 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import deque
-from collections.abc import Callable
-from contextvars import Context
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
@@ -48,33 +46,6 @@ class HandleState(enum.Enum):
     ENDED = enum.auto()
 
 
-class _Waiter(asyncio.Future[None]):
-    """What the task of a consumer awaits; `resume` continues that task at once.
-
-    The result of a plain future reaches its task in the next turn of the event loop. Between two
-    turns the loop passes on the interpreter lock, and may wait longer for it than a delivery takes.
-    """
-
-    _callback: Callable[[_Waiter], object] | None = None
-    _context: Context | None = None
-
-    def add_done_callback(
-        self, callback: Callable[[_Waiter], object], /, *, context: Context | None = None
-    ) -> None:
-        super().add_done_callback(callback, context=context)
-        self._callback, self._context = callback, context
-
-    def resume(self) -> None:
-        """Complete it and continue its task. Call it in the event loop, outside of tasks."""
-        callback, context = self._callback, self._context
-        if callback is None or context is None:
-            self.set_result(None)
-            return
-        self.remove_done_callback(callback)
-        self.set_result(None)
-        context.run(callback, self)
-
-
 class LoopMailbox:
     """The requests whose consumers are tasks of one event loop.
 
@@ -87,7 +58,7 @@ class LoopMailbox:
         self._at_once = at_once
         self._news: deque[RequestHandle] = deque()
         self._scheduled = False
-        self._waiters: dict[RequestHandle, _Waiter] = {}
+        self._waiters: dict[RequestHandle, asyncio.Future[None]] = {}
 
     @property
     def closed(self) -> bool:
@@ -121,21 +92,17 @@ class LoopMailbox:
 
         One task at a time may await a request.
         """
-        waiter = self._waiters[handle] = _Waiter(loop=self._loop)
+        waiter = self._waiters[handle] = self._loop.create_future()
         return waiter
 
     def _deliver(self) -> None:
         self._scheduled = False  # first: what is posted from now on schedules again
-        try:
-            while self._news:
-                handle = self._news.popleft()
-                handle.posted = False
-                waiter = self._waiters.pop(handle, None)
-                if waiter is not None and not waiter.done():
-                    waiter.resume()
-        finally:
-            if self._news:  # a task raised `KeyboardInterrupt` or `SystemExit`
-                self.flush()
+        while self._news:
+            handle = self._news.popleft()
+            handle.posted = False
+            waiter = self._waiters.pop(handle, None)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from stepgraph.runtime.errors import (
     OverloadedError,
     RequestError,
 )
-from stepgraph.runtime.service.request_handle import Delta, LoopMailbox
 
 from ..rigs.fake_engine import params
 from ..rigs.service_rig import (
@@ -23,9 +21,7 @@ from ..rigs.service_rig import (
     PROMPT,
     SECONDS,
     do,
-    in_event_loop,
     joined,
-    make_handle,
     rig,
     wait_until,
 )
@@ -72,19 +68,6 @@ def test_several_loops_of_several_threads_share_the_engine() -> None:
         r.check_idle()
 
 
-def test_submit_calls_back_and_completes_the_future() -> None:
-    with rig() as r:
-        deltas: list[Delta] = []
-        own = params(1)
-        output = r.engine.submit(PROMPT, own, callback=deltas.append).result(SECONDS)
-        tokens = [token for delta in deltas for token in delta.token_ids]
-        assert tokens == output.token_ids == r.expected(PROMPT, own)
-        assert [d.finish_reason for d in deltas if d.finish_reason] == ["length"]
-        times = [ns for delta in deltas for ns in delta.token_ns]
-        assert len(times) == len(tokens)
-        assert times == sorted(times)
-
-
 def test_a_second_task_in_a_stream_is_refused_and_the_first_gets_the_tokens() -> None:
     with rig() as r:
         r.steps.close()
@@ -119,27 +102,19 @@ def test_a_slow_consumer_gets_the_whole_in_fewer_deltas() -> None:
         do(main())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"priority": "high"},
-        {"request_id": ""},
-        {"request_id": 3},
-        {"deadline": 0},
-        {"deadline": float("nan")},
-        {"first_token_deadline": 1e10},
-        {"deadline": True},
-        {"tenant": 1},
-        {"cache_salt": 2.0},
-        {"tenant": "t" * 257},
-        {"dead_line": 1.0},
-    ],
-)
-def test_invalid_options_are_refused_at_once(options: Any) -> None:
+def test_invalid_options_are_refused_at_once() -> None:
     with rig() as r:
-        with pytest.raises(RequestError) as error:
-            r.engine.submit(PROMPT, params(1), **options)
-        assert len(str(error.value)) < 500
+        for name, value in (
+            ("priority", "high"),
+            ("first_token_deadline", 1e10),
+            ("cache_salt", 2.0),
+            ("tenant", "t" * 257),
+            ("dead_line", 1.0),
+        ):
+            with pytest.raises(RequestError) as error:
+                r.engine.submit(PROMPT, params(1), **{name: value})  # type: ignore[arg-type]
+            assert error.value.field == name
+            assert len(str(error.value)) < 500
         r.check_idle()
 
 
@@ -235,79 +210,3 @@ def test_an_idle_engine_uses_no_cpu() -> None:
         before = time.process_time()
         time.sleep(1.0)
         assert time.process_time() - before < 0.01
-
-
-class Consumers:
-    """Tasks that wait for news, each for its own request."""
-
-    def __init__(self, number: int, react: Callable[[int], None] = lambda index: None) -> None:
-        self.mailbox = LoopMailbox(asyncio.get_running_loop())
-        self.handles = [make_handle(index, self.mailbox) for index in range(number)]
-        self.seen = [0] * number
-        self.react = react
-        self.tasks = [asyncio.create_task(self._consume(index)) for index in range(number)]
-
-    async def _consume(self, index: int) -> None:
-        while True:
-            await self.mailbox.news(self.handles[index])
-            self.seen[index] += 1
-            self.react(index)
-
-    def post(self, *indices: int) -> None:
-        for index in indices:
-            self.mailbox.post(self.handles[index])
-        self.mailbox.flush()
-
-    async def settle(self) -> None:
-        for _ in range(4):
-            await asyncio.sleep(0)
-
-    async def end(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
-
-@in_event_loop
-async def test_all_consumers_run_within_one_turn_of_the_loop() -> None:
-    consumers = Consumers(3)
-    await consumers.settle()
-    consumers.post(0, 2)
-    consumers.post(2)
-    seen: list[list[int]] = []
-    asyncio.get_running_loop().call_soon(lambda: seen.append(list(consumers.seen)))
-    await consumers.settle()
-    assert seen == [[1, 0, 1]]
-    consumers.post(1)
-    await consumers.settle()
-    assert consumers.seen == [1, 1, 1]
-    await consumers.end()
-
-
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
-def test_an_exception_of_a_consumer_delays_no_other(error: type[BaseException]) -> None:
-    loop = asyncio.new_event_loop()
-
-    def react(index: int) -> None:
-        if index == 0:
-            raise error
-
-    async def begin() -> Consumers:
-        consumers = Consumers(3, react)
-        await consumers.settle()
-        return consumers
-
-    consumers = loop.run_until_complete(begin())
-    consumers.post(0, 1, 2)
-    if issubclass(error, Exception):
-        loop.run_until_complete(consumers.settle())
-    else:
-        with pytest.raises(error):
-            loop.run_until_complete(consumers.settle())
-    loop.run_until_complete(asyncio.sleep(0))
-    assert consumers.seen == [1, 1, 1]
-    assert isinstance(consumers.tasks[0].exception(), error)
-    loop.run_until_complete(consumers.end())
-    loop.close()
-    assert consumers.mailbox.closed
-    consumers.post(1)  # is dropped
