@@ -107,44 +107,28 @@ async def test_usage_of_streams(continuous: bool) -> None:
         assert all(event["usage"] is None for event in events)
 
 
-def test_parameters_reach_the_engine() -> None:
+@in_event_loop
+async def test_parameters_reach_the_engine() -> None:
     """Each field of a request against the same field of `SamplingParams`."""
-    fields = {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.01,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "logit_bias": {"3": 2.0},
-        "seed": 9,
-        "n": 3,
-        "stop_token_ids": [4],
-        "min_tokens": 2,
-        "skip_special_tokens": False,
-        "logprobs": 2,
+    fields: dict[str, Any] = {
+        **{"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "seed": 9, "n": 3},
+        **{"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5},
+        **{"stop_token_ids": [4], "min_tokens": 2, "skip_special_tokens": False, "logprobs": 2},
     }
+    extra = {"priority": 7, "cache_salt": "s", "user": "u", "timeout": 50.0, "unknown": {}}
+    async with service() as rig:
+        seen: list[tuple[Any, ...]] = []
+        prepare = rig.inner.prepare
 
-    async def run() -> SamplingParams:
-        async with service() as rig:
-            seen = []
-            prepare = rig.inner.prepare
+        def note(prompt: Any, params: Any, *arguments: Any, **more: Any) -> Any:
+            seen.append((params, more))
+            return prepare(prompt, params, *arguments, **more)
 
-            def note(prompt: Any, params: Any, *arguments: Any, **more: Any) -> Any:
-                seen.append((params, more))
-                return prepare(prompt, params, *arguments, **more)
-
-            rig.inner.prepare = note  # type: ignore[method-assign]
-            extra = {"priority": 7, "cache_salt": "s", "user": "u", "timeout": 50.0, "unknown": {}}
-            response = await rig.post({**BODY, **fields, **extra})
-            assert response.status_code == 200, response.text
-            ((params, more),) = seen
-            assert more == {"priority": 7, "cache_salt": "s"}
-            return params
-
-    own = {**fields, "logit_bias": {3: 2.0}}
-    assert asyncio.run(run()) == SamplingParams(max_tokens=6, ignore_eos=True, **own)
+        rig.inner.prepare = note  # type: ignore[method-assign]
+        body = {**BODY, **fields, **extra, "logit_bias": {"3": 2.0}}
+        assert (await rig.post(body)).status_code == 200
+    own = SamplingParams(max_tokens=6, ignore_eos=True, logit_bias={3: 2.0}, **fields)
+    assert seen == [(own, {"priority": 7, "cache_salt": "s"})]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -165,19 +149,13 @@ async def test_a_disconnected_client_leaves_nothing(stream: bool, phase: str) ->
         assert (await rig.engine.stats())["steps"] <= steps + 2
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @in_event_loop
-async def test_deadlines(stream: bool) -> None:
+async def test_deadlines() -> None:
     """What has passed its deadline ends with the tokens it has."""
     async with service(slow_engine) as rig:
-        body = {**BODY, "max_tokens": 40, "timeout": 0.3}
-        if stream:
-            events = await rig.events(body)
-            tokens, reason = joined(events)[0], events[-1]["choices"][0]["finish_reason"]
-        else:
-            (choice,) = (await rig.post(body)).json()["choices"]
-            tokens, reason = choice["token_ids"], choice["finish_reason"]
-        assert reason == "deadline"
+        events = await rig.events({**BODY, "max_tokens": 40, "timeout": 0.3})
+        tokens = joined(events)[0]
+        assert events[-1]["choices"][0]["finish_reason"] == "deadline"
         assert 0 < len(tokens) < 40
         assert tokens == reference(rig, PROMPT, max_tokens=40)[: len(tokens)]
 
@@ -414,32 +392,28 @@ async def test_api_keys() -> None:
             assert (await rig.http.get(probe)).status_code == 200
 
 
-def test_large_and_slow_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "BODY_SECONDS", 0.05)
-
-    async def chunks(count: int, seconds: float = 0.0) -> AsyncIterator[bytes]:
+@in_event_loop
+async def test_large_and_slow_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def chunks(count: int) -> AsyncIterator[bytes]:
         for _ in range(count):
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(0)
             yield b" " * 100
 
-    async def run() -> None:
-        async with service(max_body_bytes=1000) as rig:
-            path, body = completion()
-            assert (await rig.post(body, path)).status_code == 200
-            response = await rig.post(b" " * 1001, path)
+    async with service(max_body_bytes=1000) as rig:
+        path, body = completion()
+        assert (await rig.post(body, path)).status_code == 200
+        for content in (b" " * 1001, chunks(11)):
+            response = await rig.http.post(path, content=content)
             assert (response.status_code, response.headers["connection"]) == (413, "close")
-            response = await rig.http.post(path, content=chunks(11))
-            assert (response.status_code, response.headers["connection"]) == (413, "close")
-            assert (await rig.http.post(path, content=chunks(9))).status_code == 400
-            headers = {"content-length": "9" * 5000}
-            assert (await rig.post(b"{}", path, headers=headers)).status_code == 413
-            connection = Connection(rig, body)
-            connection.requests.get_nowait()
-            await connection.received(2)
-            assert connection.messages[0]["status"] == 408
-            await connection.task
-
-    asyncio.run(run())
+        assert (await rig.http.post(path, content=chunks(9))).status_code == 400
+        headers = {"content-length": "9" * 5000}
+        assert (await rig.post(b"{}", path, headers=headers)).status_code == 413
+        monkeypatch.setattr(exchange, "BODY_SECONDS", 0.05)
+        connection = Connection(rig, body)
+        connection.requests.get_nowait()
+        await connection.received(2)
+        assert connection.messages[0]["status"] == 408
+        await connection.task
 
 
 @in_event_loop
@@ -474,34 +448,27 @@ async def test_other_origins_only_where_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("name", "value"),
     [
-        {"model_names": []},
-        {"model_names": [""]},
-        {"model_names": "name"},
-        {"api_keys": [""]},
-        {"tool_parser": "unknown"},
-        {"reasoning_parser": "unknown"},
+        *(("model_names", value) for value in ([], [""], "name")),
+        *(("api_keys", [""]), ("tool_parser", "unknown"), ("reasoning_parser", "unknown")),
     ],
 )
-def test_invalid_options(options: dict[str, Any]) -> None:
-    engine = AsyncEngine(fake_engine)
+def test_invalid_options(name: str, value: Any) -> None:
     with pytest.raises(ConfigError):
-        app(engine, **options)
+        app(AsyncEngine(fake_engine), **{name: value})
 
 
-def test_a_defect_is_an_error_without_details(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
-        class Broken:
-            def exposition(self, accept: str = "") -> tuple[bytes, str]:
-                raise LookupError("secret")
+@in_event_loop
+async def test_a_defect_is_an_error_without_details(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def exposition(self, accept: str = "") -> tuple[bytes, str]:
+            raise LookupError("secret")
 
-        async with service(metrics=Broken()) as rig:
-            response = await rig.http.get("/metrics")
-            assert response.status_code == 500
-            assert "secret" not in response.text
-
-    asyncio.run(run())
+    async with service(metrics=Broken()) as rig:
+        response = await rig.http.get("/metrics")
+        assert response.status_code == 500
+        assert "secret" not in response.text
     assert "secret" in caplog.text
 
 

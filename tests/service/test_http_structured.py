@@ -56,6 +56,8 @@ def engine(checkpoint: Path) -> Iterator[AsyncEngine]:
         ({"structured_outputs": {"grammar": 'root ::= "a" | "b" root'}}, "b*a"),
         ({"structured_outputs": {"json": SCHEMA}}, None),
         ({"response_format": {"type": "json_object"}}, r"(?s)\{.*"),
+        ({"response_format": {"type": "json_object", "schema": {"const": 7}}}, "7"),
+        ({"response_format": {"type": "json_schema", "schema": {"const": 7}}}, "7"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
             None,

@@ -312,13 +312,6 @@ async def test_fields_reach_the_chat_template(rig: Rig) -> None:
     assert wrong["param"] == "reasoning_effort"
 
 
-@in_event_loop
-async def test_fields_of_a_json_object_have_a_schema(rig: Rig) -> None:
-    for kind in ("json_object", "json_schema"):
-        form = {"type": kind, "schema": {"const": 7}}
-        assert (await choice(rig, response_format=form))["text"] == "7"
-
-
 def test_fields_leave_one_tool_call() -> None:
     text = "".join(
         f'<tool_call>\n{{"name": "f", "arguments": {{"x": {n}}}}}\n</tool_call>' for n in range(3)
