@@ -100,26 +100,6 @@ class Gate:
             assert self._permits.acquire(timeout=SECONDS)
 
 
-def check_idle(thread: StepThread) -> None:
-    """Assert that no request, row, block or count is left."""
-
-    def check() -> None:
-        requests, engine = thread.dispatcher, thread.engine
-        requests.check_integrity()
-        assert not requests.handles
-        assert not requests.has_work
-        assert requests.limits.num_requests == requests.limits.num_tokens == 0
-        if engine is not None:
-            engine.check_integrity()
-            stats = engine.stats()
-            assert (stats["running"], stats["waiting"]) == (0, 0)
-            assert stats["blocks"]["free"] == stats["blocks"]["usable"]
-
-    limits = thread.dispatcher.limits
-    wait_until(lambda: not limits.num_requests)  # prepared, although they have ended
-    thread.run(check).result(SECONDS)
-
-
 class Rig:
     """Makes the engines of an `AsyncEngine`, and controls them.
 
@@ -189,7 +169,20 @@ class Rig:
     def check_idle(self) -> None:
         """Assert that no request, row, block or count is left."""
 
-        check_idle(self.thread)
+        def check() -> None:
+            requests, engine = self.requests, self.thread.engine
+            requests.check_integrity()
+            assert not requests.handles
+            assert not requests.has_work
+            assert requests.limits.num_requests == requests.limits.num_tokens == 0
+            if engine is not None:
+                engine.check_integrity()
+                stats = engine.stats()
+                assert (stats["running"], stats["waiting"]) == (0, 0)
+                assert stats["blocks"]["free"] == stats["blocks"]["usable"]
+
+        wait_until(lambda: not self.requests.limits.num_requests)  # prepared, although ended
+        self.on_thread(check)
 
     def check_serves(self) -> None:
         """Assert that a new request gets its tokens, and leaves nothing."""
@@ -211,8 +204,7 @@ def rig(service: ServiceConfig | None = None, **options: Any) -> Iterator[Rig]:
             made.preparations.open()
 
 
-def config(**options: Any) -> ServiceConfig:
-    return ServiceConfig(**options)
+config = ServiceConfig
 
 
 def make_handle(number: int, mailbox: Any, **options: Any) -> RequestHandle:

@@ -52,90 +52,82 @@ def parse(pieces: Sequence[str], tool_parser: str = "hermes", **options: Any) ->
     return reasoning, content, [(name, arguments) for name, arguments in calls]
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("plain", "plain", []),
-        (CALL, "", [("f", '{"x": 1}')]),
-        (f"Let me see. {CALL}\n{CALL}\nDone", "Let me see. Done", [("f", '{"x": 1}')] * 2),
-        (f"{CALL}{CALL}", "", [("f", '{"x": 1}')] * 2),
-        ('<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", [("f", '{"x": 1}')]),
-        ('<tool_call>{"id": 12, "name": "g", "z": [{}, -1.5e+3]}</tool_call>', "", [("g", "{}")]),
-        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
-        (
-            '<tool_call>{"name": "gr\\u00f6\\u00dfe", "parameters": {"ö": "é\U0001f600"}}'
-            "</tool_call>",
-            "",
-            [("größe", '{"ö": "é\U0001f600"}')],
-        ),
-        (
-            '<tool_call>{"name": "f", "arguments": {"a": "}\\"]}</tool_call>{"}}</tool_call>',
-            "",
-            [("f", '{"a": "}\\"]}</tool_call>{"}')],
-        ),
-        # The last brackets are missing.
-        ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>!', "!", [("f", '{"a": 1}')]),
-        # The output was cut off.
-        ('<tool_call>{"name": "f", "arguments": {"a": [', "", [("f", '{"a": [')]),
-        # No calls.
-        ('<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
-        ("a <tool_ca", "a <tool_ca", []),
-        ("a <tool_ <tool_call", "a <tool_ <tool_call", []),
-        *[
-            (f"<tool_call>{body}</tool_call>.", f"<tool_call>{body}</tool_call>.", [])
-            for body in (
-                "no JSON",
-                "{}",
-                '{"arguments": {}}',
-                '{"name": 3, "arguments": {}}',
-                '{"name": "", "arguments": {}}',
-                '{"name": "\\ud800", "arguments": {}}',
-                '{"name": "f", "arguments": "{}"}',
-                '{"name": "f", "arguments": {a: 1}}',
-                '{"name": "f", "x": 01, "arguments": {}}',
-                "{'name': 'f', 'arguments': {}}",
-            )
-        ],
-        (f"<tool_call>{CALL}", "<tool_call>", [("f", '{"x": 1}')]),
+HERMES: list[tuple[str, str, list[tuple[str, str]]]] = [
+    ("plain", "plain", []),
+    (CALL, "", [("f", '{"x": 1}')]),
+    (f"Let me see. {CALL}\n{CALL}\nDone", "Let me see. Done", [("f", '{"x": 1}')] * 2),
+    (f"{CALL}{CALL}", "", [("f", '{"x": 1}')] * 2),
+    ('<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", [("f", '{"x": 1}')]),
+    ('<tool_call>{"id": 12, "name": "g", "z": [{}, -1.5e+3]}</tool_call>', "", [("g", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+    (
+        '<tool_call>{"name": "gr\\u00f6\\u00dfe", "parameters": {"ö": "é\U0001f600"}}</tool_call>',
+        "",
+        [("größe", '{"ö": "é\U0001f600"}')],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": "}\\"]}</tool_call>{"}}</tool_call>',
+        "",
+        [("f", '{"a": "}\\"]}</tool_call>{"}')],
+    ),
+    # The last brackets are missing.
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>!', "!", [("f", '{"a": 1}')]),
+    # The output was cut off.
+    ('<tool_call>{"name": "f", "arguments": {"a": [', "", [("f", '{"a": [')]),
+    # No calls.
+    ('<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
+    ("a <tool_ca", "a <tool_ca", []),
+    ("a <tool_ <tool_call", "a <tool_ <tool_call", []),
+    *[
+        (f"<tool_call>{body}</tool_call>.", f"<tool_call>{body}</tool_call>.", [])
+        for body in (
+            "no JSON",
+            "{}",
+            '{"arguments": {}}',
+            '{"name": 3, "arguments": {}}',
+            '{"name": "", "arguments": {}}',
+            '{"name": "\\ud800", "arguments": {}}',
+            '{"name": "f", "arguments": "{}"}',
+            '{"name": "f", "arguments": {a: 1}}',
+            '{"name": "f", "x": 01, "arguments": {}}',
+            "{'name': 'f', 'arguments': {}}",
+        )
     ],
-)
-def test_hermes(text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    for pieces in ([text], list(text)):
-        assert parse(pieces) == ("", content, calls)
-
-
+    (f"<tool_call>{CALL}", "<tool_call>", [("f", '{"x": 1}')]),
+]
 BARE = '{"name": "f", "parameters": {"x": {"y": "};"}}}'
 OF_BARE = ("f", '{"x": {"y": "};"}}')
+LLAMA: list[tuple[str, str, list[tuple[str, str]]]] = [
+    (BARE, "", [OF_BARE]),
+    (f" \n{BARE}; {BARE};{BARE}", "", [OF_BARE] * 3),
+    (f"<|python_tag|>{BARE}", "", [OF_BARE]),
+    (f"<|python_tag|>{BARE};<|python_tag|>{BARE}\n", "", [OF_BARE] * 2),
+    (f"I look. <|python_tag|>{BARE} Done", "I look. Done", [OF_BARE]),
+    ('{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
+    ('<|python_tag|>{"name": "other"}', "", [("other", "{}")]),
+    *[
+        (text, text, [])
+        for text in (
+            '{"name": "other", "parameters": {}}',
+            '{"name": "f"}',
+            '{"name": "f", "age": 7, "parameters": {}}',
+            '{"answer": {"name": "f", "parameters": {}}}',
+            f"An object: {BARE}",
+            '  <|python_tag|>print("hi")',
+            "[1, 2]",
+            "  ",
+        )
+    ],
+]
 
 
 @pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        (BARE, "", [OF_BARE]),
-        (f" \n{BARE}; {BARE};{BARE}", "", [OF_BARE] * 3),
-        (f"<|python_tag|>{BARE}", "", [OF_BARE]),
-        (f"<|python_tag|>{BARE};<|python_tag|>{BARE}\n", "", [OF_BARE] * 2),
-        (f"I look. <|python_tag|>{BARE} Done", "I look. Done", [OF_BARE]),
-        ('{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
-        ('<|python_tag|>{"name": "other"}', "", [("other", "{}")]),
-        *[
-            (text, text, [])
-            for text in (
-                '{"name": "other", "parameters": {}}',
-                '{"name": "f"}',
-                '{"name": "f", "age": 7, "parameters": {}}',
-                '{"answer": {"name": "f", "parameters": {}}}',
-                f"An object: {BARE}",
-                '  <|python_tag|>print("hi")',
-                "[1, 2]",
-                "  ",
-            )
-        ],
-    ],
+    ("parser", "text", "content", "calls"),
+    [*(("hermes", *case) for case in HERMES), *(("llama3_json", *case) for case in LLAMA)],
 )
-def test_llama(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_calls(parser: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     for pieces in ([text], list(text)):
-        assert parse(pieces, "llama3_json") == ("", content, calls)
+        assert parse(pieces, parser) == ("", content, calls)
 
 
 @pytest.mark.parametrize(

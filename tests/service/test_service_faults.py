@@ -50,14 +50,13 @@ def once(error: BaseException, after: threading.Event | None = None) -> Callable
 @pytest.mark.parametrize("where", ["launch", "read", "prefill"])
 def test_step_failure_ends_all_requests(where: str) -> None:
     with rig(max_num_seqs=1) as r:
-        runner = runner_of(r.made[0])
         queued = threading.Event()
         error = RuntimeError("injected")
         no_memory = once(torch.OutOfMemoryError("injected"), queued)
         if where == "launch":
             r.on_launch = once(error, queued)
         elif where == "read":
-            runner.read = once(error, queued)
+            runner_of(r.made[0]).read = once(error, queued)
         else:
             r.on_launch = lambda plan: no_memory() if plan.prefill else None
         futures = [r.engine.submit(PROMPT, params(seed)) for seed in range(3)]
@@ -191,11 +190,13 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
 @pytest.mark.parametrize("error", [ValueError("injected"), SystemExit(3)])
 def test_a_callback_that_raises_ends_its_request_alone(error: BaseException) -> None:
     with rig() as r:
-        r.on_step = lambda: time.sleep(0.002)
+        r.steps.close()
         own = params(1, max_tokens=40)
         failed = r.engine.submit(PROMPT, own, callback=once(error))
         other = r.engine.submit(PROMPT, own)
+        r.steps.permit(3)
         assert failed.exception(SECONDS) is error
+        r.steps.open()
         assert other.result(SECONDS).token_ids == r.expected(PROMPT, own)
         r.check_serves()
 
