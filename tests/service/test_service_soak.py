@@ -21,7 +21,7 @@ import pytest
 from stepgraph.runtime.errors import OverloadedError
 
 from ..rigs.fake_device import VOCAB, oracle
-from ..rigs.fake_engine import completions_of, params
+from ..rigs.fake_engine import completions_of, params, runner_of
 from ..rigs.service_rig import SECONDS, Rig, config, joined
 
 MEBIBYTE = 1 << 20
@@ -142,6 +142,7 @@ def soak(num_requests: int, num_steps: int, *, loops: int = 2, workers: int = 8)
     """Serve so many requests and steps, and check what is left; return the answers."""
     before = resources()
     r = Rig(config(max_queued_requests=12), max_num_seqs=2, num_blocks=30)
+    r.on_step = lambda: runner_of(r.made[-1]).plans.clear()  # it keeps them for other tests
     clients: list[Client] = []
 
     async def worker(client: Client, share: int, until: int) -> None:
