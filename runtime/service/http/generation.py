@@ -1,4 +1,4 @@
-"""Decodes the prompts of an HTTP request, to their ends or as a stream of events."""
+"""The endpoints `/v1/completions` and `/v1/chat/completions`: whole responses, and streams."""
 
 from __future__ import annotations
 
@@ -7,29 +7,46 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from ...bounded_repr import bounded_repr
 from ...engine.intake import Prompt
 from ...engine.request_output import RequestOutput
+from ...loading.chat_template import ChatPrompt
 from ...sampling_params import SamplingParams
+from ...structured_output import StructuredOutput
 from ..async_engine import AsyncEngine
 from ..consumers import AsyncStream
 from ..request_handle import Delta
+from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
 from .exchange import Exchange, event
 from .http_errors import HttpError
-from .requests import SamplingRequest
-from .responses import ChatChunk, Completion, OptionalUsage, Usage
+from .output_parsers import ChatOutput, OutputParser, ends_in_reasoning, make_output_parser
+from .requests import ChatRequest, CompletionRequest, SamplingRequest, chat_prompt, joined_text
+from .responses import (
+    Chat,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    OptionalUsage,
+    Usage,
+)
+from .token_text import ChoiceTokens, TokenTexts
 from .unknown_fields import UnknownFields
 
 if TYPE_CHECKING:  # it needs prometheus-client
     from ..metrics import EngineMetrics
 
-__all__ = ["Answer", "Service", "generate"]
+__all__ = ["Service", "chat", "complete"]
+
 
 DONE = b"data: [DONE]\n\n"
 
@@ -69,7 +86,7 @@ class Service:
         return given
 
 
-class Answer(ABC):
+class _Answer(ABC):
     """The response to one HTTP request, in the shape of its endpoint."""
 
     def __init__(self, kind: str, model: str, event: type[Completion] | type[ChatChunk]) -> None:
@@ -96,13 +113,13 @@ class Answer(ABC):
         return self._event(self.id, self._created, self._model, [], usage)
 
 
-async def generate(
+async def _generate(
     exchange: Exchange,
     engine: AsyncEngine,
     request: SamplingRequest,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-    answer: Answer,
+    answer: _Answer,
 ) -> None:
     """Decode prompts, which share their parameters, and send the response.
 
@@ -141,7 +158,7 @@ async def generate(
 
 async def _send_events(
     exchange: Exchange,
-    answer: Answer,
+    answer: _Answer,
     streams: Sequence[AsyncStream],
     reports_usage: bool,
     always_reports_usage: bool,
@@ -188,3 +205,288 @@ def _usage(streams: Sequence[AsyncStream], num_tokens: int) -> Usage:
 def _note_usage(exchange: Exchange, usage: Usage) -> None:
     """Note the tokens of a response for the access log."""
     exchange.note(tokens_in=usage.prompt_tokens, tokens_out=usage.completion_tokens)
+
+
+DEFAULT_MAX_TOKENS = 16
+"""As in the OpenAI API."""
+
+
+async def complete(service: Service, exchange: Exchange) -> None:
+    """Respond to a request for completions of texts or token ids."""
+    request = await exchange.read(CompletionRequest, service.fields)
+    model = service.model_name(request.model)
+    prompts = request.prompts(
+        max_prompts=service.engine.config.max_queued_requests,
+        max_model_len=service.engine.max_model_len,
+    )
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    params = request.params(max_tokens, request.logprobs)
+    if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
+        params = replace(params, prompt_logprobs=request.logprobs)
+    as_ids = bool(request.return_tokens_as_token_ids)
+    answer = _CompletionAnswer(request, model, TokenTexts(service.engine.tokenizer, as_ids=as_ids))
+    async with exchange.cancelled_on_disconnect():
+        if request.echo and request.truncate_prompt_tokens is None:
+            answer.prompt_texts = [await _prompt_text(service, prompt) for prompt in prompts]
+        await _generate(exchange, service.engine, request, prompts, params, answer)
+
+
+async def _prompt_text(service: Service, prompt: str | list[int]) -> str:
+    tokenizer = service.engine.tokenizer
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        return ""
+    return await service.engine.run_in_pool(
+        lambda: tokenizer.decode(prompt, skip_special_tokens=False)
+    )
+
+
+class _CompletionAnswer(_Answer):
+    """The completions of a request. Choice `i * n + j` is completion j of prompt i."""
+
+    def __init__(self, request: CompletionRequest, model: str, texts: TokenTexts) -> None:
+        super().__init__("cmpl", model, Completion)
+        self.prompt_texts: Sequence[str] = ()
+        """Of each prompt, to begin its completions with; empty without `echo`, and if prompts are
+        truncated: their texts are the texts of the tokens that remain."""
+        self._request = request
+        self._texts = texts
+        self._num_chars: dict[int, int] = {}  # of the text of each choice that has begun
+        self._tokens: dict[int, ChoiceTokens] = {}  # of those with log-probabilities
+
+    def whole(
+        self, ends: Sequence[tuple[Sequence[Delta], RequestOutput]], usage: Usage
+    ) -> Completion:
+        choices = [
+            self._choice(prompt, delta, output)
+            for prompt, (deltas, output) in enumerate(ends)
+            for delta in deltas
+        ]
+        return Completion(self.id, self._created, self._model, choices, usage)
+
+    def chunk(
+        self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
+    ) -> Completion:
+        choices = [self._choice(prompt, delta, output)]
+        return Completion(self.id, self._created, self._model, choices, usage)
+
+    def _choice(self, prompt: int, delta: Delta, output: RequestOutput) -> CompletionChoice:
+        request = self._request
+        index = prompt * (request.n or 1) + delta.index
+        choice = CompletionChoice(index, delta.text, None, delta.finish_reason)
+        begins = index not in self._num_chars
+        echoed = self._echoed(prompt, output) if begins and request.echo else None
+        choice.text = (echoed or "") + choice.text
+        self._num_chars[index] = self._num_chars.get(index, 0) + len(choice.text)
+        if request.return_token_ids:
+            choice.token_ids = list(delta.token_ids)
+            choice.prompt_token_ids = output.prompt_token_ids if begins else UNSET
+        if request.prompt_logprobs is not None:
+            choice.prompt_logprobs = self._texts.prompt_logprobs(output.prompt_logprobs)
+        if request.logprobs is not None:
+            choice.logprobs = self._logprobs(index, echoed, delta, output)
+        return choice
+
+    def _echoed(self, prompt: int, output: RequestOutput) -> str:
+        """Return the text of a prompt."""
+        if self.prompt_texts:
+            return self.prompt_texts[prompt]
+        tokenizer = self._texts.tokenizer
+        if tokenizer is None:
+            return ""
+        return tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    def _logprobs(
+        self, index: int, echoed: str | None, delta: Delta, output: RequestOutput
+    ) -> CompletionLogprobs:
+        """Return the log-probabilities of a delta, before the first also of the echoed prompt."""
+        before = None
+        tokens = self._tokens.get(index)
+        if tokens is None:
+            skip = self._request.skip_special_tokens is not False
+            prompt_ids = output.prompt_token_ids
+            tokens = ChoiceTokens(self._texts, prompt_ids, skip_special_tokens=skip)
+            self._tokens[index] = tokens
+            if echoed is not None:
+                before = tokens.prompt(prompt_ids, output.prompt_logprobs, echoed)
+        end = None if delta.finish_reason is None else self._num_chars[index]
+        own = tokens.take(delta.token_ids, delta.logprobs, end)
+        return own if before is None else before.joined(own)
+
+
+PROMPT_END_TOKENS = 16
+"""Tokens at the end of a prompt that show whether it ends within reasoning."""
+
+
+async def chat(service: Service, exchange: Exchange) -> None:
+    """Respond to a conversation with the model's answers."""
+    request = await exchange.read(ChatRequest, service.fields)
+    model = service.model_name(request.model)
+    params = request.params(
+        request.num_tokens(service.engine.sampling_defaults.max_tokens),
+        request.num_logprobs(),
+        request.forced_call(service.tool_parser),
+    )
+    prompt = chat_prompt(request, request.offered_tools())
+    continued = _continued(request)
+    params = await _after_reasoning(service, prompt, continued, params)
+    answer = _ChatAnswer(service, request, model, params, continued)
+    if answer.is_parsed:
+        params = replace(params, skip_special_tokens=False)
+    async with exchange.cancelled_on_disconnect():
+        await _generate(exchange, service.engine, request, [prompt], params, answer)
+
+
+async def _after_reasoning(
+    service: Service, prompt: ChatPrompt, continued: str, params: SamplingParams
+) -> SamplingParams:
+    """Let the reasoning end first, if the prompt is in it and the grammar does not have its end."""
+    structured, tokenizer = params.structured, service.engine.tokenizer
+    if service.reasoning_parser is None or tokenizer is None or structured is None:
+        return params
+    assert isinstance(structured, StructuredOutput)
+    if spells_end_of_reasoning(structured):
+        return params
+    text = await service.engine.run_in_pool(lambda: tokenizer.render(prompt))
+    if not ends_in_reasoning(text, continued):
+        return params
+    return replace(params, structured=ReasonedOutput(content=structured))
+
+
+class _ChatAnswer(_Answer):
+    """The answers to a conversation."""
+
+    def __init__(
+        self,
+        service: Service,
+        request: ChatRequest,
+        model: str,
+        params: SamplingParams,
+        continued: str,
+    ) -> None:
+        """Take a request; `continued` is the text of the last message, if the model continues it.
+
+        Parsers read all of the text, special tokens included, whatever `params` say of these.
+        """
+        super().__init__("chatcmpl", model, ChatChunk)
+        self._service = service
+        self._request = request
+        self._tokenizer = service.engine.tokenizer
+        as_ids = bool(request.return_tokens_as_token_ids)
+        self._texts = TokenTexts(self._tokenizer, as_ids=as_ids)
+        self._tools = request.offered_tools() if service.tool_parser else None
+        self._continued = continued
+        self.is_parsed = bool(service.reasoning_parser or self._tools)
+        """Whether parsers read the text."""
+        self._keeps_special = self._spells_special(params)
+        self._hides_special = (
+            self.is_parsed
+            and params.skip_special_tokens
+            # The reasoning before a grammar is not a part of it.
+            and (not self._keeps_special or isinstance(params.structured, ReasonedOutput))
+        )
+        self._outputs: dict[int, ChatOutput] = {}  # of each completion that has begun
+
+    def whole(self, ends: Sequence[tuple[Sequence[Delta], RequestOutput]], usage: Usage) -> Chat:
+        ((deltas, output),) = ends
+        choices = [self._choice(delta, output) for delta in deltas]
+        body = Chat(self.id, self._created, self._model, choices, usage)
+        if self._request.return_token_ids:
+            body.prompt_token_ids = output.prompt_token_ids
+        if self._request.prompt_logprobs is not None:
+            body.prompt_logprobs = self._texts.prompt_logprobs(output.prompt_logprobs)
+        return body
+
+    def chunk(
+        self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
+    ) -> ChatChunk:
+        begins = delta.index not in self._outputs
+        parser = self._output(delta, output)
+        message = parser.message(delta.text, delta.finish_reason)
+        choice = ChatChunkChoice(
+            delta.index,
+            message,
+            self._logprobs(delta),
+            parser.finish_reason(delta.finish_reason),
+            self._token_ids(delta),
+        )
+        chunk = ChatChunk(self.id, self._created, self._model, [choice], usage)
+        if begins:
+            message.role = "assistant"
+            if self._request.return_token_ids:
+                chunk.prompt_token_ids = output.prompt_token_ids
+        return chunk
+
+    def _choice(self, delta: Delta, output: RequestOutput) -> ChatChoice:
+        """Return a whole completion."""
+        parser = self._output(delta, output)
+        message = parser.message(delta.text, delta.finish_reason)
+        message.role = "assistant"
+        if message.tool_calls:
+            for call in message.tool_calls:
+                call.index = UNSET  # which streams have
+        if message.content is UNSET:
+            message.content = None if message.tool_calls else ""
+        reason = parser.finish_reason(delta.finish_reason)
+        logprobs, token_ids = self._logprobs(delta), self._token_ids(delta)
+        return ChatChoice(delta.index, message, logprobs, reason, token_ids)
+
+    def _output(self, delta: Delta, output: RequestOutput) -> ChatOutput:
+        """Return the state of a completion, which may begin now, for what it gains."""
+        made = self._outputs.get(delta.index)
+        if made is None:
+            made = self._outputs[delta.index] = ChatOutput(
+                self._parser(output),
+                keeps_special=self._keeps_special,
+                one_call=self._request.parallel_tool_calls is False,
+            )
+        if self._hides_special and self._tokenizer is not None:
+            special = self._tokenizer.special_ids.intersection(delta.token_ids)
+            made.hide(map(TokenTexts(self._tokenizer).text, special))
+        return made
+
+    def _parser(self, output: RequestOutput) -> OutputParser | None:
+        if not self.is_parsed:
+            return None
+        in_reasoning = self._ends_in_reasoning(output)
+        reasoning = self._service.reasoning_parser
+        if self._continued.strip() and not in_reasoning:
+            reasoning = None  # the answer has begun
+        return make_output_parser(
+            self._service.tool_parser, reasoning, tools=self._tools, in_reasoning=in_reasoning
+        )
+
+    def _ends_in_reasoning(self, output: RequestOutput) -> bool:
+        """Return whether the prompt ends within the reasoning."""
+        if self._tokenizer is None:
+            return False
+        num_tokens = PROMPT_END_TOKENS + len(self._continued.encode())  # of a byte or more each
+        end = output.prompt_token_ids[-num_tokens:]
+        return ends_in_reasoning(
+            self._tokenizer.decode(end, skip_special_tokens=False), self._continued
+        )
+
+    def _spells_special(self, params: SamplingParams) -> bool:
+        """Return whether special tokens may be a part of what the grammar demands."""
+        structured = params.structured
+        return (
+            self._tokenizer is not None
+            and isinstance(structured, StructuredOutput)
+            and self._tokenizer.spells_special(structured.source)
+        )
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if not self._request.logprobs:
+            return None
+        return self._texts.chat_logprobs(delta.logprobs)
+
+    def _token_ids(self, delta: Delta) -> list[int] | UnsetType:
+        return list(delta.token_ids) if self._request.return_token_ids else UNSET
+
+
+def _continued(request: ChatRequest) -> str:
+    """Return the text of the last message, if the model continues it; empty otherwise."""
+    if not (request.continue_final_message and request.messages):
+        return ""
+    return joined_text(request.messages[-1].get("content"))
