@@ -6,7 +6,7 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -18,56 +18,20 @@ from ..rigs.fake_engine import params
 from ..rigs.service_rig import LONG, PROMPT, SECONDS, Rig, config, do, joined, rig, wait_until
 
 
-class Phase:
-    """Brings a request into a phase, with the steps held back."""
-
-    def __init__(self, r: Rig) -> None:
-        self.r = r
-        self.others: list[Future[Any]] = []
-
-    def prompt(self, phase: str) -> Any:
-        return {"preparing": tuple(PROMPT), "prefilling": LONG}.get(phase, PROMPT)
-
-    def hold(self, phase: str) -> None:
-        """Close the gates before the request is made."""
-        self.r.steps.close()
-        if phase == "preparing":
-            self.r.preparations.close()
-        if phase in ("queued", "prefilling", "preempted"):
-            rows = 4 if phase == "queued" else 1  # which decodes: prompts are prefilled in chunks
-            self.others += [
-                self.r.engine.submit([9, i], params(90 + i, max_tokens=40)) for i in range(rows)
-            ]
-            assert self.r.steps.waiting.acquire(timeout=SECONDS)
-
-    async def reach(self, phase: str) -> None:
-        """Run steps until the request is in the phase, and the next step is held back."""
-        r = self.r
-        if phase == "preparing":
-            await asyncio.to_thread(r.preparations.waiting.acquire, timeout=SECONDS)
-            return
-        if not self.others:
-            await asyncio.to_thread(r.steps.waiting.acquire, timeout=SECONDS)
-        while not self.reached(phase):
-            r.steps.permit()
-            await asyncio.to_thread(r.steps.waiting.acquire, timeout=SECONDS)
-
-    def reached(self, phase: str) -> bool:
-        handle = self.r.requests.handles["mine"]
-        requests = handle.group.requests if handle.group else []
-        if phase == "queued":
-            return handle.state is HandleState.QUEUED
-        if phase == "prefilling":
-            return any(0 < request.num_computed < len(LONG) for request in requests)
-        if phase == "preempted":
-            return any(request.num_preemptions and request.row is None for request in requests)
-        return any(request.num_output > 1 for request in requests)
+def phase_of(r: Rig) -> str:
+    """Return where the request `mine` is."""
+    handle = r.requests.handles["mine"]
+    requests = handle.group.requests if handle.group else []
+    if handle.state is HandleState.QUEUED:
+        return "queued"
+    if any(request.num_preemptions and request.row is None for request in requests):
+        return "preempted"
+    if any(request.num_output > 1 for request in requests):
+        return "decoding"
+    return "prefilling" if any(0 < q.num_computed < len(LONG) for q in requests) else "new"
 
 
-PHASES = ["preparing", "queued", "prefilling", "decoding", "preempted", "siblings"]
-
-
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", ["preparing", "queued", "prefilling", "decoding", "preempted"])
 @pytest.mark.parametrize(
     ("streams", "how"),
     [
@@ -81,17 +45,35 @@ def test_rows_and_blocks_are_free_one_step_after_the_consumer_left(
     # A pool that two requests of 40 tokens do not fit into makes one of them wait.
     with rig(num_blocks=14 if phase == "preempted" else 60) as r:
 
+        async def step() -> None:
+            """Run a step; the next one is held back."""
+            r.steps.permit()
+            await asyncio.to_thread(r.steps.waiting.acquire, timeout=SECONDS)
+
         async def main() -> None:
-            at = Phase(r)
-            at.hold(phase)
-            own = params(1, max_tokens=40, n=3 if phase == "siblings" else 1)
-            options: Any = {"request_id": "mine", "priority": 1}
-            make = r.engine.stream if streams else r.engine.generate
-            stream: Any = make(at.prompt(phase), own, **options)
-            reading = joined(stream) if streams else stream
-            task = asyncio.ensure_future(reading)
+            r.steps.close()
+            # Of one that decodes, prompts are prefilled in chunks.
+            num_others = {"queued": 4, "prefilling": 1, "preempted": 1}.get(phase, 0)
+            others = [
+                r.engine.submit([9, i], params(90 + i, max_tokens=40)) for i in range(num_others)
+            ]
+            if others:
+                assert r.steps.waiting.acquire(timeout=SECONDS)
+            own = params(1, max_tokens=40, n=3 if phase == "decoding" else 1)
+            prompt: Any = {"preparing": tuple(PROMPT), "prefilling": LONG}.get(phase, PROMPT)
+            if phase == "preparing":
+                r.preparations.close()
+            make: Any = r.engine.stream if streams else r.engine.generate
+            stream = make(prompt, own, request_id="mine", priority=1)
+            task = asyncio.ensure_future(joined(stream) if streams else stream)
             await asyncio.sleep(0)
-            await at.reach(phase)
+            if phase == "preparing":
+                await asyncio.to_thread(r.preparations.waiting.acquire, timeout=SECONDS)
+            else:
+                if not others:
+                    await asyncio.to_thread(r.steps.waiting.acquire, timeout=SECONDS)
+                while phase_of(r) != phase:
+                    await step()
             if how == "abort":
                 assert r.engine.abort("mine")
             elif how == "cancel":
@@ -103,20 +85,19 @@ def test_rows_and_blocks_are_free_one_step_after_the_consumer_left(
                 await asyncio.wait([task])  # before the preparation ends
                 r.preparations.open()
             else:
-                r.steps.permit()  # the step under way; the next one is held back
-                await asyncio.to_thread(r.steps.waiting.acquire, timeout=SECONDS)
+                await step()  # the one under way
                 load, stats = r.made[-1].gauges(), r.made[-1].stats()
-                assert load.running + load.waiting == len(at.others)
-                if not at.others:
+                assert load.running + load.waiting == len(others)
+                if not others:
                     assert stats["blocks"]["free"] == stats["blocks"]["usable"]
             r.steps.open()
-            result = (await asyncio.gather(task, return_exceptions=True))[0]
+            result: Any = (await asyncio.gather(task, return_exceptions=True))[0]
             if how == "abort" and streams:
                 assert {reason for _, reason in result.values()} == {"abort"}
                 assert len(result) == own.n
             elif how == "abort":
                 assert {c.finish_reason for c in result.completions} == {"abort"}
-            for future in at.others:
+            for future in others:
                 future.cancel()
 
         do(main())
