@@ -24,7 +24,7 @@ from stepgraph.runtime import AsyncEngine, Engine
 from stepgraph.runtime.loading.chat_template import ChatTemplates
 from stepgraph.runtime.loading.tokenizer import TextTokenizer
 from stepgraph.runtime.service.http.app import OPERATIONS, openapi_document
-from stepgraph.runtime.service.http.http_errors import ErrorBody
+from stepgraph.runtime.service.http.exchange import ErrorBody
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from ..rigs.fake_engine import fake_engine

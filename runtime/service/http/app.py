@@ -24,9 +24,8 @@ from ...prompt_ids import too_long
 from ...sampling_params import MAX_TOKEN_ID
 from ..async_engine import AsyncEngine
 from ..health import Health
-from .exchange import BodyLimits, Endpoint, Exchange
+from .exchange import BodyLimits, Endpoint, ErrorBody, Exchange, HttpError
 from .generation import Service, chat, complete
-from .http_errors import ErrorBody, HttpError
 from .output_parsers import make_output_parser
 from .requests import (
     ChatRequest,

@@ -12,7 +12,7 @@ from ...errors import RequestError
 from ...exact_json import dumps, loads
 from ...structured.json_schemas import prepared_schema
 from ...structured_output import MAX_GRAMMAR_BYTES, GrammarKind, StructuredOutput
-from .http_errors import HttpError
+from .exchange import HttpError
 from .output_parsers import CLOSE
 
 __all__ = ["ReasonedOutput", "spells_end_of_reasoning", "tool_call_grammar"]

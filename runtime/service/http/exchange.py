@@ -1,4 +1,4 @@
-"""One HTTP request and its response, on the messages of ASGI.
+"""One HTTP request and its response or error, on the messages of ASGI.
 
 Responses are sent without response objects: a stream of events costs one message for all tokens
 that a step has given to a request.
@@ -8,37 +8,135 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...bounded_repr import bounded_text
-from ...errors import OverloadedError, RequestError
+from ...errors import (
+    EngineClosedError,
+    EngineNotStartedError,
+    EngineUnavailableError,
+    OverloadedError,
+    RequestError,
+    SendTimeoutError,
+    StepgraphError,
+    StructuredOutputError,
+)
 from ...exact_json import JsonFloat
 from .command import ACCESS_LOG
-from .http_errors import HttpError, http_error
-from .unknown_fields import UnknownFields
+
+if TYPE_CHECKING:  # it imports this module
+    from .unknown_fields import UnknownFields
 
 __all__ = [
     "BodyLimits",
     "ClientDisconnected",
     "Endpoint",
+    "ErrorBody",
     "Exchange",
+    "HttpError",
     "encode",
     "event",
 ]
 
+
+logger = logging.getLogger("stepgraph.runtime")
+
+MAX_MESSAGE_CHARS = 1000
+MAX_RETRY_SECONDS = 3600
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+class ErrorDetails(msgspec.Struct):
+    """What is wrong; `param` is a field of the request, `code` a name to compare with."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of an error response, and of an error event within a stream."""
+
+    error: ErrorDetails
+
+
+class HttpError(Exception):
+    """A response other than 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Headers = (),
+    ) -> None:
+        """Describe the response.
+
+        Args:
+            status: the HTTP status.
+            message: for the client's developer.
+            kind: `type` of the error.
+            param: the field of the request that is wrong.
+            code: a name that clients compare with.
+            headers: more headers of the response.
+        """
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+        message = bounded_text(message, MAX_MESSAGE_CHARS)
+        message = message.encode(errors="backslashreplace").decode()  # it may quote a surrogate
+        self.body = ErrorBody(ErrorDetails(message, kind, param, code))
+
+
+def _http_error(error: Exception, param_of: Callable[[RequestError], str | None]) -> HttpError:
+    """Return the response to an exception of the engine or of the service itself.
+
+    `param_of` returns the field of the request's body that an error is about.
+    """
+    match error:
+        case HttpError():
+            return error
+        case RequestError():
+            return HttpError(400, str(error), param=param_of(error), code=error.code)
+        case StructuredOutputError():
+            return HttpError(400, str(error))
+        case OverloadedError():
+            seconds = math.ceil(min(max(error.retry_after, 1), MAX_RETRY_SECONDS))
+            headers = ((b"retry-after", b"%d" % seconds),)
+            return _unavailable(error, "overloaded", headers)
+        case EngineNotStartedError():
+            return _unavailable(error, "not_started")
+        case EngineUnavailableError() | EngineClosedError():
+            return _unavailable(error, "unavailable")
+        case SendTimeoutError():
+            return HttpError(408, str(error), kind="timeout_error", code=error.field)
+        case StepgraphError():
+            return HttpError(500, str(error), kind="server_error")
+    logger.error("a request failed", exc_info=error)
+    return HttpError(500, "internal error: see the log of the server", kind="server_error")
+
+
+def _unavailable(error: Exception, code: str, headers: Headers = ()) -> HttpError:
+    return HttpError(503, str(error), kind="service_unavailable_error", code=code, headers=headers)
+
+
 access_logger = logging.getLogger(ACCESS_LOG)
 
 T = TypeVar("T")
-Headers = tuple[tuple[bytes, bytes], ...]
 
 MAX_LOGGED_CHARS = 200
 """Of a path or an error in the access log."""
@@ -309,7 +407,7 @@ class Endpoint:
         except ClientDisconnected:
             pass
         except Exception as error:
-            await exchange.respond_error(http_error(error, exchange.param_of))
+            await exchange.respond_error(_http_error(error, exchange.param_of))
             complete = True
         finally:
             exchange.log(complete=complete)

@@ -23,8 +23,7 @@ from ..async_engine import AsyncEngine
 from ..consumers import AsyncStream
 from ..request_handle import Delta
 from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
-from .exchange import Exchange, event
-from .http_errors import HttpError
+from .exchange import Exchange, HttpError, event
 from .output_parsers import ChatOutput, OutputParser, ends_in_reasoning, make_output_parser
 from .requests import ChatRequest, CompletionRequest, SamplingRequest, chat_prompt, joined_text
 from .responses import (

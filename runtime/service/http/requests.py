@@ -25,7 +25,7 @@ from ...sampling_params import (
 from ...structured_output import StructuredOutput
 from ..request_handle import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
 from .chat_grammars import tool_call_grammar
-from .http_errors import HttpError
+from .exchange import HttpError
 
 __all__ = [
     "ChatRequest",

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from ...bounded_repr import bounded_repr
-from .http_errors import HttpError
+from .exchange import HttpError
 
 __all__ = ["FieldPolicy", "UnknownFields"]
 

@@ -14,8 +14,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from ...errors import EngineFailedError, EngineUnavailableError, OverloadedError
-from ..http.exchange import BodyLimits, Endpoint, Exchange
-from ..http.http_errors import HttpError
+from ..http.exchange import BodyLimits, Endpoint, Exchange, HttpError
 from .engine_replica import Accepted, Head, NotServed, RemoteRequest
 from .options import ReplicaOptions
 from .prompt_blocks import PromptBlocks

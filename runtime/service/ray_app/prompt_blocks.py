@@ -11,7 +11,7 @@ from ...engine.intake import Prompt, RequestBuilder
 from ...errors import StepgraphError
 from ...loading.loader import resolve_source
 from ...loading.tokenizer import load_tokenizer
-from ..http.http_errors import HttpError
+from ..http.exchange import HttpError
 from ..http.requests import ChatRequest, CompletionRequest, chat_prompt
 from .options import ReplicaOptions
 from .routing import fingerprints
