@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -33,9 +33,6 @@ from ...errors import (
 )
 from ...exact_json import JsonFloat
 from .command import ACCESS_LOG
-
-if TYPE_CHECKING:  # it imports this module
-    from .unknown_fields import UnknownFields
 
 __all__ = [
     "BodyLimits",
@@ -237,8 +234,10 @@ class Exchange:
         path: str = self.scope["path"]
         return path.removeprefix(self.scope.get("root_path", "").rstrip("/"))
 
-    async def read(self, kind: type[T], fields: UnknownFields | None = None) -> T:
-        """Read the body and decode it as JSON; `fields` checks those that `kind` lacks.
+    async def read(
+        self, kind: type[T], check: Callable[[bytearray, type], None] | None = None
+    ) -> T:
+        """Read the body and decode it as JSON; `check` refuses fields that `kind` lacks.
 
         Raises:
             HttpError: the body is too large or too slow (413, 408), no JSON, has too many brackets,
@@ -251,8 +250,8 @@ class Exchange:
                 await self._limits.wait_for_turn()
             request = _decode(body, kind)
             self.param_of = getattr(request, "param_of", self.param_of)
-            if fields is not None:
-                fields.check(body, kind)
+            if check is not None:
+                check(body, kind)
             return request
 
     @asynccontextmanager

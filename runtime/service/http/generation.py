@@ -212,7 +212,7 @@ DEFAULT_MAX_TOKENS = 16
 
 async def complete(service: Service, exchange: Exchange) -> None:
     """Respond to a request for completions of texts or token ids."""
-    request = await exchange.read(CompletionRequest, service.fields)
+    request = await exchange.read(CompletionRequest, service.fields.check)
     model = service.model_name(request.model)
     prompts = request.prompts(
         max_prompts=service.engine.config.max_queued_requests,
@@ -320,7 +320,7 @@ PROMPT_END_TOKENS = 16
 
 async def chat(service: Service, exchange: Exchange) -> None:
     """Respond to a conversation with the model's answers."""
-    request = await exchange.read(ChatRequest, service.fields)
+    request = await exchange.read(ChatRequest, service.fields.check)
     model = service.model_name(request.model)
     params = request.params(
         request.num_tokens(service.engine.sampling_defaults.max_tokens),
