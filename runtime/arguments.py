@@ -32,7 +32,6 @@ __all__ = [
     "Allowed",
     "Range",
     "allowed_values",
-    "check_callable",
     "check_choice",
     "check_config",
     "check_fields",
@@ -76,13 +75,6 @@ def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise for a value that is none of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise _refusal(field, value, f"one of {', '.join(map(repr, choices))}")
-
-
-def check_callable(field: str, value: object, takes: str) -> Callable[..., Any]:
-    """Return a function; `takes` describes its argument."""
-    if callable(value):
-        return value
-    raise _refusal(field, value, f"a function of {takes}")
 
 
 def check_config(field: str, value: object, kind: type) -> None:

@@ -8,8 +8,7 @@ on this machine, whose port rank 0 chooses and sends through the segment of the 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -140,16 +139,11 @@ class ProcessGroupCollectives:
         if torch.compiler.is_compiling():
             dist.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
         else:
-            with self._rank_errors():
+            try:
                 _all_gather(parts, x.contiguous(), group=self._group)
+            except RuntimeError as error:
+                raise RankError(
+                    f"rank {self.rank} of {self.ranks}: another rank does not take part in an"
+                    f" operation of the process group: {str(error)[:300]}"
+                ) from error
         return parts.chunk(self.ranks)
-
-    @contextmanager
-    def _rank_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise RankError(
-                f"rank {self.rank} of {self.ranks}: another rank does not take part in an"
-                f" operation of the process group: {str(error)[:300]}"
-            ) from error

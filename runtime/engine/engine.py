@@ -317,7 +317,7 @@ class Engine:
         group = loop.requests.groups.get(request_id)
         if group is None or group.finished or group.abort_posted:
             return False
-        loop.post_abort(group, reason)
+        loop.post(loop.requests.abort, group, reason)
         group.abort_posted = True
         if self._failure is None and not self._lock.locked():
             self._run("abort", StepLoop.settle)
@@ -331,13 +331,13 @@ class Engine:
         """
         loop = self._usable_loop()
         if (group := loop.requests.groups.get(request_id)) is not None:
-            loop.post_pause(group)
+            loop.post(loop.requests.pause, group)
 
     def resume(self, request_id: str) -> None:
         """Let a paused request wait for a row again. Does nothing for others."""
         loop = self._usable_loop()
         if (group := loop.requests.groups.get(request_id)) is not None:
-            loop.post_resume(group)
+            loop.post(loop.requests.resume, group)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has requests to run or outputs to return."""
@@ -449,7 +449,7 @@ class Engine:
             for name in call.request_ids:
                 if (group := loop.requests.groups.get(name)) is not None:
                     group.deliver = None
-                    loop.post_abort(group)
+                    loop.post(loop.requests.abort, group)
             loop.settle()
             loop.requests.ready += [output for output in call.outputs() if output.error is None]
 
@@ -560,7 +560,7 @@ class Engine:
             return torch.stack(logits)
         finally:
             if loop.intact:
-                loop.post_discard(group)
+                loop.post(loop.requests.discard, group)
                 loop.settle()
 
     # Operations between two steps.

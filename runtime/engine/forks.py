@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
 __all__ = ["call_in_children"]
 
 
-class _Forkable(Protocol):
-    def after_fork(self) -> None: ...
+_alive: WeakSet[Any] = WeakSet()
 
 
-_alive: WeakSet[_Forkable] = WeakSet()
-
-
-def call_in_children(thing: _Forkable) -> None:
+def call_in_children(thing: Any) -> None:
     """Call `thing.after_fork()` at the start of each forked child. Holds a weak reference only."""
     _alive.add(thing)
 

@@ -16,8 +16,8 @@ together. The tokens that a request gets after its end are discarded.
 The launch of a step with outputs that follow a grammar is finished after the commit of the step
 before (see `execution/runner.py`).
 
-Requests join and leave between steps. `post_add` and `post_abort` can be called by any thread; the
-next step applies them first. `intact` is False while an operation changes the state. It remains
+Requests join and leave between steps. `post_add` and `post` can be called by any thread; the next
+step applies them first. `intact` is False while an operation changes the state. It remains
 False if an exception interrupts the operation, because requests and blocks are then inconsistent.
 
 The loop allocates no memory while no request joins, leaves or needs a new block: plans contain the
@@ -328,24 +328,14 @@ class StepLoop:
                 )
             self._posted.append((self._add, group))
         except BaseException:
-            self.post_discard(group)
+            self.post(self.requests.discard, group)
             raise
 
-    def post_abort(self, group: RequestGroup, reason: AbortReason = "abort") -> None:
-        """End the requests of a group in the next step, with an output. Any thread, any time."""
-        self._posted.append((self.requests.abort, group, reason))
-
-    def post_pause(self, group: RequestGroup) -> None:
-        """Take the rows of a group before the next step. Any thread may call it at any time."""
-        self._posted.append((self.requests.pause, group))
-
-    def post_resume(self, group: RequestGroup) -> None:
-        """Let a paused group run again from the next step on. Any thread, any time."""
-        self._posted.append((self.requests.resume, group))
-
-    def post_discard(self, group: RequestGroup) -> None:
-        """End the requests of a group in the next step, without output. Any thread, any time."""
-        self._posted.append((self.requests.discard, group))
+    def post(
+        self, change: Callable[..., None], group: RequestGroup, *arguments: AbortReason
+    ) -> None:
+        """Call a method of `requests` for a group before the next step. Any thread, any time."""
+        self._posted.append((change, group, *arguments))
 
     def settle(self) -> None:
         """Apply what was posted."""

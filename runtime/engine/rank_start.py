@@ -6,14 +6,13 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
 
 from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import MemoryPlan
-from ..config import EngineConfig
 from ..distributed.rank_group import START_PATIENCE, RankGroup
 from ..distributed.rank_processes import RankProcess
 from ..distributed.segment import SharedSegment, require_futex, shared_memory
@@ -172,7 +171,8 @@ def spawn_group(found: Source, config: ResolvedConfig) -> RankGroup:
                 child.end()
             raise
         with ended_by_failures(group):
-            group.exchange({"source": found.place, "config": _encoded_config(config)})
+            fields = dataclasses.asdict(config.user) | {"threads": config.threads}
+            group.exchange({"source": found.place, "config": fields})
     finally:
         os.close(descriptor)
     return group
@@ -186,17 +186,6 @@ def _cores_of_ranks(config: ResolvedConfig) -> list[list[int] | None]:
         return [None] * ranks
     parts = [cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
     return [[cpu for core in part for cpu in core] for part in parts]
-
-
-def _encoded_config(config: ResolvedConfig) -> dict[str, Any]:
-    """Return the fields of the configuration of the other ranks, as JSON."""
-    fields = {
-        field.name: getattr(config.user, field.name) for field in dataclasses.fields(EngineConfig)
-    }
-    fields["threads"] = config.threads
-    if config.speculation is not None:
-        fields["speculation"] = dataclasses.asdict(config.speculation)
-    return fields
 
 
 def of_rank(

@@ -207,27 +207,18 @@ def calibrated_speculator(runner: Runner, config: ResolvedConfig) -> Speculator 
         VerifyCosts(sizes.rows, greedy, padded=padded),
         VerifyCosts(sizes.rows, sampled, padded=padded),
     )
+    more: dict[str, Any] = {
+        "is_async_device": config.is_async_device,
+        "calibration_seconds": time.perf_counter() - began,
+    }
     if not config.speculation.uses_drafter:
-        return LookupSpeculator(
-            config.speculation,
-            sizes.verifying,
-            costs,
-            is_async_device=config.is_async_device,
-            calibration_seconds=time.perf_counter() - began,
-        )
+        return LookupSpeculator(config.speculation, sizes.verifying, costs, **more)
 
     def proposing(rows: int) -> float:
         size = sizes.rows.fit(rows) or sizes.rows.largest
         return fastest[size, 1, "proposes"] / greedy[size, 1]
 
-    return DrafterSpeculator(
-        config.speculation,
-        sizes.verifying,
-        costs,
-        proposing,
-        is_async_device=config.is_async_device,
-        calibration_seconds=time.perf_counter() - began,
-    )
+    return DrafterSpeculator(config.speculation, sizes.verifying, costs, proposing, **more)
 
 
 def null_step_seconds(
@@ -343,18 +334,13 @@ def _checkpoint(found: Source, method: str, model: str | None) -> str:
     """Return the checkpoint of the drafter; see `Speculation.model`."""
     if model is not None:
         return model
-    if found.directory is None:
+    own = found.directory
+    if own is not None and method != "mtp":
+        own /= _OWN_DIRECTORY
+    if own is None or not own.is_dir():
         raise ConfigError(
-            f"speculation method {method!r} needs a model, as {found.name} has no directory: give"
-            f" {{'method': {method!r}, 'model': ...}}"
-        )
-    if method == "mtp":
-        return str(found.directory)
-    own = found.directory / _OWN_DIRECTORY
-    if not own.is_dir():
-        raise ConfigError(
-            f"speculation method {method!r} needs a model, as there is no {own}: give"
-            f" {{'method': {method!r}, 'model': ...}}"
+            f"speculation method {method!r} needs a model, as there is no"
+            f" {own or f'directory of {found.name}'}: give {{'method': {method!r}, 'model': ...}}"
         )
     return str(own)
 
@@ -430,30 +416,21 @@ class EngineParts:
         """Compare the plan with the memory held now and measured for steps.
 
         On CUDA, weights, cache and static buffers are what torch's allocator counted in their
-        phases of the start; on a CPU they are the sizes of the tensors.
+        phases of the start; on a CPU they are the sizes of the tensors, because pages and code are
+        mapped at their first use.
         """
         runner, drafter = self.runner, self.runner.drafter
-        held = {
-            "weights": self.model.weight_bytes + (0 if drafter is None else drafter.weight_bytes),
-            "cache": self.arena.nbytes + (0 if drafter is None else drafter.nbytes),
-            "static_buffers": runner.nbytes,
-        }
-        grown = {
-            _TERM_OF_PHASE[phase.name]: phase.after - phase.before
-            for phase in self.phases
-            if phase.name in _TERM_OF_PHASE
-        }
-        host_buffers = 0
-        notes: dict[str, str] = {}
-        if self.config.device.type == "cuda":
-            host_buffers = runner.host_nbytes
-            held = grown
+        if on_cuda := self.config.device.type == "cuda":
+            held = {
+                _TERM_OF_PHASE[phase.name]: phase.after - phase.before
+                for phase in self.phases
+                if phase.name in _TERM_OF_PHASE
+            }
         else:
-            # Growth does not measure a term: pages and code are mapped at their first use.
-            notes = {
-                term: "size of the tensors; the resident set, code included, grew meanwhile by "
-                + format_bytes(size)
-                for term, size in grown.items()
+            held = {
+                "weights": self.model.weight_bytes + (drafter.weight_bytes if drafter else 0),
+                "cache": self.arena.nbytes + (drafter.nbytes if drafter else 0),
+                "static_buffers": runner.nbytes,
             }
         measured = dict(self.step_memory.measured)
         activations = measured.get("activations")
@@ -465,11 +442,10 @@ class EngineParts:
                 **held,
                 "captured_graphs": 0,
                 "host_cache": runner.host_cache_nbytes,
-                "host_buffers": host_buffers,
+                "host_buffers": runner.host_nbytes if on_cuda else 0,
                 **measured,
             },
             {
-                **notes,
                 "reserve": "left free for workspaces and fragmentation",
                 **self.step_memory.notes,
             },
@@ -589,9 +565,9 @@ def plan_engine(
             reserve_bytes=RESERVE_BYTES[config.device.type],
         )
     except MemoryBudgetError as error:
-        if error.term != "weights":
-            raise
-        raise _weights_too_large(error, model, config, kernels, memory) from None
+        if error.term == "weights":
+            _add_remedies(error, model, config, kernels, memory)
+        raise
     if not plan.host_shared and plan.host_total > memory.host_available:
         raise MemoryBudgetError(
             f"the host cache of {format_bytes(plan.host_cache)} and the mirrors of static buffers "
@@ -613,14 +589,14 @@ def plan_engine(
     return plan
 
 
-def _weights_too_large(
+def _add_remedies(
     error: MemoryBudgetError,
     model: DecoderConfig,
     config: ResolvedConfig,
     kernels: Kernels,
     memory: DeviceMemory,
-) -> MemoryBudgetError:
-    """Return the error for weights that exceed the memory, with what can make them smaller."""
+) -> None:
+    """Say in the error for weights that exceed the memory what can make them smaller."""
     assert error.limit_bytes is not None
     assert error.term_bytes is not None
     remedies, field = [], None
@@ -641,16 +617,10 @@ def _weights_too_large(
         remedies.append(f"raise {name} ({memory.available} bytes are free)")
         field = field or name
     remedies.append("use a smaller model or a device with more memory")
-    return MemoryBudgetError(
-        f"{error}, in {str(config.dtype).removeprefix('torch.')}"
-        f"{'' if config.weights == 'model' else f' with {config.weights} weights'}:"
-        f" {'; '.join(remedies)}",
-        term=error.term,
-        field=field,
-        needed_bytes=error.needed_bytes,
-        term_bytes=error.term_bytes,
-        limit_bytes=error.limit_bytes,
-    )
+    dtype = str(config.dtype).removeprefix("torch.")
+    weights = "" if config.weights == "model" else f" with {config.weights} weights"
+    error.args = (f"{error}, in {dtype}{weights}: {'; '.join(remedies)}",)
+    error.field = field
 
 
 # Other weights for a started engine, copied into the tensors that its steps were prepared with.
@@ -713,8 +683,14 @@ def overwriting(
         loaded = load_model(new.reader.directory, new.config, config.dtype)
         return partial(overwrite_decoder, model, loaded, new.config)
     assert isinstance(model, Decoder)
-    assert isinstance(new.config, ModelConfig)
-    return partial(_overwrite_native, model, new, new.config, config)
+    native, replacing = model, new.config
+    assert isinstance(replacing, ModelConfig)
+
+    def overwrite() -> None:
+        native.overwrite(new.weights(config.dtype, seed=config.seed, device=config.device))
+        native.config = replacing
+
+    return overwrite
 
 
 def reload_rank(parts: EngineParts, group: RankGroup, source: str) -> None:
@@ -722,13 +698,6 @@ def reload_rank(parts: EngineParts, group: RankGroup, source: str) -> None:
     with open_replacement(source, parts.model.config, parts.config.user) as new:
         overwriting(parts.model, new, parts.config)()
     agree_on_weights(group, parts.model)
-
-
-def _overwrite_native(
-    model: Decoder, new: OpenedSource, replacing: ModelConfig, config: ResolvedConfig
-) -> None:
-    model.overwrite(new.weights(config.dtype, seed=config.seed, device=config.device))
-    model.config = replacing
 
 
 def check_replaceable(

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
-from ..arguments import MAX_COUNT, check_callable, check_config, check_integer, check_type
+from ..arguments import MAX_COUNT, check_config, check_integer, check_type
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.forks import call_in_children
@@ -229,7 +229,7 @@ class AsyncEngine:
         Takes the arguments of `stream` and raises as it; errors of the prompt come from the future.
         """
         if callback is not None:
-            check_callable("callback", callback, "a Delta")
+            check_type("callback", callback, Callable, "a function of a Delta")
         streams = callback is not None
         stream = self._stream(self._callbacks.mailbox, prompt, params, options, streams=streams)
         return self._callbacks.consume(stream, callback)
@@ -279,7 +279,7 @@ class AsyncEngine:
         engine calls all listeners and callbacks, one after the other. What a listener raises is
         logged.
         """
-        check_callable("listener", listener, "a RequestRecord")
+        check_type("listener", listener, Callable, "a function of a RequestRecord")
         self._callbacks.add_listener(listener)
 
     async def stats(self) -> dict[str, Any]:
@@ -342,7 +342,7 @@ class AsyncEngine:
         Raises:
             EngineClosedError: the engine is closed.
         """
-        check_callable("function", function, "no argument")
+        check_type("function", function, Callable, "a function of no argument")
         self._check_process()  # a child lacks the threads of the pool
         try:
             future = self._pool.submit(function)
