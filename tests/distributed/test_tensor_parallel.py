@@ -47,6 +47,8 @@ def allowed(tiny: Tiny, variant: str) -> list[int]:
 def test_greedy_tokens_of_every_family(tiny: Tiny, variant: str) -> None:
     directory = tiny(variant).directory
     every = allowed(tiny, variant)
+    if variant == "base":  # `pair` has two ranks
+        every = every[-1:]
     if not every:
         pytest.skip("its heads cannot be split over 2, 3 or 4 ranks")
     with opened(directory) as engine:

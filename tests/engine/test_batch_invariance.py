@@ -83,6 +83,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))
 def test_a_token_has_the_same_logits_in_any_step(tiny: Tiny, case: Case) -> None:
     """Decode, verify and prefill steps of random rows, counts, buckets and threads."""
@@ -93,6 +94,7 @@ def test_a_token_has_the_same_logits_in_any_step(tiny: Tiny, case: Case) -> None
     model.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("variant", "dtype", "choice"),
     [("base", F32, "torch"), ("glm4_dynamic", F32, "native"), ("deepseek_v3", F32, "native")],
@@ -138,7 +140,7 @@ def bits(outputs: Sequence[RequestOutput]) -> list[Any]:
     [
         ("odd", "bfloat16", "auto", 30, SHAPES),
         ("gemma2", "float32", "int8", 28, SHAPES[3:]),
-        ("deepseek_v3", "float32", "auto", 30, SHAPES[3:4]),
+        pytest.param("deepseek_v3", "float32", "auto", 30, SHAPES[3:4], marks=pytest.mark.slow),
     ],
     ids=["odd", "gemma2", "deepseek_v3"],
 )

@@ -233,10 +233,10 @@ DIFFERENT: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("variant", DIFFERENT)
 def test_another_model_is_refused(tiny: Tiny, write: Write, variant: str) -> None:
-    with opened(tiny(variant).directory, block_size=4) as engine:
+    with opened(tiny(variant).directory, block_size=4) as engine, unchanged(engine):
         for changes in DIFFERENT[variant]:
             second = write(variant, **changes)
-            with unchanged(engine), pytest.raises(ConfigError):
+            with pytest.raises(ConfigError):
                 engine.reload_weights(second)
 
 
@@ -254,11 +254,11 @@ def spoil_tokenizer(directory: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_refused(base: TinyModel, write: Write) -> None:
-    with opened(base.directory, block_size=4) as engine:
+    with opened(base.directory, block_size=4) as engine, unchanged(engine):
         for damage in (cut, drop, spoil_tokenizer, shutil.rmtree):
             second = write()
             damage(second)
-            with unchanged(engine), pytest.raises(CheckpointError):
+            with pytest.raises(CheckpointError):
                 engine.reload_weights(second)
 
 

@@ -108,6 +108,7 @@ def test_a_steady_launch_is_one_replay(
         compile=False,
         buckets=(4,),
         block_size=64,
+        max_model_len=80,
         prefill_chunk=16,
         steps_per_launch=4,
     )

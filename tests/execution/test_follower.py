@@ -72,7 +72,7 @@ def open_ranks(
         *others, _, drafter = arguments
         return Runner(*others, CommandSender(group), drafter)  # type: ignore[arg-type]
 
-    config |= {"mode": mode, "compile": False, "dtype": "float32", "max_model_len": 64}
+    config |= {"mode": mode, "compile": False, "dtype": "float32", "max_model_len": 44}
     config |= {"kernels": "torch" if mode == "eager" else "auto"}
     with monkeypatch.context() as patched:
         patched.setattr(startup, "Runner", make)
@@ -119,7 +119,7 @@ def test_follower_runs_masked_steps(
         SamplingParams(max_tokens=14, temperature=0.0, structured=GRAMMARS[0]),
         SamplingParams(max_tokens=14, seed=3, logprobs=1, structured=forced),
         SamplingParams(max_tokens=9, temperature=0.0),
-        SamplingParams(max_tokens=14, seed=1, structured=GRAMMARS[1]),
+        SamplingParams(max_tokens=14, seed=1, structured=GRAMMARS[1], repetition_penalty=1.2),
     ]
     prompts = [[7, 30, 41], [5, 5, 90, 12], [60], [44, 45, 9]]
     found = run_mixed(engine, prompts, params)
@@ -143,11 +143,11 @@ def test_follower_has_the_drafts_of_rank_0(
         buckets=(4,),
         block_size=4,
         prefill_chunk=16,
-        num_blocks=19,
+        num_blocks=16,
         host_cache_bytes=1 << 20,
         speculation=drafter | {"num_speculative_tokens": 1 if mode == "graph" else 3},
     )
-    run_mixed(engine, base.prompts(30, 4, 12, 7), MIXED_PARAMS)
+    run_mixed(engine, base.prompts(20, 4, 12, 7), MIXED_PARAMS)
     stats = engine.stats()
     assert stats["cache"]["swapped_in"]
     assert stats["speculation"]["accepted"] > 15
