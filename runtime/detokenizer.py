@@ -77,13 +77,9 @@ class IncrementalDetokenizer:
         """Characters of `text`, which only grows."""
         self._held = ""
         """Decoded text that may be the start of a stop string."""
-        self._stopped: str | None = None
-        self._finished = False
-
-    @property
-    def stopped(self) -> str | None:
+        self.stopped: str | None = None
         """The stop string that was found, None before."""
-        return self._stopped
+        self._finished = False
 
     @property
     def text(self) -> str:
@@ -120,7 +116,7 @@ class IncrementalDetokenizer:
         assert not self._finished, "push after finish"
         text = ""
         for token_id in token_ids:
-            if self._stopped is not None:
+            if self.stopped is not None:
                 break
             text += self._advance(self._next_text(token_id))
         return self._emit(text)
@@ -141,9 +137,9 @@ class IncrementalDetokenizer:
         for end, char in enumerate(new, start=len(self._held) + 1):
             found = [pattern for pattern in self._patterns if pattern.advance(char)]
             if found and not ignored:
-                self._stopped = max((pattern.text for pattern in found), key=len)
+                self.stopped = max((pattern.text for pattern in found), key=len)
                 self._held = ""
-                return text[: end if self.include_stop else end - len(self._stopped)]
+                return text[: end if self.include_stop else end - len(self.stopped)]
             for pattern in found:
                 pattern.ignore()
         keep = max((pattern.matched for pattern in self._patterns), default=0)

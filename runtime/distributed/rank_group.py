@@ -90,8 +90,7 @@ class RankGroup:
         self._steps = self._checksum = 0
         self.timeout = START_PATIENCE
         self._serves = False
-        self.watch = RankWatch(segment, rank, START_PATIENCE, children)
-        self._children = children
+        self.watch = RankWatch(segment, rank, children)
         self.writer = RingWriter(segment, self.check)
         self.reader = RingReader(segment, rank, self.check)
         segment.join(rank)
@@ -193,11 +192,7 @@ class RankGroup:
             return
         self._end.detach()
         self.watch.stop()
-        until = time.monotonic() + (0.0 if self.segment.aborted else self.timeout)
-        for child in self._children:
-            if not child.wait(max(0.0, until - time.monotonic())):
-                logger.warning("rank %d did not end and is killed", child.rank)
-        self.watch.end_children()
+        self.watch.end_children(_GRACE_SECONDS if self.segment.aborted else self.timeout)
 
 
 def _abandon(watch: RankWatch, rank: int) -> None:
@@ -212,24 +207,15 @@ def _abandon(watch: RankWatch, rank: int) -> None:
 class RankWatch:
     """Watches a group for one of its ranks."""
 
-    def __init__(
-        self, segment: SharedSegment, rank: int, patience: float, children: Sequence[RankProcess]
-    ) -> None:
-        """Watch from `start` to `stop`.
-
-        Args:
-            segment: of the group.
-            rank: of this process.
-            patience: seconds that a heartbeat may stand still.
-            children: the processes of the other ranks, which rank 0 started.
-        """
+    def __init__(self, segment: SharedSegment, rank: int, children: Sequence[RankProcess]) -> None:
+        """Watch from `start` to `stop`; `children` are the other ranks, which rank 0 started."""
         self.collectives: Any = None
         """This rank's; their `failure` names the rank that they timed out on. None at first."""
         self.checksums = [0] * KEPT_STEPS
         """Rank 0: the checksum after step n at index n modulo `KEPT_STEPS`."""
         self.on_abort: Callable[[], None] | None = None
         """Called in this thread once the group has ended, unless the watch was stopped before."""
-        self._patience = self._start_patience = patience
+        self._patience = START_PATIENCE
         self._segment = segment
         self._rank = rank
         self._children = children
@@ -257,13 +243,15 @@ class RankWatch:
         if self._thread is not threading.current_thread() and self._thread.is_alive():
             self._thread.join()
 
-    def end_children(self) -> None:
-        """Kill the children that have not ended by themselves. Idempotent."""
+    def end_children(self, grace: float = _GRACE_SECONDS) -> None:
+        """Kill the children that have not ended by themselves in `grace` seconds. Idempotent."""
         if not self.owned:
             return
-        until = time.monotonic() + _GRACE_SECONDS
+        until = time.monotonic() + grace
         for child in self._children:
-            child.wait(max(0.0, until - time.monotonic()))
+            ended = child.wait(max(0.0, until - time.monotonic()))
+            if not (ended or self._segment.aborted):
+                logger.warning("rank %d did not end and is killed", child.rank)
             child.end()
 
     def abort(self, rank: int, reason: str, **more: object) -> None:
@@ -331,7 +319,7 @@ class RankWatch:
         segment = self._segment
         before = time.monotonic()
         watched = range(1, segment.ranks) if self._rank == 0 else (0,)
-        ranks = {rank: _Seen(0, before, self._start_patience) for rank in watched}
+        ranks = {rank: _Seen(0, before, START_PATIENCE) for rank in watched}
         while not (self._stopped.wait(_TICK_SECONDS) or segment.aborted):
             now = time.monotonic()
             segment.beat(self._rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -118,17 +118,11 @@ class SharedMemoryCollectives:
     def all_reduce(self, x_BF: Tensor) -> Tensor:
         """See `Collectives.all_reduce`; for float32, bfloat16 and float16, also inside compiled
         code. Raises RankError."""
-        if torch.compiler.is_compiling():
-            return all_reduce(x_BF, self._handle)
-        with self.rank_errors():
-            return all_reduce(x_BF, self._handle)
+        return self._run(all_reduce, x_BF)
 
     def gather(self, x_BF: Tensor, sizes: Sequence[int]) -> Tensor:
         """See `Collectives.gather`; also inside compiled code. Raises RankError."""
-        if torch.compiler.is_compiling():
-            return gather_columns(x_BF, sizes, self._handle)
-        with self.rank_errors():
-            return gather_columns(x_BF, sizes, self._handle)
+        return self._run(gather_columns, x_BF, sizes)
 
     def largest(self, values_B: Tensor, ids_B: Tensor) -> tuple[Tensor, Tensor]:
         """See `Collectives.largest`; also inside compiled code. Raises RankError."""
@@ -137,6 +131,12 @@ class SharedMemoryCollectives:
         values_BR = all_BR2[..., 0].int().view(torch.float32)
         best_B1 = values_BR.argmax(dim=1, keepdim=True)
         return values_BR.gather(1, best_B1)[:, 0], all_BR2[..., 1].gather(1, best_B1)[:, 0]
+
+    def _run(self, operation: Callable[..., Tensor], *arguments: object) -> Tensor:
+        if torch.compiler.is_compiling():
+            return operation(*arguments, self._handle)
+        with self.rank_errors():
+            return operation(*arguments, self._handle)
 
     def close(self) -> None:
         """Release the memory, once no stack uses it; operations raise RuntimeError afterwards."""

@@ -151,7 +151,7 @@ def _checked(
     seed: int,
     required: bool,
 ) -> Kernels:
-    device = config.device
+    device, on_cuda = config.device, config.device.type == "cuda"
     failed: list[Fallback] = []
 
     def fail(fallback: Fallback) -> None:
@@ -163,7 +163,7 @@ def _checked(
         select_kernels(device, "eager", config.dtype, config.weights),
         collectives=kernels.collectives,
     )
-    if device.type == "cuda":  # torch.compile does not look into this operation
+    if on_cuda:  # torch.compile does not look into this operation
         reference = dataclasses.replace(reference, experts=opaque_experts)
     cut = sample_config(model, layers=sample.num_layers, vocabulary=sample.vocabulary)
     generator = torch.Generator().manual_seed(seed)
@@ -182,7 +182,7 @@ def _checked(
     passed: Kernels | None = None
     for name, pattern in _patterns(sample, kernels, reference):
         steps = SampleSteps(cut, config, pattern, cases, seed)
-        if device.type == "cuda":
+        if on_cuda:
             _compile_ahead(steps, cases)
         failure = _step_failure(name, steps, cases, expected, config)
         steps.close()
@@ -192,14 +192,15 @@ def _checked(
         fail(failure)
     if passed is None:
         passed = dataclasses.replace(reference, library=kernels.library)
-        if device.type == "cuda":
+        if on_cuda:
             passed = dataclasses.replace(passed, attention=paged_attention)
     if passed.sampler != "torch":
         wrong = sampler_failure(passed.sampler, cut.vocab_size, config, generator)
         if wrong is not None:
             fail(wrong)
             passed = dataclasses.replace(passed, sampler="torch")
-    if config.mode == "graph" and passed.dependent_launch and _can_depend(device):
+    depends = on_cuda and config.mode == "graph" and passed.dependent_launch
+    if depends and torch.cuda.get_device_capability(device) >= (9, 0):
         steps = SampleSteps(cut, config, passed, cases, seed)
         unequal = dependent_launch_failure(steps, cases, CudaGraphCapturer(device))
         steps.close()
@@ -307,10 +308,6 @@ def _step_name(case: SampleCase) -> str:
     return f"{case.key.phase} step of {case.key.size} tokens"
 
 
-def _can_depend(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def dependent_launch_failure(
     steps: SampleSteps, cases: Sequence[SampleCase], capturer: GraphCapturer
 ) -> Fallback | None:
@@ -340,7 +337,7 @@ def dependent_launch_failure(
                     raise
                 device, remedy = steps.arena.device, "dependent_launch=False"
                 require_usable_device("dependent launch", device, failure, remedy)
-                return _no_dependent_launch(case, brief(failure))
+                return Fallback(DEPENDENT_LAUNCH, _step_name(case), brief(failure))
         del replaced
         expected: list[torch.Tensor] = []
         for capture in (captures[0], *[captures[1]] * _DEPENDENT_REPLAYS):
@@ -353,12 +350,8 @@ def dependent_launch_failure(
             expected = expected or found
             if not all(map(torch.equal, found, expected)):
                 error = "a captured step has different results with it"
-                return _no_dependent_launch(case, error)
+                return Fallback(DEPENDENT_LAUNCH, _step_name(case), error)
     return None
-
-
-def _no_dependent_launch(case: SampleCase, error: str) -> Fallback:
-    return Fallback(DEPENDENT_LAUNCH, _step_name(case), error)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
