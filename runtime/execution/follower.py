@@ -169,10 +169,13 @@ class Follower:
     ) -> None:
         dense = None
         if counts:
-            used, values = (torch.from_numpy(array.copy()) for array in counts)
-            dense = torch.zeros(
-                self._runner.state.sampling.token_counts.shape[1], dtype=torch.int32
-            )
+            used, values = map(_copied, counts)
+            vocabulary = self._runner.state.sampling.token_counts.shape[1]
+            dense = torch.zeros(vocabulary, dtype=torch.int32)
             dense[used] = values
-        first, second = (torch.from_numpy(array.copy()) for array in (reals, integers))
-        self._runner.assign_row(row, rope_length, RowParameters(first, second, dense))
+        parameters = RowParameters(_copied(reals), _copied(integers), dense)
+        self._runner.assign_row(row, rope_length, parameters)
+
+
+def _copied(array: _Array) -> torch.Tensor:
+    return torch.from_numpy(array.copy())
