@@ -28,23 +28,12 @@ MIN_READ_TOKENS = 128
 
 @dataclass(frozen=True, slots=True, init=False)
 class Buckets:
-    """Bucket sizes, in rows, tokens or blocks: sorted in ascending order, without duplicates.
-
-    Raises:
-        ValueError: there is no size, or one is not a positive integer.
-    """
+    """Bucket sizes, in rows, tokens or blocks: sorted in ascending order, without duplicates."""
 
     sizes: tuple[int, ...]
 
     def __init__(self, sizes: Iterable[int]) -> None:
-        given = tuple(sizes)
-        for size in given:
-            # `True` is an int in Python.
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"bucket sizes must be positive integers, got {size!r}")
-        if not given:
-            raise ValueError("there must be at least one bucket size, got none")
-        object.__setattr__(self, "sizes", tuple(sorted(set(given))))
+        object.__setattr__(self, "sizes", tuple(sorted(set(sizes))))
 
     @property
     def largest(self) -> int:
@@ -73,11 +62,7 @@ def default_row_buckets(max_num_seqs: int) -> Buckets:
     of a bucket is padding (33 rows run in bucket 40: 7/40). From 8 to 32 they are multiples of 8,
     the width of a tensor-core tile. `max_num_seqs` is always a bucket: a full batch needs no
     padding.
-
-    Raises:
-        ValueError: `max_num_seqs` is less than 1.
     """
-    _require_positive("max_num_seqs", max_num_seqs)
     sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
     size = 8
     while size < max_num_seqs:
@@ -94,11 +79,7 @@ def default_token_buckets(max_tokens: int, *, fine: bool = False) -> Buckets:
     prepared, and less than half of a step is padding. `fine` adds a bucket halfway between each
     two, for chunks that are sized by predicted time: such a chunk has at least two thirds of the
     tokens that the time allows.
-
-    Raises:
-        ValueError: `max_tokens` is less than 1.
     """
-    _require_positive("max_tokens", max_tokens)
     buckets = _doubling(min(MIN_TOKEN_BUCKET, max_tokens), max_tokens)
     if not fine:
         return buckets
@@ -112,12 +93,7 @@ def default_width_buckets(max_blocks: int, block_size: int) -> Buckets:
     A read width is the number of block table columns that attention reads. Needed for kernels whose
     time depends on it and not on the length of each row. Steps are prepared for each width, so the
     widths double: a context of 128k tokens in blocks of 16 has 11 widths (8, 16, ..., 8192).
-
-    Raises:
-        ValueError: `max_blocks` or `block_size` is less than 1.
     """
-    _require_positive("max_blocks", max_blocks)
-    _require_positive("block_size", block_size)
     smallest = -(-MIN_READ_TOKENS // block_size)
     return _doubling(min(smallest, max_blocks), max_blocks)
 
@@ -127,8 +103,3 @@ def _doubling(smallest: int, largest: int) -> Buckets:
     while sizes[-1] * 2 < largest:
         sizes.append(sizes[-1] * 2)
     return Buckets([*sizes, largest])
-
-
-def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")

@@ -182,14 +182,14 @@ def calibrated_speculator(runner: Runner, config: ResolvedConfig) -> Speculator 
     keys: dict[tuple[int, int, str], StepKey] = {}
     """By rows, tokens per row, and what sets the step apart."""
     for rows in sizes.rows:
-        keys[rows, 1, "greedy"] = sizes.decode_key(rows, blocks, False)
-        keys[rows, 1, "full"] = sizes.decode_key(rows, blocks, True)
+        keys[rows, 1, "greedy"] = sizes.key("decode", rows, blocks, False)
+        keys[rows, 1, "full"] = sizes.key("decode", rows, blocks, True)
         for n in sizes.verifying(rows):
-            keys[rows, n, "greedy"] = sizes.decode_key(
-                rows, blocks, False, tokens_per_row=n, drafts=sizes.proposing(rows)
+            keys[rows, n, "greedy"] = sizes.key(
+                "decode", rows, blocks, False, tokens_per_row=n, drafts=sizes.proposing(rows)
             )
         if drafts := sizes.proposing(rows):
-            keys[rows, 1, "proposes"] = sizes.decode_key(rows, blocks, False, drafts=drafts)
+            keys[rows, 1, "proposes"] = sizes.key("decode", rows, blocks, False, drafts=drafts)
     fastest = dict.fromkeys(keys, float("inf"))
     for repetition in range(REPETITIONS):
         for point, key in keys.items():
@@ -233,10 +233,10 @@ def null_step_seconds(
     last = min(context + (size - 1 if phase == "prefill" else 0), last)
     blocks = last // runner.block_size + 1
     if phase == "decode":
-        key = runner.sizes.decode_key(size, blocks, False)
+        key = runner.sizes.key("decode", size, blocks, False)
         runner.place_padding(last, 0, 0, 0)  # the step itself puts it back
     else:
-        key = runner.sizes.prefill_key(size, blocks, False)
+        key = runner.sizes.key("prefill", size, blocks, False)
         runner.place_padding(0, context, size, last)
     return _seconds(partial(runner.run, key), runner.device)
 

@@ -187,9 +187,10 @@ class StepSizes:
             replace(key, size=lanes, read_blocks=0, part="sample"),
         )
 
-    def decode_key(
+    def key(
         self,
-        rows: int,
+        phase: Phase,
+        size: int,
         read_blocks: int,
         full_sampler: bool,
         steps: int = 1,
@@ -198,31 +199,14 @@ class StepSizes:
         drafts: int = 0,
         masked: bool = False,
     ) -> StepKey:
-        """Return the key of the smallest launch of `steps` decode steps, or verify step, that fits.
+        """Return the key of the smallest step of at least these sizes; see `StepKey`.
 
-        `tokens_per_row` is 1, or one of `verifying`; `drafts` is 0 or `proposing`, and 0 for a
-        `masked` step.
+        `tokens_per_row` is 1, or one of `verifying`. `drafts` is 0 for a `masked` step; else it may
+        be `proposing`, of one row in a prefill step.
         """
-        size, width = _fit(self.rows, rows), _fit(self.read_blocks, read_blocks)
-        return StepKey(
-            "decode", size, width, full_sampler, steps, tokens_per_row, drafts=drafts, masked=masked
-        )
-
-    def prefill_key(
-        self,
-        tokens: int,
-        read_blocks: int,
-        full_sampler: bool,
-        *,
-        drafts: int = 0,
-        masked: bool = False,
-    ) -> StepKey:
-        """Return the key of the smallest prefill step that fits.
-
-        `drafts` is 0 or `proposing(1)`, and 0 for a `masked` step.
-        """
-        size, width = _fit(self.tokens, tokens), _fit(self.read_blocks, read_blocks)
-        return StepKey("prefill", size, width, full_sampler, drafts=drafts, masked=masked)
+        size = _fit(self.rows if phase == "decode" else self.tokens, size)
+        width = _fit(self.read_blocks, read_blocks)
+        return StepKey(phase, size, width, full_sampler, steps, tokens_per_row, drafts, masked)
 
 
 def _fit(buckets: Buckets, n: int) -> int:
@@ -306,8 +290,8 @@ class PlanParts:
                 or positions > part.key.read_blocks * self._block_size
             ):
                 rows, blocks = len(plan.decode), -(-positions // self._block_size)
-                key = self._sizes.decode_key(
-                    rows, blocks, decoding.full_sampler, steps, masked=decoding.masked
+                key = self._sizes.key(
+                    "decode", rows, blocks, decoding.full_sampler, steps, masked=decoding.masked
                 )
                 lanes = steps * rows, steps * key.size
                 part = decoding.part = PlannedPart(ranges.REPLAY, key, plan.decode, *lanes)
@@ -324,7 +308,8 @@ class PlanParts:
         if plan.proposes:  # the newest token and all drafts may follow
             stop += 1 + plan.proposes
         decoding.changed = True
-        key = self._sizes.decode_key(
+        key = self._sizes.key(
+            "decode",
             rows,
             -(-min(stop, self._most_positions) // self._block_size),
             decoding.full_sampler,
@@ -341,7 +326,8 @@ class PlanParts:
         stop = max(chunk.start + chunk.count for chunk in chunks)
         if plan.prompt_drafts:  # the newest token and all drafts may follow
             stop += 1 + plan.prompt_drafts
-        key = self._sizes.prefill_key(
+        key = self._sizes.key(
+            "prefill",
             tokens,
             -(-min(stop, self._most_positions) // self._block_size),
             any(chunk.request.params.needs_full_sampler for chunk in chunks),

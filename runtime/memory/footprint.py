@@ -124,8 +124,7 @@ def model_footprint(
         graph_bytes=sum(key.steps + key.drafts for key in steps) * GRAPH_BYTES_PER_STEP
         if config.mode == "graph"
         else 0,
-        # On a CPU there are no mirrors of buffers, and no copies of outputs.
-        host_buffer_bytes=_nothing if on_cpu else _host_bytes(model, config, len(groups)),
+        host_buffer_bytes=_host_bytes(model, config, len(groups)),
         host_shared=host_shared,
     )
     return dataclasses.replace(footprint, host_blocks=_host_blocks(config, footprint.block_bytes))
@@ -275,9 +274,14 @@ def _static_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int)
 
 
 def _host_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
-    """Bytes of the runner on the host: mirrors of the inputs and masks, and copies of outputs."""
+    """Bytes of the runner on the host: mirrors of the inputs and masks, and copies of outputs.
+
+    0 on a CPU, which has none of these.
+    """
 
     def host_bytes(prefill_tokens: int, row_blocks: int) -> int:
+        if config.device.type == "cpu":
+            return 0
         fitted = _fitted(config, prefill_tokens, row_blocks)
         outputs = OUTPUT_SETS * sum(HostOutputs.sizes(fitted, model.vocab_size).values())
         masks = RowState.of(fitted, model, num_groups, _META).masks
@@ -297,7 +301,3 @@ def _input_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) 
     """Bytes of the input buffers of the runner, alignment included."""
     layouts = input_layouts(config, num_groups, model.hidden_size)
     return sum(allocated_bytes(specs, config.device) for specs in layouts.values())
-
-
-def _nothing(prefill_tokens: int, row_blocks: int) -> int:
-    return 0

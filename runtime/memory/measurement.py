@@ -146,7 +146,7 @@ def measure_steps(
             takes megabytes that do not belong to the step and must not be extrapolated.
     """
     if captured is not None:
-        return _with_graphs(_terms(captured.peaks, runner.sizes, kernels), runner, captured)
+        return _with_graphs(_terms(captured.peaks, runner.sizes, kernels), captured)
     peaks = _watch_steps(runner, have_run)
     if peaks is None:
         return StepMemory({}, dict.fromkeys(("activations", "logits"), _UNREADABLE))
@@ -175,8 +175,8 @@ def _watch_steps(runner: Runner, have_run: bool) -> dict[StepKey, int] | None:
     seconds = max(_SECONDS_PER_SERIES, _SHARE_OF_PREPARATION * preparation)
     peaks: dict[StepKey, int] = {}
     for keys in (
-        [sizes.prefill_key(n, narrow, full_sampler=False) for n in sizes.tokens],
-        [sizes.decode_key(n, narrow, full_sampler=True) for n in sizes.rows],
+        [sizes.key("prefill", n, narrow, full_sampler=False) for n in sizes.tokens],
+        [sizes.key("decode", n, narrow, full_sampler=True) for n in sizes.rows],
     ):
         runner.run(keys[0])  # one-time memory of a first run, of unprepared steps above all
         measured = _measure_series(runner, keys, seconds, have_run)
@@ -186,14 +186,10 @@ def _watch_steps(runner: Runner, have_run: bool) -> dict[StepKey, int] | None:
     return peaks
 
 
-def _with_graphs(memory: StepMemory, runner: Runner, captured: CapturePeaks) -> StepMemory:
+def _with_graphs(memory: StepMemory, captured: CapturePeaks) -> StepMemory:
     """Add the memory of captures outside of their pool of activations."""
     held, pool = captured.captured_bytes, captured.pool_bytes
     note = f"besides a pool of {pool} bytes for activations, logits and masks"
-    each = sum(report.bytes for report in runner.library.reports())
-    if each != held:
-        # Measured around all captures, and around each of them.
-        note += f"; the captures one by one took {each} bytes of {held}"
     return StepMemory(
         {**memory.measured, "captured_graphs": max(0, held - pool)},
         {**memory.notes, "captured_graphs": note},

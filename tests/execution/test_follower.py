@@ -18,7 +18,7 @@ from stepgraph.runtime.execution.runner import Runner
 from stepgraph.runtime.execution.token_masks import FollowedMasks
 
 from ..rigs.engine_rig import MIXED_PARAMS, Open, loop_of
-from ..rigs.fake_graphs import FakeEvent, FakeGraphs, make_fake_graphs  # noqa: F401
+from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.structured_rig import GRAMMARS
 from ..rigs.tiny_models import TinyModel
 from ..speculation.test_speculation import run_mixed
@@ -48,16 +48,9 @@ class FakeGroup:
         self.tokens.append(tokens)
 
 
-def query(event: FakeEvent) -> bool:
-    """Whether an event has been reached: after the wait for it."""
-    event.synchronize()
-    return True
-
-
 @pytest.fixture(params=["eager", "graph"])
-def mode(request: Any, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> str:
+def mode(request: Any, fake_graphs: FakeGraphs) -> str:
     """On a CPU steps run synchronously, on a device they run after the host has launched others."""
-    monkeypatch.setattr(FakeEvent, "query", query, raising=False)
     fake_graphs.stream.behind = request.param == "graph"
     return str(request.param)
 
