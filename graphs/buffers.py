@@ -83,7 +83,6 @@ class StaticBuffers(Generic[T]):
     Attributes:
         device: the dataclass with each field a view of the device allocation.
         host: the same fields as views of the mirror (pinned where the device is CUDA).
-        copies: number of calls of `copy_to_device`.
     """
 
     def __init__(
@@ -104,7 +103,6 @@ class StaticBuffers(Generic[T]):
             self._copied = torch.cuda.Event()
         self.device: T = layout(**self._views(device_bytes))
         self.host: T = layout(**self._views(host_bytes))
-        self.copies = 0
         self._first_addresses = self.addresses()
 
     @classmethod
@@ -128,7 +126,6 @@ class StaticBuffers(Generic[T]):
         for name, spec in specs.items():
             getattr(buffers.host, name).fill_(spec.fill)
         buffers.copy_to_device()
-        buffers.copies = 0
         return buffers
 
     @property
@@ -158,13 +155,12 @@ class StaticBuffers(Generic[T]):
     def copy_to_device(self) -> None:
         """Copy the whole mirror to the device: one asynchronous transfer on the current stream.
 
-        On a CPU nothing is copied, but the call is counted.
+        On a CPU nothing is copied.
         """
         if self._host_bytes is not self._device_bytes:
             self._device_bytes.copy_(self._host_bytes, non_blocking=self._copied is not None)
             if self._copied is not None:
                 self._copied.record(torch.cuda.current_stream(self._device_bytes.device))
-        self.copies += 1
 
     def addresses(self) -> dict[str, int]:
         """Return the device address of each field, which must never change."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,8 +17,6 @@ from stepgraph.runtime.execution.step_key import StepKey, StepSizes
 from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.memory import measurement as memory_measurement
 from stepgraph.runtime.memory.measurement import CapturePeaks, measure_steps
-
-from ..rigs.fake_cuda_memory import GRAPH_NODES, FakeDevice, make_fake_device  # noqa: F401
 
 ROWS, TOKENS, WIDE, NARROW = 16, 512, 64, 8
 pytestmark = pytest.mark.usefixtures("steps_are_measured")
@@ -36,13 +35,15 @@ def peak_of(key: StepKey) -> int:
 class Machine:
     """A runner whose steps take time and memory by the book."""
 
-    def __init__(self, seconds: float, widths: tuple[int, ...] = (8, 16, 32, 64)) -> None:
+    def __init__(self, seconds: float) -> None:
         self.now = 0.0
         self.seconds = seconds  # of the largest step
         self.ran: list[StepKey] = []
         self.device = torch.device("cpu")
         self.sizes = StepSizes(
-            Buckets([1, 2, 4, 8, ROWS]), Buckets([16, 32, 64, 128, 256, TOKENS]), Buckets(widths)
+            Buckets([1, 2, 4, 8, ROWS]),
+            Buckets([16, 32, 64, 128, 256, TOKENS]),
+            Buckets([8, 16, 32, 64]),
         )
         self.library = SimpleNamespace(reports=list)
 
@@ -91,6 +92,101 @@ def test_steps_that_take_too_long_are_not_run(monkeypatch: pytest.MonkeyPatch) -
     assert memory.notes.keys() == {"activations", "attention_masks", "logits"}
 
 
+# Captures, on a CUDA device as its memory functions show it: an allocator with a cache and a pool.
+
+TOTAL = 1 << 30
+GRAPH_NODES = 100
+"""Bytes of an instantiated graph, which no allocator counts."""
+
+
+class FakeDevice:
+    """Memory that is free, allocated, kept by the allocator, and reserved by the pool of graphs."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.allocated = 0
+        self.kept = 0  # free blocks of the allocator
+        self.pool = 0
+        self.nodes = 0
+        self.peak = 0
+        self.capturing = False
+
+    @property
+    def free(self) -> int:
+        return TOTAL - self.allocated - self.kept - self.pool - self.nodes
+
+    def run(self, size: int) -> None:
+        """A step that needs scratch memory."""
+        if self.capturing:
+            self.pool = max(self.pool, size)
+            return
+        self.kept = max(self.kept, size)
+        self.peak = max(self.peak, self.allocated + size)
+
+    def keep(self, size: int) -> None:
+        """A library takes memory for good."""
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
+    def empty_cache(self) -> None:
+        assert not self.capturing
+        self.log.append("empty cache")
+        self.kept = 0
+
+    def reset_peak(self) -> None:
+        self.peak = self.allocated
+
+    def reserved(self) -> int:
+        return self.allocated + self.kept + self.pool
+
+
+class FakeCudaGraph:
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert pool == "pool"
+        assert capture_error_mode == "thread_local"
+        self._device.log.append("capture")
+        self._device.capturing = True
+
+    def capture_end(self) -> None:
+        self._device.capturing = False
+        self._device.nodes += GRAPH_NODES
+
+    def replay(self) -> None:
+        self._device.log.append("replay")
+
+
+@pytest.fixture(name="fake_device")
+def make_fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    device = FakeDevice()
+
+    @contextlib.contextmanager
+    def current(_: object) -> Iterator[None]:
+        yield
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    functions: dict[str, Any] = {
+        "Stream": lambda _: stream,
+        "current_stream": lambda *_: stream,
+        "stream": current,
+        "device": current,
+        "graph_pool_handle": lambda: "pool",
+        "CUDAGraph": lambda: FakeCudaGraph(device),
+        "synchronize": lambda _: None,
+        "empty_cache": device.empty_cache,
+        "mem_get_info": lambda _: (device.free, TOTAL),
+        "memory_allocated": lambda _: device.allocated,
+        "memory_reserved": lambda _: device.reserved(),
+        "max_memory_allocated": lambda _: device.peak,
+        "reset_peak_memory_stats": lambda _: device.reset_peak(),
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return device
+
+
 def test_captures_are_measured_one_by_one_and_all_at_once(fake_device: FakeDevice) -> None:
     """Peaks come from warm-ups; what the pool holds is not counted as that of the graphs."""
     machine, workspace = Machine(0.01), 8000
@@ -124,3 +220,17 @@ def test_captures_are_measured_one_by_one_and_all_at_once(fake_device: FakeDevic
     memory = measure_steps(cast(Runner, machine), cast(Kernels, SimpleNamespace(masks=0)), peaks)
     assert memory.measured["captured_graphs"] == len(keys) * GRAPH_NODES
     assert memory.notes["captured_graphs"].startswith(f"besides a pool of {largest} bytes")
+
+
+def test_a_capture_that_fails_says_what_failed(
+    fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(graph: FakeCudaGraph) -> None:
+        raise RuntimeError("the capture was invalidated")
+
+    def step() -> None:
+        raise ValueError("no such shape")
+
+    monkeypatch.setattr(FakeCudaGraph, "capture_end", end)
+    with pytest.raises(ValueError, match="no such shape"):
+        CudaGraphCapturer("cuda").capture(step)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
 from stepgraph.cache.spec import group_layers
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import SamplingParams
 from stepgraph.runtime.execution.inputs import (
     DraftInputs,
@@ -74,15 +75,12 @@ class Rig:
         layout = StepInputs.layout(
             max_num_seqs=BUCKET, prefill_tokens=1, prefill_rows=1, table_updates=1
         )
-        self.inputs = StepInputs(
-            **{name: torch.full(s.shape, s.fill, dtype=s.dtype) for name, s in layout.items()}
-        )
+        self.inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, CPU)
         drafts = DraftInputs.layout(max_num_seqs=BUCKET, drafts=MOST_DRAFTS)
-        self.drafts = DraftInputs(
-            **{name: torch.full(s.shape, s.fill, dtype=s.dtype) for name, s in drafts.items()}
-        )
+        self.drafts = StaticBuffers.allocate(DraftInputs[torch.Tensor], drafts, CPU)
         functions = StepFunctions(
-            self.decoder, self.arena, BLOCK_SIZE, self.state, self.inputs, None, False, self.drafts
+            *(self.decoder, self.arena, BLOCK_SIZE, self.state, self.inputs.device, None, False),
+            self.drafts.device,
         )
         self.steps = {
             n: functions.bind(StepKey("decode", BUCKET, COLUMNS, full, tokens_per_row=n))
@@ -103,8 +101,7 @@ class Rig:
         self.state.token_ids[:ROWS] = prompt[-1]
 
     def _set_rows(self, rows: list[int]) -> None:
-        host = StepInputs(**{k: t.numpy() for k, t in vars(self.inputs).items()})
-        write_decode_rows(rows, ROWS, cast("StepInputs[Int64Array]", host))
+        write_decode_rows(rows, ROWS, self.inputs.arrays(StepInputs[Int64Array]))
 
     def snapshot(self) -> list[torch.Tensor]:
         return [tensor.clone() for tensor in (self.arena, *self.state.tensors().values())]
@@ -124,11 +121,10 @@ class Rig:
             assert self.state.drafts is not None
             self.state.drafts[row, : len(drafts[row])] = torch.tensor(drafts[row])
             drafts[row] = [DRAFT_ON_DEVICE] * len(drafts[row])
-        arrays = DraftInputs(**{name: t.numpy() for name, t in vars(self.drafts).items()})
-        write_drafts(drafts, (), arrays)
+        write_drafts(drafts, (), self.drafts.arrays(DraftInputs[Int64Array]))
         output = self.steps[n]()
         if output.logits.dim() == 2:  # row by row, without padding
-            rows = output.logits.split(self.drafts.counts.tolist())
+            rows = output.logits.split(self.drafts.device.counts.tolist())
             padded = torch.nn.utils.rnn.pad_sequence(rows)
             output = StepOutput(output.tokens, padded, output.details)
         return output

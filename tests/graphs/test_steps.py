@@ -16,8 +16,6 @@ from stepgraph.graphs.steps import (
     StepPreparationError,
 )
 
-from ..rigs.fake_cuda_memory import FakeCudaGraph, FakeDevice, make_fake_device  # noqa: F401
-
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
@@ -207,17 +205,3 @@ class TestCudaGraphs:
         finally:
             stop.set()
             thread.join()
-
-
-def test_a_capture_that_fails_says_what_failed(
-    fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end(graph: FakeCudaGraph) -> None:
-        raise RuntimeError("the capture was invalidated")
-
-    def step() -> None:
-        raise ValueError("no such shape")
-
-    monkeypatch.setattr(FakeCudaGraph, "capture_end", end)
-    with pytest.raises(ValueError, match="no such shape"):
-        CudaGraphCapturer("cuda").capture(step)
