@@ -26,17 +26,11 @@ __all__ = ["StepCompilationError", "StepPreparationError", "run_until_compiled"]
 class StepPreparationError(RuntimeError):
     """A step could not be warmed up, compiled or captured. `__cause__` is the failure."""
 
-    def __init__(self, name: str, kind: str | None, cause: Exception) -> None:
-        """Name the step, its kind (None if it could not be created) and the cause."""
-        how = "could not be made" if kind is None else f"could not be prepared (kind {kind!r})"
-        reason = f"{type(cause).__name__}: {cause}"
-        # Ending a failed capture raises another error; the first one has the reason.
-        first: BaseException = cause
-        while first.__context__ is not None:
-            first = first.__context__
-        if first is not cause:
-            reason += f" (first came {type(first).__name__}: {first})"
-        super().__init__(f"step {name} {how}: {reason}")
+    def __init__(self, name: str, kind: str, cause: Exception) -> None:
+        """Name the step, its kind and the cause."""
+        super().__init__(
+            f"step {name} could not be prepared (kind {kind!r}): {type(cause).__name__}: {cause}"
+        )
         self.name = name
         self.kind = kind
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ..profiling import ranges
-from .compilation import StepPreparationError
 from .steps import Step, StepKind
 
 __all__ = ["LibraryStats", "PreparationWatcher", "StepLibrary", "StepReport"]
@@ -131,7 +130,7 @@ class StepLibrary(Generic[K, O]):
         """
         assert not self._open, "the library is prepared already"
         try:
-            self._steps = {key: self._made(key) for key in self._keys}
+            self._steps = {key: self._make_step(key) for key in self._keys}
             captured = [key for key, step in self._steps.items() if step.kind == "graph"]
             stages = [
                 *((key, self._steps[key].warm_up) for key in self._keys),
@@ -203,12 +202,6 @@ class StepLibrary(Generic[K, O]):
         self._steps.clear()
         self._fallbacks.clear()
         self._open = False
-
-    def _made(self, key: K) -> Step[O]:
-        try:
-            return self._make_step(key)
-        except Exception as error:
-            raise StepPreparationError(str(key), None, error) from error
 
     def _miss(self, key: K) -> Step[O]:
         assert self._open, f"step {key} is looked up in a library that is not prepared"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gc
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ StepKind = Literal["eager", "compile", "graph"]
 """How a step runs, named as the engine's `mode`."""
 
 
-class Step(ABC, Generic[O]):
+class Step(Generic[O]):
     """A callable over static buffers, prepared once and run many times.
 
     Attributes:
@@ -94,21 +93,17 @@ class Step(ABC, Generic[O]):
             raise StepPreparationError(self.name, self.kind, error) from error
         self.seconds += time.perf_counter() - started
 
-    @abstractmethod
     def _warm_up(self) -> None:
         """Do the work of `warm_up`; may raise anything."""
 
     def _record(self) -> None:
-        """Do the work of `record`; may raise anything. Most kinds have none."""
+        """Do the work of `record`; may raise anything."""
 
 
 class EagerStep(Step[O]):
     """The callable as it is. It needs no preparation."""
 
     kind = "eager"
-
-    def _warm_up(self) -> None:
-        pass
 
     def run(self) -> O:
         """Call the callable; its outputs are new tensors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -133,11 +133,8 @@ class FakeDevice:
         self.log.append("empty cache")
         self.kept = 0
 
-    def reset_peak(self) -> None:
+    def reset_peak(self, _: object) -> None:
         self.peak = self.allocated
-
-    def reserved(self) -> int:
-        return self.allocated + self.kept + self.pool
 
 
 class FakeCudaGraph:
@@ -160,27 +157,21 @@ class FakeCudaGraph:
 
 @pytest.fixture(name="fake_device")
 def make_fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    device = FakeDevice()
-
-    @contextlib.contextmanager
-    def current(_: object) -> Iterator[None]:
-        yield
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    device, stream = FakeDevice(), SimpleNamespace(wait_stream=lambda other: None)
     functions: dict[str, Any] = {
         "Stream": lambda _: stream,
         "current_stream": lambda *_: stream,
-        "stream": current,
-        "device": current,
+        "stream": contextlib.nullcontext,
+        "device": contextlib.nullcontext,
         "graph_pool_handle": lambda: "pool",
         "CUDAGraph": lambda: FakeCudaGraph(device),
         "synchronize": lambda _: None,
         "empty_cache": device.empty_cache,
         "mem_get_info": lambda _: (device.free, TOTAL),
         "memory_allocated": lambda _: device.allocated,
-        "memory_reserved": lambda _: device.reserved(),
+        "memory_reserved": lambda _: device.allocated + device.kept + device.pool,
         "max_memory_allocated": lambda _: device.peak,
-        "reset_peak_memory_stats": lambda _: device.reset_peak(),
+        "reset_peak_memory_stats": device.reset_peak,
     }
     for name, function in functions.items():
         monkeypatch.setattr(torch.cuda, name, function)

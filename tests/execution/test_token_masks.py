@@ -34,9 +34,6 @@ class BusyMatcher:
             pass
         return None, len(drafts)
 
-    def drafts(self, request: Request, guess: Sequence[int]) -> tuple[Sequence[int], int]:
-        return (), 0
-
 
 def run_steps(seconds: Sequence[float], in_thread: bool, num_steps: int) -> list[list[int]]:
     """Return the rows that each step ended, of rows whose masks take these times."""
@@ -66,12 +63,11 @@ def run_steps(seconds: Sequence[float], in_thread: bool, num_steps: int) -> list
     return ended
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_masks, "STEP_SECONDS", 0.01)
 
 
-@pytest.mark.usefixtures("short_steps")
 @pytest.mark.parametrize("in_thread", [True, False])
 def test_masks_of_a_step_are_bounded_together(in_thread: bool) -> None:
     """Eight rows, none of which is too slow alone, end until the rest is fast enough."""
@@ -83,12 +79,6 @@ def test_masks_of_a_step_are_bounded_together(in_thread: bool) -> None:
     assert not any(ended[-5:])
 
 
-@pytest.mark.usefixtures("short_steps")
-def test_masks_that_are_slowest_end_first() -> None:
-    ended = run_steps([0.001, 0.03, 0.004, 0.02], False, 1)
-    assert ended[0] == [1, 3]
-
-
-@pytest.mark.usefixtures("short_steps")
-def test_masks_of_many_rows_that_are_not_slow_end_nothing() -> None:
+def test_slowest_masks_end_first_and_many_that_are_not_slow_never() -> None:
+    assert run_steps([0.001, 0.03, 0.004, 0.02], False, 1) == [[1, 3]]
     assert not any(run_steps([0.0009] * ROWS, False, 20))
