@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime.engine import self_test
 from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime.kernels.result_check import Fallback
 from stepgraph.runtime.sampling import reference_sampler
 
 needs_compiler = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
@@ -80,3 +82,24 @@ def test_steps_of_plain_torch_share_their_code(
     assert (engine.stats()["kernels"], engine.stats()["kernel_fallbacks"]) == ("torch", [])
     assert engine.stats()["fallbacks"] == 0
     engine.check_integrity()
+
+
+@needs_compiler
+def test_a_native_sampler_that_fails_its_self_test_is_replaced(
+    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers stay native, without padding between rows."""
+    failure = Fallback("native sampler", "1 row", "broken")
+    monkeypatch.setattr(self_test, "sampler_failure", lambda *_: failure)
+    monkeypatch.setattr(self_test, "warn_of_fallbacks", lambda _: None)
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda code, *, options, **own: compile_(code, backend="eager", **own)
+    )
+    sampled = SamplingParams(max_tokens=5, temperature=0.9, seed=3, ignore_eos=True)
+    config = {"max_num_seqs": 2, "buckets": (2,), "max_model_len": 64, "dtype": "float32"}
+    expected, engine = (open_engine("base", mode=mode, **config) for mode in ("eager", "compile"))
+    assert [fallback["name"] for fallback in engine.stats()["kernel_fallbacks"]] == [failure.name]
+    prompts = [[3, 5, 7, 11, 13], [2, 4]]
+    ours, theirs = (e.generate(prompts, sampled) for e in (engine, expected))
+    assert [o.token_ids for o in ours] == [o.token_ids for o in theirs]
