@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
@@ -77,23 +77,19 @@ class Arena:
             num_blocks,
             *_block_shape(spec, block_size, storage),
         )
-        self._tensor = torch.empty(shape, dtype=element, device=device)
-        self._tensor[:, :, NULL_BLOCK].zero_()
-
-    @property
-    def tensor(self) -> torch.Tensor:
+        self.tensor: Final = torch.empty(shape, dtype=element, device=device)
         """The allocation, contiguous, in the shape of the class docstring."""
-        return self._tensor
+        self.tensor[:, :, NULL_BLOCK].zero_()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the allocation."""
-        return self._tensor.nbytes
+        return self.tensor.nbytes
 
     @property
     def address(self) -> int:
         """Device address of the first element, which never changes."""
-        return self._tensor.data_ptr()
+        return self.tensor.data_ptr()
 
     def copy_blocks(self, pairs: Sequence[BlockPair]) -> None:
         """Copy whole blocks, in all layers. No destination may be a source.
@@ -102,12 +98,12 @@ class Arena:
         """
         if not pairs:
             return
-        pinned = self._tensor.is_cuda  # a copy from pageable memory would wait for all earlier work
-        ids = torch.tensor(pairs, pin_memory=pinned).to(self._tensor.device, non_blocking=True)
-        block_bytes = self._tensor.nbytes // self._tensor.shape[2]
+        pinned = self.tensor.is_cuda  # a copy from pageable memory would wait for all earlier work
+        ids = torch.tensor(pairs, pin_memory=pinned).to(self.tensor.device, non_blocking=True)
+        block_bytes = self.tensor.nbytes // self.tensor.shape[2]
         for piece in ids.split(max(1, COPY_BYTES // block_bytes)):
             source, destination = piece.unbind(1)
-            self._tensor.index_copy_(2, destination, self._tensor.index_select(2, source))
+            self.tensor.index_copy_(2, destination, self.tensor.index_select(2, source))
 
 
 class HostArena:

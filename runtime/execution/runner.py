@@ -424,7 +424,6 @@ class Runner:
         self.commands = commands
         self._collectives = model.kernels.collectives
         self.block_size = config.block_size
-        self.max_prefill_rows = config.max_prefill_rows
         self.state = RowState.of(config, model.config, len(groups), device)
         self.null_row = self.state.null_row
         self._writer = InputWriter(
