@@ -936,7 +936,7 @@ class StepFunctions:
     ) -> StepOutput:
         """Draw the token of each lane; without `token_ids` of a verify step, advance its row."""
         sampler, state, own = self._sampler, self.state.sampling, () if masks is None else (masks,)
-        lanes, feedback = (rows_T, positions_T + 1), self._feedback(rows_T, positions_T)
+        feedback = self._feedback(rows_T, positions_T)
         with operation("sample"):
             if token_ids is None and sampler.full_step is not None:
                 details = sampler.full_step(logits_TV, state, feedback, *own)
@@ -947,9 +947,10 @@ class StepFunctions:
                 arguments = logits_TV, rows_T, positions_T, *tokens_TN
                 details = self._parts.call(self._drawn_lanes, *arguments)
             elif token_ids is None:
-                details = sampler.full(logits_TV, state, *lanes, *own)
+                details = sampler.full(logits_TV, state, rows_T, positions_T + 1, *own)
             else:
-                details = sampler.drafted(logits_TV, state, *lanes, token_ids, *own)
+                lanes = rows_T, positions_T + 1, token_ids
+                details = sampler.drafted(logits_TV, state, *lanes, *own)
             if token_ids is None:
                 feedback.store(details.tokens)
             return StepOutput(details.tokens, logits_TV, details)
