@@ -1,1 +1,1 @@
-"""The engine: intake, step loop, startup, threads. Read `engine` first."""
+"""The engine: requests, step loop, startup, threads. Read `engine` first."""

@@ -63,9 +63,9 @@ from ..structured_output import StructuredOutput
 from .engine_stats import EngineCounters, EngineGauges, engine_stats
 from .forks import call_in_children
 from .generate_call import GenerateCall
-from .intake import Prompt, RequestBuilder
 from .loop import StepLoop
 from .rank_start import agree_on_weights, ended_by_failures
+from .request_builder import Prompt, RequestBuilder
 from .request_output import RequestOutput
 from .startup import (
     EngineParts,
@@ -124,7 +124,7 @@ class Engine:
         self._numbers = itertools.count(1)
         self._failure: BaseException | None = None
         self._ended: EngineClosedError | None = None
-        self._intake = RequestBuilder(
+        self._builder = RequestBuilder(
             parts.model.config,
             parts.tokenizer,
             longest_sequence=self.max_model_len,
@@ -135,7 +135,7 @@ class Engine:
             defaults=parts.sampling_defaults,
         )
         if config.user.structured_output:
-            self._intake.make_grammars()  # it warns of a tokenizer that cannot have any
+            self._builder.make_grammars()  # it warns of a tokenizer that cannot have any
         call_in_children(self)
         if config.freeze_gc:
             gc.collect()  # garbage that is frozen is never freed
@@ -256,7 +256,7 @@ class Engine:
                 f"request_id must be a non-empty string, not {bounded_repr(request_id)}",
                 field="request_id",
             )
-        loop.post_add(self._intake.accept(request_id, prompt, params, priority, cache_salt))
+        loop.post_add(self._builder.accept(request_id, prompt, params, priority, cache_salt))
         return request_id
 
     def _new_id(self, loop: StepLoop) -> str:
@@ -283,12 +283,12 @@ class Engine:
         """
         self._usable_loop()
         check_type("request_id", request_id, str, "a string")
-        return self._intake.accept(request_id, prompt, params, priority, cache_salt)
+        return self._builder.accept(request_id, prompt, params, priority, cache_salt)
 
     def has_compiled(self, structured: StructuredOutput) -> bool:
         """Return whether `prepare` finds the grammar of a request in the cache. For any thread."""
         check_type("structured", structured, StructuredOutput, "a StructuredOutput")
-        return self._intake.has_compiled(structured)
+        return self._builder.has_compiled(structured)
 
     def queue(self, group: RequestGroup) -> None:
         """Queue a prepared request, once.
@@ -420,7 +420,7 @@ class Engine:
         name = self._new_id(loop)
         call.request_ids.append(name)
         try:
-            group = self._intake.accept(name, prompt, params)
+            group = self._builder.accept(name, prompt, params)
             group.deliver = call.deliver
             loop.post_add(group)
         except (RequestError, OverloadedError) as error:
@@ -519,7 +519,7 @@ class Engine:
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._usable_loop()
-        token_ids = self._intake.check_token_ids(token_ids)
+        token_ids = self._builder.check_token_ids(token_ids)
         if not token_ids:
             raise RequestError("token_ids is empty: give at least one token", field="token_ids")
         prompt_len = check_integer(
@@ -539,7 +539,7 @@ class Engine:
             max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True, logprobs=logprobs
         ).resolved()
         name = self._new_id(self._loop)
-        group = self._intake.accept(name, token_ids[:prompt_len], params)
+        group = self._builder.accept(name, token_ids[:prompt_len], params)
         with GenerateCall() as call:
             return self._run("score", partial(self._score, group, forced, call))
 
@@ -647,7 +647,7 @@ class Engine:
             self._parts = dataclasses.replace(
                 parts, tokenizer=new.tokenizer, sampling_defaults=defaults
             )
-            self._intake = self._intake.for_model(new.config, new.tokenizer, defaults)
+            self._builder = self._builder.for_model(new.config, new.tokenizer, defaults)
 
         loop.change_weights(change)
 

@@ -274,7 +274,7 @@ class FoundDrafter:
         """Return the memory that it adds to a model of this hidden size."""
         block = self.layers.spec.block_bytes(engine.block_size) * len(self.layers.layers)
         # Hidden states of layers, and what joins them.
-        per_token = 2 * len(self.config.taps) * hidden_size * engine.dtype.itemsize
+        per_token = 2 * len(self.config.aux_layers) * hidden_size * engine.dtype.itemsize
         return DrafterBytes(self.config.weight_bytes(kernels, engine.dtype), block, per_token)
 
     def load(self, model: DecoderModel, engine: ResolvedConfig, *, progress: bool) -> Drafter:

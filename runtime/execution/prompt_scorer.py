@@ -17,7 +17,7 @@ import torch
 
 from ..kernels.ops.draws import largest
 from ..kernels.triton.dependent import dependent_launch
-from ..models.modules import each_token
+from ..models.modules import per_token
 from ..models.transformers.decoder import DecoderModel
 from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
@@ -135,7 +135,7 @@ class PromptScorer:
     def _score(self, part: slice, num_top: int) -> None:
         scores, next_ids_B = self.scores, self._next_ids[part]
         logits_BV = self._model.logits(self.hidden[part]).float()
-        log_mass = each_token(self._model.kernels, lambda x_BV: x_BV.logsumexp(-1))
+        log_mass = per_token(self._model.kernels, lambda x_BV: x_BV.logsumexp(-1))
         log_mass_B = log_mass(logits_BV)
         own_B = logits_BV.gather(1, next_ids_B[:, None])[:, 0] - log_mass_B
         scores.tokens[part] = next_ids_B

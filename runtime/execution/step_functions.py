@@ -313,7 +313,7 @@ class DraftStep:
             block_size: slots of a block.
             native: whether the C++ operators of the CPU are loaded.
         """
-        self.taps = drafter.taps
+        self.aux_layers = drafter.aux_layers
         self._drafter, self._arena = drafter, arena
         self._state, self._block_size, self._native = state, block_size, native
 
@@ -544,7 +544,7 @@ class StepFunctions:
         """Whether decode and verify steps have no padding between rows: on the C++ operators, whose
         sizes are not captured."""
         self._drafting = drafting
-        self._taps = () if drafting is None else drafting.taps
+        self._aux_layers = () if drafting is None else drafting.aux_layers
         self._masks_thread = masks_thread
         self._sampler = SAMPLERS[model.kernels.sampler]
         lanes = len(inputs.decode_rows)
@@ -814,10 +814,10 @@ class StepFunctions:
             x_TD = self.model.embed(token_ids_T)
             if embeds_TD is not None and embed_mask_T is not None:
                 x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
-        if not self._taps:
+        if not self._aux_layers:
             return self.model.decode(x_TD, self.arena, batch), None
         assert isinstance(self.model, Decoder), "drafters for other models are refused"
-        return self.model.decode_tapped(x_TD, self.arena, batch, self._taps)
+        return self.model.decode_with_aux_layers(x_TD, self.arena, batch, self._aux_layers)
 
     # Sampling.
 
@@ -1063,9 +1063,11 @@ class StepFunctions:
         if key.masked and self._masks_thread is not None:
             self._masks_thread.start()  # not earlier: the thread needs Python's lock to start
         features_TF = None
-        if key.drafts and self._taps:
+        if key.drafts and self._aux_layers:
             assert isinstance(self.model, Decoder), "drafters for other models are refused"
-            hidden_TD, features_TF = self.model.decode_tapped(x_TD, self.arena, batch, self._taps)
+            hidden_TD, features_TF = self.model.decode_with_aux_layers(
+                x_TD, self.arena, batch, self._aux_layers
+            )
         else:
             hidden_TD = self.model.decode(x_TD, self.arena, batch)
         forward = Forward(

@@ -194,7 +194,7 @@ def _draft_model(
         model=model,
         plan=plan,
         parameters=tuple(plan.parameters()),
-        taps=(),
+        aux_layers=(),
         most_drafts=MOST_DRAFTS,
     )
 

@@ -32,7 +32,7 @@ from ..kernels.ops.parameter import Parameter
 from ..operation_scopes import operation
 from ..rope_lengths import UNLIMITED, RopeLengths
 from .config import DecoderConfig, ModelConfig, Rope
-from .modules import Projection, RMSNorm, ShardedVocabulary, Vector, each_token
+from .modules import Projection, RMSNorm, ShardedVocabulary, Vector, per_token
 from .operations import Binding, LayerStep, bind, collectives_of
 from .plan import model_plan, plan_of, rope_kinds
 from .rope import inverse_frequencies, pair_amplitudes, pair_exponents
@@ -334,7 +334,7 @@ class LayerStack(nn.Module):
         x_TD: torch.Tensor,
         arena: torch.Tensor,
         batch: RaggedBatch,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         embeddings_TD: torch.Tensor | None = None,
         attended: RaggedBatch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -344,8 +344,8 @@ class LayerStack(nn.Module):
             x_TD: the input of the first layer.
             arena: of keys and values.
             batch: the tokens.
-            taps: layers whose outputs are returned side by side, `[T, len(taps) * D]`; ascending.
-                None is returned without any.
+            aux_layers: ascending layers whose outputs are returned side by side,
+                `[T, len(aux_layers) * D]`. None is returned without any.
             embeddings_TD: those that the operation `JoinNorms` needs.
             attended: the batch with the positions up to which tokens attend; None: their own.
         """
@@ -354,16 +354,18 @@ class LayerStack(nn.Module):
         batch = attended or batch
         if self.stack is not None:
             with operation("layers"):
-                return self.stack.run(x_TD, arena, batch, cos_KTE, sin_KTE, taps, embeddings_TD)
+                return self.stack.run(
+                    x_TD, arena, batch, cos_KTE, sin_KTE, aux_layers, embeddings_TD
+                )
         step = LayerStep(cos_KTE, sin_KTE, arena, batch, embeddings_TD)
         outputs = []
         for index, layer in enumerate(self.layers):
             with operation("layer", index):
                 x_TD = layer(x_TD, step)
-            if any(tap == index for tap in taps):  # `in` is always false in compiled code
+            if any(aux == index for aux in aux_layers):  # `in` is always false in compiled code
                 outputs.append(x_TD)
         with operation("final_norm"):
-            normed_TD = each_token(self.kernels, self.norm)(x_TD)
+            normed_TD = per_token(self.kernels, self.norm)(x_TD)
         return normed_TD, torch.cat(outputs, dim=-1) if outputs else None
 
     def _rotations(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -372,7 +374,7 @@ class LayerStack(nn.Module):
             lengths_T = batch.rope_lengths
             if lengths_T is None:
                 lengths_T = batch.positions + 1
-            turn = each_token(self.kernels, self._rotations_by_length)
+            turn = per_token(self.kernels, self._rotations_by_length)
             cos_KTE, sin_KTE = turn(batch.positions, lengths_T).movedim(0, 2).contiguous()
         else:
             rotations_of = rotations if self.runs_natively_on_cpu else reference_rotations
@@ -483,19 +485,23 @@ class Decoder(LayerStack):
         """As `forward`, from embeddings."""
         return self.run_layers(x_TD, arena, batch)[0]
 
-    def decode_tapped(
-        self, x_TD: torch.Tensor, arena: torch.Tensor, batch: RaggedBatch, taps: tuple[int, ...]
+    def decode_with_aux_layers(
+        self,
+        x_TD: torch.Tensor,
+        arena: torch.Tensor,
+        batch: RaggedBatch,
+        aux_layers: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `decode`, and return what a drafter takes as features, `[T, len(taps) * D]`.
+        """As `decode`, and return what a drafter takes as features, `[T, len(aux_layers) * D]`.
 
-        These are the outputs of the layers `taps`, ascending, before the final norm, side by side;
-        the number of layers stands for the final hidden states.
+        These are the outputs of the layers `aux_layers`, ascending, before the final norm, side by
+        side; the number of layers stands for the final hidden states.
         """
-        inner = tuple(tap for tap in taps if tap < len(self.layers))
+        inner = tuple(layer for layer in aux_layers if layer < len(self.layers))
         hidden_TD, outputs_TF = self.run_layers(x_TD, arena, batch, inner)
         if outputs_TF is None:
             return hidden_TD, hidden_TD
-        if len(inner) < len(taps):
+        if len(inner) < len(aux_layers):
             outputs_TF = torch.cat((outputs_TF, hidden_TD), dim=-1)
         return hidden_TD, outputs_TF
 

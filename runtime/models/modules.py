@@ -23,7 +23,7 @@ __all__ = [
     "RMSNorm",
     "ShardedVocabulary",
     "Vector",
-    "each_token",
+    "per_token",
     "mean_square",
 ]
 
@@ -36,7 +36,7 @@ __all__ = [
 # code. Operations of one rounding for each element (sums, products, conversions) need no such care.
 
 
-def each_token(kernels: Kernels, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def per_token(kernels: Kernels, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function of tensors `[T, ...]` that runs once for each token, in a batch-invariant
     engine; in others, return the function itself."""
     if not kernels.batch_invariant:

@@ -36,7 +36,7 @@ from ..kernels.ops.layer_operations import (
     Rotate,
 )
 from ..kernels.ops.parameter import Parameter
-from .modules import HeadProjection, Projection, RMSNorm, Vector, each_token, mean_square
+from .modules import HeadProjection, Projection, RMSNorm, Vector, mean_square, per_token
 from .rope import rotate
 
 __all__ = ["Binding", "LayerStep", "Run", "bind", "collectives_of"]
@@ -82,13 +82,13 @@ def bind(op: Operation, to: Binding) -> Run:
 @bind.register
 def _norm(op: Norm, to: Binding) -> Run:
     norm = to.module(op.weight, lambda: RMSNorm(op.eps, offset=op.offset))
-    return _on_part(each_token(to.kernels, norm), op.part)
+    return _on_part(per_token(to.kernels, norm), op.part)
 
 
 @bind.register
 def _join_norms(op: JoinNorms, to: Binding) -> Run:
     def norm(weight: Parameter) -> Callable[[Tensor], Tensor]:
-        return each_token(to.kernels, to.module(weight, lambda: RMSNorm(op.eps, offset=op.offset)))
+        return per_token(to.kernels, to.module(weight, lambda: RMSNorm(op.eps, offset=op.offset)))
 
     of_embeddings = norm(op.embeddings)
     of_hidden = None if op.hidden is None else norm(op.hidden)
@@ -124,7 +124,7 @@ def _qk_norm(op: QKNorm, to: Binding) -> Run:
     k_norm = to.module(op.k, lambda: RMSNorm(op.eps, offset=op.offset))
     if op.ranks > 1 and op.all_heads:
         return _qk_norm_of_ranks(op, q_norm, k_norm, to.kernels)
-    q_norm, k_norm = each_token(to.kernels, q_norm), each_token(to.kernels, k_norm)
+    q_norm, k_norm = per_token(to.kernels, q_norm), per_token(to.kernels, k_norm)
     if not op.all_heads:
         return lambda qkv, step: (q_norm(qkv[0]), k_norm(qkv[1]), qkv[2])
 
@@ -138,7 +138,7 @@ def _qk_norm(op: QKNorm, to: Binding) -> Run:
 
 def _qk_norm_of_ranks(op: QKNorm, q_norm: RMSNorm, k_norm: RMSNorm, kernels: Kernels) -> Run:
     """The norm over the heads of all ranks, from the sum of their means of squares."""
-    collectives, mean = collectives_of(kernels), each_token(kernels, mean_square)
+    collectives, mean = collectives_of(kernels), per_token(kernels, mean_square)
 
     def run(qkv: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, Tensor, Tensor]:
         q_THE, k_TGE, v_TGE = qkv
@@ -182,7 +182,7 @@ def _attend(op: Attend, to: Binding) -> Run:
     attention, place, features = to.kernels.attention, to.place, op.features
     temper = None
     if op.temperature is not None:
-        temper = each_token(to.kernels, partial(_tempered, op.temperature))
+        temper = per_token(to.kernels, partial(_tempered, op.temperature))
     constants = (op.scale, op.window, op.softcap, to.storage, op.value_dim, op.chunk)
 
     def run(value: tuple[Tensor, ...], step: LayerStep) -> Tensor:
@@ -206,7 +206,7 @@ def _tempered(temperature: AttentionTemperature, q_THE: Tensor, positions_T: Ten
 
 @bind.register
 def _activate(op: Activate, to: Binding) -> Run:
-    gated = each_token(to.kernels, gated_activation(op))
+    gated = per_token(to.kernels, gated_activation(op))
     return lambda gate_up, step: gated(*gate_up)
 
 
@@ -257,7 +257,7 @@ def _latent_rotate(op: LatentRotate, to: Binding) -> Run:
 @bind.register
 def _queries_to_latent(op: QueriesToLatent, to: Binding) -> Run:
     kv_up = to.module(op.kv_up, lambda: HeadProjection(op.keys))
-    project = each_token(to.kernels, kv_up.queries_to_latent)
+    project = per_token(to.kernels, kv_up.queries_to_latent)
 
     def run(value: tuple[Tensor, Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, ...]:
         plain_THE, turned_THE, latent_TR, key_T1E = value
@@ -269,7 +269,7 @@ def _queries_to_latent(op: QueriesToLatent, to: Binding) -> Run:
 
 @bind.register
 def _latent_keys(op: LatentKeys, to: Binding) -> Run:
-    norm = each_token(to.kernels, to.module(op.weight, lambda: RMSNorm(op.eps)))
+    norm = per_token(to.kernels, to.module(op.weight, lambda: RMSNorm(op.eps)))
 
     def run(value: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, Tensor]:
         q_THC, latent_TR, key_T1E = value
@@ -281,7 +281,7 @@ def _latent_keys(op: LatentKeys, to: Binding) -> Run:
 @bind.register
 def _latent_to_values(op: LatentToValues, to: Binding) -> Run:
     kv_up = to.module(op.kv_up, lambda: HeadProjection(op.keys))
-    project = each_token(to.kernels, kv_up.latent_to_values)
+    project = per_token(to.kernels, kv_up.latent_to_values)
     heads = op.kv_up.shape[0]
 
     def run(attended_TF: Tensor, step: LayerStep) -> Tensor:

@@ -19,7 +19,7 @@ from ..arguments import MAX_COUNT, check_config, check_integer, check_type
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.forks import call_in_children
-from ..engine.intake import Prompt
+from ..engine.request_builder import Prompt
 from ..engine.request_output import RequestOutput
 from ..errors import (
     EngineClosedError,

@@ -26,8 +26,8 @@ from stepgraph.cache.kv_cache import KVCache
 from stepgraph.graphs.library import StepLibrary
 from stepgraph.graphs.steps import EagerStep, Step
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.engine.intake import RequestBuilder
 from stepgraph.runtime.engine.loop import StepLoop
+from stepgraph.runtime.engine.request_builder import RequestBuilder
 from stepgraph.runtime.engine.startup import layer_groups
 from stepgraph.runtime.execution.outputs import HostOutputs
 from stepgraph.runtime.execution.runner import Runner
@@ -89,7 +89,7 @@ class HostRig:
             max_prefill_rows=config.max_prefill_rows,
         )
         self.loop = StepLoop(scheduler, self.runner, in_flight=in_flight)
-        self._intake = RequestBuilder(
+        self._builder = RequestBuilder(
             MODEL,
             None,
             longest_sequence=MODEL.max_position_embeddings,
@@ -110,7 +110,7 @@ class HostRig:
         """Queue a request with a prompt of its own."""
         prompt = self.rng.choices(range(1, MODEL.vocab_size), k=self.rng.randrange(64, 112))
         params = dataclasses.replace(params, max_tokens=max_tokens)
-        self.loop.requests.add(self._intake.accept(request_id, prompt, params, priority=0))
+        self.loop.requests.add(self._builder.accept(request_id, prompt, params, priority=0))
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

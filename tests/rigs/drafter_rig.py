@@ -72,7 +72,7 @@ class DrafterRig:
         target.storage = storage
         self.drafter: Drafter = load_drafter(config, target, kernels, group)
         self.config, self.dtype, self.rows = config, dtype, rows
-        self.features = len(config.taps) * target.config.hidden_size
+        self.features = len(config.aux_layers) * target.config.hidden_size
         self.vocab = target.config.vocab_size
         self.random = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)

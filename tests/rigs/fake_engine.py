@@ -135,7 +135,7 @@ def runner_of(engine: Engine) -> Any:
 
 def completions_of(engine: Engine, prompt: Prompt, own: SamplingParams) -> list[Request]:
     """The completions of a request that is not queued."""
-    return engine._intake.accept("reference", prompt, own, 0).requests
+    return engine._builder.accept("reference", prompt, own, 0).requests
 
 
 def expected(engine: Engine, prompt: Prompt, own: SamplingParams) -> list[int]:

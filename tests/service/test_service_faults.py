@@ -119,11 +119,11 @@ def test_a_tokenizer_that_raises_ends_its_request_alone() -> None:
         def fail(*_: object, **__: object) -> None:
             raise ValueError("injected")
 
-        intake: Any = r.made[0]._intake
-        intake._tokenizer = SimpleNamespace(least_tokens=fail, encode=fail)
+        builder: Any = r.made[0]._builder
+        builder._tokenizer = SimpleNamespace(least_tokens=fail, encode=fail)
         with pytest.raises(RequestError):
             r.engine.submit("text", params(1)).result(SECONDS)
-        intake._tokenizer = None
+        builder._tokenizer = None
         r.check_serves()
 
 

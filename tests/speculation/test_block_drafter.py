@@ -115,7 +115,7 @@ def test_drafter(base: TinyModel, variant: str, mode: str, tmp_path: Path) -> No
     directory, config, weights = write(tmp_path / "drafter", **VARIANTS[variant])
     target, kernels = load_target(base.directory, torch.float32, mode)
     found = find_drafter(directory, target.config, "dflash")
-    assert (found.taps, found.most_drafts) == ((0, 1), BLOCK - 1)
+    assert (found.aux_layers, found.most_drafts) == ((0, 1), BLOCK - 1)
     rig = DrafterRig(found, target, kernels)
     assert (getattr(rig.drafter, "stack", None) is not None) == (mode == "compile")
     assert rig.drafter.weight_bytes == found.weight_bytes(kernels, torch.float32)

@@ -47,7 +47,7 @@ def test_draft_model(tiny: Tiny, variant: str, mode: str) -> None:
     rig = DrafterRig(config, target, kernels)
     reference = greedy(model, torch.float32)
     assert rig.compare(model.prompts(1, 3, 17, 30), reference) > 60
-    assert rig.drafter.taps == ()
+    assert rig.drafter.aux_layers == ()
     assert rig.drafter.weight_bytes == config.weight_bytes(kernels, torch.float32)
 
 

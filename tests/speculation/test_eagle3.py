@@ -145,7 +145,7 @@ def test_head(base: TinyModel, variant: str, mode: str, tmp_path: Path) -> None:
     directory, config, weights = write(tmp_path / "head", **VARIANTS[variant])
     target, kernels = load_target(base.directory, torch.float32, mode)
     found = find_drafter(directory, target.config, "eagle3")
-    assert found.taps == (0, 1, 2)
+    assert found.aux_layers == (0, 1, 2)
     rig = DrafterRig(found, target, kernels)
     assert (getattr(rig.drafter, "stack", None) is not None) == (mode == "compile")
     assert rig.drafter.weight_bytes == found.weight_bytes(kernels, torch.float32)

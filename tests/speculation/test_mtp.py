@@ -48,7 +48,10 @@ def test_module(
     directory, kind, model = checkpoint
     target, kernels = load_target(directory, dtype, mode)
     found = find_drafter(directory, target.config, target_directory=directory)
-    assert (found.kind, found.taps) == ("mtp", (LAYERS if kind == "deepseek_v3" else LAYERS - 1,))
+    assert (found.kind, found.aux_layers) == (
+        "mtp",
+        (LAYERS if kind == "deepseek_v3" else LAYERS - 1,),
+    )
     rig = DrafterRig(found, target, kernels, storage=storage)
     assert rig.drafter.weight_bytes == found.weight_bytes(kernels, dtype)
     reference = module(directory, kind, model)

@@ -62,15 +62,15 @@ torch.library.define("stepgraph::stack_workspace", "(int handle) -> int")
 torch.library.define(
     "stepgraph::decoder_stack",
     "(Tensor x, Tensor(a!) arena, Tensor positions, Tensor slots, Tensor block_tables,"
-    " Tensor token_rows, Tensor cos, Tensor sin, int read_blocks, Tensor handle, int[] taps,"
+    " Tensor token_rows, Tensor cos, Tensor sin, int read_blocks, Tensor handle, int[] aux_layers,"
     " Tensor? embeddings) -> (Tensor, Tensor)",
 )
 
 
 @torch.library.register_fake("stepgraph::decoder_stack")
 def _fake_decoder_stack(x_TD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *_, taps, _embeddings = arguments
-    return torch.empty_like(x_TD), x_TD.new_empty(x_TD.shape[0], len(taps) * x_TD.shape[1])
+    *_, aux_layers, _embeddings = arguments
+    return torch.empty_like(x_TD), x_TD.new_empty(x_TD.shape[0], len(aux_layers) * x_TD.shape[1])
 
 
 class GatedLayer(NamedTuple):
@@ -149,14 +149,15 @@ class Stack(Protocol):
         batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         embeddings_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run all layers and the final norm: `[T, D]`; writes keys and values.
 
-        Also returns the outputs of the layers `taps` side by side, `[T, len(taps) * D]`, or None
-        without taps, which are ascending. Cosines and sines are float32. All positions are below
-        `batch.read_blocks` blocks. `embeddings_TD` are those that layers with `JoinNorms` need.
+        Also returns the outputs of the layers `aux_layers`, which are ascending, side by side:
+        `[T, len(aux_layers) * D]`, or None without any. Cosines and sines are float32. All
+        positions are below `batch.read_blocks` blocks. Layers with `JoinNorms` need
+        `embeddings_TD`.
         """
 
     def workspace_bytes(self) -> int:
@@ -209,7 +210,7 @@ class DecoderStack:
         batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         embeddings_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See `Stack.run`.
@@ -219,9 +220,9 @@ class DecoderStack:
         """
         out_TD, outputs_TD = torch.ops.stepgraph.decoder_stack.default(
             *(x_TD, arena, batch.positions, batch.slots, batch.block_tables, batch.token_rows),
-            *(cos_KTE, sin_KTE, batch.read_blocks, self.handle, taps, embeddings_TD),
+            *(cos_KTE, sin_KTE, batch.read_blocks, self.handle, aux_layers, embeddings_TD),
         )
-        return out_TD, outputs_TD if taps else None
+        return out_TD, outputs_TD if aux_layers else None
 
 
 def stack_arguments(

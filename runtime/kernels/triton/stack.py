@@ -92,7 +92,7 @@ class GpuStack:
         batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         embeddings_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See `Stack.run`.
@@ -100,7 +100,7 @@ class GpuStack:
         There are no kernels of layers that need embeddings.
         """
         assert embeddings_TD is None, "a plan that `fusion_obstacle` refuses"
-        outputs: dict[int, Tensor] = dict.fromkeys(taps, x_TD)
+        outputs: dict[int, Tensor] = dict.fromkeys(aux_layers, x_TD)
         like = next(kernel.attention for kernel in self._layers[0] if kernel.attention is not None)
         step = StepAttention(
             *(self.operations, like, x_TD, arena, batch, cos_KTE, sin_KTE, self._counters),
@@ -115,9 +115,9 @@ class GpuStack:
             if index in outputs:
                 outputs[index] = chain.settle()
         normed_TD, _ = norm_hidden(self.operations, chain.hidden, self._final_norm, self._norm)
-        if not taps:
+        if not aux_layers:
             return normed_TD, None
-        return normed_TD, torch.cat([outputs[tap] for tap in taps], dim=-1)
+        return normed_TD, torch.cat([outputs[layer] for layer in aux_layers], dim=-1)
 
 
 class GpuDecodeStep:

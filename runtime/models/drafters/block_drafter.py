@@ -136,9 +136,9 @@ def block_config(
             f"mask_token_id = {mask_id} has no embedding in the model, whose tokens are 0 to"
             f" {target.vocab_size - 1}: use a drafter that was trained for this model"
         )
-    taps = _taps(fields, target)
+    aux_layers = _aux_layers(fields, target)
     plan = _plan(model)
-    parts = _parts(model, plan, taps, mask_id, causal=_is_causal(config, model))
+    parts = _parts(model, plan, aux_layers, mask_id, causal=_is_causal(config, model))
     return DrafterConfig(
         kind="dflash",
         name=name,
@@ -146,7 +146,7 @@ def block_config(
         model=model,
         plan=plan,
         parameters=tuple(_parameters(plan, parts)),
-        taps=taps,
+        aux_layers=aux_layers,
         most_drafts=min(block_size - 1, MOST_DRAFTS),
         parts=parts,
     )
@@ -165,16 +165,16 @@ def _is_causal(config: Json, model: ModelConfig) -> bool:
     return causal == {True}
 
 
-def _taps(fields: Json, target: ModelConfig) -> tuple[int, ...]:
+def _aux_layers(fields: Json, target: ModelConfig) -> tuple[int, ...]:
     listed, layers = fields.get("target_layer_ids"), target.num_layers
-    taps = ascending_layers(listed, layers)
-    if not taps:
+    aux_layers = ascending_layers(listed, layers)
+    if not aux_layers:
         raise ConfigError(
             f"target_layer_ids = {bounded_repr(listed, 100)} must be ascending layers of the model,"
             f" 0 to {layers - 1}: use a drafter that was trained for this model"
         )
     # transformers, with which they are trained, norms what it returns of the last layer.
-    return tuple(layers if tap == layers - 1 else tap for tap in taps)
+    return tuple(layers if layer == layers - 1 else layer for layer in aux_layers)
 
 
 def _plan(model: ModelConfig) -> ModelPlan:
@@ -183,7 +183,7 @@ def _plan(model: ModelConfig) -> ModelPlan:
 
 
 def _parts(
-    model: ModelConfig, plan: ModelPlan, taps: tuple[int, ...], mask_id: int, *, causal: bool
+    model: ModelConfig, plan: ModelPlan, aux_layers: tuple[int, ...], mask_id: int, *, causal: bool
 ) -> BlockParts:
     hidden, head_dim = model.hidden_size, model.head_dim
     layers, heads = range(len(plan.layers)), plan.layers[0].attend.kv_heads
@@ -197,7 +197,7 @@ def _parts(
     )
     weight = vector("hidden_norm", "hidden_norm", hidden)
     return BlockParts(
-        fuse=linear("fc", {"fc": hidden}, len(taps) * hidden),
+        fuse=linear("fc", {"fc": hidden}, len(aux_layers) * hidden),
         hidden_norm=Norm(name="hidden_norm", weight=weight, eps=model.rms_norm_eps),
         context=linear("context", context, hidden),
         key_norms=Parameter(

@@ -84,8 +84,8 @@ class DrafterConfig:
     plan: ModelPlan
     parameters: tuple[Parameter, ...]
     """Those of its own; what it shares with the target is not among them."""
-    taps: tuple[int, ...]
-    """See `Drafter.taps`."""
+    aux_layers: tuple[int, ...]
+    """See `Drafter.aux_layers`."""
     most_drafts: int
     """See `Drafter.most_drafts`."""
     parts: object = None
@@ -242,7 +242,7 @@ class FollowedTokens:
     next_ids: torch.Tensor
     """int64 `[T]`: the token after each of them, sampled by the step or known before."""
     features: torch.Tensor | None
-    """`[T, F]`: hidden states of the target's layers `Drafter.taps`, concatenated."""
+    """`[T, F]`: hidden states of the target's layers `Drafter.aux_layers`, concatenated."""
     batch: RaggedBatch
     """Their positions and slots. Padding, and drafts beyond a row's own, go to the null block."""
     of_prompts: bool = False
@@ -298,7 +298,7 @@ StepOperator: TypeAlias = Callable[[SampledTokens, torch.Tensor, int], Drafts]
 class Drafter(Protocol):
     """Proposes tokens with a small model or a head on the target model's hidden states."""
 
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     """Layers of the target whose outputs (before the final norm) are its features, ascending; the
     number of the target's layers stands for the final hidden state, after the norm. () for a
     drafter that reads token ids only."""
@@ -335,7 +335,7 @@ class SharedLayers(LayerStack):
         plan, ropes = within_window(config.plan, group.spec.window), rope_kinds(config.model)
         device = target.device
         super().__init__(plan, ropes, kernels, target.dtype, device, [group], target.storage)
-        self.taps, self.most_drafts = config.taps, config.most_drafts
+        self.aux_layers, self.most_drafts = config.aux_layers, config.most_drafts
         self._own_parameters = config.parameters
         self._embedding = TokenProjection(target.embed_tokens, target.vocabulary)
         self._head = TokenProjection(target.lm_head, target.vocabulary)
@@ -362,7 +362,7 @@ class DraftModel:
     computes the tokens of prompts first.
     """
 
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     operator: StepOperator | None = None
 
     def __init__(self, decoder: Decoder, most_drafts: int) -> None:

@@ -32,7 +32,7 @@ from ...kernels.ops.stack import DecoderStack
 from ..config import ModelConfig
 from ..decoder import Decoder
 from ..families import FAMILIES, Json, MtpLayout, read_field, read_optional
-from ..modules import Projection, RMSNorm, each_token
+from ..modules import Projection, RMSNorm, per_token
 from ..plan import linear, matrix, model_plan, vector
 from .drafter import (
     MOST_DRAFTS,
@@ -142,7 +142,7 @@ def eagle3_config(
         raise CheckpointError(
             f"draft_vocab_size = {draft_vocab} must be from 1 to vocab_size = {model.vocab_size}"
         )
-    taps = _taps(config, target)
+    aux_layers = _aux_layers(config, target)
     residual_normed = read_field(config, "norm_before_residual", bool, speculators)
     prefix = "layers." if "layers.0.hidden_norm.weight" in names else "midlayer."
     if prefix == "midlayer." and model.num_layers > 1:
@@ -153,7 +153,7 @@ def eagle3_config(
     if residual_normed:
         stored = vector("input_norm", f"{_layer_name(prefix, 0)}hidden_norm", model.hidden_size)
         input_norm = Norm(name="input_norm", weight=stored, eps=model.rms_norm_eps)
-    parts = _parts(name, model, target, draft_vocab, len(taps), names, input_norm)
+    parts = _parts(name, model, target, draft_vocab, len(aux_layers), names, input_norm)
     plan = _plan(model, draft_vocab, residual_normed)
     return DrafterConfig(
         kind="eagle3",
@@ -162,13 +162,13 @@ def eagle3_config(
         model=model,
         plan=plan,
         parameters=tuple(_parameters(plan, parts, prefix)),
-        taps=taps,
+        aux_layers=aux_layers,
         most_drafts=MOST_DRAFTS,
         parts=parts,
     )
 
 
-def _taps(config: Json, target: ModelConfig) -> tuple[int, ...]:
+def _aux_layers(config: Json, target: ModelConfig) -> tuple[int, ...]:
     """The layers whose outputs the head reads.
 
     `eagle_config` lists them, as SGLang reads it. At the top level, and by default, vLLM lists the
@@ -186,15 +186,15 @@ def _taps(config: Json, target: ModelConfig) -> tuple[int, ...]:
         listed, offset = config.get("eagle_aux_hidden_state_layer_ids"), 1
     if listed is None:
         listed = [2, layers // 2, layers - 3]
-    taps = ascending_layers(listed, layers, offset)
-    if not taps:
+    aux_layers = ascending_layers(listed, layers, offset)
+    if not aux_layers:
         raise ConfigError(
             f"the head reads the outputs of layers {bounded_repr(listed, 100)} (less {offset}),"
             f" which must be ascending layers of the model, 0 to {layers - 1}: use a head that was"
             " trained for this model, or set eagle_config.eagle_aux_hidden_state_layer_ids in its"
             " config.json"
         )
-    return taps
+    return aux_layers
 
 
 def _parts(
@@ -202,7 +202,7 @@ def _parts(
     model: ModelConfig,
     target: ModelConfig,
     draft_vocab: int,
-    taps: int,
+    num_aux_layers: int,
     names: Container[str],
     input_norm: Norm | None,
 ) -> Eagle3Parts:
@@ -223,7 +223,7 @@ def _parts(
             f" {TO_TARGET} that maps them to those of the model"
         )
     return Eagle3Parts(
-        fuse=matrix("fc", "fc", hidden, taps * target.hidden_size),
+        fuse=matrix("fc", "fc", hidden, num_aux_layers * target.hidden_size),
         embedding=matrix("embed_tokens", "embed_tokens", vocab, hidden) if own_embedding else None,
         head=matrix("lm_head", "lm_head", draft_vocab, hidden) if own_head else None,
         input_norm=input_norm,
@@ -423,12 +423,12 @@ class Eagle3(FeatureHead):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FeatureHead.advance`."""
         if self.input_norm is not None:
-            hidden_TD = each_token(self.kernels, self.input_norm)(hidden_TD)
+            hidden_TD = per_token(self.kernels, self.input_norm)(hidden_TD)
         embeddings_TD = self._embedding.rows(next_ids_T)
         normed_TD, output_TD = self.run_layers(
             hidden_TD, arena, batch, (len(self.layers) - 1,), embeddings_TD
         )
-        assert output_TD is not None, "the last layer is tapped"
+        assert output_TD is not None, "the last layer is read"
         return normed_TD, output_TD
 
 
@@ -526,7 +526,7 @@ def mtp_config(
         model=target,
         plan=plan,
         parameters=tuple(parameter.stored_in(names) for parameter in parameters),
-        taps=(target.num_layers if layout.normed else target.num_layers - 1,),
+        aux_layers=(target.num_layers if layout.normed else target.num_layers - 1,),
         most_drafts=MOST_DRAFTS,
         parts=parts,
     )
@@ -585,13 +585,13 @@ class MultiTokenPrediction(FeatureHead):
         batch: RaggedBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FeatureHead.advance`."""
-        embeddings_TD = each_token(self.kernels, self.enorm)(self._embedding.rows(next_ids_T))
-        hidden_TD = each_token(self.kernels, self.hnorm)(hidden_TD)
+        embeddings_TD = per_token(self.kernels, self.enorm)(self._embedding.rows(next_ids_T))
+        hidden_TD = per_token(self.kernels, self.hnorm)(hidden_TD)
         pair = (embeddings_TD, hidden_TD)
         x_TD = self.eh_proj(torch.cat(pair[::-1] if self._layout.hidden_first else pair, dim=-1))
         if self._layout.normed:
             normed_TD, _ = self.run_layers(x_TD, arena, batch)
             return normed_TD, normed_TD
         normed_TD, output_TD = self.run_layers(x_TD, arena, batch, (0,))
-        assert output_TD is not None, "the last layer is tapped"
+        assert output_TD is not None, "the last layer is read"
         return normed_TD, output_TD

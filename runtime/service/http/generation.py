@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...bounded_repr import bounded_repr
-from ...engine.intake import Prompt
+from ...engine.request_builder import Prompt
 from ...engine.request_output import RequestOutput
 from ...loading.chat_template import ChatPrompt
 from ...sampling_params import SamplingParams

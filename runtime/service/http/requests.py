@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from ...arguments import allowed_values
-from ...engine.intake import MAX_SALT_CHARS
+from ...engine.request_builder import MAX_SALT_CHARS
 from ...errors import GrammarError, RequestError
 from ...loading.chat_template import MAX_DEPTH, ChatPrompt
 from ...prompt_ids import too_long

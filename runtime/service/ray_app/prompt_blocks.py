@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from ...engine.intake import Prompt, RequestBuilder
+from ...engine.request_builder import Prompt, RequestBuilder
 from ...errors import StepgraphError
 from ...loading.loader import resolve_source
 from ...loading.tokenizer import load_tokenizer
@@ -35,7 +35,7 @@ class PromptBlocks:
         tokenizer = None
         if found.directory is not None:
             tokenizer = load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
-        self._intake = RequestBuilder(
+        self._builder = RequestBuilder(
             found.config,
             tokenizer,
             longest_sequence=engine.max_model_len or found.config.longest_context,
@@ -68,7 +68,7 @@ class PromptBlocks:
             if found is None:
                 return b""
             prompt, salt = found
-            group = self._intake.accept("prompt", prompt, cache_salt=salt)
+            group = self._builder.accept("prompt", prompt, cache_salt=salt)
         except (StepgraphError, HttpError, ValueError, RecursionError):  # the replica's to answer
             return b""
         hashes = group.requests[0].prefix_hashes

@@ -64,9 +64,9 @@ struct StackStep {
   const T* x;                  // [tokens, hidden]
   const T* embeddings;         // [tokens, hidden], or null: no layer needs them
   T* out;                      // [tokens, hidden]
-  T* taps;                     // [tapped layers, tokens, hidden]: the outputs of these layers
-  T* joined_taps;              // [tokens, tapped layers, hidden]: copies of them; or null
-  std::vector<int64_t> tapped; // ascending
+  T* aux;                      // [aux layers, tokens, hidden]: the outputs of these layers
+  T* joined_aux;               // [tokens, aux layers, hidden]: copies of them; or null
+  std::vector<int64_t> aux_layers; // ascending
   uint8_t* arena;              // [layers of a group, sides, num_blocks, ...]
   int64_t layer_bytes, side_bytes;
   const int64_t* positions;    // [tokens]

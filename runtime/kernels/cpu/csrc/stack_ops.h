@@ -127,11 +127,11 @@ inline int64_t stack_workspace(int64_t handle) {
   return Handles<OwnedStack>::instance().find("stack_workspace", handle)->stack->workspace_bytes();
 }
 
-// The final hidden states, and the outputs of the tapped layers side by side.
+// The final hidden states, and the outputs of the aux layers side by side.
 inline std::tuple<at::Tensor, at::Tensor> decoder_stack_cpu(
     const at::Tensor& x, at::Tensor& arena, const at::Tensor& positions, const at::Tensor& slots,
     const at::Tensor& block_tables, const at::Tensor& token_rows, const at::Tensor& cos,
-    const at::Tensor& sin, int64_t read_blocks, const at::Tensor& handle, at::IntArrayRef taps,
+    const at::Tensor& sin, int64_t read_blocks, const at::Tensor& handle, at::IntArrayRef aux_layers,
     const std::optional<at::Tensor>& embeddings) {
   const auto owned = Handles<OwnedStack>::instance().find("decoder_stack", handle);
   const StackShape& shape = owned->stack->shape();
@@ -170,25 +170,25 @@ inline std::tuple<at::Tensor, at::Tensor> decoder_stack_cpu(
                                    embeddings->scalar_type() == x.scalar_type())),
               "decoder_stack: layers that join embeddings need those of all tokens, in the shape and "
               "dtype of x; others need none");
-  for (size_t i = 0; i < taps.size(); ++i) {
-    TORCH_CHECK(taps[i] >= 0 && taps[i] < owned->stack->layers() &&
-                    (i == 0 || taps[i] > taps[i - 1]),
-                "decoder_stack: taps are layers below ", owned->stack->layers(),
-                " in ascending order, got ", taps);
+  for (size_t i = 0; i < aux_layers.size(); ++i) {
+    TORCH_CHECK(aux_layers[i] >= 0 && aux_layers[i] < owned->stack->layers() &&
+                    (i == 0 || aux_layers[i] > aux_layers[i - 1]),
+                "decoder_stack: aux_layers are layers below ", owned->stack->layers(),
+                " in ascending order, got ", aux_layers);
   }
   const at::Tensor inputs = x.contiguous();
   const at::Tensor joined = embeddings ? embeddings->contiguous() : at::Tensor();
   at::Tensor out = at::empty(x.sizes(), x.options());
-  const int64_t tapped = static_cast<int64_t>(taps.size()) * shape.hidden;
-  at::Tensor outputs = at::empty({tokens, tapped}, x.options());
-  const at::Tensor taken = taps.size() > 1 ? at::empty({tokens * tapped}, x.options()) : outputs;
+  const int64_t width = static_cast<int64_t>(aux_layers.size()) * shape.hidden;
+  at::Tensor outputs = at::empty({tokens, width}, x.options());
+  const at::Tensor taken = aux_layers.size() > 1 ? at::empty({tokens * width}, x.options()) : outputs;
   const auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{
       inputs, joined, out, outputs, taken, arena, positions, slots, block_tables, token_rows, cos, sin});
   for_model_type("decoder_stack", owned->dtype, [&]<class T>(T) {
     owned->stack->run(StackStep<T>{
         inputs.const_data_ptr<T>(), joined.defined() ? joined.const_data_ptr<T>() : nullptr,
-        out.mutable_data_ptr<T>(), taps.empty() ? nullptr : taken.mutable_data_ptr<T>(),
-        taps.size() > 1 ? outputs.mutable_data_ptr<T>() : nullptr, taps.vec(),
+        out.mutable_data_ptr<T>(), aux_layers.empty() ? nullptr : taken.mutable_data_ptr<T>(),
+        aux_layers.size() > 1 ? outputs.mutable_data_ptr<T>() : nullptr, aux_layers.vec(),
         static_cast<uint8_t*>(arena.mutable_data_ptr()), arena.stride(0) * arena.element_size(),
         arena.stride(1) * arena.element_size(), positions.const_data_ptr<int64_t>(),
         slots.const_data_ptr<int64_t>(), block_tables.const_data_ptr<int32_t>(),

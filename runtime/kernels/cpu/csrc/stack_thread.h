@@ -102,8 +102,8 @@ class StackThread {
 
   void run() {
     const T* x = step_.x;
-    T *residual = workspace_ + at_.x, *tap = step_.taps;
-    size_t taps = 0;
+    T *residual = workspace_ + at_.x, *aux = step_.aux;
+    size_t taken = 0;
     const size_t layers = stack_.layers_.size();
     for (size_t i = 0; i < layers; ++i) {
       const StackLayer& layer = stack_.layers_[i];
@@ -116,10 +116,10 @@ class StackThread {
       x = residual;
       const StackLayer& next = i + 1 < layers ? stack_.layers_[i + 1] : stack_.layers_.front();
       T* output = residual;
-      if (taps < step_.tapped.size() && step_.tapped[taps] == static_cast<int64_t>(i)) {
-        output = tap;  // where the next layer reads it, too
-        tap += step_.tokens * shape_.hidden;
-        ++taps;
+      if (taken < step_.aux_layers.size() && step_.aux_layers[taken] == static_cast<int64_t>(i)) {
+        output = aux;  // where the next layer reads it, too
+        aux += step_.tokens * shape_.hidden;
+        ++taken;
       }
       const T* inputs = normed(x, layer.mlp_norm, layer.mixture ? kMixtureInputPhases : 1);
       if (!layer.mixture) gated_mlp(layer, inputs);
@@ -136,10 +136,10 @@ class StackThread {
     }
     each_row([&](int64_t t) {
       norm_row<T>(x + t * shape_.hidden, stack_.norm_, shape_.hidden, step_.out + t * shape_.hidden);
-      if (step_.joined_taps == nullptr) return;
-      T* joined = step_.joined_taps + t * taps * shape_.hidden;
-      for (size_t i = 0; i < taps; ++i) {
-        const T* from = step_.taps + (i * step_.tokens + t) * shape_.hidden;
+      if (step_.joined_aux == nullptr) return;
+      T* joined = step_.joined_aux + t * taken * shape_.hidden;
+      for (size_t i = 0; i < taken; ++i) {
+        const T* from = step_.aux + (i * step_.tokens + t) * shape_.hidden;
         joined = std::copy_n(from, shape_.hidden, joined);
       }
     });

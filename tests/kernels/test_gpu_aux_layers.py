@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interprets ke
         *(pytest.param(v, "decode", marks=pytest.mark.slow) for v in ("base", "qwen3", "gemma2")),
     ],
 )
-def test_taps(tiny: Tiny, variant: str, rows: str) -> None:
+def test_aux_layers(tiny: Tiny, variant: str, rows: str) -> None:
     rig = Rig.of(tiny(variant), torch.float32)
     plain = rig.decoder
     plain.stack = None
@@ -39,11 +39,11 @@ def test_taps(tiny: Tiny, variant: str, rows: str) -> None:
     if rows == "decode":
         inputs = dataclasses.replace(inputs, tokens_per_row=1, query_start_loc=None)
     x_TD = rig.hidden(inputs)
-    taps = (0, 1, len(plain.layers) - 1, len(plain.layers))
+    aux_layers = (0, 1, len(plain.layers) - 1, len(plain.layers))
     outputs = []
     for each in (decoder, plain):
         with torch.no_grad():
-            outputs.append(each.decode_tapped(x_TD, rig.arena.clone(), inputs, taps))
+            outputs.append(each.decode_with_aux_layers(x_TD, rig.arena.clone(), inputs, aux_layers))
     (hidden, ours), (expected, theirs) = outputs
     assert (hidden - expected).abs().max() < 1e-4 * expected.abs().max()
     assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()

@@ -11,11 +11,18 @@ from stepgraph.runtime import kernels
 from ..rigs.stack_rig import Rig
 from ..rigs.tiny_models import TinyModel
 
-TAPS = {"base": (0, 2), "qwen3": (1, 3, 4), "gemma2": (0, 1, 3), "gemma3": (1, 6), "odd": (1,)}
+AUX_LAYERS = {
+    "base": (0, 2),
+    "qwen3": (1, 3, 4),
+    "gemma2": (0, 1, 3),
+    "gemma3": (1, 6),
+    "odd": (1,),
+}
 
 
-def hidden_states(model: TinyModel, tokens: list[int], taps: tuple[int, ...]) -> torch.Tensor:
-    """Outputs of layers `[tokens, len(taps) * D]`; the number of layers: the final one, normed."""
+def hidden_states(model: TinyModel, tokens: list[int], aux_layers: tuple[int, ...]) -> torch.Tensor:
+    """Outputs of layers, `[tokens, len(aux_layers) * D]`; the number of layers stands for the final
+    one, normed."""
     layers: dict[int, torch.Tensor] = {}
     base = model.reference.model
     count = len(base.layers)
@@ -31,12 +38,12 @@ def hidden_states(model: TinyModel, tokens: list[int], taps: tuple[int, ...]) ->
         layers[count] = base(torch.tensor([tokens])).last_hidden_state[0]
     for hook in hooks:
         hook.remove()
-    return torch.cat([layers[tap] for tap in taps], dim=-1)
+    return torch.cat([layers[layer] for layer in aux_layers], dim=-1)
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stack", "layers"])
-@pytest.mark.parametrize("variant", TAPS)
-def test_taps_are_the_outputs_of_layers(
+@pytest.mark.parametrize("variant", AUX_LAYERS)
+def test_aux_layers_are_the_outputs_of_layers(
     tiny: Callable[[str], TinyModel], variant: str, stacked: bool
 ) -> None:
     if stacked and not kernels.have_compiler():
@@ -54,16 +61,20 @@ def test_taps_are_the_outputs_of_layers(
         [(2, 3, 15)],
     ]
     decoder, layers = rig.decoder, len(rig.decoder.layers)
-    taps = (*TAPS[variant], layers)
-    expected = [hidden_states(model, tokens, taps) for tokens in rows]
+    aux_layers = (*AUX_LAYERS[variant], layers)
+    expected = [hidden_states(model, tokens, aux_layers) for tokens in rows]
     for step in chunks:
         inputs = rig.inputs(step)
         ids = torch.tensor([token for row, at, n in step for token in rows[row][at : at + n]])
         plain_arena = rig.arena.clone()
         with torch.no_grad():
-            hidden, features = decoder.decode_tapped(decoder.embed(ids), rig.arena, inputs, taps)
+            hidden, features = decoder.decode_with_aux_layers(
+                decoder.embed(ids), rig.arena, inputs, aux_layers
+            )
             plain = decoder.decode(decoder.embed(ids), plain_arena, inputs)
-            _, final = decoder.decode_tapped(decoder.embed(ids), rig.arena, inputs, (layers,))
+            _, final = decoder.decode_with_aux_layers(
+                decoder.embed(ids), rig.arena, inputs, (layers,)
+            )
         assert torch.equal(hidden, plain)
         assert torch.equal(final, hidden)
         assert torch.equal(rig.arena, plain_arena)
@@ -72,12 +83,12 @@ def test_taps_are_the_outputs_of_layers(
         assert (features - theirs).abs().max() < 2e-4 * theirs.abs().max()
 
 
-def test_stack_refuses_impossible_taps(base: TinyModel) -> None:
+def test_stack_refuses_impossible_aux_layers(base: TinyModel) -> None:
     rig = Rig.of(base, torch.float32)
     inputs = rig.inputs([(0, 0, 2)])
-    for taps in ((3,), (-1,), (1, 0), (1, 1)):
+    for aux_layers in ((3,), (-1,), (1, 0), (1, 1)):
         with pytest.raises(RuntimeError), torch.no_grad():
-            rig.decoder.run_layers(rig.hidden(inputs), rig.arena, inputs, taps)
+            rig.decoder.run_layers(rig.hidden(inputs), rig.arena, inputs, aux_layers)
     x_TD = rig.hidden(inputs)
     with pytest.raises(RuntimeError), torch.no_grad():
         rig.decoder.run_layers(x_TD, rig.arena, inputs, (0,), x_TD)
