@@ -17,6 +17,7 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -31,7 +32,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 
 from ...errors import KernelBuildError
@@ -167,9 +167,12 @@ def _checked_manifest(path: Path, source: str) -> Manifest:
             if (reason := _writable_by_others(status)) is not None:
                 raise ValueError(f"{part.name} {reason}")
         with (path / _MANIFEST).open("rb") as file:
-            manifest = msgspec.json.decode(file.read(_MOST_MANIFEST_BYTES), type=Manifest)
+            document = json.loads(file.read(_MOST_MANIFEST_BYTES))
+        for field in ("features", "built_for"):
+            document[field] = tuple(map(str, document[field]))
+        manifest = Manifest(**document)
         code = (path / _CODE).read_bytes()
-    except (OSError, RecursionError) as error:
+    except (OSError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"{_MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     if manifest.source != source:
         raise ValueError("it was made from other sources")
@@ -269,7 +272,7 @@ def _add_library(scratch: Path, code: Path, manifest: Manifest, folder: Path) ->
     final = folder / f"cpu_ops-{manifest.source[:24]}-{built.hexdigest()[:12]}"
     whole = scratch / "whole"
     whole.mkdir()
-    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    text = json.dumps(dataclasses.asdict(manifest), indent=1).encode()
     for name, data, mode in ((_CODE, content, 0o755), (_MANIFEST, text, 0o644)):
         with (whole / name).open("wb") as file:
             file.write(data)
