@@ -408,6 +408,15 @@ class StackThread {
     product([&](int64_t block, int64_t row, int64_t rows, const float* sums) {
       const int64_t columns = std::min<int64_t>(hidden - block * kBlock, kBlock);
       int64_t at = row * hidden + block * kBlock;
+      if (columns == kBlock) {
+        for (int64_t m = 0; m < rows; ++m, sums += kBlock, at += hidden) {
+          const auto half = [&](int64_t c) {
+            return floats_of(x + at, c, kBlock) + scaled<T>(load<F32x16>(sums + c), factor);
+          };
+          Element<T>::store32_in_order(residual + at, half(0), half(16));
+        }
+        return;
+      }
       for (int64_t m = 0; m < rows; ++m, sums += kBlock, at += hidden) {
         for (int64_t c = 0; c < columns; c += 16) {
           const F32x16 old = floats_of(x + at, c, columns);
