@@ -749,7 +749,7 @@ class StepFunctions:
             last_R = (query_start_loc[1:] - 1).clamp(min=0)
             hidden_RD, positions_R = hidden_TD[last_R], positions_T[last_R]
         forward = self._with_logits(hidden_RD, sample_rows_R, positions_R, greedy)
-        return forward._replace(features=features_TF)
+        return Forward(*forward[:3], features_TF)  # torch 2.11 cannot trace `_replace`
 
     def _verify_parts(
         self,
@@ -779,7 +779,7 @@ class StepFunctions:
         hidden_TD, features_TF = self._forward_pass(token_ids_BN.flatten(), batch)
         rows_T = torch.where(valid_BN, token_rows_BN, state.null_row).flatten()
         forward = self._with_logits(hidden_TD, rows_T, positions_T, greedy, advance=False)
-        return forward._replace(features=features_TF, rows=rows_T, slots=batch.slots)
+        return Forward(*forward[:3], features_TF, rows_T, None, batch.slots)
 
     def _with_logits(
         self,
