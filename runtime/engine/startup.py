@@ -339,8 +339,9 @@ def _checkpoint(found: Source, method: str, model: str | None) -> str:
         own /= _OWN_DIRECTORY
     if own is None or not own.is_dir():
         raise ConfigError(
-            f"speculation method {method!r} needs a model, as there is no"
-            f" {own or f'directory of {found.name}'}: give {{'method': {method!r}, 'model': ...}}"
+            f"speculation method {method!r} needs a model:"
+            f" {own or f'a directory of {found.name}'} does not exist; give"
+            f" {{'method': {method!r}, 'model': ...}}"
         )
     return str(own)
 

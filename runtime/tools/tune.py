@@ -160,7 +160,7 @@ def main(
     found = set()
     try:
         device = device or _cuda_device()
-        # After the check: where there is no device Triton may be missing.
+        # After the check: a machine without a device may lack Triton.
         from ..kernels.triton.tuning import store, tuning_file
 
         timer = timer or partial(time_captured, device=device)

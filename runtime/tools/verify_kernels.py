@@ -365,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     try:
         if device == "cpu" and not INTERPRETED:
-            raise ConfigError("there is no CUDA device: set TRITON_INTERPRET=1 to run on the CPU")
+            raise ConfigError("no CUDA device found: set TRITON_INTERPRET=1 to run on the CPU")
         model = resolve_source(options.model, config_only=True).native
         settings = EngineConfig(device=device, mode="eager", dtype=options.dtype)
         config = ResolvedConfig.resolve(settings, model)

@@ -174,7 +174,7 @@ def test_fewer_possible_tokens_than_top_tokens() -> None:
 
 
 def test_one_allowed_token_of_logits_that_are_not_finite_otherwise() -> None:
-    """-inf of the only allowed token is no distribution, and neither is NaN of a forbidden one."""
+    """Neither -inf for the only allowed token nor NaN for a forbidden one gives a distribution."""
     logits = logits_of(4, 300, 1, torch.float32).to(DEVICE)
     bits = torch.zeros(4, 10, dtype=torch.int32, device=DEVICE)
     bits[:, 7] = 1 << 3  # token 227

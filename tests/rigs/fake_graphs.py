@@ -100,7 +100,7 @@ class Operation:
         return not (self.is_view or self.func in UNWRITTEN)
 
     def run(self) -> None:
-        """Compute the outputs anew; only of an operation that `computes`."""
+        """Compute the outputs again. Only for an operation that `computes`."""
         result = self.func(*self.args, **self.kwargs)
         results = [result] if isinstance(result, torch.Tensor) else tensors_of(result)
         for output, result in zip(self.outputs, results, strict=True):

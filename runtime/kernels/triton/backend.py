@@ -40,7 +40,7 @@ def gpu_kernels(
         weights: how weights of linear layers are stored.
         operations: what steps launch; None: the kernels of this package.
         batch_invariant: whether results of a token must not depend on the others of its step. There
-            is no fused decode step then, as its kernels differ from prefill kernels.
+            are no fused decode steps then, as their kernels differ from prefill kernels.
     """
 
     def chosen() -> Operations:

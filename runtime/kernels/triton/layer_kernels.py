@@ -132,7 +132,7 @@ class StepAttention:
             self._batch = replace(self._batch, slots=_aligned(self._batch.slots))
             self._cos, self._sin = _aligned(self._cos), _aligned(self._sin)
             tiling = any_tiling(width, *traits)
-            # Sums of the parts before take as many registers as those of the part: without these
+            # Sums of earlier parts take as many registers as sums of this part: without these
             # sizes they spill.
             rows = min(tiling.block_m, 32) if width > 128 else tiling.block_m
             warps = 8 if width > 64 else tiling.num_warps
