@@ -227,7 +227,7 @@ def agree_on_weights(group: RankGroup, model: DecoderModel) -> None:
     The files of a checkpoint can change while the ranks read them.
     """
     assert isinstance(model, Decoder)
-    # That of rank 1, whose biases of partial sums are zero: only the first rank adds them.
+    # Rank 1's layout: its biases of partial sums are zero, because only the first rank adds them.
     layout = fused_layout(dataclasses.replace(model.config, shard=(1, group.ranks)))
     checksum = crc32(repr(model.config.whole).encode())
     for name, parameter in model.named_parameters():

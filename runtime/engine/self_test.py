@@ -364,7 +364,7 @@ def sampler_failure(
 ) -> Fallback | None:
     """Compare greedy and random draws of a few rows with the plain sampler's.
 
-    With speculation also those of a verify step, and with structured output those with token masks.
+    With speculation also a verify step's, and with structured output steps with token masks.
 
     Raises KernelSelfTestError where the sampler left the device unusable.
     """

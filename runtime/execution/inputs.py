@@ -66,7 +66,7 @@ class MaskState:
     bits: torch.Tensor
     """int32 `[N * R, ceil(V / 32)]`: bit i % 32 of word i // 32 is set if token i may be sampled.
     Mask `n * R + row` applies to the token after the newest one of a row and `n` drafts. All bits
-    of rows without a grammar are set, those of the null row included."""
+    of rows without a grammar are set, the null row's included."""
     logits: torch.Tensor
     """`[L, W]` in the model's dtype: logits of the lanes."""
     positions: torch.Tensor

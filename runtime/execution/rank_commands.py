@@ -79,7 +79,7 @@ class CommandSender:
 
         Args:
             allowed: rows that may sample any token.
-            written: indices of other masks that were written, those of the former rows not.
+            written: indices of the other masks that were written.
             masks: all masks, `[masks, words]`.
             tokens_per_row: masks of each row that are copied to the device.
         """

@@ -431,7 +431,7 @@ class Runner:
         )
         self.masks: TokenMasks | None = None
         self.followed_masks: FollowedMasks | None = None
-        """Those of a rank above 0."""
+        """The masks of a rank above 0."""
         self._host_masks: HostMasks | None = None
         if self.state.masks is not None:
             self._host_masks = host_masks = HostMasks(

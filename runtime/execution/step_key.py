@@ -75,7 +75,7 @@ class StepOutput:
     """int64 `[B]`: sampled tokens; undefined for padded lanes, and after a forward part."""
     logits: torch.Tensor
     """`[B, vocab_size]` in the model's dtype: logits of the (last) step, before sampling. After a
-    greedy step of a rank of a tensor-parallel group, those of its own tokens."""
+    greedy step of a rank of a tensor-parallel group, the logits of its own tokens."""
     details: SampleOutput | None
     """Log-probabilities; only the full sampler returns them."""
     drafts: Drafts | None = None
@@ -147,7 +147,7 @@ class StepSizes:
         """Return the tokens per row of the verify steps of `rows` rows, ascending.
 
         A verify step has at most 128 tokens: more take as much longer as they are more. It has at
-        most those of the largest prefill step.
+        most what the largest prefill step has.
         """
         if not self.tokens_per_row:
             return ()

@@ -83,7 +83,7 @@ class CapturePeaks:
     """CUDA memory while a library is prepared: peaks of warm-ups, and memory of all captures.
 
     See `PreparationWatcher`. All steps are warmed up before the first capture, so that a peak is
-    that of one step, and later decreases of free memory are due to captures.
+    one step's, and later decreases of free memory are due to captures.
     """
 
     def __init__(self, device: torch.device) -> None:

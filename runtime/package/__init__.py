@@ -4,7 +4,7 @@
 from stepgraph import Engine, EngineConfig, SamplingParams
 ```
 
-The names are those of `stepgraph.runtime`, which is imported with torch when one of them is used
+The names come from `stepgraph.runtime`, which is imported with torch when one of them is used
 for the first time. `import stepgraph` itself loads neither.
 """
 

@@ -238,7 +238,7 @@ def _by_block(
 ) -> Tensor:
     """Compute blocks of pairs with the same expert; all shapes follow from the arguments.
 
-    The pairs are sorted by expert, and those of an expert fill whole blocks:
+    The pairs are sorted by expert, and the pairs of each expert fill whole blocks:
 
         experts of pairs 0 to 5: 2 0 2 2 0 2, blocks of 2
         sorted pairs             1 4 | 0 2 | 3 5

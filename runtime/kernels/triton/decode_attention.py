@@ -198,13 +198,13 @@ def decode_attention(
 
     The batch is uniform, of one token a row: none sees another's key.
     Arguments as in `reference_decode_attention`; besides:
-        partials: workspace of T rows, whose number of splits is that of the launch.
+        partials: workspace of T rows, with as many splits as the launch.
         counters: `new_counters`, which are zeros before and after; to combine more than one split.
             No two launches that share them may run at the same time.
         attended_TN: written, `[T, H * E]` in the dtype of `qkv_TN`, contiguous.
         next_weight: that the next kernel reads, contiguous: programs ask for its first 16 MiB to be
             brought to the L2 cache while they wait for what earlier kernels write.
-        tile: sizes, where those of `choose_tile` are not wanted.
+        tile: sizes; None: what `choose_tile` returns.
     """
     assert batch.tokens_per_row == 1
     kv, block_tables = arena[place.position], batch.block_tables[place.group]

@@ -54,7 +54,7 @@ class LayerAttention:
     def of(cls, fused: Attention, layer: BoundLayer, model: BoundModel) -> LayerAttention:
         """Bind the tensors of a layer."""
         attend, norm = fused.attend, fused.qk_norm
-        traits = norm or model.plan.norm  # one that is not there has those of the others
+        traits = norm or model.plan.norm  # a missing norm has the traits of the others
         sinks = None if attend.sinks is None else layer.tensor(attend.sinks)
         return cls(
             attend,

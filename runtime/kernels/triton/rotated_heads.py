@@ -36,7 +36,7 @@ class HeadRotation(NamedTuple):
 
     q_norm: Tensor | None
     """Weights `[E]` of the norm of queries; None: there is none, of keys neither. `[H * E]` if all
-    heads of a token are normed together, those of keys then are `[G * E]`."""
+    heads of a token are normed together, and the weights of keys are `[G * E]`."""
     k_norm: Tensor | None
     eps: float
     """Of these norms."""

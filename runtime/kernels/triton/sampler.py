@@ -62,7 +62,7 @@ def full_rows(
         token_counts_RV: updated in place.
         rows_B: int64, row of each lane. Without `token_ids_BN`, a row with penalties may be named
             only once.
-        positions_B: int64, position of the drawn token; with `feed` that of the last input.
+        positions_B: int64, position of the drawn token; with `feed`, the last input's.
         outputs: `tokens`, `logprob`, `top_ids` and `top_logprobs` of a `SampleOutput`, contiguous.
         feed: where the tokens go, too; its rows and positions are those above.
         masks: the tokens that each lane may sample.

@@ -6,7 +6,7 @@ Shapes: T rows of the step, H query heads, G kv heads, V value_dim (head_dim, or
 a key), D the width of a key (V, or latent and rotated part), S splits.
 
 A program computes one kv head of one row over one of S runs of its positions ("flash decoding",
-Dao et al. 2023; the running softmax is that of Milakov and Gimelshein 2018). The heads of a group
+Dao et al. 2023; the running softmax is from Milakov and Gimelshein 2018). The heads of a group
 share the keys that it loads. S is fixed when a step is captured, the length of a run is that of
 the row when the step runs: the tiles of the positions that the row sees (of its window, if it has
 one) are dealt in equal runs, so short rows leave the last splits empty. What the splits found is
@@ -119,7 +119,7 @@ class Tile(NamedTuple):
 
 
 def choose_tile(group: int, head_dim: int, value_dim: int, element_bytes: int) -> Tile:
-    """Sizes for a group of query heads over keys `[head_dim]` of so many bytes an element.
+    """Sizes for a group of query heads over keys `[head_dim]` of this many bytes an element.
 
     One of 132 processors that share 4.3 TB/s reads a tile of keys and values of 16 KiB in half a
     microsecond, which is about what the tile's arithmetic takes; two more tiles in flight hide the

@@ -80,8 +80,7 @@ class TuningKey:
     rows: int
     """One of `ROW_CLASSES`; of experts, a power of two up to `MOST_EXPERT_ROWS`."""
     n: int
-    """Output features; of gate_up those of the result, of experts
-    the rows of one expert's weight."""
+    """Output features; for gate_up the result's, for experts the rows of one expert's weight."""
     k: int
     """Input features."""
     dtype: str

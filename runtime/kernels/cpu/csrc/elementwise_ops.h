@@ -15,7 +15,7 @@
 namespace stepgraph {
 namespace {
 
-// Words are of a step: two bf16, one float or two int8. Those of a row are kBlock words apart, each
+// Words are of a step: two bf16, one float or two int8. A row's words are kBlock words apart, each
 // in a cache line of its own.
 template <class Word>
 void gather_words(const Word* packed, int64_t steps, const int64_t* tokens, int64_t count,

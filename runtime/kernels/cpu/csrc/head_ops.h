@@ -1,6 +1,6 @@
 // All drafts of an EAGLE-3 head after a step, as `drafted.py`. Part of `ops.cpp`.
 //
-// The work is that of the other operators, called one after another: from C++, where a call costs a
+// The same work as the other operators called one after another: from C++, where a call costs a
 // tenth of what it does from Python.
 #pragma once
 

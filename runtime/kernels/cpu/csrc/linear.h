@@ -40,7 +40,7 @@ struct TileSet {
   using Run = void (*)(const LinearTile&);
   Run run[3][kTileRows];
   int64_t step_lines;  // cache lines that a step of a block takes, 2 at most
-  int64_t rows_without_prefetch;  // up to so many the hardware alone keeps up
+  int64_t rows_without_prefetch;  // up to this many, the hardware prefetcher keeps up alone
 };
 
 template <class T>

@@ -3,7 +3,7 @@
 //     logits of the router | choice of each row | pairs by expert | gate, up, activation | down + sum
 //
 // A pair is a row and one of its experts. Pairs are sorted by expert, so that the weights of an expert
-// that is chosen are read once for all of its rows, and those of others are not read. Gate and up work
+// that is chosen are read once for all of its rows; other experts' weights are not read. Gate and up work
 // on tiles: up to kGroupRows pairs of an expert, times a block of columns. Down works on a block of
 // columns for all experts of some rows, since it sums what they give: in the order of the experts,
 // which depends on nothing but the row. Padding chooses no expert, and its sum is zero.
@@ -25,7 +25,7 @@ namespace stepgraph {
 constexpr int64_t kSummedRows = 4 * kGroupRows;  // rows of a unit that sums experts
 constexpr int64_t kRouterExperts = 8;            // experts of a unit of the router
 constexpr int64_t kMixtureRowsPerUnit = 8;       // rows of a unit that chooses experts
-constexpr int64_t kFewMixtureRows = 16;          // up to so many are routed and sorted in one unit
+constexpr int64_t kFewMixtureRows = 16;          // up to this many are routed and sorted in one unit
 constexpr int kMixturePhases = 5;
 constexpr int64_t kMixtureInputPhases = 3;  // of few rows, which read the inputs: up to gate and up
 
@@ -62,7 +62,7 @@ struct Mixture {
   }
 };
 
-// Those of weights of equal shape that follow one another.
+// The matrices of equal shape that follow one another.
 template <class T>
 Weights nth(Weights weights, int64_t index) {
   weights.packed += index * bytes_of<T>(weights);

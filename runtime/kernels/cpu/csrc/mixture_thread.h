@@ -152,7 +152,7 @@ class MixtureThread {
     }
   }
 
-  // A unit is a block of gates and that of their ups, for a tile. Those of a tile follow one another.
+  // A unit is a block of gates and the block of their ups, for a tile. A tile's units are consecutive.
   void gate_and_up(const Mixture& mixture, const ExpertPairs& pairs, const T* x, int64_t x_stride,
                    int64_t phase) {
     const int64_t blocks = mixture.gate_up.blocks(), total = mixture.total();

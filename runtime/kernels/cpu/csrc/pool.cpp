@@ -93,7 +93,7 @@ class Pool {
   void start(int threads) {
     if (started_.load(std::memory_order_acquire) >= std::min(threads, kMostThreads)) return;
     const std::lock_guard<std::mutex> alone(starting_);
-    // Signals are for the threads of the program, but for those of a fault: were they blocked, the
+    // Signals are for the threads of the program, except fault signals: were they blocked, the
     // system would end the process without calling a handler, which says where it was.
     sigset_t all, before;
     sigfillset(&all);

@@ -36,7 +36,7 @@ struct Scratch {
     return 3 * chunks * kSampleChunk + (4 * chunks + 2 * kGroups + 15) / 16 * 16;
   }
 
-  // `at`: so many floats, aligned to 64 bytes.
+  // `at`: this many floats, aligned to 64 bytes.
   Scratch(float* at, int64_t chunks) {
     const auto take = [&](int64_t count) { return std::exchange(at, at + count); };
     for (float** all : {&logits, &weights, &found}) *all = take(chunks * kSampleChunk);

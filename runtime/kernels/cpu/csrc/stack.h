@@ -84,7 +84,7 @@ class StackJob;
 // The stack of one model. Steps of one stack exclude each other.
 class Stack {
  public:
-  // `communicator` is that of the rank; null: no layer sums over ranks. A part has room for a row.
+  // `communicator` is the rank's; null: no layer sums over ranks. A part has room for a row.
   Stack(const StackShape& shape, std::vector<StackLayer> layers, std::vector<StackPlan> plans,
         NormWeights norm, Communicator* communicator);
   ~Stack();  // waits for late threads

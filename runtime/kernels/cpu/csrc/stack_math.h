@@ -70,7 +70,7 @@ float mean_square(const T* x, int64_t size) {
 }
 
 // One row of RMSNorm: out = weight * (x / sqrt(mean(x**2) + eps)), see `models/modules.py`, where
-// the mean is that of a row which x is a part of. With `added` that is rounded, multiplied by
+// the mean belongs to the row that x is a part of. With `added` that is rounded, multiplied by
 // `factor`, rounded and added to it. `out` may be `x`.
 template <class T>
 void norm_part(const T* x, const NormWeights& norm, float mean, int64_t size, T* out,

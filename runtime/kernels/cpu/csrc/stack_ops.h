@@ -28,7 +28,7 @@ struct OwnedStack {
   std::shared_ptr<OwnedCommunicator> communicator;  // null: no layer sums over ranks
   std::unique_ptr<Stack> stack;  // goes first: it waits for threads that read the tensors
   at::ScalarType dtype;
-  int64_t groups, ropes;  // at least so many are expected of a step
+  int64_t groups, ropes;  // the least a step must have
   pid_t process = getpid();
 };
 
@@ -168,7 +168,7 @@ inline std::tuple<at::Tensor, at::Tensor> decoder_stack_cpu(
   TORCH_CHECK(owned->stack->reads_embeddings() == embeddings.has_value() &&
                   (!embeddings || (embeddings->sizes() == x.sizes() &&
                                    embeddings->scalar_type() == x.scalar_type())),
-              "decoder_stack: layers that join embeddings need those of all tokens, in the shape and "
+              "decoder_stack: layers that join embeddings need the embeddings of all tokens, in the shape and "
               "dtype of x; others need none");
   for (size_t i = 0; i < aux_layers.size(); ++i) {
     TORCH_CHECK(aux_layers[i] >= 0 && aux_layers[i] < owned->stack->layers() &&

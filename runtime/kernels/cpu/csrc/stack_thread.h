@@ -24,7 +24,7 @@
 
 namespace stepgraph {
 
-constexpr int64_t kOwnRows = 16;  // up to so many rows are normed by every thread for itself
+constexpr int64_t kOwnRows = 16;  // every thread norms up to this many rows itself
 static_assert(kOwnRows <= kFewMixtureRows);
 // Below this a layer's second thread costs more than it brings: bytes of weights, times the tiles
 // of rows that pass over them.
@@ -50,7 +50,7 @@ struct HeadRange {
 inline HeadRange head_range(const StackShape& shape, bool all_heads, int64_t column) {
   const int64_t d = shape.head_dim, head = column / d, rotated = shape.heads + shape.kv_heads;
   if (!all_heads || head >= rotated) return {head, head * d, (head + 1) * d, head, 1};
-  const int64_t counter = rotated + shape.kv_heads;  // after those of single heads
+  const int64_t counter = rotated + shape.kv_heads;  // after the counters of single heads
   if (head < shape.heads) return {counter, 0, shape.query_size(), 0, shape.heads};
   return {counter + 1, shape.query_size(), rotated * d, shape.heads, shape.kv_heads};
 }
@@ -462,7 +462,7 @@ class StackThread {
     });
   }
 
-  // A unit is a block of gates and that of their ups.
+  // A unit is a block of gates and the block of their ups.
   void gate_and_up(const StackLayer& layer, const T* inputs, const char* after, T* inner) {
     const Weights& weights = layer.gate_up;
     const int64_t groups = row_groups(step_.tokens), stride = padded(layer.inner);

@@ -2,7 +2,7 @@
 //
 // Plain is the model's own type. Quantised vectors are bytes times a bfloat16 scale, laid out as
 // `kv_storage.py` says: of each head of a block first the bytes of all its slots, then the scales.
-// The kernels apply the scale of a key to its score and that of a value to its weight, so decoding
+// The kernels apply a key's scale to its score and a value's scale to its weight, so decoding
 // is a conversion of bytes to numbers, and exact in bfloat16 too.
 #pragma once
 
