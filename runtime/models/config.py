@@ -19,7 +19,6 @@ from .families import (
     NUMBERS,
     SIZES,
     ExpertsConfig,
-    ExpertTraits,
     Family,
     Json,
     LayerType,
@@ -293,13 +292,11 @@ def _latent_fields(config: Json, family: Family, heads: int) -> dict[str, Any]:
     interleave = family.rope_interleaved
     if interleave is None:
         interleave = read_field(config, "rope_interleave", bool)
+    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     latent = LatentConfig(
         q_lora_rank=read_optional(config, "q_lora_rank", int),
-        kv_lora_rank=read_field(config, "kv_lora_rank", int),
-        qk_nope_head_dim=read_field(config, "qk_nope_head_dim", int),
-        qk_rope_head_dim=read_field(config, "qk_rope_head_dim", int),
-        v_head_dim=read_field(config, "v_head_dim", int),
         rope_interleave=interleave,
+        **{name: read_field(config, name, int) for name in sizes},
     )
     return {"latent": latent, "num_kv_heads": 1, "head_dim": latent.cached_dim}
 
@@ -313,7 +310,7 @@ def _read_windows(
     """
     window = read_optional(config, "sliding_window", int)
     if family.window_switch and not read_field(config, "use_sliding_window", bool):
-        window = None
+        config, window = {**config, "sliding_window": None}, None
     implied = tuple(LAYER_TYPES[family.is_sliding(config, i)] for i in range(num_layers))
     listed = config.get("layer_types")
     if listed is None:
@@ -341,38 +338,68 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 """Keys that transformers treats as one."""
 
+_ROUTING: dict[str, tuple[type[Any], Any]] = {
+    "n_shared_experts": (int, 0),
+    "routed_scaling_factor": (float, None),
+    "n_group": (int, 1),
+    "topk_group": (int, 1),
+    "norm_topk_prob": (bool, None),
+}
 
-def read_experts(config: Json, traits: ExpertTraits) -> ExpertsConfig | None:
+"""Keys that `Family.reads` decides about, with types and defaults. The fields have the same names.
+
+transformers 5.23 ignores `norm_topk_prob` for DeepSeek-V2, `topk_method` and `scoring_func` for
+DeepSeek-V3.
+"""
+
+
+def read_experts(config: Json, family: Family) -> ExpertsConfig | None:
     """Return the mixtures of a config; None if no layer has one.
 
     Raises:
         CheckpointError: a key is missing, of another type, or describes an unsupported variant.
         ConfigError: the numbers contradict each other.
     """
+    traits = family.experts
+    if traits is None:
+        return None
     layers = read_field(config, "num_hidden_layers", int)
     dense = traits.dense_layers(config, layers)
-    count = _expert_count(config)
+    counts = {
+        key: count for key in _COUNTS if (count := read_optional(config, key, int)) is not None
+    }
+    if len(set(counts.values())) > 1:
+        raise CheckpointError(f"the config has different numbers of experts: {counts}")
+    count = next(iter(counts.values()), None)
     if len(dense) == layers or (traits.optional and not count):
         return None
     if count is None:
         raise CheckpointError(f"the config has no {traits.keys.get('num_experts', 'num_experts')}")
+    per_token = read_field(config, "num_experts_per_tok", int)
     width = traits.keys.get("moe_intermediate_size", "moe_intermediate_size")
+    inner = read_field(config, width, int)
+    if family.reads("topk_method"):  # of which only one has groups
+        method = read_field(config, "topk_method", str)
+        if method not in ("greedy", "group_limited_greedy"):
+            raise CheckpointError(
+                f"topk_method = {bounded_repr(method)} is not supported; supported: 'greedy', "
+                "'group_limited_greedy'"
+            )
+        if method == "greedy":
+            config = {**config, "n_group": None, "topk_group": None}
     return ExpertsConfig(
         num_experts=count,
-        num_experts_per_tok=read_field(config, "num_experts_per_tok", int),
-        moe_intermediate_size=read_field(config, width, int),
+        num_experts_per_tok=per_token,
+        moe_intermediate_size=inner,
+        scores=traits.scores,
+        group_score=traits.group_score,
         dense_layers=dense,
-        **traits.routing(config),
+        **{
+            name: read_field(config, name, kind, default)
+            for name, (kind, default) in _ROUTING.items()
+            if family.reads(name)
+        },
     )
-
-
-def _expert_count(config: Json) -> int | None:
-    counts = {
-        key: value for key in _COUNTS if (value := read_optional(config, key, int)) is not None
-    }
-    if len(set(counts.values())) > 1:
-        raise CheckpointError(f"the config has different numbers of experts: {counts}")
-    return next(iter(counts.values()), None)
 
 
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -665,6 +692,7 @@ class ModelConfig(DecoderConfig):
             eos = token_ids(config) + token_ids(
                 _in_vocabulary(generation_config or {}, config, family)
             )
+            dtype_key = "torch_dtype" if config.get("dtype") is None else "dtype"
             return ModelConfig(
                 model_type=model_type,
                 vocab_size=read_field(config, "vocab_size", int),
@@ -672,10 +700,10 @@ class ModelConfig(DecoderConfig):
                 rms_norm_eps=read_field(config, "rms_norm_eps", float, 1e-6),
                 tie_word_embeddings=read_field(config, "tie_word_embeddings", bool, False),
                 hidden_act=read_field(config, family.activation_key, str, family.activation),
-                experts=None if family.experts is None else read_experts(config, family.experts),
+                experts=read_experts(config, family),
                 bos_token_id=read_optional(config, "bos_token_id", int),
                 eos_token_ids=tuple(dict.fromkeys(eos)),
-                torch_dtype=_dtype_name(config),
+                torch_dtype=read_field(config, dtype_key, str, "float32").removeprefix("torch."),
                 **read_attention(config, family),
             )
         except ConfigError as error:
@@ -732,8 +760,3 @@ def token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
             f"eos_token_id must be an integer or a list of them, not {bounded_repr(value)}"
         )
     return tuple(values)
-
-
-def _dtype_name(config: Mapping[str, Any]) -> str:
-    key = "torch_dtype" if config.get("dtype") is None else "dtype"
-    return read_field(config, key, str, "float32").removeprefix("torch.")

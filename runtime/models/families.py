@@ -181,6 +181,10 @@ def check_rope(rope: Rope, head_dim: int) -> None:
 
 _MOST_EXPERTS = 2048
 
+Scores = Literal["softmax", "sigmoid", "softmax_chosen"]
+
+GroupScore = Literal["max", "top_2_sum"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
@@ -194,7 +198,7 @@ class ExpertsConfig:
     """Width of an expert."""
     n_shared_experts: int = 0
     """Experts that every token uses in addition."""
-    scores: Literal["softmax", "sigmoid", "softmax_chosen"] = "softmax"
+    scores: Scores = "softmax"
     """As `Routing.scores`."""
     norm_topk_prob: bool = False
     """Whether the scores of a token's experts are divided by their sum."""
@@ -204,7 +208,7 @@ class ExpertsConfig:
     """Groups of consecutive experts."""
     topk_group: int = 1
     """Groups that a token chooses from."""
-    group_score: Literal["max", "top_2_sum"] = "max"
+    group_score: GroupScore = "max"
     """As `Routing.group_score`."""
     dense_layers: tuple[int, ...] = ()
     """Layers with an MLP."""
@@ -285,9 +289,8 @@ class ExpertLayout:
 class ExpertTraits:
     """The traits of the mixtures of a family."""
 
-    routing: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Returns the fields of `ExpertsConfig` that describe the routing and shared experts, from a
-    `config.json`. Raises `CheckpointError`."""
+    scores: Scores = "softmax"
+    group_score: GroupScore = "max"
     dense_layers: Callable[[Mapping[str, Any], int], tuple[int, ...]] = lambda config, layers: ()
     """Returns which of a number of layers have an MLP. Raises `CheckpointError`."""
     layouts: tuple[ExpertLayout, ...]
@@ -332,14 +335,6 @@ T = TypeVar("T")
 _MOST_INT = 2**63 - 1
 
 
-def _unchanged(config: Json) -> Json:
-    return config
-
-
-def _none(config: Json, layer: int) -> bool:
-    return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerNorms:
     """The norms of a layer, by their names in a checkpoint; None: the layer has no such norm."""
@@ -365,16 +360,16 @@ class Family:
     families have, such as `attn_logit_softcapping`, are read where they are listed: see `reads`."""
     fixed: Json = field(default_factory=dict)
     """Keys of `config.json` that transformers does not read, with the values it assumes."""
-    prepare: Callable[[Json], Json] = _unchanged
+    prepare: Callable[[Json], Json] = lambda config: config
     """Returns a config with the keys that transformers derives from others. Raises
     `CheckpointError` for variants of the architecture that are not supported."""
-    is_sliding: Callable[[Json, int], bool] = _none
+    is_sliding: Callable[[Json, int], bool] = lambda config, layer: False
     """Whether a layer has a sliding window, if the config does not list `layer_types`."""
     window_switch: bool = False
     """Whether `use_sliding_window` of the config switches the window on."""
     lists_layer_types: bool = False
     """Whether `layer_types` of the config decides."""
-    is_unrotated: Callable[[Json, int], bool] = _none
+    is_unrotated: Callable[[Json, int], bool] = lambda config, layer: False
     """Whether queries and keys of a layer are not rotated."""
     layer_norms: LayerNorms = field(default_factory=LayerNorms)
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -452,26 +447,27 @@ def read_field(config: Json, name: str, kind: type[T], default: T | None = None)
     return value
 
 
+def read_count(config: Json, name: str, default: int | None = None) -> int:
+    """As `read_field`, for an integer of at least 1."""
+    count = read_field(config, name, int, default)
+    if count < 1:
+        raise CheckpointError(f"{name} = {count} must be at least 1")
+    return count
+
+
 # Decoder families without experts whose configs need more than a few traits.
 
 
-def sliding_if_windowed(config: Json, layer: int) -> bool:
+def _sliding_if_windowed(config: Json, layer: int) -> bool:
     """All layers slide if the config has a window."""
     return config.get("sliding_window") is not None
-
-
-def _three_of_four_slide(config: Json, layer: int) -> bool:
-    return (layer + 1) % 4 != 0
 
 
 def _is_unrotated(config: Json, layer: int) -> bool:
     """SmolLM3 and Llama 4: `no_rope_layers` has a 1 for each layer that is rotated."""
     listed = config.get("no_rope_layers")
     if listed is None:
-        interval = read_field(config, "no_rope_layer_interval", int)
-        if interval < 1:
-            raise CheckpointError(f"no_rope_layer_interval = {interval} must be at least 1")
-        return (layer + 1) % interval == 0
+        return (layer + 1) % read_count(config, "no_rope_layer_interval") == 0
     num_layers = read_field(config, "num_hidden_layers", int)
     if isinstance(listed, list) and len(listed) < num_layers:
         raise CheckpointError(
@@ -486,7 +482,9 @@ def _is_unrotated(config: Json, layer: int) -> bool:
 
 
 def _unrotated_layers_slide(config: Json, layer: int) -> bool:
-    windowed = read_field(config, "use_sliding_window", bool) and sliding_if_windowed(config, layer)
+    windowed = read_field(config, "use_sliding_window", bool) and _sliding_if_windowed(
+        config, layer
+    )
     return windowed and _is_unrotated(config, layer)
 
 
@@ -537,10 +535,6 @@ def _dense_granite(config: Json) -> Json:
     return {**config, "layer_types": types}
 
 
-def _without_rope(config: Json, layer: int) -> bool:
-    return config.get("position_embedding_type") != "rope"
-
-
 def _with_end_tokens(config: Json) -> Json:
     """GLM: without end-of-text tokens, it gets the published models' tokens."""
     if config.get("eos_token_id") is not None:
@@ -586,115 +580,12 @@ _GLM_FAMILY = Family(
     rope_interleaved=True,
 )
 
-DENSE_FAMILIES: dict[str, Family] = {
-    "smollm3": Family(
-        architecture="SmolLM3ForCausalLM",
-        defaults={
-            "bos_token_id": 128000,
-            "eos_token_id": 128001,
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": True,
-            "rope_theta": 2e6,
-            "use_sliding_window": False,
-            "no_rope_layer_interval": 4,
-            "mlp_bias": False,
-        },
-        is_sliding=_unrotated_layers_slide,
-        lists_layer_types=True,
-        is_unrotated=_is_unrotated,
-    ),
-    "phi3": Family(
-        architecture="Phi3ForCausalLM",
-        defaults={
-            "bos_token_id": 1,
-            "eos_token_id": 32000,
-            "rms_norm_eps": 1e-5,
-            "original_max_position_embeddings": 4096,
-            "partial_rotary_factor": 1.0,
-        },
-        fixed={"attention_bias": False},
-        prepare=_with_longrope,
-        is_sliding=sliding_if_windowed,
-        qkv=("self_attn.qkv_proj",),
-        gate_up=("mlp.gate_up_proj",),
-        recomputes_long=True,
-    ),
-    "olmo2": _OLMO2,
-    "olmo3": replace(
-        _OLMO2,
-        architecture="Olmo3ForCausalLM",
-        defaults=_OLMO | {"rope_theta": 5e5, "sliding_window": 4096},
-        fixed={"rope_local_base_freq": 5e5},
-        is_sliding=_three_of_four_slide,
-        lists_layer_types=True,
-    ),
-    "granite": Family(architecture="GraniteForCausalLM", defaults=_GRANITE | {"mlp_bias": False}),
-    "granitemoehybrid": Family(
-        architecture="GraniteMoeHybridForCausalLM",
-        defaults=_GRANITE | {"num_local_experts": 8, "shared_intermediate_size": 1024},
-        prepare=_dense_granite,
-        is_unrotated=_without_rope,
-        gate_up=("shared_mlp.input_linear",),
-        down="shared_mlp.output_linear",
-        inner_size_key="shared_intermediate_size",
-    ),
-    "glm": _GLM_FAMILY,
-    "glm4": replace(
-        _GLM_FAMILY,
-        architecture="Glm4ForCausalLM",
-        layer_norms=LayerNorms(
-            attention_output="post_self_attn_layernorm",
-            mlp="post_attention_layernorm",
-            mlp_output="post_mlp_layernorm",
-        ),
-    ),
-}
-
-"""By `model_type`."""
-
-
 # The mixtures of experts of the supported families, as transformers computes them.
 
 
-def _qwen3(config: Json) -> dict[str, Any]:
-    return {"norm_topk_prob": read_field(config, "norm_topk_prob", bool)}
-
-
-def _deepseek(config: Json) -> dict[str, Any]:
-    return {
-        "n_shared_experts": read_field(config, "n_shared_experts", int, 0),
-        "routed_scaling_factor": read_field(config, "routed_scaling_factor", float),
-    }
-
-
-def _deepseek_groups(config: Json) -> dict[str, Any]:
-    return {name: read_field(config, name, int, 1) for name in ("n_group", "topk_group")}
-
-
-def _deepseek_v2(config: Json) -> dict[str, Any]:
-    """transformers 5.23 ignores `norm_topk_prob`."""
-    method = read_field(config, "topk_method", str)
-    if method not in ("greedy", "group_limited_greedy"):
-        raise CheckpointError(
-            f"topk_method = {bounded_repr(method)} is not supported; supported: 'greedy', "
-            "'group_limited_greedy'"
-        )
-    return _deepseek(config) | (_deepseek_groups(config) if method != "greedy" else {})
-
-
-def _deepseek_v3(config: Json) -> dict[str, Any]:
-    """transformers 5.23 ignores `topk_method` and `scoring_func`."""
-    return {
-        **_deepseek(config),
-        **_deepseek_groups(config),
-        "scores": "sigmoid",
-        "norm_topk_prob": read_field(config, "norm_topk_prob", bool),
-        "group_score": "top_2_sum",
-    }
-
-
 def _qwen3_dense(config: Json, layers: int) -> tuple[int, ...]:
-    step, listed = _step(config, "decoder_sparse_step"), _layers(config, "mlp_only_layers")
+    step = read_count(config, "decoder_sparse_step", 1)
+    listed = _layers(config, "mlp_only_layers")
     return tuple(i for i in range(layers) if i in listed or (i + 1) % step)
 
 
@@ -702,7 +593,7 @@ def _llama4_dense(config: Json, layers: int) -> tuple[int, ...]:
     if config.get("moe_layers") is not None:
         mixtures = _layers(config, "moe_layers")
         return tuple(i for i in range(layers) if i not in mixtures)
-    step = _step(config, "interleave_moe_layer_step")
+    step = read_count(config, "interleave_moe_layer_step", 1)
     return tuple(i for i in range(layers) if (i + 1) % step)
 
 
@@ -714,13 +605,6 @@ def _deepseek_dense(config: Json, layers: int) -> tuple[int, ...]:
         )
     first = read_field(config, "first_k_dense_replace", int, 0)
     return tuple(range(max(0, min(first, layers))))
-
-
-def _step(config: Json, name: str) -> int:
-    step = read_field(config, name, int, 1)
-    if step < 1:
-        raise CheckpointError(f"{name} = {step} must be at least 1")
-    return step
 
 
 def _layers(config: Json, name: str) -> frozenset[int]:
@@ -740,7 +624,6 @@ _BY_EXPERT = ExpertLayout(
 _STACKED = ExpertLayout()
 
 MIXTRAL = ExpertTraits(
-    routing=lambda config: {"norm_topk_prob": True},
     layouts=(
         ExpertLayout(
             router="block_sparse_moe.gate",
@@ -756,14 +639,13 @@ MIXTRAL = ExpertTraits(
 )
 
 QWEN3_MOE = ExpertTraits(
-    routing=_qwen3,
     dense_layers=_qwen3_dense,
     optional=True,
     layouts=(_BY_EXPERT, _STACKED),
 )
 
 GPT_OSS = ExpertTraits(
-    routing=lambda config: {"scores": "softmax_chosen"},
+    scores="softmax_chosen",
     layouts=(
         ExpertLayout(
             router="mlp.router",
@@ -780,7 +662,6 @@ GPT_OSS = ExpertTraits(
 )
 
 DEEPSEEK_V2 = ExpertTraits(
-    routing=_deepseek_v2,
     dense_layers=_deepseek_dense,
     optional=True,
     layouts=(_BY_EXPERT, _STACKED),
@@ -788,18 +669,15 @@ DEEPSEEK_V2 = ExpertTraits(
     shared="mlp.shared_experts",
 )
 
-DEEPSEEK_V3 = ExpertTraits(
-    routing=_deepseek_v3,
-    dense_layers=_deepseek_dense,
-    optional=True,
-    layouts=(_BY_EXPERT, _STACKED),
-    keys={"num_experts": "n_routed_experts"},
-    shared="mlp.shared_experts",
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2,
+    scores="sigmoid",
+    group_score="top_2_sum",
     correction="mlp.gate.e_score_correction_bias",
 )
 
 LLAMA4 = ExpertTraits(
-    routing=lambda config: {"scores": "sigmoid", "n_shared_experts": 1},
+    scores="sigmoid",
     dense_layers=_llama4_dense,
     layouts=(
         ExpertLayout(
@@ -853,12 +731,8 @@ def prepare_llama4(config: Json) -> Json:
     }
 
 
-def _sliding_if_used(config: Json, layer: int) -> bool:
-    return bool(config["use_sliding_window"]) and sliding_if_windowed(config, layer)
-
-
 def _sliding_from_a_layer_on(config: Json, layer: int) -> bool:
-    windowed = config["use_sliding_window"] and config["sliding_window"] is not None
+    windowed = _sliding_if_windowed(config, layer)
     return windowed and layer >= read_field(config, "max_window_layers", int)
 
 
@@ -867,10 +741,7 @@ def _every_second_full(config: Json, layer: int) -> bool:
 
 
 def _last_of_each_pattern_full(config: Json, layer: int) -> bool:
-    pattern = read_field(config, "sliding_window_pattern", int)
-    if pattern < 1:
-        raise CheckpointError(f"sliding_window_pattern = {pattern} must be at least 1")
-    return (layer + 1) % pattern != 0
+    return (layer + 1) % read_count(config, "sliding_window_pattern") != 0
 
 
 _GEMMA: dict[str, Any] = {
@@ -954,7 +825,7 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096,
         },
         fixed={"attention_bias": False},
-        is_sliding=sliding_if_windowed,
+        is_sliding=_sliding_if_windowed,
     ),
     "qwen2": _QWEN2,
     "mimo": replace(_QWEN2, architecture="MiMoForCausalLM", mtp=MIMO_MTP),
@@ -987,6 +858,8 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 1407,
             "routed_scaling_factor": 1.0,
             "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
             "mlp_bias": False,
         },
         latent=True,
@@ -1025,8 +898,8 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
         },
-        fixed={"attention_bias": False},
-        is_sliding=sliding_if_windowed,
+        fixed={"attention_bias": False, "norm_topk_prob": True},
+        is_sliding=_sliding_if_windowed,
         experts=MIXTRAL,
     ),
     "qwen3_moe": Family(
@@ -1039,7 +912,7 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 768,
             "norm_topk_prob": False,
         },
-        is_sliding=_sliding_if_used,
+        is_sliding=_sliding_if_windowed,
         window_switch=True,
         qk_norm="each_head",
         experts=QWEN3_MOE,
@@ -1082,6 +955,7 @@ FAMILIES: dict[str, Family] = {
             "floor_scale": 8192,
             "attn_scale": 0.1,
         },
+        fixed={"n_shared_experts": 1},
         prepare=prepare_llama4,
         lists_layer_types=True,
         is_unrotated=_is_unrotated,
@@ -1093,7 +967,67 @@ FAMILIES: dict[str, Family] = {
         rope_interleaved=True,
         experts=LLAMA4,
     ),
-    **DENSE_FAMILIES,
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        defaults={
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "rope_theta": 2e6,
+            "use_sliding_window": False,
+            "no_rope_layer_interval": 4,
+            "mlp_bias": False,
+        },
+        is_sliding=_unrotated_layers_slide,
+        lists_layer_types=True,
+        is_unrotated=_is_unrotated,
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        defaults={
+            "bos_token_id": 1,
+            "eos_token_id": 32000,
+            "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0,
+        },
+        fixed={"attention_bias": False},
+        prepare=_with_longrope,
+        is_sliding=_sliding_if_windowed,
+        qkv=("self_attn.qkv_proj",),
+        gate_up=("mlp.gate_up_proj",),
+        recomputes_long=True,
+    ),
+    "olmo2": _OLMO2,
+    "olmo3": replace(
+        _OLMO2,
+        architecture="Olmo3ForCausalLM",
+        defaults=_OLMO | {"rope_theta": 5e5, "sliding_window": 4096},
+        fixed={"rope_local_base_freq": 5e5},
+        is_sliding=lambda config, layer: (layer + 1) % 4 != 0,
+        lists_layer_types=True,
+    ),
+    "granite": Family(architecture="GraniteForCausalLM", defaults=_GRANITE | {"mlp_bias": False}),
+    "granitemoehybrid": Family(
+        architecture="GraniteMoeHybridForCausalLM",
+        defaults=_GRANITE | {"num_local_experts": 8, "shared_intermediate_size": 1024},
+        prepare=_dense_granite,
+        is_unrotated=lambda config, layer: config.get("position_embedding_type") != "rope",
+        gate_up=("shared_mlp.input_linear",),
+        down="shared_mlp.output_linear",
+        inner_size_key="shared_intermediate_size",
+    ),
+    "glm": _GLM_FAMILY,
+    "glm4": replace(
+        _GLM_FAMILY,
+        architecture="Glm4ForCausalLM",
+        layer_norms=LayerNorms(
+            attention_output="post_self_attn_layernorm",
+            mlp="post_attention_layernorm",
+            mlp_output="post_mlp_layernorm",
+        ),
+    ),
 }
 
 """By `model_type`. As in transformers, `attn_logit_softcapping` is ignored for Gemma 3, attention
