@@ -362,63 +362,57 @@ def check_batch_invariant(
     Raises:
         ConfigError: they cannot; it says what to change.
     """
-    if config.kernels == "torch":
-        raise _refusal(
+    on_cpu = device.type == "cpu"
+    gaps = native_gaps(device.type, dtype, weights, plan_of(model))
+    gap = gaps[0].reason if gaps else ""
+    for refused, what, reason, remedy in (
+        (
+            config.kernels == "torch",
             "kernels='torch'",
             "PyTorch's matrix products add in an order that depends on the number of rows",
-            "use kernels='auto' or kernels='native'",
-        )
-    if not isinstance(model, ModelConfig):
-        raise _refusal(
+            "kernels='auto' or kernels='native'",
+        ),
+        (
+            not isinstance(model, ModelConfig),
             f"model_impl={config.model_impl!r} and a model of transformers",
             "its layers are compiled by torch.compile, for each number of tokens in another way",
-            "use a model with a native family (docs/models.md)",
-        )
-    if device.type == "cuda":
-        _check_cuda(config, weights, model)
-        return
-    if dtype == torch.float16:
-        raise _refusal(
-            f"dtype={config.dtype!r} and a model in float16",
-            "the C++ operators have no linear layer in float16",
-            "use dtype='bfloat16' or dtype='float32'",
-        )
-    if weights == "fp8":
-        raise _refusal(
-            "weight_dtype='fp8'",
-            "the C++ operators have no linear layer over fp8 weights",
-            "use weight_dtype='int8' or weight_dtype='auto'",
-        )
-    gaps = native_gaps(device.type, dtype, weights, plan_of(model))
-    if gaps and config.mode == "compile":
-        raise _refusal(
-            "mode='compile' and this model",
-            f"torch.compile compiles one token and several in different ways ({gaps[0].reason})",
-            "use mode='auto' or mode='eager'",
-        )
-
-
-def _check_cuda(config: EngineConfig, weights: WeightStorage, model: ModelConfig) -> None:
-    """Check what only a GPU refuses; its kernels support all types of weights."""
-    gaps = native_gaps("cuda", torch.float32, weights, plan_of(model))
-    if gaps:
-        raise _refusal(
+            "a model with a native family (docs/models.md)",
+        ),
+        (
+            gaps and not on_cpu,
             f"model type {model.model_type!r} on CUDA",
             "PyTorch operations, whose order of sums depends on the number of tokens, run where"
-            f" {gaps[0].reason}",
-            "use device='cpu'",
-        )
-    if config.tensor_parallel > 1:
-        raise _refusal(
+            f" {gap}",
+            "device='cpu'",
+        ),
+        (
+            config.tensor_parallel > 1 and not on_cpu,
             f"tensor_parallel={config.tensor_parallel} on CUDA",
             "sums over ranks are made in another order, or by the switch, for other sizes",
-            "use tensor_parallel=1 or device='cpu'",
-        )
-
-
-def _refusal(what: str, reason: str, remedy: str) -> ConfigError:
-    return ConfigError(
-        f"batch_invariant=True does not support {what}: {reason}. Set batch_invariant=False, or"
-        f" {remedy}",
-        field="batch_invariant",
-    )
+            "tensor_parallel=1 or device='cpu'",
+        ),
+        (
+            dtype == torch.float16 and on_cpu,
+            f"dtype={config.dtype!r} and a model in float16",
+            "the C++ operators have no linear layer in float16",
+            "dtype='bfloat16' or dtype='float32'",
+        ),
+        (
+            weights == "fp8" and on_cpu,
+            "weight_dtype='fp8'",
+            "the C++ operators have no linear layer over fp8 weights",
+            "weight_dtype='int8' or weight_dtype='auto'",
+        ),
+        (
+            gaps and config.mode == "compile" and on_cpu,
+            "mode='compile' and this model",
+            f"torch.compile compiles one token and several in different ways ({gap})",
+            "mode='auto' or mode='eager'",
+        ),
+    ):
+        if refused:
+            raise ConfigError(
+                f"batch_invariant=True does not support {what}: {reason}. Set"
+                f" batch_invariant=False, or use {remedy}",
+                field="batch_invariant",
+            )
