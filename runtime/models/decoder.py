@@ -43,6 +43,7 @@ __all__ = [
     "Layer",
     "LayerStack",
     "attention_specs",
+    "layer_places",
     "layer_spec",
     "rope_lengths",
 ]
@@ -160,6 +161,16 @@ class Layer(nn.Module):
         return x_TD
 
 
+def layer_places(groups: Sequence[LayerGroup]) -> tuple[LayerPlace, ...]:
+    """Return the place of each layer in the arena of these groups."""
+    places = {
+        layer: LayerPlace(group.index, position)
+        for group in groups
+        for position, layer in enumerate(group.layers)
+    }
+    return tuple(places[layer] for layer in range(len(places)))
+
+
 class LayerStack(nn.Module):
     """The layers of a plan and the norm after them, reading and writing the arena.
 
@@ -195,12 +206,7 @@ class LayerStack(nn.Module):
         self.storage: Storage = storage
         self.stack: Stack | None = None
         self.embedding_factor = plan.embedding_scale
-        places = {
-            layer: LayerPlace(group.index, position)
-            for group in groups
-            for position, layer in enumerate(group.layers)
-        }
-        self._places = tuple(places[layer] for layer in range(len(plan.layers)))
+        self._places = layer_places(groups)
         self.layers = nn.ModuleList(
             Layer(layer, kernels, place, storage)
             for layer, place in zip(plan.layers, self._places, strict=True)

@@ -16,13 +16,12 @@ from ...kernels import (
     AttentionForm,
     DecodeStep,
     Kernels,
-    LayerPlace,
     PackedMemory,
     RaggedBatch,
     Stack,
 )
 from ...operation_scopes import operation
-from ..decoder import Decoder
+from ..decoder import Decoder, layer_places
 from ..modules import Projection, ShardedVocabulary
 from .attention import IMPLEMENTATION, CurrentStep, PagedLayer, PagedStep
 from .config import LinearGroup, TransformersConfig, freeze_rotations, layer_prefixes, linear_groups
@@ -68,25 +67,19 @@ class NextOfProduct(nn.Module):
         return self.first.following.pop(0)
 
 
-def stacked_weight(model: nn.Module, group: LinearGroup) -> Tensor:
-    """Return the weights of a group, `[out_features, in_features]`."""
-    weights = []
-    for member in group.members:
-        weight: Any = model.get_submodule(member.module).weight
-        weights.append(weight.data.T if member.transposed else weight.data)
-    return weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
+def stacked(model: nn.Module, group: LinearGroup) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of a group, `[out_features, in_features]`, and its biases.
 
-
-def stacked_bias(model: nn.Module, group: LinearGroup) -> Tensor | None:
-    """Return the biases of a group, with zeros for members without; None if none has one."""
-    if not group.bias:
-        return None
-    parts = []
+    Members without a bias have zeros there; None if no member has one.
+    """
+    weights, biases = [], []
     for member in group.members:
         module: Any = model.get_submodule(member.module)
-        has = member.bias
-        parts.append(module.bias.data if has else module.weight.new_zeros(member.out_features))
-    return torch.cat(parts)
+        weight = module.weight.data
+        weights.append(weight.T if member.transposed else weight)
+        biases.append(module.bias.data if member.bias else weight.new_zeros(member.out_features))
+    stacked = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
+    return stacked, torch.cat(biases) if group.bias else None
 
 
 # Input embeddings whose rows a projection stores.
@@ -132,13 +125,9 @@ def add_scopes(model: nn.Module, probe: Probe) -> None:
         layer = model.get_submodule(prefix.removesuffix("."))
         for path, module in layer.named_modules():
             if path and any(True for _ in module.parameters(recurse=False)):
-                _scope(layer.get_submodule(_stand_in(path)), _stand_in(path).rpartition(".")[2])
+                replaced = path.removesuffix(".product").removesuffix(".first")
+                _scope(layer.get_submodule(replaced), replaced.rpartition(".")[2])
         _scope(layer, "layer", index)
-
-
-def _stand_in(path: str) -> str:
-    """Return the path of the module that a projection belongs to."""
-    return path.removesuffix(".product").removesuffix(".first")
 
 
 def _scope(module: Any, name: str, layer: int | None = None) -> None:
@@ -242,13 +231,8 @@ class TransformersDecoder(nn.Module):
         self, groups: Sequence[LayerGroup], storage: Storage
     ) -> tuple[PagedLayer, ...]:
         """Return the attention calls of a forward pass, over an arena of these groups."""
-        places = {
-            layer: LayerPlace(group.index, position)
-            for group in groups
-            for position, layer in enumerate(group.layers)
-        }
         layers = []
-        for index, plan in enumerate(self.config.plan.layers):
+        for place, plan in zip(layer_places(groups), self.config.plan.layers, strict=True):
             attend = plan.attend
             form = AttentionForm(
                 scale=attend.scale,
@@ -258,19 +242,24 @@ class TransformersDecoder(nn.Module):
                 value_dim=attend.value_dim,
                 chunk=attend.chunk,
             )
-            layers.append(PagedLayer(places[index], form, attend.kv_heads, attend.head_dim))
+            layers.append(PagedLayer(place, form, attend.kv_heads, attend.head_dim))
         return tuple(layers)
 
     def _replace_linears(self, model: Any) -> None:
         """Replace the linear layers that the probe found, freeing each weight when it is stored."""
         probe, groups = self.config.probe, linear_groups(self.config.probe)
         shared = probe.tied and probe.packed_embedding
-        memory = self._packed_memory(groups)
         embeddings = model.get_input_embeddings()
+        shapes = [(group.out_features, group.in_features) for group in groups]
+        if probe.packed_embedding and not shared:
+            shapes.append(embeddings.weight.shape)
+        memory = None
+        if self.kernels.pack is not None:
+            sizes = [self.kernels.stored_bytes(n, k, self.dtype) for n, k in shapes]
+            memory = PackedMemory(sum(sizes), len(sizes))
         for group in groups:
-            weight = stacked_weight(model, group)
-            projection = self._projection(group.name, weight, stacked_bias(model, group), memory)
-            del weight
+            projection = Projection(self.kernels, group.out_features, group.in_features)
+            self._store(group.name, projection, *stacked(model, group), memory)
             first = FirstOfProduct(projection, [member.out_features for member in group.members])
             model.set_submodule(group.name, first)
             for member in group.members[1:]:
@@ -278,7 +267,8 @@ class TransformersDecoder(nn.Module):
             if shared and group.layer is None:
                 store_rows(embeddings, projection)
         if probe.packed_embedding and not shared:
-            projection = self._projection(probe.embedding, embeddings.weight.data, None, memory)
+            projection = Projection(self.kernels, *embeddings.weight.shape)
+            self._store(probe.embedding, projection, embeddings.weight.data, None, memory)
             store_rows(embeddings, projection)
         gc.collect()  # modules refer to each other
 
@@ -294,39 +284,24 @@ class TransformersDecoder(nn.Module):
         probe = self.config.probe
         for group in linear_groups(probe):
             first: Any = self.model.get_submodule(group.name)
-            weight, bias = stacked_weight(model, group), stacked_bias(model, group)
-            self._overwrite(group.name, first.product, weight, bias)
+            self._store(group.name, first.product, *stacked(model, group))
         if probe.packed_embedding and not probe.tied:
             weight = model.get_input_embeddings().weight
-            self._overwrite(probe.embedding, self._embeddings.projection, weight, None)
+            self._store(probe.embedding, self._embeddings.projection, weight, None)
         ours = self.model.state_dict()
         for name, value in model.state_dict().items():
             if name in ours:
                 ours[name].copy_(value)
 
-    def _overwrite(
-        self, name: str, projection: Projection, weight: Tensor, bias: Tensor | None
+    def _store(
+        self,
+        name: str,
+        projection: Projection,
+        weight: Tensor,
+        bias: Tensor | None,
+        memory: PackedMemory | None = None,
     ) -> None:
-        for leaf, value in self._stored(name, projection, weight, bias).items():
-            getattr(projection, leaf).copy_(value)
-
-    def _projection(
-        self, name: str, weight: Tensor, bias: Tensor | None, memory: PackedMemory | None
-    ) -> Projection:
-        """Return a projection that stores a weight as the kernels want."""
-        projection = Projection(self.kernels, *weight.shape)
-        projection.dtype = self.dtype
-        stored = self._stored(name, projection, weight, bias)
-        if memory is not None:
-            stored["weight"] = memory.place(stored["weight"])
-        for leaf, value in stored.items():
-            setattr(projection, leaf, nn.Parameter(value, requires_grad=False))
-        return projection
-
-    def _stored(
-        self, name: str, projection: Projection, weight: Tensor, bias: Tensor | None
-    ) -> dict[str, Tensor]:
-        """Return the values of the parameters of a projection, as the kernels want them."""
+        """Store a weight as the kernels want it, in the tensors of an earlier one if there are."""
         try:
             stored = projection.as_stored(weight, self.device)
         except ValueError as error:
@@ -336,18 +311,15 @@ class TransformersDecoder(nn.Module):
             ) from error
         if bias is not None:
             stored["bias"] = bias.to(self.device)
-        return stored
-
-    def _packed_memory(self, groups: Sequence[LinearGroup]) -> PackedMemory | None:
-        """Room for all packed weights, where the CPU kernels pack them."""
-        if self.kernels.pack is None:
-            return None
-        shapes = [(group.out_features, group.in_features) for group in groups]
-        probe, plan = self.config.probe, self.config.plan
-        if probe.packed_embedding and not plan.tied:
-            shapes.append((plan.embedding.shape[0], plan.embedding.shape[1]))
-        sizes = [self.kernels.stored_bytes(n, k, self.dtype) for n, k in shapes]
-        return PackedMemory(sum(sizes), len(sizes))
+        if memory is not None:
+            stored["weight"] = memory.place(stored["weight"])
+        projection.dtype = self.dtype
+        for leaf, value in stored.items():
+            held: Tensor | None = getattr(projection, leaf)
+            if held is None:
+                setattr(projection, leaf, nn.Parameter(value, requires_grad=False))
+            else:
+                held.copy_(value)
 
 
 DecoderModel: TypeAlias = Decoder | TransformersDecoder
