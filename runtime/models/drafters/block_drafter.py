@@ -95,19 +95,7 @@ def is_block_drafter(config: Json) -> bool:
 def block_config(
     name: str, directory: Path, config: Json, names: Mapping[str, object], target: ModelConfig
 ) -> DrafterConfig:
-    """Read the `config.json` of a block-parallel drafter.
-
-    Args:
-        name: as given by the user.
-        directory: the checkpoint.
-        config: its `config.json`.
-        names: of its tensors.
-        target: the model that it drafts for.
-
-    Raises:
-        CheckpointError: a field is missing, mistyped or of an unsupported variant.
-        ConfigError: it does not fit the target.
-    """
+    """Read the `config.json` of a block-parallel drafter: see `ReadDrafter`."""
     own = config.get("dflash_config")
     fields = {**config, **own} if isinstance(own, dict) else config
     if any(name.startswith("candidate_selector.") for name in names):

@@ -49,6 +49,7 @@ __all__ = [
     "DrafterKind",
     "Drafts",
     "FollowedTokens",
+    "ReadDrafter",
     "MOST_DRAFTS",
     "NewestTokens",
     "SampledTokens",
@@ -122,6 +123,16 @@ class DrafterConfig:
     def weight_bytes(self, kernels: Kernels, dtype: torch.dtype) -> int:
         """Return the bytes of its own parameters as the kernels store them."""
         return sum(parameter_bytes(parameter, kernels, dtype) for parameter in self.parameters)
+
+
+ReadDrafter: TypeAlias = Callable[
+    [str, Path, Json, Mapping[str, object], ModelConfig], DrafterConfig
+]
+
+"""Reads a drafter that shares modules with its target, from its name as given by the user, the
+directory of its checkpoint, its `config.json`, the names of its tensors and the config of the
+target. Raises `CheckpointError` if a field is missing, mistyped or of an unsupported variant, and
+`ConfigError` if it does not fit the target."""
 
 
 def check_fits(name: str, sizes: Mapping[str, tuple[object, object]]) -> None:
@@ -316,7 +327,7 @@ class Drafter(Protocol):
     def close(self) -> None:
         """Release what it holds outside of PyTorch. Steps must not follow."""
 
-    def follow(self, tokens: FollowedTokens, arena: torch.Tensor) -> None:
+    def follow(self, tokens: FollowedTokens, arena: torch.Tensor) -> object:
         """Store keys and values of tokens of any step, prefill included."""
 
     def propose(

@@ -108,19 +108,7 @@ def is_eagle3(config: Json) -> bool:
 def eagle3_config(
     name: str, directory: Path, config: Json, names: Container[str], target: ModelConfig
 ) -> DrafterConfig:
-    """Read the `config.json` of a head.
-
-    Args:
-        name: as given by the user.
-        directory: the checkpoint.
-        config: its `config.json`.
-        names: of its tensors.
-        target: the model that it drafts for.
-
-    Raises:
-        CheckpointError: a field is missing, mistyped or of an unsupported variant.
-        ConfigError: it does not fit the target.
-    """
+    """Read the `config.json` of a head: see `ReadDrafter`."""
     speculators = config.get("speculators_model_type") is not None
     layer = config.get("transformer_layer_config") if speculators else config
     if not isinstance(layer, dict):
@@ -284,9 +272,9 @@ class FeatureHead(SharedLayers, ABC):
     target_ids: torch.Tensor | None = None
     """int64 `[V]`: tokens of the target; None: the same vocabulary."""
 
-    @abstractmethod
     def start(self, features_TF: torch.Tensor) -> torch.Tensor:
         """Return the hidden states `[T, D]` that `advance` takes of features."""
+        return features_TF
 
     @abstractmethod
     def advance(
@@ -298,15 +286,18 @@ class FeatureHead(SharedLayers, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers; return their output, normed and not normed, `[T, D]` each."""
 
-    def follow(self, tokens: FollowedTokens, arena: torch.Tensor) -> None:
-        """See `Drafter.follow`."""
-        self._follow(tokens, arena)
+    def follow(
+        self, tokens: FollowedTokens, arena: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Drafter.follow`. Returns what `advance` does."""
+        assert tokens.features is not None
+        return self.advance(self.start(tokens.features), tokens.next_ids, arena, tokens.batch)
 
     def propose(
         self, tokens: FollowedTokens, newest: NewestTokens, arena: torch.Tensor, count: int
     ) -> Drafts:
         """See `Drafter.propose`."""
-        normed_TD, output_TD = self._follow(tokens, arena)
+        normed_TD, output_TD = self.follow(tokens, arena)
         normed_BD = normed_TD.index_select(0, newest.index)
         output_BD = output_TD.index_select(0, newest.index)
         ids: list[torch.Tensor] = []
@@ -319,12 +310,6 @@ class FeatureHead(SharedLayers, ABC):
             ids.append(ids_B if self.target_ids is None else self.target_ids[ids_B])
             probabilities.append(probability_B)
         return Drafts(torch.stack(ids, dim=1), torch.stack(probabilities, dim=1))
-
-    def _follow(
-        self, tokens: FollowedTokens, arena: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert tokens.features is not None
-        return self.advance(self.start(tokens.features), tokens.next_ids, arena, tokens.batch)
 
 
 # EAGLE-3 heads. Shape suffixes: T tokens, D hidden_size, F features, V tokens of the head's
@@ -473,19 +458,7 @@ def is_unused_by_mtp(name: str, drafter: DrafterConfig) -> bool:
 def mtp_config(
     name: str, directory: Path, config: Json, names: Mapping[str, object], target: ModelConfig
 ) -> DrafterConfig:
-    """Read the module of a checkpoint. Of several it reads the first.
-
-    Args:
-        name: as given by the user.
-        directory: the checkpoint.
-        config: its `config.json`.
-        names: of its tensors.
-        target: the model that it drafts for, from the same checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint has no module.
-        ConfigError: it differs from the target's.
-    """
+    """Read the module of the target's checkpoint, of several the first: see `ReadDrafter`."""
     layout = target.family.mtp
     if layout is None:
         supported = ", ".join(name for name, family in FAMILIES.items() if family.mtp is not None)
@@ -572,10 +545,6 @@ class MultiTokenPrediction(FeatureHead):
         self.hnorm = RMSNorm(parts.hidden_norm.eps)
         self.eh_proj = Projection(kernels, *parts.fuse.weight.shape)
         self._layout = parts.layout
-
-    def start(self, features_TF: torch.Tensor) -> torch.Tensor:
-        """See `FeatureHead.start`."""
-        return features_TF
 
     def advance(
         self,
