@@ -6,10 +6,10 @@ same input (q, k, v and gate, up) are stacked into one product.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +33,7 @@ from ..kernels.ops.layer_operations import (
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ..kernels.ops.parameter import Cut, ExpertRows, HeadRows, Parameter, Shape, Slice, Source
 from .config import DecoderConfig, LatentConfig, ModelConfig, Rope
-from .families import ExpertLayout, ExpertsConfig, ExpertTraits
+from .families import ExpertLayout, ExpertsConfig
 from .rope import UNROTATED
 from .sharding import check_ranks, shard_plan
 from .transformers.config import TransformersConfig
@@ -292,124 +292,102 @@ def activate(config: ModelConfig, features: int) -> Activate:
 #
 # Shapes: R routed experts, S shared ones, D hidden_size, F width of an expert.
 
-Sources = tuple[Source, ...]
-
 
 def experts(config: ModelConfig, moe: ExpertsConfig) -> Experts:
     """The operation of a layer with experts; its value is the sum of theirs."""
     traits = config.family.experts
     assert traits is not None, "only families with experts have an `ExpertsConfig`"
-    build = _Builder(config, moe, traits)
+    hidden, width, routed = config.hidden_size, moe.moe_intermediate_size, moe.num_experts
+    total, first = routed + moe.n_shared_experts, traits.layouts[0]
+
+    def parameter(
+        name: str, shape: Shape, sources: Callable[[ExpertLayout], Iterable[Source]], **more: Any
+    ) -> Parameter:
+        """A parameter with alternative layouts."""
+        own, *others = dict.fromkeys(tuple(sources(layout)) for layout in traits.layouts)
+        return Parameter(f"experts.{name}", own, shape, alternatives=tuple(others), **more)
+
+    def bias(name: str, weight: str, rows: Sequence[ExpertRows], size: int) -> Parameter | None:
+        if not traits.biases:
+            return None
+        stored = weight.removesuffix("_blocks") + "_bias"
+        sources = tuple(Source(stored, (routed, size), part) for part in rows)
+        return Parameter(f"experts.{name}.bias", sources, (routed * size,))
+
+    def router(leaf: str, shape: Shape, **more: Any) -> Parameter:
+        def sources(layout: ExpertLayout) -> list[Source]:
+            return [Source(f"{layout.router}.{leaf}", shape)]
+
+        return parameter(f"router.{leaf}", shape, sources, **more)
+
+    correction = None
+    if traits.correction:
+        source = Source(traits.correction, (routed,))
+        correction = Parameter("experts.correction.weight", (source,), dtype=torch.float32)
     return Experts(
         name="experts",
-        router=build.router("weight"),
-        gate_up=build.gate_up(),
-        down=build.down(),
+        router=router("weight", (routed, hidden), exact=True),
+        gate_up=parameter(
+            "gate_up.weight",
+            (total * 2 * width, hidden),
+            lambda layout: _gate_up(moe, hidden, layout, traits.shared),
+            matrices=2 * total,
+        ),
+        down=parameter(
+            "down.weight",
+            (total * hidden, width),
+            lambda layout: _down(moe, hidden, layout, traits.shared),
+            matrices=total,
+        ),
         routing=moe.routing,
-        activate=activate(config, moe.moe_intermediate_size),
-        router_bias=build.router("bias") if traits.router_bias else None,
-        correction=build.correction(),
-        gate_up_bias=build.gate_up_bias(),
-        down_bias=build.down_bias(),
+        activate=activate(config, width),
+        router_bias=router("bias", (routed,)) if traits.router_bias else None,
+        correction=correction,
+        gate_up_bias=bias(
+            *("gate_up", first.gate_up[0]),
+            list(_gate_up_rows(routed, width, replace(first, transposed=False))),
+            2 * width,
+        ),
+        down_bias=bias(
+            *("down", first.down), [ExpertRows(i, 0, hidden) for i in range(routed)], hidden
+        ),
         shared=moe.n_shared_experts,
         scaled_inputs=traits.scaled_inputs,
     )
 
 
-class _Builder:
-    """Builds the parameters of a mixture."""
-
-    def __init__(self, config: ModelConfig, moe: ExpertsConfig, traits: ExpertTraits) -> None:
-        self.traits = traits
-        self.routed, self.shared = moe.num_experts, moe.n_shared_experts
-        self.hidden, self.width = config.hidden_size, moe.moe_intermediate_size
-
-    def router(self, leaf: str) -> Parameter:
-        shape = (self.routed, self.hidden) if leaf == "weight" else (self.routed,)
-        names = dict.fromkeys(layout.router for layout in self.traits.layouts)
-        candidates = [(Source(f"{name}.{leaf}", shape),) for name in names]
-        exact = leaf == "weight"
-        return _parameter(f"experts.router.{leaf}", shape, candidates)._replace(exact=exact)
-
-    def correction(self) -> Parameter | None:
-        if not self.traits.correction:
-            return None
-        source = Source(self.traits.correction, (self.routed,))
-        return Parameter("experts.correction.weight", (source,), dtype=torch.float32)
-
-    def gate_up(self) -> Parameter:
-        """`[(R + S) * 2F, D]`."""
-        width, shared = self.width, f"{self.traits.shared}."
-        shape = (self.shared * width, self.hidden)
-        always = tuple(
-            Source(f"{shared}{name}.weight", shape, Slice(0, expert * width, width))
-            for expert in range(self.shared)
-            for name in ("gate_proj", "up_proj")
-        )
-        candidates = [(*self._gate_up(layout), *always) for layout in self.traits.layouts]
-        total = self.routed + self.shared
-        whole = (total * 2 * width, self.hidden)
-        return _parameter("experts.gate_up.weight", whole, candidates, 2 * total)
-
-    def _gate_up(self, layout: ExpertLayout) -> Iterator[Source]:
-        """The sources of the routed experts."""
-        width, hidden = self.width, self.hidden
-        if not layout.is_stacked:
-            for expert in range(self.routed):
-                for name in layout.gate_up:
-                    yield Source(name.format(expert), (width, hidden))
-            return
-        (name,) = layout.gate_up
+def _gate_up(
+    moe: ExpertsConfig, hidden: int, layout: ExpertLayout, shared: str
+) -> Iterator[Source]:
+    """`[(R + S) * 2F, D]`: of the routed experts, then of those in the MLP `shared`."""
+    width, always = moe.moe_intermediate_size, moe.n_shared_experts
+    if layout.is_stacked:
         stored = (hidden, 2 * width) if layout.transposed else (2 * width, hidden)
-        for rows in _gate_up_rows(self.routed, width, layout):
-            yield Source(name, (self.routed, *stored), rows)
+        for rows in _gate_up_rows(moe.num_experts, width, layout):
+            yield Source(layout.gate_up[0], (moe.num_experts, *stored), rows)
+    else:
+        for expert in range(moe.num_experts):
+            for name in layout.gate_up:
+                yield Source(name.format(expert), (width, hidden))
+    for expert in range(always):
+        for name in ("gate_proj", "up_proj"):
+            part = Slice(0, expert * width, width)
+            yield Source(f"{shared}.{name}.weight", (always * width, hidden), part)
 
-    def down(self) -> Parameter:
-        """`[(R + S) * D, F]`."""
-        width, hidden = self.width, self.hidden
-        always = tuple(
-            Source(
-                f"{self.traits.shared}.down_proj.weight",
-                (hidden, self.shared * width),
-                Slice(1, expert * width, width),
-            )
-            for expert in range(self.shared)
-        )
-        candidates = [(*self._down(layout), *always) for layout in self.traits.layouts]
-        total = self.routed + self.shared
-        whole = (total * hidden, width)
-        return _parameter("experts.down.weight", whole, candidates, total)
 
-    def _down(self, layout: ExpertLayout) -> Iterator[Source]:
-        width, hidden = self.width, self.hidden
-        stored = (width, hidden) if layout.transposed else (hidden, width)
-        for expert in range(self.routed):
-            if layout.is_stacked:
-                rows = ExpertRows(expert, 0, hidden, transposed=layout.transposed)
-                yield Source(layout.down, (self.routed, *stored), rows)
-            else:
-                yield Source(layout.down.format(expert), stored)
-
-    def gate_up_bias(self) -> Parameter | None:
-        """`[R * 2F]`."""
-        if not self.traits.biases:
-            return None
-        layout = replace(self.traits.layouts[0], transposed=False)
-        name, shape = _bias_name(layout.gate_up[0]), (self.routed, 2 * self.width)
-        rows = _gate_up_rows(self.routed, self.width, layout)
-        sources = tuple(Source(name, shape, part) for part in rows)
-        return Parameter("experts.gate_up.bias", sources, (self.routed * 2 * self.width,))
-
-    def down_bias(self) -> Parameter | None:
-        """`[R * D]`."""
-        if not self.traits.biases:
-            return None
-        hidden, name = self.hidden, _bias_name(self.traits.layouts[0].down)
-        sources = tuple(
-            Source(name, (self.routed, hidden), ExpertRows(expert, 0, hidden))
-            for expert in range(self.routed)
-        )
-        return Parameter("experts.down.bias", sources, (self.routed * hidden,))
+def _down(moe: ExpertsConfig, hidden: int, layout: ExpertLayout, shared: str) -> Iterator[Source]:
+    """`[(R + S) * D, F]`, as `_gate_up`."""
+    width, always = moe.moe_intermediate_size, moe.n_shared_experts
+    stored = (width, hidden) if layout.transposed else (hidden, width)
+    for expert in range(moe.num_experts):
+        if layout.is_stacked:
+            rows = ExpertRows(expert, 0, hidden, transposed=layout.transposed)
+            yield Source(layout.down, (moe.num_experts, *stored), rows)
+        else:
+            yield Source(layout.down.format(expert), stored)
+    for expert in range(always):
+        columns = Slice(1, expert * width, width)
+        yield Source(f"{shared}.down_proj.weight", (hidden, always * width), columns)
 
 
 def _gate_up_rows(routed: int, width: int, layout: ExpertLayout) -> Iterator[ExpertRows]:
@@ -420,18 +398,6 @@ def _gate_up_rows(routed: int, width: int, layout: ExpertLayout) -> Iterator[Exp
             yield ExpertRows(expert, 1, width, 2, layout.transposed)
         else:
             yield ExpertRows(expert, 0, 2 * width, 1, layout.transposed)
-
-
-def _bias_name(weight: str) -> str:
-    return weight.removesuffix("_blocks") + "_bias"
-
-
-def _parameter(
-    name: str, shape: Shape, candidates: Sequence[Sources], matrices: int = 1
-) -> Parameter:
-    """A parameter with alternative layouts."""
-    first, *others = candidates
-    return Parameter(name, first, shape, matrices=matrices, alternatives=tuple(others))
 
 
 # Multi-head latent attention as operations.

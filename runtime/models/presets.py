@@ -66,6 +66,10 @@ def _every_nth_full(pattern: int, num_layers: int) -> tuple[LayerType, ...]:
     )
 
 
+_V2_LITE_LATENT = LatentConfig(
+    q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+)
+
 PRESETS: dict[str, ModelConfig] = {
     "smollm2-135m": _model(
         ("llama", 30, 576, 1536, 9, 3, 64),
@@ -144,13 +148,7 @@ PRESETS: dict[str, ModelConfig] = {
         (102400, 4096, 10000.0, 1e-6),
         (100000, (100001,)),
         tied=True,
-        latent=LatentConfig(
-            q_lora_rank=None,
-            kv_lora_rank=512,
-            qk_nope_head_dim=128,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
-        ),
+        latent=_V2_LITE_LATENT,
     ),
     "mixtral-8x7b": _model(
         ("mixtral", 32, 4096, 14336, 32, 8, 128),
@@ -207,13 +205,7 @@ PRESETS: dict[str, ModelConfig] = {
             mscale=0.707,
             mscale_all_dim=0.707,
         ),
-        latent=LatentConfig(
-            q_lora_rank=None,
-            kv_lora_rank=512,
-            qk_nope_head_dim=128,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
-        ),
+        latent=_V2_LITE_LATENT,
         experts=ExpertsConfig(
             num_experts=64,
             num_experts_per_tok=6,
