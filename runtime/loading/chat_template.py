@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from ..errors import RequestError
 from ..prompt_ids import type_name
@@ -55,20 +55,13 @@ _BEFORE: Final[Mapping[str, Messages]] = {
 """A conversation before a message of each role."""
 
 
-class _Forms(NamedTuple):
-    """What a template reads in messages of a role."""
-
-    text: bool
-    parts: bool
-
-
 class ContentForms:
     """The forms that one template reads. Thread-safe."""
 
     def __init__(self, render: Callable[[Messages], str]) -> None:
         """Take what renders messages with the template; it may raise `RequestError`."""
         self._render = render
-        self._known: dict[str, _Forms] = {}  # by role
+        self._known: dict[str, tuple[bool, bool]] = {}  # by role: reads texts, reads parts
 
     def adapt(self, message: dict[str, Any]) -> None:
         """Give a message the form that the template reads in its role.
@@ -78,17 +71,17 @@ class ContentForms:
         """
         content = message.get("content")
         if isinstance(content, str):
-            if content and self._of(message["role"]) == _Forms(text=False, parts=True):
+            if content and self._of(message["role"]) == (False, True):
                 message["content"] = [{"type": "text", "text": content}]
         elif isinstance(content, list):
             texts = [part["text"] for part in content if _is_text(part)]
-            if len(texts) == len(content) and not self._of(message["role"]).parts:
+            if len(texts) == len(content) and not self._of(message["role"])[1]:
                 message["content"] = "\n".join(texts)
 
-    def _of(self, role: str) -> _Forms:
+    def _of(self, role: str) -> tuple[bool, bool]:
         role = role if role in _BEFORE else "user"
         if role not in self._known:
-            self._known[role] = _Forms(self._reads(role, _FIRST), self._reads(role, _PARTS))
+            self._known[role] = self._reads(role, _FIRST), self._reads(role, _PARTS)
         return self._known[role]
 
     def _reads(self, role: str, content: str | list[dict[str, str]]) -> bool:
@@ -97,9 +90,8 @@ class ContentForms:
         probe: dict[str, Any] = {"role": role, "content": content}
         if role == "tool":
             probe |= {"tool_call_id": _CALL_ID, "name": "f"}
-        messages: Messages = [*_BEFORE[role], probe, *after]
         try:
-            text = self._render(messages)
+            text = self._render([*_BEFORE[role], probe, *after])
         except RequestError:  # the template refuses it
             return False
         if isinstance(content, str):
@@ -158,10 +150,9 @@ class ChatTemplates:
         """Take Jinja sources by name, and the special tokens as template variables."""
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
-        self._compiled: dict[str, Template] = {}
+        self._compiled: dict[str, tuple[Template, ContentForms]] = {}
         self._environment: BoundedEnvironment | None = None
         self._lock = threading.Lock()
-        self._forms: dict[str, ContentForms] = {}
 
     def render(self, prompt: ChatPrompt) -> str:
         """Return the text of a conversation, each content in the form that the template reads.
@@ -189,14 +180,13 @@ class ChatTemplates:
                 )
             final = _mark_final(messages, prompt.continue_final_message, self.sources[name])
         variables = {
-            **self._special_tokens,
             "messages": messages,
             "tools": tools,
             "documents": documents,
             "add_generation_prompt": prompt.add_generation_prompt,
             **more,
         }
-        text: str = _bounded(name, lambda: template.render(variables), RENDER_SECONDS)
+        text = self._render(name, template, variables)
         return _cut_at_mark(text, final) if prompt.continue_final_message else text
 
     def _name(self, prompt: ChatPrompt) -> str:
@@ -231,17 +221,16 @@ class ChatTemplates:
                 if self._environment is None:
                     self._environment = BoundedEnvironment()
                 environment, source = self._environment, self.sources[name]
-                self._compiled[name] = template = _bounded(
+                template: Template = _bounded(
                     name, lambda: environment.from_string(source), COMPILE_SECONDS
                 )
-                self._forms[name] = ContentForms(
-                    lambda messages: self._probe(name, template, messages)
-                )
-            return self._compiled[name], self._forms[name]
+                more = {"add_generation_prompt": False}
+                forms = ContentForms(lambda m: self._render(name, template, {"messages": m} | more))
+                self._compiled[name] = template, forms
+            return self._compiled[name]
 
-    def _probe(self, name: str, template: Template, messages: Sequence[Message]) -> str:
-        """Return the text of messages without anything else."""
-        variables = {**self._special_tokens, "messages": messages, "add_generation_prompt": False}
+    def _render(self, name: str, template: Template, variables: dict[str, Any]) -> str:
+        variables = self._special_tokens | variables
         text: str = _bounded(name, lambda: template.render(variables), RENDER_SECONDS)
         return text
 

@@ -22,7 +22,7 @@ from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError, MemoryBudgetError, RequestError
 from ..kernels.ops.parameter import Narrowed, Selection
 from ..models.config import DecoderConfig, ModelConfig
-from ..models.families import Json, family_of
+from ..models.families import family_of
 from ..models.plan import Parameter, Source, fused_layout
 from ..models.transformers.config import read_transformers_config
 from ..sampling_params import NEUTRAL, SamplingDefaults, SamplingParams
@@ -45,7 +45,6 @@ __all__ = [
     "check_tensors",
     "check_tied_head",
     "decode_mxfp4",
-    "log_unused",
     "read_config",
     "read_sampling_defaults",
 ]
@@ -75,25 +74,6 @@ _DOUBLED = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 scale is finite."""
 
 _BIAS = 127 + 1
-
-
-def name_of_scales(name: str) -> str | None:
-    """Return the name of the scales of a tensor, or None if its name is not one of blocks."""
-    return name.removesuffix(_BLOCKS) + _SCALES if name.endswith(_BLOCKS) else None
-
-
-def decoded_shape(
-    blocks: tuple[str, tuple[int, ...]], scales: tuple[str, tuple[int, ...]]
-) -> tuple[int, ...] | None:
-    """Return the shape that blocks and scales decode to, from their dtypes and shapes.
-
-    None if they are not mxfp4.
-    """
-    (dtype, shape), (scale_dtype, scale_shape) = blocks, scales
-    fits = len(shape) > 2 and shape[-1] == _BLOCK_BYTES and scale_shape == shape[:-1]
-    if not fits or (dtype, scale_dtype) != ("U8", "U8"):
-        return None
-    return (*shape[:-2], shape[-2] * 2 * _BLOCK_BYTES)
 
 
 def read_mxfp4(selection: Selection | None, blocks: Tensor, scales: Tensor) -> Tensor:
@@ -136,16 +116,8 @@ logger = logging.getLogger("stepgraph.runtime")
 
 GENERATION_FILE = "generation_config.json"
 
-_MOST_BYTES = 4 << 20
-
-_KEYS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_KEYS = {key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+_KEYS["max_new_tokens"] = "max_tokens"
 
 """Keys of the file, and the fields of `SamplingParams` that they set."""
 
@@ -160,7 +132,7 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
     found: dict[str, Any] = {}
     refused: list[str] = []
     try:
-        config = read_json_object(path, _MOST_BYTES) if has_file(path) else {}
+        config = read_json_object(path, CONFIG_BYTES) if has_file(path) else {}
     except CheckpointError as error:
         logger.warning("%s: its sampling defaults are not used", error)
         return NEUTRAL
@@ -190,7 +162,7 @@ _LFS_MAGIC = b"version https://git-lfs"
 
 CONFIG_BYTES = 4 << 20
 
-"""Most bytes of a `config.json`; published ones have some KiB."""
+"""Most bytes of a `config.json` or `generation_config.json`; published ones have some KiB."""
 
 _INDEX_BYTES = 128 << 20
 
@@ -231,29 +203,22 @@ def read_config(directory: Path, model_impl: str = "auto") -> DecoderConfig:
             return read_transformers_config(directory, config, generation)
         try:
             family_of(config)
-        except CheckpointError as error:
+        except CheckpointError as native:
             if model_impl == "native":
                 raise CheckpointError(
-                    f"{error}. model_impl='transformers' runs other models, with transformers",
-                    code=error.code,
+                    f"{native}. model_impl='transformers' runs other models, with transformers",
+                    code=native.code,
+                ) from native
+            try:
+                return read_transformers_config(directory, config, generation)
+            except (CheckpointError, ConfigError) as error:
+                code = error.code if isinstance(error, CheckpointError) else None
+                raise CheckpointError(
+                    f"{native}. As a model of transformers: {error}", code=code
                 ) from error
-            return _without_family(directory, config, generation, error)
         return ModelConfig.from_hf(config, generation)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}", code=error.code) from error
-
-
-def _without_family(
-    directory: Path, config: Json, generation: Json | None, native: CheckpointError
-) -> DecoderConfig:
-    """Read the config of a model without native family; `native` says that there is none."""
-    try:
-        return read_transformers_config(directory, config, generation)
-    except (CheckpointError, ConfigError) as error:
-        code = error.code if isinstance(error, CheckpointError) else None
-        raise CheckpointError(
-            f"{native}. As a model of transformers: {error}", code=code
-        ) from error
 
 
 class CheckpointReader:
@@ -311,9 +276,8 @@ class CheckpointReader:
         assert source.name is not None, "zeros have no tensor"
         if self._headers[source.name].dtype != MXFP4:
             return source.read(self.tensor(source.name))
-        scales = name_of_scales(source.name)
-        assert scales is not None, "the header of a pair"
-        return read_mxfp4(source.selection, self.tensor(source.name), self.tensor(scales))
+        scales = self.tensor(source.name.removesuffix(_BLOCKS) + _SCALES)
+        return read_mxfp4(source.selection, self.tensor(source.name), scales)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
@@ -329,13 +293,12 @@ class CheckpointReader:
     def _join_mxfp4(self) -> None:
         """Replace the headers of blocks and scales by the header of what they decode to."""
         for name, blocks in list(self._headers.items()):
-            scales_name = name_of_scales(name)
-            if scales_name is None or scales_name not in self._headers:
-                continue
-            scales = self._headers[scales_name]
-            shape = decoded_shape(blocks[:2], scales[:2])
-            if shape is not None:
-                self._headers[name] = TensorHeader(MXFP4, shape, blocks.file)
+            shape, scales_name = blocks.shape, name.removesuffix(_BLOCKS) + _SCALES
+            is_pair = name.endswith(_BLOCKS) and len(shape) > 2 and shape[-1] == _BLOCK_BYTES
+            scales = self._headers.get(scales_name) if is_pair else None
+            if scales and (blocks.dtype, *scales[:2]) == ("U8", "U8", shape[:-1]):
+                decoded = (*shape[:-2], shape[-2] * 2 * _BLOCK_BYTES)
+                self._headers[name] = TensorHeader(MXFP4, decoded, blocks.file)
                 del self._headers[scales_name]
 
     def _open(self, path: Path, index: Mapping[str, Path]) -> None:
@@ -383,7 +346,8 @@ def _weight_files(directory: Path) -> dict[str, Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path} has no weight_map")
     for file in weight_map.values():
-        if not isinstance(file, str) or not _is_file_name(file):
+        is_name = isinstance(file, str) and Path(file).name == file and file not in ("", "..")
+        if not is_name or "\0" in file:
             raise CheckpointError(
                 f"{index_path} names {bounded_repr(file)}, which is not a file in its directory"
             )
@@ -394,11 +358,6 @@ def _weight_files(directory: Path) -> dict[str, Path]:
             f" {bounded_text(', '.join(missing), 500)}"
         )
     return {name: directory / file for name, file in weight_map.items()}
-
-
-def _is_file_name(name: str) -> bool:
-    """Return whether a name stays within its directory."""
-    return Path(name).name == name and name not in ("", "..") and "\0" not in name
 
 
 # Compares the tensors of a checkpoint with what the config of its model needs.
@@ -426,13 +385,16 @@ _ELEMENTS_COMPARED = 1 << 24
 """Elements of two tensors compared at a time, which bounds their copies in float32."""
 
 
-def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, Parameter]:
+def check_tensors(
+    reader: CheckpointReader, config: ModelConfig, *, log_unused: bool = False
+) -> dict[str, Parameter]:
     """Compare the headers of a checkpoint with its config; return the layout that both agree on.
 
     Raises one `CheckpointError` for all missing and unexpected tensors, wrong shapes and
     unsupported dtypes. Only weights in the modules of the decoder can be unexpected: buffers, such
-    as masks, and other models in the same files, such as a vision encoder, are not read. A config
-    with more layers than the files is refused before anything is allocated per layer.
+    as masks, and other models in the same files, such as a vision encoder, are not read; with
+    `log_unused` their names are logged, in one record. A config with more layers than the files is
+    refused before anything is allocated per layer.
     """
     headers = reader.headers()
     held = {match[1] for match in map(_LAYER_NAME.match, headers) if match is not None}
@@ -442,34 +404,24 @@ def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, Pa
             f"{config.num_layers}, but there are tensors of {len(held)} layers"
         )
     whole = _stored_layout(config.whole, headers)
-    modules = frozenset(
-        match[0]
-        for parameter in whole.values()
-        for source in parameter.sources
-        if source.name is not None and (match := _MODULE_NAME.match(source.name)) is not None
-    )
-    check_layout(
-        reader,
-        whole,
-        lambda name: _is_unused(name, config) or not _is_weight(name, headers[name], modules),
-    )
-    return whole if config.shard is None else _stored_layout(config, headers)
+    expected = _sources(whole)
+    modules = {match[0] for match in map(_MODULE_NAME.match, expected) if match is not None}
 
+    def is_other(name: str) -> bool:
+        """Whether a decoder with weights in these modules needs no such tensor."""
+        module = _MODULE_NAME.match(name)
+        is_weight = headers[name].dtype in _LOADABLE_DTYPES
+        return not is_weight or module is None or module[0] not in modules
 
-def log_unused(reader: CheckpointReader, config: ModelConfig) -> None:
-    """Log the tensors of a checked checkpoint that are not of its decoder, in one record."""
-    expected = {
-        source.name
-        for parameter in _stored_layout(config.whole, reader.headers()).values()
-        for source in parameter.sources
-    }
-    names = [name for name in reader.headers().keys() - expected if not _is_unused(name, config)]
-    if names:
+    check_layout(reader, whole, lambda name: _is_unused(name, config) or is_other(name))
+    names = [name for name in headers.keys() - expected.keys() if not _is_unused(name, config)]
+    if names and log_unused:
         shown = bounded_text(", ".join(sorted(names)), 1000)
         _LOGGER.warning(
             "%d tensors in %s are not used, as %s has no parameters for them: %s",
             *(len(names), reader.directory, config.family.architecture, shown),
         )
+    return whole if config.shard is None else _stored_layout(config, headers)
 
 
 def check_layout(
@@ -480,7 +432,21 @@ def check_layout(
     Raises:
         CheckpointError: for all missing and unexpected tensors, wrong shapes and dtypes.
     """
-    problems = _contradictions(reader.headers(), layout, is_unused)
+    headers, expected = reader.headers(), _sources(layout)
+    problems = list(_missing({n: shape for n, shape in expected.items() if n not in headers}))
+    for name in filter(headers.__contains__, expected):
+        header = headers[name]
+        if header.shape != expected[name]:
+            found = _shown_shape(header.shape)
+            problems.append(f"shape: {name} expected {list(expected[name])}, found {found}")
+        elif header.dtype not in _LOADABLE_DTYPES:
+            supported = ", ".join(sorted(_LOADABLE_DTYPES))
+            problems.append(
+                f"dtype: {name} in {header.file.name} is {header.dtype}, supported: {supported}"
+            )
+    for name in sorted(headers.keys() - expected.keys()):
+        if not is_unused(name):
+            problems.append(f"unexpected: {bounded_text(name)} {_shown_shape(headers[name].shape)}")
     if problems:
         rest = len(problems) - _PROBLEMS_SHOWN
         shown = problems[:_PROBLEMS_SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
@@ -495,6 +461,12 @@ def _stored_layout(
 ) -> dict[str, Parameter]:
     """Return the layout of the model, or of its shard, as these tensors store it."""
     return {name: p.stored_in(headers) for name, p in fused_layout(config).items()}
+
+
+def _sources(layout: Mapping[str, Parameter]) -> dict[str, Shape]:
+    """Return the shapes of the tensors that a layout is read from, by name."""
+    sources = (source for parameter in layout.values() for source in parameter.sources)
+    return {source.name: source.shape for source in sources if source.name is not None}
 
 
 def check_tied_head(reader: CheckpointReader) -> None:
@@ -526,39 +498,6 @@ def check_tied_head(reader: CheckpointReader) -> None:
         )
 
 
-def _contradictions(
-    headers: Mapping[str, TensorHeader],
-    layout: Mapping[str, Parameter],
-    is_unused: Callable[[str], bool],
-) -> list[str]:
-    """Return a line for each tensor of a checkpoint that does not match the layout."""
-    expected = {
-        source.name: source.shape
-        for fused in layout.values()
-        for source in fused.sources
-        if source.name is not None
-    }
-    absent = {name: shape for name, shape in expected.items() if name not in headers}
-    problems = list(_missing(absent))
-    for name, shape in expected.items():
-        header = headers.get(name)
-        if header is None:
-            continue
-        if header.shape != shape:
-            problems.append(
-                f"shape: {name} expected {list(shape)}, found {_shown_shape(header.shape)}"
-            )
-        elif header.dtype not in _LOADABLE_DTYPES:
-            supported = ", ".join(sorted(_LOADABLE_DTYPES))
-            problems.append(
-                f"dtype: {name} in {header.file.name} is {header.dtype}, supported: {supported}"
-            )
-    for name in sorted(headers.keys() - expected.keys()):
-        if not is_unused(name):
-            problems.append(f"unexpected: {bounded_text(name)} {_shown_shape(headers[name].shape)}")
-    return problems
-
-
 def _missing(absent: Mapping[str, Shape]) -> Iterator[str]:
     """Yield a line for each missing tensor, but one for all experts of a layer."""
     experts: dict[str, dict[str, None]] = {}
@@ -571,12 +510,6 @@ def _missing(absent: Mapping[str, Shape]) -> Iterator[str]:
         shown, rest = list(numbers)[:_EXPERTS_SHOWN], len(numbers) - _EXPERTS_SHOWN
         more = f" and {rest} more" if rest > 0 else ""
         yield f"missing: tensors of experts {', '.join(shown)}{more} in {module}"
-
-
-def _is_weight(name: str, header: TensorHeader, modules: frozenset[str]) -> bool:
-    """Whether a tensor is one that a decoder with weights in these modules might need."""
-    module = _MODULE_NAME.match(name)
-    return header.dtype in _LOADABLE_DTYPES and module is not None and module[0] in modules
 
 
 def _is_unused(name: str, config: ModelConfig) -> bool:

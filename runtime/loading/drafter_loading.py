@@ -48,6 +48,7 @@ from .loader import (
     read_parameters,
     resolve_source,
 )
+from .tokenizer import read_tokenizer
 
 __all__ = ["find_drafter", "load_drafter", "new_drafter"]
 
@@ -56,13 +57,16 @@ __all__ = ["find_drafter", "load_drafter", "new_drafter"]
 
 _TOKENIZER = "tokenizer.json"
 
-_UNUSED = frozenset({"d2t", "t2d"})
+_Head = Eagle3 | MultiTokenPrediction | BlockDrafter
 
-"""Tensors without place in a layout: `d2t` is read by itself, `t2d` is its inverse."""
+_HEADS: dict[DrafterKind, tuple[Callable[..., DrafterConfig], type[_Head]]] = {
+    "eagle3": (eagle3_config, Eagle3),
+    "mtp": (mtp_config, MultiTokenPrediction),
+    "dflash": (block_config, BlockDrafter),
+}
 
-_READERS = {"eagle3": eagle3_config, "mtp": mtp_config, "dflash": block_config}
-
-"""Of the `config.json` of drafters that share modules with the target."""
+"""Drafters that share modules with the target, by `DrafterConfig.kind`: what reads `config.json`,
+and the module."""
 
 
 def find_drafter(
@@ -106,12 +110,12 @@ def find_drafter(
     with CheckpointReader(directory) as reader:
         try:
             name, names = bounded_text(str(path)), reader.headers()
-            drafter = _READERS[kind](name, directory, config, names, target)
+            drafter = _HEADS[kind][0](name, directory, config, names, target)
         except CheckpointError as error:
             raise CheckpointError(f"{config_path}: {error}") from error
         layout = {parameter.name: parameter for parameter in drafter.parameters}
         try:
-            check_layout(reader, layout, _unused_by(drafter))
+            check_layout(reader, layout, lambda name: _is_unused(name, drafter))
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}\nUse a complete checkpoint of the drafter {name}, or another method of"
@@ -148,11 +152,9 @@ def read_target_ids(reader: CheckpointReader, drafter: DrafterConfig) -> torch.T
     return ids
 
 
-def _unused_by(drafter: DrafterConfig) -> Callable[[str], bool]:
-    """Return which tensors are none of a drafter's own."""
-    if drafter.kind == "mtp":
-        return lambda name: is_unused_by_mtp(name, drafter)
-    return _UNUSED.__contains__
+def _is_unused(name: str, drafter: DrafterConfig) -> bool:
+    """Whether a tensor is none of a drafter's own: `d2t` is read by itself, `t2d` its inverse."""
+    return is_unused_by_mtp(name, drafter) if drafter.kind == "mtp" else name in ("d2t", "t2d")
 
 
 def _kind(config: Json) -> DrafterKind:
@@ -209,42 +211,14 @@ def _check_vocabulary(
     ours, theirs = found.directory / _TOKENIZER, target_directory / _TOKENIZER
     if not (has_file(ours) and has_file(theirs)):
         return
-    differing = _differing_token(_vocabulary(ours), _vocabulary(theirs))
-    if differing is not None:
+    vocabularies = [read_tokenizer(path).get_vocab().items() for path in (ours, theirs)]
+    differing = {token for token, _ in vocabularies[0] ^ vocabularies[1]}
+    if differing:
         raise ConfigError(
             f"the draft model {name} has another tokenizer than the model that it drafts for:"
-            f" {bounded_repr(differing)} has not the same id in {ours} and {theirs}. Use a draft"
-            " model with the same tokenizer"
+            f" {bounded_repr(min(differing))} has not the same id in {ours} and {theirs}. Use a"
+            " draft model with the same tokenizer"
         )
-
-
-def _vocabulary(path: Path) -> dict[str, int]:
-    from tokenizers import Tokenizer
-
-    try:
-        vocabulary: dict[str, int] = Tokenizer.from_file(str(path)).get_vocab()
-    except Exception as error:  # `tokenizers` raises bare `Exception`
-        raise CheckpointError(f"{path} is not a tokenizer: {bounded_text(error)}") from error
-    return vocabulary
-
-
-def _differing_token(ours: dict[str, int], theirs: dict[str, int]) -> str | None:
-    """Return a token that has not the same id in both, or None."""
-    if ours == theirs:
-        return None
-    names = ours.keys() | theirs.keys()
-    return min(name for name in names if ours.get(name) != theirs.get(name))
-
-
-_Head = Eagle3 | MultiTokenPrediction | BlockDrafter
-
-_HEADS: dict[DrafterKind, type[_Head]] = {
-    "eagle3": Eagle3,
-    "mtp": MultiTokenPrediction,
-    "dflash": BlockDrafter,
-}
-
-"""Drafters that share modules with the target, by `DrafterConfig.kind`."""
 
 
 def load_drafter(
@@ -296,7 +270,7 @@ def new_drafter(
     assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
     kernels = replace(kernels, collectives=None)  # it has no sums over ranks
     if config.parts is not None:
-        return _HEADS[config.kind](config, target, kernels, group).eval()
+        return _HEADS[config.kind][1](config, target, kernels, group).eval()
     plan, device = within_window(config.plan, group.spec.window), target.device
     decoder = Decoder(
         config.model, kernels, target.dtype, device, [group], target.storage, plan=plan

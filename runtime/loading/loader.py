@@ -32,7 +32,6 @@ from .checkpoint import (
     CheckpointReader,
     check_tensors,
     check_tied_head,
-    log_unused,
     read_config,
     read_sampling_defaults,
 )
@@ -354,8 +353,7 @@ def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
     if found.directory is not None:
         reader = open_files.enter_context(CheckpointReader(found.directory))
         if isinstance(found.config, ModelConfig):
-            check_tensors(reader, found.config)
-            log_unused(reader, found.config)
+            check_tensors(reader, found.config, log_unused=True)
         else:
             assert isinstance(found.config, TransformersConfig)
             check_headers(reader.headers(), found.config)

@@ -7,10 +7,11 @@ against endless loops or strings of gigabytes: `template_budget` has the limits 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 from jinja2 import nodes
@@ -21,52 +22,25 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from .template_budget import (
-    TemplateLimitError,
-    charge,
-    charge_join,
-    charge_result,
-    charge_text,
-    check_bits,
-    check_numbers,
-    check_widths,
-    growth,
-)
+from .template_budget import TemplateLimitError, budget, charge
 
 __all__ = ["BoundedEnvironment"]
 
 _SAFE_VERSION = (3, 1, 6)
 """Templates could escape the sandbox of older versions."""
 _STRUCTURAL_FILTERS = frozenset(
-    [
-        "attr",
-        "batch",
-        "count",
-        "d",
-        "default",
-        "dictsort",
-        "first",
-        "groupby",
-        "items",
-        "last",
-        "length",
-        "list",
-        "map",
-        "max",
-        "min",
-        "random",
-        "reject",
-        "rejectattr",
-        "reverse",
-        "select",
-        "selectattr",
-        "slice",
-        "sort",
-        "sum",
-        "unique",
-    ]
+    (
+        *("attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items"),
+        *("last", "length", "list", "map", "max", "min", "random", "reject", "rejectattr"),
+        *("reverse", "select", "selectattr", "slice", "sort", "sum", "unique"),
+    )
 )
 """Filters that do not convert the containers they are given to text."""
+_MAX_INTEGER_BITS = 1 << 14
+_WIDE = re.compile(r"\d{7,}")
+_NESTED_SPEC = re.compile(r":[^{}]*\{")
+
+T = TypeVar("T")
 
 if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < _SAFE_VERSION:
     raise ImportError(f"jinja2 {jinja2.__version__} is older than 3.1.6")
@@ -129,7 +103,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
-            finalize=charge_text,
+            finalize=_charge_text,
             optimized=False,
         )
         self.filters["tojson"] = _to_json
@@ -149,7 +123,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def concat_values(self, values: Iterable[Any]) -> str:
         """The operator `~`."""
-        return self.concat([str(charge_text(value)) for value in values])
+        return self.concat([str(_charge_text(value)) for value in values])
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Apply an intercepted operator if its result fits the budget."""
@@ -159,27 +133,26 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 if isinstance(value, sized) and isinstance(times, int):
                     charge(len(value) * times)
             if isinstance(left, int) and isinstance(right, int):
-                check_bits(left.bit_length() + right.bit_length())
+                _check_bits(left.bit_length() + right.bit_length())
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            check_bits(left.bit_length() * abs(right))
+            _check_bits(left.bit_length() * abs(right))
         elif operator == "+" and isinstance(left, sized) and isinstance(right, sized):
             charge(len(left) + len(right))
         elif operator == "%":
-            check_widths(left, right if isinstance(right, tuple) else (right,))
-            charge_text(right)
-        return charge_result(super().call_binop(context, operator, left, right))
+            _check_widths(left, right if isinstance(right, tuple) else (right,))
+            _charge_text(right)
+        return _charge_result(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call a function for a template, if its result fits the budget."""
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, (str, bytes, int, list, tuple)):
             name = getattr(__obj, "__name__", "")
-            check_numbers([*args, *kwargs.values()])
-            charge(growth(name, owner, args, kwargs))
+            _charge_call(name, owner, args, kwargs)
             if name == "join" and args and isinstance(owner, str):
                 args = (list(args[0]), *args[1:])
-                charge_join(args[0], len(owner))
-        return charge_result(
+                _charge_join(args[0], len(owner))
+        return _charge_result(
             ImmutableSandboxedEnvironment.call(__self, __context, __obj, *args, **kwargs)
         )
 
@@ -193,8 +166,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             values = [*args, *kwargs.values()]
             for mapping in [value for value in values if isinstance(value, Mapping)]:
                 values.extend(mapping.values())
-            check_widths(value.__self__, values)
-            return charge_result(bounded(*args, **kwargs))
+            _check_widths(value.__self__, values)
+            return _charge_result(bounded(*args, **kwargs))
 
         return checked
 
@@ -207,18 +180,17 @@ def _bounded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def bounded(*args: Any, **kwargs: Any) -> Any:
         value, arguments = args[first], args[first + 1 :]
-        check_numbers([*arguments, *kwargs.values()])
+        _charge_call(name, value, arguments, kwargs)
         if name == "format":
-            check_widths(value, [*arguments, *kwargs.values()])
+            _check_widths(value, [*arguments, *kwargs.values()])
         if name == "join":
             value = list(value)
             args = (*args[:first], value, *arguments)
             texts = [len(v) for v in (*arguments, *kwargs.values()) if isinstance(v, str)]
-            charge_join(value, max(texts, default=0))
+            _charge_join(value, max(texts, default=0))
         if name not in _STRUCTURAL_FILTERS:
-            charge_text(value)
-        charge(growth(name, value, arguments, kwargs))
-        return charge_result(call(*args, **kwargs))
+            _charge_text(value)
+        return _charge_result(call(*args, **kwargs))
 
     return bounded
 
@@ -228,7 +200,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:
-    check_widths(format, ())
+    _check_widths(format, ())
     return datetime.now().strftime(format)
 
 
@@ -244,3 +216,76 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _check_bits(bits: int) -> None:
+    if bits > _MAX_INTEGER_BITS:
+        raise TemplateLimitError(f"it produces an integer of more than {_MAX_INTEGER_BITS} bits")
+
+
+def _charge_result(value: T) -> T:
+    if isinstance(value, (str, bytes, list, tuple, dict)):
+        charge(len(value))
+    return value
+
+
+def _check_widths(text: object, arguments: Iterable[object]) -> None:
+    """Refuse a format string with a width that exceeds the budget."""
+    if not isinstance(text, str):
+        return
+    values = list(arguments)
+    if _NESTED_SPEC.search(text):
+        text = " ".join([text, *(value for value in values if isinstance(value, str))])
+    if _WIDE.search(text):
+        raise TemplateLimitError("it formats with a width of more than 6 digits")
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            _check_numbers(value)
+    _check_numbers(values)
+
+
+def _check_numbers(values: Iterable[object]) -> None:
+    """Refuse integers that exceed the budget as a width or a count."""
+    for value in values:
+        if isinstance(value, int) and abs(value) > budget.left:
+            raise TemplateLimitError(f"a width or count is larger than {budget.left}")
+
+
+def _charge_call(
+    name: str, text: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]
+) -> None:
+    """Charge an upper bound of the size of the result of a method or filter."""
+    values = [*arguments, *named.values()]
+    _check_numbers(values)
+    texts = [len(value) for value in values if isinstance(value, str)]
+    numbers = [value for value in values if isinstance(value, int)]
+    size = len(text) if isinstance(text, (str, list, tuple)) else 0
+    if name == "replace" and isinstance(text, str):
+        old = arguments[0] if arguments else named.get("old", "")
+        new = arguments[1] if len(arguments) > 1 else named.get("new", "")
+        charge(size + text.count(str(old)) * len(str(new)))
+    elif name in ("indent", "expandtabs") and isinstance(text, str):
+        lines = text.count("\n") + text.count("\t") + 1
+        charge(size + lines * max([8, *texts, *numbers]))
+    elif name == "wordwrap":
+        charge(size + size * max([1, *texts]))
+    elif name == "translate":
+        charge(size * max([1, *(len(str(v)) for d in values for v in dict(d).values())]))
+
+
+def _charge_join(parts: Sequence[Any], separator: int) -> None:
+    charge(sum(len(part) for part in parts if isinstance(part, str)) + separator * len(parts))
+
+
+def _charge_text(value: T) -> T:
+    """Charge the text of nested containers, which may contain a part several times."""
+    stack: list[Any] = [value] if isinstance(value, (list, tuple, dict)) else []
+    while stack:
+        part = stack.pop()
+        if isinstance(part, dict):
+            stack.extend(part)
+            stack.extend(part.values())
+        elif isinstance(part, (list, tuple)):
+            stack.extend(part)
+        charge(len(part) if isinstance(part, str) else 2)
+    return value

@@ -31,32 +31,14 @@ from .text_stream import (
     tokenizer_errors,
 )
 
-__all__ = ["TextTokenizer", "load_tokenizer"]
+__all__ = ["TextTokenizer", "load_tokenizer", "read_tokenizer"]
 
 
 # Reads `tokenizer_config.json` and chat templates, which `tokenizer.json` does not contain.
 
-SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-
-_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 _MOST_CONFIG_BYTES = 64 << 20
-
-_SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-
-_TEMPLATE_FILE = "chat_template.jinja"
-
-_TEMPLATE_JSON_FILE = "chat_template.json"
-
-_MORE_TEMPLATES = "additional_chat_templates"
 
 _MAX_TEMPLATE_CHARS = 1 << 20
 
@@ -84,11 +66,11 @@ class TokenizerConfig:
             CheckpointError: a file is not a JSON object, or a value has a wrong type; it names the
                 file and the key.
         """
-        path = directory / _CONFIG_FILE
+        path, other_path = directory / "tokenizer_config.json", directory / "chat_template.json"
         config = _read_object(path)
         named = dict(config)
         if "added_tokens_decoder" not in config:  # the older layout
-            named |= _read_object(directory / _SPECIAL_TOKENS_FILE)
+            named |= _read_object(directory / "special_tokens_map.json")
         special = {key: _token(path, key, named[key]) for key in SPECIAL_TOKENS if named.get(key)}
         added = []
         for key in ("bos_token", "eos_token"):
@@ -99,10 +81,7 @@ class TokenizerConfig:
         templates = (
             _template_files(directory)
             or _named_templates(path, config.get("chat_template"))
-            or _named_templates(
-                directory / _TEMPLATE_JSON_FILE,
-                _read_object(directory / _TEMPLATE_JSON_FILE).get("chat_template"),
-            )
+            or _named_templates(other_path, _read_object(other_path).get("chat_template"))
         )
         for name, source in templates.items():
             if len(source) > _MAX_TEMPLATE_CHARS:
@@ -111,13 +90,6 @@ class TokenizerConfig:
                     f" more than {_MAX_TEMPLATE_CHARS}"
                 )
         return cls(path, special, (added[0], added[1]), templates)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -132,11 +104,15 @@ def _token(path: Path, key: str, value: object) -> str:
 
 
 def _template_files(directory: Path) -> dict[str, str]:
-    templates = {}
-    if (directory / _TEMPLATE_FILE).is_file():
-        templates["default"] = _read_text(directory / _TEMPLATE_FILE)
-    for path in sorted((directory / _MORE_TEMPLATES).glob("*.jinja")):
-        templates[path.stem] = _read_text(path)
+    paths, templates = {}, {}
+    if (directory / "chat_template.jinja").is_file():
+        paths["default"] = directory / "chat_template.jinja"
+    more = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    for name, path in (paths | {path.stem: path for path in more}).items():
+        try:
+            templates[name] = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
     return templates
 
 
@@ -163,7 +139,6 @@ _KEEPING_PRE_TOKENIZERS = frozenset(
 )
 _MOST_COMPOSED = 4
 """Characters that NFC composes to one, at most."""
-_POST_PROCESSORS_WITHOUT_TOKENS = frozenset({"ByteLevel"})
 
 _MAX_SHOWN_CHARS = 200
 
@@ -378,10 +353,7 @@ def load_tokenizer(directory: Path, *, eos_token_ids: Sequence[int] = ()) -> Tex
     path = directory / "tokenizer.json"
     if not has_file(path):
         return None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises bare `Exception`
-        raise CheckpointError(f"{path} is not a tokenizer: {bounded_text(error)}") from error
+    tokenizer = read_tokenizer(path)
     config = TokenizerConfig.read(directory)
     _add_begin_and_end(tokenizer, config)
     templates = ChatTemplates(config.chat_templates, config.special_tokens)
@@ -389,6 +361,14 @@ def load_tokenizer(directory: Path, *, eos_token_ids: Sequence[int] = ()) -> Tex
         return TextTokenizer(tokenizer, eos_token_ids=eos_token_ids, templates=templates)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a `tokenizer.json`; raise `CheckpointError` if it is none."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises bare `Exception`
+        raise CheckpointError(f"{path} is not a tokenizer: {bounded_text(error)}") from error
 
 
 def _longest_token(tokenizer: Tokenizer) -> int | None:
@@ -408,16 +388,14 @@ def _longest_token(tokenizer: Tokenizer) -> int | None:
         kept = part["type"] == "Replace" and len(part["pattern"].get("String", "")) == 1
         if not (kept and part["content"]) and part["type"] not in ("Prepend", "NFC"):
             return None
-    kinds = set()
+    byte_level = False
     for part in stages(component_state(tokenizer.pre_tokenizer), "pretokenizers"):
-        kinds.add(part["type"])
+        byte_level |= part["type"] == "ByteLevel"
         if part["type"] not in _KEEPING_PRE_TOKENIZERS or part.get("behavior") == "Removed":
             return None
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-    every = BYTE_OF_CHAR if "ByteLevel" in kinds else BYTE_OF_FALLBACK_TOKEN
-    if not vocabulary.keys() >= every.keys() or (
-        "ByteLevel" not in kinds and not model.byte_fallback
-    ):
+    every = BYTE_OF_CHAR if byte_level else BYTE_OF_FALLBACK_TOKEN
+    if not vocabulary.keys() >= every.keys() or not (byte_level or model.byte_fallback):
         return None
     normalizer = str(component_state(tokenizer.normalizer))
     joined = _MOST_COMPOSED if "NFC" in normalizer else 1
@@ -430,7 +408,7 @@ def _add_begin_and_end(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
         part["type"] for part in stages(component_state(tokenizer.post_processor), "processors")
     }
     begin, end = config.added_tokens
-    if kinds - _POST_PROCESSORS_WITHOUT_TOKENS or not (begin or end):
+    if kinds - {"ByteLevel"} or not (begin or end):  # which adds no tokens
         return
     tokens = [token for token in (begin, end) if token]
     ids = {token: tokenizer.token_to_id(token) for token in tokens}
