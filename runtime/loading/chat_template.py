@@ -30,15 +30,10 @@ __all__ = ["ChatPrompt", "ChatTemplates", "Message", "chat_prompts", "is_batch"]
 # the role, and no field of a checkpoint says it, so a template is tried with both.
 
 _FIRST, _SECOND = "first-part-of-a-content", "second-part-of-a-content"
-
 _PARTS: Final = [{"type": "text", "text": text} for text in (_FIRST, _SECOND)]
-
 Messages = list[dict[str, Any]]
-
 _CALL_ID: Final = "call00000"
-
 _USER: Final = {"role": "user", "content": "hello"}
-
 _CALL: Final = {
     "role": "assistant",
     "content": "",
@@ -46,12 +41,10 @@ _CALL: Final = {
         {"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": {}}}
     ],
 }
-
 _BEFORE: Final[Mapping[str, Messages]] = {
     **{"system": [], "developer": [], "user": [], "assistant": [_USER]},
     "tool": [_USER, _CALL],
 }
-
 """A conversation before a message of each role."""
 
 
@@ -107,19 +100,12 @@ def _is_text(part: object) -> bool:
 
 
 Message = Mapping[str, Any]
-
 """`role`, `content` (a text or a list of parts) and other fields that the template reads."""
-
 RENDER_SECONDS = 2.0
-
 COMPILE_SECONDS = 10.0
-
 MAX_DEPTH = 64
-
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
-
 _MAX_SHOWN_CHARS = 200
 
 

@@ -59,20 +59,13 @@ __all__ = [
 # bfloat16 represents its product with the scale exactly.
 
 MXFP4 = "MXFP4"
-
 """Name of the dtype in headers, as safetensors has names for its own."""
-
 _BLOCKS, _SCALES = "_blocks", "_scales"
-
 _BLOCK_BYTES = 16
-
 """Bytes of a block."""
-
 _DOUBLED = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
-
 """Twice the magnitude of an element by its lower three bits; twice, so that half of the largest
 scale is finite."""
-
 _BIAS = 127 + 1
 
 
@@ -113,12 +106,9 @@ def _pairs() -> Tensor:
 # Reads the sampling defaults of a model from its `generation_config.json`.
 
 logger = logging.getLogger("stepgraph.runtime")
-
 GENERATION_FILE = "generation_config.json"
-
 _KEYS = {key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
 _KEYS["max_new_tokens"] = "max_tokens"
-
 """Keys of the file, and the fields of `SamplingParams` that they set."""
 
 
@@ -155,17 +145,11 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
 
 
 SINGLE_FILE = "model.safetensors"
-
 INDEX_FILE = "model.safetensors.index.json"
-
 _LFS_MAGIC = b"version https://git-lfs"
-
 CONFIG_BYTES = 4 << 20
-
 """Most bytes of a `config.json` or `generation_config.json`; published ones have some KiB."""
-
 _INDEX_BYTES = 128 << 20
-
 Shape = tuple[int, ...]
 
 
@@ -363,25 +347,15 @@ def _weight_files(directory: Path) -> dict[str, Path]:
 # Compares the tensors of a checkpoint with what the config of its model needs.
 
 _LOGGER = logging.getLogger(__name__)
-
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
-
 _EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\..*")
-
 _MODULE_NAME = re.compile(r".*?\.(?=\d)|.*\.")
-
 """What the name of a tensor begins with: the list that its layer is in, or else its module."""
-
 _LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16", MXFP4})
-
 _PROBLEMS_SHOWN = 10
-
 _EXPERTS_SHOWN = 8
-
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
 _ELEMENTS_COMPARED = 1 << 24
-
 """Elements of two tensors compared at a time, which bounds their copies in float32."""
 
 

@@ -56,15 +56,12 @@ __all__ = ["find_drafter", "load_drafter", "new_drafter"]
 # Finds the checkpoint of a drafter and checks that it fits its target.
 
 _TOKENIZER = "tokenizer.json"
-
 _Head = Eagle3 | MultiTokenPrediction | BlockDrafter
-
 _HEADS: dict[DrafterKind, tuple[Callable[..., DrafterConfig], type[_Head]]] = {
     "eagle3": (eagle3_config, Eagle3),
     "mtp": (mtp_config, MultiTokenPrediction),
     "dflash": (block_config, BlockDrafter),
 }
-
 """Drafters that share modules with the target, by `DrafterConfig.kind`: what reads `config.json`,
 and the module."""
 

@@ -55,13 +55,9 @@ __all__ = [
 ]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
 PRESET_PREFIX = "preset:"
-
 _INITIAL_STD = 0.02
-
 _NORMAL_POOL = 262_147
-
 """Most normal values drawn for a tensor; larger tensors repeat them. A prime, so that the rows of a
 matrix begin at different values."""
 

@@ -19,7 +19,6 @@ __all__ = ["TemplateLimitError", "budget", "charge", "run_bounded"]
 MAX_CHARS = 1 << 26
 """Characters (and list elements) that all operations of one run may produce together."""
 _GRACE_SECONDS = 1.0
-
 T = TypeVar("T")
 
 

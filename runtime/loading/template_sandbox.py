@@ -39,7 +39,6 @@ _STRUCTURAL_FILTERS = frozenset(
 _MAX_INTEGER_BITS = 1 << 14
 _WIDE = re.compile(r"\d{7,}")
 _NESTED_SPEC = re.compile(r":[^{}]*\{")
-
 T = TypeVar("T")
 
 if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < _SAFE_VERSION:

@@ -55,13 +55,9 @@ def _byte_of_char() -> dict[str, int]:
 
 
 BYTE_OF_CHAR = _byte_of_char()
-
 BYTE_OF_FALLBACK_TOKEN = {f"<0x{byte:02X}>": byte for byte in range(0x100)}
-
 _MAX_SHOWN_CHARS = 200
-
 _CHECKED_VOCABULARY = 24
-
 """Tokens of `Pieces.sample`, about."""
 
 
@@ -202,13 +198,9 @@ def _replaced_after_bytes(decoder: Mapping[str, Any] | None) -> dict[int, str]:
 
 
 _MAX_INCOMPLETE_BYTES = 3
-
 """Most bytes of an incomplete UTF-8 character."""
-
 _MAX_START_TOKENS = 16
-
 """Visible tokens without text after which the text counts as started."""
-
 _CHECKED_TEXTS, _CHECKED_TOKENS = 8, 16
 
 

@@ -37,9 +37,7 @@ __all__ = ["TextTokenizer", "load_tokenizer", "read_tokenizer"]
 # Reads `tokenizer_config.json` and chat templates, which `tokenizer.json` does not contain.
 
 SPECIAL_TOKENS = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-
 _MOST_CONFIG_BYTES = 64 << 20
-
 _MAX_TEMPLATE_CHARS = 1 << 20
 
 
@@ -139,7 +137,6 @@ _KEEPING_PRE_TOKENIZERS = frozenset(
 )
 _MOST_COMPOSED = 4
 """Characters that NFC composes to one, at most."""
-
 _MAX_SHOWN_CHARS = 200
 
 
