@@ -14,8 +14,9 @@ from typing import Any
 from ...profiling import bandwidth
 from ...profiling.command_line import CommandParser, print_text
 from ..config import EngineConfig
+from ..tools.arguments import BYTES, flag_type, parse_bytes
 from .console import REPORTED_ERRORS, exit_status, print_error
-from .options import MODEL_FLAGS, add_flags, memory_size, number
+from .options import MODEL_FLAGS, add_flags, number
 
 __all__ = ["main"]
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_flags(memory, "mode", help="execution mode of steps (default: the fastest for the device)")
     memory.add_argument(
         "--device-memory",
-        type=memory_size,
+        type=flag_type(parse_bytes, BYTES),
         metavar="SIZE",
         help="memory of a hypothetical device, e.g. 80GB or 40GiB (default: this machine)",
     )

@@ -18,13 +18,13 @@ from ...profiling.kernel_names import SUFFIX as KERNELS_SUFFIX
 from ...profiling.trace import SUFFIX as TRACE_SUFFIX
 from ..arguments import described_fields
 from ..config import EngineConfig
-from ..tools.arguments import flag_settings, integer, parse_bytes
+from ..tools.arguments import flag_settings, flag_type, integer
 from .console import PROGRAM
 from .peer_runner import RUNTIMES
 from .peers import peer_spec
 
-__all__ = ["MODEL_FLAGS", "MODES", "add_flags", "kernels_path", "memory_size"]
-__all__ += ["number", "parse_arguments", "trace_path"]
+__all__ = ["MODEL_FLAGS", "MODES", "add_flags", "kernels_path", "number"]
+__all__ += ["parse_arguments", "trace_path"]
 
 MODES = ("eager", "compile", "graph")
 SCENARIOS = ("steady", "neighbours", "serve")
@@ -63,23 +63,12 @@ def number(what: str, *, at_least: float = 0.0) -> Callable[[str], float]:
     """Return a flag type: a finite number that is positive and at least `at_least`."""
 
     def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
+        value = float(text)
         if not (0 < value < math.inf and value >= at_least):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+            raise ValueError(value)
         return value
 
-    return read
-
-
-def memory_size(text: str) -> int:
-    """Read an amount of memory such as 80GB; return bytes."""
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return flag_type(read, what)
 
 
 class Flag(NamedTuple):

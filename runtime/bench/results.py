@@ -393,11 +393,8 @@ def _late_generators(document: Entry) -> Iterator[str]:
         )
 
 
-def _kind(entry: Entry) -> tuple[str, ...]:
-    return tuple(entry[name] for name in ("model", "dtype", "weight_dtype", "kv_dtype"))
-
-
 def _name(entry: Entry) -> str:
     names = ("batch_size", "input_len", "output_len")
     sizes = " x ".join(str(entry[name]) for name in names if name in entry)
-    return f"{' '.join(dict.fromkeys(_kind(entry)))} {entry['mode']} {sizes}"
+    kind = dict.fromkeys(entry[name] for name in ("model", "dtype", "weight_dtype", "kv_dtype"))
+    return f"{' '.join(kind)} {entry['mode']} {sizes}"

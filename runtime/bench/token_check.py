@@ -11,6 +11,7 @@ differ by rounding only, which is relative to the spread of the logits.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from ...cache.arena import Arena
 from ..engine.engine import Engine
 from ..engine.startup import layer_groups
 from ..kernels import RaggedBatch, select_kernels
-from ..loading.checkpoint import CheckpointReader
-from ..loading.loader import iter_weights, random_weights, resolve_source
+from ..loading.loader import open_source, resolve_source
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, rope_lengths
 from ..models.transformers.config import TransformersConfig
@@ -63,7 +63,10 @@ class TokenCheck:
             if isinstance(served, Decoder) and served.kernels.pack is None:
                 _share_weights(served, reference)
             else:
-                _load_weights(reference, source, config.seed)
+                with ExitStack() as open_files:  # read again, or drawn again as the engine did
+                    opened = open_source(resolve_source(source), open_files)
+                    weights = opened.weights(config.dtype, seed=config.seed, device=config.device)
+                    reference.store(weights)
         else:
             model = engine.model_config
             directory = resolve_source(source, model_impl="transformers").directory
@@ -180,14 +183,3 @@ def _share_weights(served: Decoder, reference: Decoder) -> None:
         for leaf in ("weight", "scales", "bias", "dtype"):
             if hasattr(module, leaf) and module is not reference:
                 setattr(module, leaf, getattr(other, leaf))
-
-
-def _load_weights(reference: Decoder, source: str, seed: int) -> None:
-    """Read a model's weights again, or draw the weights of a preset as its engine did."""
-    found = resolve_source(source)
-    if found.directory is None:
-        weights = random_weights(found.native, reference.dtype, seed, device=reference.device)
-        reference.store(weights)
-    else:
-        with CheckpointReader(found.directory) as reader:
-            reference.store(iter_weights(reader, found.native, reference.dtype))

@@ -13,7 +13,7 @@ from ..engine.engine import Engine
 from ..models.config import DecoderConfig
 from ..sampling_params import SamplingParams
 
-__all__ = ["abort_all", "decode_roofline", "equal_share", "greedy", "interleave"]
+__all__ = ["decode_roofline", "equal_share", "greedy", "interleave"]
 __all__ += ["random_prompts", "spread"]
 
 
@@ -29,14 +29,6 @@ def random_prompts(config: DecoderConfig, count: int, length: int, seed: int) ->
 def greedy(max_tokens: int) -> SamplingParams:
     """Return parameters for exactly `max_tokens` greedy tokens."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True).resolved()
-
-
-def abort_all(engine: Engine, ids: Sequence[str]) -> None:
-    """Abort requests, and step until the engine is idle."""
-    for request_id in ids:
-        engine.abort(request_id)
-    while engine.has_unfinished():
-        engine.step()
 
 
 def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:

@@ -14,8 +14,8 @@ from ..config import EngineConfig, Speculation
 from ..errors import ConfigError
 
 __all__ = [
-    *("DTYPES", "STORED_DTYPES", "add_config_flags", "config_of", "flag_settings", "flag_type"),
-    *("integer", "parse_bytes", "speculation_spec"),
+    *("BYTES", "DTYPES", "STORED_DTYPES", "add_config_flags", "config_of", "flag_settings"),
+    *("flag_type", "integer", "parse_bytes", "speculation_spec"),
 ]
 
 Config = TypeVar("Config")
@@ -31,6 +31,8 @@ _UNITS = {
     if unit or suffix == "b"
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+BYTES = "an amount of memory: write 80GB, 512MB, 40GiB or bytes"
+"""What `parse_bytes` reads."""
 _MOST_BYTES = 2**60
 """An exbibyte, more than any address space."""
 
@@ -145,9 +147,7 @@ def parse_bytes(text: str) -> int:
     unit = _UNITS.get((match[2] or "b").lower()) if match else None
     size = float(match[1]) * unit if match is not None and unit is not None else 0.0
     if not 1 <= size <= _MOST_BYTES:
-        raise ValueError(
-            f"{text!r:.40} is not an amount of memory: write 80GB, 512MB, 40GiB or bytes"
-        )
+        raise ValueError(f"{text!r:.40} is not {BYTES}")
     return int(size)
 
 
@@ -155,17 +155,14 @@ def integer(least: int, most: int = 1_000_000_000) -> Callable[[str], int]:
     """Return a flag type: an integer from `least` to `most`."""
 
     def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
+        value = int(text)
         if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+            raise ValueError(value)
         if value > most:
             raise argparse.ArgumentTypeError(f"{text!r:.40} is more than {most:,}")
         return value
 
-    return read
+    return flag_type(read, f"an integer of at least {least}")
 
 
 def speculation_spec(text: str) -> Speculation:

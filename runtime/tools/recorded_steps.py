@@ -144,10 +144,8 @@ def _functions(found: Source, config: ResolvedConfig, prefill_tokens: int) -> St
     kernels = kernels_for(kernels, model_plan(model))
     arena = Arena(groups, _BLOCKS, config.block_size, config.dtype, _META, config.storage)
     decoder = Decoder(model, kernels, config.dtype, _META, groups, config.storage)
-    decoder.store(
-        (name, torch.empty(fused.shape, dtype=config.dtype, device=_META))
-        for name, fused in fused_layout(model).items()
-    )
+    weights = {name: TensorSpec(p.shape, config.dtype) for name, p in fused_layout(model).items()}
+    decoder.store(_absent(weights).items())
     state = RowState.of(config, model, len(groups), _META)
     inputs = StepInputs.layout(
         max_num_seqs=config.max_num_seqs,
@@ -193,11 +191,9 @@ def _drafting(
     if drafter is None:
         return None
     absent = new_drafter(drafter.config, target, target.kernels, drafter.layers)
-    weights = absent.decoder if isinstance(absent, DraftModel) else absent
-    weights.store(
-        (parameter.name, torch.empty(parameter.shape, dtype=config.dtype, device=_META))
-        for parameter in drafter.config.parameters
-    )
+    weights = {p.name: TensorSpec(p.shape, config.dtype) for p in drafter.config.parameters}
+    module = absent.decoder if isinstance(absent, DraftModel) else absent
+    module.store(_absent(weights).items())
     group = LayerGroup(0, drafter.layers.spec, drafter.layers.layers)
     arena = Arena([group], _BLOCKS, config.block_size, config.dtype, _META, config.storage)
     return DraftStep(absent, arena.tensor, state, config.block_size)

@@ -95,14 +95,11 @@ class NeighboursCase:
     steps: int
     neighbours: tuple[int, ...]
 
-    @property
-    def output_len(self) -> int:
-        """Tokens of a request whose steps are all of the whole batch, the first one included."""
-        return 1 + len(self.neighbours) * (SETTLING_STEPS + self.steps)
-
     def longest_sequence(self, prefill_chunk: int) -> int:
         """Return the tokens of the longest sequence, prompt and output."""
-        case = BenchmarkCase(self.batch_size, self.input_len, self.output_len)
+        # All steps of a request are of the whole batch, the first one included.
+        output_len = 1 + len(self.neighbours) * (SETTLING_STEPS + self.steps)
+        case = BenchmarkCase(self.batch_size, self.input_len, output_len)
         return case.longest_sequence(prefill_chunk)
 
 
@@ -169,11 +166,10 @@ def measure_neighbours(
             say(f"round {number + 1} of {num_iters}")
 
 
-def _compare(peer: Peer, run: SideRun, neighbours: int, ours: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry of `peers` in the JSON; `ours` are the fields of the engine."""
-    measured = run.to_json(neighbours)
-    ratios = {f"ratio_{p}": ours["step_ms"][p] / measured["step_ms"][p] for p in ("p50", "p90")}
-    return {"name": peer.name, "version": peer.version, "dtype": peer.dtype, **measured, **ratios}
+def _compare(peer: Peer, theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry of `peers` in the JSON, from the fields of both sides."""
+    ratios = {f"ratio_{p}": ours["step_ms"][p] / theirs["step_ms"][p] for p in ("p50", "p90")}
+    return {"name": peer.name, "version": peer.version, "dtype": peer.dtype, **theirs, **ratios}
 
 
 def _start_peers(
@@ -251,7 +247,7 @@ def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterat
                     "cpus": num_cpus(),
                     **measured,
                     "peers": [
-                        _compare(peer, side, neighbours, measured)
+                        _compare(peer, side.to_json(neighbours), measured)
                         for peer, side in zip(peers, theirs, strict=True)
                     ],
                     "device_state": state,

@@ -37,7 +37,6 @@ from ..results import describe_engine, write_json
 from ..saved_preset import checkpoint_of
 from ..token_check import TokenCheck
 from ..workload import (
-    abort_all,
     decode_roofline,
     equal_share,
     greedy,
@@ -229,7 +228,10 @@ class EngineBatch:
 
     def end(self) -> list[RequestOutput]:
         """Drop the requests; return their outputs until now."""
-        abort_all(self._engine, [*self._latest])
+        for request_id in self._latest:
+            self._engine.abort(request_id)
+        while self._engine.has_unfinished():
+            self._engine.step()
         return [output for output in self._latest.values() if output is not None]
 
 
