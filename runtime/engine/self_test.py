@@ -383,9 +383,10 @@ def sampler_failure(
     for sampler in (SAMPLERS[name], SAMPLERS["torch"]):
         state = SamplingState.allocate(len(params), vocab_size, device)
         for row, wanted in enumerate(params):
-            state.write_row(
-                row, wanted, seed=row, prompt_ids=[1, 2], output_ids=[2], stop_token_ids=[]
+            parameters = state.row_parameters(
+                wanted, seed=row, prompt_ids=[1, 2], output_ids=[2], stop_token_ids=[]
             )
+            state.store_row(row, parameters)
         try:
             drawn.append(_drawn(sampler, logits_BV, state, rows_B, positions_B, config))
             if device.type == "cuda":

@@ -83,28 +83,6 @@ class SamplingState:
             token_counts=torch.zeros(rows, vocab_size, dtype=torch.int32, device=device),
         )
 
-    def write_row(
-        self,
-        row: int,
-        params: SamplingParams,
-        *,
-        seed: int,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        stop_token_ids: Sequence[int],
-    ) -> None:
-        """Assign a row to a request; see `row_parameters` and `store_row`."""
-        self.store_row(
-            row,
-            self.row_parameters(
-                params,
-                seed=seed,
-                prompt_ids=prompt_ids,
-                output_ids=output_ids,
-                stop_token_ids=stop_token_ids,
-            ),
-        )
-
     def row_parameters(
         self,
         params: SamplingParams,

@@ -397,11 +397,6 @@ class Scheduler:
         return self._waiting.num_alive
 
     @property
-    def num_paused(self) -> int:
-        """Requests that have no row, and get none until they are resumed."""
-        return len(self._waiting.paused)
-
-    @property
     def num_running(self) -> int:
         """Requests that hold a row."""
         return len(self._running)
@@ -455,7 +450,9 @@ class Scheduler:
         plan, running = StepPlan(), self._running
         due = self._wakes.begin_step()
         if self._pausing:
-            self._pause_rows(plan)
+            for request in tuple(self._pausing):
+                if request not in running.ending:  # its last token is being computed
+                    self._preempt(plan, request)
         if due is not None or running.prefilling:
             self._look_at(plan, due or {})
         plan.decode = running.decoding
@@ -651,7 +648,11 @@ class Scheduler:
             if found is None:
                 break
             self._waiting.pop()
-            plan.admitted.append(Admission(head, self._join(plan, head), found))
+            row = running.join(head)
+            self._publisher.admit(head)
+            self._reserved.update(head)
+            self._update_tables(plan, head, self.cache.table_of(head.id))
+            plan.admitted.append(Admission(head, row, found))
             budget = self._add_chunk(plan, head, found.num_tokens, budget)
         for request in aside:
             self._waiting.push(request)
@@ -698,12 +699,6 @@ class Scheduler:
             if victim is request:
                 return False
         return True
-
-    def _pause_rows(self, plan: StepPlan) -> None:
-        """Preempt the paused requests, except those whose last token is being computed."""
-        for request in tuple(self._pausing):
-            if request not in self._running.ending:
-                self._preempt(plan, request)
 
     def _preempt(self, plan: StepPlan, victim: Request, *, may_swap: bool = True) -> None:
         plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not victim]
@@ -772,14 +767,6 @@ class Scheduler:
             for sibling in request.siblings
             if sibling in self._running.rows and sibling.rope_length == request.rope_length
         ]
-
-    def _join(self, plan: StepPlan, request: Request) -> int:
-        """Give an admitted request a row, with the blocks that it has; return the row."""
-        row = self._running.join(request)
-        self._publisher.admit(request)
-        self._reserved.update(request)
-        self._update_tables(plan, request, self.cache.table_of(request.id))
-        return row
 
     def _leave(self, request: Request) -> None:
         """Take the row of a request, whose blocks the caller frees."""

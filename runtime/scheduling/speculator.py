@@ -14,7 +14,8 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from ...graphs.buckets import Buckets
 from ..config import Speculation
@@ -33,6 +34,7 @@ from ..speculation.request_drafter import (
     RowDrafts,
     SharedOutputs,
     SuffixIndex,
+    probability_class,
 )
 from .plan import Proposed, RowSpan, StepPlan
 
@@ -42,7 +44,6 @@ __all__ = [
     "LARGEST_ERROR",
     "LookupSpeculator",
     "Speculator",
-    "StepTime",
     "VerifyCosts",
     "with_grammar",
 ]
@@ -347,66 +348,52 @@ class BatchCosts:
 # What decides which rows verify how many drafts. No torch.
 
 
-class StepTime(NamedTuple):
-    """How long a step took."""
-
-    seconds: float
-    lookup_seconds: float
-    """That the host has looked for drafts before; not part of the time."""
-
-
+@dataclass(eq=False)
 class Speculator(ABC):
     """Chooses which drafts are verified. Keeps an account of the time that they gain and cost.
 
     Counts drafts, and follows the steps of a loop from launch to commit.
     """
 
+    config: Speculation
+    """The method, and whether to choose."""
+    sizes: Callable[[int], Sequence[int]]
+    """Returns the tokens per row that verify steps of that number of rows exist for."""
+    costs: BatchCosts
+    """The times of decode steps and of verify steps."""
+    _: KW_ONLY
+    is_async_device: bool
+    """Whether steps stay in flight."""
+    calibration_seconds: float = 0.0
+    """That measuring the times took."""
+
     waits = False
     """Whether the step in flight is to be committed before the next one is planned."""
     proposes = 0
     """Drafts that the step to be planned proposes for each row, on the device."""
 
-    def __init__(
-        self,
-        config: Speculation,
-        sizes: Callable[[int], Sequence[int]],
-        costs: BatchCosts,
-        *,
-        first_credit: float,
-        is_async_device: bool,
-        calibration_seconds: float = 0.0,
-    ) -> None:
-        """Start without requests.
-
-        Args:
-            config: the method, and whether to choose.
-            sizes: returns the tokens per row that verify steps of that number of rows exist for.
-            costs: the times of decode steps and of verify steps.
-            first_credit: time that may be lost to drafts before they have gained any, in decode
-                steps.
-            is_async_device: whether steps stay in flight.
-            calibration_seconds: that measuring the times took.
-        """
-        self.config = config
-        self.sizes = sizes
-        self._costs = costs
-        self._credit = first_credit
-        self._is_async_device = is_async_device
-        self._calibration_seconds = calibration_seconds
+    def __post_init__(self) -> None:
+        """Start without requests."""
+        self._credit = 0.0
+        """Time that may be lost to drafts, in decode steps."""
         self._is_timed = True
         """Whether the time of the step to be planned counts."""
+        self._untimed = 0
+        """Decode steps since the last one that was timed, in a pause."""
+        self._lookup_ns = 0
+        """That the host has looked for drafts of the step to be planned."""
         self._batch: Sequence[Request] = ()
         """The rows of the last step, of which `_has_grammar` speaks."""
         self._has_grammar = False
         self._launched: deque[tuple[StepPlan, int, float]] = deque()
         self._arrived_ns = 0
         self._verify_steps = self._verified_rows = 0
-        self._drafted = [0] * config.num_speculative_tokens
-        self._accepted = [0] * config.num_speculative_tokens
+        self._drafted = [0] * self.config.num_speculative_tokens
+        self._accepted = [0] * self.config.num_speculative_tokens
 
-    @abstractmethod
     def begin_plan(self) -> None:
         """Begin with the next step, which may draft nothing."""
+        self.waits, self.proposes, self._is_timed, self._lookup_ns = False, 0, True, 0
 
     @abstractmethod
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
@@ -427,20 +414,8 @@ class Speculator(ABC):
     def launched(self, plan: StepPlan, started_ns: int) -> None:
         """Note when the loop began with a step that was launched."""
 
-    @abstractmethod
     def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
         """Count what a step accepted, and learn from its time; once for every launched step."""
-
-    def _begin_batch(self, requests: Sequence[Request]) -> None:
-        """Take the rows of the next step: the same list until a request joins or leaves."""
-        if requests is not self._batch:
-            self._batch = requests
-            self._has_grammar = any(request.matcher is not None for request in requests)
-
-    def _count(
-        self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int
-    ) -> StepTime | None:
-        """Count a committed step; return how long it took, or None if its launch was not noted."""
         began, self._arrived_ns = self._arrived_ns, arrived_ns
         if advanced is not None:
             self._verify_steps += 1
@@ -449,11 +424,23 @@ class Speculator(ABC):
                 for index in range(len(drafts)):
                     self._drafted[index] += 1
                     self._accepted[index] += index < count - 1
-        if not (self._launched and self._launched[0][0] is plan):  # of `score`
-            return None
-        _, started, lookup_seconds = self._launched.popleft()
-        # An asynchronous device begins a step when the previous one has ended.
-        return StepTime((arrived_ns - max(began, started)) / 1e9, lookup_seconds)
+        if self._launched and self._launched[0][0] is plan:  # not of `score`
+            _, started, lookup_seconds = self._launched.popleft()
+            # An asynchronous device begins a step when the previous one has ended.
+            seconds = (arrived_ns - max(began, started)) / 1e9
+            self._learn(plan, advanced, seconds, lookup_seconds)
+
+    @abstractmethod
+    def _learn(
+        self, plan: StepPlan, advanced: Sequence[int] | None, seconds: float, lookup_seconds: float
+    ) -> None:
+        """Learn from the time of a step, and of the search for drafts before it."""
+
+    def _begin_batch(self, requests: Sequence[Request]) -> None:
+        """Take the rows of the next step: the same list until a request joins or leaves."""
+        if requests is not self._batch:
+            self._batch = requests
+            self._has_grammar = any(request.matcher is not None for request in requests)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -474,11 +461,11 @@ class Speculator(ABC):
         """Return counters and step times as plain numbers; see `Engine.stats`."""
         return {
             "method": self.config.method,
-            "calibration_seconds": self._calibration_seconds,
+            "calibration_seconds": self.calibration_seconds,
             **self.counts,
             "drafted_by_position": list(self._drafted),
             "accepted_by_position": list(self._accepted),
-            **self._costs.stats(),
+            **self.costs.stats(),
         }
 
 
@@ -531,57 +518,32 @@ FIRST_TIMED, TIMED_AFTER, TIMED_STEPS = 8, 128, 4
 remains known; and how many. The first of them does not count: it finds the caches cold."""
 
 
+@dataclass(eq=False)
 class DrafterSpeculator(Speculator):
-    """Chooses how many of a drafter's proposals are verified, and when it proposes."""
+    """Chooses how many of a drafter's proposals are verified, and when it proposes.
 
-    def __init__(
-        self,
-        config: Speculation,
-        sizes: Callable[[int], Sequence[int]],
-        costs: BatchCosts,
-        proposing: Callable[[int], float],
-        *,
-        is_async_device: bool,
-        calibration_seconds: float = 0.0,
-    ) -> None:
-        """Start without requests.
+    Verify steps of `costs` propose.
+    """
 
-        `proposing`: returns the time of a step of so many rows that proposes and verifies nothing,
-        as a multiple of the time of a decode step. Verify steps of `costs` propose.
-        """
-        super().__init__(
-            config,
-            sizes,
-            costs,
-            first_credit=FIRST_DRAFTER_CREDIT,
-            is_async_device=is_async_device,
-            calibration_seconds=calibration_seconds,
-        )
-        self._forces = False
-        """Whether the step to be planned has drafts, and rows with a grammar."""
-        self._proposing = proposing
+    proposing: Callable[[int], float]
+    """Returns the time of a step of so many rows that proposes and verifies nothing, as a multiple
+    of the time of a decode step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._credit = FIRST_DRAFTER_CREDIT
         self._acceptance = DrafterAcceptance()
         self._by_position = PositionAcceptance()
         self._paused, self._share = False, DRAFT_SHARE
         self._is_probe = False
         """Whether the drafter works after a pause, and has not gained yet."""
-        self._untimed = TIMED_AFTER - FIRST_TIMED
+        self._since_timed = TIMED_AFTER - FIRST_TIMED
         """Steps that proposed since the last decode steps that were timed."""
         self._plain = 0
         """Timed decode steps since the last step that proposed."""
-        self._skipped = 0
-        """Decode steps since the last one that was timed, in a pause."""
         self._slowdown = 1.0
         """Measured times of steps that propose and verify nothing, relative to `proposing`."""
         self._proposing_steps = 0
-
-    @property
-    def waits(self) -> bool:  # type: ignore[override]
-        """Whether the step in flight is to be committed before the next one is planned."""
-        return self._is_async_device and self._forces
-
-    def begin_plan(self) -> None:
-        self.proposes, self._forces, self._is_timed = 0, False, True
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         self.begin_plan()
@@ -589,11 +551,11 @@ class DrafterSpeculator(Speculator):
         has_grammar, pauses = self._has_grammar, self._is_overdrawn
         if self.config.adaptive:
             self._set_pause(pauses)
-            if self._untimed >= TIMED_AFTER and not has_grammar:  # whose steps are not timed
+            if self._since_timed >= TIMED_AFTER and not has_grammar:  # whose steps are not timed
                 return ()
         if pauses and not (has_grammar or any(request.num_drafts for request in requests)):
-            self._skipped += 1
-            self._is_timed = self._skipped >= UNTIMED
+            self._untimed += 1
+            self._is_timed = self._untimed >= UNTIMED
             return ()
         sizes = self.sizes(len(requests))
         if not sizes:
@@ -607,13 +569,13 @@ class DrafterSpeculator(Speculator):
                 otherwise = PAUSED_TIME
             elif not (has_grammar or self._is_probe):
                 otherwise = self._propose_multiple(len(requests))
-            counts = self._costs.of(requests).choose(chances, otherwise)
+            counts = self.costs.of(requests).choose(chances, otherwise)
             if self._is_probe and not any(counts):
                 pauses = True
                 self._set_pause(pauses)
         verifies = any(counts)
         if has_grammar:
-            self._forces = verifies
+            self.waits = self.is_async_device and verifies
             if any(request.num_pending for request in requests):
                 return ()
         elif verifies or not pauses:
@@ -634,7 +596,7 @@ class DrafterSpeculator(Speculator):
             return 0
         if any(request.matcher is not None for request in ending):
             return 0
-        if self._is_overdrawn and (self._is_async_device or self._credit < -MOST_DRAFTER_DEFICIT):
+        if self._is_overdrawn and (self.is_async_device or self._credit < -MOST_DRAFTER_DEFICIT):
             return 0
         return min(self.config.num_speculative_tokens, sizes[-1] - 1)
 
@@ -678,9 +640,11 @@ class DrafterSpeculator(Speculator):
                 acceptance = PositionAcceptance(self._by_position)
             else:
                 acceptance, sampled = last.acceptance, request.tokens(last.at, known)
-                self._acceptance.judge(last.tokens, last.probabilities, sampled)
-                if self._is_async_device:  # for drafts that are verified before they are read
-                    acceptance.judge(last.tokens[: len(last.probabilities)], sampled)
+                classes = map(probability_class, last.probabilities)
+                self._acceptance.count_drafts(classes, last.tokens, sampled)
+                if self.is_async_device:  # for drafts that are verified before they are read
+                    positions = range(len(last.probabilities))
+                    acceptance.count_drafts(positions, last.tokens, sampled)
             own = probabilities[: max(stop - known, 0)]
             chances = self._acceptance.chances(own)
             request.proposed = RowDrafts(known, drafts, own, chances, acceptance)
@@ -694,49 +658,46 @@ class DrafterSpeculator(Speculator):
         for chunk in plan.prefill:
             chunk.request.num_drafts = plan.prompt_drafts if chunk.samples else 0
 
-    def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
-        took = self._count(plan, advanced, arrived_ns)
-        if took is None:
-            return
+    def _learn(
+        self, plan: StepPlan, advanced: Sequence[int] | None, seconds: float, lookup_seconds: float
+    ) -> None:
         self._proposing_steps += plan.proposes > 0 or plan.prompt_drafts > 0
-        if not plan.decode:
-            return
-        rows, costs = len(plan.decode), self._costs.of(plan.decode)
-        if any(request.matcher is not None for request in plan.decode):
+        if not plan.decode or any(request.matcher is not None for request in plan.decode):
             return  # masks take time of their own
+        rows, costs = len(plan.decode), self.costs.of(plan.decode)
         if not plan.proposes:
             if advanced is not None or plan.prefill:
                 return
-            skipped, self._skipped = self._skipped, 0
+            untimed, self._untimed = self._untimed, 0
             self._plain += 1
             if self._plain > 1:
-                costs.observe_decode(rows, took.seconds, 1 + skipped, 0.3)
+                costs.observe_decode(rows, seconds, 1 + untimed, 0.3)
             if self._plain == TIMED_STEPS:
-                self._untimed = 0
-            gained = self._share * max(skipped, 1)
+                self._since_timed = 0
+            gained = self._share * max(untimed, 1)
         else:
-            self._untimed, self._plain = self._untimed + 1, 0
+            self._since_timed, self._plain = self._since_timed + 1, 0
             decode_seconds = costs.decode_seconds(rows)
             n, tokens = plan.tokens_per_row, plan.decode_tokens
             if advanced is None:
                 expected, reached = self._propose_multiple(rows) * decode_seconds, rows
             else:
                 expected, reached = costs.verify_seconds(rows, n, tokens), sum(advanced)
-            seconds = expected  # with a chunk of prefill, the step took longer
+            took = expected  # with a chunk of prefill, the step took longer
             if not plan.prefill:
-                seconds = min(took.seconds, (1 + LARGEST_ERROR) * expected)
+                took = min(seconds, (1 + LARGEST_ERROR) * expected)
                 if advanced is not None:
-                    costs.observe(rows, n, tokens, took.seconds)
+                    costs.observe(rows, n, tokens, seconds)
                 else:
-                    self._slowdown *= 1 + LEARNING_RATE * (seconds / expected - 1)
-            gained = reached / rows - seconds / decode_seconds
+                    self._slowdown *= 1 + LEARNING_RATE * (took / expected - 1)
+            gained = reached / rows - took / decode_seconds
             if self._credit > DRAFTER_GAINING:
                 self._share, self._is_probe = DRAFT_SHARE, False
         self._credit = min(self._credit + gained, MOST_DRAFTER_CREDIT)
 
     def _propose_multiple(self, rows: int) -> float:
         """Return the time of a step that proposes and verifies nothing, in decode steps."""
-        return max(self._slowdown * self._proposing(rows), 1.0)
+        return max(self._slowdown * self.proposing(rows), 1.0)
 
     def stats(self) -> dict[str, Any]:
         """As `Speculator.stats`, with the steps that proposed."""
@@ -799,28 +760,14 @@ GAINING = 4.0
 SHORT_PAUSE = 4
 
 
+@dataclass(eq=False)
 class LookupSpeculator(Speculator):
     """Proposes the drafts of all rows, and chooses how many are verified."""
 
-    def __init__(
-        self,
-        config: Speculation,
-        sizes: Callable[[int], Sequence[int]],
-        costs: BatchCosts,
-        *,
-        is_async_device: bool,
-        calibration_seconds: float = 0.0,
-    ) -> None:
-        """Start without requests."""
-        super().__init__(
-            config,
-            sizes,
-            costs,
-            first_credit=FIRST_CREDIT,
-            is_async_device=is_async_device,
-            calibration_seconds=calibration_seconds,
-        )
-        self._lookup_ns = self._lookups = 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._credit = FIRST_CREDIT
+        self._lookups = 0
         self._step = 0
         """Steps so far that could draft."""
         self._pause = Pause()
@@ -829,18 +776,12 @@ class LookupSpeculator(Speculator):
         """The first step for which a row of the batch looks for drafts."""
         self._is_behind = False
         """Whether tokens of a row wait to be indexed."""
-        self._untimed = 0
-        """Decode steps since the last one that was timed."""
         self._acceptance = Acceptance()
-        self._candidates = 1 if config.method == "ngram" else MAX_CANDIDATES
+        self._candidates = 1 if self.config.method == "ngram" else MAX_CANDIDATES
         self._shared: SharedOutputs | None = None
-        if config.share_outputs:
-            self._shared = SharedOutputs(config.prompt_lookup_min, self._candidates)
+        if self.config.share_outputs:
+            self._shared = SharedOutputs(self.config.prompt_lookup_min, self._candidates)
         self._open: list[Request] = []
-
-    def begin_plan(self) -> None:
-        self.waits, self._is_timed = False, True
-        self._lookup_ns = 0
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         self.begin_plan()
@@ -896,10 +837,10 @@ class LookupSpeculator(Speculator):
         if not any(chances):
             return ()
         if self.config.adaptive:
-            counts = self._costs.of(requests).choose(chances)
+            counts = self.costs.of(requests).choose(chances)
         else:
             counts = [len(own) for own in chances]
-        self.waits = self._is_async_device and any(counts)
+        self.waits = self.is_async_device and any(counts)
         if not any(counts) or any(request.num_pending for request in requests):
             return ()
         return [guess.tokens[:count] for guess, count in zip(guesses, counts, strict=True)]
@@ -914,17 +855,18 @@ class LookupSpeculator(Speculator):
         if not self._is_timed:
             return
         # On an asynchronous device, looking overlaps with a step in flight, or delays the next one.
-        if not self._is_async_device:
+        if not self.is_async_device:
             started_ns += self._lookup_ns
         self._launched.append((plan, started_ns, self._lookup_ns / 1e9))
 
-    def committed(self, plan: StepPlan, advanced: Sequence[int] | None, arrived_ns: int) -> None:
-        took = self._count(plan, advanced, arrived_ns)
-        if took is None or not plan.decode:
+    def _learn(
+        self, plan: StepPlan, advanced: Sequence[int] | None, seconds: float, lookup_seconds: float
+    ) -> None:
+        if not plan.decode:
             return
-        rows, costs = len(plan.decode), self._costs.of(plan.decode)
+        rows, costs = len(plan.decode), self.costs.of(plan.decode)
         costs.count(plan.tokens_per_row)
-        looked = took.lookup_seconds > 0
+        looked = lookup_seconds > 0
         if not looked or advanced is not None:
             self._lookups = 0
         if plan.prefill or any(request.matcher is not None for request in plan.decode):
@@ -935,16 +877,16 @@ class LookupSpeculator(Speculator):
             gained, most_credit = LOOKUP_SHARE * (1 + untimed), FIRST_CREDIT
             if looked:
                 self._lookups += 1
-                gained += max(1 - took.seconds / decode_seconds, -LARGEST_DELAY)
+                gained += max(1 - seconds / decode_seconds, -LARGEST_DELAY)
             else:
-                decode_seconds = costs.observe_decode(rows, took.seconds, 1 + untimed)
+                decode_seconds = costs.observe_decode(rows, seconds, 1 + untimed)
         else:
             n, tokens = plan.tokens_per_row, plan.decode_tokens
             most = (1 + LARGEST_ERROR) * costs.verify_seconds(rows, n, tokens)
-            costs.observe(rows, n, tokens, took.seconds)
-            gained = sum(advanced) / rows - min(took.seconds, most) / decode_seconds
+            costs.observe(rows, n, tokens, seconds)
+            gained = sum(advanced) / rows - min(seconds, most) / decode_seconds
             most_credit = MOST_CREDIT  # only drafts earn more than the first credit
-        gained -= LOOKUP_PRICE * min(took.lookup_seconds / decode_seconds, LARGEST_DELAY)
+        gained -= LOOKUP_PRICE * min(lookup_seconds / decode_seconds, LARGEST_DELAY)
         most_credit = max(most_credit, self._credit)
         self._credit = min(max(self._credit + gained, -MOST_DEFICIT), most_credit)
 
@@ -956,7 +898,7 @@ class LookupSpeculator(Speculator):
         """
         step, left, behind = self._step, INDEXED_PER_STEP, []
         adaptive, guesses = self.config.adaptive, [NOTHING] * len(requests)
-        promising = self._costs.of(requests).least_drafts(len(requests)) if adaptive else 0.0
+        promising = self.costs.of(requests).least_drafts(len(requests)) if adaptive else 0.0
         most_pause = self._most_pause()
         paused_until = step + MAX_PAUSE
         for row, request in enumerate(requests):

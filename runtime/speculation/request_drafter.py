@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, count
 from operator import mul
 from typing import NamedTuple
@@ -30,6 +31,7 @@ __all__ = [
     "RowDrafts",
     "SharedOutputs",
     "SuffixIndex",
+    "probability_class",
 ]
 
 
@@ -83,12 +85,8 @@ class SuffixIndex:
         self._latest: dict[tuple[int, ...], int] = {}  # n-gram -> position after it
         self._previous: list[int] = []  # position after an n-gram -> that after the one before
 
-    def append(self, token: int) -> None:
-        """Append a token: the n-gram that ends before it now has a continuation."""
-        self.extend([token])
-
     def extend(self, tokens: list[int]) -> None:
-        """Append tokens."""
+        """Append tokens: the n-gram that ends before each of them now has a continuation."""
         known, n = self.tokens, self._n
         first = max(len(known), n)
         self._previous += [_NONE] * (min(len(known) + len(tokens), n) - len(known))
@@ -248,6 +246,15 @@ class _Counts:
         if self._everywhere is not None:
             self._everywhere.count(kind, trials, hits)
 
+    def count_drafts(
+        self, kinds: Iterable[int], drafts: Sequence[int], tokens: Sequence[int]
+    ) -> None:
+        """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
+        for kind, draft, token in zip(kinds, drafts, tokens, strict=False):
+            self.count(kind, 1, draft == token)
+            if draft != token:
+                return
+
 
 class Acceptance(_Counts):
     """Acceptance rates of a proposer, or of one row, which begins with its proposer's rates."""
@@ -307,16 +314,7 @@ class DrafterAcceptance(_Counts):
 
     def chances(self, probabilities: Sequence[float]) -> list[float]:
         """Return, for each draft, the probability that it is accepted and all before it are."""
-        return list(accumulate((self.rate(_kind(p)) for p in probabilities), mul))
-
-    def judge(
-        self, drafts: Sequence[int], probabilities: Sequence[float], tokens: Sequence[int]
-    ) -> None:
-        """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
-        for draft, probability, token in zip(drafts, probabilities, tokens, strict=False):
-            self.count(_kind(probability), 1, draft == token)
-            if draft != token:
-                return
+        return list(accumulate(map(self.rate, map(probability_class, probabilities)), mul))
 
 
 class PositionAcceptance(_Counts):
@@ -343,15 +341,8 @@ class PositionAcceptance(_Counts):
             rates.append(prior)
         return rates
 
-    def judge(self, drafts: Sequence[int], tokens: Sequence[int]) -> None:
-        """Count the drafts in whose places `tokens` were sampled, up to the first wrong one."""
-        for index, (draft, token) in enumerate(zip(drafts, tokens, strict=False)):
-            self.count(index, 1, draft == token)
-            if draft != token:
-                break
 
-
-def _kind(probability: float) -> int:
+def probability_class(probability: float) -> int:
     """Return the class of a probability; the lowest one for NaN."""
     return int(min(probability, 0.999) * _CLASSES) if probability > 0 else 0
 
@@ -403,31 +394,20 @@ class Pause:
 # What a drafter on the device has proposed for a request. No torch.
 
 
+@dataclass(slots=True)
 class RowDrafts:
     """The newest drafts of one request."""
 
-    __slots__ = ("acceptance", "at", "chances", "probabilities", "tokens")
-
-    def __init__(
-        self,
-        at: int,
-        tokens: list[int],
-        probabilities: list[float],
-        chances: list[float],
-        acceptance: PositionAcceptance,
-    ) -> None:
-        """Keep them.
-
-        Args:
-            at: known tokens of the request when they were proposed, which they follow.
-            tokens: as the row keeps them on the device.
-            probabilities: of those for which the drafter had slots; the others are worthless.
-            chances: of the same, that a step accepts them.
-            acceptance: of the request.
-        """
-        self.at, self.tokens = at, tokens
-        self.probabilities, self.chances = probabilities, chances
-        self.acceptance = acceptance
+    at: int
+    """Known tokens of the request when they were proposed, which they follow."""
+    tokens: list[int]
+    """As the row keeps them on the device."""
+    probabilities: list[float]
+    """Of the tokens for which the drafter had slots; the others are worthless."""
+    chances: list[float]
+    """Of the same tokens, that a step accepts them."""
+    acceptance: PositionAcceptance
+    """Of the request."""
 
 
 # Recent outputs of all requests of a salt, from which others of that salt draft. No torch.

@@ -69,9 +69,10 @@ class Rig:
         order = 1 + torch.randperm(blocks - 2, dtype=torch.int32)
         self.state.block_tables[:, :ROWS] = order.view(len(groups), ROWS, COLUMNS)
         for row, params in enumerate(PARAMS if full else ()):
-            self.state.sampling.write_row(
-                row, params, seed=row, prompt_ids=[1, 2], output_ids=[], stop_token_ids=()
+            parameters = self.state.sampling.row_parameters(
+                params, seed=row, prompt_ids=[1, 2], output_ids=[], stop_token_ids=()
             )
+            self.state.sampling.store_row(row, parameters)
         layout = StepInputs.layout(
             max_num_seqs=BUCKET, prefill_tokens=1, prefill_rows=1, table_updates=1
         )

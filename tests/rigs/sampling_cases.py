@@ -71,14 +71,14 @@ def write(
     state: SamplingState, row: int, own: SamplingParams, output_ids: Sequence[int] = OUTPUT
 ) -> None:
     vocab_size = state.token_counts.shape[1]
-    state.write_row(
-        row,
+    parameters = state.row_parameters(
         own,
         seed=own.seed or 0,
         prompt_ids=[token % vocab_size for token in PROMPT],
         output_ids=[token % vocab_size for token in output_ids],
         stop_token_ids=[token % vocab_size for token in STOPS],
     )
+    state.store_row(row, parameters)
 
 
 def state_of(

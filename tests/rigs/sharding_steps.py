@@ -71,9 +71,10 @@ class RankSteps:
         self.state.block_tables[:, :rows] = tables.view(len(groups), rows, COLUMNS)
         self.full = params is not None
         for row in range(rows if params is not None else 0):
-            self.state.sampling.write_row(
-                row, params, seed=row, prompt_ids=[1, 2], output_ids=[], stop_token_ids=()
+            parameters = self.state.sampling.row_parameters(
+                params, seed=row, prompt_ids=[1, 2], output_ids=[], stop_token_ids=()
             )
+            self.state.sampling.store_row(row, parameters)
         self.tokens = sum(map(len, PROMPTS))
         layout = StepInputs.layout(
             max_num_seqs=rows, prefill_tokens=self.tokens, prefill_rows=rows, table_updates=1

@@ -261,19 +261,16 @@ def test_extreme_parameters_leave_the_best_token(fields: dict[str, float]) -> No
     assert sample_many(params, randn(V), 50).unique().tolist() == [BEST]
 
 
-def test_too_many_stop_ids_are_refused_and_the_row_stays() -> None:
+def test_too_many_stop_ids_and_unknown_tokens_are_refused() -> None:
     state = state_of([SamplingParams()])
-    before = [state.reals.clone(), state.integers.clone(), state.token_counts.clone()]
     params = SamplingParams(min_tokens=1, presence_penalty=1.0)
     arguments = {"seed": 1, "prompt_ids": [1], "output_ids": [2]}
     with pytest.raises(RequestError) as stop_ids:
-        state.write_row(0, params, stop_token_ids=range(33), **arguments)
+        state.row_parameters(params, stop_token_ids=range(33), **arguments)
     biased = dataclasses.replace(params, logit_bias={V: 1.0})
     with pytest.raises(RequestError) as bias:
-        state.write_row(0, biased, stop_token_ids=[1], **arguments)
+        state.row_parameters(biased, stop_token_ids=[1], **arguments)
     assert (stop_ids.value.field, bias.value.field) == ("stop_token_ids", "logit_bias")
-    for tensor, old in zip((state.reals, state.integers, state.token_counts), before, strict=True):
-        assert torch.equal(tensor, old)
 
 
 KINDS = [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 9, "presence_penalty": 1.0}]

@@ -212,8 +212,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             requests = [r for group in self.unfinished.values() for r in group.requests]
             states = Counter(request.status for request in requests)
             assert states[RequestStatus.RUNNING] == self.rig.scheduler.num_running
-            without_row = self.rig.scheduler.num_waiting + self.rig.scheduler.num_paused
-            assert states[RequestStatus.WAITING] == without_row
+            waiting = [r for r in requests if r.status is RequestStatus.WAITING and not r.paused]
+            assert len(waiting) == self.rig.scheduler.num_waiting
             held = [request.row for request in requests if request.row is not None]
             assert len(set(held)) == len(held) == states[RequestStatus.RUNNING]
 

@@ -19,7 +19,10 @@ from stepgraph.runtime.scheduling.speculator import (
     DrafterSpeculator,
     VerifyCosts,
 )
-from stepgraph.runtime.speculation.request_drafter import DrafterAcceptance
+from stepgraph.runtime.speculation.request_drafter import (
+    DrafterAcceptance,
+    probability_class,
+)
 
 from .test_draft_choice import row
 
@@ -253,7 +256,7 @@ def test_acceptance_is_a_probability_whatever_the_drafter_says(
 ) -> None:
     acceptance = DrafterAcceptance()
     for probability, right in drafts:
-        acceptance.judge([1], [probability], [1 if right else 2])
+        acceptance.count_drafts([probability_class(probability)], [1], [1 if right else 2])
     chances = acceptance.chances([probability for probability, _ in drafts])
     assert all(0 <= chance <= 1 for chance in chances)
     assert chances == sorted(chances, reverse=True)

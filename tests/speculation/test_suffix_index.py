@@ -45,7 +45,7 @@ def test_it_is_a_search(tokens: list[int], least: int, candidates: int, most: in
     index = SuffixIndex(least, candidates)
     for count, token in enumerate(tokens):
         assert index.propose(most) == searched(tokens[:count], least, candidates, most)
-        index.append(token)
+        index.extend([token])
     assert index.propose(most) == searched(tokens, least, candidates, most)
 
 
