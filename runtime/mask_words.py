@@ -12,8 +12,6 @@ __all__ = ["MaskWords"]
 
 MASK_BITS: Final = 32
 """Tokens of a word, as in `kernels/ops/token_masks.py`."""
-_NO_BITS: Final = 0
-_ALL_BITS: Final = -1
 
 
 class MaskWords:
@@ -33,11 +31,11 @@ class MaskWords:
 
     def allow_all(self) -> None:
         """Set all bits."""
-        self.array.fill(_ALL_BITS)
+        self.array.fill(-1)
 
     def allow_only(self, token_id: int) -> None:
         """Set the bit of one token."""
-        self.array.fill(_NO_BITS)
+        self.array.fill(0)
         self.words[token_id // MASK_BITS] = _BITS[token_id % MASK_BITS]
 
     def forbid(self, token_ids: Iterable[int]) -> bool:

@@ -247,17 +247,23 @@ class GrammarCompiler:
             matcher = self._made(kind, source)
             return _Compiled(matcher, len(source.encode()), time.thread_time() - began)
 
+        digest = hashlib.sha256(f"{kind}:{source}".encode()).digest()
+        with self._lock:
+            until, reason = self._refused.get(digest, (0.0, ""))
         try:
-            self._check_refused(kind, source)
+            if time.monotonic() < until:  # refused lately
+                raise ValueError(reason)
             return compile_until(work, COMPILE_SECONDS)
         except RequestError:  # no thread can be started
             raise
-        except CompilationsBusyError as error:
-            raise OverloadedError(f"a grammar cannot be compiled now: {error}") from error
-        except (NotCompiledError, ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             reason = str(error) or type(error).__name__
-            self._refuse(kind, source, reason)
-            raise self._refusal(kind, reason) from error
+            self._refuse(digest, reason)
+            raise GrammarError(
+                f"the {_NAMES.get(kind, kind)} of structured cannot be used:"
+                f" {bounded_text(reason, _MAX_REASON_CHARS)}; give a valid, simpler one",
+                field="structured",
+            ) from error
 
     def _made(self, kind: str, source: str) -> LLMatcher:
         from llguidance import LLMatcher
@@ -275,31 +281,15 @@ class GrammarCompiler:
             raise ValueError(reason if kind == "grammar" else _PLACE.sub("", reason))
         return matcher
 
-    def _check_refused(self, kind: str, source: str) -> None:
-        """Raise `ValueError` if the grammar was refused lately."""
-        with self._lock:
-            until, reason = self._refused.get(_hash(kind, source), (0.0, ""))
-        if time.monotonic() < until:
-            raise ValueError(reason)
-
-    def _refuse(self, kind: str, source: str, reason: str) -> None:
+    def _refuse(self, digest: bytes, reason: str) -> None:
         """Remember a refusal for a while, which does not begin again with each request."""
         with self._lock:
-            now, key = time.monotonic(), _hash(kind, source)
-            if self._refused.get(key, (0.0, ""))[0] <= now:
-                self._refused[key] = now + _REFUSED_SECONDS, reason
+            self.counts["refused"] += 1
+            now = time.monotonic()
+            if self._refused.get(digest, (0.0, ""))[0] <= now:
+                self._refused[digest] = now + _REFUSED_SECONDS, reason
             while len(self._refused) > _MAX_REFUSED:
                 self._refused.popitem(last=False)
-
-    def _refusal(self, kind: str, reason: str) -> GrammarError:
-        with self._lock:
-            self.counts["refused"] += 1
-        name = _NAMES.get(kind, kind)
-        return GrammarError(
-            f"the {name} of structured cannot be used:"
-            f" {bounded_text(reason, _MAX_REASON_CHARS)}; give a valid, simpler one",
-            field="structured",
-        )
 
 
 def _check_speed(matcher: LLMatcher) -> None:
@@ -346,18 +336,6 @@ def _reason(matcher: LLMatcher) -> str:
     return "no text can follow it" if "NoExtensionBias" in reason else reason
 
 
-def _hash(kind: str, source: str) -> bytes:
-    return hashlib.sha256(f"{kind}:{source}".encode()).digest()
-
-
-class NotCompiledError(Exception):
-    """The deadline has passed."""
-
-
-class CompilationsBusyError(Exception):
-    """As many compilations as may run at the same time took too long."""
-
-
 def compile_until(work: Callable[[], T], seconds: float) -> T:
     """Return the result of `work`, called in another thread within `seconds`.
 
@@ -365,14 +343,15 @@ def compile_until(work: Callable[[], T], seconds: float) -> T:
     one of `MAX_COMPILATIONS`, until it returns.
 
     Raises:
-        NotCompiledError: the deadline has passed.
-        CompilationsBusyError: others were compiling for `seconds`.
+        ValueError: the deadline has passed.
+        OverloadedError: others were compiling for `seconds`.
         RequestError: no thread can be started.
         Exception: whatever `work` raises.
     """
     if not _slots.acquire(timeout=seconds):
-        raise CompilationsBusyError(
-            f"{MAX_COMPILATIONS} others have been compiling for {seconds:g} s"
+        raise OverloadedError(
+            f"a grammar cannot be compiled now: {MAX_COMPILATIONS} others have been compiling for"
+            f" {seconds:g} s"
         )
     result: Future[T] = Future()
 
@@ -401,7 +380,7 @@ def compile_until(work: Callable[[], T], seconds: float) -> T:
     try:
         return result.result(seconds)
     except TimeoutError:
-        raise NotCompiledError(f"it did not compile within {seconds:g} s") from None
+        raise ValueError(f"it did not compile within {seconds:g} s") from None
 
 
 def _start(run: Callable[[], None]) -> None:

@@ -18,8 +18,6 @@ from ..request import OutputMatcher, Request
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from ..request import Request
-
 __all__ = ["ListMatcher", "MASK_SECONDS", "TokenLists", "TokenMatcher", "word_tokens"]
 
 
@@ -64,11 +62,7 @@ class TokenLists:
             bits = np.zeros(len(self._mask) * MASK_BITS, dtype=np.uint8)
             bits[list(allowed)] = 1
             self._mask = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
-        self._last_bits = (
-            np.array([(2 << (vocab_size - 1) % MASK_BITS) - 1], dtype=np.uint64)
-            .astype(np.uint32)
-            .view(np.int32)[0]
-        )
+        self._last_bits = _UP_TO_BIT[(vocab_size - 1) % MASK_BITS]
         self._banned: dict[int, list[tuple[int, ...]]] = {}
         single = [tokens[0] for tokens in banned if len(tokens) == 1]
         MaskWords(self._mask).forbid(single)
