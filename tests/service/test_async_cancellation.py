@@ -237,7 +237,7 @@ def test_a_first_token_deadline_ends_a_slow_prefill_and_no_decoding() -> None:
 def test_a_deadline_that_passes_during_preparation_ends_the_request_then() -> None:
     with rig() as r:
         r.preparations.close()
-        late = r.engine.submit(tuple(PROMPT), params(1, n=2), deadline=0.5)
+        late = r.engine.submit(tuple(PROMPT), params(1, n=2), deadline=0.1)
         output = late.result(SECONDS)  # although the preparation has not ended
         assert [c.finish_reason for c in output.completions] == ["deadline"] * 2
         assert do(r.engine.stats())["preparing"] == 1

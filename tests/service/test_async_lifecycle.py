@@ -355,6 +355,7 @@ def test_ctrl_c_in_the_main_thread(how: str) -> None:
         "    asyncio.run(main())\n",
     }[how]
     done = script(
+        "engine.submit([1], params(1)).result(5)\n"  # makes the loop of callbacks
         "try:\n" + body + "except KeyboardInterrupt:\n"
         "    print('interrupted')\n"
         "print(engine.submit([1], params(1)).result(5).finish_reason)\n"

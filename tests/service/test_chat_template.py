@@ -170,12 +170,12 @@ HARMFUL = {
 
 @pytest.mark.parametrize("kind", HARMFUL)
 def test_harm_is_ended(directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(module, "RENDER_SECONDS", 0.05)
     tokenizer = load(save(directory, "{% set r = range(99999) | list %}" + HARMFUL[kind]))
     began = time.perf_counter()
     with pytest.raises(RequestError) as caught:
         tokenizer.apply_chat_template(SAID)
-    assert time.perf_counter() - began < 8, "a fifth of a second on an idle machine"
+    assert time.perf_counter() - began < 8, "a third of a second on an idle machine"
     assert len(str(caught.value)) < 400
     names = {thread.name for thread in threading.enumerate()}
     assert "stepgraph-template" not in names, "what was ended still runs"

@@ -164,7 +164,7 @@ async def test_deadlines() -> None:
 async def test_overload_is_refused_with_retry_after() -> None:
     config = ServiceConfig(max_queued_requests=1)
     async with service(lambda: slow_engine(max_num_seqs=1), config) as rig:
-        body = {**BODY, "max_tokens": 20}
+        body = {**BODY, "max_tokens": 12}
         first = asyncio.create_task(rig.post(body))
         await until(rig, "running")
         second = asyncio.create_task(rig.post(body))
@@ -175,7 +175,7 @@ async def test_overload_is_refused_with_retry_after() -> None:
             assert int(response.headers["retry-after"]) >= 1
             assert response.json()["error"]["type"] == "service_unavailable_error"
         tokens = [r.json()["choices"][0]["token_ids"] for r in (await first, await second)]
-        assert tokens == [reference(rig, PROMPT, max_tokens=20)] * 2
+        assert tokens == [reference(rig, PROMPT, max_tokens=12)] * 2
 
 
 @in_event_loop

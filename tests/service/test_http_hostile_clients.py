@@ -82,7 +82,7 @@ def test_streams_that_are_not_read_give_up_their_rows_and_end(
     """Clients whose answers fill the buffers, on more connections than there are rows."""
     records: list[tuple[str, int]] = []
     monkeypatch.setattr(connection, "UNSENT_BYTES", 1024)
-    service = ServiceConfig(send_timeout=3.0, max_unread_tokens=16)
+    service = ServiceConfig(send_timeout=1.5, max_unread_tokens=16)
     server = Threaded(lambda: fake_engine(max_model_len=400, num_blocks=500), service)
     server.engine.add_listener(
         lambda record: records.append((record.outcome, record.num_output_tokens))

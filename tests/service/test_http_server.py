@@ -244,12 +244,12 @@ def test_floods_end_the_connection(threaded: Threaded, head: bytes, piece: bytes
 
 
 def test_slow_heads_end_the_connection(threaded: Threaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.1)
     for begin in (b"", b"POST /v1/comp", b"POST / HTTP/1.1\r\nhost: x\r\na:"):
         with threaded.connect() as sock:
             sock.sendall(begin)
             assert read_all(sock) == b""
-    body = b'{"prompt": [1], "max_tokens": 30, "ignore_eos": true}'
+    body = b'{"prompt": [1], "max_tokens": 12, "ignore_eos": true}'
     with threaded.connect() as sock:  # the answer may take longer
         sock.sendall(request(body, b"content-length: %d" % len(body), b"connection: close"))
         assert read_all(sock).startswith(b"HTTP/1.1 200 ")
@@ -281,7 +281,7 @@ def test_a_connection_that_is_reset_is_no_error(
     threaded: Threaded, caplog: pytest.LogCaptureFixture
 ) -> None:
     body = b'{"prompt": [1], "max_tokens": 40, "ignore_eos": true, "stream": true}'
-    for _ in range(20):
+    for _ in range(8):
         with threaded.connect() as sock:
             sock.sendall(request(body, b"content-length: %d" % len(body)) * 2)
             sock.recv(1)
