@@ -78,16 +78,12 @@ class LatentConfig:
     def __post_init__(self) -> None:
         sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         check_ranges(named(self, "q_lora_rank", *sizes), SIZES)
-        if self.qk_rope_head_dim % 2:
-            raise ConfigError(
-                f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even: rotary embeddings turn "
-                "pairs of elements"
-            )
-        if self.kv_lora_rank % 2:
-            raise ConfigError(
-                f"kv_lora_rank = {self.kv_lora_rank} must be even: the latents of an 8-bit cache "
-                "are followed by scales of 2 bytes"
-            )
+        for name, reason in (
+            ("qk_rope_head_dim", "rotary embeddings turn pairs of elements"),
+            ("kv_lora_rank", "the latents of an 8-bit cache are followed by scales of 2 bytes"),
+        ):
+            if (value := getattr(self, name)) % 2:
+                raise ConfigError(f"{name} = {value} must be even: {reason}")
 
     @property
     def cached_dim(self) -> int:
@@ -588,11 +584,6 @@ class ModelConfig(DecoderConfig):
     def family(self) -> Family:
         """The traits of all models of this type."""
         return FAMILIES[self.model_type]
-
-    @property
-    def query_size(self) -> int:
-        """Elements of the queries of one token, as attention takes them."""
-        return self.num_heads * self.head_dim
 
     def window(self, layer: int) -> int | None:
         """Tokens that a token of the layer attends to, itself included; None: all before it."""

@@ -139,7 +139,7 @@ def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     yield attend(config, kind, scale=scale, value_dim=config.head_dim)
     output = {"self_attn.o_proj": config.hidden_size}
     biased = tuple(output) if config.attention_bias and config.family.output_bias else ()
-    yield linear("attention.output", output, config.query_size, biased)
+    yield linear("attention.output", output, config.num_heads * config.head_dim, biased)
 
 
 def attend(

@@ -280,7 +280,9 @@ def _resolve_mode(config: EngineConfig, device: torch.device, obstacle: str | No
     if mode != "eager":
         # Steps without native kernels are compiled by torch.compile, which needs the compiler.
         compiled_by_torch = config.kernels == "torch" or obstacle is not None
-        missing = _missing_compiler() if compiled_by_torch else _missing_for_native(device)
+        missing = None if compiled_by_torch else _missing_for_native(device)
+        if compiled_by_torch and not have_compiler():
+            missing = "a C++ compiler: install g++ (or set CXX)"
         if missing is not None and mode == "compile":
             raise ConfigError(
                 f"mode='compile' needs {missing} on a CPU, or use mode='eager'", field="mode"
@@ -334,10 +336,6 @@ def _missing_for_native(device: torch.device) -> str | None:
     if device.type == "cpu":
         return cpu_kernels_obstacle()
     return None if have_triton() else "the package triton: install it"
-
-
-def _missing_compiler() -> str | None:
-    return None if have_compiler() else "a C++ compiler: install g++ (or set CXX)"
 
 
 # Which configurations can promise `batch_invariant`: docs/batch-invariance.md.

@@ -201,13 +201,6 @@ def _experts_forward(
     return summed.to(hidden_TK.dtype)
 
 
-def register_experts() -> None:
-    """Register the experts function with transformers. Idempotent."""
-    from transformers.integrations.moe import ExpertsInterface
-
-    ExpertsInterface.register(EXPERTS_IMPLEMENTATION, _experts_forward)
-
-
 IMPLEMENTATION = "stepgraph"
 
 """Name of our attention function in transformers; without masks."""
@@ -329,7 +322,9 @@ def paged_attention_forward(
 def register() -> None:
     """Register our attention and experts with transformers, under names of our own. Idempotent."""
     transformers = import_transformers()
+    from transformers.integrations.moe import ExpertsInterface
+
     transformers.AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)
     transformers.AttentionInterface.register(PROBED_IMPLEMENTATION, paged_attention_forward)
     transformers.AttentionMaskInterface.register(PROBED_IMPLEMENTATION, probe_mask)
-    register_experts()
+    ExpertsInterface.register(EXPERTS_IMPLEMENTATION, _experts_forward)

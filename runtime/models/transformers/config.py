@@ -29,7 +29,6 @@ __all__ = [
     "LinearGroup",
     "TransformersConfig",
     "freeze_rotations",
-    "layer_prefixes",
     "linear_groups",
     "model_class_of",
     "read_transformers_config",
@@ -91,10 +90,9 @@ def linear_groups(probe: Probe) -> tuple[LinearGroup, ...]:
 
     These are the ones of decoder layers, and the head.
     """
-    prefixes = layer_prefixes(probe.attention)
     groups: dict[tuple[int | None, int], list[LinearUse]] = {}
     for use in probe.linears:
-        layer = _layer_of(use.module, prefixes)
+        layer = _layer_of(use.module, probe.layers)
         is_head = use == probe.linears[-1] and use.out_features == probe.vocab_size
         if layer is not None or is_head:
             groups.setdefault((layer, use.input), []).append(use)
@@ -107,14 +105,14 @@ def plan_of_probe(model: Any, probe: Probe) -> ModelPlan:
     All parameters are in it, once each. Those that are not replaced belong to the `Opaque`
     operation of their layer, or outside of layers to the final norm.
     """
-    groups, prefixes = linear_groups(probe), layer_prefixes(probe.attention)
+    groups = linear_groups(probe)
     replaced = {f"{use.module}.{leaf}" for g in groups for use in g.members for leaf in _LEAVES}
     replaced |= {call.sinks for call in probe.attention if call.sinks is not None}
     embedding = _embedding(model, probe)
     others: dict[int | None, list[Source]] = {}
     for name, parameter in model.named_parameters():
         if name not in replaced and name != embedding.name:
-            layer = _layer_of(name, prefixes)
+            layer = _layer_of(name, probe.layers)
             others.setdefault(layer, []).append(Source(name, tuple(parameter.shape)))
     dim = max(max(call.key_dim, call.value_dim) for call in probe.attention)
     kv_heads = common_kv_heads(probe.attention)
@@ -182,19 +180,6 @@ def _flat(name: str, sources: Sequence[Source]) -> Parameter:
     """Parameters as one vector: they are stored unchanged."""
     flat = tuple(Source(s.name, (math.prod(s.shape),)) for s in sources)
     return Parameter(name, flat or (Source(None, (0,)),))
-
-
-def layer_prefixes(calls: Sequence[AttentionCall]) -> list[str]:
-    """Return the path of the layer of each attention module, with a dot.
-
-    The layers of a list differ in one component of their path: `h.0.attn`, `h.1.attn`.
-    """
-    paths = [call.module.split(".") for call in calls]
-    if len(paths) == 1:
-        number = next(i for i, part in enumerate(paths[0]) if part.isdigit())
-    else:
-        number = next(i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1)
-    return [".".join(path[: number + 1]) + "." for path in paths]
 
 
 def _layer_of(name: str, prefixes: Sequence[str]) -> int | None:

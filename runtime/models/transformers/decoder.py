@@ -24,7 +24,7 @@ from ...operation_scopes import operation
 from ..decoder import Decoder, layer_places
 from ..modules import Projection, ShardedVocabulary
 from .attention import IMPLEMENTATION, CurrentStep, PagedLayer, PagedStep
-from .config import LinearGroup, TransformersConfig, freeze_rotations, layer_prefixes, linear_groups
+from .config import LinearGroup, TransformersConfig, freeze_rotations, linear_groups
 from .probe import Probe, head_of, run_head, set_implementation
 
 __all__ = ["DecoderModel", "TransformersDecoder", "add_scopes"]
@@ -121,7 +121,7 @@ def add_scopes(model: nn.Module, probe: Probe) -> None:
 
     A scope has the name of the module in its parent, such as `q_proj`.
     """
-    for index, prefix in enumerate(layer_prefixes(probe.attention)):
+    for index, prefix in enumerate(probe.layers):
         layer = model.get_submodule(prefix.removesuffix("."))
         for path, module in layer.named_modules():
             if path and any(True for _ in module.parameters(recurse=False)):

@@ -112,7 +112,6 @@ class ParameterUses(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
-        self._paths = {id(module): path for path, module in model.named_modules()}
         self._parameters = {id(p) for p in model.parameters()}
         self._uses: Counter[int] = Counter()
         self._described: set[int] = set()
@@ -152,11 +151,6 @@ class ParameterUses(TorchFunctionMode):
             number = next(self._serial)
             self._inputs[x] = x._version, number
         return int(number)
-
-    def module_path(self, module: nn.Module) -> str:
-        """Return the path of a module in the model."""
-        path: str = self._paths[id(module)]
-        return path
 
     def looks_up_rows(self, module: nn.Module) -> bool:
         """Whether an embedding reads rows of its weight, which only it and products use.
@@ -295,6 +289,8 @@ class Probe(NamedTuple):
     output: type[Any]
     """The class of its result."""
     attention: tuple[AttentionCall, ...]
+    layers: tuple[str, ...]
+    """Path of the decoder layer of each call, with a dot."""
     linears: tuple[LinearUse, ...]
     embedding: str
     """Path of the module of the input embeddings."""
@@ -329,7 +325,7 @@ def probe_model(model: Any, fake: FakeTensorMode, name: str) -> Probe:
             recorder.run(
                 model, input_ids=ids, attention_mask=torch.ones_like(positions), use_cache=False
             )
-        attention = recorder.finish_attention()
+        attention, layers = recorder.finish_attention()
         path, output = recorder.base()
         set_implementation(model, IMPLEMENTATION)
         base, head = model.get_submodule(path), head_of(model, path, output)
@@ -357,8 +353,9 @@ def probe_model(model: Any, fake: FakeTensorMode, name: str) -> Probe:
             base=path,
             output=output,
             attention=attention,
+            layers=layers,
             linears=linears,
-            embedding=uses.module_path(embeddings),
+            embedding=recorder.paths[id(embeddings)],
             packed_embedding=uses.looks_up_rows(embeddings),
             tied=any(model.get_submodule(use.module).weight is weight for use in linears),
             hidden_size=hidden.shape[-1],
@@ -382,7 +379,8 @@ class _Recorder:
     def __init__(self, model: Any, name: str) -> None:
         self._model = model
         self._name = name
-        self._paths = {id(module): path for path, module in model.named_modules()}
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        """Path of each module, by its id."""
         self._parameters = {id(parameter): path for path, parameter in model.named_parameters()}
         self._bases: list[tuple[str, type[Any]]] = []
         self.calls: list[AttentionCall] = []
@@ -439,7 +437,7 @@ class _Recorder:
         keywords: dict[str, Any],
     ) -> Tensor:
         """Record the call; raise `CheckpointError` for what the paged attention cannot do."""
-        path = self._paths.get(id(module), type(module).__name__)
+        path = self.paths.get(id(module), type(module).__name__)
         for name, given in keywords.items():
             known = name in _WITHOUT_EFFECT or name in _USED
             if not known and given is not None and given is not False:
@@ -489,15 +487,26 @@ class _Recorder:
         )
         return value.new_empty(1, tokens, query.shape[1], value.shape[3])
 
-    def finish_attention(self) -> tuple[AttentionCall, ...]:
-        """Return the calls, checked to be one per layer."""
+    def finish_attention(self) -> tuple[tuple[AttentionCall, ...], tuple[str, ...]]:
+        """Return the calls, checked to be one per layer, and the paths of their layers."""
         found = [call.module for call in self.calls]
         if not found:
             raise self.unfit("it does not call transformers' attention interface")
         for path in found:
             if found.count(path) > 1:
                 raise self.unfit(f"{path} attends {found.count(path)} times in a forward pass")
-        self._check_layers(found)
+        prefixes = layer_prefixes(found)
+        if not prefixes:
+            raise self.unfit(f"{found[0]} is not in a list of decoder layers")
+        path = prefixes[0].removesuffix(".").rpartition(".")[0]
+        layers = [f"{path}.{n}." for n, _ in self._model.get_submodule(path).named_children()]
+        without = [layer.removesuffix(".") for layer in layers if layer not in prefixes]
+        if without:
+            raise self.unfit(
+                f"{len(without)} of its {len(layers)} layers do not call transformers' attention"
+                f" interface, e.g. {without[0]}: what a state-space, convolution or linear"
+                " attention layer keeps of a sequence is not in the cache"
+            )
         common = common_kv_heads(self.calls)
         for call in self.calls:
             if call.heads % common:
@@ -507,22 +516,7 @@ class _Recorder:
                     f" occurs as often as needed, does not divide the {call.heads} heads of"
                     f" {call.module}"
                 )
-        return tuple(self.calls)
-
-    def _check_layers(self, found: list[str]) -> None:
-        """Refuse models with layers that are not in `found`, the paths of attention modules."""
-        path = _layer_list(found)
-        if path is None:
-            raise self.unfit(f"{found[0]} is not in a list of decoder layers")
-        inside = {name.removeprefix(f"{path}.").partition(".")[0] for name in found}
-        layers = dict(self._model.get_submodule(path).named_children())
-        without = [f"{path}.{number}" for number in layers if number not in inside]
-        if without:
-            raise self.unfit(
-                f"{len(without)} of its {len(layers)} layers do not call transformers' attention"
-                f" interface, e.g. {without[0]}: what a state-space, convolution or linear"
-                " attention layer keeps of a sequence is not in the cache"
-            )
+        return tuple(self.calls), prefixes
 
 
 def common_kv_heads(calls: Sequence[AttentionCall]) -> int:
@@ -530,14 +524,16 @@ def common_kv_heads(calls: Sequence[AttentionCall]) -> int:
     return math.lcm(*(call.kv_heads for call in calls))
 
 
-def _layer_list(found: list[str]) -> str | None:
-    """Return the path of the list that contains a layer for each attention module."""
-    parts = found[0].split(".")
-    for i, part in enumerate(parts):
-        layers = {tuple(path.split(".")[: i + 1]) for path in found}
-        if part.isdigit() and len(layers) == len(found):
-            return ".".join(parts[:i])
-    return None
+def layer_prefixes(modules: Sequence[str]) -> tuple[str, ...]:
+    """Return the path of the layer of each attention module, with a dot; () if there is no list.
+
+    The layers of a list differ in one component of their path: `h.0.attn`, `h.1.attn`.
+    """
+    for i, part in enumerate(modules[0].split(".")):
+        prefixes = tuple(".".join(path.split(".")[: i + 1]) + "." for path in modules)
+        if part.isdigit() and len(set(prefixes)) == len(prefixes):
+            return prefixes
+    return ()
 
 
 def _failure(error: Exception) -> str:
