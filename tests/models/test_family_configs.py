@@ -32,7 +32,7 @@ PLAIN = (
 FAMILIES: dict[str, dict[str, Any]] = {
     **{model_type: {} for model_type in PLAIN},
     "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["full_attention"] * 8},
-    "deepseek_v2": DENSE,
+    "deepseek_v2": DENSE | {"num_experts_per_tok": 6},
     "deepseek_v3": DENSE,
     **{kind: {"num_local_experts": 8} for kind in ("mixtral", "gpt_oss", "llama4_text")},
     "qwen3_moe": {"num_experts": 8},
@@ -99,7 +99,7 @@ def test_keys_of_a_family(model_type: str) -> None:
     """What is left out is what transformers assumes; tokens may be null; not all have soft caps."""
     assert ModelConfig.from_hf(complete(model_type)) == of_family(model_type)
     if model_type.startswith("deepseek"):
-        experts = {"first_k_dense_replace": 1, "num_experts_per_tok": 6}
+        experts = {"first_k_dense_replace": 1}
         expected = of_family(model_type, **experts)
         assert ModelConfig.from_hf(complete(model_type, **experts)) == expected
     config = of_family(model_type, bos_token_id=None, eos_token_id=None)
@@ -217,11 +217,26 @@ LINEAR = {"rope_type": "linear", "factor": 4}
         ("granitemoehybrid", {"position_embedding_type": 1}),
         ("qwen3", {"rope_scaling": YARN | {"beta_slow": 64}}),
         ("qwen3", {"rope_theta": 1, "rope_scaling": YARN}),
+        ("mixtral", {"num_experts": 4}),
+        ("mixtral", {"num_local_experts": None}),
+        ("deepseek_v3", {"n_group": 7}),
+        ("deepseek_v3", {"n_group": 256, "topk_group": 8}),
+        ("deepseek_v3", {"moe_layer_freq": 2}),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}),
+        ("deepseek_v2", {"num_experts_per_tok": None}),
+        ("deepseek_v2", {"mlp_bias": True}),
+        ("llama4_text", {"attention_chunk_size": None}),
+        ("gpt_oss", {"swiglu_limit": None}),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}),
+        ("gpt_oss", {"quantization_config": "mxfp4"}),
+        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}),
     ],
     ids=str,
 )
 def test_refusal_names_the_field(model_type: str, changes: dict[str, Any]) -> None:
-    check_refused(changes, lambda: of_family(model_type, **changes))
+    sparse = {"first_k_dense_replace": 0} if model_type.startswith("deepseek") else {}
+    check_refused(changes, lambda: of_family(model_type, **sparse, **changes))
 
 
 def test_contradictions_of_the_constructor() -> None:

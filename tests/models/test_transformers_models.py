@@ -42,23 +42,21 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "gpt_neox": {"rotary_pct": 0.5},
     "cohere": {"logit_scale": 0.25},
     "gemma2": {"head_dim": 16, "sliding_window": 8},
     "gpt_oss": {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4},
-    "olmoe": EXPERTS,
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 48},
+    "qwen2_moe": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "shared_expert_intermediate_size": 48,
+    },
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "granitemoe": {"num_local_experts": 4},
-    "stablelm": {},
-    "nemotron": {},
 }
 """Traits: learned positions and Conv1D; partial rotation; parallel residual and scaled logits; soft
-caps and windows; attention sinks; experts; shared experts; biases and offset positions; attention
-modules that take no keywords."""
+caps and windows; attention sinks; shared experts; biases and offset positions. `test_model_matrix`
+has all other models."""
 
 
 def save(model_type: str, directory: Path, seed: int = 1, **changes: Any) -> Path:
@@ -132,14 +130,7 @@ def check_greedy(running: Engine, directory: Path, lengths: tuple[int, ...] = (5
         torch.testing.assert_close(ours, logprobs.amax(-1), atol=2e-4, rtol=2e-4)
 
 
-REPEATED = ("gemma2", "granitemoe", "nemotron", "olmoe", "stablelm")
-"""Of traits that others have, or that other tests run."""
-
-
-@pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(m, marks=pytest.mark.slow) if m in REPEATED else m for m in sorted(MODELS)],
-)
+@pytest.mark.parametrize("model_type", sorted(MODELS))
 def test_generates_the_tokens_of_transformers(model_type: str) -> None:
     directory = checkpoint(model_type)
     with engine(directory) as running:
@@ -167,10 +158,6 @@ def saved_config(model_type: str, **changes: Any) -> dict[str, Any]:
     ("model_type", "changes", "facts"),
     [
         ("mamba", {}, ("MambaForCausalLM", "attention interface")),
-        pytest.param(
-            *("jamba", {"num_experts": 2}, ("JambaForCausalLM", "attention")),
-            marks=pytest.mark.slow,
-        ),
         ("bloom", {}, ("BloomForCausalLM", "attention interface")),
         ("bert", {}, ("bert.encoder.layer.0", "bidirectional_mask_function")),
         ("t5", {}, ("'t5'", "is_encoder_decoder")),
@@ -244,9 +231,8 @@ WINDOWED = "gemma2"
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param({"prefix_cache": False, "prefill_chunk": 7}, marks=pytest.mark.slow),
+        {"prefix_cache": False, "prefill_chunk": 7},
         {"num_blocks": 14, "host_cache_bytes": 1 << 20},
-        pytest.param({"num_blocks": 14}, marks=pytest.mark.slow),
         {"block_size": 5, "prompt_embeds": True, "steps_per_launch": 3},
     ],
 )
@@ -278,11 +264,8 @@ def test_shares_prefixes_and_scores_prompts() -> None:
 @pytest.mark.parametrize(
     "storage",
     [
-        {"kv_dtype": "int8"},
-        pytest.param({"kv_dtype": "fp8"}, marks=pytest.mark.slow),
-        pytest.param({"weight_dtype": "int8"}, marks=pytest.mark.slow),
-        {"weight_dtype": "fp8"},
-        pytest.param({"dtype": "float16"}, marks=pytest.mark.slow),
+        *({"kv_dtype": "int8"}, {"kv_dtype": "fp8"}, {"weight_dtype": "int8"}),
+        *({"weight_dtype": "fp8"}, {"dtype": "float16"}),
     ],
 )
 def test_quantised_logits_are_close(storage: dict[str, Any]) -> None:

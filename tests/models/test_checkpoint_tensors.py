@@ -1,8 +1,9 @@
-"""Checkpoints with tensors that are not parameters of the model: these may have any dtype."""
+"""Tensors of a checkpoint: the model has no use for some, and misses others."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime import CheckpointError, SamplingParams
+from stepgraph.runtime.loading.checkpoint import CheckpointReader, check_tensors
 from torch import Tensor
 
 from ..rigs.engine_rig import opened
+from ..rigs.sharding_rig import tiny_config, write_checkpoint
 from ..rigs.tiny_models import TinyModel, changed_checkpoint
 
 FP8 = torch.float8_e4m3fn
@@ -94,3 +97,28 @@ def test_unused_tensors_of_published_gpt_neox(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with opened(tmp_path, model_impl="auto", **SMALL):
         pass
+
+
+def test_missing_experts_are_listed(tmp_path: Path) -> None:
+    mixtral = tiny_config("mixtral", 1)
+    assert mixtral.experts is not None
+    config = replace(mixtral, experts=replace(mixtral.experts, num_experts=20))
+    more = replace(mixtral, experts=replace(mixtral.experts, num_experts=2048))
+    write_checkpoint(config, tmp_path)
+    with CheckpointReader(tmp_path) as reader:
+        check_tensors(reader, config)
+        with pytest.raises(CheckpointError) as caught:
+            check_tensors(reader, more)
+    assert "experts 20, 21, 22" in str(caught.value)
+    assert len(str(caught.value)) < 2000
+    tensors = load_file(tmp_path / "model.safetensors")
+    for expert in range(5, 20):
+        del tensors[f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight"]
+    del tensors["model.layers.0.block_sparse_moe.experts.7.w1.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with CheckpointReader(tmp_path) as reader, pytest.raises(CheckpointError) as caught:
+        check_tensors(reader, config)
+    message = str(caught.value)
+    assert "experts 7 in model.layers.0.block_sparse_moe.experts" in message
+    assert "experts 5, 6, 7, 8, 9, 10, 11, 12 and 7 more in model.layers.1" in message
+    assert len(message) < 600
