@@ -37,44 +37,25 @@ def test_first_context_outside_the_object_has_priority(kind: str, inside: dict[s
     assert ModelConfig.from_hf(new) == config
 
 
-@given(
-    head_dim=st.integers(1, 64).map(lambda n: 2 * n),
-    theta=st.floats(1e3, 1e7),
-    kind=st.sampled_from(["default", "linear", "llama3", "yarn"]),
-    factor=st.floats(1.0, 64.0),
-    low=st.floats(0.5, 2.0),
-    span=st.floats(0.5, 40.0),
-    original=st.integers(64, 16384),
-    truncate=st.booleans(),
-    mscale=st.sampled_from([None, 0.0, 0.707, 1.0]),
-    mscale_all_dim=st.sampled_from([None, 0.0, 0.5, 1.0]),
-    attention_factor=st.sampled_from([None, 1.0, 1.5]),
-)
+@given(st.data())
 @settings(deadline=None)
-def test_equal_to_transformers(
-    head_dim: int,
-    theta: float,
-    kind: str,
-    factor: float,
-    low: float,
-    span: float,
-    original: int,
-    truncate: bool,
-    mscale: float | None,
-    mscale_all_dim: float | None,
-    attention_factor: float | None,
-) -> None:
+def test_equal_to_transformers(data: st.DataObject) -> None:
+    draw = data.draw
+    head_dim, theta = 2 * draw(st.integers(1, 64)), draw(st.floats(1e3, 1e7))
+    kind = draw(st.sampled_from(["default", "linear", "llama3", "yarn"]))
+    low, span = draw(st.floats(0.5, 2.0)), draw(st.floats(0.5, 40.0))
     rope: dict[str, Any] = {"rope_type": kind}
     if kind != "default":
-        rope["factor"] = factor
+        rope["factor"] = draw(st.floats(1.0, 64.0))
     if kind == "llama3":
         rope |= {"low_freq_factor": low, "high_freq_factor": low + span}
     if kind == "yarn":
-        rope |= {"beta_slow": low, "beta_fast": low + span, "truncate": truncate}
-        rope |= {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
-        rope["attention_factor"] = attention_factor
+        rope |= {"beta_slow": low, "beta_fast": low + span, "truncate": draw(st.booleans())}
+        rope["mscale"] = draw(st.sampled_from([None, 0.0, 0.707, 1.0]))
+        rope["mscale_all_dim"] = draw(st.sampled_from([None, 0.0, 0.5, 1.0]))
+        rope["attention_factor"] = draw(st.sampled_from([None, 1.0, 1.5]))
     if kind in ("llama3", "yarn"):
-        rope["original_max_position_embeddings"] = original
+        rope["original_max_position_embeddings"] = draw(st.integers(64, 16384))
     hf = LlamaConfig(**old(head_dim=head_dim, rope_scaling=rope, rope_theta=theta))
     embedding = LlamaRotaryEmbedding(hf)
     config = ModelConfig.from_hf(hf.to_dict())
@@ -116,28 +97,14 @@ def test_rotation_turns_pairs(interleaved: bool) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
-@given(
-    pairs=st.integers(2, 24),
-    theta=st.floats(1e3, 1e7),
-    kind=st.sampled_from(["longrope", "dynamic"]),
-    factor=st.floats(1.0, 64.0),
-    original=st.integers(8, 400),
-    partial=st.sampled_from([0.25, 0.5, 0.75, 1.0]),
-    lengths=st.lists(st.integers(1, 800), min_size=1, max_size=4),
-    data=st.data(),
-)
+@given(st.data())
 @settings(deadline=None)
-def test_frequencies_by_length_equal_those_of_transformers(
-    pairs: int,
-    theta: float,
-    kind: str,
-    factor: float,
-    original: int,
-    partial: float,
-    lengths: list[int],
-    data: st.DataObject,
-) -> None:
-    head_dim = 2 * pairs
+def test_frequencies_by_length_equal_those_of_transformers(data: st.DataObject) -> None:
+    draw = data.draw
+    head_dim, theta = 2 * draw(st.integers(2, 24)), draw(st.floats(1e3, 1e7))
+    kind, factor = draw(st.sampled_from(["longrope", "dynamic"])), draw(st.floats(1.0, 64.0))
+    original, partial = draw(st.integers(8, 400)), draw(st.sampled_from([0.25, 0.5, 0.75, 1.0]))
+    lengths = draw(st.lists(st.integers(1, 800), min_size=1, max_size=4))
     dim = int(head_dim * partial)
     if dim <= 2:
         return
@@ -146,7 +113,7 @@ def test_frequencies_by_length_equal_those_of_transformers(
     if kind == "longrope":
         rope["original_max_position_embeddings"] = original
         factors = st.lists(st.floats(0.5, 60.0), min_size=(dim + 1) // 2, max_size=(dim + 1) // 2)
-        rope |= {"short_factor": data.draw(factors), "long_factor": data.draw(factors)}
+        rope |= {"short_factor": draw(factors), "long_factor": draw(factors)}
     else:
         changes["max_position_embeddings"] = original
     hf = Glm4Config(
