@@ -117,30 +117,28 @@ def test_gpu_equals_transformers(open_engine: Open, tiny: Tiny, variant: str, mo
     assert_parity(engine, tiny(variant))
 
 
+KV_VARIANTS = ("gemma2", "gemma3", "deepseek_v3", "phi3", "olmo3", "glm4")
+
+
 @pytest.mark.usefixtures("nan_in_new_memory")
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("storage", "within"), [("int8", 0.3), ("fp8", 1.0)])
-@pytest.mark.parametrize("variant", ["gemma2", "gemma3", "deepseek_v3", "phi3", "olmo3", "glm4"])
-def test_quantised_keys_and_values(
-    open_engine: Open, tiny: Tiny, variant: str, storage: str, within: float
-) -> None:
-    """Root mean square, of logits that spread by 3; NaN of memory that is not read never shows."""
-    engine = open_engine(variant, kv_dtype=storage, prefill_chunk=17, block_size=4)
-    (token_ids,) = tiny(variant).prompts(61, seed=4)
-    errors = engine.score(token_ids, 30) - tiny(variant).logits(token_ids)[29:]
-    assert errors.square().mean().sqrt() < within
-
-
 @pytest.mark.parametrize(
-    ("variant", "within"),
+    ("variant", "storage", "within"),
     [
-        *((variant, 0.4) for variant in ("qwen2", "phi3", "olmo2", "granite4", "glm4")),
-        *((variant, 0.6) for variant in ("qwen3_moe", "gpt_oss", "deepseek_v2_moe")),
+        *((variant, {"kv_dtype": "int8"}, 0.3) for variant in KV_VARIANTS),
+        *((variant, {"kv_dtype": "fp8"}, 1.0) for variant in KV_VARIANTS),
+        *(
+            (v, {"weight_dtype": "int8"}, 0.4)
+            for v in ("qwen2", "phi3", "olmo2", "granite4", "glm4")
+        ),
+        *((v, {"weight_dtype": "int8"}, 0.6) for v in ("qwen3_moe", "gpt_oss", "deepseek_v2_moe")),
     ],
 )
-def test_quantised_weights(open_engine: Open, tiny: Tiny, variant: str, within: float) -> None:
-    """Root mean square, of logits that spread by 3. Routers are not quantised."""
-    engine = open_engine(variant, weight_dtype="int8", prefill_chunk=17, block_size=4)
+def test_stored_in_8_bits(
+    open_engine: Open, tiny: Tiny, variant: str, storage: dict[str, str], within: float
+) -> None:
+    """Root mean square, of logits that spread by 3; NaN of memory that is not read never shows.
+    Routers are not quantised."""
+    engine = open_engine(variant, **storage, prefill_chunk=17, block_size=4)
     (token_ids,) = tiny(variant).prompts(61, seed=4)
     errors = engine.score(token_ids, 30) - tiny(variant).logits(token_ids)[29:]
     assert 0.0 < errors.square().mean().sqrt() < within

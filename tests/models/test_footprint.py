@@ -32,14 +32,14 @@ from stepgraph.runtime.kernels import (
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.memory.footprint import model_footprint, weight_bytes
 from stepgraph.runtime.memory.measurement import Phase
-from stepgraph.runtime.models.config import ExpertsConfig, ModelConfig
+from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.models.sharding import allowed_ranks
 
 from ..rigs.engine_rig import Open, parts_of
-from ..rigs.sharding_rig import Meeting, ThreadCollectives
+from ..rigs.sharding_rig import Meeting, ThreadCollectives, tiny_config
 from ..rigs.tiny_models import Tiny
 from .test_sharding_plans import splits
 
@@ -85,48 +85,37 @@ def test_weights_before_and_after_loading(
         assert decoder.weight_bytes == weight_bytes(decoder.plan, kernels, dtype)
 
 
-SMALL = ModelConfig(
-    model_type="qwen3_moe",
-    vocab_size=50,
-    hidden_size=40,
-    intermediate_size=33,
-    num_layers=3,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-    experts=ExpertsConfig(
-        num_experts=5, num_experts_per_tok=2, moe_intermediate_size=17, dense_layers=(1,)
-    ),
+EXPERTS = dataclasses.replace(
+    tiny_config("qwen3_moe", 1).with_layers([0, 1, 2]), tie_word_embeddings=False
 )
+"""Layers with experts, an MLP and experts."""
 
 
 def test_bytes_of_a_step() -> None:
     decoder = Decoder(
-        SMALL,
+        EXPERTS,
         select_kernels(CPU, "eager", torch.float32),
         torch.float32,
         CPU,
-        group_layers(attention_specs(SMALL, 4)),
+        group_layers(attention_specs(EXPERTS, 4)),
     )
-    decoder.store(random_weights(SMALL, torch.float32))
-    expert = 4 * 3 * 40 * 17  # bytes
-    others = decoder.weight_bytes - 2 * 5 * expert - 4 * 50 * 40
-    assert decoder.weight_bytes_read(1) == others + 2 * 2 * expert
-    assert decoder.weight_bytes_read(2) == round(others + 2 * 5 * (1 - 0.6**2) * expert)
-    assert decoder.weight_bytes_read(1000) == others + 2 * 5 * expert
+    decoder.store(random_weights(EXPERTS, torch.float32))
+    hidden, width, experts, chosen = 48, 21, 7, 3
+    expert = 4 * 3 * hidden * width  # bytes
+    others = decoder.weight_bytes - 2 * experts * expert - 4 * 97 * hidden
+    assert decoder.weight_bytes_read(1) == others + 2 * chosen * expert
+    used = experts * (1 - (1 - chosen / experts) ** 2)
+    assert decoder.weight_bytes_read(2) == round(others + 2 * used * expert)
+    assert decoder.weight_bytes_read(1000) == others + 2 * experts * expert
 
 
 def test_expected_experts_are_those_of_uniform_routing() -> None:
-    plan = model_plan(SMALL)
+    plan = model_plan(EXPERTS)
     (op, *_) = (op for op in plan.operations if isinstance(op, Experts))
     generator = torch.Generator().manual_seed(1)
     for tokens in (1, 2, 4, 9):
-        chosen = torch.rand(4000, tokens, 5, generator=generator).argsort(-1)[..., :2].flatten(1)
-        distinct = torch.nn.functional.one_hot(chosen, 5).amax(1).sum(1).double().mean()
+        chosen = torch.rand(4000, tokens, 7, generator=generator).argsort(-1)[..., :3].flatten(1)
+        distinct = torch.nn.functional.one_hot(chosen, 7).amax(1).sum(1).double().mean()
         assert op.expected_experts(tokens) == pytest.approx(distinct.item(), rel=0.02)
 
 

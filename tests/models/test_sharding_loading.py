@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint, random weights of shards, and other weights in their place."""
+"""What a rank reads of a checkpoint, random weights, and other weights in their place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,23 +17,18 @@ from stepgraph.runtime.loading.checkpoint import CheckpointReader, check_tensors
 from stepgraph.runtime.loading.loader import iter_weights, random_weights
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.plan import Source, fused_layout, model_plan
+from stepgraph.runtime.models.presets import PRESETS
 
 from ..rigs.sharding_rig import ThreadCollectives, on_ranks, tiny_config, write_checkpoint
 from ..rigs.sharding_steps import RankSteps, plain_kernels, rank_steps, stored_weights
 
-WIDE = ModelConfig(
-    vocab_size=4096,
-    hidden_size=1024,
-    intermediate_size=8192,
-    num_layers=1,
-    num_heads=32,
-    num_kv_heads=16,
-    head_dim=64,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-)
+
+def small(preset: str, **changes: Any) -> ModelConfig:
+    sizes = {"num_layers": 1, "vocab_size": 64, "bos_token_id": 1, "eos_token_ids": (2,)}
+    return dataclasses.replace(PRESETS[preset], **sizes | changes)
+
+
+WIDE = small("llama-3.2-1b", vocab_size=4096, hidden_size=1024)
 
 
 def shards(config: ModelConfig, ranks: int) -> list[ModelConfig]:
@@ -180,3 +176,40 @@ def test_other_weights_in_the_place_of_those_of_a_rank(tmp_path: Path) -> None:
         weights = stored_weights(config, directories[1])
         expected = RankSteps(config, weights, plain_kernels()).run().tokens
     assert all(torch.equal(tokens, expected) for tokens in on_ranks(2, run))
+
+
+def test_names_shapes_and_distribution() -> None:
+    config = small("smollm2-135m", num_layers=2, vocab_size=4096)
+    layout = fused_layout(config)
+    weights = dict(random_weights(config, torch.bfloat16, seed=3))
+    assert list(weights) == list(layout)
+    for name, tensor in weights.items():
+        assert tensor.shape == layout[name].shape
+        assert tensor.dtype == torch.bfloat16
+        if name.endswith("norm.weight"):
+            assert tensor.eq(1).all()
+        else:
+            assert abs(tensor.float().std().item() - 0.02) < 1e-4
+            assert abs(tensor.float().mean().item()) < 2e-4
+    embedding = weights["embed_tokens.weight"]
+    assert len(embedding[:, :16].float().unique(dim=0)) == len(embedding), "two rows are equal"
+
+
+def test_parts_that_no_checkpoint_has_are_zero() -> None:
+    latent = small("mla-small", attention_bias=True)
+    weights = dict(random_weights(latent, torch.float32))
+    name = "layers.0.attention.q_kv.bias"
+    parts = list(fused_layout(latent)[name].parts(weights[name]))
+    expected = [(True, False), (False, True)]
+    assert [(source.name is None, bool(part.any())) for source, part in parts] == expected
+
+
+def test_depends_on_name_and_seed_only() -> None:
+    config = small("smollm2-135m", num_layers=2, tie_word_embeddings=False)
+    weights = dict(random_weights(config, torch.float32, seed=3))
+    assert not torch.equal(weights["layers.0.down.weight"], weights["layers.1.down.weight"])
+    shallow = dataclasses.replace(config, num_layers=1, tie_word_embeddings=True)
+    for name, tensor in random_weights(shallow, torch.float32, seed=3):
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0)
+    for name, tensor in random_weights(config, torch.float32, seed=4):
+        assert name.endswith("norm.weight") or not torch.equal(tensor, weights[name])
