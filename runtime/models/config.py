@@ -183,10 +183,8 @@ def _rope_scaling(config: Json, rope: Json, first: int | None) -> RopeScaling:
     # Without a factor: as many times the first training's context as the model has positions.
     default = max(1.0, max_positions / max(first, 1)) if kind == "longrope" else None
     scaling: dict[str, Any] = {"factor": read_field(rope, "factor", float, default)}
-    if kind == "dynamic":
-        scaling["original_max_position_embeddings"] = max_positions
-    elif kind != "linear":
-        scaling["original_max_position_embeddings"] = first
+    if kind != "linear":
+        scaling["original_max_position_embeddings"] = max_positions if kind == "dynamic" else first
     if kind == "llama3":
         for name in ("low_freq_factor", "high_freq_factor"):
             scaling[name] = read_field(rope, name, float)

@@ -418,16 +418,9 @@ class Decoder(LayerStack):
         *,
         plan: ModelPlan | None = None,
     ) -> None:
-        """Make the modules.
+        """Make the modules; see `LayerStack`.
 
-        Args:
-            config: of the model.
-            kernels: of its operations.
-            dtype: of weights and activations.
-            device: where it runs.
-            groups: the layer groups of the arena.
-            storage: how the arena stores what layers write.
-            plan: the plan of the config with layers that attend to less; None: the plan itself.
+        `plan` is the plan of the config with layers that attend to less; None: the plan itself.
         """
         plan = plan or model_plan(config)
         super().__init__(plan, rope_kinds(config), kernels, dtype, device, groups, storage)

@@ -50,7 +50,7 @@ def shard_plan(plan: ModelPlan, rank: int, ranks: int) -> ModelPlan:
         return plan
     sharding = _Sharding(rank, ranks)
     layers = {layer: sharding.layer(layer) for layer in dict.fromkeys(plan.layers)}
-    tokens = [sharding.of_rank(r).part(plan.vocab_size) for r in range(ranks)]
+    tokens = [replace(sharding, rank=r).part(plan.vocab_size) for r in range(ranks)]
     head = plan.head
     return replace(
         plan,
@@ -109,9 +109,6 @@ class _Sharding:
 
     rank: int
     ranks: int
-
-    def of_rank(self, rank: int) -> _Sharding:
-        return replace(self, rank=rank)
 
     def part(self, size: int) -> range:
         """The rank's share of `size` elements: shares differ by at most one."""

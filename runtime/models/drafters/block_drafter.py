@@ -125,7 +125,8 @@ def block_config(
             f" {target.vocab_size - 1}: use a drafter that was trained for this model"
         )
     aux_layers = _aux_layers(fields, target)
-    plan = _plan(model)
+    plan = model_plan(model)
+    plan = replace(plan, norm=replace(plan.norm, weight=vector("norm", "norm", model.hidden_size)))
     parts = _parts(model, plan, aux_layers, mask_id, causal=_is_causal(config, model))
     return DrafterConfig(
         kind="dflash",
@@ -163,11 +164,6 @@ def _aux_layers(fields: Json, target: ModelConfig) -> tuple[int, ...]:
         )
     # transformers, with which they are trained, norms what it returns of the last layer.
     return tuple(layers if layer == layers - 1 else layer for layer in aux_layers)
-
-
-def _plan(model: ModelConfig) -> ModelPlan:
-    plan = model_plan(model)
-    return replace(plan, norm=replace(plan.norm, weight=vector("norm", "norm", model.hidden_size)))
 
 
 def _parts(

@@ -76,7 +76,7 @@ _VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")
 
 """Flags of later variants that change what a head computes."""
 
-_EMBEDDING, _HEAD, TO_TARGET = "embed_tokens.weight", "lm_head.weight", "d2t"
+_EMBEDDING, _HEAD, _TO_TARGET = "embed_tokens.weight", "lm_head.weight", "d2t"
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,35 @@ def eagle3_config(
     if residual_normed:
         stored = vector("input_norm", f"{_layer_name(prefix, 0)}hidden_norm", model.hidden_size)
         input_norm = Norm(name="input_norm", weight=stored, eps=model.rms_norm_eps)
-    parts = _parts(name, model, target, draft_vocab, len(aux_layers), names, input_norm)
-    plan = _plan(model, draft_vocab, residual_normed)
+    hidden, vocab = model.hidden_size, model.vocab_size
+    own_embedding, own_head = _EMBEDDING in names, _HEAD in names
+    if not (own_embedding and own_head) and hidden != target.hidden_size:
+        raise ConfigError(
+            f"the head {name} has hidden_size = {hidden}, the model {target.hidden_size}, so it"
+            f" needs an embedding and an output projection of its own ({_EMBEDDING}, {_HEAD})"
+        )
+    for needed, use in ((_HEAD, ""), (_TO_TARGET, " that maps them to those of the model")):
+        if draft_vocab != vocab and needed not in names:
+            raise CheckpointError(
+                f"the head has draft_vocab_size = {draft_vocab} of {vocab} tokens, but no tensor"
+                f" {needed}{use}"
+            )
+    head = matrix("lm_head", "lm_head", draft_vocab, hidden)
+    parts = Eagle3Parts(
+        fuse=matrix("fc", "fc", hidden, len(aux_layers) * target.hidden_size),
+        embedding=matrix("embed_tokens", "embed_tokens", vocab, hidden) if own_embedding else None,
+        head=head if own_head else None,
+        input_norm=input_norm,
+        target_ids=_TO_TARGET if _TO_TARGET in names else None,
+    )
+    plan = model_plan(model)
+    first = LayerPlan(tuple(_first_layer(plan.layers[0], hidden, residual_normed)))
+    plan = replace(
+        plan,
+        layers=(first, *plan.layers[1:]),
+        norm=replace(plan.norm, weight=vector("norm", "norm", hidden)),
+        head=Linear(name="head", weight=head),
+    )
     return DrafterConfig(
         kind="eagle3",
         name=name,
@@ -183,51 +210,6 @@ def _aux_layers(config: Json, target: ModelConfig) -> tuple[int, ...]:
             " config.json"
         )
     return aux_layers
-
-
-def _parts(
-    name: str,
-    model: ModelConfig,
-    target: ModelConfig,
-    draft_vocab: int,
-    num_aux_layers: int,
-    names: Container[str],
-    input_norm: Norm | None,
-) -> Eagle3Parts:
-    hidden, vocab = model.hidden_size, model.vocab_size
-    own_embedding, own_head = _EMBEDDING in names, _HEAD in names
-    if not (own_embedding and own_head) and hidden != target.hidden_size:
-        raise ConfigError(
-            f"the head {name} has hidden_size = {hidden}, the model {target.hidden_size}, so it"
-            f" needs an embedding and an output projection of its own ({_EMBEDDING}, {_HEAD})"
-        )
-    if not own_head and draft_vocab != vocab:
-        raise CheckpointError(
-            f"the head has draft_vocab_size = {draft_vocab} of {vocab} tokens, but no {_HEAD}"
-        )
-    if draft_vocab != vocab and TO_TARGET not in names:
-        raise CheckpointError(
-            f"the head has draft_vocab_size = {draft_vocab} of {vocab} tokens, but no tensor"
-            f" {TO_TARGET} that maps them to those of the model"
-        )
-    return Eagle3Parts(
-        fuse=matrix("fc", "fc", hidden, num_aux_layers * target.hidden_size),
-        embedding=matrix("embed_tokens", "embed_tokens", vocab, hidden) if own_embedding else None,
-        head=matrix("lm_head", "lm_head", draft_vocab, hidden) if own_head else None,
-        input_norm=input_norm,
-        target_ids=TO_TARGET if TO_TARGET in names else None,
-    )
-
-
-def _plan(model: ModelConfig, draft_vocab: int, residual_normed: bool) -> ModelPlan:
-    plan, hidden = model_plan(model), model.hidden_size
-    first = LayerPlan(tuple(_first_layer(plan.layers[0], hidden, residual_normed)))
-    return replace(
-        plan,
-        layers=(first, *plan.layers[1:]),
-        norm=replace(plan.norm, weight=vector("norm", "norm", hidden)),
-        head=Linear(name="head", weight=matrix("lm_head", "lm_head", draft_vocab, hidden)),
-    )
 
 
 def _first_layer(layer: LayerPlan, hidden: int, residual_normed: bool) -> Iterator[Operation]:
@@ -486,12 +468,22 @@ def mtp_config(
             " checkpoint was saved without its module for multi-token prediction. Use one that has"
             f" it, or {_OTHER}"
         )
-    parts = _mtp_parts(target, layout)
-    plan = model_plan(target.whole)
-    final = vector("norm", layout.norm, target.hidden_size)
-    layer = plan.layers[layout.layer]
+    hidden, eps, plan = target.hidden_size, target.rms_norm_eps, model_plan(target.whole)
+    embedding_norm = vector("enorm", layout.embedding_norm, hidden)
+    hidden_norm = vector("hnorm", layout.hidden_norm, hidden)
+    parts = MtpParts(
+        Norm(name="embedding_norm", weight=embedding_norm, eps=eps),
+        Norm(name="hidden_norm", weight=hidden_norm, eps=eps),
+        linear("eh_proj", {layout.fuse: hidden}, 2 * hidden),
+        layout,
+    )
+    layer, final = plan.layers[layout.layer], vector("norm", layout.norm, hidden)
     plan = replace(plan, layers=(layer,), norm=replace(plan.norm, weight=final))
-    parameters = _mtp_parameters(plan, parts, prefix)
+    parameters = (
+        *(weight.within("", prefix) for weight in (embedding_norm, hidden_norm, parts.fuse.weight)),
+        *(parameter.within("layers.0.", prefix) for parameter in layer.parameters),
+        final.within("", prefix),
+    )
     return DrafterConfig(
         kind="mtp",
         name=name,
@@ -503,26 +495,6 @@ def mtp_config(
         most_drafts=MOST_DRAFTS,
         parts=parts,
     )
-
-
-def _mtp_parts(target: ModelConfig, layout: MtpLayout) -> MtpParts:
-    hidden, eps = target.hidden_size, target.rms_norm_eps
-    embedding_norm = vector("enorm", layout.embedding_norm, hidden)
-    hidden_norm = vector("hnorm", layout.hidden_norm, hidden)
-    return MtpParts(
-        Norm(name="embedding_norm", weight=embedding_norm, eps=eps),
-        Norm(name="hidden_norm", weight=hidden_norm, eps=eps),
-        linear("eh_proj", {layout.fuse: hidden}, 2 * hidden),
-        layout,
-    )
-
-
-def _mtp_parameters(plan: ModelPlan, parts: MtpParts, prefix: str) -> Iterator[Parameter]:
-    for operation in (parts.embedding_norm, parts.hidden_norm, parts.fuse):
-        yield operation.weight.within("", prefix)
-    for parameter in plan.layers[0].parameters:
-        yield parameter.within("layers.0.", prefix)
-    yield plan.norm.weight.within("", prefix)
 
 
 # Modules for multi-token prediction. Shape suffixes: T tokens, D hidden_size.

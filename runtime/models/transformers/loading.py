@@ -159,7 +159,12 @@ def check_against_transformers(decoder: TransformersDecoder) -> None:
     vocabulary = decoder.config.vocab_size
     ids_T = torch.arange(3, 3 + 11 * _TOKENS, 11, device=decoder.device) % vocabulary
     with torch.no_grad():
-        expected_TV = _of_transformers(decoder, ids_T).float()
+        set_implementation(decoder.model, "eager")
+        try:
+            output = decoder.model(input_ids=ids_T[None], use_cache=False)
+        finally:
+            set_implementation(decoder.model, IMPLEMENTATION)
+        expected_TV = output.logits[0].float()
         found_TV = _of_steps(decoder, ids_T).float()
     size_T = expected_TV.std(dim=-1) + 1e-30
     gap_T = (found_TV - expected_TV).abs().amax(dim=-1) / size_T
@@ -173,15 +178,6 @@ def check_against_transformers(decoder: TransformersDecoder) -> None:
                 " depends on something other than tokens, positions and the cache. Use transformers"
                 " itself for this model"
             )
-
-
-def _of_transformers(decoder: TransformersDecoder, ids_T: Tensor) -> Tensor:
-    set_implementation(decoder.model, "eager")
-    try:
-        logits: Tensor = decoder.model(input_ids=ids_T[None], use_cache=False).logits[0]
-    finally:
-        set_implementation(decoder.model, IMPLEMENTATION)
-    return logits
 
 
 def _of_steps(decoder: TransformersDecoder, ids_T: Tensor) -> Tensor:
