@@ -51,22 +51,12 @@ def old(**changes: Any) -> dict[str, Any]:
     return copy.deepcopy({**OLD_LAYOUT, **changes})  # transformers writes into nested objects
 
 
-def new_layout(**changes: Any) -> dict[str, Any]:
-    """What transformers 5 makes of the same values."""
-    config = LlamaConfig(**old(**changes)).to_dict()
-    assert "rope_parameters" in config
-    assert "rope_theta" not in config
-    return config
-
-
-def test_old_layout() -> None:
-    config = ModelConfig.from_hf(OLD_LAYOUT)
+def test_both_layouts() -> None:
     expected = dataclasses.replace(preset("llama-3.2-1b"), eos_token_ids=(128001, 128008))
-    assert config == expected
-
-
-def test_new_layout_means_the_same() -> None:
-    assert ModelConfig.from_hf(new_layout()) == ModelConfig.from_hf(OLD_LAYOUT)
+    new = LlamaConfig(**old()).to_dict()  # what transformers 5 makes of the same values
+    assert "rope_parameters" in new
+    assert "rope_theta" not in new
+    assert ModelConfig.from_hf(OLD_LAYOUT) == ModelConfig.from_hf(new) == expected
 
 
 @pytest.mark.parametrize(

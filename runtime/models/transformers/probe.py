@@ -262,7 +262,7 @@ _WITHOUT_EFFECT = frozenset(
 
 """Keywords of an attention call that do not change its result here: masks decide about windows."""
 
-_USED = frozenset({"scaling", "softcap", "s_aux"})
+_KNOWN = _WITHOUT_EFFECT | {"scaling", "softcap", "s_aux"}
 
 
 class AttentionCall(NamedTuple):
@@ -439,19 +439,18 @@ class _Recorder:
         """Record the call; raise `CheckpointError` for what the paged attention cannot do."""
         path = self.paths.get(id(module), type(module).__name__)
         for name, given in keywords.items():
-            known = name in _WITHOUT_EFFECT or name in _USED
-            if not known and given is not None and given is not False:
+            if name not in _KNOWN and given is not None and given is not False:
                 raise self.unfit(
                     f"{path} passes {bounded_text(name, 60)} = {bounded_repr(given, 60)} to its"
                     " attention, which has an unknown effect"
                 )
-        form = MaskForm()
-        if mask is not None:
-            found = getattr(mask, MASK_FORM, None)
-            if found is None:
-                raise self.unfit(f"{path} attends with a mask that the model made or changed")
-            form = found
-        elif not _is_causal(module, keywords):
+        form = MaskForm() if mask is None else getattr(mask, MASK_FORM, None)
+        if form is None:
+            raise self.unfit(f"{path} attends with a mask that the model made or changed")
+        causal = keywords.get("is_causal")
+        if causal is None:
+            causal = getattr(module, "is_causal", True)
+        if mask is None and not causal:
             raise self.unfit(f"{path} attends in both directions (is_causal is False)")
         if form.unknown is not None:
             raise self.unfit(f"{path} attends with the mask function {form.unknown}")
@@ -543,8 +542,3 @@ def _failure(error: Exception) -> str:
         if "modeling_" in frame.filename:
             place = f" at {Path(frame.filename).name}:{frame.lineno}"
     return f"its forward pass fails on {_TOKENS} tokens without data,{place} ({reason_of(error)})"
-
-
-def _is_causal(module: nn.Module, keywords: dict[str, Any]) -> bool:
-    given = keywords.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if given is None else given)
