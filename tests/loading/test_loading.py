@@ -1,4 +1,4 @@
-"""Weights of a checkpoint: fused, equal to those of transformers, and checked before reading."""
+"""Which tensors of a checkpoint are read, and that they are checked before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.loading.loader import (
     CheckpointReader,
-    fused_layout,
     iter_weights,
     read_config,
 )
@@ -26,29 +25,6 @@ if TYPE_CHECKING:
 def load_all(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     with CheckpointReader(directory) as reader:
         return dict(iter_weights(reader, read_config(directory), dtype))
-
-
-def reference(model: Any) -> dict[str, torch.Tensor]:
-    """The fused weights, assembled from the modules of transformers' model."""
-    fused = {"embed_tokens.weight": model.model.embed_tokens.weight}
-    for i, layer in enumerate(model.model.layers):
-        attention, mlp, ours = layer.self_attn, layer.mlp, f"layers.{i}"
-        fused[f"{ours}.input_norm.weight"] = layer.input_layernorm.weight
-        fused[f"{ours}.mlp_norm.weight"] = layer.post_attention_layernorm.weight
-        parts = {
-            "attention.qkv": (attention.q_proj, attention.k_proj, attention.v_proj),
-            "attention.output": (attention.o_proj,),
-            "gate_up": (mlp.gate_proj, mlp.up_proj),
-            "down": (mlp.down_proj,),
-        }
-        for name, modules in parts.items():
-            fused[f"{ours}.{name}.weight"] = torch.cat([m.weight for m in modules])
-            if modules[0].bias is not None:
-                fused[f"{ours}.{name}.bias"] = torch.cat([m.bias for m in modules])
-    fused["norm.weight"] = model.model.norm.weight
-    if not model.config.tie_word_embeddings:
-        fused["lm_head.weight"] = model.lm_head.weight
-    return {name: tensor.detach() for name, tensor in fused.items()}
 
 
 @pytest.fixture
@@ -67,23 +43,6 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 class TestWeights:
-    @pytest.mark.parametrize("variant", ["base", "one_kv_head", "biases", "odd", "sharded"])
-    def test_equal_to_the_modules_of_transformers(
-        self, tiny: Callable[[str], TinyModel], variant: str
-    ) -> None:
-        model = tiny(variant)
-        files = list(model.directory.glob("*.safetensors"))
-        assert (len(files) > 1) == (variant in ("odd", "sharded"))
-        loaded = load_all(model.directory)
-        expected = reference(model.reference)
-        layout = fused_layout(read_config(model.directory))
-        assert list(loaded) == list(layout)
-        assert loaded.keys() == expected.keys()
-        for name, tensor in loaded.items():
-            assert tensor.shape == layout[name].shape
-            assert tensor.is_contiguous()
-            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
-
     def test_the_index_decides_between_duplicates(
         self, tiny: Callable[[str], TinyModel], tmp_path: Path
     ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +35,8 @@ FILES: dict[str, tuple[str, Files]] = {
 """Directories without `config.json`."""
 BESIDE: dict[str, tuple[str, Files, Files]] = {
     "peft": ("peft", {}, {"adapter_config.json": PEFT, "model.safetensors": TENSORS}),
-    "pickle": ("pickle", {}, {"pytorch_model.bin": b""}),
+    **{n: ("pickle", {}, {n: b""}) for n in ("pytorch_model.bin", "model.pt")},
+    "meta": ("meta", {}, {"consolidated.00.pth": b""}),
     "tensorflow": ("no_weights", {}, {"tf_model.h5": b""}),
     "no weights": ("no_weights", {}, {}),
     "shards without index": ("no_weights", {}, {"model-00001-of-00002.safetensors": TENSORS}),
@@ -105,11 +105,6 @@ def test_formats_of_files(tmp_path: Path, name: str, content: Any, expected: str
     path = write(tmp_path, {name: content}) / name
     for source in (path, str(path)):
         assert code(lambda source=source: resolve_source(source)) == expected  # type: ignore[misc]
-
-
-def test_formats_of_devices_do_not_block(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    assert code(lambda: resolve_source(tmp_path / "pipe")) is None
 
 
 def test_formats_in_a_header(base: TinyModel, tmp_path: Path) -> None:

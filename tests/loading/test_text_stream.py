@@ -1,11 +1,13 @@
-"""Tokens to text one by one, against `decode` of the whole, for tokenizers of many kinds."""
+"""Tokens to text one by one, against `decode` of the whole, and where stop strings end it."""
 
 from __future__ import annotations
 
 import codecs
 import itertools
 import json
+from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -133,10 +135,20 @@ def valid_bytes(tokenizer: TextTokenizer, ids: list[int]) -> bool:
         return False
 
 
+def cut(ids: list[int], borders: Sequence[int]) -> list[list[int]]:
+    places = [0, *sorted(border % (len(ids) + 1) for border in borders), len(ids)]
+    return [ids[a:b] for a, b in pairwise(places)]
+
+
+BORDERS = st.lists(st.integers(0, 60), max_size=10) | st.just(range(60))
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@given(data=st.data(), skip=st.booleans())
-@settings(max_examples=30, deadline=None)
-def test_pushed_tokens_are_the_decoded_text(kind: str, data: st.DataObject, skip: bool) -> None:
+@given(data=st.data(), skip=st.booleans(), borders=BORDERS)
+@settings(max_examples=60, deadline=None)
+def test_pushed_tokens_are_the_decoded_text(
+    kind: str, data: st.DataObject, skip: bool, borders: Sequence[int]
+) -> None:
     tokenizer = make(kind)
     token = st.integers(0, tokenizer.vocab_size + 2)  # also ids without a token
     texts = st.text(alphabet="the cat.▁ don't漢é<s>", max_size=8).map(tokenizer.encode)
@@ -148,9 +160,93 @@ def test_pushed_tokens_are_the_decoded_text(kind: str, data: st.DataObject, skip
     detokenizer = IncrementalDetokenizer(
         tokenizer.text_stream(prompt, skip_special_tokens=skip).push
     )
-    text = "".join(detokenizer.push([token_id]) for token_id in output) + detokenizer.finish()
-    whole, before = (finished(tokenizer, part, skip) for part in (prompt + output, prompt))
-    assert text == whole[len(before) :]
+    before, ids, text = finished(tokenizer, prompt, skip), [*prompt], ""
+    for tokens in cut(output, borders):
+        text += detokenizer.push(tokens)
+        ids += tokens
+        if kind == "byte_level" or ids == prompt + output:  # others decode runs of bytes as a whole
+            assert text == finished(tokenizer, ids, skip)[len(before) :] == detokenizer.text
+    assert detokenizer.finish() == ""
+
+
+@given(st.data(), st.sampled_from([1, 7, 255, 256, 257, 600]))
+@settings(max_examples=30, deadline=None)
+def test_any_part_of_the_text(data: st.DataObject, num_tokens: int) -> None:
+    tokenizer = make("byte_level")
+    ids = tokenizer.encode(CORPUS[1], special=False)
+    detokenizer = IncrementalDetokenizer(tokenizer.text_stream([]).push)
+    for number in range(num_tokens):
+        detokenizer.push([ids[number % len(ids)]])
+    places = st.integers(0, detokenizer.num_chars)
+    start, stop = data.draw(places), data.draw(places)
+    assert detokenizer.text_between(start, stop) == detokenizer.text[start:stop]
+
+
+def test_character_begun_by_the_prompt() -> None:
+    tokenizer = make("byte_level")
+    ids = tokenizer.encode("\u20ad", special=False)
+    assert len(ids) == 3
+    detokenizer = IncrementalDetokenizer(tokenizer.text_stream(ids[:2]).push)
+    assert detokenizer.push(ids[2:]) == "\u20ad"
+
+
+def first_stop(text: str, stop: tuple[str, ...], ignored: int = 0) -> tuple[str, str | None]:
+    """The text before the match that ends first, the longest of several; brute force.
+
+    A match that ends within the first `ignored` characters does not count.
+    """
+    for end in range(ignored + 1, len(text) + 1):
+        found = [s for s in stop if text[:end].endswith(s)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@given(
+    st.text("abest op\n漢字😀👧\u200dé\ufffd", max_size=30).map(
+        lambda t: make("byte_level").encode(t)
+    )
+    | st.lists(st.integers(0, 270), max_size=24),  # includes ids without a token
+    st.lists(st.text("stop \n漢😀", min_size=1, max_size=5), max_size=4),
+    st.sampled_from([0, 0, 1, 3, 8, 20]),
+    BORDERS,
+    st.data(),
+)
+@settings(max_examples=150, deadline=None)
+def test_stop_strings_are_found_as_in_the_whole_text(
+    ids: list[int],
+    random_stops: list[str],
+    min_tokens: int,
+    borders: Sequence[int],
+    data: st.DataObject,
+) -> None:
+    """Stop strings that end in the first `min_tokens` tokens are ignored."""
+    tokenizer = make("byte_level")
+    whole = finished(tokenizer, ids, skip=True)
+    start = data.draw(st.integers(0, len(whole)))
+    taken = (whole[start : start + 4], whole[start : start + 2])
+    stop = tuple(string for string in (*random_stops, *taken) if string)
+    ignored = len(finished(tokenizer, ids[:min_tokens], skip=True))
+    expected, found = first_stop(whole, stop, ignored)
+    push = tokenizer.text_stream(tokenizer.encode("stop")).push
+    detokenizer = IncrementalDetokenizer(push, stop, min_tokens=min_tokens)
+    emitted = ""
+    for tokens in cut(ids, borders):
+        emitted += detokenizer.push(tokens)
+        assert expected.startswith(emitted), "text was shown that a stop string took back"
+        assert detokenizer.num_chars == len(emitted)
+    assert emitted + detokenizer.finish() == expected == detokenizer.text
+    assert detokenizer.stopped == found
+    assert detokenizer.finish() == "", "finish may be called again"
+
+
+def test_only_what_may_begin_a_stop_string_is_held() -> None:
+    tokenizer = make("byte_level")
+    detokenizer = IncrementalDetokenizer(tokenizer.text_stream([]).push, ("\n\nabab!", "aba?"))
+    seen = [detokenizer.push(tokenizer.encode(c, special=False)) for c in "x\n\nababab"]
+    assert seen == ["x", "", "", "", "", "", "", "\n\nab", "ab"]
+    assert detokenizer.finish() == "ab"
 
 
 @pytest.mark.parametrize(
@@ -179,9 +275,8 @@ def test_what_decode_refuses_is_a_request_error(ids: Any) -> None:
         make("byte_level").decode(ids)
 
 
-def test_what_encode_refuses_is_a_request_error() -> None:
+@pytest.mark.parametrize("text", ["b", b"a", "a\ud800"])
+def test_what_encode_refuses_is_a_request_error(text: Any) -> None:
     tokenizer = TextTokenizer(Tokenizer(models.WordLevel({"a": 0}, unk_token="<none>")))
     with pytest.raises(RequestError):
-        tokenizer.encode("b")
-    with pytest.raises(RequestError):
-        tokenizer.encode(b"a")  # type: ignore[arg-type]
+        tokenizer.encode(text)
