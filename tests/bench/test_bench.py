@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,13 +29,18 @@ ONE = "--mode eager --batch-size 1 --input-len 8 --output-len 3 --num-warmup 0 -
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory):
-    """A real run of the demo model, eager, as `--output-json` leaves it."""
+    """A real run of the demo model, eager, as `--output-json` leaves it.
+
+    A model that is named twice is measured once.
+    """
     folder = tmp_path_factory.mktemp("bench")
     patch = pytest.MonkeyPatch()
-    arguments = f"{SMALL} --mode eager --kernels torch --output-json {folder}/a.json"
-    assert run_bench(patch, arguments) == 0
+    path = folder / "a.json"
+    twice = f"{SMALL} --model demo demo --dtype auto bfloat16 --output-json {path}"
+    assert run_bench(patch, f"{twice} --mode eager --kernels torch") == 0
+    assert run_bench(patch, f"--compare {path} {path}") == 0
     patch.undo()
-    return json.loads((folder / "a.json").read_text())
+    return json.loads(path.read_text())
 
 
 def test_a_case_is_what_was_measured(document):
@@ -92,20 +98,18 @@ def test_a_file_is_written_whole_and_nothing_else_is_left(tmp_path, monkeypatch)
     write_file(path, "two\n")
     assert path.stat().st_mode & 0o777 == 0o640
     with monkeypatch.context() as patched:
-        patched.setattr(atomic_write.os, "replace", interrupt)
+        patched.setattr(atomic_write.os, "replace", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             write_file(path, "after")
     assert path.read_text() == "two\n"
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
     def repeat(run: steady.CaseRun) -> None:
-        interrupt() if run.case.batch_size == 2 else real(run)
+        if run.case.batch_size == 2:
+            raise KeyboardInterrupt
+        real(run)
 
     real = steady.CaseRun.repeat
     monkeypatch.setattr(steady.CaseRun, "repeat", repeat)
@@ -118,14 +122,6 @@ def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, ca
     assert "Traceback" not in captured.err
     assert "- batch 1, input 8: " in captured.out
     assert os.listdir(tmp_path) == ["a.json"]
-
-
-def test_a_repeated_case_is_measured_once(monkeypatch, tmp_path):
-    path = tmp_path / "a.json"
-    twice = f"{ONE} --model demo demo --dtype auto bfloat16".replace(" 8", " 8 8")
-    assert run_bench(monkeypatch, f"{twice} --output-json {path}") == 0
-    assert len(json.loads(path.read_text())["cases"]) == 1
-    assert run_bench(monkeypatch, f"--compare {path} {path}") == 0
 
 
 def test_load_is_offered_at_each_rate(monkeypatch, tmp_path, capsys):

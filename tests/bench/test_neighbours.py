@@ -27,6 +27,7 @@ from stepgraph.runtime.bench.scenarios.neighbours import (
 from stepgraph.runtime.errors import StepgraphError
 
 from ..rigs.bench_rig import ROOT, run_bench
+from ..rigs.service_rig import wait_until
 
 SMALL = "--scenario neighbours --mode eager --input-len 8 --num-steps 30 --num-warmup 0"
 
@@ -39,13 +40,6 @@ def spinning(parent: int | None = None, word: str = "getppid") -> list[psutil.Pr
             if word in " ".join(child.cmdline()):
                 found.append(child)
     return found
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 90.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_busy_processes_spin_as_this_process_may() -> None:
@@ -126,13 +120,9 @@ def test_every_round_meets_every_runtime_and_number(at_once: None) -> None:
 
 FAKE_VLLM = """
 import os
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 __version__ = "1.2.3"
-class EngineArgs(dict): pass
-class SamplingParams(dict): pass
-@dataclass
-class Output:
-    request_id: str
+EngineArgs = SamplingParams = dict
 class LLMEngine:
     @classmethod
     def from_engine_args(cls, args):
@@ -151,7 +141,7 @@ class LLMEngine:
         if self.steps == FAIL_AT:
             os._exit(3)
         self.prefilled = list(self.requests)[: len(self.prefilled) + 1]  # one prompt a step
-        return [Output(name) for name in self.prefilled]
+        return [SimpleNamespace(request_id=name) for name in self.prefilled]
     def has_unfinished_requests(self):
         return bool(self.requests)
     def abort_request(self, names):

@@ -1,4 +1,4 @@
-"""Experts in mxfp4, against an independent decoder and that of transformers."""
+"""Experts in mxfp4, against the decoder of transformers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 if TYPE_CHECKING:
     from conftest import TinyModel
 
-E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-
 
 def test_every_byte_with_every_scale() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16)
@@ -28,16 +26,6 @@ def test_every_byte_with_every_scale() -> None:
     decoded = decode_mxfp4(blocks, scales)
     assert decoded.dtype == torch.bfloat16
     assert decoded.shape == (1, 256, 512)
-    expected = [
-        [
-            (-1) ** (nibble >> 3) * E2M1[nibble & 7] * 2.0 ** (scale - 127)
-            for byte in range(256)
-            for nibble in (byte & 15, byte >> 4)
-        ]
-        for scale in range(256)
-    ]
-    in_range = torch.tensor(expected[:253], dtype=torch.float64)  # of bfloat16
-    assert torch.equal(decoded[0, :253].double(), in_range)  # exact
     theirs = convert_moe_packed_tensors(blocks.contiguous(), scales.contiguous())
     assert torch.equal(decoded, theirs.transpose(1, 2))
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from stepgraph.runtime.detokenizer import IncrementalDetokenizer
 from stepgraph.runtime.loading.tokenizer import TextTokenizer
 from stepgraph.runtime.request import TokenLogprobs
-from stepgraph.runtime.service.http.responses import CompletionLogprobs
 from stepgraph.runtime.service.http.token_text import ChoiceTokens, TokenTexts
 
 from .test_text_stream import make
@@ -31,19 +30,6 @@ def entries(tokenizer: TextTokenizer, ids: list[int]) -> list[TokenLogprobs]:
     return found
 
 
-def check_tops(logprobs: CompletionLogprobs, given_entries: list[TokenLogprobs]) -> None:
-    for string, value, top, entry in zip(
-        logprobs.tokens,
-        logprobs.token_logprobs,
-        logprobs.top_logprobs,
-        given_entries,
-        strict=True,
-    ):
-        assert top is not None
-        assert top[string] == value == entry.logprob
-        assert len(top) == len({*entry.top, entry.token_id})
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 def test_token_text_offsets_index_the_text(kind: str, data: st.DataObject) -> None:
@@ -58,7 +44,11 @@ def test_token_text_offsets_index_the_text(kind: str, data: st.DataObject) -> No
     all_entries = entries(tokenizer, output)
     first = tokens.take(output[:cut], all_entries[:cut], None)
     found = first.joined(tokens.take(output[cut:], all_entries[cut:], text.num_chars))
-    check_tops(found, all_entries)
+    tops = zip(found.tokens, found.token_logprobs, found.top_logprobs, all_entries, strict=True)
+    for string, value, top, entry in tops:
+        assert top is not None
+        assert top[string] == value == entry.logprob
+        assert len(top) == len({*entry.top, entry.token_id})
     assert found.text_offset == sorted(found.text_offset)
     assert found.text_offset[-1] <= text.num_chars
     for token_id, string, offset in zip(output, found.tokens, found.text_offset, strict=True):
@@ -76,10 +66,7 @@ def test_token_text_of_an_echoed_prompt(kind: str) -> None:
             ids = [*added, *tokenizer.encode(text, special=False)]
             tokens = ChoiceTokens(TokenTexts(tokenizer), ids, skip_special_tokens=True)
             found = tokens.prompt(ids, [None, *entries(tokenizer, ids[1:])], text)
-            own = [
-                (string, offset)
-                for string, offset in zip(found.tokens, found.text_offset, strict=True)
-            ][len(added) :]
+            own = list(zip(found.tokens, found.text_offset, strict=True))[len(added) :]
             assert found.text_offset[: len(added)] == [0] * len(added)
             for string, offset in own:
                 if string not in ("<unk>", " "):  # decoders drop the space of the first word

@@ -15,9 +15,7 @@ from stepgraph.runtime.tools.memory_report import explain_memory
 
 @pytest.mark.parametrize("text", ["", "GB", "80XB", "-3GB", "0", "0.2B", "1e9", "inf", "80 G B"])
 def test_what_is_no_amount(text: str) -> None:
-    with pytest.raises(
-        ValueError, match="not an amount of memory: write 80GB, 512MB, 40GiB or bytes"
-    ):
+    with pytest.raises(ValueError, match="not an amount of memory"):
         parse_bytes(text)
 
 
