@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +15,7 @@ from stepgraph.runtime.bench.workload import greedy
 from stepgraph.runtime.kernels import have_compiler
 
 from ..rigs.bench_rig import run_bench
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import TinyModel
 
 SMALL = "--batch-size 2 --input-len 8 --output-len 8 --num-warmup 0 --num-iters 2"
 

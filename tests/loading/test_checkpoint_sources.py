@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -14,8 +14,7 @@ from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.loading.loader import read_config, resolve_source
 from stepgraph.runtime.tools.memory_report import explain_memory
 
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import TinyModel
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +18,7 @@ from stepgraph.runtime.loading.loader import (
     read_config,
 )
 
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import TinyModel
 
 
 def load_all(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,8 +15,7 @@ from stepgraph.runtime.loading.checkpoint import decode_mxfp4
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import TinyModel
 
 
 def test_every_byte_with_every_scale() -> None:

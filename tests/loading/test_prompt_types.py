@@ -9,7 +9,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -18,8 +18,7 @@ from stepgraph.runtime import Engine, EngineConfig, PromptEmbeds, RequestError, 
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
 from tokenizers import Tokenizer
 
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import TinyModel
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 

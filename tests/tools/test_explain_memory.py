@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 from stepgraph.cache.memory.handler import MemoryBudgetError
@@ -81,23 +80,13 @@ def test_a_card_too_small() -> None:
         explain("preset:llama-3.1-8b", "8GB")
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[[str], tuple[int, str, str]]:
-    """Run `stepgraph explain memory`; return the exit status, stdout and stderr."""
-
-    def run(arguments: str) -> tuple[int, str, str]:
-        status = main(["memory", *arguments.split()])
-        return status, *capsys.readouterr()
-
-    return run
-
-
 def test_command_line_of_several_of_which_one_does_not_fit(
-    command: Callable[[str], tuple[int, str, str]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     models = ["preset:llama-3.2-1b", "preset:llama-3.1-8b", "preset:qwen3-0.6b"]
-    status, out, err = command(f"--model {' '.join(models)} --device-memory 8GB --mode eager graph")
-    assert status == 1
+    flags = ["--device-memory", "8GB", "--mode", "eager", "graph"]
+    assert main(["memory", "--model", *models, *flags]) == 1
+    out, err = capsys.readouterr()
     plans = re.findall(r"^(preset:\S+) in .*, (eager|graph), 8 rows$", out, re.MULTILINE)
     assert plans == [(name, mode) for name in models[::2] for mode in ("eager", "graph")]
     assert out.count("\n\npreset:") == 3
@@ -139,11 +128,10 @@ def test_ranks_on_a_cpu_share_its_memory() -> None:
 
 
 def test_numbers_of_ranks_that_a_model_cannot_be_split_over(
-    command: Callable[[str], tuple[int, str, str]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    status, out, err = command(
-        "--model preset:llama-3.1-8b --device-memory 80GB --tensor-parallel 2 3"
-    )
-    assert status == 2
+    flags = "--model preset:llama-3.1-8b --device-memory 80GB --tensor-parallel 2 3"
+    assert main(["memory", *flags.split()]) == 2
+    out, err = capsys.readouterr()
     assert "rank 0 of 2" in out
     assert "3 does not divide 32 query heads" in err
