@@ -20,13 +20,11 @@ from .options import MODEL_FLAGS, add_flags, number
 
 __all__ = ["main"]
 
-_PROGRAM = "stepgraph explain"
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = CommandParser(
-        prog=_PROGRAM,
+        prog="stepgraph explain",
         description="Predict the memory or the decode step of a model without loading it. The"
         " device may be hypothetical.",
     )
@@ -62,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_flags(step, "input-len", default=[1024], metavar="TOKENS", help=context)
     groups = "numbers of GPUs that share the model: print the floors of their steps"
     add_flags(step, "tensor-parallel", help=groups)
+    for topic in (memory, step):
+        topic.set_defaults(program=topic.prog)
     options = parser.parse_args(arguments)
     return _explain_memory(options) if options.topic == "memory" else _explain_step(options)
 
@@ -100,11 +100,11 @@ def _explain_step(options: argparse.Namespace) -> int:
         try:
             device = resolve_device(options.device)
         except REPORTED_ERRORS as error:
-            print_error(error, program=_program(options))
+            print_error(error, program=options.program)
             return exit_status(error)
         if device.type != "cuda":
             message = f"this is the roofline of a GPU, and the device is {str(device)!r}:"
-            print_error(f"{message} give the GPU's --bandwidth-gb-s", program=_program(options))
+            print_error(f"{message} give the GPU's --bandwidth-gb-s", program=options.program)
             return 1
         reads = bandwidth.measure_read_bandwidth(device)
 
@@ -119,10 +119,6 @@ def _explain_step(options: argparse.Namespace) -> int:
         )
 
     return _explain_all(options, explain, options.input_len, options.batch_size)
-
-
-def _program(options: argparse.Namespace) -> str:
-    return f"{_PROGRAM} {options.topic}"
 
 
 def _explain_all(
@@ -141,7 +137,7 @@ def _explain_all(
         try:
             text = explain(model, config, *point)
         except REPORTED_ERRORS as error:
-            print_error(error, model, program=_program(options))
+            print_error(error, model, program=options.program)
             status = max(status, exit_status(error))
         else:
             print_text(separator + text)

@@ -325,13 +325,34 @@ def _headlines(document: Entry, rows: Sequence[Mapping[str, str]]) -> Iterator[s
 
 def warnings(document: Entry) -> list[str]:
     """Return a line for each kind of warning, and for each case that was throttled."""
-    return [
-        *failed_checks(document),
-        *_noise(document),
-        *_unequal_bandwidths(document["environment"]),
-        *_throttling(document),
-        *_late_generators(document),
-    ]
+    lines, cases, environment = failed_checks(document), document["cases"], document["environment"]
+    noisy = [case for case in cases if (case["spread"] or 0.0) > SPREAD_LIMIT]
+    if noisy:
+        named = ", ".join(f"{_name(case)} ({case['spread']:.1%})" for case in noisy)
+        lines.append(
+            f"Warning: the repetitions of {len(noisy)} of {len(cases)} cases lie more than"
+            f" {SPREAD_LIMIT:.0%} apart (spread): {named}"
+        )
+    both = [environment.get(f"bandwidth_{when}_gb_s") for when in ("before", "after")]
+    before, after = (value or environment["bandwidth_gb_s"] for value in both)
+    if max(before, after) > (1 + BANDWIDTH_LIMIT) * min(before, after):
+        lines.append(
+            f"Warning: memory was read at {before:.1f} GB/s before the cases and {after:.1f} after"
+            " them: other work disturbed the machine; repeat this when it is idle"
+        )
+    for entry in _entries(document):
+        state = entry.get("device_state")
+        held = state and describe_throttling(state["before"], state["after"])
+        if held:
+            lines.append(f"Warning: {_name(entry)}: {held}")
+    late = [e for e in document.get("serve", ()) if e.get("generator_behind")]
+    if late:
+        named = ", ".join(f"{e['fraction']:g} of capacity" for e in late)
+        lines.append(
+            "Warning: the load generator fell behind its schedule; latencies contain its own delay"
+            f" (see lag): {named}"
+        )
+    return lines
 
 
 def failed_checks(document: Entry) -> list[str]:
@@ -352,45 +373,6 @@ def failed_checks(document: Entry) -> list[str]:
 
 def _entries(document: Entry) -> Iterator[dict[str, Any]]:
     return itertools.chain.from_iterable(v for v in document.values() if isinstance(v, list))
-
-
-def _noise(document: Entry) -> Iterator[str]:
-    cases = document["cases"]
-    noisy = [case for case in cases if (case["spread"] or 0.0) > SPREAD_LIMIT]
-    if noisy:
-        named = ", ".join(f"{_name(case)} ({case['spread']:.1%})" for case in noisy)
-        yield (
-            f"Warning: the repetitions of {len(noisy)} of {len(cases)} cases lie more than"
-            f" {SPREAD_LIMIT:.0%} apart (spread): {named}"
-        )
-
-
-def _unequal_bandwidths(environment: Entry) -> Iterator[str]:
-    both = [environment.get(f"bandwidth_{when}_gb_s") for when in ("before", "after")]
-    before, after = (value or environment["bandwidth_gb_s"] for value in both)
-    if max(before, after) > (1 + BANDWIDTH_LIMIT) * min(before, after):
-        yield (
-            f"Warning: memory was read at {before:.1f} GB/s before the cases and {after:.1f} after"
-            " them: other work disturbed the machine; repeat this when it is idle"
-        )
-
-
-def _throttling(document: Entry) -> Iterator[str]:
-    for entry in _entries(document):
-        state = entry.get("device_state")
-        held = state and describe_throttling(state["before"], state["after"])
-        if held:
-            yield f"Warning: {_name(entry)}: {held}"
-
-
-def _late_generators(document: Entry) -> Iterator[str]:
-    late = [e for e in document.get("serve", ()) if e.get("generator_behind")]
-    if late:
-        named = ", ".join(f"{e['fraction']:g} of capacity" for e in late)
-        yield (
-            "Warning: the load generator fell behind its schedule; latencies contain its own delay"
-            f" (see lag): {named}"
-        )
 
 
 def _name(entry: Entry) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator
@@ -98,9 +97,8 @@ def _hf_fields(config: ModelConfig) -> dict[str, Any]:
     }
     if rope.type == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
-        scaling = dataclasses.asdict(rope)
         for name in (*names, "original_max_position_embeddings"):
-            fields["rope_parameters"][name] = scaling[name]
+            fields["rope_parameters"][name] = getattr(rope, name)
     if config.experts is not None:
         same = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
         fields |= {name: getattr(config.experts, name) for name in same}

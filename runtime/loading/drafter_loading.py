@@ -182,13 +182,16 @@ def _draft_model(
 ) -> DrafterConfig:
     found = resolve_source(path, model_impl="native")
     model = found.native
-    _check_vocabulary(found, model, target, target_directory)
+    name = bounded_text(found.name)
+    check_fits(name, {"vocab_size": (model.vocab_size, target.vocab_size)})
+    if found.directory is not None and target_directory is not None:
+        _check_tokenizer(name, found.directory / _TOKENIZER, target_directory / _TOKENIZER)
     with ExitStack() as open_files:
         open_source(found, open_files).check_head()
     plan = model_plan(model)
     return DrafterConfig(
         kind="draft_model",
-        name=bounded_text(found.name),
+        name=name,
         directory=found.directory,
         model=model,
         plan=plan,
@@ -198,14 +201,8 @@ def _draft_model(
     )
 
 
-def _check_vocabulary(
-    found: Source, model: ModelConfig, target: ModelConfig, target_directory: Path | None
-) -> None:
-    name = bounded_text(found.name)
-    check_fits(name, {"vocab_size": (model.vocab_size, target.vocab_size)})
-    if found.directory is None or target_directory is None:
-        return
-    ours, theirs = found.directory / _TOKENIZER, target_directory / _TOKENIZER
+def _check_tokenizer(name: str, ours: Path, theirs: Path) -> None:
+    """Refuse a draft model whose tokenizer differs from the target's, if both have one."""
     if not (has_file(ours) and has_file(theirs)):
         return
     vocabularies = [read_tokenizer(path).get_vocab().items() for path in (ours, theirs)]

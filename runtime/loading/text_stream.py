@@ -30,7 +30,6 @@ __all__ = [
     "BYTE_OF_FALLBACK_TOKEN",
     "Pieces",
     "TextStream",
-    "component_state",
     "find_difference",
     "is_streamable",
     "stages",
@@ -78,38 +77,44 @@ def tokenizer_errors(action: str, field: str) -> Iterator[None]:
         ) from error
 
 
-def component_state(component: Any) -> dict[str, Any] | None:
-    """Return a component of a tokenizer as `tokenizer.json` has it."""
-    return None if component is None else json.loads(component.__getstate__())
+def stages(component: Any, parts: str) -> list[dict[str, Any]]:
+    """Return the stages of a component of a tokenizer as `tokenizer.json` has them.
 
+    Sequences, whose stages are under `parts`, are flattened.
+    """
 
-def stages(component: Mapping[str, Any] | None, parts: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the stages of a component of `tokenizer.json`, sequences (under `parts`) flattened."""
-    if component is not None and component["type"] == "Sequence":
-        for part in component[parts]:
-            yield from stages(part, parts)
-    elif component is not None:
-        yield component
+    def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
+        if state["type"] != "Sequence":
+            return [state]
+        return [stage for part in state[parts] for stage in flat(part)]
+
+    return [] if component is None else flat(json.loads(component.__getstate__()))
 
 
 class Pieces:
     """The bytes that each token of a tokenizer adds to a text. Shared by all texts."""
 
-    def __init__(self, tokenizer: Tokenizer, decoder: Mapping[str, Any] | None) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.special_ids = frozenset(
             token_id
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
-        kinds = [part["type"] for part in stages(decoder, "decoders")]
+        decoder = stages(tokenizer.decoder, "decoders")
+        kinds = [part["type"] for part in decoder]
         self.byte_level = "ByteLevel" in kinds
         # An earlier stage may change the names of byte tokens, so this runs the decoder.
         self._byte_fallback = "ByteFallback" in kinds and (
             tokenizer.decoder.decode(["<0xE2>", "<0x82>", "<0xAC>"]) == "€"
         )
-        self.replaced = _replaced_after_bytes(decoder)
+        self.replaced: dict[int, str] = {}
         """Replacements by later stages of characters that byte tokens formed."""
+        for part in decoder[kinds.index("ByteFallback") :] if "ByteFallback" in kinds else ():
+            if part["type"] == "Replace":
+                self.replaced[ord(part["pattern"]["String"])] = part["content"]
+            elif part["type"] == "Metaspace":
+                self.replaced[ord(part["replacement"])] = " "
         self._pieces: dict[int, bytes] = {}
         self._exists: dict[int, bool] = {}  # of the token ids that were asked for
         self._anchor = self._find_anchor()
@@ -184,19 +189,6 @@ class Pieces:
         return []
 
 
-def _replaced_after_bytes(decoder: Mapping[str, Any] | None) -> dict[int, str]:
-    parts = list(stages(decoder, "decoders"))
-    kinds = [part["type"] for part in parts]
-    replaced: dict[int, str] = {}
-    if "ByteFallback" in kinds:
-        for part in parts[kinds.index("ByteFallback") :]:
-            if part["type"] == "Replace":
-                replaced[ord(part["pattern"]["String"])] = part["content"]
-            elif part["type"] == "Metaspace":
-                replaced[ord(part["replacement"])] = " "
-    return replaced
-
-
 _MAX_INCOMPLETE_BYTES = 3
 """Most bytes of an incomplete UTF-8 character."""
 _MAX_START_TOKENS = 16
@@ -204,18 +196,16 @@ _MAX_START_TOKENS = 16
 _CHECKED_TEXTS, _CHECKED_TOKENS = 8, 16
 
 
-def is_streamable(decoder: Mapping[str, Any] | None) -> bool:
-    """Whether a decoder gives each token its text whatever precedes it.
+def is_streamable(decoder: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a decoder of these stages gives each token its text whatever precedes it.
 
-    Args:
-        decoder: as in `tokenizer.json`; None joins tokens with spaces.
+    Without stages, tokens are joined with spaces.
     """
-    parts = list(stages(decoder, "decoders"))
-    kinds = [part["type"] for part in parts]
+    kinds = [part["type"] for part in decoder]
     if kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}:
         return True
     fused = False  # whether the stage acts on the whole text, where a pattern can span tokens
-    for place, part in enumerate(parts):
+    for place, part in enumerate(decoder):
         kind, from_bytes = part["type"], "ByteFallback" in kinds[:place]
         if kind == "Fuse":
             fused = True

@@ -24,7 +24,6 @@ from .text_stream import (
     BYTE_OF_FALLBACK_TOKEN,
     Pieces,
     TextStream,
-    component_state,
     find_difference,
     is_streamable,
     stages,
@@ -167,13 +166,13 @@ class TextTokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         """Tokens that end the output of a request."""
         self._templates = templates or ChatTemplates({}, {})
-        decoder = component_state(tokenizer.decoder)
+        decoder = stages(tokenizer.decoder, "decoders")
         if not is_streamable(decoder):
             raise CheckpointError(
                 f"its decoder {_shown(decoder)} may change earlier text, so output cannot be"
                 " streamed: remove tokenizer.json to serve requests of token ids"
             )
-        self.pieces = Pieces(tokenizer, decoder)
+        self.pieces = Pieces(tokenizer)
         """The bytes that each token adds to a text."""
         difference = find_difference(self.pieces)
         if difference is not None:
@@ -381,12 +380,14 @@ def _longest_token(tokenizer: Tokenizer) -> int | None:
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None
-    for part in stages(component_state(tokenizer.normalizer), "normalizers"):
+    joined = 1
+    for part in stages(tokenizer.normalizer, "normalizers"):
+        joined = _MOST_COMPOSED if part["type"] == "NFC" else joined
         kept = part["type"] == "Replace" and len(part["pattern"].get("String", "")) == 1
         if not (kept and part["content"]) and part["type"] not in ("Prepend", "NFC"):
             return None
     byte_level = False
-    for part in stages(component_state(tokenizer.pre_tokenizer), "pretokenizers"):
+    for part in stages(tokenizer.pre_tokenizer, "pretokenizers"):
         byte_level |= part["type"] == "ByteLevel"
         if part["type"] not in _KEEPING_PRE_TOKENIZERS or part.get("behavior") == "Removed":
             return None
@@ -394,16 +395,12 @@ def _longest_token(tokenizer: Tokenizer) -> int | None:
     every = BYTE_OF_CHAR if byte_level else BYTE_OF_FALLBACK_TOKEN
     if not vocabulary.keys() >= every.keys() or not (byte_level or model.byte_fallback):
         return None
-    normalizer = str(component_state(tokenizer.normalizer))
-    joined = _MOST_COMPOSED if "NFC" in normalizer else 1
     return joined * max(map(len, (*vocabulary, *(token.content for token in added))))
 
 
 def _add_begin_and_end(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
     """Set the post-processor of `tokenizer_config.json`, if there is no other."""
-    kinds = {
-        part["type"] for part in stages(component_state(tokenizer.post_processor), "processors")
-    }
+    kinds = {part["type"] for part in stages(tokenizer.post_processor, "processors")}
     begin, end = config.added_tokens
     if kinds - {"ByteLevel"} or not (begin or end):  # which adds no tokens
         return
