@@ -55,9 +55,7 @@ def test_generation_config_applies_to_fields_that_are_left_out(make: Make) -> No
 
 
 def test_generation_config_without_sampling_is_greedy(make: Make) -> None:
-    source = make(do_sample=False, temperature=0.9)
-    assert texts(source) == texts(source, temperature=0.0)
-    assert read_sampling_defaults(source).temperature == 0.0
+    assert read_sampling_defaults(make(do_sample=False, temperature=0.9)).temperature == 0.0
 
 
 def test_generation_config_limits_tokens_unless_the_request_does(make: Make) -> None:
