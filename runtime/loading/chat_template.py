@@ -270,21 +270,19 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise RequestError(f"{where[:80]} is nested more than {MAX_DEPTH} deep", field=_root(where))
     if issubclass(kind, Mapping):
-        return {_key(k, where): _plain(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
+        for key in value:
+            if not isinstance(key, str):
+                raise RequestError(
+                    f"{where[:80]} has a key of type {type_name(key)}, not a string",
+                    field=_root(where),
+                )
+        return {k: _plain(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
     if issubclass(kind, (list, tuple)):
         return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise RequestError(
         f"{where[:80]} is a {type_name(value)}: templates take JSON values only",
         field=_root(where),
     )
-
-
-def _key(key: object, where: str) -> str:
-    if not isinstance(key, str):
-        raise RequestError(
-            f"{where[:80]} has a key of type {type_name(key)}, not a string", field=_root(where)
-        )
-    return key
 
 
 def _root(where: str) -> str:
