@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import SamplingParams
-from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.loading.drafter_loading import find_drafter
 from torch import Tensor
 
 from ..rigs import drafter_rig
 from ..rigs.drafter_rig import DrafterRig, load_target
-from ..rigs.engine_rig import Open
 from ..rigs.head_references import (
     Reference,
     best,
@@ -123,17 +120,3 @@ def test_drafter(base: TinyModel, variant: str, mode: str, tmp_path: Path) -> No
     assert rig.compare(base.prompts(1, 2, 17, 30), reference) > 50
     alone = DrafterRig(found, target, kernels, rows=1)
     assert alone.compare(base.prompts(19), reference) > 10
-
-
-@pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
-@pytest.mark.native_kernels
-def test_engine_starts_with_compiled_steps(
-    open_engine: Open, base: TinyModel, tmp_path: Path
-) -> None:
-    directory, *_ = write(tmp_path / "drafter")
-    speculation = {"method": "dflash", "model": str(directory), "num_speculative_tokens": 3}
-    engine = open_engine("base", mode="compile", dtype="float32", speculation=speculation)
-    assert engine.stats()["fallbacks"] == 0
-    (prompt,) = base.prompts(9)
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    assert [list(engine.generate([prompt], params)[0].token_ids)] == base.greedy([prompt], 6)
