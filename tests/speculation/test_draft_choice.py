@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from operator import eq
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime.config import Speculation
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
-from stepgraph.runtime.scheduling.plan import RowSpan, StepPlan
+from stepgraph.runtime.scheduling.plan import Proposed, RowSpan, StepPlan
 from stepgraph.runtime.scheduling.speculator import (
     FEW_TOKENS,
     INDEXED_PER_STEP,
@@ -23,6 +24,7 @@ from stepgraph.runtime.scheduling.speculator import (
     VERIFY_IN_A_ROW,
     BatchCosts,
     LookupSpeculator,
+    Speculator,
     VerifyCosts,
 )
 from stepgraph.runtime.speculation.request_drafter import (
@@ -224,31 +226,59 @@ def row(tokens: list[int]) -> Request:
     return request
 
 
+class Served(NamedTuple):
+    proposing: int
+    """Steps that proposed."""
+    steps: int
+    seconds: float
+
+
+def serve(
+    speculator: Speculator,
+    request: Request,
+    output: Sequence[int],
+    seconds: Mapping[int, float],
+    *,
+    right: float = 0.0,
+    began: float = 0.0,
+) -> Served:
+    """Decode a request up to the end of `output`.
+
+    Steps take `seconds` by tokens per row, or 0.1 less if they verify nothing but propose. Proposed
+    tokens are 1 by a chance of `right`, and 0 otherwise.
+    """
+    rng, now, steps, proposing = random.Random(0), began, 0, 0
+    while request.num_output < len(output):
+        plan = StepPlan(decode=[request])
+        drafts = speculator.propose([request])
+        plan.proposes, proposed = speculator.proposes, speculator.config.num_speculative_tokens
+        following = output[request.num_output :][: 1 + proposed]
+        accepted = 0
+        if drafts and drafts[0]:
+            plan.drafts, plan.decode_counts = drafts, [1 + len(drafts[0])]
+            plan.tokens_per_row = next(n for n in speculator.sizes(1) if n > len(drafts[0]))
+            accepted = [*map(eq, drafts[0], following), False].index(False)
+        speculator.launched(plan, round(now * 1e9))
+        only_proposes = plan.proposes and not plan.drafts
+        now += seconds[2] - 0.1 if only_proposes else seconds[plan.tokens_per_row]
+        advanced = [accepted + 1] if plan.drafts else None
+        speculator.committed(plan, advanced, round(now * 1e9))
+        for token in following[: accepted + 1]:
+            request.append_token(token, 0)
+        if plan.proposes:
+            tokens = [int(rng.random() < right) for _ in range(proposed)]
+            speculator.received([Proposed(request, 10**6, tokens, [right] * proposed)])
+        steps, proposing = steps + 1, proposing + (plan.proposes > 0)
+    return Served(proposing, steps, now - began)
+
+
 def served(guessable: bool, *, is_async_device: bool = False) -> tuple[LookupSpeculator, float]:
     """Decode 600 tokens with the times of `costs`; tokens in a unit of time."""
     speculator = lookup(is_async_device=is_async_device, num_speculative_tokens=4)
     rng = random.Random(1)
-    output = [index % 9 if guessable else rng.randrange(12) for index in range(700)]
-    request, now = row([6, 5, 7]), 1
-    began = now
-    while request.num_output < 600:
-        drafts = speculator.propose([request])
-        plan = StepPlan(decode=[request])
-        right = output[request.num_output :]
-        accepted = 0
-        if drafts and drafts[0]:
-            plan.drafts, plan.decode_counts = drafts, [1 + len(drafts[0])]
-            plan.tokens_per_row = next(n for n in SIZES if n > len(drafts[0]))
-            for draft, token in zip(drafts[0], right, strict=False):
-                if draft != token:
-                    break
-                accepted += 1
-        speculator.launched(plan, now)
-        now += round(1e9 * (1 + 0.1 * (plan.tokens_per_row - 1)))
-        speculator.committed(plan, [accepted + 1] if plan.drafts else None, now)
-        for token in right[: accepted + 1]:
-            request.append_token(token, now)
-    return speculator, 1e9 * request.num_output / (now - began)
+    output = [index % 9 if guessable else rng.randrange(12) for index in range(600)]
+    seconds = {n: 1 + 0.1 * (n - 1) for n in SIZES}
+    return speculator, 600 / serve(speculator, row([6, 5, 7]), output, seconds).seconds
 
 
 def test_text_that_can_be_guessed_is_faster() -> None:
