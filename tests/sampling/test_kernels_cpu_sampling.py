@@ -33,6 +33,13 @@ def _cpu_ops() -> None:
     kernels.load_cpu_ops()
 
 
+def random_masks(vocab_size: int, rows: torch.Tensor) -> LaneMasks:
+    """Seven masks, of which lanes use those of `rows`."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    words = torch.randint(-(2**31), 2**31, (7, -(-vocab_size // 32)), generator=generator)
+    return LaneMasks(words.to(torch.int32), rows)
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 7, 20, 127, 128, 129, 300, 5000])
@@ -50,20 +57,30 @@ def test_draws_what_the_reference_draws(vocab_size: int, dtype: torch.dtype) -> 
             assert torch.equal(getattr(states[1], name), getattr(states[0], name))
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sampler", [torch_sampler, fused_sampler], ids=["torch", "fused"])
-def test_drafts_are_drawn_as_if_one_by_one(sampler: Sampler) -> None:
+def test_drafts_are_drawn_as_if_one_by_one(sampler: Sampler, masked: bool) -> None:
     """Rows with and without penalties, drafts that are right up to each place."""
     params, n = params_for(300), 4
-    rows = torch.arange(len(params))
+    lanes, rows = len(params) * n, torch.arange(len(params))
     rows_BN = rows[:, None].expand(-1, n).contiguous()
     positions_BN = FIRST + torch.arange(n).expand(len(params), -1)
-    logits_BNV = logits_of(len(params) * n, 300, 1, torch.float32).view(len(params), n, 300)
+    logits_BNV = logits_of(lanes, 300, 1, torch.float32).view(len(params), n, 300)
     logits_BNV[:, 1:] = logits_BNV[:, :1]  # so that counts decide
+    logits = allowed = logits_BNV.flatten(0, 1)
+    own: list[LaneMasks] = []
+    if masked:
+        masks = random_masks(300, torch.arange(lanes) % 7)
+        allowed = mask_logits(logits, masks)
+        if sampler.takes_masks:
+            own = [masks]
+        else:
+            logits = allowed
     for right in range(n):
         states = [state_of(params) for _ in range(2)]
         expected = torch.stack(
             [
-                sample_full(logits_BNV[:, j], states[0], rows, positions_BN[:, j]).tokens
+                sample_full(allowed[j::n], states[0], rows, positions_BN[:, j]).tokens
                 for j in range(right + 1)
             ],
             dim=1,
@@ -72,13 +89,8 @@ def test_drafts_are_drawn_as_if_one_by_one(sampler: Sampler) -> None:
         inputs_BN[:, 1 : 1 + right] = expected[:, : n - 1][:, :right]
         if right < n - 1:
             inputs_BN[:, 1 + right] = (expected[:, right] + 1) % 300
-        assert sampler.drafted is not None
         found = sampler.drafted(
-            logits_BNV.flatten(0, 1),
-            states[1],
-            rows_BN.flatten(),
-            positions_BN.flatten(),
-            inputs_BN,
+            logits, states[1], rows_BN.flatten(), positions_BN.flatten(), inputs_BN, *own
         )
         assert torch.equal(found.tokens.view(-1, n)[:, : right + 1], expected)
         assert torch.equal(states[1].token_counts, states[0].token_counts)
@@ -182,13 +194,10 @@ def test_operators_are_described_to_compilers() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100, 5000])
 def test_masks_what_the_reference_masks(vocab_size: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randn(5, vocab_size, generator=generator).to(dtype)
+    logits = logits_of(5, vocab_size, 0, dtype)
     logits[0, 0], logits[1, -1], logits[2, vocab_size // 2] = float("nan"), torch.inf, -torch.inf
-    words = torch.randint(-(2**31), 2**31, (7, -(-vocab_size // 32)), generator=generator)
-    bits, rows = words.to(torch.int32), torch.tensor([3, 1, 0, 6, 3])
-    bits[3], bits[1, 0] = -1, 0
-    masks = LaneMasks(bits, rows)
+    masks = random_masks(vocab_size, torch.tensor([3, 1, 0, 6, 3]))
+    masks.bits[3], masks.bits[1, 0] = -1, 0
     masked = mask_logits(logits, masks)
     assert torch.equal(fused_sampler.greedy(logits, masks), sample_greedy(masked))
     params = [SamplingParams(seed=lane, top_k=20, top_p=0.9) for lane in range(5)]
@@ -196,37 +205,7 @@ def test_masks_what_the_reference_masks(vocab_size: int, dtype: torch.dtype) -> 
     lanes, positions = torch.arange(5), torch.full((5,), FIRST)
     reference = sample_full(masked, states[0], lanes, positions)
     output = fused_sampler.full(logits, states[1], lanes, positions, masks)
-    assert torch.equal(output.tokens, reference.tokens)
-    sound = output.tokens >= 0
-    for ours, theirs in zip(
-        (output.logprob, output.top_logprobs),
-        (reference.logprob, reference.top_logprobs),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours[sound], theirs[sound])
-
-
-def test_drafts_are_drawn_with_the_masks_of_their_lanes() -> None:
-    """Rows with and without penalties; the first draft is right, and the second one wrong."""
-    params, n = params_for(300), 3
-    lanes = len(params) * n
-    rows = torch.arange(len(params)).repeat_interleave(n)
-    positions = FIRST + torch.arange(n).repeat(len(params))
-    logits = logits_of(lanes, 300, 1, torch.float32)
-    words = torch.randint(-(2**31), 2**31, (7, 10), generator=torch.Generator().manual_seed(1))
-    masks = LaneMasks(words.to(torch.int32), torch.arange(lanes) % 7)
-    masked = mask_logits(logits, masks)
-    first = sample_full(masked[::n], state_of(params), rows[::n], positions[::n]).tokens
-    inputs = torch.stack((first, first, (first + 1) % 300), dim=1)
-    states = [state_of(params) for _ in range(2)]
-    assert torch_sampler.drafted is not None
-    assert fused_sampler.drafted is not None
-    expected = torch_sampler.drafted(masked, states[0], rows, positions, inputs).tokens.view(-1, n)
-    found = fused_sampler.drafted(logits, states[1], rows, positions, inputs, masks)
-    tokens = found.tokens.view(-1, n)
-    assert torch.equal(tokens[:, :2], expected[:, :2])
-    assert torch.equal(tokens[:, 0], first)
-    assert torch.equal(states[1].token_counts, states[0].token_counts)
+    assert_same(output, reference, masked)
 
 
 def test_masks_that_do_not_fit_are_refused() -> None:
