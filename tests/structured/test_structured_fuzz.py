@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import resource
-import select
-import signal
 import threading
 from collections.abc import Sequence
 from decimal import Decimal
@@ -32,7 +31,8 @@ LIMITS = llguidance.LLParserLimits(
     step_max_items=50_000,
     verbose_errors=False,
 )
-PER_CHILD, CASE_SECONDS, CHILD_BYTES = 250, 20.0, 8 << 30
+PER_CHILD, CHILD_SECONDS, CHILD_BYTES = 250, 60.0, 8 << 30
+FORK = multiprocessing.get_context("fork")
 NUMBERS: tuple[Any, ...] = (
     *(0, 1, -1, 5, -0.0, 0.5, 1e-7, -1e300, 1e300, 1e19, -1e19, 5e-324, 1.7976931348623157e308),
     *(
@@ -164,40 +164,28 @@ def use(seed: int) -> None:
 def died(seeds: Sequence[int]) -> list[tuple[int, str]]:
     """Use the grammars of seeds in children; return those that end one, and how."""
     found, left = [], list(seeds)
+    last = FORK.RawValue("q", 0)
     while left:
-        reader, writer = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(reader)
-            _use_all(left[:PER_CHILD], writer)
-            os._exit(0)
-        os.close(writer)
-        done, slow = bytearray(), False
-        while not slow:
-            slow = not select.select([reader], [], [], CASE_SECONDS)[0]
-            part = b"" if slow else os.read(reader, 1 << 16)
-            done += part
-            if not part:
-                break
-        os.close(reader)
-        if slow:
-            os.kill(child, signal.SIGKILL)
-        status = os.waitpid(child, 0)[1]
-        last = int(done.split()[-1])
-        if status:
-            found.append((last, "slow" if slow else f"signal {status & 127}"))
-        left = left[left.index(last) + 1 :]
+        child = FORK.Process(target=_use_all, args=(left[:PER_CHILD], last))
+        child.start()
+        child.join(CHILD_SECONDS)
+        if slow := child.exitcode is None:
+            child.kill()
+            child.join()
+        if child.exitcode:
+            found.append((last.value, "slow" if slow else f"exit code {child.exitcode}"))
+        left = left[left.index(last.value) + 1 :]
     return found
 
 
-def _use_all(seeds: Sequence[int], writer: int) -> None:
+def _use_all(seeds: Sequence[int], last: Any) -> None:
     """Use the grammars of seeds in a thread with the stack of compilations."""
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def run() -> None:
         for seed in seeds:
-            os.write(writer, b"%d\n" % seed)
+            last.value = seed
             try:
                 use(seed)
             except BaseException:  # a panic of llguidance, of which a request is refused

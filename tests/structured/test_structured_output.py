@@ -126,29 +126,29 @@ def test_completions_have_grammars_of_their_own(engine: Engine) -> None:
     assert all(text.endswith("#") for text in texts)
 
 
-@pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 30}])
-@pytest.mark.parametrize("logprobs", [None, 0])
-def test_a_complete_grammar_ends_a_request_that_forbids_the_end_token(
-    engine: Engine, fields: dict[str, Any], logprobs: int | None
+@pytest.mark.parametrize(
+    ("structured", "fields", "text"),
+    [
+        ({"choice": ["abc"]}, {"ignore_eos": True}, "abc"),  # complete, and the end is forbidden
+        ({"choice": ["abc"]}, {"ignore_eos": True, "logprobs": 0}, "abc"),
+        ({"choice": ["abc"]}, {"min_tokens": 30}, "abc"),
+        ({"choice": ["abc"]}, {"min_tokens": 30, "logprobs": 0}, "abc"),
+        ({"choice": ["one two three"]}, {"stop": " two"}, "one"),
+        ({"regex": "[a-z]*"}, {"min_tokens": 20, "temperature": 1.0, "seed": 2}, "[a-z]{20,}"),
+    ],
+    ids=str,
+)
+def test_where_an_output_ends(
+    engine: Engine, structured: dict[str, Any], fields: dict[str, Any], text: str
 ) -> None:
-    params = greedy(structured={"choice": ["abc"]}, logprobs=logprobs, **fields)
+    params = greedy(structured=structured, **fields)
     (output,) = engine.generate([PROMPTS[0]], params)
     (completion,) = output.completions
-    assert (completion.text, completion.finish_reason) == ("abc", "stop")
-    assert not set(completion.token_ids) & set(EOS)
-
-
-def test_min_tokens_forbids_the_end_while_the_grammar_continues(engine: Engine) -> None:
-    params = SamplingParams(max_tokens=40, min_tokens=20, seed=2, structured={"regex": "[a-z]*"})
-    (output,) = engine.generate([PROMPTS[0]], params)
-    assert len(output.completions[0].token_ids) >= 20
-    assert output.completions[0].text.isalpha()
-
-
-def test_stop_strings_end_an_output_within_its_grammar(engine: Engine) -> None:
-    params = greedy(structured={"choice": ["one two three"]}, stop=" two")
-    (output,) = engine.generate([PROMPTS[0]], params)
-    assert (output.completions[0].text, output.completions[0].finish_reason) == ("one", "stop")
+    assert re.fullmatch(text, completion.text)
+    if "choice" in structured:
+        assert completion.finish_reason == "stop"
+        assert not set(completion.token_ids) & set(EOS)
+    assert len(completion.token_ids) >= (20 if "regex" in structured else 1)
 
 
 def test_a_failing_grammar_ends_its_request_alone(
