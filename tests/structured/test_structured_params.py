@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from stepgraph.runtime.errors import RequestError
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.structured_output import (
@@ -89,14 +86,3 @@ def test_refusals(given: Any, message: str) -> None:
         SamplingParams(structured=given)
     assert message in str(raised.value)
     assert len(str(raised.value)) < 600
-
-
-@given(st.recursive(st.none() | st.booleans() | st.text(), lambda x: st.dictionaries(st.text(), x)))
-def test_any_json_schema_is_kept_in_order_or_refused(schema: Any) -> None:
-    try:
-        structured = StructuredOutput(json=schema)
-    except RequestError:
-        return
-    if not isinstance(schema, str):
-        assert json.loads(structured.source) == schema
-        assert str(json.loads(structured.source)) == str(schema)
