@@ -176,6 +176,13 @@ class Rig:
             self.loop.check_integrity()
         return self.runner.plans[-1]
 
+    def finish(self, *requests: Request, limit: int | None = None) -> None:
+        """Run to the end; the output of each of the requests is as if it had run alone."""
+        self.drain(limit)
+        for request in requests:
+            expected = oracle(request, self.windows, self.nan_tokens, self.ropes)
+            assert (request.output_ids, request.finish_reason) == expected
+
     def drain(self, limit: int | None = None) -> list[RequestOutput]:
         """Run to the end, in at most `limit` steps, and look for what was left behind.
 

@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 from stepgraph.runtime.request import Request, RequestStatus
 
-from ..rigs.fake_device import oracle
 from ..rigs.scheduler_rig import Rig
 
 WINDOWS = [(None,), (3,), (None, 5)]
 
 
-def swapping_rig(**options: Any) -> Rig:
-    return Rig(
-        block_size=2,
-        prefill_chunk=8,
-        **{"host_blocks": 20, **options},
-    )
+def two_requests(windows: Any, in_flight: int) -> tuple[Rig, list[Request]]:
+    """Requests that begin together in a cache in which they cannot both go on."""
+    sizes: dict[str, Any] = {"windows": windows, "block_size": 2, "prefill_chunk": 8}
+    blocks = 2 * Rig(**sizes).cache.most_blocks(4) + len(windows)
+    rig = Rig(**sizes, host_blocks=20, usable_blocks=blocks, in_flight=in_flight)
+    return rig, [rig.add(4, max_tokens=14), rig.add(4, max_tokens=14)]
 
 
 def until_preempted(rig: Rig, requests: list[Request]) -> Request:
@@ -44,24 +43,10 @@ def fail_once(rig: Rig, name: str, after: int) -> None:
     rig.runner.fail_after = fail_after
 
 
-def tight(windows: Any, prompt_len: int) -> dict[str, Any]:
-    """Sizes with which two requests begin, and cannot both go on."""
-    probe = swapping_rig(windows=windows)
-    blocks = 2 * probe.cache.most_blocks(prompt_len) + len(windows)
-    return {"windows": windows, "usable_blocks": blocks}
-
-
-def check_all(rig: Rig, requests: list[Request]) -> None:
-    rig.drain()
-    for request in requests:
-        assert request.output_ids == oracle(request, rig.windows)[0]
-
-
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("windows", [(None,), (None, 5)], ids=str)
 def test_a_swapped_request_goes_on_where_it_was(windows: Any, in_flight: int) -> None:
-    rig = swapping_rig(**tight(windows, 4), in_flight=in_flight)
-    requests = [rig.add(4, max_tokens=14), rig.add(4, max_tokens=14)]
+    rig, requests = two_requests(windows, in_flight)
     last = until_preempted(rig, requests)
     assert last is requests[1]
     computed = rig.cache.host.find(last.id)
@@ -73,45 +58,35 @@ def test_a_swapped_request_goes_on_where_it_was(windows: Any, in_flight: int) ->
     assert (chunk.start, chunk.count) == (computed.num_tokens, 1)
     assert rig.cache.host.find(last.id) is None
     assert last.num_cached_tokens == 0  # what it found when it was new
-    check_all(rig, requests)
+    rig.finish(*requests)
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("after", [0, 1, 99])
+@pytest.mark.parametrize("copy", ["swap_out", "copy_in"])
 @pytest.mark.parametrize("windows", [(None,), (None, 5)], ids=str)
-def test_what_did_not_reach_the_host_is_computed_again(
-    windows: Any, after: int, in_flight: int, caplog: pytest.LogCaptureFixture
+def test_what_was_not_copied_is_computed_again(
+    windows: Any, copy: str, after: int, in_flight: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = swapping_rig(**tight(windows, 4), in_flight=in_flight)
-    requests = [rig.add(4, max_tokens=14), rig.add(4, max_tokens=14)]
-    fail_once(rig, "swap_out", after)
-    last = until_preempted(rig, requests)
-    assert rig.runner.plans[-1].decode == [requests[0]], "the other one is not disturbed"
+    rig, requests = two_requests(windows, in_flight)
+    if copy == "swap_out":
+        fail_once(rig, copy, after)
+        last = until_preempted(rig, requests)
+        assert rig.runner.plans[-1].decode == [requests[0]], "the other one is not disturbed"
+        assert "to the host failed" in caplog.text
+    else:
+        last = until_preempted(rig, requests)
+        fail_once(rig, copy, after)
+        while not rig.runner.seen["failures"]:
+            rig.step()
+        assert (last.status, last.row) == (RequestStatus.WAITING, None)
     assert rig.loop.counts["failed_copies"] == 1
-    assert "to the host failed" in caplog.text
     assert rig.cache.host.num_free == rig.cache.host.num_blocks
     while last.row is None:
         rig.step()
     assert rig.runner.plans[-1].prefill[0].start == 0
-    check_all(rig, requests)
-
-
-@pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("after", [0, 1, 99])
-def test_what_did_not_come_back_is_computed_again(after: int, in_flight: int) -> None:
-    rig = swapping_rig(**tight((None,), 4), in_flight=in_flight)
-    requests = [rig.add(4, max_tokens=14), rig.add(4, max_tokens=14)]
-    last = until_preempted(rig, requests)
-    fail_once(rig, "copy_in", after)
-    while not rig.runner.seen["failures"]:
-        rig.step()
-    assert (last.status, last.row) == (RequestStatus.WAITING, None)
-    assert rig.cache.host.num_free == rig.cache.host.num_blocks
-    while last.row is None:
-        rig.step()
-    assert rig.runner.plans[-1].prefill[0].start == 0
-    check_all(rig, requests)
-    assert rig.runner.seen["undone"] == 1
+    rig.finish(*requests)
+    assert rig.runner.seen["undone"] == (copy == "copy_in")
 
 
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
@@ -137,7 +112,7 @@ def test_a_fork_that_fails_disturbs_nobody_else(
     assert [admission.request for admission in plan.admitted] == children
     assert [chunk.start for chunk in plan.prefill] == [0, 0], "no second attempt"
     assert [child.num_cached_tokens for child in children] == [0, 0]
-    check_all(rig, [decoding, first, *children, stranger])
+    rig.finish(decoding, first, *children, stranger)
     assert rig.loop.counts["failed_copies"] == 1
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from stepgraph.runtime.request import Request, RequestStatus
 
-from ..rigs.fake_device import oracle
 from ..rigs.scheduler_rig import Rig, groups_of
 
 WINDOWS = [(None,), (6,), (None, 6), (6, None, 3)]
@@ -17,12 +16,6 @@ def chunk_of(rig: Rig, request: Request) -> tuple[int, int]:
     """(start, count) of the request's chunk in the last plan."""
     (chunk,) = (c for c in rig.runner.plans[-1].prefill if c.request is request)
     return chunk.start, chunk.count
-
-
-def check_all(rig: Rig, *requests: Request) -> None:
-    rig.drain()
-    for request in requests:
-        assert request.output_ids == oracle(request, rig.windows)[0]
 
 
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
@@ -39,7 +32,7 @@ def test_completions_compute_their_prompt_once(windows: Any, prompt_len: int, co
         assert admission.found.source == "fork"
         assert len(admission.found.copies) == copies * len(windows)
         assert chunk_of(rig, admission.request) == (prompt_len - 1, 1)
-    check_all(rig, first, *others)
+    rig.finish(first, *others)
 
 
 @pytest.mark.parametrize("prefix", [False, True])
@@ -51,7 +44,7 @@ def test_what_a_sibling_has_given_back_is_computed_or_found_in_the_cache(prefix:
     while second.row is None:
         rig.step()
     assert chunk_of(rig, second) == ((12, 2) if prefix else (0, 14))
-    check_all(rig, first, second)
+    rig.finish(first, second)
 
 
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
@@ -71,7 +64,7 @@ def test_a_prompt_begins_with_the_full_blocks_of_another(
     outputs = {output.request_id: output for output in rig.drain()}
     assert outputs["request-1"].cached_tokens == 0
     assert outputs["request-2"].cached_tokens == cached
-    check_all(rig, first, second)
+    rig.finish(first, second)
 
 
 @pytest.mark.parametrize(("salt", "prefix"), [("tenant", True), ("", False)])
@@ -112,7 +105,5 @@ def test_all_that_fit_alone_end(windows: Any, in_flight: int) -> None:
             29 - 2 * index, n=1 + index % 3, priority=index % 2, max_tokens=1 + index
         )
     ]
-    rig.drain(limit=rig.work)
-    for request in requests:
-        assert request.output_ids == oracle(request, windows)[0]
+    rig.finish(*requests, limit=rig.work)
     assert rig.loop.counts["preemptions"] > 0 or None not in windows
