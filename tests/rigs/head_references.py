@@ -13,6 +13,19 @@ from torch import Tensor
 
 Weights = Mapping[str, Tensor]
 
+LAYER_CONFIG: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "vocab_size": 97,
+}
+"""Of the layers of a drafter for tiny models."""
+
 
 def write_head(directory: Path, config: Mapping[str, Any], weights: Weights) -> Path:
     """Write a checkpoint."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..rigs import drafter_rig
 from ..rigs.drafter_rig import DrafterRig, load_target
 from ..rigs.head_references import (
+    LAYER_CONFIG,
     Reference,
     best,
     random_layer,
@@ -24,18 +25,10 @@ from ..rigs.tiny_models import TinyModel
 
 LAYERS, MASK, BLOCK = 2, 96, 6
 CONFIG: dict[str, Any] = {
+    **LAYER_CONFIG,
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
-    "hidden_size": 48,
-    "intermediate_size": 72,
     "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "vocab_size": 97,
     "block_size": BLOCK,
     "num_target_layers": 3,
     "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]},

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..rigs import drafter_rig
 from ..rigs.drafter_rig import DrafterRig, load_target
 from ..rigs.head_references import (
+    LAYER_CONFIG,
     Reference,
     best,
     causal,
@@ -29,18 +30,10 @@ from ..rigs.tiny_models import TinyModel
 
 DRAFT_VOCAB = 61
 CONFIG: dict[str, Any] = {
+    **LAYER_CONFIG,
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
-    "hidden_size": 48,
-    "intermediate_size": 72,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "vocab_size": 97,
     "draft_vocab_size": DRAFT_VOCAB,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
 }
@@ -153,6 +146,16 @@ def test_head(base: TinyModel, variant: str, mode: str, tmp_path: Path) -> None:
     assert rig.compare(rows_of(base), reference) > 50
 
 
+@pytest.mark.parametrize("rows", [1, 24])
+def test_one_row_and_many(base: TinyModel, rows: int, tmp_path: Path) -> None:
+    directory, config, weights = write(tmp_path / "head")
+    target, kernels = load_target(base.directory, torch.float32)
+    rig = DrafterRig(find_drafter(directory, target.config), target, kernels, rows=rows)
+    reference = eagle3(config, weights, base, torch.float32)
+    rig.prefill(base.prompts(*range(1, rows + 1)))
+    assert sum(rig.check(rig.verify(3, 2), reference, 1e-3) for _ in range(2)) > 3 * rows
+
+
 @pytest.mark.parametrize(
     ("storage", "weights", "tolerance"),
     [("model", "model", 0.1), ("int8", "model", 0.15), ("model", "int8", 0.2)],
@@ -167,16 +170,6 @@ def test_head_in_bfloat16(
     rig.prefill(rows_of(base))
     compared = sum(rig.check(rig.verify(4, 3), reference, tolerance) for _ in range(5))
     assert compared > 10
-
-
-@pytest.mark.parametrize("rows", [1, 24])
-def test_one_row_and_many(base: TinyModel, rows: int, tmp_path: Path) -> None:
-    directory, config, weights = write(tmp_path / "head")
-    target, kernels = load_target(base.directory, torch.float32)
-    rig = DrafterRig(find_drafter(directory, target.config), target, kernels, rows=rows)
-    reference = eagle3(config, weights, base, torch.float32)
-    rig.prefill(base.prompts(*range(1, rows + 1)))
-    assert sum(rig.check(rig.verify(3, 2), reference, 1e-3) for _ in range(2)) > 3 * rows
 
 
 OTHER_LAYERS = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}

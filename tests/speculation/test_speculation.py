@@ -96,25 +96,6 @@ def test_tokens_are_those_of_plain_decoding(
     assert stats["preemptions"] >= ("num_blocks" in config)
 
 
-def test_a_stop_within_accepted_drafts_ends_the_request(open_engine: Open, tiny: Tiny) -> None:
-    """Tokens and strings: nothing after them is returned, though the step computed it."""
-    plain = open_engine("text")
-    (prompt,) = tiny("text").prompts(9)
-    (output,) = plain.generate([prompt], greedy(24))
-    text = output.completions[0].text
-    params = [
-        greedy(24, stop_token_ids=[output.token_ids[9]]),
-        greedy(24, stop=[text[8:10]]),
-        greedy(24, stop=[text[8:10]], min_tokens=14),
-    ]
-    engine = open_engine("text", speculation={"num_speculative_tokens": 7})
-    expected = run_mixed(plain, [prompt] * 3, params)
-    whole = dict.fromkeys(expected, output.token_ids)
-    guesses = guess(engine, whole, right=1.0)
-    assert run_mixed(engine, [prompt] * 3, params) == expected
-    assert guesses.accepted > 6
-
-
 REPETITIVE = [7, 3, 9, 1, 5, 7, 3, 9, 1, 5, 7, 3, 9, 1]
 
 
