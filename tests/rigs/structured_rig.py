@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -55,6 +56,22 @@ def accepts(matcher: LLMatcher, text: str) -> bool:
     """Whether a whole text follows a grammar of bytes."""
     copy, tokens = matcher.deep_copy(), list(text.encode())
     return copy.try_consume_tokens(tokens) == len(tokens) and bool(copy.is_accepting())
+
+
+def walk(matcher: LLMatcher, draw: random.Random) -> str | None:
+    """Return a random text of the grammar; None for one that does not end. None has a dead end."""
+    copy, text = matcher.deep_copy(), bytearray()
+    while len(text) < 80:
+        if copy.is_stopped() or (copy.is_accepting() and draw.random() < 0.3):
+            return text.decode()
+        packed = np.frombuffer(copy.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(packed, bitorder="little")[:256])
+        assert len(allowed) or copy.is_accepting(), f"nothing may follow {bytes(text)!r}"
+        if not len(allowed):
+            return text.decode()
+        text.append(draw.choice(allowed.tolist()))
+        assert copy.consume_token(text[-1]), (bytes(text), copy.get_error())
+    return None
 
 
 @lru_cache

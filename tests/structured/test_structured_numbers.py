@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from decimal import Context, Decimal, InvalidOperation
 from typing import Any
 
-import numpy as np
 import pytest
 from stepgraph.runtime.errors import RequestError
 from stepgraph.runtime.exact_json import dumps
 from stepgraph.runtime.structured.grammar_texts import grammar_text
 from stepgraph.runtime.structured_output import StructuredOutput
 
-from ..rigs.structured_rig import accepts, byte_matcher
+from ..rigs.structured_rig import accepts, byte_matcher, walk
 
-WALKS, MAX_BYTES = 4, 80
+WALKS = 4
 EXACT = Context(prec=1000)
 LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
@@ -27,22 +26,6 @@ UINT64 = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
 def matcher_of(schema: Any) -> Any:
     """Return a matcher of bytes. Raises `ValueError` for a schema that is refused."""
     return byte_matcher("json", StructuredOutput(json=schema).source)
-
-
-def walk(matcher: Any, draw: random.Random) -> str | None:
-    """Return a random text of the grammar; None for one that does not end. None has a dead end."""
-    copy, text = matcher.deep_copy(), bytearray()
-    while len(text) < MAX_BYTES:
-        if copy.is_stopped() or (copy.is_accepting() and draw.random() < 0.3):
-            return text.decode()
-        packed = np.frombuffer(copy.compute_bitmask(), dtype=np.uint8)
-        allowed = np.flatnonzero(np.unpackbits(packed, bitorder="little")[:256])
-        assert len(allowed) or copy.is_accepting(), f"nothing may follow {bytes(text)!r}"
-        if not len(allowed):
-            return text.decode()
-        text.append(draw.choice(allowed.tolist()))
-        assert copy.consume_token(text[-1]), (bytes(text), copy.get_error())
-    return None
 
 
 def is_valid(schema: dict[str, Any], value: Any) -> bool:
