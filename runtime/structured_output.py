@@ -60,9 +60,9 @@ class StructuredOutput:
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             shown = " and ".join(given) if given else "none"
-            raise RequestError(
-                f"StructuredOutput: {shown} given; give exactly one of {', '.join(names)}",
-                field=given[1] if given else None,
+            raise _error(
+                given[1] if given else None,
+                f"{shown} given; give exactly one of {', '.join(names)}",
             )
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
@@ -108,10 +108,9 @@ class StructuredOutput:
             )
         unknown = [name for name in value if name not in names]
         if unknown:
-            raise RequestError(
-                f"StructuredOutput: there is no field {bounded_repr(unknown[0])}; the fields are"
-                f" {', '.join(names)}",
-                field="structured",
+            shown = bounded_repr(unknown[0])
+            raise _error(
+                "structured", f"there is no field {shown}; the fields are {', '.join(names)}"
             )
         return cls(**value)
 
@@ -127,10 +126,10 @@ def _schema_text(schema: object) -> str:
         if not isinstance(parsed, Mapping | bool):
             raise _refusal("json", schema, f"{allowed}: an object, True or False, or its text")
         if _is_deep(parsed):
-            raise RequestError(
-                f"StructuredOutput: json nests deeper than {MAX_SCHEMA_DEPTH} levels; name inner"
-                " schemas under $defs and refer to them",
-                field="json",
+            raise _error(
+                "json",
+                f"json nests deeper than {MAX_SCHEMA_DEPTH} levels; name inner schemas under $defs"
+                " and refer to them",
             )
         text = exact_json.dumps(parsed)  # properties appear in this order in the output
         size = len(text.encode())
@@ -138,10 +137,7 @@ def _schema_text(schema: object) -> str:
         raise
     except (ValueError, TypeError, RecursionError) as error:
         reason = str(error) or type(error).__name__
-        raise RequestError(
-            f"StructuredOutput: json is no JSON: {reason[:200]}; allowed is {allowed}",
-            field="json",
-        ) from error
+        raise _error("json", f"json is no JSON: {reason[:200]}; allowed is {allowed}") from error
     if size > MAX_SCHEMA_BYTES:
         raise _too_large("json", size, "bytes", allowed)
     return text
@@ -174,13 +170,13 @@ def _check_size(field: str, text: str) -> None:
         raise _too_large(field, size, "bytes", f"1 to {MAX_GRAMMAR_BYTES} bytes")
 
 
+def _error(field: str | None, reason: str) -> RequestError:
+    return RequestError(f"StructuredOutput: {reason}", field=field)
+
+
 def _too_large(field: str, size: int, unit: str, allowed: str) -> RequestError:
-    return RequestError(
-        f"StructuredOutput: {field} has {size} {unit}; allowed is {allowed}", field=field
-    )
+    return _error(field, f"{field} has {size} {unit}; allowed is {allowed}")
 
 
 def _refusal(field: str, value: object, allowed: str) -> RequestError:
-    return RequestError(
-        f"StructuredOutput: {field} is {bounded_repr(value)}; allowed is {allowed}", field=field
-    )
+    return _error(field, f"{field} is {bounded_repr(value)}; allowed is {allowed}")

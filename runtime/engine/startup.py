@@ -178,7 +178,6 @@ def calibrated_speculator(runner: Runner, config: ResolvedConfig) -> Speculator 
         return None
     began = time.perf_counter()
     sizes, blocks = runner.sizes, runner.sizes.read_blocks.sizes[0]
-    functions = runner.functions
     keys: dict[tuple[int, int, str], StepKey] = {}
     """By rows, tokens per row, and what sets the step apart."""
     for rows in sizes.rows:
@@ -202,11 +201,8 @@ def calibrated_speculator(runner: Runner, config: ResolvedConfig) -> Speculator 
     greedy = {(rows, n): value for (rows, n, kind), value in fastest.items() if kind == "greedy"}
     extra = {rows: fastest[rows, 1, "full"] - greedy[rows, 1] for rows in sizes.rows}
     sampled = {(rows, n): value + n * max(extra[rows], 0.0) for (rows, n), value in greedy.items()}
-    padded = not functions.ragged
-    costs = BatchCosts(
-        VerifyCosts(sizes.rows, greedy, padded=padded),
-        VerifyCosts(sizes.rows, sampled, padded=padded),
-    )
+    padded = not runner.functions.ragged
+    costs = BatchCosts(*(VerifyCosts(sizes.rows, s, padded=padded) for s in (greedy, sampled)))
     more: dict[str, Any] = {
         "is_async_device": config.is_async_device,
         "calibration_seconds": time.perf_counter() - began,

@@ -833,13 +833,10 @@ class LookupSpeculator(Speculator):
             ]
         if most < self.config.num_speculative_tokens:
             guesses = [guess.first(most) for guess in guesses]
-        chances = [guess.chances for guess in guesses]
-        if not any(chances):
-            return ()
-        if self.config.adaptive:
+        counts = [len(guess.tokens) for guess in guesses]
+        if self.config.adaptive and any(counts):
+            chances = [guess.chances for guess in guesses]
             counts = self.costs.of(requests).choose(chances)
-        else:
-            counts = [len(own) for own in chances]
         self.waits = self.is_async_device and any(counts)
         if not any(counts) or any(request.num_pending for request in requests):
             return ()
@@ -851,7 +848,10 @@ class LookupSpeculator(Speculator):
             if self._shared is not None:
                 self._share_ended(self._shared)
             if self._credit >= 0 or not self.config.adaptive:
-                self._index(plan)
+                for chunk in plan.prefill:
+                    request = chunk.request
+                    drafter = request.drafter or self._new_drafter(request)
+                    drafter.read(chunk.start + chunk.count, request.tokens, chunk.count)
         if not self._is_timed:
             return
         # On an asynchronous device, looking overlaps with a step in flight, or delays the next one.
@@ -928,13 +928,6 @@ class LookupSpeculator(Speculator):
             self._shared.index_some(left)
         self._paused_until = 0 if self._has_grammar or not adaptive else paused_until
         return guesses
-
-    def _index(self, plan: StepPlan) -> None:
-        """Index as many tokens of each prompt as the step computes."""
-        for chunk in plan.prefill:
-            request = chunk.request
-            drafter = request.drafter or self._new_drafter(request)
-            drafter.read(chunk.start + chunk.count, request.tokens, chunk.count)
 
     def _most_pause(self) -> int:
         """Return how long rows pause at most: hardly at all while drafts gain."""

@@ -154,17 +154,6 @@ class TokenMatcher:
     where it was.
     """
 
-    __slots__ = (
-        "_copy",
-        "_eos_token_ids",
-        "_first",
-        "_last_bits",
-        "_num_consumed",
-        "_vocab_size",
-        "_wide",
-        "overrun",
-    )
-
     def __init__(
         self,
         matcher: LLMatcher,
