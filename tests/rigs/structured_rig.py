@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from stepgraph.runtime.mask_words import MaskWords
 from stepgraph.runtime.structured.grammar_texts import grammar_text
 from stepgraph.runtime.structured_output import StructuredOutput
 from transformers import PreTrainedModel
@@ -42,6 +44,7 @@ GRAMMARS: list[dict[str, Any]] = [
 
 
 BYTES = LLTokenizer("byte")
+DEMO = Path(__file__).resolve().parents[2] / "runtime" / "demo"
 
 
 def byte_matcher(kind: str, source: str) -> LLMatcher:
@@ -72,6 +75,14 @@ def walk(matcher: LLMatcher, draw: random.Random) -> str | None:
         text.append(draw.choice(allowed.tolist()))
         assert copy.consume_token(text[-1]), (bytes(text), copy.get_error())
     return None
+
+
+def masks_of(count: int, vocab_size: int) -> list[MaskWords]:
+    return [MaskWords(np.zeros(-(-vocab_size // 32), dtype=np.int32)) for _ in range(count)]
+
+
+def bits_of(mask: MaskWords) -> npt.NDArray[np.uint8]:
+    return np.unpackbits(mask.array.view(np.uint8), bitorder="little")
 
 
 @lru_cache

@@ -3,13 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from stepgraph.runtime.errors import RequestError
 from stepgraph.runtime.kernels.ops.batch import NON_FINITE
 from stepgraph.runtime.kernels.ops.draws import (
@@ -306,68 +306,36 @@ def test_compiled_equals_eager_and_works_in_place(backend: str, dynamic: bool) -
     assert greedy(bad).eq(NON_FINITE).nonzero().flatten().tolist() == BAD_LANES
 
 
-class Rows(RuleBasedStateMachine):
-    """Whatever happened to a row before, it samples as one written to a fresh state."""
-
-    NUM_ROWS = 3
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = SamplingState.allocate(self.NUM_ROWS, V, CPU)
-        self.owners: dict[int, tuple[SamplingParams, list[int]]] = {}
-        self.steps = 0
-
-    @rule(
-        row=st.integers(0, NUM_ROWS - 1),
-        case=st.sampled_from(CASES),
-        seed=st.integers(0, (1 << 63) - 1),
-        outputs=st.lists(st.integers(0, V - 1), max_size=6),
-    )
-    def take(self, row: int, case: dict[str, Any], seed: int, outputs: list[int]) -> None:
-        params = SamplingParams(**case, seed=seed)
-        write(self.state, row, params, outputs)
-        self.owners[row] = (params, list(outputs))
-
-    @precondition(lambda self: self.owners)
-    @rule(row=st.integers(0, NUM_ROWS - 1))
-    def preempt_and_resume(self, row: int) -> None:
-        if row in self.owners:
-            params, outputs = self.owners.pop(row)
-            poison(self.state, row)
-            write(self.state, row, params, outputs)
-            self.owners[row] = (params, outputs)
-
-    @precondition(lambda self: self.owners)
-    @rule()
-    def step(self) -> None:
-        self.steps += 1
-        lanes = [*self.owners, self.NUM_ROWS]
-        fresh = SamplingState.allocate(self.NUM_ROWS, V, CPU)
-        for row, (params, outputs) in self.owners.items():
-            write(fresh, row, params, outputs)
-        logits = randn(len(lanes), V, seed=self.steps)
-        rows = torch.tensor(lanes)
-        lengths = [len(PROMPT) + len(outputs) for _, outputs in self.owners.values()]
-        positions = torch.tensor([*lengths, 0])
-        tokens = sample_full(logits, self.state, rows, positions).tokens
-        assert torch.equal(tokens, sample_full(logits, fresh, rows, positions).tokens)
-        for row, token in zip(self.owners, tokens.tolist(), strict=False):
-            self.owners[row][1].append(token)
-
-    @invariant()
-    def the_null_row_is_untouched(self) -> None:
-        pristine = SamplingState.allocate(1, V, CPU)
-        for name in ("reals", "integers", "token_counts"):
-            assert torch.equal(getattr(self.state, name)[-1], getattr(pristine, name)[-1])
-
-    @invariant()
-    def counts_of_penalised_rows_are_their_outputs(self) -> None:
-        for row, (params, outputs) in self.owners.items():
+def test_a_row_samples_as_one_written_to_a_fresh_state() -> None:
+    """Whatever happened to it before: requests come, are preempted and resumed, and sample."""
+    random, num_rows = Random(0), 3
+    state, pristine = (SamplingState.allocate(rows, V, CPU) for rows in (num_rows, 1))
+    owners: dict[int, tuple[SamplingParams, list[int]]] = {}
+    for number in range(200):
+        row, action = random.randrange(num_rows), random.randrange(3)
+        if action == 0:
+            params = SamplingParams(**random.choice(CASES), seed=random.getrandbits(63))
+            owners[row] = params, random.choices(range(V), k=random.randrange(7))
+            write(state, row, *owners[row])
+        elif action == 1 and row in owners:
+            poison(state, row)
+            write(state, row, *owners[row])
+        else:
+            fresh = SamplingState.allocate(num_rows, V, CPU)
+            for own, of_row in owners.items():
+                write(fresh, own, *of_row)
+            logits = randn(len(owners) + 1, V, seed=number)
+            rows = torch.tensor([*owners, num_rows])
+            lengths = [len(PROMPT) + len(outputs) for _, outputs in owners.values()]
+            positions = torch.tensor([*lengths, 0])
+            tokens = sample_full(logits, state, rows, positions).tokens
+            assert torch.equal(tokens, sample_full(logits, fresh, rows, positions).tokens)
+            for own, token in zip(owners, tokens.tolist(), strict=False):
+                owners[own][1].append(token)
+        for name in ("reals", "integers", "token_counts"):  # of the null row
+            assert torch.equal(getattr(state, name)[-1], getattr(pristine, name)[-1])
+        for own, (params, outputs) in owners.items():
             if params.uses_penalties:
-                counts = self.state.token_counts[row] & ((1 << 30) - 1)
+                counts = state.token_counts[own] & ((1 << 30) - 1)
                 expected = torch.bincount(torch.tensor(outputs, dtype=torch.int64), minlength=V)
                 assert torch.equal(counts.long(), expected)
-
-
-TestRows = Rows.TestCase
-TestRows.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)

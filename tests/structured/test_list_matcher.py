@@ -13,17 +13,13 @@ from stepgraph.runtime.structured.matcher import ListMatcher, TokenLists, word_t
 
 from ..loading.test_text_stream import make
 from ..rigs.request_rig import make_request
+from ..rigs.structured_rig import bits_of, masks_of
 
 TOKENS = st.integers(0, 5)
 
 
-def masks_of(count: int, vocab_size: int) -> list[MaskWords]:
-    return [MaskWords(np.zeros(-(-vocab_size // 32), dtype=np.int32)) for _ in range(count)]
-
-
 def bits(mask: MaskWords, vocab_size: int) -> set[int]:
-    found = np.unpackbits(mask.array.view(np.uint8), bitorder="little")[:vocab_size]
-    return set(np.nonzero(found)[0].tolist())
+    return set(np.flatnonzero(bits_of(mask)[:vocab_size]).tolist())
 
 
 @given(

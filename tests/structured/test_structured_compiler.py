@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from stepgraph.runtime.errors import (
     RequestError,
 )
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
-from stepgraph.runtime.mask_words import MaskWords
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.structured import (
     compiler,
@@ -29,8 +27,8 @@ from stepgraph.runtime.structured_output import StructuredOutput
 
 from ..rigs.request_rig import make_request
 from ..rigs.service_rig import wait_until
+from ..rigs.structured_rig import DEMO, bits_of, masks_of
 
-DEMO = Path(__file__).resolve().parents[2] / "runtime" / "demo"
 MANY = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(200)}}
 
 
@@ -206,16 +204,12 @@ def test_a_grammar_whose_masks_take_long_is_refused(
 def test_a_text_without_an_end_takes_no_time(grammars: GrammarCompiler, grammar: str) -> None:
     began = time.thread_time()
     (endless,) = grammars.matchers(StructuredOutput(grammar=grammar), 1)
-    mask, request = MaskWords(np.zeros(128, dtype=np.int32)), a_request()
+    (mask,), request = masks_of(1, 4096), a_request()
     for _ in range(5):
         assert endless.drafts(request, [])[0] == ()
         assert endless.fill(request, [mask]) == (None, 0)
         request.append_token(int(np.flatnonzero(bits_of(mask))[0]), 0)
     assert time.thread_time() - began < 5 * matcher.MASK_SECONDS
-
-
-def bits_of(mask: MaskWords) -> Any:
-    return np.unpackbits(mask.array.view(np.uint8), bitorder="little")
 
 
 def test_a_grammar_is_refused_at_the_deadline(
@@ -258,13 +252,10 @@ def test_tokens_that_the_model_lacks_are_never_allowed(tokenizer: Any, vocab_siz
     structured = StructuredOutput(regex="(?s:.*)")
     (reference,) = GrammarCompiler(tokenizer, 4096, (0,)).matchers(structured, 1)
     (cut,) = GrammarCompiler(tokenizer, vocab_size, (0, 5000)).matchers(structured, 1)
-    whole = np.zeros(4096 // 32, dtype=np.int32)
-    mask = np.zeros(-(-vocab_size // 32), dtype=np.int32)
-    assert reference.fill(a_request(), [MaskWords(whole)]) == (None, 0)
-    assert cut.fill(a_request(), [MaskWords(mask)]) == (None, 0)
-    expected, found = (
-        np.unpackbits(bits.view(np.uint8), bitorder="little") for bits in (whole, mask)
-    )
+    (whole,), (mask,) = masks_of(1, 4096), masks_of(1, vocab_size)
+    assert reference.fill(a_request(), [whole]) == (None, 0)
+    assert cut.fill(a_request(), [mask]) == (None, 0)
+    expected, found = bits_of(whole), bits_of(mask)
     shared = min(vocab_size, 4096)
     assert (found[:shared] == expected[:shared]).all()
     assert found[:shared].sum() > 1000

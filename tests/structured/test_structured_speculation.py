@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -11,14 +10,13 @@ import pytest
 from stepgraph.runtime import Engine, GrammarError, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
-from stepgraph.runtime.mask_words import MaskWords
 from stepgraph.runtime.structured.compiler import GrammarCompiler
 from stepgraph.runtime.structured_output import StructuredOutput
 
 from ..rigs.engine_rig import Open
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.speculation_rig import guess
-from ..rigs.structured_rig import GRAMMARS, PERSON
+from ..rigs.structured_rig import DEMO, GRAMMARS, PERSON, bits_of, masks_of
 from ..rigs.tiny_models import Tiny
 from ..speculation.test_speculation import SIZES, run_mixed
 from .test_structured_compiler import a_request
@@ -26,7 +24,6 @@ from .test_structured_schemas import schema_of
 
 pytestmark = pytest.mark.native_kernels
 
-DEMO = Path(__file__).resolve().parents[2] / "runtime" / "demo"
 CAPTURED = {"mode": "graph", "compile": False, "buckets": (4,)}
 LONG = "The quick brown fox jumps over the lazy dog. "
 
@@ -177,8 +174,7 @@ def test_forced_text_is_drafted_and_always_accepted(open_engine: Open, adaptive:
 def test_masks_after_drafts_are_those_of_outputs(grammar: dict[str, Any]) -> None:
     """Tokens are drawn from the masks; drafts are the next of them, with wrong ones at the end."""
     compiler = GrammarCompiler(load_tokenizer(DEMO), 4096, (0,))
-    masks = [MaskWords(np.zeros(128, dtype=np.int32)) for _ in range(5)]
-    draw = np.random.default_rng(0)
+    masks, draw = masks_of(5, 4096), np.random.default_rng(0)
     one, other = compiler.matchers(StructuredOutput(**grammar), 2)
     request, found = a_request(), []
     for _ in range(40):
@@ -186,7 +182,7 @@ def test_masks_after_drafts_are_those_of_outputs(grammar: dict[str, Any]) -> Non
         found.append((masks[0].array.copy(), outcome))
         if outcome is not None:
             break
-        allowed = np.flatnonzero(np.unpackbits(masks[0].array.view(np.uint8), bitorder="little"))
+        allowed = np.flatnonzero(bits_of(masks[0]))
         if 0 in allowed:  # the end-of-sequence token
             break
         request.append_token(int(draw.choice(allowed)), 0)
