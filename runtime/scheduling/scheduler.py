@@ -517,10 +517,11 @@ class Scheduler:
         """
         assert plan.steps == 1
         spare = self.max_batch_tokens - plan.prefill_tokens - len(plan.decode)
-        kept = [
-            own[: self._room_for(plan, request, min(len(own), spare // len(plan.decode)))]
-            for request, own in zip(plan.decode, drafts, strict=True)
-        ]
+        kept = []
+        for request, own in zip(plan.decode, drafts, strict=True):
+            count = _next_count(request, 1 + max(0, min(len(own), spare // len(plan.decode))))
+            grown = count > 1 and self._grow_decoding(plan, request, count, count)
+            kept.append(own[: count - 1 if grown else 0])
         counts = [1 + len(own) for own in kept]
         if (most := max(counts)) > 1:
             plan.drafts, plan.decode_counts = kept, counts
@@ -722,7 +723,9 @@ class Scheduler:
         that they may need. Otherwise it would be preempted one step later. A refused request is not
         tried again until there are more cached tokens or free blocks.
         """
-        siblings = self._siblings(head)
+        # All tokens but the last, whose logits the request needs to sample its own token.
+        shared = len(head.prompt_ids) - 1
+        siblings = [(s.id, shared) for s in self._may_fork(head) if s.num_computed >= shared]
         free = self.cache.num_free_blocks
         state = (head, len(siblings), self._publisher.num_prompts, self._reserved.num_releases)
         if self._refused is not None and self._refused[:4] == state and free <= self._refused[4]:
@@ -744,14 +747,6 @@ class Scheduler:
         shared = len(request.prompt_ids) - 1
         running = self._may_fork(request)
         return bool(running) and all(s.num_computed < shared for s in running)
-
-    def _siblings(self, request: Request) -> list[tuple[str, int]]:
-        """Return the sibling that has computed the request's prompt, and the tokens to share.
-
-        Shares all tokens but the last, whose logits the request needs to sample its own token.
-        """
-        shared = len(request.prompt_ids) - 1
-        return [(s.id, shared) for s in self._may_fork(request) if s.num_computed >= shared]
 
     def _may_fork(self, request: Request) -> list[Request]:
         """Return the running requests that a waiting request can fork from, now or later."""
@@ -854,13 +849,6 @@ class Scheduler:
             self._schedule_next(request, steps)
         plan.steps = steps
         events.num_steps += steps - 1
-
-    def _room_for(self, plan: StepPlan, request: Request, drafts: int) -> int:
-        """Return how many drafts a decoding request of the plan verifies; allocate their blocks."""
-        count = _next_count(request, 1 + drafts) if drafts > 0 else 1
-        if count <= 1:
-            return 0
-        return count - 1 if self._grow_decoding(plan, request, count, count) else 0
 
 
 def _next_count(request: Request, most: int) -> int:

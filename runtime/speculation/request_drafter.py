@@ -215,16 +215,14 @@ _FIRST_WEIGHT = 4.0
 class _Counts:
     """Counts of drafts by class: of all rows, or of one, which adds to `everywhere`."""
 
-    def __init__(self, kinds: int, most: float, everywhere: _Counts | None = None) -> None:
+    def __init__(
+        self, rates: Sequence[float], weight: float, most: float, everywhere: _Counts | None = None
+    ) -> None:
+        """Begin with rates that count as `weight` drafts each."""
         self._everywhere = everywhere
         self._most = most
         """Drafts after which counts are halved, so that a change is noticed."""
-        self._trials = [0.0] * kinds
-        self._hits = [0.0] * kinds
-
-    def assume(self, weight: float, rates: Sequence[float]) -> None:
-        """Begin with rates that count as `weight` drafts each."""
-        self._trials = [weight for _ in rates]
+        self._trials = [weight] * len(rates)
         self._hits = [weight * rate for rate in rates]
 
     def rate(self, kind: int) -> float:
@@ -261,9 +259,8 @@ class Acceptance(_Counts):
 
     def __init__(self, everywhere: Acceptance | None = None) -> None:
         """Measure one row, and `everywhere` together with it; None: all rows."""
-        super().__init__(len(_FIRST_RATES), 64.0, everywhere)
-        if everywhere is None:
-            self.assume(_FIRST_WEIGHT, _FIRST_RATES)
+        weight = _FIRST_WEIGHT if everywhere is None else 0.0
+        super().__init__(_FIRST_RATES, weight, 64.0, everywhere)
 
     def chances(self, draft: Draft) -> list[float]:
         """Return, for each draft, the probability that it is accepted and all before it are."""
@@ -309,8 +306,7 @@ class DrafterAcceptance(_Counts):
 
     def __init__(self) -> None:
         """Start with the middle of each class."""
-        super().__init__(_CLASSES, 256.0)
-        self.assume(8.0, [(kind + 0.5) / _CLASSES for kind in range(_CLASSES)])
+        super().__init__([(kind + 0.5) / _CLASSES for kind in range(_CLASSES)], 8.0, 256.0)
 
     def chances(self, probabilities: Sequence[float]) -> list[float]:
         """Return, for each draft, the probability that it is accepted and all before it are."""
@@ -325,7 +321,8 @@ class PositionAcceptance(_Counts):
 
     def __init__(self, everywhere: PositionAcceptance | None = None) -> None:
         """Measure one row, and `everywhere` together with it; None: all rows."""
-        super().__init__(MAX_DRAFTS, 256.0 if everywhere is None else 16.0, everywhere)
+        most = 256.0 if everywhere is None else 16.0
+        super().__init__([0.0] * MAX_DRAFTS, 0.0, most, everywhere)
 
     def chances(self, count: int) -> list[float]:
         """Return, for each of `count` drafts, the probability that all up to it are accepted."""
