@@ -195,14 +195,6 @@ def test_rows_share_the_tokens_that_a_step_indexes() -> None:
     assert after == [r.num_tokens for r in requests]
 
 
-def test_the_device_is_not_waited_for_without_verify_steps() -> None:
-    speculator, _ = served(guessable=True, is_async_device=True)
-    assert speculator.waits
-    speculator.sizes = lambda rows: ()
-    assert speculator.propose([row([1, 2, 3])]) == ()
-    assert not speculator.waits
-
-
 def test_a_verify_step_that_was_taken_for_too_slow_is_tried_again() -> None:
     seconds = {1: 1.0, 2: 1.1, 5: 1.4}
     slow = VerifyCosts(Buckets([1]), {(1, 1): 1.0, (1, 2): 1.1, (1, 5): 9.0})
@@ -303,6 +295,8 @@ def test_a_device_in_flight_is_waited_for_while_drafts_pay() -> None:
         assert speculator.waits
     request.num_pending = 0
     assert speculator.propose([request])[0]
-    request = row(list(range(40)))
+    assert speculator.propose([row(list(range(40)))]) == ()
+    assert not speculator.waits
+    speculator.sizes = lambda rows: ()
     assert speculator.propose([request]) == ()
     assert not speculator.waits

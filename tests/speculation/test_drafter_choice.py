@@ -139,16 +139,7 @@ def test_forced_tokens_do_not_wait_for_decode_steps_to_be_timed() -> None:
         assert speculator.propose([follows]) == [[5, 6, 7]]
 
 
-def test_drafts_of_an_old_position_are_not_verified() -> None:
-    speculator = make(adaptive=False)
-    request = row([1, 2, 3])
-    speculator.received([Proposed(request, 10**6, [1, 2, 3], [0.9] * 3)])
-    assert speculator.propose([request]) == [[1, 2, 3]]
-    request.append_token(1, 0)
-    assert speculator.propose([request]) == ()
-
-
-def test_drafts_without_slots_are_dropped() -> None:
+def test_drafts_without_slots_or_of_an_old_position_are_dropped() -> None:
     """Draft 1 is at position 3, draft 2 at 4."""
     speculator, request = make(adaptive=False), row([1, 2, 3])
     for stop, count in ((2, 0), (4, 1), (5, 2), (9, 3)):
@@ -156,6 +147,8 @@ def test_drafts_without_slots_are_dropped() -> None:
         assert request.proposed is not None
         assert request.proposed.tokens == [7, 8, 9], "as the row keeps them"
         assert speculator.propose([request]) == ([[7, 8, 9][:count]] if count else ())
+    request.append_token(7, 0)
+    assert speculator.propose([request]) == ()
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -260,17 +260,6 @@ def let_drafts_take_long(engine: Engine, credit: float) -> None:
     speculator._credit = credit
 
 
-def test_a_drafter_that_does_not_pay_rests(open_engine: Open, base: TinyModel) -> None:
-    """A drafter of the model's own size gains nothing."""
-    own = drafting(base.directory, 2, adaptive=True)
-    engine = open_engine("base", dtype="float32", speculation=own)
-    let_drafts_take_long(engine, 4.0)  # as after steps that lost the rest
-    engine.generate(base.prompts(9), greedy(60))
-    stats = engine.stats()["speculation"]
-    assert 0 < stats["proposing_steps"] < 20
-    assert stats["verify_steps"] == 0
-
-
 # Steps of torch.compile ---------------------------------------------------------------------------
 
 
