@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from ..exact_json import decode_at, dumps, loads
 from .json_schemas import COMPACT, PreparedSchema, prepared_schema
@@ -134,9 +134,18 @@ def _with_schemas(lark: str) -> str:
         if found["keyword"] is None:
             parts.append(found[0])
         else:
-            value, end = _value_at(lark, end, found["keyword"])
-            is_schema = found["keyword"] == "json" and isinstance(value, dict)
-            parts.append(_embedded(_prepared(value)) if is_schema else lark[found.start() : end])
+            try:
+                value, end = decode_at(lark, end)
+            except ValueError as error:
+                raise ValueError(
+                    f"%{found['keyword']} is followed by no valid JSON: {error}"
+                ) from error
+            if found["keyword"] == "json" and isinstance(value, dict):
+                options = value.get(_OPTIONS)
+                layout = COMPACT | options if isinstance(options, dict) else COMPACT
+                parts.append(_embedded(prepared_schema(dumps(value), layout)))
+            else:
+                parts.append(lark[found.start() : end])
         start = end
     return _of_lark("".join((*parts, lark[start:])))
 
@@ -145,18 +154,6 @@ def _embedded(schema: PreparedSchema) -> str:
     """Return a schema as a part of a rule."""
     text = dumps(loads(schema.text) | {_OPTIONS: schema.options})
     return "%json " + text.replace("\x7f", "\\u007f")  # not read otherwise
-
-
-def _value_at(lark: str, start: int, keyword: str) -> tuple[Any, int]:
-    try:
-        return decode_at(lark, start)
-    except ValueError as error:
-        raise ValueError(f"%{keyword} is followed by no valid JSON: {error}") from error
-
-
-def _prepared(schema: dict[str, Any]) -> PreparedSchema:
-    given = schema.get(_OPTIONS)
-    return prepared_schema(dumps(schema), COMPACT | given if isinstance(given, dict) else COMPACT)
 
 
 def _character(escape: re.Match[str]) -> str:

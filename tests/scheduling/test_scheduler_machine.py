@@ -234,18 +234,11 @@ SchedulerMachine.TestCase.settings = settings(
 TestSchedulerAndLoop = SchedulerMachine.TestCase
 
 
-class LongSchedulerMachine(SchedulerMachine):
+@pytest.mark.slow
+class TestLongSchedulerAndLoop(TestSchedulerAndLoop):  # type: ignore[misc, valid-type]
     """The same, for longer."""
 
-
-LongSchedulerMachine.TestCase.settings = settings(
-    max_examples=500, stateful_step_count=60, deadline=None
-)
-
-
-@pytest.mark.slow
-class TestLongSchedulerAndLoop(LongSchedulerMachine.TestCase):  # type: ignore[misc, name-defined]
-    pass
+    settings = settings(max_examples=500, stateful_step_count=60, deadline=None)
 
 
 def crowd(rig: Rig, seed: int, count: int) -> Iterator[RequestGroup]:
