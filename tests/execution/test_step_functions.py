@@ -28,6 +28,11 @@ def test_a_start_whose_steps_are_operators_compiles_nothing(
     assert engine.stats()["prepared"]["steps"] > 0
 
 
+def no_thresholds(weights_BV: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    """In the place of the loop that bisects them, which takes long to trace."""
+    return weights_BV[:, 0] * 0.0
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("speculation", "parts"),
@@ -57,9 +62,6 @@ def test_steps_of_plain_torch_share_their_code(
             return graph
 
         return compile_(code, backend=backend, **own)
-
-    def no_thresholds(weights_BV: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        return weights_BV[:, 0] * 0.0  # the loop takes long to trace
 
     monkeypatch.setattr(torch, "compile", compile_traced)
     monkeypatch.setattr(reference_sampler, "bisect_thresholds", no_thresholds)
@@ -92,6 +94,7 @@ def test_a_native_sampler_that_fails_its_self_test_is_replaced(
     failure = Fallback("native sampler", "1 row", "broken")
     monkeypatch.setattr(self_test, "sampler_failure", lambda *_: failure)
     monkeypatch.setattr(self_test, "warn_of_fallbacks", lambda _: None)
+    monkeypatch.setattr(reference_sampler, "bisect_thresholds", no_thresholds)
     compile_ = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda code, *, options, **own: compile_(code, backend="eager", **own)

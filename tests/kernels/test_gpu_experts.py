@@ -168,7 +168,7 @@ TRAITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS)
 @pytest.mark.parametrize("way", WAYS)

@@ -144,7 +144,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -202,7 +202,7 @@ ROTATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(6, 2, 20), (9, 3, 128)], ids=str)
 @pytest.mark.parametrize("traits", ROTATIONS.values(), ids=ROTATIONS)

@@ -69,10 +69,10 @@ def test_gpu_part_with_a_fault_loses_only_itself(
 ) -> None:
     monkeypatch.setattr(script, "GRACE_SECONDS", 0.5)
     monkeypatch.setattr(script, "LEAST_SECONDS", 0.1)
-    monkeypatch.setattr(script, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(script, "SILENT_SECONDS", 0.5)
     for name, code in FAULTS.items():
         (tmp_path / f"{name}.py").write_text(code)
-        limit = {"silent": 3, "deaf": 1}.get(name, 30)
+        limit = {"silent": 2, "deaf": 1}.get(name, 30)
         run = new_run(script, tmp_path)  # a command of its own, in the same folder
         part = script.Part(name, limit, f"{tmp_path / name}.py JSON", "")
         assert run.run([part]) == (name == "written")
@@ -81,7 +81,7 @@ def test_gpu_part_with_a_fault_loses_only_itself(
     assert statuses == {
         "broken": "failed: 3",
         "crash": "killed by SIGSEGV",
-        "silent": "over 3 s",
+        "silent": "over 2 s",
         "deaf": "over 1 s",
         "written": "done",
     }
