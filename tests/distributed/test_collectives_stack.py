@@ -18,7 +18,7 @@ from stepgraph.runtime.kernels.ops.layer_plan import ModelPlan
 from stepgraph.runtime.kernels.ops.stack import stack_obstacle
 from stepgraph.runtime.models.sharding import shard_plan
 
-from ..rigs.rank_rig import RankGroup, run_ranks
+from ..rigs.forked_ranks import RankGroup, run_ranks
 from ..rigs.rank_stacks import RankRig, bits
 from ..rigs.stack_plans import PlanRig, plans
 from ..rigs.stack_rig import CHUNKS, assert_agrees

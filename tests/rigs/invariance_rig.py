@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
 from stepgraph.cache.spec import group_layers
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime.execution.inputs import (
     DraftInputs,
     Int64Array,
@@ -88,19 +89,13 @@ class Forced:
         layout = StepInputs.layout(
             max_num_seqs=BUCKET, prefill_tokens=CHUNK, prefill_rows=BUCKET, table_updates=1
         )
-        self._host = StepInputs(
-            **{name: torch.full(s.shape, s.fill, dtype=s.dtype) for name, s in layout.items()}
-        )
-        self.inputs = StepInputs(**{k: v.to(device) for k, v in vars(self._host).items()})
+        self._inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, device)
         drafts = DraftInputs.layout(max_num_seqs=BUCKET, drafts=max(WIDTHS) - 1)
-        self._host_drafts = DraftInputs(
-            **{name: torch.full(s.shape, s.fill, dtype=s.dtype) for name, s in drafts.items()}
-        )
-        self.drafts = DraftInputs(**{k: v.to(device) for k, v in vars(self._host_drafts).items()})
+        self._drafts = StaticBuffers.allocate(DraftInputs[torch.Tensor], drafts, device)
         self.hidden = torch.zeros(CHUNK + 1, config.hidden_size, dtype=dtype, device=device)
         self.functions = StepFunctions(
-            *(self.decoder, self.arena, block_size, self.state, self.inputs, None, compiled),
-            *(self.drafts, self.hidden),
+            *(self.decoder, self.arena, block_size, self.state, self._inputs.device, None),
+            *(compiled, self._drafts.device, self.hidden),
         )
         generator = torch.Generator().manual_seed(1)
         self.sequences = [torch.randint(vocab, (n,), generator=generator) for n in lengths]
@@ -130,14 +125,16 @@ class Forced:
 
     def _decode(self, step: Step, done: list[int]) -> dict[int, torch.Tensor]:
         width = max(step.counts.values())
-        write_decode_rows(list(step.counts), self.null_row, _arrays(self._host))
+        self._begin_write()
+        inputs = self._inputs.arrays(StepInputs[Int64Array])
+        write_decode_rows(list(step.counts), self.null_row, inputs)
         write_drafts(
             [
                 self.sequences[row][done[row] + 1 : done[row] + count].tolist()
                 for row, count in step.counts.items()
             ],
             (),
-            DraftInputs(**{k: v.numpy() for k, v in vars(self._host_drafts).items()}),
+            self._drafts.arrays(DraftInputs[Int64Array]),
         )
         self._send()
         for row in step.counts:
@@ -146,13 +143,14 @@ class Forced:
         key = StepKey("decode", step.size, self._columns, False, tokens_per_row=width)
         logits = self.functions.bind(key)().logits
         if width > 1 and logits.dim() == 2:  # row by row, without padding
-            parts = logits.split(self._host_drafts.counts[: step.size].tolist())
+            parts = logits.split(self._drafts.host.counts[: step.size].tolist())
             return dict(zip(step.counts, parts, strict=False))
         logits = logits if width > 1 else logits[None]
         return {row: logits[:count, lane] for lane, (row, count) in enumerate(step.counts.items())}
 
     def _prefill(self, step: Step, done: list[int]) -> dict[int, torch.Tensor]:
-        host, end = _arrays(self._host), 0
+        self._begin_write()
+        host, end = self._inputs.arrays(StepInputs[Int64Array]), 0
         host.prefill_rows[:] = host.sample_rows[:] = host.token_rows[:] = self.null_row
         host.token_ids[:] = host.positions[:] = 0
         spans: dict[int, slice] = {}
@@ -174,11 +172,14 @@ class Forced:
             logits[span.stop - 1] = last[lane]
         return {row: logits[span] for row, span in spans.items()}
 
+    def _begin_write(self) -> None:
+        for buffers in (self._inputs, self._drafts):
+            buffers.begin_write()
+
     def _send(self) -> None:
         """Copy the inputs to the device."""
-        for device, host in ((self.inputs, self._host), (self.drafts, self._host_drafts)):
-            for name, tensor in vars(host).items():
-                getattr(device, name).copy_(tensor)
+        for buffers in (self._inputs, self._drafts):
+            buffers.copy_to_device()
 
 
 def decode_steps(row: int, length: int) -> list[Step]:
@@ -214,7 +215,3 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether all elements have the same bits; a NaN may be any."""
     assert not expected.isnan().any(), "the comparison says nothing of NaN"
     return torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
-
-
-def _arrays(inputs: StepInputs[torch.Tensor]) -> StepInputs[Int64Array]:
-    return StepInputs(**{name: tensor.numpy() for name, tensor in vars(inputs).items()})

@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from stepgraph.runtime import Engine
 
-from .engine_rig import greedy, opened
-
-if TYPE_CHECKING:
-    from ..conftest import TinyModel
-
-
-__all__ = ["TOKENS", "Write", "make_write", "opened", "results", "storage", "unchanged"]
+from .engine_rig import greedy
+from .tiny_models import Tiny, changed_checkpoint
 
 Write = Callable[..., Path]
 TOKENS = [5, 1, 19, 7, 30, 2, 11, 23, 3, 8]
 
 
 @pytest.fixture(name="write")
-def make_write(tiny: Callable[[str], TinyModel], tmp_path: Path) -> Write:
+def make_write(tiny: Tiny, tmp_path: Path) -> Write:
     """Write a checkpoint like that of a variant: other weights, and changes of its config."""
 
     def make(variant: str = "base", seed: int = 1, **config: Any) -> Path:
         directory = tmp_path / f"{variant}-{seed}-{len(list(tmp_path.iterdir()))}"
-        shutil.copytree(tiny(variant).directory, directory)
         generator = torch.Generator().manual_seed(seed)
-        for path in directory.glob("*.safetensors"):
-            tensors = load_file(path)
+
+        def scale(tensors: dict[str, torch.Tensor]) -> None:
             for tensor in tensors.values():
                 tensor *= 1.0 + 0.5 * torch.randn(tensor.shape, generator=generator)
-            save_file(tensors, path)
-        path = directory / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | config))
-        return directory
+
+        return changed_checkpoint(tiny(variant).directory, directory, scale, **config)
 
     return make
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from stepgraph.cache.arena import Arena
 from stepgraph.cache.spec import group_layers
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime.execution.inputs import DraftInputs, RowState, StepInputs
 from stepgraph.runtime.execution.step_functions import StepFunctions
 from stepgraph.runtime.execution.step_key import StepKey, StepOutput
@@ -79,13 +80,9 @@ class RankSteps:
         layout = StepInputs.layout(
             max_num_seqs=rows, prefill_tokens=self.tokens, prefill_rows=rows, table_updates=1
         )
-        self.inputs = StepInputs(
-            **{name: torch.full(s.shape, s.fill, dtype=s.dtype) for name, s in layout.items()}
-        )
+        self.inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, CPU).device
         drafts = DraftInputs.layout(max_num_seqs=rows, drafts=2)
-        self.drafts = DraftInputs(
-            **{name: torch.full(s.shape, s.fill, dtype=s.dtype) for name, s in drafts.items()}
-        )
+        self.drafts = StaticBuffers.allocate(DraftInputs[torch.Tensor], drafts, CPU).device
         self.functions = StepFunctions(
             self.decoder, self.arena, BLOCK, self.state, self.inputs, None, compiled, self.drafts
         )
@@ -97,8 +94,8 @@ class RankSteps:
         self.inputs.query_start_loc[1 : rows + 1] = counts.cumsum(0)
         self.inputs.token_rows[:] = everyone.repeat_interleave(counts)
         self.inputs.positions[:] = torch.cat([torch.arange(n) for n in counts.tolist()])
-        vocabulary = config.vocab_size
-        self.inputs.token_ids[:] = torch.tensor([t % vocabulary for p in PROMPTS for t in p])
+        ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
+        self.inputs.token_ids[:] = ids % config.vocab_size
 
     def prefill(self) -> StepOutput:
         return self.functions.bind(StepKey("prefill", self.tokens, COLUMNS, self.full))()

@@ -235,7 +235,7 @@ def changed_checkpoint(
     edit: Callable[[dict[str, torch.Tensor]], Any] | None = None,
     **config: Any,
 ) -> Path:
-    """Copy a checkpoint of one file of tensors, and edit these and fields of its config.
+    """Copy a checkpoint, and edit its tensors, file by file, and fields of its config.
 
     It may be copied to where it is.
     """
@@ -243,8 +243,7 @@ def changed_checkpoint(
         shutil.copytree(source, target, dirs_exist_ok=True)
     content = json.loads((source / "config.json").read_text()) | config
     (target / "config.json").write_text(json.dumps(content))
-    if edit is not None:
-        path = target / "model.safetensors"
+    for path in target.glob("*.safetensors") if edit is not None else ():
         tensors = load_file(path)
         edit(tensors)
         save_file(tensors, path, metadata={"format": "pt"})
