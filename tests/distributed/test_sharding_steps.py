@@ -13,12 +13,7 @@ from hypothesis import given
 from stepgraph.runtime.execution.inputs import MaskState
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer
 from stepgraph.runtime.execution.step_key import StepKey
-from stepgraph.runtime.kernels import (
-    WeightStorage,
-    have_compiler,
-    load_cpu_ops,
-    select_kernels,
-)
+from stepgraph.runtime.kernels import WeightStorage, have_compiler, load_cpu_ops, select_kernels
 from stepgraph.runtime.kernels.cpu.sampling import fused_greedy, fused_most_likely
 from stepgraph.runtime.kernels.ops.layer_plan import Shard
 from stepgraph.runtime.kernels.ops.weight_storage import dequantise_weight, quantise_weight

@@ -24,12 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from stepgraph.runtime import Engine, EngineConfig, RequestOutput, SamplingParams
-from stepgraph.runtime.errors import (
-    CheckpointError,
-    ConfigError,
-    EngineFailedError,
-    RequestError,
-)
+from stepgraph.runtime.errors import CheckpointError, ConfigError, EngineFailedError, RequestError
 from stepgraph.runtime.loading.checkpoint import CheckpointReader
 from stepgraph.runtime.loading.loader import OpenedSource
 from stepgraph.runtime.models.plan import fused_layout

@@ -8,20 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import (
-    EngineConfig,
-    KernelSelfTestError,
-    SamplingParams,
-)
+from stepgraph.runtime import EngineConfig, KernelSelfTestError, SamplingParams
 from stepgraph.runtime.engine.self_test import check_kernels, sampler_failure
 from stepgraph.runtime.execution.sample_steps import sample_config
-from stepgraph.runtime.kernels import (
-    DecoderStack,
-    Experts,
-    Kernels,
-    have_compiler,
-    select_kernels,
-)
+from stepgraph.runtime.kernels import DecoderStack, Experts, Kernels, have_compiler, select_kernels
 from stepgraph.runtime.kernels.result_check import disagreement
 from stepgraph.runtime.models import resolved_config
 from stepgraph.runtime.models.config import ExpertsConfig, ModelConfig

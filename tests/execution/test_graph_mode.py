@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stepgraph.runtime import (
-    Engine,
-    RequestOutput,
-    SamplingParams,
-)
+from stepgraph.runtime import Engine, RequestOutput, SamplingParams
 
 from ..rigs.engine_rig import loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401

@@ -15,12 +15,7 @@ import torch
 from stepgraph.cache.arena import Storage
 from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.engine.self_test import check_kernels
-from stepgraph.runtime.kernels import (
-    LayerPlace,
-    Routing,
-    WeightStorage,
-    quantise_weight,
-)
+from stepgraph.runtime.kernels import LayerPlace, Routing, WeightStorage, quantise_weight
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.resolved_config import ResolvedConfig, check_batch_invariant

@@ -11,11 +11,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.ops.batch import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.ops.weight_storage import quantise_weight
-from stepgraph.runtime.kernels.triton.begin import (
-    Embedding,
-    Rotations,
-    begin_decode,
-)
+from stepgraph.runtime.kernels.triton.begin import Embedding, Rotations, begin_decode
 from stepgraph.runtime.kernels.triton.greedy import pick_greedy
 
 from ..rigs.gpu_references import reference_begin_decode, reference_pick_greedy

@@ -15,12 +15,7 @@ import torch.distributed as dist
 from stepgraph.runtime.distributed.process_group import ProcessGroupCollectives
 from stepgraph.runtime.kernels.ops.layer_operations import AllReduce
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
-from stepgraph.runtime.kernels.triton.fusion import (
-    Mixture,
-    ResidualLinear,
-    fuse,
-    fusion_obstacle,
-)
+from stepgraph.runtime.kernels.triton.fusion import Mixture, ResidualLinear, fuse, fusion_obstacle
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
 from stepgraph.runtime.models.plan import model_plan

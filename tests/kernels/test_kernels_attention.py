@@ -11,14 +11,7 @@ from stepgraph.runtime.kernels import AttentionForm, RaggedBatch
 from stepgraph.runtime.kernels.ops import kv_storage
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..rigs.attention_cases import (
-    Attention,
-    Case,
-    check,
-    first_seen,
-    make_case,
-    poisoned_arena,
-)
+from ..rigs.attention_cases import Attention, Case, check, first_seen, make_case, poisoned_arena
 from ..rigs.thread_rig import kernel_threads
 
 pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")

@@ -18,11 +18,7 @@ import pytest
 import torch
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels.cpu import build as cpu
-from stepgraph.runtime.kernels.cpu.features import (
-    cpu_features,
-    features_of_macros,
-    parse_cpuinfo,
-)
+from stepgraph.runtime.kernels.cpu.features import cpu_features, features_of_macros, parse_cpuinfo
 from stepgraph.runtime.kernels.triton.paged_attention import paged_attention_on_gpu
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import preset

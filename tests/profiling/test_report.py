@@ -18,14 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stepgraph.profiling import capture_window, ranges
 from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
-from stepgraph.profiling.report import (
-    ExportError,
-    Report,
-    Step,
-    main,
-    read_report,
-    report_text,
-)
+from stepgraph.profiling.report import ExportError, Report, Step, main, read_report, report_text
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import Engine, SamplingParams
 

@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 from stepgraph.runtime.distributed.shared_memory_collectives import SharedMemoryCollectives
-from stepgraph.runtime.kernels import (
-    DecoderStack,
-    RaggedBatch,
-    select_kernels,
-)
+from stepgraph.runtime.kernels import DecoderStack, RaggedBatch, select_kernels
 from stepgraph.runtime.kernels.ops.layer_plan import BoundModel, ModelPlan
 from stepgraph.runtime.kernels.ops.parameter import Parameter
 from stepgraph.runtime.models.sharding import shard_plan

@@ -9,22 +9,10 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime import ServiceConfig
-from stepgraph.runtime.errors import (
-    EngineBusyError,
-    OverloadedError,
-    RequestError,
-)
+from stepgraph.runtime.errors import EngineBusyError, OverloadedError, RequestError
 
 from ..rigs.fake_engine import params
-from ..rigs.service_rig import (
-    LONG,
-    PROMPT,
-    SECONDS,
-    do,
-    joined,
-    rig,
-    wait_until,
-)
+from ..rigs.service_rig import LONG, PROMPT, SECONDS, do, joined, rig, wait_until
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [1, 2, 3, 4, 9, 9], [8]]
 

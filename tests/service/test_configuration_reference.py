@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stepgraph.runtime import (
-    EngineConfig,
-    SamplingParams,
-    ServiceConfig,
-    StepgraphError,
-)
+from stepgraph.runtime import EngineConfig, SamplingParams, ServiceConfig, StepgraphError
 from stepgraph.runtime.arguments import allowed_values
 from stepgraph.runtime.config import Speculation
 from stepgraph.runtime.service.configuration_reference import reference
