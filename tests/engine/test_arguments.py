@@ -107,7 +107,19 @@ ASYNC: dict[str, tuple[str | None, list[Any], Call]] = {
         [*NOT_TEXT[1:], ""],
         lambda e, v: e.generate([1], GREEDY, request_id=v),
     ),
-    "tenant": ("tenant", NOT_TEXT[1:], lambda e, v: e.generate([1], GREEDY, tenant=v)),
+    "tenant": (
+        "tenant",
+        [*NOT_TEXT[1:], "t" * 257],
+        lambda e, v: e.generate([1], GREEDY, tenant=v),
+    ),
+    "priority": ("priority", NO_PRIORITY, lambda e, v: e.submit([1], GREEDY, priority=v)),
+    "cache_salt": ("cache_salt", [2.0], lambda e, v: e.submit([1], GREEDY, cache_salt=v)),
+    "first_token_deadline": (
+        "first_token_deadline",
+        [*NO_SECONDS, 1e10],
+        lambda e, v: e.submit([1], GREEDY, first_token_deadline=v),
+    ),
+    "unknown": ("dead_line", [1.0], lambda e, v: e.submit([1], GREEDY, dead_line=v)),
     "traceparent": (
         "traceparent",
         NOT_TEXT[1:],

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from stepgraph.runtime import Engine, RequestOutput, SamplingParams
 
-from ..rigs.engine_rig import loop_of
+from ..rigs.engine_rig import Open, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+from ..rigs.tiny_models import Tiny, TinyModel
 
-if TYPE_CHECKING:
-    from conftest import TinyModel
-
+Both = Callable[..., tuple[Engine, Engine]]
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 GRAPH = {
     "mode": "graph",
@@ -30,9 +29,7 @@ GRAPH = {
 
 
 @pytest.fixture
-def open_captured(
-    open_engine: Callable[..., Engine], fake_graphs: FakeGraphs
-) -> Callable[..., Engine]:
+def open_captured(open_engine: Open, fake_graphs: FakeGraphs) -> Open:
     """Open an engine with captured steps, whose device works behind the host from then on."""
 
     def make(variant: str, **config: Any) -> Engine:
@@ -44,9 +41,7 @@ def open_captured(
 
 
 @pytest.fixture
-def open_both(
-    open_engine: Callable[..., Engine], open_captured: Callable[..., Engine]
-) -> Callable[..., tuple[Engine, Engine]]:
+def open_both(open_engine: Open, open_captured: Open) -> Both:
     """Open the same engine with eager and with captured steps."""
 
     def make(variant: str, **config: Any) -> tuple[Engine, Engine]:
@@ -72,9 +67,7 @@ def check_captured(engine: Engine) -> None:
 
 
 def test_all_is_captured_before_the_first_request(
-    open_captured: Callable[..., Engine],
-    fake_graphs: FakeGraphs,
-    base: TinyModel,
+    open_captured: Open, fake_graphs: FakeGraphs, base: TinyModel
 ) -> None:
     engine = open_captured("base", prefill_chunk=64)
     runner = loop_of(engine).runner
@@ -94,10 +87,7 @@ def test_all_is_captured_before_the_first_request(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_steady_step_is_one_replay(
-    open_captured: Callable[..., Engine],
-    fake_graphs: FakeGraphs,
-    base: TinyModel,
-    temperature: float,
+    open_captured: Open, fake_graphs: FakeGraphs, base: TinyModel, temperature: float
 ) -> None:
     """No copy to the device; the tokens of the step before are read while this one runs."""
     engine = open_captured("base", block_size=64)
@@ -125,9 +115,7 @@ def test_a_steady_step_is_one_replay(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", ["base", "qwen3", "gemma3", "deepseek_v2"])
-def test_greedy_tokens(
-    open_captured: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
-) -> None:
+def test_greedy_tokens(open_captured: Open, tiny: Tiny, variant: str) -> None:
     """Requests come while others decode; prompts are longer than a chunk, rows change hands."""
     prompts, final = tiny(variant).prompts(3, 50, 1, 17, 9, 33), {}
     engine = open_captured(variant, prefill_chunk=16, block_size=8)
@@ -141,9 +129,7 @@ def test_greedy_tokens(
     check_captured(engine)
 
 
-def test_sampled_tokens_and_their_log_probabilities(
-    open_both: Callable[..., tuple[Engine, Engine]], base: TinyModel
-) -> None:
+def test_sampled_tokens_and_their_log_probabilities(open_both: Both, base: TinyModel) -> None:
     """Penalties are state on the device; completions of one prompt fork."""
     prompts = base.prompts(30, 4, 12)
     params = [
@@ -168,9 +154,7 @@ def test_sampled_tokens_and_their_log_probabilities(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("host_bytes", [1 << 20, 0])
-def test_preempted_requests(
-    open_both: Callable[..., tuple[Engine, Engine]], base: TinyModel, host_bytes: int
-) -> None:
+def test_preempted_requests(open_both: Both, base: TinyModel, host_bytes: int) -> None:
     small = {"block_size": 4, "num_blocks": 28, "prefill_chunk": 16, "host_cache_bytes": host_bytes}
     captured, eager = open_both("base", **small)
     prompts = base.prompts(20, 21, 22, 23, 5)
@@ -182,9 +166,7 @@ def test_preempted_requests(
     check_captured(captured)
 
 
-def test_logits_of_forced_tokens(
-    open_both: Callable[..., tuple[Engine, Engine]], fake_graphs: FakeGraphs, base: TinyModel
-) -> None:
+def test_logits_of_forced_tokens(open_both: Both, fake_graphs: FakeGraphs, base: TinyModel) -> None:
     captured, eager = open_both("base", block_size=8, prefill_chunk=16)
     (token_ids,) = base.prompts(60)
     fake_graphs.stream.behind = False  # `score` takes the logits, which waits for the device

@@ -90,22 +90,6 @@ def test_a_slow_consumer_gets_the_whole_in_fewer_deltas() -> None:
         do(main())
 
 
-def test_invalid_options_are_refused_at_once() -> None:
-    with rig() as r:
-        for name, value in (
-            ("priority", "high"),
-            ("first_token_deadline", 1e10),
-            ("cache_salt", 2.0),
-            ("tenant", "t" * 257),
-            ("dead_line", 1.0),
-        ):
-            with pytest.raises(RequestError) as error:
-                r.engine.submit(PROMPT, params(1), **{name: value})  # type: ignore[arg-type]
-            assert error.value.field == name
-            assert len(str(error.value)) < 500
-        r.check_idle()
-
-
 @pytest.mark.parametrize("prompt", [[], [99], "text", (1, 99), None, [1] * 60])
 def test_an_invalid_prompt_ends_its_request_alone(prompt: Any) -> None:
     with rig() as r:
