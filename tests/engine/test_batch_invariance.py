@@ -13,7 +13,6 @@ from stepgraph.cache.arena import Storage
 from stepgraph.runtime import ConfigError, RequestOutput, SamplingParams
 from stepgraph.runtime.kernels import (
     KernelChoice,
-    Kernels,
     WeightStorage,
     have_compiler,
     limit_threads,
@@ -38,13 +37,6 @@ SHORT = (40, 9, 21)
 def threads_are_restored() -> Iterator[None]:
     yield
     limit_threads(1)
-
-
-def native(
-    dtype: torch.dtype, weights: WeightStorage = "model", *, invariant: bool = True
-) -> Kernels:
-    kernels = select_kernels(CPU, "eager", dtype, weights, "native")
-    return dataclasses.replace(kernels, batch_invariant=invariant)
 
 
 def count_unequal(model: Forced, lengths: Sequence[int], seeds: Sequence[int]) -> int:
@@ -87,7 +79,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))
 def test_a_token_has_the_same_logits_in_any_step(tiny: Tiny, case: Case) -> None:
     """Decode, verify and prefill steps of random rows, counts, buckets and threads."""
-    kernels = native(case.dtype, case.weights)
+    kernels = select_kernels(CPU, "eager", case.dtype, case.weights, "native")
+    kernels = dataclasses.replace(kernels, batch_invariant=True)
     directory = tiny(case.variant).directory
     model = Forced(directory, case.dtype, kernels, case.lengths, storage=case.storage)
     assert count_unequal(model, case.lengths, range(3)) == 0

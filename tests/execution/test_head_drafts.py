@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,12 @@ from ..rigs.thread_rig import kernel_threads
 from ..rigs.tiny_models import TinyModel
 from ..speculation.test_eagle3 import VARIANTS, write
 
-pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+pytestmark = [
+    pytest.mark.usefixtures("nan_in_new_memory"),
+    pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler"),
+]
 
 ROWS = 5
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Memory that is allocated holds NaN, or numbers that are no index."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def written(directory: Path, variant: str) -> Path:

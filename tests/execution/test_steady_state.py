@@ -12,7 +12,7 @@ import gc
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -25,7 +25,7 @@ from stepgraph.cache.arena import Arena
 from stepgraph.cache.kv_cache import KVCache
 from stepgraph.graphs.library import StepLibrary
 from stepgraph.graphs.steps import EagerStep, Step
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime import EngineConfig, SamplingParams
 from stepgraph.runtime.engine.loop import StepLoop
 from stepgraph.runtime.engine.request_builder import RequestBuilder
 from stepgraph.runtime.engine.startup import layer_groups
@@ -40,6 +40,7 @@ from stepgraph.runtime.sampling_params import MAX_LOGPROBS
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..rigs.engine_rig import Open
 from ..rigs.fake_engine import MODEL
 from ..rigs.scheduler_rig import Rig
 
@@ -293,9 +294,7 @@ def test_max_tokens_wastes_no_step(in_flight: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_on_cuda_a_steady_step_allocates_nothing(
-    open_engine: Callable[..., Engine], temperature: float
-) -> None:
+def test_on_cuda_a_steady_step_allocates_nothing(open_engine: Open, temperature: float) -> None:
     engine = open_engine("base", device="cuda", mode="graph", compile=False, block_size=128)
     params = SamplingParams(max_tokens=60, temperature=temperature, ignore_eos=True)
     for number in range(3):

@@ -1,7 +1,6 @@
 """Which steps are compiled: none whose layers are one operation, and others whole."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +11,13 @@ from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.kernels.result_check import Fallback
 from stepgraph.runtime.sampling import reference_sampler
 
+from ..rigs.engine_rig import Open
+
 needs_compiler = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
 
 
 @needs_compiler
-def test_a_start_whose_steps_are_operators_compiles_nothing(
-    open_engine: Callable[..., Engine],
-) -> None:
+def test_a_start_whose_steps_are_operators_compiles_nothing(open_engine: Open) -> None:
     engine = open_engine("base", mode="compile", dtype="bfloat16", max_num_seqs=2)
     start = engine.stats()["start"]
     assert start["code_cache"] == {"hits": 0, "misses": 0}
@@ -46,10 +45,7 @@ def no_thresholds(weights_BV: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_steps_of_plain_torch_share_their_code(
-    open_engine: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
-    speculation: Any,
-    parts: dict[str, int],
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, speculation: Any, parts: dict[str, int]
 ) -> None:
     """Traced as for inductor, but run as they are."""
     compile_, traced = torch.compile, Counter[str]()
@@ -88,7 +84,7 @@ def test_steps_of_plain_torch_share_their_code(
 
 @needs_compiler
 def test_a_native_sampler_that_fails_its_self_test_is_replaced(
-    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The layers stay native, without padding between rows."""
     failure = Fallback("native sampler", "1 row", "broken")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
@@ -27,7 +27,7 @@ from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from stepgraph.runtime.request import DRAFT_ON_DEVICE
 
-from ..conftest import TinyModel
+from ..rigs.tiny_models import Tiny, TinyModel
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, COLUMNS, ROWS, BUCKET = 4, 12, 3, 4
@@ -176,9 +176,7 @@ def check_rows(rig: Rig, found: list[torch.Tensor], expected: list[torch.Tensor]
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["greedy", "sampled"])
-def test_verify_steps_are_decoding_at_once(
-    case: Case, full: bool, tiny: Callable[[str], TinyModel]
-) -> None:
+def test_verify_steps_are_decoding_at_once(case: Case, full: bool, tiny: Tiny) -> None:
     """Rows of other lengths, over blocks and windows, with right and wrong drafts."""
     variant, dtype, storage, mode = case
     rig = Rig(tiny(variant), dtype, storage, mode, full)

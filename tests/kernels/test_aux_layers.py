@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from stepgraph.runtime import kernels
 
 from ..rigs.stack_rig import Rig
-from ..rigs.tiny_models import TinyModel
+from ..rigs.tiny_models import Tiny, TinyModel
 
 AUX_LAYERS = {
     "base": (0, 2),
@@ -43,9 +41,7 @@ def hidden_states(model: TinyModel, tokens: list[int], aux_layers: tuple[int, ..
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stack", "layers"])
 @pytest.mark.parametrize("variant", AUX_LAYERS)
-def test_aux_layers_are_the_outputs_of_layers(
-    tiny: Callable[[str], TinyModel], variant: str, stacked: bool
-) -> None:
+def test_aux_layers_are_the_outputs_of_layers(tiny: Tiny, variant: str, stacked: bool) -> None:
     if stacked and not kernels.have_compiler():
         pytest.skip("needs a C++ compiler")
     model = tiny(variant)

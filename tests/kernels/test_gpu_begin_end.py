@@ -14,9 +14,7 @@ from stepgraph.runtime.kernels.ops.weight_storage import quantise_weight
 from stepgraph.runtime.kernels.triton.begin import Embedding, Rotations, begin_decode
 from stepgraph.runtime.kernels.triton.greedy import pick_greedy
 
-from ..rigs.gpu_references import reference_begin_decode, reference_pick_greedy
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from ..rigs.gpu_references import DEVICE, reference_begin_decode, reference_pick_greedy
 
 
 def test_every_byte_of_fp8_is_decoded() -> None:

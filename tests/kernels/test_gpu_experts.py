@@ -29,7 +29,7 @@ from stepgraph.runtime.kernels.triton.experts import experts, triton_experts
 from stepgraph.runtime.kernels.triton.linear import EXPERT_PRODUCTS
 
 from ..rigs.expert_cases import Mixture, make_mixture, simple_experts
-from ..rigs.gpu_linear_rig import DEVICE, error, poisoned, tolerance
+from ..rigs.gpu_references import DEVICE, error, poisoned, tolerance
 
 TOP_2 = Routing(top_k=2)
 ROUTINGS = {

@@ -44,8 +44,7 @@ from stepgraph.runtime.models.rope import rotate
 from triton.runtime import interpreter
 
 from ..rigs.attention_cases import Attention, check, make_case
-from ..rigs.gpu_linear_rig import DEVICE, error
-from ..rigs.gpu_references import reference_store
+from ..rigs.gpu_references import DEVICE, error, reference_store
 
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -32,7 +32,7 @@ from stepgraph.runtime.kernels.triton.rowwise import (
 )
 from torch import Tensor
 
-from ..rigs.gpu_linear_rig import (
+from ..rigs.gpu_references import (
     DEVICE,
     DTYPES,
     STORAGES,

@@ -15,9 +15,8 @@ pytest.importorskip("triton")
 from stepgraph.runtime.kernels.triton.store import store_keys_and_values
 
 from ..rigs.attention_cases import poisoned_arena
-from ..rigs.gpu_references import reference_store
+from ..rigs.gpu_references import DEVICE, reference_store
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 STORAGES = ["model", "int8", "fp8"]
 LAYER = 1

@@ -8,7 +8,7 @@ import gc
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..rigs.stack_plans import PlanRig, plans
 from ..rigs.stack_rig import CHUNKS, CPU, LENGTH, ROWS, Rig, assert_agrees
 from ..rigs.thread_rig import kernel_threads, other_threads, starved
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import Tiny
 
 pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 
@@ -73,11 +71,7 @@ def test_random_plans_agree_with_the_modules(
     ],
 )
 def test_checkpoints_agree_with_the_modules(
-    tiny: Callable[[str], TinyModel],
-    variant: str,
-    dtype: torch.dtype,
-    weights: WeightStorage,
-    storage: Storage,
+    tiny: Tiny, variant: str, dtype: torch.dtype, weights: WeightStorage, storage: Storage
 ) -> None:
     for chunks in CHUNKS.values():
         rig = Rig.of(tiny(variant), dtype, storage, weights)
@@ -96,7 +90,7 @@ def test_checkpoints_agree_with_the_modules(
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
-    tiny: Callable[[str], TinyModel], weights: WeightStorage, name: str, change: Any
+    tiny: Tiny, weights: WeightStorage, name: str, change: Any
 ) -> None:
     rig = Rig.of(tiny("base"), torch.bfloat16, weights=weights)
     down = rig.decoder.layers[1].get_submodule("down")
@@ -314,9 +308,7 @@ def test_compiles_without_breaks_for_any_number_of_tokens() -> None:
     assert calls == ["stepgraph.rotations.default", "stepgraph.decoder_stack.default"]
 
 
-def test_latent_attention_and_other_dtypes_stay_with_the_modules(
-    tiny: Callable[[str], TinyModel],
-) -> None:
+def test_latent_attention_and_other_dtypes_stay_with_the_modules(tiny: Tiny) -> None:
     for variant, dtype in (("deepseek_v3", torch.float32), ("base", torch.float16)):
         config = read_config(tiny(variant).directory)
         groups = group_layers(attention_specs(config, 4))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.kernels import (
@@ -19,10 +16,8 @@ from stepgraph.runtime.kernels import (
     quantise_weight,
 )
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from conftest import TinyModel
+from ..rigs.engine_rig import Open
+from ..rigs.tiny_models import Tiny, TinyModel, changed_checkpoint
 
 VARIANTS = ["base", "odd", "qwen3", "mistral", "gemma2", "gemma3", "deepseek_v2", "deepseek_v3"]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -48,10 +43,7 @@ def as_stored(model: TinyModel, storage: WeightStorage) -> torch.nn.Module:
     ],
 )
 def test_logits_are_those_of_the_dequantised_model(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    variant: str,
-    storage: WeightStorage,
+    open_engine: Open, tiny: Tiny, variant: str, storage: WeightStorage
 ) -> None:
     engine = open_engine(variant, weight_dtype=storage, prefill_chunk=32, block_size=4)
     (token_ids,) = tiny(variant).prompts(90, seed=5)
@@ -74,10 +66,7 @@ def test_logits_are_those_of_the_dequantised_model(
     ],
 )
 def test_compiled_tokens_are_the_eager_ones(
-    open_engine: Callable[..., Engine],
-    tiny: Callable[[str], TinyModel],
-    variant: str,
-    storage: WeightStorage,
+    open_engine: Open, tiny: Tiny, variant: str, storage: WeightStorage
 ) -> None:
     prompts = tiny(variant).prompts(3, 17, 1, 50, 9)
     engines = [
@@ -94,12 +83,10 @@ def test_compiled_tokens_are_the_eager_ones(
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
 def test_a_weight_that_is_no_number_is_refused(
-    tiny: Callable[[str], TinyModel], tmp_path: Path, storage: WeightStorage
+    tiny: Tiny, tmp_path: Path, storage: WeightStorage
 ) -> None:
-    shutil.copytree(tiny("base").directory, tmp_path, dirs_exist_ok=True)
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    name = "model.layers.1.mlp.up_proj.weight"
+    changed_checkpoint(tiny("base").directory, tmp_path, lambda t: t[name][3, 5].fill_(torch.nan))
     config = EngineConfig(device="cpu", mode="eager", max_num_seqs=1)
     with pytest.raises(CheckpointError):
         Engine.from_pretrained(tmp_path, dataclasses.replace(config, weight_dtype=storage))

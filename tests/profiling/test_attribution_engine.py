@@ -11,12 +11,13 @@ import pytest
 import torch
 from stepgraph.profiling import attribution
 from stepgraph.profiling.kernel_names import KernelNames, NodeKind, StepNodes
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime import EngineConfig, SamplingParams
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.operation_scopes import operation
 from stepgraph.runtime.tools import recorded_steps
 from stepgraph.runtime.tools.step_costs import decode_operation_costs
 
+from ..rigs.engine_rig import Open
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
 GRAPH = {"mode": "graph", "compile": False, "max_model_len": 32, "buckets": (2,), "max_num_seqs": 2}
@@ -31,7 +32,7 @@ def scopes(step: StepNodes) -> list[str]:
 
 @pytest.mark.parametrize("variant", ["base", "gemma2", "deepseek_v3"])
 def test_nodes_of_every_step_have_layers_and_operations(
-    variant: str, open_engine: Callable[..., Engine], fake_graphs: FakeGraphs
+    variant: str, open_engine: Open, fake_graphs: FakeGraphs
 ) -> None:
     with attribution.recording() as names:
         engine = open_engine(variant, **GRAPH)
@@ -53,9 +54,7 @@ def test_nodes_of_every_step_have_layers_and_operations(
         assert ("sample" if step.full_sampler else "greedy") in around
 
 
-def test_recording_changes_no_token(
-    open_engine: Callable[..., Engine], fake_graphs: FakeGraphs
-) -> None:
+def test_recording_changes_no_token(open_engine: Open, fake_graphs: FakeGraphs) -> None:
     """Nodes of several steps a launch repeat."""
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     config = GRAPH | {"steps_per_launch": 2}
@@ -151,7 +150,7 @@ def test_a_chunk_on_a_gpu_runs_its_kernels_in_the_scopes_of_its_layers(
 
 
 def test_costs_and_scopes_have_the_same_names(
-    record_names: Callable[..., KernelNames], open_engine: Callable[..., Engine]
+    record_names: Callable[..., KernelNames], open_engine: Open
 ) -> None:
     names = record_names("demo", EngineConfig(max_num_seqs=1), rows=[1], tokens=[])
     engine = open_engine("gemma2")

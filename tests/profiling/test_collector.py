@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from stepgraph.profiling.collector import CollectorWatch
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import SamplingParams
 
-from ..rigs.engine_rig import loop_of
+from ..rigs.engine_rig import Open, loop_of
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_collections_are_counted_and_timed() -> None:
     CollectorWatch()  # one that is dropped stops too: see `alone`
 
 
-def test_an_engine_watches_as_long_as_it_is_open(open_engine: Callable[..., Engine]) -> None:
+def test_an_engine_watches_as_long_as_it_is_open(open_engine: Open) -> None:
     before = len(gc.callbacks)
     first, second = open_engine("base"), open_engine("micro")
     assert len(gc.callbacks) == before + 2
@@ -55,7 +55,7 @@ def test_an_engine_watches_as_long_as_it_is_open(open_engine: Callable[..., Engi
 
 
 def test_a_step_knows_what_the_collector_took_of_it(
-    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine("micro")
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from stepgraph.profiling.timeline import StepRecord, Timeline
 from stepgraph.runtime import Engine, SamplingParams
 
-from ..rigs.engine_rig import loop_of
+from ..rigs.engine_rig import Open, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
 CAPTURED = {
@@ -53,7 +53,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(open_engine: Callable[..., Engine], fake_graphs: FakeGraphs) -> Iterator[Rig]:
+def rig(open_engine: Open, fake_graphs: FakeGraphs) -> Iterator[Rig]:
     rig = Rig(open_engine("micro", **CAPTURED), fake_graphs)
     with rig.engine.device_timing() as timeline:
         assert timeline is rig.engine.timeline()
@@ -114,9 +114,7 @@ def test_joins_and_blocks_are_those_of_the_step(rig: Rig) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_on_cuda_every_finished_step_is_timed(
-    open_engine: Callable[..., Engine], mode: str
-) -> None:
+def test_on_cuda_every_finished_step_is_timed(open_engine: Open, mode: str) -> None:
     engine = open_engine("base", device="cuda", mode=mode, compile=False)
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     with engine.device_timing() as timeline:

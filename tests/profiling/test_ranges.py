@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from stepgraph.profiling import ranges
 from stepgraph.profiling.nsys import CaptureWindowError, capture_window
 from stepgraph.profiling.ranges import NvtxTool, StepNumbers
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import SamplingParams
 
+from ..rigs.engine_rig import Open
 from ..rigs.listeners import Heard
 
 PLAIN = sorted(ranges.PLAIN_RANGES)
@@ -145,9 +146,7 @@ def test_a_listener_that_raises_is_unsubscribed_and_breaks_nothing(
     assert "out of paper" in str(record.exc_info)
 
 
-def test_launches_of_an_engine_carry_the_numbers_of_their_step(
-    open_engine: Callable[..., Engine],
-) -> None:
+def test_launches_of_an_engine_carry_the_numbers_of_their_step(open_engine: Open) -> None:
     heard = Heard()
     config = {"mode": "compile", "compile": False, "buckets": (2, 4), "steps_per_launch": 4}
     with ranges.listening(heard):

@@ -9,7 +9,6 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +19,9 @@ from stepgraph.profiling import capture_window, ranges
 from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
 from stepgraph.profiling.report import ExportError, Report, Step, main, read_report, report_text
 from stepgraph.profiling.stats import Summary
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import SamplingParams
 
+from ..rigs.engine_rig import Open
 from ..rigs.nsys_rig import NEW, OLD, PUSH_POP, Launch, Profile, Variant
 
 VARIANTS = {
@@ -249,7 +249,7 @@ class Tracer:
 
 
 def test_report_of_a_real_engine_tells_what_its_timeline_tells(
-    tmp_path: Path, open_engine: Callable[..., Engine]
+    tmp_path: Path, open_engine: Open
 ) -> None:
     engine = open_engine("micro", prefill_chunk=8)
     play = Profile()

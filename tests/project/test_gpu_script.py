@@ -40,9 +40,9 @@ def script() -> ModuleType:
     return module
 
 
-def new_run(script: ModuleType, folder: Path, *, dry_run: bool = False) -> Any:
+def new_run(script: ModuleType, folder: Path) -> Any:
     scratch = folder / f"scratch-{time.monotonic_ns()}"
-    return script.Run(folder, None, scratch, dry_run, time.monotonic() + 600)
+    return script.Run(folder, None, scratch, False, time.monotonic() + 600)
 
 
 def test_gpu_parts_have_valid_command_lines(script: ModuleType, tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ class EngineRunner(FakeRunner):
         lanes = [request for request, _, _ in launch.sampled]
         logits = torch.tensor([[float(token)] for _, token, _ in launch.sampled])
         parts = ((lanes or [None], SimpleNamespace(logits=logits)),)
-        return SimpleNamespace(parts=parts, **_fields(launch))
+        fields = {f.name: getattr(launch, f.name) for f in dataclasses.fields(launch)}
+        return SimpleNamespace(parts=parts, **fields)
 
     def read(self, launch: Any) -> Any:
         self.unread.popleft()
@@ -69,10 +70,6 @@ class EngineRunner(FakeRunner):
 
     def close(self) -> None:
         self.plans.clear()
-
-
-def _fields(launch: Any) -> dict[str, Any]:
-    return {f.name: getattr(launch, f.name) for f in dataclasses.fields(launch)}
 
 
 def fake_engine(

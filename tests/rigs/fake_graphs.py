@@ -233,14 +233,6 @@ class FakeEvent:
         return (end.at_ns - self.at_ns) / 1e6
 
 
-def fake_events(stream: FakeStream) -> list[Any]:
-    """The events of all sets of outputs."""
-    return [
-        OutputEvents(*(FakeEvent(stream, timed=timed) for timed in (True, True, False)))  # type: ignore[arg-type]
-        for _ in range(OUTPUT_SETS)
-    ]
-
-
 @dataclass
 class FakeGraphs:
     """What happened, in order, over all capturers and buffers of a test.
@@ -402,7 +394,10 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
     def with_events(self: HostOutputs, *args: Any, **kwargs: Any) -> None:
         make_outputs(self, *args, **kwargs)
-        self._events = fake_events(graphs.stream)
+        self._events = [
+            OutputEvents(*(FakeEvent(graphs.stream, timed=timed) for timed in (True, True, False)))  # type: ignore[arg-type]
+            for _ in range(OUTPUT_SETS)
+        ]
 
     def logged_read(self: Runner, launch: Any) -> Any:
         graphs.log.append(("read", launch.number))

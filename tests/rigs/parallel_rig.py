@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from contextlib import AbstractContextManager
@@ -40,15 +41,12 @@ def children() -> list[psutil.Process]:
 
 def ranks_of(process: int) -> list[psutil.Process]:
     """The processes of ranks that another process has started, and that run."""
-    found = psutil.Process(process).children(recursive=True)
-    return [p for p in found if p.status() != psutil.STATUS_ZOMBIE and _is_rank(p)]
-
-
-def _is_rank(process: psutil.Process) -> bool:
-    try:
-        return WORKER in process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
+    found = []
+    for child in psutil.Process(process).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE and WORKER in child.cmdline():
+                found.append(child)
+    return found
 
 
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:

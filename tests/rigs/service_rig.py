@@ -23,8 +23,6 @@ SECONDS = 60.0
 PROMPT = [1, 2, 3, 4, 5]
 LONG = list(range(10)) * 4
 """A prompt of several chunks."""
-SECOND = 10**9
-"""Nanoseconds."""
 WEIGHTS = {"a": 1.0, "b": 2.5, "c": 0.5}
 """Of tenants."""
 

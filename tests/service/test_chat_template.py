@@ -7,9 +7,8 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import transformers
@@ -20,8 +19,8 @@ from stepgraph.runtime.loading.tokenizer import TextTokenizer, load_tokenizer
 from stepgraph.runtime.service.http.requests import template_messages
 from transformers import AutoTokenizer
 
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import Tiny
+
 pytest.importorskip("jinja2")
 
 
@@ -59,7 +58,7 @@ NEW = pytest.mark.skipif(not RECENT, reason="older transformers know no fields o
 
 
 @pytest.fixture
-def directory(tiny: Callable[[str], TinyModel], tmp_path: Path) -> Path:
+def directory(tiny: Tiny, tmp_path: Path) -> Path:
     return shutil.copytree(tiny("text").directory, tmp_path / "checkpoint")
 
 

@@ -76,12 +76,12 @@ def cluster() -> Iterator[Cluster]:
         ray.shutdown()
 
 
-def num_running(deployment: str = "EngineReplica") -> int:
-    """Return the running replicas of a deployment."""
+def num_running() -> int:
+    """Return the replicas with an engine that run."""
     application = serve.status().applications.get("llm")
-    if application is None or deployment not in application.deployments:
+    if application is None or "EngineReplica" not in application.deployments:
         return 0
-    return int(application.deployments[deployment].replica_states.get("RUNNING", 0))
+    return int(application.deployments["EngineReplica"].replica_states.get("RUNNING", 0))
 
 
 def replica_pids() -> set[int]:

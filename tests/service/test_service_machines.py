@@ -24,7 +24,7 @@ from stepgraph.runtime.service.request_handle import HandleState, RequestHandle
 
 from ..rigs.fake_device import oracle
 from ..rigs.fake_engine import completions_of, fake_engine, params, runner_of
-from ..rigs.service_rig import SECOND, WEIGHTS, config, make_handle
+from ..rigs.service_rig import WEIGHTS, config, make_handle
 
 pytestmark = pytest.mark.usefixtures("no_tracebacks")
 
@@ -119,7 +119,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         mailbox: int,
     ) -> None:
         own = params(self.count, max_tokens=max_tokens, n=n)
-        due = [None if s is None else self.now + int(s * SECOND) for s in deadlines]
+        due = [None if s is None else self.now + int(s * 1e9) for s in deadlines]
         handle = make_handle(
             self.count,
             self.mailboxes[mailbox],
@@ -178,7 +178,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0001, 0.01, 0.3, 10.0]))
     def wait(self, seconds: float) -> None:
-        self.now += int(seconds * SECOND)
+        self.now += int(seconds * 1e9)
 
     @rule()
     def stop_or_go_on_reading(self) -> None:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from stepgraph.runtime import AsyncEngine, Engine, EngineConfig
 from stepgraph.runtime.errors import CheckpointError
 
 from ..rigs.engine_rig import greedy
 from ..rigs.service_rig import in_event_loop
-
-if TYPE_CHECKING:
-    from ..conftest import TinyModel
+from ..rigs.tiny_models import Tiny, TinyModel, changed_checkpoint
 
 TOKENS = [5, 1, 19, 7, 30, 2, 11, 23]
 CONFIG = EngineConfig(device="cpu", mode="eager", max_num_seqs=4, weight_dtype="int8")
@@ -30,11 +24,11 @@ CONFIG = EngineConfig(device="cpu", mode="eager", max_num_seqs=4, weight_dtype="
 @pytest.fixture
 def other(base: TinyModel, tmp_path: Path) -> Path:
     """A checkpoint of the same shapes as `base` with other weights."""
-    directory = tmp_path / "other"
-    shutil.copytree(base.directory, directory)
-    path = directory / "model.safetensors"
-    save_file({name: tensor.flip(0) for name, tensor in load_file(path).items()}, path)
-    return directory
+
+    def flip(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {name: tensor.flip(0) for name, tensor in tensors.items()}
+
+    return changed_checkpoint(base.directory, tmp_path / "other", flip)
 
 
 def tokens_of(source: Path) -> list[int]:
@@ -64,9 +58,7 @@ async def test_weights_of_the_same_shapes_are_taken_in_place(base: TinyModel, ot
 
 
 @in_event_loop
-async def test_another_model_gets_a_new_engine(
-    base: TinyModel, other: Path, tiny: Callable[[str], TinyModel]
-) -> None:
+async def test_another_model_gets_a_new_engine(base: TinyModel, other: Path, tiny: Tiny) -> None:
     async with AsyncEngine.from_pretrained(base.directory, CONFIG) as engine:
         larger = tiny("biases").directory
         result = await engine.reload(larger)
@@ -81,16 +73,13 @@ async def test_another_model_gets_a_new_engine(
 
 
 def make_unsupported(directory: Path) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"model_type": "unknown"}))
+    changed_checkpoint(directory, directory, model_type="unknown")
 
 
 def put_nan_into_a_later_weight(directory: Path) -> None:
     """It is found when some weights are replaced already."""
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.2.mlp.down_proj.weight"][0, 0] = torch.nan
-    save_file(tensors, path)
+    name = "model.layers.2.mlp.down_proj.weight"
+    changed_checkpoint(directory, directory, lambda tensors: tensors[name][0, 0].fill_(torch.nan))
 
 
 @in_event_loop

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +22,7 @@ from ..rigs.fake_device import VOCAB, oracle
 from ..rigs.fake_engine import completions_of, params, runner_of
 from ..rigs.service_rig import SECONDS, Rig, config, joined
 
+pytestmark = pytest.mark.usefixtures("no_tracebacks")
 MEBIBYTE = 1 << 20
 
 
@@ -130,17 +129,9 @@ def resources() -> tuple[list[str], list[str], int]:
     return sorted(threads), sorted(files), psutil.Process().memory_info().rss
 
 
-@pytest.fixture
-def no_log() -> Iterator[None]:
-    logger = logging.getLogger("stepgraph.runtime")
-    logger.disabled = True
-    yield
-    logger.disabled = False
-
-
-def soak(num_requests: int, num_steps: int, *, loops: int = 2, workers: int = 8) -> Counter[str]:
+def soak(num_requests: int, num_steps: int) -> Counter[str]:
     """Serve so many requests and steps, and check what is left; return the answers."""
-    before = resources()
+    before, loops, workers = resources(), 2, 8
     r = Rig(config(max_queued_requests=12), max_num_seqs=2, num_blocks=30)
     r.on_step = lambda: runner_of(r.made[-1]).plans.clear()  # it keeps them for other tests
     clients: list[Client] = []
@@ -177,7 +168,6 @@ def soak(num_requests: int, num_steps: int, *, loops: int = 2, workers: int = 8)
     return answers
 
 
-@pytest.mark.usefixtures("no_log")
 def test_a_short_soak_leaves_nothing() -> None:
     answers = soak(700, 500)
     for kind in ("length", "streamed", "left", "cancelled", "abort", "deadline", "shed"):
@@ -185,6 +175,5 @@ def test_a_short_soak_leaves_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_log")
 def test_a_long_soak_leaves_nothing() -> None:
     soak(100_000, 1_000_000)
