@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 from stepgraph.runtime import RankError
+from stepgraph.runtime.distributed import command_ring
 from stepgraph.runtime.distributed.command_ring import RingReader, RingWriter
 from stepgraph.runtime.distributed.segment import (
     MAILBOX_BYTES,
@@ -124,7 +125,8 @@ def test_a_damaged_command_is_an_error() -> None:
         reader.receive()
 
 
-def test_the_end_of_the_group_ends_waiting() -> None:
+def test_the_end_of_the_group_ends_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_ring, "_SLEEP_SECONDS", 0.1)
     segment = make_segment()
     reader = RingReader(segment, 1, check_of(segment))
     writer = RingWriter(segment, check_of(segment))

@@ -52,7 +52,7 @@ def test_process_group_needs_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -
         if group.rank == 1:
             monkeypatch.setattr(dist, "ProcessGroupGloo", None)
         with pytest.raises(KernelSelfTestError) as found:
-            open_nccl(group, CPU, 1.0)
+            open_nccl(group, CPU, 0.3)
         return str(found.value)
 
     message, same = on_ranks(body)

@@ -95,6 +95,7 @@ def test_operators_give_up_before_the_watch_sees_why(
     reason: str,
 ) -> None:
     monkeypatch.setattr(rank_group, "_TICK_SECONDS", 600.0)
+    monkeypatch.setattr(rank_group, "_EXPLAIN_SECONDS", 0.3)
     group, children = make_group()
     group.watch.collectives = SimpleNamespace(failure=failure)
     if aborted_by is not None:

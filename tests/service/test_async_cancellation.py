@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from stepgraph.runtime import SendTimeoutError, ServiceConfig
 from stepgraph.runtime.errors import DeadlineUnreachableError, RequestError
+from stepgraph.runtime.service import dispatcher
 from stepgraph.runtime.service.request_handle import HandleState
 
 from ..rigs.fake_engine import params
@@ -270,14 +271,15 @@ def test_tokens_in_the_prefix_cache_take_no_time_before_the_first_token() -> Non
         assert again.result(SECONDS).finish_reason == "length"
 
 
-def test_one_slow_step_does_not_make_it_refuse_for_ever() -> None:
+def test_one_slow_step_does_not_make_it_refuse_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "STALE_SECONDS", 0.2)
     with rig() as r:
         r.on_launch = lambda plan: time.sleep(0.5)
         r.engine.submit([1], params(0, max_tokens=1)).result(SECONDS)
         r.on_launch = lambda plan: None
         with pytest.raises(DeadlineUnreachableError):
             r.engine.submit([1], params(1), first_token_deadline=0.05).result(SECONDS)
-        time.sleep(1.0)
+        time.sleep(0.2)
         for _ in range(3):
             prompt = r.engine.submit([1], params(1), first_token_deadline=0.45)
             assert prompt.result(SECONDS).finish_reason == "length"
