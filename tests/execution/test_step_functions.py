@@ -27,27 +27,9 @@ def test_a_start_whose_steps_are_operators_compiles_nothing(open_engine: Open) -
     assert engine.stats()["prepared"]["steps"] > 0
 
 
-def no_thresholds(weights_BV: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    """In the place of the loop that bisects them, which takes long to trace."""
-    return weights_BV[:, 0] * 0.0
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("speculation", "parts"),
-    [
-        # Prefill, and decode of one row and of any number; the full sampler of one row and of any.
-        (None, {"_prefill_parts": 1, "_decode_parts": 2, "_drawn": 2}),
-        (
-            {"num_speculative_tokens": 2},
-            {"_prefill_parts": 1, "_decode_parts": 2, "_verify_parts": 2, "_drawn_lanes": 2},
-        ),
-    ],
-)
-def test_steps_of_plain_torch_share_their_code(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch, speculation: Any, parts: dict[str, int]
-) -> None:
-    """Traced as for inductor, but run as they are."""
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the graphs of each part of a step, traced as for inductor, but run as they are."""
     compile_, traced = torch.compile, Counter[str]()
 
     def compile_traced(code: Any, *, options: object, **own: Any) -> Any:
@@ -59,23 +41,35 @@ def test_steps_of_plain_torch_share_their_code(
 
         return compile_(code, backend=backend, **own)
 
+    def no_thresholds(weights_BV: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return weights_BV[:, 0] * 0.0  # the loop takes long to trace
+
     monkeypatch.setattr(torch, "compile", compile_traced)
     monkeypatch.setattr(reference_sampler, "bisect_thresholds", no_thresholds)
-    prompts = [[3, 5, 7, 11, 13], [2, 4]]
-    params = [
-        SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True),
-        SamplingParams(max_tokens=5, temperature=0.9, seed=3, ignore_eos=True),
-    ]
-    sizes = {"max_num_seqs": 2, "max_model_len": 64, "prefill_chunk": 16}
+    return traced
 
-    def tokens(engine: Engine) -> list[Any]:
-        outputs = [engine.generate(prompts[:n], wanted) for wanted in params for n in (1, 2)]
-        return [output.token_ids for generated in outputs for output in generated]
 
-    expected = tokens(open_engine("micro", mode="eager", **sizes))
-    engine = open_engine("micro", mode="compile", kernels="torch", speculation=speculation, **sizes)
+SIZES = {"max_num_seqs": 2, "max_model_len": 64, "dtype": "float32"}
+SAMPLED = SamplingParams(max_tokens=5, temperature=0.9, seed=3, ignore_eos=True)
+PROMPTS = [[3, 5, 7, 11, 13], [2, 4]]
+
+
+def tokens(engine: Engine, *params: SamplingParams) -> list[Any]:
+    outputs = [engine.generate(PROMPTS[:n], wanted) for wanted in params for n in (1, 2)]
+    return [output.token_ids for generated in outputs for output in generated]
+
+
+@needs_compiler
+def test_steps_of_plain_torch_share_their_code(open_engine: Open, traced: Counter[str]) -> None:
+    """Decode and verify steps of one row and of any number, and the sampler of drafts."""
+    parts = {"_prefill_parts": 1, "_decode_parts": 2, "_verify_parts": 2, "_drawn_lanes": 2}
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True), SAMPLED
+    config = SIZES | {"prefill_chunk": 16}
+    expected = tokens(open_engine("micro", mode="eager", **config), *params)
+    config |= {"kernels": "torch", "speculation": {"num_speculative_tokens": 2}}
+    engine = open_engine("micro", mode="compile", **config)
     assert traced == parts
-    assert tokens(engine) == expected
+    assert tokens(engine, *params) == expected
     assert traced == parts
     assert (engine.stats()["kernels"], engine.stats()["kernel_fallbacks"]) == ("torch", [])
     assert engine.stats()["fallbacks"] == 0
@@ -84,21 +78,16 @@ def test_steps_of_plain_torch_share_their_code(
 
 @needs_compiler
 def test_a_native_sampler_that_fails_its_self_test_is_replaced(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, traced: Counter[str]
 ) -> None:
     """The layers stay native, without padding between rows."""
     failure = Fallback("native sampler", "1 row", "broken")
     monkeypatch.setattr(self_test, "sampler_failure", lambda *_: failure)
     monkeypatch.setattr(self_test, "warn_of_fallbacks", lambda _: None)
-    monkeypatch.setattr(reference_sampler, "bisect_thresholds", no_thresholds)
-    compile_ = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda code, *, options, **own: compile_(code, backend="eager", **own)
-    )
-    sampled = SamplingParams(max_tokens=5, temperature=0.9, seed=3, ignore_eos=True)
-    config = {"max_num_seqs": 2, "buckets": (2,), "max_model_len": 64, "dtype": "float32"}
-    expected, engine = (open_engine("base", mode=mode, **config) for mode in ("eager", "compile"))
+    expected, engine = (open_engine("base", mode=mode, **SIZES) for mode in ("eager", "compile"))
     assert [fallback["name"] for fallback in engine.stats()["kernel_fallbacks"]] == [failure.name]
-    prompts = [[3, 5, 7, 11, 13], [2, 4]]
-    ours, theirs = (e.generate(prompts, sampled) for e in (engine, expected))
-    assert [o.token_ids for o in ours] == [o.token_ids for o in theirs]
+    # Of one row and of any number; drawn with and without masks.
+    parts = {"_drawn": 4, "_greedy_tokens": 2, "_masked_logits": 2}
+    assert traced == parts
+    assert tokens(engine, SAMPLED) == tokens(expected, SAMPLED)
+    assert traced == parts
