@@ -55,7 +55,7 @@ def test_greedy_tokens_of_every_family(tiny: Tiny, variant: str) -> None:
         expected = tokens_of(engine.generate(PROMPTS, greedy()))
         logits = engine.score(PROMPTS[0], 20)
     for ranks in every:
-        with opened(directory, ranks) as engine:
+        with opened(directory, ranks, max_itl_ms=50.0) as engine:
             assert engine.stats()["tensor_parallel"] == ranks
             assert tokens_of(engine.generate(PROMPTS, greedy())) == expected, ranks
             torch.testing.assert_close(engine.score(PROMPTS[0], 20), logits, rtol=1e-4, atol=1e-4)
@@ -65,7 +65,7 @@ def test_greedy_tokens_of_every_family(tiny: Tiny, variant: str) -> None:
 
 @pytest.fixture(scope="module")
 def pair(tiny: Tiny) -> Iterator[tuple[Engine, Engine]]:
-    """An engine of one process and one of two, with all features on."""
+    """An engine of one process and one of two on native kernels, with all features on."""
     fields: dict[str, Any] = {
         "prompt_embeds": True,
         "host_cache_bytes": 1 << 20,
@@ -74,8 +74,10 @@ def pair(tiny: Tiny) -> Iterator[tuple[Engine, Engine]]:
         "steps_per_launch": 3,
     }
     directory = tiny("base").directory
-    with opened(directory, **fields) as one, opened(directory, 2, **fields) as two:
+    native: dict[str, Any] = {"mode": "compile", "kernels": "native", "buckets": (4,)}
+    with opened(directory, **fields) as one, opened(directory, 2, **fields, **native) as two:
         yield one, two
+        assert two.stats()["fallbacks"] == 0
 
 
 def scores(output: RequestOutput) -> list[TokenLogprobs]:
@@ -146,14 +148,14 @@ def test_reloaded_weights(tiny: Tiny, write: Write) -> None:
         assert tokens_of(engine.generate(PROMPTS, greedy())) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
-        {"mode": "compile", "kernels": "native", "max_itl_ms": 50.0, "buckets": (4,)},
-        pytest.param({"mode": "compile", "buckets": (4,)}, marks=pytest.mark.slow),
+        {"mode": "compile", "buckets": (4,)},
         # Keys and values are rounded by head, so that ranks round them as one process does.
-        pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),
-        pytest.param({"kv_dtype": "fp8"}, marks=pytest.mark.slow),
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "fp8"},
     ],
     ids=str,
 )

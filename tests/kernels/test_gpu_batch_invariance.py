@@ -92,7 +92,6 @@ def test_rows_of_a_product_do_not_depend_on_the_others(
 @pytest.mark.parametrize(
     ("dtype", "form"),
     [
-        (BF16, {}),
         (F32, {"window": 9, "sinks": True}),
         (BF16, {"chunk": 16, "softcap": 2.0}),
         (F16, {"storage": "int8"}),

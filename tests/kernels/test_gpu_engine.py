@@ -149,7 +149,8 @@ def test_experts_give_the_tokens_of_the_plain_engine(
         assert engine.stats()["fallbacks"] == 0
 
 
-@pytest.mark.parametrize("variant", ["gemma2", pytest.param("odd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["gemma2", "odd"])
 def test_logits_are_those_of_transformers(gpu_engine: Open, tiny: Tiny, variant: str) -> None:
     model = tiny(variant)
     (token_ids,) = model.prompts(14, seed=5)  # beyond the windows

@@ -314,9 +314,33 @@ engine.start()
 """
 
 
-def script(body: str, *, interrupt: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run a script with an engine in another process; interrupt it once it prints."""
-    code = SCRIPT.format(root=str(ROOT)) + body
+@pytest.mark.parametrize("how", ["future", pytest.param("loop", marks=pytest.mark.slow)])
+def test_ctrl_c_in_the_main_thread(how: str) -> None:
+    """The engine serves on, and answers what still runs when the interpreter ends."""
+    body = {
+        "future": "    print('go', flush=True)\n"
+        "    while True: engine.submit([1, 2], params(1, max_tokens=40)).result()\n",
+        "loop": "    async def main():\n"
+        "        print('go', flush=True)\n"
+        "        while True: await engine.generate([1, 2], params(1, max_tokens=40))\n"
+        "    asyncio.run(main())\n",
+    }[how]
+    code = (
+        SCRIPT.format(root=str(ROOT))
+        + (
+            "engine.submit([1], params(1)).result(5)\n"  # makes the loop of callbacks
+            "try:\n" + body + "except KeyboardInterrupt:\n"
+            "    print('interrupted')\n"
+            "print(engine.submit([1], params(1)).result(5).finish_reason)\n"
+            "print(asyncio.run(engine.drain(5)))\n"
+            "print(engine._thread.dispatcher.is_empty)\n"
+            "asyncio.run(engine.wake())\n"
+            "engine.submit([1, 2], params(1, max_tokens=40), callback=lambda d: time.sleep(0.01))\n"
+            "engine.submit((1, 2), params(1, max_tokens=40))\n"
+            "waiting = engine.submit([3], params(1, max_tokens=40))\n"
+            "waiting.add_done_callback(lambda f: print('answered', flush=True))\n"
+        )
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -326,46 +350,11 @@ def script(body: str, *, interrupt: bool = False) -> subprocess.CompletedProcess
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout is not None
-    first = process.stdout.readline() if interrupt else ""
-    if interrupt:
-        process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "go\n"
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    return subprocess.CompletedProcess([], process.returncode, first + out, err)
-
-
-def test_the_interpreter_ends_while_requests_run() -> None:
-    done = script(
-        "engine.submit([1, 2], params(1, max_tokens=40), callback=lambda d: time.sleep(0.01))\n"
-        "engine.submit((1, 2), params(1, max_tokens=40))\n"
-        "waiting = engine.submit([3], params(1, max_tokens=40))\n"
-        "waiting.add_done_callback(lambda f: print('answered', flush=True))\n"
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "answered\n"
-
-
-@pytest.mark.parametrize("how", ["future", pytest.param("loop", marks=pytest.mark.slow)])
-def test_ctrl_c_in_the_main_thread(how: str) -> None:
-    body = {
-        "future": "    print('go', flush=True)\n"
-        "    while True: engine.submit([1, 2], params(1, max_tokens=40)).result()\n",
-        "loop": "    async def main():\n"
-        "        print('go', flush=True)\n"
-        "        while True: await engine.generate([1, 2], params(1, max_tokens=40))\n"
-        "    asyncio.run(main())\n",
-    }[how]
-    done = script(
-        "engine.submit([1], params(1)).result(5)\n"  # makes the loop of callbacks
-        "try:\n" + body + "except KeyboardInterrupt:\n"
-        "    print('interrupted')\n"
-        "print(engine.submit([1], params(1)).result(5).finish_reason)\n"
-        "print(asyncio.run(engine.drain(5)))\n"
-        "print(engine._thread.dispatcher.is_empty)\n"
-        "engine.close()\n",
-        interrupt=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "go\ninterrupted\nlength\nTrue\nTrue\n"
+    assert (process.returncode, err) == (0, "")
+    assert out == "interrupted\nlength\nTrue\nTrue\nanswered\n"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
