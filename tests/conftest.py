@@ -28,6 +28,7 @@ import transformers
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime.kernels.weights import WeightStorage
 from stepgraph.runtime.memory import measurement
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -70,6 +71,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if counts[function] % sampled.args[0]:
                 item.add_marker(pytest.mark.slow)
             counts[function] += 1
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    return val.name if isinstance(val, WeightStorage) else None
 
 
 def pytest_collection_finish() -> None:

@@ -22,6 +22,7 @@ from ...profiling.device_state import CLOCKS, DeviceMonitor, describe_throttling
 from ...profiling.markdown import aligned
 from ..engine.engine import Engine
 from ..kernels import resolve_threads
+from ..kernels.weights import MODEL
 from .comparison import SCHEMA_VERSION
 
 __all__ = ["describe_engine", "failed_checks", "new_document", "num_cpus", "report"]
@@ -109,7 +110,7 @@ def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
     return {
         "model": model,
         "dtype": dtype,
-        "weight_dtype": dtype if config.weights == "model" else config.weights,
+        "weight_dtype": dtype if config.weights == MODEL else config.weights.name,
         "kv_dtype": dtype if config.storage == "model" else config.storage,
         "mode": config.mode,
         "kernels": config.kernels,

@@ -60,6 +60,7 @@ from ..kernels import (
     select_kernels,
 )
 from ..kernels.result_check import Fallback, brief, warn
+from ..kernels.weights import INT8, MODEL
 from ..loading.drafter_loading import find_drafter, load_drafter
 from ..loading.loader import OpenedSource, Source, open_source, resolve_source
 from ..loading.tokenizer import TextTokenizer
@@ -597,9 +598,9 @@ def _add_remedies(
     assert error.limit_bytes is not None
     assert error.term_bytes is not None
     remedies, field = [], None
-    if config.weights == "model":
+    if config.weights == MODEL:
         smaller = weight_bytes(
-            plan_of(model), dataclasses.replace(kernels, weights="int8"), config.dtype
+            plan_of(model), dataclasses.replace(kernels, weights=INT8), config.dtype
         )
         remedies.append(f"set weight_dtype='int8' ({smaller} bytes of weights)")
         field = "weight_dtype"
@@ -615,7 +616,7 @@ def _add_remedies(
         field = field or name
     remedies.append("use a smaller model or a device with more memory")
     dtype = str(config.dtype).removeprefix("torch.")
-    weights = "" if config.weights == "model" else f" with {config.weights} weights"
+    weights = "" if config.weights == MODEL else f" with {config.weights} weights"
     error.args = (f"{error}, in {dtype}{weights}: {'; '.join(remedies)}",)
     error.field = field
 

@@ -40,13 +40,6 @@ from .ops.linear import (
     reference_packed_embedding,
 )
 from .ops.stack import DecoderStack, DecodeStep, Stack, stack_obstacle
-from .ops.weight_storage import (
-    WeightStorage,
-    dequantise_weight,
-    quantise_weight,
-    quantised_dtype,
-    stored_bytes,
-)
 from .packed_memory import PackedMemory
 from .support import (
     Gap,
@@ -56,6 +49,7 @@ from .support import (
     native_gaps,
     native_obstacle,
 )
+from .weights import MODEL, WeightStorage
 
 Mode = Literal["eager", "compile", "graph"]
 
@@ -64,7 +58,7 @@ def select_kernels(
     device: torch.device | str,
     mode: Mode,
     dtype: torch.dtype,
-    weights: WeightStorage = "model",
+    weights: WeightStorage = MODEL,
     kernels: KernelChoice | None = None,
     *,
     load: bool = True,
@@ -129,7 +123,7 @@ def batch_invariant_kernels(kernels: Kernels) -> Kernels:
 
 def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage, *, load: bool) -> Kernels:
     library = load_cpu_ops() if load else None
-    packs = can_pack(quantised_dtype(weights) or dtype) and can_pack(dtype)
+    packs = can_pack(weights.dtype or dtype) and can_pack(dtype)
     return Kernels(
         name="cpu" if packs else "cpu, torch linear",
         attention=paged_attention,
@@ -182,9 +176,6 @@ __all__ = [
     "packed_embedding",
     "reference_packed_embedding",
     "can_pack",
-    "quantise_weight",
-    "stored_bytes",
-    "dequantise_weight",
     "KernelBuildError",
     "batch_invariant_kernels",
     "build_cpu_ops",

@@ -16,8 +16,8 @@ from .ops.experts import ExpertTensors
 from .ops.layer_plan import BoundModel, ModelPlan
 from .ops.linear import packed_bytes
 from .ops.stack import DecodeStep, Stack
-from .ops.weight_storage import WeightStorage, quantised_dtype, scale_bytes, stored_bytes
 from .result_check import Fallback
+from .weights import MODEL, WeightStorage
 
 __all__ = ["Kernels", "SamplerName"]
 
@@ -33,7 +33,7 @@ class Kernels:
     """Signature of `ops.attention.reference_paged_attention`."""
     linear: Callable[[Tensor, Tensor, Tensor | None, int, Tensor | None], Tensor]
     """`linear(x_TK, weight, bias_N or None, out_features, scales or None)`; the weight as `pack`
-    returns it, the scales as `quantise_weight` does."""
+    returns it, the scales as `WeightStorage.quantise` does."""
     experts: Callable[[Experts, Tensor, ExpertTensors, Tensor | None], Tensor]
     """Signature of `ops.experts.reference_experts`; the weights of each expert as `pack` returns
     them, concatenated."""
@@ -55,7 +55,7 @@ class Kernels:
     """Returns why `make_stack` cannot run the layers of a model, or None."""
     make_decode_step: Callable[[Stack, BoundModel], DecodeStep] | None = None
     """Creates a decode step from such a stack."""
-    weights: WeightStorage = "model"
+    weights: WeightStorage = MODEL
     """How the weights of linear layers are stored; 8-bit weights have scales."""
     fallbacks: tuple[Fallback, ...] = ()
     """Native operations that plain PyTorch replaces, and dependent launch if it was disabled."""
@@ -80,10 +80,10 @@ class Kernels:
         It consists of `matrices` stacked matrices, each of which is packed.
         """
         if self.pack is None:
-            return stored_bytes(self.weights, n, k, dtype)
-        packed = packed_bytes(n // matrices, k, quantised_dtype(self.weights) or dtype)
-        return matrices * packed + scale_bytes(self.weights, n, k)
+            return self.weights.nbytes(n, k, dtype)
+        packed = packed_bytes(n // matrices, k, self.weights.dtype or dtype)
+        return matrices * packed + self.weights.scale_bytes(n, k)
 
     def unpacked_bytes(self, n: int, k: int) -> int:
         """Temporary bytes of a linear layer that converts its `[n, k]` weight."""
-        return n * k * 4 if self.weights != "model" and self.pack is None else 0
+        return n * k * 4 if self.weights.dtype is not None and self.pack is None else 0

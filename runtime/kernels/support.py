@@ -12,8 +12,8 @@ from .choice import Kernels
 from .ops.layer_plan import ModelPlan
 from .ops.linear import can_pack
 from .ops.stack import stack_obstacle
-from .ops.weight_storage import WeightStorage
 from .triton.fusion import fusion_obstacle
+from .weights import FP8, WeightStorage
 
 __all__ = [
     "Gap",
@@ -60,7 +60,7 @@ def native_gaps(
     elif device_type == "cpu" and not can_pack(dtype):
         named = str(dtype).removeprefix("torch.")
         gaps.append(Gap("decoder layers", f"the C++ operators have no linear layer in {named}"))
-    elif device_type == "cpu" and weights == "fp8":
+    elif device_type == "cpu" and weights == FP8:
         why = "the C++ operators have no linear layer over fp8 weights (weight_dtype='int8' has)"
         gaps.append(Gap("decoder layers", why))
     if device_type != "cpu" and plan.rope_by_length:

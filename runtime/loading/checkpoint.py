@@ -8,19 +8,18 @@ from __future__ import annotations
 import errno
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError, MemoryBudgetError, RequestError
-from ..kernels.ops.parameter import Narrowed, Selection
+from ..kernels.weights import CHECKPOINT_FORMATS, CheckpointFormat
 from ..models.config import DecoderConfig, ModelConfig
 from ..models.families import family_of
 from ..models.plan import Parameter, Source, fused_layout
@@ -44,63 +43,9 @@ __all__ = [
     "check_layout",
     "check_tensors",
     "check_tied_head",
-    "decode_mxfp4",
     "read_config",
     "read_sampling_defaults",
 ]
-
-
-# Decodes mxfp4, the storage of experts in published checkpoints of gpt-oss.
-#
-# A tensor `[..., columns]` is stored as two: `NAME_blocks` (uint8 `[..., columns / 32, 16]`) has
-# two elements in a byte, the first one in the lower bits, and `NAME_scales` (uint8 `[..., columns /
-# 32]`) the exponent of 32 consecutive elements, with a bias of 127. An element is a sign, two bits
-# of exponent and one of mantissa (E2M1; Open Compute Project, "Microscaling Formats", 2023).
-# bfloat16 represents its product with the scale exactly.
-
-MXFP4 = "MXFP4"
-"""Name of the dtype in headers, as safetensors has names for its own."""
-_BLOCKS, _SCALES = "_blocks", "_scales"
-_BLOCK_BYTES = 16
-"""Bytes of a block."""
-_DOUBLED = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
-"""Twice the magnitude of an element by its lower three bits; twice, so that half of the largest
-scale is finite."""
-_BIAS = 127 + 1
-
-
-def read_mxfp4(selection: Selection | None, blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return a part of the decoded tensor, bfloat16; only blocks that it has elements of are read.
-
-    Rows are selected in the stored tensors, columns of them in whole blocks.
-    """
-    if isinstance(selection, Narrowed) and selection.part.dim == 1:
-        columns, width = selection.part, 2 * _BLOCK_BYTES
-        first, last = columns.start // width, -(-(columns.start + columns.count) // width)
-        blocks, scales = (selection.of.read(x)[:, first:last] for x in (blocks, scales))
-        return decode_mxfp4(blocks, scales).narrow(1, columns.start - first * width, columns.count)
-    if selection is not None:
-        blocks, scales = selection.read(blocks), selection.read(scales)
-    return decode_mxfp4(blocks, scales)
-
-
-def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return bfloat16 `[..., columns]`. A scale of 255, which the format reserves, is 2**128."""
-    # Both elements of a byte are one number of 32 bits.
-    pairs = _pairs().index_select(0, blocks.flatten().to(torch.int32)).view(torch.bfloat16)
-    values = pairs.view(*scales.shape, 2 * _BLOCK_BYTES)
-    factors = torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - _BIAS)
-    return values.mul_(factors.to(torch.bfloat16)[..., None]).flatten(-2)
-
-
-@cache
-def _pairs() -> Tensor:
-    """The two elements of each byte, twice their values, as int32 `[256]`."""
-    magnitudes = torch.tensor(_DOUBLED, dtype=torch.bfloat16)
-    elements = torch.cat((magnitudes, -magnitudes))
-    byte = torch.arange(256)
-    pairs = torch.stack((elements[byte & 15], elements[byte >> 4]), dim=-1)
-    return pairs.view(torch.int32).flatten()
 
 
 # Reads the sampling defaults of a model from its `generation_config.json`.
@@ -157,7 +102,7 @@ class TensorHeader(NamedTuple):
     """The header of a tensor, without its data."""
 
     dtype: str
-    """The safetensors name of the dtype, for example `BF16`, or `MXFP4`."""
+    """The safetensors name of the dtype, for example `BF16`, or the name of a format."""
     shape: Shape
     file: Path
 
@@ -220,6 +165,8 @@ class CheckpointReader:
         self._headers: dict[str, TensorHeader] = {}
         self._paths: dict[str, Path] = {}
         self._files: dict[Path, Any] = {}
+        self._joined: dict[str, tuple[CheckpointFormat, dict[str, str]]] = {}
+        """The format of a weight, and the names of its tensors by what they end with."""
         index = _weight_files(directory)
         try:
             for path in sorted(set(index.values())) or [directory / SINGLE_FILE]:
@@ -229,7 +176,8 @@ class CheckpointReader:
                     raise CheckpointError(
                         f"{path} does not hold {bounded_text(name)}, which the index expects"
                     )
-            self._join_mxfp4()
+            for stored in CHECKPOINT_FORMATS:
+                self._join(stored)
         except (CheckpointError, MemoryBudgetError):
             self.close()
             raise
@@ -248,20 +196,25 @@ class CheckpointReader:
     def headers(self) -> Mapping[str, TensorHeader]:
         """Return the dtype, shape and file of every tensor, by its name in the checkpoint.
 
-        Blocks and scales of mxfp4 are one tensor, with the name of the blocks.
+        A weight that a format stores as several tensors is one.
         """
         return self._headers
+
+    def formats(self) -> Counter[str]:
+        """Return the number of weights that are decoded while they are read, by format."""
+        return Counter(stored.name for stored, _ in self._joined.values())
 
     def read(self, source: Source) -> torch.Tensor:
         """Return the rows of a source; they may share the mapped file's memory.
 
-        Of mxfp4 tensors only these rows are decoded.
+        Of a weight in another format only these rows are decoded.
         """
         assert source.name is not None, "zeros have no tensor"
-        if self._headers[source.name].dtype != MXFP4:
+        if source.name not in self._joined:
             return source.read(self.tensor(source.name))
-        scales = self.tensor(source.name.removesuffix(_BLOCKS) + _SCALES)
-        return read_mxfp4(source.selection, self.tensor(source.name), scales)
+        stored, names = self._joined[source.name]
+        tensors = {suffix: self.tensor(name) for suffix, name in names.items()}
+        return stored.read(tensors, source.selection)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
@@ -274,16 +227,23 @@ class CheckpointReader:
             ) from error
         return tensor
 
-    def _join_mxfp4(self) -> None:
-        """Replace the headers of blocks and scales by the header of what they decode to."""
-        for name, blocks in list(self._headers.items()):
-            shape, scales_name = blocks.shape, name.removesuffix(_BLOCKS) + _SCALES
-            is_pair = name.endswith(_BLOCKS) and len(shape) > 2 and shape[-1] == _BLOCK_BYTES
-            scales = self._headers.get(scales_name) if is_pair else None
-            if scales and (blocks.dtype, *scales[:2]) == ("U8", "U8", shape[:-1]):
-                decoded = (*shape[:-2], shape[-2] * 2 * _BLOCK_BYTES)
-                self._headers[name] = TensorHeader(MXFP4, decoded, blocks.file)
-                del self._headers[scales_name]
+    def _join(self, stored: CheckpointFormat) -> None:
+        """Replace the headers of the tensors of each weight in a format by one of the weight."""
+        for name in [name for name in self._headers if name.endswith(stored.suffixes[0])]:
+            prefix = name.removesuffix(stored.suffixes[0])
+            names = {suffix: prefix + suffix for suffix in stored.suffixes}
+            if not self._headers.keys() >= set(names.values()):
+                continue
+            headers = {suffix: self._headers[name] for suffix, name in names.items()}
+            shape = stored.shape({suffix: header[:2] for suffix, header in headers.items()})
+            if shape is not None:
+                for part in names.values():
+                    del self._headers[part]
+                weight = prefix + stored.weight_suffix
+                self._headers[weight] = TensorHeader(
+                    stored.name, shape, headers[stored.suffixes[0]].file
+                )
+                self._joined[weight] = stored, names
 
     def _open(self, path: Path, index: Mapping[str, Path]) -> None:
         has_file(path)  # or raise: the library would block on a FIFO
@@ -351,7 +311,7 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
 _EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\..*")
 _MODULE_NAME = re.compile(r".*?\.(?=\d)|.*\.")
 """What the name of a tensor begins with: the list that its layer is in, or else its module."""
-_LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16", MXFP4})
+_LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16", *(f.name for f in CHECKPOINT_FORMATS)})
 _PROBLEMS_SHOWN = 10
 _EXPERTS_SHOWN = 8
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

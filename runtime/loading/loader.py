@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -54,6 +55,7 @@ __all__ = [
     "resolve_source",
 ]
 
+logger = logging.getLogger("stepgraph.runtime")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 PRESET_PREFIX = "preset:"
 _INITIAL_STD = 0.02
@@ -350,6 +352,12 @@ def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
         reader = open_files.enter_context(CheckpointReader(found.directory))
         if isinstance(found.config, ModelConfig):
             check_tensors(reader, found.config, log_unused=True)
+            for name, count in reader.formats().items():
+                logger.warning(
+                    "%s: %d weights are stored in %s, which no kernel multiplies by: they are"
+                    " decoded, and take as much memory as if they were not quantised",
+                    *(found.name, count, name),
+                )
         else:
             assert isinstance(found.config, TransformersConfig)
             check_headers(reader.headers(), found.config)

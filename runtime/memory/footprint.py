@@ -29,7 +29,6 @@ from ..kernels.ops.layer_operations import (
     Operation,
 )
 from ..kernels.ops.layer_plan import ModelPlan
-from ..kernels.ops.weight_storage import quantised_dtype
 from ..models.config import DecoderConfig
 from ..models.plan import parameter_bytes, plan_of
 from ..models.resolved_config import ResolvedConfig
@@ -189,8 +188,8 @@ def _unpacked_bytes(plan: ModelPlan, kernels: Kernels, config: ResolvedConfig) -
             converted_bytes(
                 operation,
                 plan.hidden_size,
-                (quantised_dtype(config.weights) or config.dtype).itemsize,
-                quantised=config.weights != "model",
+                (config.weights.dtype or config.dtype).itemsize,
+                quantised=config.weights.dtype is not None,
                 on_cpu=config.device.type == "cpu",
             )
             for operation in plan.operations

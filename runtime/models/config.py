@@ -10,6 +10,7 @@ from typing import Any, cast, get_args
 from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError, ConfigError
 from ..kernels.ops.layer_operations import AttentionTemperature
+from ..kernels.weights import CHECKPOINT_FORMATS, MXFP4, CheckpointFormat
 from .families import (
     FAMILIES,
     LAYER_TYPES,
@@ -46,7 +47,7 @@ __all__ = [
     "read_attention",
     "read_experts",
     "read_ropes",
-    "refuse_quantised",
+    "check_quantisation",
     "token_ids",
 ]
 
@@ -663,7 +664,7 @@ class ModelConfig(DecoderConfig):
         """
         model_type, family = family_of(config)
         mxfp4 = family.experts is not None and family.experts.mxfp4
-        refuse_quantised(config, but="mxfp4" if mxfp4 else None)
+        check_quantisation(config, [f for f in CHECKPOINT_FORMATS if mxfp4 or f is not MXFP4])
         if read_optional(config, "use_bidirectional_attention", bool):
             raise CheckpointError("use_bidirectional_attention is set; only causal models decode")
         names = {
@@ -721,19 +722,24 @@ def _in_vocabulary(tokens: Json, config: Json, family: Family) -> Json:
     return found
 
 
-def refuse_quantised(config: Mapping[str, Any], but: str | None = None) -> None:
-    """Raise `CheckpointError` for weights that are stored quantised, unless by the method `but`."""
-    quantisation = config.get("quantization_config")
-    if quantisation is None:
+def check_quantisation(config: Mapping[str, Any], formats: Sequence[CheckpointFormat]) -> None:
+    """Raise `CheckpointError` for weights stored quantised in another format than these."""
+    options = config.get("quantization_config")
+    if options is None:
         return
-    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
-    if but is not None and method == but:
-        return
+    method = options.get("quant_method") if isinstance(options, Mapping) else None
+    reason = f"quant_method = {bounded_repr(method, 60)}"
+    for found in formats:
+        if found.name == method:
+            obstacle = found.obstacle(options)
+            if obstacle is None:
+                return
+            reason += f" and {obstacle}"
+    readable = ", ".join([*DTYPES, *(found.name for found in formats)])
     raise CheckpointError(
-        f"the checkpoint is quantized (quantization_config has quant_method = "
-        f"{bounded_repr(method, 60)}); only checkpoints in {', '.join(DTYPES)}, and experts of "
-        "gpt_oss in mxfp4, can be loaded. Use the original checkpoint, or save a dequantized one "
-        "with transformers; EngineConfig(weight_dtype='int8') quantizes it while it is loaded",
+        f"the checkpoint is quantized (quantization_config has {reason}); this model is read from"
+        f" checkpoints in {readable}. Use the original checkpoint, or save a dequantized one with"
+        " transformers; EngineConfig(weight_dtype='int8') quantizes it while it is loaded",
         code="quantized",
     )
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..kernels import Kernels, dequantise_weight, packed_embedding, quantise_weight
+from ..kernels import Kernels, packed_embedding
 from ..kernels.ops.batch import NON_FINITE
 from ..kernels.ops.collectives import Collectives
 from ..kernels.ops.layer_plan import Shard
+from ..kernels.weights import dequantise
 
 __all__ = [
     "HeadProjection",
@@ -138,8 +139,8 @@ class Projection(nn.Module):
         stored: dict[str, torch.Tensor] = {}
         if self.kernels.pack is None:
             weight = weight.to(device)
-        if self.kernels.weights != "model":
-            weight, scales = quantise_weight(weight, self.kernels.weights)
+        if self.kernels.weights.dtype is not None:
+            weight, scales = self.kernels.weights.quantise(weight)
             stored["scales"] = scales.to(device)
         stored["weight"] = self._packed(weight).to(device)
         return stored
@@ -170,7 +171,7 @@ class Projection(nn.Module):
             rows = packed_embedding(index_T, self.weight, self.in_features)
         if self.scales is None:
             return rows
-        return dequantise_weight(rows, self.scales[index_T]).to(self.dtype)
+        return dequantise(rows, self.scales[index_T]).to(self.dtype)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         assert self.weight is not None

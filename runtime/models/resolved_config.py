@@ -16,7 +16,6 @@ from ..errors import ConfigError
 from ..kernels import (
     KernelChoice,
     Mode,
-    WeightStorage,
     cpu_kernels_obstacle,
     have_compiler,
     have_triton,
@@ -25,6 +24,7 @@ from ..kernels import (
     resolve_threads,
 )
 from ..kernels.result_check import warn
+from ..kernels.weights import FP8, MODEL, STORAGES, WeightStorage
 from .config import DecoderConfig, ModelConfig
 from .plan import plan_of
 
@@ -179,7 +179,7 @@ class ResolvedConfig(EngineConfig):
                 field="max_model_len",
             )
         dtype = getattr(torch, model.torch_dtype if config.dtype == "auto" else config.dtype)
-        weights: WeightStorage = "model" if config.weight_dtype == "auto" else config.weight_dtype
+        weights = MODEL if config.weight_dtype == "auto" else STORAGES[config.weight_dtype]
         if config.batch_invariant:
             check_batch_invariant(config, device, dtype, weights, model)
         obstacle = native_obstacle(device.type, dtype, weights, plan_of(model))
@@ -396,7 +396,7 @@ def check_batch_invariant(
             "dtype='bfloat16' or dtype='float32'",
         ),
         (
-            weights == "fp8" and on_cpu,
+            weights == FP8 and on_cpu,
             "weight_dtype='fp8'",
             "the C++ operators have no linear layer over fp8 weights",
             "weight_dtype='int8' or weight_dtype='auto'",

@@ -18,6 +18,7 @@ from ..engine.startup import RESERVE_BYTES, layer_groups, plan_engine, planned_k
 from ..kernels import Kernels, Mode, native_obstacle
 from ..kernels.ops.expert_operations import Experts
 from ..kernels.ops.layer_plan import ModelPlan
+from ..kernels.weights import MODEL
 from ..loading.loader import resolve_source
 from ..memory.footprint import model_footprint
 from ..models.config import DecoderConfig
@@ -77,7 +78,7 @@ def explain_memory(
     plan = plan_engine(model, resolved, kernels, groups, memory)
     dtype = str(resolved.dtype).removeprefix("torch.")
     stored = dtype if resolved.storage == "model" else resolved.storage
-    weights = "" if resolved.weights == "model" else f", weights in {resolved.weights}"
+    weights = "" if resolved.weights == MODEL else f", weights in {resolved.weights}"
     kv = sum(group.spec.slot_bytes * len(group.layers) for group in groups)
     return "\n".join(
         [

@@ -18,7 +18,6 @@ from ...profiling.kernel_names import OperationCost
 from ...profiling.markdown import aligned
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..kernels import stored_bytes
 from ..kernels.ops.layer_operations import Linear, Norm
 from ..kernels.ops.layer_plan import ModelPlan
 from ..kernels.triton.fusion import (
@@ -30,6 +29,7 @@ from ..kernels.triton.fusion import (
     fuse,
     fusion_obstacle,
 )
+from ..kernels.weights import MODEL
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
@@ -78,7 +78,7 @@ class StepBytes(NamedTuple):
 def stored_sizes(config: ResolvedConfig, head_dim: int) -> StoredSizes:
     """Return the bytes of what a step reads, as an engine stores it."""
     return StoredSizes(
-        matrix_bytes=lambda n, k: stored_bytes(config.weights, n, k, config.dtype),
+        matrix_bytes=lambda n, k: config.weights.nbytes(n, k, config.dtype),
         element_bytes=config.dtype.itemsize,
         kv_vector_bytes=head_dim * config.kv_element_bytes + config.kv_scale_bytes,
     )
@@ -275,7 +275,7 @@ def explain_step(
 
 def _dtypes(config: ResolvedConfig) -> str:
     dtype = str(config.dtype).removeprefix("torch.")
-    weights = "" if config.weights == "model" else f", weights in {config.weights}"
+    weights = "" if config.weights == MODEL else f", weights in {config.weights}"
     cache = "" if config.storage == "model" else f", cache in {config.storage}"
     return dtype + weights + cache
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from stepgraph.runtime.execution.inputs import MaskState
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer
 from stepgraph.runtime.execution.step_key import StepKey
-from stepgraph.runtime.kernels import WeightStorage, have_compiler, load_cpu_ops, select_kernels
+from stepgraph.runtime.kernels import have_compiler, load_cpu_ops, select_kernels
 from stepgraph.runtime.kernels.cpu.sampling import fused_greedy, fused_most_likely
 from stepgraph.runtime.kernels.ops.layer_plan import Shard
-from stepgraph.runtime.kernels.ops.weight_storage import dequantise_weight, quantise_weight
+from stepgraph.runtime.kernels.weights import FP8, INT8, WeightStorage, dequantise
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.modules import ShardedVocabulary
 from stepgraph.runtime.models.plan import fused_layout
@@ -221,7 +221,7 @@ def test_native_operations_of_ranks(variant: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "storage"),
-    [("base", "int8"), ("wide", "fp8"), ("mixtral", "int8"), ("phi3", "fp8"), ("gpt_oss", "int8")],
+    [("base", INT8), ("wide", FP8), ("mixtral", INT8), ("phi3", FP8), ("gpt_oss", INT8)],
 )
 def test_quantised_weights_of_ranks(variant: str, storage: WeightStorage, tmp_path: Path) -> None:
     """Each rank quantises its part of a weight; the parts together make the weight below."""
@@ -238,7 +238,7 @@ def test_quantised_weights_of_ranks(variant: str, storage: WeightStorage, tmp_pa
             for part, layout in zip(parts, layouts, strict=True):
                 if not layout[name].is_matrix:
                     continue
-                values = dequantise_weight(*quantise_weight(part[name], storage))
+                values = dequantise(*storage.quantise(part[name]))
                 cut = layout[name].cut
                 if cut is None:
                     whole.copy_(values)

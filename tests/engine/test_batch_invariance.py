@@ -18,6 +18,7 @@ from stepgraph.runtime.kernels import (
     limit_threads,
     select_kernels,
 )
+from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
 
 from ..rigs.engine_rig import Open
 from ..rigs.invariance_rig import Forced, decode_steps, random_steps, same_bits
@@ -57,7 +58,7 @@ class Case(NamedTuple):
     variant: str
     dtype: torch.dtype
     storage: Storage = "model"
-    weights: WeightStorage = "model"
+    weights: WeightStorage = MODEL
     lengths: tuple[int, ...] = LENGTHS
 
 
@@ -96,7 +97,7 @@ def test_without_the_option_some_logits_depend_on_the_step(
     tiny: Tiny, variant: str, dtype: torch.dtype, choice: KernelChoice
 ) -> None:
     """PyTorch's products, sums and vectorised functions: docs/batch-invariance.md."""
-    kernels = select_kernels(CPU, "eager", dtype, "model", choice)
+    kernels = select_kernels(CPU, "eager", dtype, MODEL, choice)
     model = Forced(tiny(variant).directory, dtype, kernels, (90, 30, 61))
     assert count_unequal(model, (90, 30, 61), range(2)) > 0
     model.close()

@@ -12,8 +12,8 @@ from stepgraph.runtime import kernels
 from stepgraph.runtime.execution.inputs import RowState
 from stepgraph.runtime.execution.step_functions import DraftStep, batch_of_slots
 from stepgraph.runtime.execution.step_key import StepKey
-from stepgraph.runtime.kernels import WeightStorage
 from stepgraph.runtime.kernels.cpu.drafted import verify_inputs
+from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage
 from stepgraph.runtime.loading.drafter_loading import find_drafter
 from stepgraph.runtime.models.drafters.drafter import FollowedTokens
 from stepgraph.runtime.models.drafters.feature_head import Eagle3
@@ -78,11 +78,11 @@ def step_of(rig: DrafterRig, seed: int) -> tuple[RowState, FollowedTokens, torch
 @pytest.mark.parametrize(
     ("variant", "dtype", "weights"),
     [
-        *((variant, torch.float32, "model") for variant in (*VARIANTS, "two layers")),
-        ("published", torch.bfloat16, "model"),
-        ("published", torch.bfloat16, "int8"),
-        ("shared modules", torch.bfloat16, "int8"),
-        ("other hidden size", torch.float32, "int8"),
+        *((variant, torch.float32, MODEL) for variant in (*VARIANTS, "two layers")),
+        ("published", torch.bfloat16, MODEL),
+        ("published", torch.bfloat16, INT8),
+        ("shared modules", torch.bfloat16, INT8),
+        ("other hidden size", torch.float32, INT8),
     ],
 )
 def test_drafts_are_those_of_the_modules(

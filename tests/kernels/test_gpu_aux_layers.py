@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import kernels_for
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
+from stepgraph.runtime.kernels.weights import MODEL
 from stepgraph.runtime.models.decoder import Decoder
 
 from ..rigs.stack_rig import CPU, Rig
@@ -30,7 +31,7 @@ def test_aux_layers(tiny: Tiny, variant: str, rows: str) -> None:
     rig = Rig.of(tiny(variant), torch.float32)
     plain = rig.decoder
     plain.stack = None
-    kernels = kernels_for(gpu_kernels("model"), plain.plan)
+    kernels = kernels_for(gpu_kernels(MODEL), plain.plan)
     decoder = Decoder(rig.config, kernels, torch.float32, CPU, rig.groups)
     load_weights(decoder, tiny(variant).directory)
     assert decoder.stack is not None

@@ -15,7 +15,8 @@ import torch
 from stepgraph.cache.arena import Storage
 from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.engine.self_test import check_kernels
-from stepgraph.runtime.kernels import LayerPlace, Routing, WeightStorage, quantise_weight
+from stepgraph.runtime.kernels import LayerPlace, Routing
+from stepgraph.runtime.kernels.weights import FP8, INT8, MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.resolved_config import ResolvedConfig, check_batch_invariant
@@ -62,15 +63,15 @@ TOLERANCE = {F32: 1e-5, F16: 4e-3, BF16: 3e-2}
 
 @pytest.mark.parametrize("processors", [1, 132])
 @pytest.mark.parametrize(
-    ("dtype", "weights"), [(BF16, "model"), (F32, "model"), (BF16, "int8"), (F16, "fp8")]
+    ("dtype", "weights"), [(BF16, MODEL), (F32, MODEL), (BF16, INT8), (F16, FP8)]
 )
 def test_rows_of_a_product_do_not_depend_on_the_others(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weights: WeightStorage, processors: int
 ) -> None:
     monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", processors)
     weight, scales = (torch.randn(150, 200) / 14).to(dtype), None
-    if weights != "model":
-        weight, scales = quantise_weight(weight, weights)
+    if weights != MODEL:
+        weight, scales = weights.quantise(weight)
         scales = scales.to(DEVICE)
     bias = torch.randn(150, device=DEVICE).to(dtype)
     linear = GpuLinear(weight.to(DEVICE), scales, bias)
@@ -163,7 +164,7 @@ def open_model(
     variant: str,
     dtype: torch.dtype,
     storage: Storage = "model",
-    weights: WeightStorage = "model",
+    weights: WeightStorage = MODEL,
     lengths: Sequence[int] = LENGTHS,
 ) -> Forced:
     kernels = gpu_kernels(weights, batch_invariant=True)
@@ -197,7 +198,7 @@ def test_all_families_have_the_same_logits_in_any_step(tiny: Tiny, variant: str)
     rng = random.Random(variant)
     dtype = rng.choice((BF16, F32))
     storage: Storage = rng.choice(("model", "int8", "fp8"))
-    model = open_model(tiny, variant, dtype, storage, rng.choice(("model", "int8")), (14, 5, 9))
+    model = open_model(tiny, variant, dtype, storage, rng.choice((MODEL, INT8)), (14, 5, 9))
     batches = (random_steps((14, 5, 9), seed) for seed in range(2))
     assert_independent(model, (14, 5, 9), *batches)
     model.close()
@@ -272,7 +273,7 @@ def test_operations_pass_the_self_test() -> None:
     }
     model = ModelConfig(**TINY)
     config = ResolvedConfig.resolve(EngineConfig(**settings), model)
-    kernels = gpu_kernels("model", batch_invariant=True)
+    kernels = gpu_kernels(MODEL, batch_invariant=True)
     assert kernels.make_decode_step is None
     assert check_kernels(kernels, model, config, required=True, seed=3) is kernels
 
@@ -295,4 +296,4 @@ def test_what_cannot_be_invariant_on_cuda_is_refused(
     config = EngineConfig(device="cuda", batch_invariant=True, **settings)
     model = read_config(tiny(variant).directory)
     with pytest.raises(ConfigError, check=lambda error: error.field == "batch_invariant"):
-        check_batch_invariant(config, torch.device("cuda", 0), BF16, "model", model)
+        check_batch_invariant(config, torch.device("cuda", 0), BF16, MODEL, model)

@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.ops.batch import NON_FINITE, Feedback
-from stepgraph.runtime.kernels.ops.weight_storage import quantise_weight
 from stepgraph.runtime.kernels.triton.begin import Embedding, Rotations, begin_decode
 from stepgraph.runtime.kernels.triton.greedy import pick_greedy
+from stepgraph.runtime.kernels.weights import INT8
 
 from ..rigs.gpu_references import DEVICE, reference_begin_decode, reference_pick_greedy
 
@@ -42,7 +42,7 @@ def test_a_step_begins_as_in_torch(
     weight = torch.randn(vocab, hidden, device=DEVICE)
     scales, dtype = None, torch.bfloat16
     if storage == "int8":
-        weight, scales = quantise_weight(weight)
+        weight, scales = INT8.quantise(weight)
     elif storage == "fp8":
         weight, scales = weight.to(torch.float8_e4m3fn), torch.rand(vocab, device=DEVICE)
     elif storage == "fp8 blocks":

@@ -30,6 +30,7 @@ from stepgraph.runtime.kernels.triton.fusion import (
     fuse,
     fusion_obstacle,
 )
+from stepgraph.runtime.kernels.weights import STORAGES
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.families import FAMILIES
 from stepgraph.runtime.models.plan import model_plan
@@ -162,7 +163,7 @@ def test_only_latent_attention_has_no_layers_of_kernels() -> None:
         if plan.rope_by_length:
             why = "its rotations do not depend on the length of a sequence"
             expected.add(("fused decode step", f"{why}; the layers run one by one"))
-        for storage in ("model", "int8", "fp8"):
+        for storage in STORAGES.values():
             assert set(native_gaps("cuda", torch.bfloat16, storage, plan)) == expected, name
 
 

@@ -18,6 +18,7 @@ from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.fusion import Mixture, ResidualLinear, fuse, fusion_obstacle
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
+from stepgraph.runtime.kernels.weights import MODEL
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.sharding import shard_plan
 
@@ -53,7 +54,7 @@ def rank_results(variant: str, directory: Path) -> list[Any]:
     def body(rank: int) -> Any:
         dist.init_process_group("gloo", f"file://{store}", world_size=2, rank=rank)
         collectives = ProcessGroupCollectives(dist.group.WORLD)
-        kernels = dataclasses.replace(gpu_kernels("model"), attention=triton_paged_attention)
+        kernels = dataclasses.replace(gpu_kernels(MODEL), attention=triton_paged_attention)
         steps = rank_steps(config, directory, collectives, kernels)
         assert steps.decoder.stack is not None
         with torch.no_grad():

@@ -20,6 +20,7 @@ from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels.cpu import build as cpu
 from stepgraph.runtime.kernels.cpu.features import cpu_features, features_of_macros, parse_cpuinfo
 from stepgraph.runtime.kernels.triton.paged_attention import paged_attention_on_gpu
+from stepgraph.runtime.kernels.weights import FP8, INT8, MODEL
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import preset
 from stepgraph.runtime.tools import build_kernels
@@ -89,12 +90,12 @@ def test_cpu_compile_gets_the_fast_kernels() -> None:
 @pytest.mark.parametrize(
     ("device", "dtype", "weights", "latent", "reason"),
     [
-        ("cpu", torch.bfloat16, "int8", False, None),
-        ("cuda", torch.float16, "fp8", False, None),
-        ("cpu", torch.float32, "model", True, "latent attention"),
-        ("cuda", torch.bfloat16, "model", True, "latent attention"),
-        ("cpu", torch.float16, "model", False, "no linear layer in float16"),
-        ("cpu", torch.bfloat16, "fp8", False, "no linear layer over fp8 weights"),
+        ("cpu", torch.bfloat16, INT8, False, None),
+        ("cuda", torch.float16, FP8, False, None),
+        ("cpu", torch.float32, MODEL, True, "latent attention"),
+        ("cuda", torch.bfloat16, MODEL, True, "latent attention"),
+        ("cpu", torch.float16, MODEL, False, "no linear layer in float16"),
+        ("cpu", torch.bfloat16, FP8, False, "no linear layer over fp8 weights"),
     ],
 )
 def test_what_native_kernels_do_not_support(
@@ -107,7 +108,7 @@ def test_what_native_kernels_do_not_support(
 
 def test_cuda_gets_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def select(choice: kernels.KernelChoice, mode: kernels.Mode = "graph") -> kernels.Kernels:
-        return kernels.select_kernels("cuda", mode, torch.bfloat16, "model", choice)
+        return kernels.select_kernels("cuda", mode, torch.bfloat16, MODEL, choice)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")

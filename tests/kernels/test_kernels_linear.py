@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from stepgraph.runtime import kernels
+from stepgraph.runtime.kernels.weights import INT8
 from torch import Tensor
 
 from ..rigs.thread_rig import kernel_threads
@@ -39,7 +40,7 @@ def make(t: int, n: int, k: int, dtype: torch.dtype, storage: str = "model") -> 
     rng = torch.Generator().manual_seed(t)
     x, weight, bias = (torch.randn(*shape, generator=rng) for shape in ((t, k), (n, k), (n,)))
     if storage == "int8":
-        data, scales = kernels.quantise_weight(weight)
+        data, scales = INT8.quantise(weight)
         exact = data.double() * scales.double()[:, None]
     else:
         data, scales = weight.to(dtype), None

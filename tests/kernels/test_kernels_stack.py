@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from stepgraph.cache.arena import Storage
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels import RaggedBatch, WeightStorage, select_kernels
+from stepgraph.runtime.kernels import RaggedBatch, select_kernels
 from stepgraph.runtime.kernels.ops.layer_operations import Attend
 from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan, ModelPlan
 from stepgraph.runtime.kernels.ops.stack import stack_obstacle
+from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
@@ -40,7 +41,7 @@ M_PERTURB = -6
 """`mallopt`'s option to fill freed memory, in malloc.h."""
 
 FORMS: list[tuple[torch.dtype, WeightStorage]] = list(
-    itertools.product((torch.float32, torch.bfloat16), ("model", "int8"))
+    itertools.product((torch.float32, torch.bfloat16), (MODEL, INT8))
 )
 
 
@@ -63,11 +64,11 @@ def test_random_plans_agree_with_the_modules(
 @pytest.mark.parametrize(
     ("variant", "dtype", "weights", "storage"),
     [
-        ("base", torch.bfloat16, "model", "model"),
-        ("qwen3_yarn", torch.float32, "model", "model"),
-        ("gemma3", torch.float32, "int8", "model"),
-        ("odd", torch.float32, "model", "int8"),
-        ("gemma3", torch.float32, "model", "fp8"),
+        ("base", torch.bfloat16, MODEL, "model"),
+        ("qwen3_yarn", torch.float32, MODEL, "model"),
+        ("gemma3", torch.float32, INT8, "model"),
+        ("odd", torch.float32, MODEL, "int8"),
+        ("gemma3", torch.float32, MODEL, "fp8"),
     ],
 )
 def test_checkpoints_agree_with_the_modules(
@@ -83,10 +84,10 @@ def test_checkpoints_agree_with_the_modules(
 @pytest.mark.parametrize(
     ("weights", "name", "change"),
     [
-        ("int8", "scales", lambda s: None),
-        ("int8", "scales", lambda s: s[1:]),
-        ("int8", "scales", lambda s: s.bfloat16()),
-        ("model", "weight", lambda w: w.new_zeros(3, 4, 32, 2)),
+        (INT8, "scales", lambda s: None),
+        (INT8, "scales", lambda s: s[1:]),
+        (INT8, "scales", lambda s: s.bfloat16()),
+        (MODEL, "weight", lambda w: w.new_zeros(3, 4, 32, 2)),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(

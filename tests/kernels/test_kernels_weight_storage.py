@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels.ops import weight_storage
+from stepgraph.runtime.kernels.weights import FP8, INT8, WeightStorage, dequantise, stored
 from torch import Tensor
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -27,18 +27,18 @@ def weights(draw: st.DrawFn) -> Tensor:
 
 @pytest.mark.parametrize(
     ("storage", "dtype", "largest", "block"),
-    [("int8", torch.int8, 127, 1000), ("fp8", torch.float8_e4m3fn, 448, 128)],
+    [(INT8, torch.int8, 127, 1000), (FP8, torch.float8_e4m3fn, 448, 128)],
 )
 @settings(max_examples=50)
 @given(weights())
 def test_a_number_is_off_by_half_its_last_bit(
-    storage: kernels.WeightStorage, dtype: torch.dtype, largest: int, block: int, weight: Tensor
+    storage: WeightStorage, dtype: torch.dtype, largest: int, block: int, weight: Tensor
 ) -> None:
-    data, scales = kernels.quantise_weight(weight, storage)
+    data, scales = storage.quantise(weight)
     assert (data.dtype, scales.dtype) == (dtype, torch.float32)
     n, k = weight.shape
-    assert scales.shape == ((n,) if storage == "int8" else (n, -(-k // block)))
-    back = kernels.dequantise_weight(data, scales)
+    assert scales.shape == ((n,) if storage == INT8 else (n, -(-k // block)))
+    back = dequantise(data, scales)
     assert (back[weight == 0] == 0).all()
     for scale, exact, numbers, read in zip(
         scales.view(n, -1).T,
@@ -49,78 +49,78 @@ def test_a_number_is_off_by_half_its_last_bit(
         assert torch.equal(scale, amax / largest)
         # The largest number of a block is the same whatever the block.
         assert torch.equal(numbers.abs().amax(1), torch.where(amax == 0, 0.0, largest))
-        bound = scale.double()[:, None] / (2 if storage == "int8" else 1024)
-        if storage == "fp8":
+        bound = scale.double()[:, None] / (2 if storage == INT8 else 1024)
+        if storage == FP8:
             bound = torch.maximum(exact.abs() / 16, bound)
         assert ((read - exact).abs() <= bound * (1 + 2e-5)).all()
-    again, same = kernels.quantise_weight(back, storage)
+    again, same = storage.quantise(back)
     assert torch.equal(again.float(), data.float())
     torch.testing.assert_close(same, scales, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("storage", [INT8, FP8])
 @settings(max_examples=30)
 @given(weights(), st.integers(-8, 8), st.integers(1, 100))
 def test_rows_are_quantised_one_by_one(
-    storage: kernels.WeightStorage, weight: Tensor, power: int, at_a_time: int
+    storage: WeightStorage, weight: Tensor, power: int, at_a_time: int
 ) -> None:
     before = weight.clone()
-    data, scales = kernels.quantise_weight(weight, storage)
+    data, scales = storage.quantise(weight)
     assert torch.equal(weight, before)
-    other, larger = kernels.quantise_weight(-weight.float() * 2.0**power, storage)
+    other, larger = storage.quantise(-weight.float() * 2.0**power)
     assert torch.equal(other.float(), -data.float())
     assert torch.equal(larger, scales * 2.0**power)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_storage, "_NUMBERS_AT_A_TIME", at_a_time)
-        parts = kernels.quantise_weight(weight, storage)
+        patch.setattr(stored, "_NUMBERS_AT_A_TIME", at_a_time)
+        parts = storage.quantise(weight)
     assert torch.equal(parts[0].float(), data.float())
     assert torch.equal(parts[1], scales)
     row = torch.tensor([len(weight) - 1])
     assert torch.equal(
-        kernels.dequantise_weight(data[row], scales[row]),
-        kernels.dequantise_weight(data, scales)[row],
+        dequantise(data[row], scales[row]),
+        dequantise(data, scales)[row],
     )
 
 
 @pytest.mark.parametrize(
     ("storage", "weight", "expected"),
     [
-        ("int8", [127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 3.4], [127, 0, 2, 2, 0, -2, 3]),
-        ("fp8", [448.0, 17.0, 19.0, 2**-10, 3 * 2**-10, -432.0], [448, 16, 20, 0, 2**-8, -448]),
-        ("int8", [1e-45, -1e-45], [0, 0]),  # smaller than a scale can be
-        ("int8", [1e-37, -1e-37], [127, -127]),
-        ("fp8", [1e-45, -1e-45], [0, 0]),
-        ("fp8", [9e-43, -9e-43], [448, -448]),
+        (INT8, [127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 3.4], [127, 0, 2, 2, 0, -2, 3]),
+        (FP8, [448.0, 17.0, 19.0, 2**-10, 3 * 2**-10, -432.0], [448, 16, 20, 0, 2**-8, -448]),
+        (INT8, [1e-45, -1e-45], [0, 0]),  # smaller than a scale can be
+        (INT8, [1e-37, -1e-37], [127, -127]),
+        (FP8, [1e-45, -1e-45], [0, 0]),
+        (FP8, [9e-43, -9e-43], [448, -448]),
     ],
 )
 def test_halves_are_rounded_to_even(
-    storage: kernels.WeightStorage, weight: list[float], expected: list[float]
+    storage: WeightStorage, weight: list[float], expected: list[float]
 ) -> None:
-    data, _ = kernels.quantise_weight(torch.tensor([weight]), storage)
+    data, _ = storage.quantise(torch.tensor([weight]))
     assert data.tolist() == [expected]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("storage", [INT8, FP8])
 def test_what_is_no_number_is_refused(
-    value: float, dtype: torch.dtype, storage: kernels.WeightStorage
+    value: float, dtype: torch.dtype, storage: WeightStorage
 ) -> None:
     weight = torch.randn(9, 150).to(dtype)
     weight[6, 140] = weight[8, 0] = value
     with pytest.raises(ValueError, match=r"^row 6 holds NaN or infinity$"):
-        kernels.quantise_weight(weight, storage)
+        storage.quantise(weight)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("k", [65, 128, 300])
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("storage", [INT8, FP8])
 def test_reference_is_the_layer_over_the_dequantised_weight(
-    dtype: torch.dtype, k: int, storage: kernels.WeightStorage
+    dtype: torch.dtype, k: int, storage: WeightStorage
 ) -> None:
     x, weight, bias = torch.randn(5, k).to(dtype), torch.randn(33, k), torch.randn(33).to(dtype)
-    data, scales = kernels.quantise_weight(weight, storage)
-    each = scales[:, None] if storage == "int8" else scales.repeat_interleave(128, 1)[:, :k]
+    data, scales = storage.quantise(weight)
+    each = scales[:, None] if storage == INT8 else scales.repeat_interleave(128, 1)[:, :k]
     exact = data.double() * each.double()
     for added in (None, bias):
         out = kernels.reference_linear(x, data, added, 33, scales)

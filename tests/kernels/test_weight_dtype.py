@@ -10,11 +10,9 @@ import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.kernels import (
-    WeightStorage,
-    dequantise_weight,
     have_compiler,
-    quantise_weight,
 )
+from stepgraph.runtime.kernels.weights import STORAGES, dequantise
 
 from ..rigs.engine_rig import Open
 from ..rigs.tiny_models import Tiny, TinyModel, changed_checkpoint
@@ -23,14 +21,14 @@ VARIANTS = ["base", "odd", "qwen3", "mistral", "gemma2", "gemma3", "deepseek_v2"
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
-def as_stored(model: TinyModel, storage: WeightStorage) -> torch.nn.Module:
+def as_stored(model: TinyModel, storage: str) -> torch.nn.Module:
     """The transformers model, with the numbers that its weights are stored as in their place."""
     exact = model.reload(torch.float32)
     with torch.no_grad():
         for name, weight in exact.named_parameters():
             # What latent attention projects from the latent stays as it is.
             if weight.dim() == 2 and "kv_b_proj" not in name:
-                weight.copy_(dequantise_weight(*quantise_weight(weight, storage)))
+                weight.copy_(dequantise(*STORAGES[storage].quantise(weight)))
     return exact
 
 
@@ -43,7 +41,7 @@ def as_stored(model: TinyModel, storage: WeightStorage) -> torch.nn.Module:
     ],
 )
 def test_logits_are_those_of_the_dequantised_model(
-    open_engine: Open, tiny: Tiny, variant: str, storage: WeightStorage
+    open_engine: Open, tiny: Tiny, variant: str, storage: str
 ) -> None:
     engine = open_engine(variant, weight_dtype=storage, prefill_chunk=32, block_size=4)
     (token_ids,) = tiny(variant).prompts(90, seed=5)
@@ -66,7 +64,7 @@ def test_logits_are_those_of_the_dequantised_model(
     ],
 )
 def test_compiled_tokens_are_the_eager_ones(
-    open_engine: Open, tiny: Tiny, variant: str, storage: WeightStorage
+    open_engine: Open, tiny: Tiny, variant: str, storage: str
 ) -> None:
     prompts = tiny(variant).prompts(3, 17, 1, 50, 9)
     engines = [
@@ -83,7 +81,7 @@ def test_compiled_tokens_are_the_eager_ones(
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
 def test_a_weight_that_is_no_number_is_refused(
-    tiny: Tiny, tmp_path: Path, storage: WeightStorage
+    tiny: Tiny, tmp_path: Path, storage: str
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     changed_checkpoint(tiny("base").directory, tmp_path, lambda t: t[name][3, 5].fill_(torch.nan))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.errors import CheckpointError
-from stepgraph.runtime.loading.checkpoint import decode_mxfp4
+from stepgraph.runtime.kernels.weights import MXFP4
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -21,7 +21,7 @@ from ..rigs.tiny_models import TinyModel
 def test_every_byte_with_every_scale() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(1, 256, 16)
-    decoded = decode_mxfp4(blocks, scales)
+    decoded = MXFP4.decode(blocks, scales)
     assert decoded.dtype == torch.bfloat16
     assert decoded.shape == (1, 256, 512)
     theirs = convert_moe_packed_tensors(blocks.contiguous(), scales.contiguous())

@@ -22,13 +22,13 @@ from stepgraph.runtime.execution.step_key import most_table_updates
 from stepgraph.runtime.kernels import (
     Experts,
     Kernels,
-    WeightStorage,
     pack_linear,
     reference_experts,
     reference_linear,
     reference_paged_attention,
     select_kernels,
 )
+from stepgraph.runtime.kernels.weights import FP8, MODEL, STORAGES, WeightStorage
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.memory.footprint import model_footprint, weight_bytes
 from stepgraph.runtime.memory.measurement import Phase
@@ -46,7 +46,7 @@ from .test_sharding_plans import splits
 CPU = torch.device("cpu")
 
 
-def kernels_that(pack: bool, weights: WeightStorage = "model") -> Kernels:
+def kernels_that(pack: bool, weights: WeightStorage = MODEL) -> Kernels:
     return Kernels(
         name="test",
         attention=reference_paged_attention,
@@ -64,14 +64,14 @@ def kernels_that(pack: bool, weights: WeightStorage = "model") -> Kernels:
     splits(),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(),
-    st.sampled_from(["model", "int8", "fp8"]),
+    st.sampled_from(sorted(STORAGES.values(), key=str)),
 )
 def test_weights_before_and_after_loading(
     split: tuple[ModelConfig, int], dtype: torch.dtype, pack: bool, weights: WeightStorage
 ) -> None:
     """Packed and not, of one rank or several; each expert is padded to whole blocks."""
     config, ranks = split
-    kernels = kernels_that(pack and weights != "fp8", weights)  # fp8 has no packed form
+    kernels = kernels_that(pack and weights != FP8, weights)  # fp8 has no packed form
     if ranks not in allowed_ranks(model_plan(config)):
         ranks = 1
     for rank in range(ranks):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import PackedMemory, select_kernels
+from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -43,11 +44,9 @@ def test_parts_are_copies_on_cache_lines_of_their_own(
     assert len({part.untyped_storage().data_ptr() for part in placed if part.nbytes}) <= 1
 
 
-@pytest.mark.parametrize("weights", ["model", "int8"])
+@pytest.mark.parametrize("weights", [MODEL, INT8])
 @pytest.mark.parametrize("variant", ["base", "odd"])
-def test_a_decoder_keeps_its_packed_weights_together(
-    weights: kernels.WeightStorage, variant: str
-) -> None:
+def test_a_decoder_keeps_its_packed_weights_together(weights: WeightStorage, variant: str) -> None:
     config = tiny_config(variant, 1)
     chosen = select_kernels("cpu", "compile", torch.bfloat16, weights)
     groups = group_layers(attention_specs(config, 2))

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
 from stepgraph.cache.spec import LayerGroup, group_layers
-from stepgraph.runtime.kernels import Kernels, RaggedBatch, WeightStorage, select_kernels
+from stepgraph.runtime.kernels import Kernels, RaggedBatch, select_kernels
+from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_loading import load_drafter
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
@@ -40,7 +41,7 @@ their probabilities, and how much less likely the second best token is (its logi
 
 
 def load_target(
-    directory: Path, dtype: torch.dtype, mode: str = "compile", weights: WeightStorage = "model"
+    directory: Path, dtype: torch.dtype, mode: str = "compile", weights: WeightStorage = MODEL
 ) -> tuple[Decoder, Kernels]:
     """A target with the weights of a checkpoint, and its kernels."""
     config = read_config(directory)

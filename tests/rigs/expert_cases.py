@@ -11,12 +11,11 @@ from stepgraph.runtime.kernels import (
     Experts,
     ExpertTensors,
     Routing,
-    dequantise_weight,
     pack_linear,
-    quantise_weight,
 )
 from stepgraph.runtime.kernels.ops.layer_operations import Activate
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
+from stepgraph.runtime.kernels.weights import STORAGES, dequantise
 from torch import Tensor
 
 
@@ -96,11 +95,13 @@ def make_mixture(
     if storage != "model":
         stored = {}
         for name in ("gate_up", "down"):
-            stored[name], stored[f"{name}_scales"] = quantise_weight(getattr(exact, name), storage)
+            stored[name], stored[f"{name}_scales"] = STORAGES[storage].quantise(
+                getattr(exact, name)
+            )
         tensors = exact._replace(**stored)
         exact = exact._replace(
-            gate_up=dequantise_weight(stored["gate_up"], stored["gate_up_scales"]),
-            down=dequantise_weight(stored["down"], stored["down_scales"]),
+            gate_up=dequantise(stored["gate_up"], stored["gate_up_scales"]),
+            down=dequantise(stored["down"], stored["down_scales"]),
         )
     doubles = ExpertTensors(*(None if t is None else t.double() for t in exact))
     return Mixture(op, tensors, doubles)

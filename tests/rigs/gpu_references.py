@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from stepgraph.runtime.kernels.ops.batch import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.ops.kv_storage import write_blocks
-from stepgraph.runtime.kernels.ops.weight_storage import dequantise_weight
 from stepgraph.runtime.kernels.triton.begin import Beginning, Embedding, Rotations
 from stepgraph.runtime.kernels.triton.linear import GpuLinear, GpuNorm
+from stepgraph.runtime.kernels.weights import dequantise
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,7 +75,7 @@ def reference_begin_decode(
         ids_T = ids_T.clamp(0, len(embedding.held) - 1)
     x_TD = embedding.weight[ids_T]
     if embedding.scales is not None:
-        x_TD = dequantise_weight(x_TD, embedding.scales[ids_T]).to(embedding.dtype)
+        x_TD = dequantise(x_TD, embedding.scales[ids_T]).to(embedding.dtype)
     if own_T is not None:
         x_TD = x_TD.masked_fill(~own_T[:, None], 0.0)
     angles_KTE = positions_T[:, None].float() * rotations.frequencies[:, None]

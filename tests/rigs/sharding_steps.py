@@ -14,8 +14,9 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime.execution.inputs import DraftInputs, RowState, StepInputs
 from stepgraph.runtime.execution.step_functions import StepFunctions
 from stepgraph.runtime.execution.step_key import StepKey, StepOutput
-from stepgraph.runtime.kernels import Kernels, WeightStorage, select_kernels
+from stepgraph.runtime.kernels import Kernels, select_kernels
 from stepgraph.runtime.kernels.ops.collectives import Collectives
+from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import CheckpointReader
 from stepgraph.runtime.loading.loader import iter_weights
 from stepgraph.runtime.models.config import ModelConfig
@@ -173,5 +174,5 @@ def rank_steps(
     return RankSteps(own, weights, kernels, **options)
 
 
-def plain_kernels(weights: WeightStorage = "model") -> Kernels:
+def plain_kernels(weights: WeightStorage = MODEL) -> Kernels:
     return select_kernels(CPU, "eager", torch.float32, weights)

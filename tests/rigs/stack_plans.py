@@ -16,7 +16,6 @@ from stepgraph.runtime.kernels import (
     RaggedBatch,
     Routing,
     Stack,
-    WeightStorage,
     select_kernels,
 )
 from stepgraph.runtime.kernels.cpu.sampling import reference_rotations
@@ -33,6 +32,7 @@ from stepgraph.runtime.kernels.ops.layer_operations import (
 )
 from stepgraph.runtime.kernels.ops.layer_plan import BoundModel, LayerPlan, ModelPlan
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
+from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
 from stepgraph.runtime.models.decoder import Layer
 from stepgraph.runtime.models.modules import Projection, RMSNorm
 from stepgraph.runtime.models.operations import LayerStep
@@ -262,7 +262,7 @@ class PlanRig(Rig):
         self,
         plan: ModelPlan,
         dtype: torch.dtype,
-        weights: WeightStorage = "model",
+        weights: WeightStorage = MODEL,
         storage: Storage = "model",
         seed: int = 0,
     ) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
 from stepgraph.cache.spec import LayerGroup, group_layers
-from stepgraph.runtime.kernels import RaggedBatch, WeightStorage, select_kernels
+from stepgraph.runtime.kernels import RaggedBatch, select_kernels
+from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
@@ -30,7 +31,7 @@ class Rig:
         dtype: torch.dtype,
         storage: Storage = "model",
         seed: int = 0,
-        weights: WeightStorage = "model",
+        weights: WeightStorage = MODEL,
     ) -> None:
         torch.manual_seed(seed)
         self.config, self.dtype, self.storage = config, dtype, storage
@@ -66,7 +67,7 @@ class Rig:
         model: TinyModel,
         dtype: torch.dtype,
         storage: Storage = "model",
-        weights: WeightStorage = "model",
+        weights: WeightStorage = MODEL,
     ) -> Rig:
         rig = cls(read_config(model.directory), dtype, storage, weights=weights)
         load_weights(rig.decoder, model.directory)

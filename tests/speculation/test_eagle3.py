@@ -9,7 +9,7 @@ import pytest
 import torch
 from stepgraph.cache.arena import Storage
 from stepgraph.runtime.errors import CheckpointError, ConfigError
-from stepgraph.runtime.kernels import WeightStorage
+from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.drafter_loading import find_drafter
 from torch import Tensor
@@ -158,7 +158,7 @@ def test_one_row_and_many(base: TinyModel, rows: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("storage", "weights", "tolerance"),
-    [("model", "model", 0.1), ("int8", "model", 0.15), ("model", "int8", 0.2)],
+    [("model", MODEL, 0.1), ("int8", MODEL, 0.15), ("model", INT8, 0.2)],
 )
 def test_head_in_bfloat16(
     base: TinyModel, storage: Storage, weights: WeightStorage, tolerance: float, tmp_path: Path

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..weights import dequantise
 from .activation import gated_activation
 from .expert_operations import Experts
 from .linear import reference_linear
-from .weight_storage import dequantise_weight
 
 __all__ = [
     "ExpertTensors",
@@ -54,7 +54,7 @@ class ExpertTensors(NamedTuple):
     gate_up: Tensor
     """`[E * 2F, D]`, or each gate and each up packed: `[E * 2 * ceil(F / 32), steps, 32, w]`."""
     gate_up_scales: Tensor | None
-    """As `quantise_weight` returns them, of all rows."""
+    """As `WeightStorage.quantise` returns them, of all rows."""
     gate_up_bias: Tensor | None
     """`[E * 2F]`."""
     down: Tensor
@@ -294,7 +294,7 @@ def _blocks(op: Experts, x_BMD: Tensor, of_expert: ExpertTensors, expert_B: Tens
             weight_BNK = weight_BNK.float()
         else:
             data_NK, scales = weight_BNK.flatten(0, 1), scales[expert_B].flatten(0, 1)
-            weight_BNK = dequantise_weight(data_NK, scales).view(weight_BNK.shape)
+            weight_BNK = dequantise(data_NK, scales).view(weight_BNK.shape)
         out = x.float() @ weight_BNK.transpose(1, 2)
         return out if bias is None else out + bias[expert_B][:, None].float()
 

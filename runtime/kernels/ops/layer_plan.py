@@ -117,7 +117,7 @@ class ModelPlan:
 class LinearTensors(NamedTuple):
     """A linear layer as stored: weight, scales and bias.
 
-    The weight is packed if the kernels pack weights; scales come from `quantise_weight`.
+    The weight is packed if the kernels pack weights; scales come from `WeightStorage.quantise`.
     """
 
     weight: Tensor

@@ -5,7 +5,7 @@ Shapes: T tokens, K input features, N output features.
 A packed weight is a dense tensor `[ceil(N / 32), steps, 32, w]`: blocks of 32 output features,
 which are read sequentially. A step contains w consecutive input features of each output feature of
 the block: w = 2 in bfloat16 (steps = ceil(K / 2)), w = 1 in float32 (steps = K), w = 2 bytes for
-int8 weights (`weight_storage.py`), in models of any dtype. Incomplete steps and blocks are padded
+int8 weights (`weights/stored.py`), in models of any dtype. Incomplete steps and blocks are padded
 with zeros. The packed weight replaces the original: for a tied embedding `packed_embedding` reads
 it.
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .weight_storage import dequantise_weight
+from ..weights import dequantise
 
 BLOCK = 32
 _PER_STEP = {torch.bfloat16: 2, torch.float32: 1, torch.int8: 2}
@@ -123,8 +123,8 @@ def reference_linear(
 ) -> Tensor:
     """`F.linear` with the signature of `packed_linear`, for an unpacked weight.
 
-    An 8-bit weight (`quantise_weight`) is converted to float32 as a whole, which is correct on
-    every device but slow. Scales of whole rows, `[N]`, are applied to the sums.
+    An 8-bit weight (`WeightStorage.quantise`) is converted to float32 as a whole, which is correct
+    on every device but slow. Scales of whole rows, `[N]`, are applied to the sums.
     """
     assert weight_NK.shape[0] == out_features
     if scales is None:
@@ -132,7 +132,7 @@ def reference_linear(
     if scales.dim() == 1:
         out_TN = F.linear(x_TK.float(), weight_NK.float()) * scales
     else:
-        out_TN = F.linear(x_TK.float(), dequantise_weight(weight_NK, scales))
+        out_TN = F.linear(x_TK.float(), dequantise(weight_NK, scales))
     if bias_N is not None:
         out_TN = out_TN + bias_N.float()
     return out_TN.to(x_TK.dtype)

@@ -17,7 +17,7 @@ from ..ops.experts_operator import opaque_experts
 from ..ops.layer_plan import BoundModel
 from ..ops.linear import reference_linear
 from ..ops.stack import DecodeStep, Stack
-from ..ops.weight_storage import WeightStorage
+from ..weights import WeightStorage
 from .fusion import fusion_obstacle
 
 if TYPE_CHECKING:

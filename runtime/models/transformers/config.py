@@ -16,7 +16,7 @@ from ...errors import CheckpointError, ConfigError
 from ...kernels.ops.layer_operations import Attend, Linear, Norm, Opaque
 from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
 from ...kernels.ops.parameter import Parameter, Source
-from ..config import DTYPES, DecoderConfig, refuse_quantised, token_ids
+from ..config import DTYPES, DecoderConfig, check_quantisation, token_ids
 from ..families import read_optional
 from .attention import IMPLEMENTATION, register
 from .library import convertible_parameters, import_transformers, quiet, reason_of
@@ -372,7 +372,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
             else ""
         )
         raise CheckpointError(f"transformers has no model_type {bounded_repr(model_type, 60)}{why}")
-    refuse_quantised(config)
+    check_quantisation(config, ())
     if config.get("is_encoder_decoder"):
         raise CheckpointError(
             f"model_type {bounded_repr(model_type, 60)} is an encoder-decoder"

@@ -1,0 +1,64 @@
+"""AWQ: 4-bit integers with a scale and a zero point for each group of inputs (Lin et al. 2023,
+arXiv 2306.00978), in the layout that AutoAWQ calls `gemm`.
+
+A weight `[N, K]` is stored transposed: `NAME.qweight` (int32 `[K, N / 8]`) and `NAME.qzeros` (int32
+`[G, N / 8]`) hold 8 numbers of consecutive outputs in a word, of which the lowest 4 bits are output
+0, the next ones 2, 4, 6, 1, 3, 5 and 7. `NAME.scales` is `[G, N]`. Input k belongs to group
+k // (K / G), and w[n, k] = (q[k, n] - zero[g, n]) * scale[g, n].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...bounded_repr import bounded_repr
+from ..ops.parameter import Shape
+from .checkpoint_format import CheckpointFormat
+
+__all__ = ["AWQ"]
+
+_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+"""Lowest bit of each of the 8 outputs of a word."""
+
+
+class _AWQ(CheckpointFormat):
+    name = "awq"
+    suffixes = (".qweight", ".qzeros", ".scales")
+    weight_suffix = ".weight"
+
+    def obstacle(self, options: Mapping[str, Any]) -> str | None:
+        for key, default, only in (("bits", 4, 4), ("version", "gemm", "gemm")):
+            if (value := options.get(key, default)) != only:
+                return f"{key} = {bounded_repr(value, 60)}, and only {only!r} is supported"
+        return None
+
+    def shape(self, headers: Mapping[str, tuple[str, Shape]]) -> Shape | None:
+        (words, numbers), (zero_words, zeros), (_, scales) = (headers[s] for s in self.suffixes)
+        if (words, zero_words) != ("I32", "I32") or not len(numbers) == len(scales) == 2:
+            return None
+        (k, packed), (groups, n) = numbers, scales
+        if packed * 8 != n or zeros != (groups, packed) or not groups or k % groups:
+            return None
+        return n, k
+
+    def grouped(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        numbers_KN, zeros_GN = _unpacked(stored[".qweight"]), _unpacked(stored[".qzeros"])
+        groups = len(zeros_GN)
+        return numbers_KN.T.unflatten(1, (groups, -1)), zeros_GN.T, stored[".scales"].T
+
+    def decode(self, *grouped: Tensor) -> Tensor:
+        """Return float32, which holds the products of 5-bit integers and scales exactly."""
+        numbers_NGE, zeros_NG, scales_NG = grouped
+        return (numbers_NGE - zeros_NG[..., None]).mul_(scales_NG.float()[..., None]).flatten(-2)
+
+
+AWQ = _AWQ()
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """Return the numbers of int32 words `[..., N / 8]`, as float32 `[..., N]`."""
+    return (words[..., None] >> torch.tensor(_SHIFTS) & 15).float().flatten(-2)

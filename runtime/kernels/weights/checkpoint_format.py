@@ -1,0 +1,72 @@
+"""Formats in which checkpoints store a weight as several tensors.
+
+Shapes: N output features, K input features, G groups of consecutive inputs, E elements of a group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..ops.parameter import Narrowed, Selection, Shape, Slice
+
+__all__ = ["CheckpointFormat"]
+
+
+class CheckpointFormat(ABC):
+    """A format in which a checkpoint stores a weight as several tensors.
+
+    No kernel reads it: the part that a model needs is decoded while it is loaded.
+    """
+
+    name: ClassVar[str]
+    """As `quant_method` of a `config.json` names it."""
+    suffixes: ClassVar[tuple[str, ...]]
+    """What the names of the tensors end with."""
+    weight_suffix: ClassVar[str]
+    """What the name of the weight ends with, in a layout."""
+
+    def obstacle(self, options: Mapping[str, Any]) -> str | None:
+        """Return why weights with this `quantization_config` cannot be read, or None."""
+        return None
+
+    @abstractmethod
+    def shape(self, headers: Mapping[str, tuple[str, Shape]]) -> Shape | None:
+        """Return the shape of the weight; None if its tensors are not of this format.
+
+        Args:
+            headers: the safetensors name of the dtype and the shape of each tensor, by suffix.
+        """
+
+    @abstractmethod
+    def grouped(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return tensors `[..., N, G, ...]` of a weight `[..., N, K]`, from those of the file."""
+
+    @abstractmethod
+    def decode(self, *grouped: Tensor) -> Tensor:
+        """Return the numbers `[..., N, G * E]` of such tensors, in a dtype that holds them."""
+
+    def read(self, stored: Mapping[str, Tensor], selection: Selection | None) -> Tensor:
+        """Return a part of the weight; only groups that it has elements of are decoded.
+
+        Args:
+            stored: the tensors of the file, by suffix.
+            selection: the part; None: all of it.
+        """
+        rows, columns = selection, None
+        if isinstance(selection, Narrowed) and selection.part.dim == 1:
+            rows, columns = selection.of, selection.part
+        elif isinstance(selection, Slice) and selection.dim == 1:
+            rows, columns = None, selection
+        grouped = self.grouped(stored)
+        if rows is not None:
+            grouped = tuple(map(rows.read, grouped))
+        if columns is None:
+            return self.decode(*grouped)
+        elements = self.decode(*(tensor[:1, :1] for tensor in grouped)).shape[-1]
+        first, stop = columns.start // elements, -(-(columns.start + columns.count) // elements)
+        numbers = self.decode(*(tensor[:, first:stop] for tensor in grouped))
+        return numbers.narrow(1, columns.start - first * elements, columns.count)

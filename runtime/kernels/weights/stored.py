@@ -1,0 +1,109 @@
+"""Formats that kernels read: weights in the model's dtype, or as 8-bit numbers with scales.
+
+int8: row n of a weight is stored as q[n] and one float32 scale[n] = amax(|w[n]|) / 127; the number
+represented is q[n, k] * scale[n]. Rounding is to nearest, half to even, so the error is at most
+half a scale. Activations are not quantised: a linear layer sums x[k] * q[n, k] in
+float32 and multiplies the sum by scale[n] (see `ops/linear.py`).
+
+fp8: q is float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), with one scale, amax / 448,
+per block of 128 consecutive inputs of a row: w[n, k] has scale[n, k // 128]. The last block of a
+row may be shorter. The error is at most 1/16 of the number, or 2**-10 of the scale if that is
+larger.
+
+Shapes: N output features, K input features, B blocks of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["FP8", "FP8_BLOCK", "INT8", "MODEL", "WeightStorage", "dequantise"]
+
+FP8_BLOCK = 128
+"""Consecutive inputs of a row that share a scale."""
+
+SCALE_BYTES = 4
+
+_NUMBERS_AT_A_TIME = 1 << 24
+"""Maximum elements quantised at once, which bounds float32 copies of a large weight."""
+
+
+@dataclass(frozen=True)
+class WeightStorage:
+    """How the weights `[N, K]` of linear layers are stored."""
+
+    name: str
+    """As `EngineConfig.weight_dtype`; `model` for `auto`."""
+    dtype: torch.dtype | None = None
+    """Of stored numbers; None: the model's, and there are no scales."""
+    largest: int = 0
+    """The largest number."""
+    block: int | None = None
+    """Consecutive inputs of a row that share a scale; None: all."""
+
+    def __str__(self) -> str:
+        """Return the name."""
+        return self.name
+
+    def scale_bytes(self, n: int, k: int) -> int:
+        """Return the bytes of the scales of a `[n, k]` weight."""
+        return 0 if self.dtype is None else SCALE_BYTES * n * -(-k // (self.block or k))
+
+    def nbytes(self, n: int, k: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a `[n, k]` weight of a model in `dtype`, scales included."""
+        return n * k * (self.dtype or dtype).itemsize + self.scale_bytes(n, k)
+
+    def quantise(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the 8-bit numbers `[N, K]` of a weight and their float32 scales.
+
+        `int8`: numbers from -127 to 127, scales `[N]`; `fp8`: numbers as float8_e4m3fn, scales
+        `[N, B]`. What holds zeros only has scale 0.
+
+        Raises:
+            ValueError: a row holds NaN or infinity; the message names the first such row.
+        """
+        assert self.dtype is not None, "left in the model's dtype"
+        n, k = weight_NK.shape
+        block = self.block or k
+        data_NK = torch.empty_like(weight_NK, dtype=self.dtype)
+        scale_NB = torch.empty(n, -(-k // block), dtype=torch.float32, device=weight_NK.device)
+        rows = max(1, _NUMBERS_AT_A_TIME // k)
+        for start in range(0, n, rows):
+            part = slice(start, start + rows)
+            weight = F.pad(weight_NK[part].float(), (0, -k % block)).unflatten(1, (-1, block))
+            scale = weight.abs().amax(-1) / self.largest
+            # "meta" weights (of recorded steps) have no values to check.
+            if not scale.is_meta and len(bad := (~scale.isfinite()).any(-1).nonzero()):
+                raise ValueError(f"row {start + int(bad[0])} holds NaN or infinity")
+            numbers = weight / torch.where(scale == 0, 1.0, scale)[..., None]
+            if not self.dtype.is_floating_point:
+                numbers = numbers.round()
+            # A tiny scale has few bits left in float32 and may divide to more than the largest.
+            numbers = numbers.clamp(-self.largest, self.largest).flatten(1)[:, :k]
+            data_NK[part] = numbers.to(self.dtype)
+            scale_NB[part] = scale
+        return data_NK, scale_NB if self.block else scale_NB[:, 0]
+
+
+MODEL = WeightStorage("model")
+INT8 = WeightStorage("int8", torch.int8, 127)
+FP8 = WeightStorage("fp8", torch.float8_e4m3fn, 448, FP8_BLOCK)
+
+
+def dequantise(data_NK: Tensor, scales: Tensor) -> Tensor:
+    """Return float32 `[N, K]`, of rows that `quantise` returned and their scales.
+
+    Nothing else as large is allocated.
+    """
+    wide_NK = data_NK.float()
+    if scales.dim() == 1:
+        return wide_NK.mul_(scales[:, None])
+    blocks = data_NK.shape[1] // FP8_BLOCK
+    whole = blocks * FP8_BLOCK
+    wide_NK[:, :whole].unflatten(1, (blocks, FP8_BLOCK)).mul_(scales[:, :blocks, None])
+    wide_NK[:, whole:].mul_(scales[:, blocks:])
+    return wide_NK
