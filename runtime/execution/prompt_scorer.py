@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.ops.draws import largest
+from ..kernels.ops.operation import per_token
 from ..kernels.triton.dependent import dependent_launch
-from ..models.modules import per_token
 from ..models.transformers.decoder import DecoderModel
 from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS

@@ -59,7 +59,7 @@ from ..models.drafters.drafter import (
     NewestTokens,
     SampledTokens,
 )
-from ..models.modules import ShardedVocabulary
+from ..models.sharding import ShardedVocabulary
 from ..models.transformers.decoder import DecoderModel
 from ..operation_scopes import operation
 from ..sampling.reference_sampler import drafted_lanes, sample_lanes

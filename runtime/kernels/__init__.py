@@ -27,8 +27,7 @@ from .ops.attention import (
     reference_paged_attention,
 )
 from .ops.batch import LayerPlace, RaggedBatch
-from .ops.expert_operations import Experts, Routing
-from .ops.experts import ExpertTensors, reference_experts, reference_route
+from .ops.experts import Experts, ExpertTensors, Routing, reference_experts, reference_route
 from .ops.experts_operator import opaque_experts, packed_experts
 from .ops.linear import (
     can_pack,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from .cpu.build import KernelLibrary
 from .ops.collectives import Collectives
-from .ops.expert_operations import Experts
-from .ops.experts import ExpertTensors
+from .ops.experts import Experts, ExpertTensors
 from .ops.layer_plan import BoundModel, ModelPlan
 from .ops.linear import packed_bytes
 from .ops.stack import DecodeStep, Stack

@@ -18,16 +18,9 @@ from ..execution.outputs import OUTPUT_SETS, HostOutputs
 from ..execution.prompt_scorer import PromptScorer, slice_tokens
 from ..execution.step_key import StepSizes
 from ..kernels import Experts, Kernels, reference_experts
-from ..kernels.ops.experts import activation_bytes, converted_bytes
+from ..kernels.ops.attention import Attend
+from ..kernels.ops.experts import converted_bytes
 from ..kernels.ops.experts_operator import opaque_experts
-from ..kernels.ops.layer_operations import (
-    Activate,
-    AllReduce,
-    Attend,
-    Norm,
-    Opaque,
-    Operation,
-)
 from ..kernels.ops.layer_plan import ModelPlan
 from ..models.config import DecoderConfig
 from ..models.plan import parameter_bytes, plan_of
@@ -141,36 +134,11 @@ def _host_blocks(config: ResolvedConfig, block_bytes: int) -> int:
 
 def _activation_bytes(plan: ModelPlan, config: ResolvedConfig, num_groups: int) -> int:
     """Peak of the tensors of one token within a layer."""
-    most = max(_live_bytes(op, plan.hidden_size, config) for op in plan.operations)
+    size, eager = config.dtype.itemsize, not config.compiled
+    most = max(op.live_bytes(plan.hidden_size, size, eager=eager) for op in plan.operations)
     rotation = 2 * 4 * plan.rope_dim
     indices = 8 * (5 + num_groups)
     return most + rotation + indices
-
-
-def _live_bytes(operation: Operation, hidden: int, config: ResolvedConfig) -> int:
-    """Tensors of one token during an operation with large ones, hidden states included.
-
-    Compiled code fuses elementwise operations; eager code makes a tensor of each intermediate
-    result, in float32 for norms and rotations.
-    """
-    size, eager = config.dtype.itemsize, not config.compiled
-    match operation:
-        case Norm():
-            return size * 2 * hidden + (12 * hidden if eager else 0)
-        case Attend():
-            queries, cached = operation.query_features, operation.sides * operation.kv_features
-            held = size * (2 * hidden + 2 * queries + 2 * cached + operation.features)
-            return held + (12 * queries if eager else 0)
-        case Activate():
-            return size * ((4 if eager else 3) * operation.features + 3 * hidden)
-        case Experts():
-            return activation_bytes(operation, hidden, size)
-        case AllReduce():  # the value, the sum in float32, and the result
-            return (2 * size + 4) * operation.features
-        case Opaque():
-            return operation.activation_bytes
-        case _:
-            return 0
 
 
 def _unpacked_bytes(plan: ModelPlan, kernels: Kernels, config: ResolvedConfig) -> tuple[int, int]:

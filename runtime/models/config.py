@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError, ConfigError
-from ..kernels.ops.layer_operations import AttentionTemperature
+from ..kernels.ops.attention import AttentionTemperature
 from ..kernels.weights import CHECKPOINT_FORMATS, MXFP4, CheckpointFormat
 from .families import (
     FAMILIES,

@@ -26,16 +26,18 @@ from ..kernels.cpu.sampling import (
     reference_rotations,
     rotations,
 )
-from ..kernels.ops.layer_operations import Attend, Residual
+from ..kernels.ops.attention import Attend
 from ..kernels.ops.layer_plan import BoundModel, LayerPlan, ModelPlan
+from ..kernels.ops.linear import Projection
+from ..kernels.ops.norms import RMSNorm
+from ..kernels.ops.operation import Binding, LayerStep, Residual, Vector, collectives_of, per_token
 from ..kernels.ops.parameter import Parameter
 from ..operation_scopes import operation
 from ..rope_lengths import UNLIMITED, RopeLengths
 from .config import DecoderConfig, ModelConfig, Rope
-from .modules import Projection, RMSNorm, ShardedVocabulary, Vector, per_token
-from .operations import Binding, LayerStep, bind, collectives_of
 from .plan import model_plan, plan_of, rope_kinds
 from .rope import inverse_frequencies, pair_amplitudes, pair_exponents
+from .sharding import ShardedVocabulary
 
 __all__ = [
     "Decoder",
@@ -133,7 +135,7 @@ class Layer(nn.Module):
         super().__init__()
         to = Binding(self._module, kernels, place, storage)
         self._operations = [
-            (op.name, op.scale if isinstance(op, Residual) else bind(op, to))
+            (op.name, op.scale if isinstance(op, Residual) else op.bind(to))
             for op in plan.operations
         ]
         """Name and function of each operation; of residual additions, the factor of the value."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError, ConfigError
-from ..kernels.ops.expert_operations import Routing
+from ..kernels.ops.experts import Routing
 from .rope import Rope
 
 __all__ = [

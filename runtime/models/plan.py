@@ -14,24 +14,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels import Kernels
-from ..kernels.ops.expert_operations import Experts
-from ..kernels.ops.layer_operations import (
-    Activate,
-    ActivationName,
-    Attend,
-    LatentKeys,
-    LatentRotate,
-    LatentToValues,
-    Linear,
-    Norm,
-    Operation,
-    QKNorm,
-    QueriesToLatent,
-    Residual,
-    Rotate,
-)
+from ..kernels.ops.activation import Activate, ActivationName
+from ..kernels.ops.attention import Attend
+from ..kernels.ops.experts import Experts
+from ..kernels.ops.latent import LatentKeys, LatentRotate, LatentToValues, QueriesToLatent
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
+from ..kernels.ops.linear import Linear
+from ..kernels.ops.norms import Norm, QKNorm
+from ..kernels.ops.operation import Operation, Residual
 from ..kernels.ops.parameter import Cut, ExpertRows, HeadRows, Parameter, Shape, Slice, Source
+from ..kernels.ops.rotation import Rotate
 from .config import DecoderConfig, LatentConfig, ModelConfig, Rope
 from .families import ExpertLayout, ExpertsConfig
 from .rope import UNROTATED

@@ -20,7 +20,6 @@ __all__ = [
     "inverse_frequencies",
     "pair_amplitudes",
     "pair_exponents",
-    "rotate",
 ]
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"]
@@ -240,20 +239,3 @@ def _yarn_blend(rope: Rope, dim: int) -> tuple[float, float]:
     # Floating point: with a base close to 1 the pair's number does not fit 64 bits.
     first, last = float(max(first, 0)), float(min(last, dim - 1))
     return first, last + 0.001 if first == last else last
-
-
-def rotate(
-    x_TNE: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, *, interleaved: bool = False
-) -> torch.Tensor:
-    """Rotate each vector of `x_TNE` `[tokens, heads, E]` by the angles of its token.
-
-    `cos_TE` and `sin_TE` are float32 `[tokens, E / 2]`. The result has the dtype of `x_TNE`.
-
-    Elements (i, i + E / 2) are a pair, or (2i, 2i + 1) if `interleaved`. The result has the first
-    layout in both cases, which changes no dot product of two rotated vectors.
-    """
-    x = x_TNE.float()
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    cos, sin = cos_TE[:, None], sin_TE[:, None]
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x_TNE.dtype)

@@ -16,7 +16,7 @@ from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, format_byte
 from ..config import MAX_ROWS, EngineConfig
 from ..engine.startup import RESERVE_BYTES, layer_groups, plan_engine, planned_kernels
 from ..kernels import Kernels, Mode, native_obstacle
-from ..kernels.ops.expert_operations import Experts
+from ..kernels.ops.experts import Experts
 from ..kernels.ops.layer_plan import ModelPlan
 from ..kernels.weights import MODEL
 from ..loading.loader import resolve_source

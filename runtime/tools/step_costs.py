@@ -18,8 +18,9 @@ from ...profiling.kernel_names import OperationCost
 from ...profiling.markdown import aligned
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..kernels.ops.layer_operations import Linear, Norm
 from ..kernels.ops.layer_plan import ModelPlan
+from ..kernels.ops.linear import Linear
+from ..kernels.ops.norms import Norm
 from ..kernels.triton.fusion import (
     Activation,
     Attention,

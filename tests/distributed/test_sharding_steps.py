@@ -18,8 +18,8 @@ from stepgraph.runtime.kernels.cpu.sampling import fused_greedy, fused_most_like
 from stepgraph.runtime.kernels.ops.layer_plan import Shard
 from stepgraph.runtime.kernels.weights import FP8, INT8, WeightStorage, dequantise
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.modules import ShardedVocabulary
 from stepgraph.runtime.models.plan import fused_layout
+from stepgraph.runtime.models.sharding import ShardedVocabulary
 from stepgraph.runtime.sampling.reference_sampler import sample_greedy
 from stepgraph.runtime.sampling_params import SamplingParams
 

@@ -13,7 +13,6 @@ from stepgraph.cache.arena import Storage
 from stepgraph.runtime import ConfigError, RequestOutput, SamplingParams
 from stepgraph.runtime.kernels import (
     KernelChoice,
-    WeightStorage,
     have_compiler,
     limit_threads,
     select_kernels,

@@ -7,18 +7,14 @@ import dataclasses
 import pytest
 import torch
 from stepgraph.runtime.kernels import Routing, native_gaps
-from stepgraph.runtime.kernels.ops.layer_operations import (
-    Activate,
-    Attend,
-    Linear,
-    Norm,
-    Operation,
-    QKNorm,
-    Residual,
-    Rotate,
-)
+from stepgraph.runtime.kernels.ops.activation import Activate
+from stepgraph.runtime.kernels.ops.attention import Attend
 from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan, ModelPlan
+from stepgraph.runtime.kernels.ops.linear import Linear
+from stepgraph.runtime.kernels.ops.norms import Norm, QKNorm
+from stepgraph.runtime.kernels.ops.operation import Operation, Residual
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
+from stepgraph.runtime.kernels.ops.rotation import Rotate
 from stepgraph.runtime.kernels.triton.fusion import (
     Activation,
     Attention,

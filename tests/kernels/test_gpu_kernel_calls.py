@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from stepgraph.runtime.execution.step_functions import StepFunctions
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import Kernels
-from stepgraph.runtime.kernels.ops.layer_operations import Activate
+from stepgraph.runtime.kernels.ops.activation import Activate
 from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton.dependent import dependent_launch
 from stepgraph.runtime.kernels.triton.rowwise import activate_rows

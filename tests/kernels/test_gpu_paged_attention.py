@@ -20,7 +20,9 @@ from stepgraph.runtime.kernels import (
     paged_attention,
     reference_paged_attention,
 )
-from stepgraph.runtime.kernels.ops.layer_operations import AttentionTemperature
+from stepgraph.runtime.kernels.ops.attention import AttentionTemperature
+from stepgraph.runtime.kernels.ops.norms import RMSNorm
+from stepgraph.runtime.kernels.ops.rotation import rotate
 from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton import prefill_attention as prefill_module
 from stepgraph.runtime.kernels.triton import split_attention as sa
@@ -39,8 +41,6 @@ from stepgraph.runtime.kernels.triton.prefill_attention import (
 )
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation, reference_rotated
 from stepgraph.runtime.kernels.triton.store import rotate_and_store
-from stepgraph.runtime.models.modules import RMSNorm
-from stepgraph.runtime.models.rope import rotate
 from triton.runtime import interpreter
 
 from ..rigs.attention_cases import Attention, check, make_case

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.ops.layer_operations import Activate
+from stepgraph.runtime.kernels.ops.activation import Activate
 from stepgraph.runtime.kernels.triton.linear import (
     GpuLinear,
     LinearConfig,

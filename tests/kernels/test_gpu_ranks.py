@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import torch
 import torch.distributed as dist
 from stepgraph.runtime.distributed.process_group import ProcessGroupCollectives
-from stepgraph.runtime.kernels.ops.layer_operations import AllReduce
+from stepgraph.runtime.kernels.ops.operation import AllReduce
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.fusion import Mixture, ResidualLinear, fuse, fusion_obstacle
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED

@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import Experts, Routing
-from stepgraph.runtime.kernels.ops.layer_operations import Activate
+from stepgraph.runtime.kernels.ops.activation import Activate
 from stepgraph.runtime.kernels.triton import expert_tiles as tiles
 from stepgraph.runtime.kernels.triton import tuning
 from stepgraph.runtime.kernels.triton.kernel_calls import num_multiprocessors, record_kernel_calls

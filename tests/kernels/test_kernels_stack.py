@@ -18,7 +18,7 @@ from stepgraph.cache.arena import Storage
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import RaggedBatch, select_kernels
-from stepgraph.runtime.kernels.ops.layer_operations import Attend
+from stepgraph.runtime.kernels.ops.attention import Attend
 from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan, ModelPlan
 from stepgraph.runtime.kernels.ops.stack import stack_obstacle
 from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage

@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from stepgraph.runtime.errors import ConfigError
-from stepgraph.runtime.kernels.ops.layer_operations import AllReduce, Opaque
 from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan
+from stepgraph.runtime.kernels.ops.operation import AllReduce, Opaque
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.plan import model_plan, shard_config

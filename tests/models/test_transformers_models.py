@@ -18,7 +18,7 @@ from stepgraph import Engine, EngineConfig, SamplingParams
 from stepgraph.profiling import attribution
 from stepgraph.runtime.errors import CheckpointError, ConfigError, StepPreparationError
 from stepgraph.runtime.kernels import have_compiler
-from stepgraph.runtime.kernels.ops.layer_operations import Linear
+from stepgraph.runtime.kernels.ops.linear import Linear
 from stepgraph.runtime.loading.loader import read_config
 from stepgraph.runtime.models.plan import plan_of
 from stepgraph.runtime.tools.memory_report import explain_memory

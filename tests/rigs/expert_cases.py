@@ -13,7 +13,7 @@ from stepgraph.runtime.kernels import (
     Routing,
     pack_linear,
 )
-from stepgraph.runtime.kernels.ops.layer_operations import Activate
+from stepgraph.runtime.kernels.ops.activation import Activate
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
 from stepgraph.runtime.kernels.weights import STORAGES, dequantise
 from torch import Tensor

@@ -19,23 +19,16 @@ from stepgraph.runtime.kernels import (
     select_kernels,
 )
 from stepgraph.runtime.kernels.cpu.sampling import reference_rotations
-from stepgraph.runtime.kernels.ops.layer_operations import (
-    Activate,
-    Attend,
-    AttentionTemperature,
-    Linear,
-    Norm,
-    Operation,
-    QKNorm,
-    Residual,
-    Rotate,
-)
+from stepgraph.runtime.kernels.ops.activation import Activate
+from stepgraph.runtime.kernels.ops.attention import Attend, AttentionTemperature
 from stepgraph.runtime.kernels.ops.layer_plan import BoundModel, LayerPlan, ModelPlan
+from stepgraph.runtime.kernels.ops.linear import Linear, Projection
+from stepgraph.runtime.kernels.ops.norms import Norm, QKNorm, RMSNorm
+from stepgraph.runtime.kernels.ops.operation import LayerStep, Operation, Residual
 from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
+from stepgraph.runtime.kernels.ops.rotation import Rotate
 from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
 from stepgraph.runtime.models.decoder import Layer
-from stepgraph.runtime.models.modules import Projection, RMSNorm
-from stepgraph.runtime.models.operations import LayerStep
 from torch import Tensor, nn
 
 from .expert_cases import expert_operation

@@ -1,16 +1,23 @@
-"""Gated activations in plain PyTorch. Shapes: T tokens, F features."""
+"""Gated activations. Shapes: T tokens, F features."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .layer_operations import Activate
+from .operation import Binding, Operation, Rank, Run, ShardedLayer, per_token
 
-__all__ = ["gated_activation"]
+if TYPE_CHECKING:
+    from .attention import Attend
+
+__all__ = ["Activate", "ActivationName", "gated_activation"]
+
+ActivationName = Literal["silu", "gelu_tanh"]
 
 Gated = Callable[[Tensor, Tensor], Tensor]
 
@@ -37,3 +44,37 @@ def _function(operation: Activate) -> Callable[[Tensor], Tensor]:
     if alpha == 1.0:
         return F.silu
     return lambda gate_TF: gate_TF * torch.sigmoid(alpha * gate_TF)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activate(Operation):
+    """`function(gate) * (up + up_offset)` of the two parts of the value, `[T, F]`."""
+
+    function: ActivationName
+    features: int
+    limit: float = 0.0
+    """The gate is clamped to at most this value, `up` to +- this value; 0: off."""
+    alpha: float = 1.0
+    """Factor of the gate inside the sigmoid of silu."""
+    up_offset: float = 0.0
+
+    def bind(self, to: Binding) -> Run:
+        gated = per_token(to.kernels, gated_activation(self))
+        return lambda gate_up, step: gated(*gate_up)
+
+    def rank_obstacle(self, ranks: int) -> Iterator[str]:
+        if self.features % ranks:
+            yield f"{ranks} does not divide {self.features} features of an MLP (intermediate_size)"
+
+    def shard(
+        self, rank: Rank, layer: ShardedLayer, following: Operation | None
+    ) -> Iterator[Operation]:
+        yield replace(self, features=len(rank.part(self.features)))
+
+    def needed_units(
+        self, rank: Rank, split: tuple[int, ...], attend: Attend
+    ) -> Sequence[range] | None:
+        return [rank.part(features) for features in split]
+
+    def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
+        return itemsize * ((4 if eager else 3) * self.features + 3 * hidden)

@@ -15,7 +15,11 @@ that left the window may belong to other rows. A padded token has the null row, 
 Latent attention stores no v: the values are the first E elements of the keys.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +29,13 @@ from torch import Tensor
 from .batch import LayerPlace, RaggedBatch
 from .kv_storage import read_blocks as read_side
 from .kv_storage import write_blocks as write_side
+from .operation import Binding, LayerStep, Operation, Rank, Run, ShardedLayer, Vector, per_token
+from .parameter import Parameter, cut
 
 __all__ = [
+    "Attend",
     "AttentionForm",
+    "AttentionTemperature",
     "define_paged_attention",
     "paged_attention",
     "reference_attend",
@@ -280,3 +288,125 @@ def _attend(
         return scores.softmax(-1).to(v.dtype) @ v
     sink = sinks.float().expand(*scores.shape[:-1], 1)
     return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1].to(v.dtype) @ v
+
+
+class AttentionTemperature(NamedTuple):
+    """Factor of queries at position p, 1 + scale * log(1 + floor((p + 1) / floor)) (Llama 4)."""
+
+    floor: int
+    """In tokens."""
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attend(Operation):
+    """Write keys and values to the cache, then attend to it: `[T, H * value_dim]`."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    """Elements of a value."""
+    scale: float
+    """Multiplies q . k."""
+    window: int = 0
+    """Tokens that a token attends to, itself included; 0: all previous tokens."""
+    chunk: int = 0
+    """Positions of the chunk that a token attends to, its own only; 0: off (Llama 4)."""
+    softcap: float = 0.0
+    """Scores s become softcap * tanh(s / softcap); 0: off."""
+    sinks: Parameter | None = None
+    """`[H]`: attention sink of each head, a softmax logit without a value."""
+    temperature: AttentionTemperature | None = None
+    shared_values: bool = False
+    """Whether the value is the first elements of the key: latent attention, whose cache has one
+    side."""
+
+    @property
+    def query_features(self) -> int:
+        """Elements of the queries of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_features(self) -> int:
+        """Elements of the keys of a token."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def reach(self) -> int:
+        """Most tokens that a token attends to, itself included; 0: all previous tokens."""
+        return min(filter(None, (self.window, self.chunk)), default=0)
+
+    @property
+    def features(self) -> int:
+        """Elements of the result of a token."""
+        return self.heads * self.value_dim
+
+    @property
+    def has_plain_softmax(self) -> bool:
+        """Whether it is softmax(scale * q . k) with value_dim = head_dim, as in PyTorch's SDPA."""
+        return not self.softcap and self.sinks is None and self.value_dim == self.head_dim
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return () if self.sinks is None else (self.sinks,)
+
+    @property
+    def sides(self) -> int:
+        """Sides of the cache: 2 for keys and values, 1 if they are shared."""
+        return 1 if self.shared_values else 2
+
+    def bind(self, to: Binding) -> Run:
+        sinks = None if self.sinks is None else to.module(self.sinks, Vector)
+        # `run` must not hold `to`, which holds the layer: memory in a cycle is freed late.
+        attention, place, features = to.kernels.attention, to.place, self.features
+        temper = None
+        if self.temperature is not None:
+            temper = per_token(to.kernels, partial(_tempered, self.temperature))
+        constants = (self.scale, self.window, self.softcap, to.storage, self.value_dim, self.chunk)
+
+        def run(value: tuple[Tensor, ...], step: LayerStep) -> Tensor:
+            q_THE, k_TGE, *values = value
+            if temper is not None:
+                q_THE = temper(q_THE, step.batch.positions)
+            form = AttentionForm(*constants, None if sinks is None else sinks.weight)
+            v_TGE = values[0] if values else None
+            attended_THE = attention(q_THE, k_TGE, v_TGE, step.arena, place, step.batch, form)
+            return attended_THE.reshape(q_THE.shape[0], features)
+
+        return run
+
+    def rank_obstacle(self, ranks: int) -> Iterator[str]:
+        if self.heads % ranks:
+            yield f"{ranks} does not divide {self.heads} query heads"
+        if self.kv_heads % ranks and ranks % self.kv_heads:
+            yield f"{ranks} is neither a divisor nor a multiple of {self.kv_heads} kv heads"
+
+    def shard(
+        self, rank: Rank, layer: ShardedLayer, following: Operation | None
+    ) -> Iterator[Operation]:
+        heads = rank.part(self.heads)
+        yield replace(
+            self,
+            heads=len(heads),
+            kv_heads=len(rank.kv_heads(self.kv_heads)),
+            sinks=None if self.sinks is None else cut(self.sinks, [heads]),
+        )
+
+    def needed_units(
+        self, rank: Rank, split: tuple[int, ...], attend: Attend
+    ) -> Sequence[range] | None:
+        kv_heads = rank.kv_heads(attend.kv_heads)
+        return rank.part(attend.heads), kv_heads, kv_heads
+
+    def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
+        queries, cached = self.query_features, self.sides * self.kv_features
+        held = itemsize * (2 * hidden + 2 * queries + 2 * cached + self.features)
+        return held + (12 * queries if eager else 0)
+
+
+def _tempered(temperature: AttentionTemperature, q_THE: Tensor, positions_T: Tensor) -> Tensor:
+    """Multiply queries by the temperature of their positions, in float32."""
+    floors_T = torch.floor((positions_T.float() + 1.0) / temperature.floor)
+    factors_T = torch.log1p(floors_T) * temperature.scale + 1.0
+    return (q_THE * factors_T[:, None, None]).to(q_THE.dtype)

@@ -12,19 +12,24 @@ experts; the sum is rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..weights import dequantise
-from .activation import gated_activation
-from .expert_operations import Experts
-from .linear import reference_linear
+from .activation import Activate, gated_activation
+from .linear import Projection, reference_linear
+from .operation import Binding, LayerStep, Operation, Rank, Run, ShardedLayer, Vector
+from .parameter import Parameter, cut
 
 __all__ = [
+    "Experts",
+    "Routing",
+    "Scores",
     "ExpertTensors",
     "activation_bytes",
     "converted_bytes",
@@ -34,12 +39,153 @@ __all__ = [
     "reference_route",
 ]
 
+Scores = Literal["softmax", "sigmoid", "softmax_chosen"]
+
 _LEAST_SUM = 1e-20
 """Added to the sum that scores are divided by: all sigmoids of a token may be zero."""
 _MOST_BLOCK_ROWS = 128
 _FLOAT32 = 4
 _GATHERED_ELEMENTS = 1 << 25
 """Most elements of the weights that are gathered at once on a device, if one expert has fewer."""
+
+
+class Routing(NamedTuple):
+    """How a token chooses its experts from the logits of the router."""
+
+    top_k: int
+    """Experts of a token."""
+    scores: Scores = "softmax"
+    """Function of the logits of all experts, or softmax over the logits of the chosen ones."""
+    normalised: bool = False
+    """Whether the scores of the chosen experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor of the chosen scores."""
+    groups: int = 1
+    """Groups of consecutive experts; a token chooses from `top_groups` of them."""
+    top_groups: int = 1
+    group_score: Literal["max", "top_2_sum"] = "max"
+    """Score of a group: its largest, or the sum of its two largest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(Operation):
+    """A mixture of gated MLPs, each token through `routing.top_k` of them.
+
+    The weights of all experts are stacked: rows `e * 2F` to `(e + 1) * 2F` of `gate_up` are gate
+    and up of expert e, rows `e * D` to `(e + 1) * D` of `down` its output. After the routed experts
+    come `shared` ones, which process every token with weight 1. A shared MLP of n times F features
+    is n of these: it is the sum over slices of its features.
+    """
+
+    router: Parameter
+    """`[routed, D]`, never quantised; the logits are computed in float32."""
+    gate_up: Parameter
+    """`[(routed + shared) * 2F, D]`."""
+    down: Parameter
+    """`[(routed + shared) * D, F]`."""
+    routing: Routing
+    activate: Activate
+    """Function of gate and up; its features are F."""
+    router_bias: Parameter | None = None
+    """`[routed]`, added to the logits."""
+    correction: Parameter | None = None
+    """float32 `[routed]`, added to the scores for the choice of experts only (DeepSeek-V3)."""
+    gate_up_bias: Parameter | None = None
+    """`[(routed + shared) * 2F]`."""
+    down_bias: Parameter | None = None
+    """`[(routed + shared) * D]`."""
+    shared: int = 0
+    scaled_inputs: bool = False
+    """Whether scores multiply the input of an expert, not its output (Llama 4)."""
+
+    @property
+    def routed(self) -> int:
+        """Number of experts that the router chooses from."""
+        return self.router.shape[0]
+
+    @property
+    def total(self) -> int:
+        """Number of experts, shared ones included."""
+        return self.routed + self.shared
+
+    @property
+    def per_token(self) -> int:
+        """Experts that process a token, shared ones included."""
+        return self.routing.top_k + self.shared
+
+    def expected_experts(self, tokens: float) -> float:
+        """Return how many different experts process a number of tokens, if all are equally likely.
+
+        A token chooses k of R experts, so one of them is chosen by none of n tokens with
+        probability (1 - k / R)**n: R * (1 - (1 - k / R)**n), and all shared ones.
+        """
+        unused: float = (1 - self.routing.top_k / self.routed) ** tokens
+        return self.routed * (1 - unused) + self.shared
+
+    @property
+    def chooses_by_logits(self) -> bool:
+        """Whether experts are chosen by the logits, not by scores."""
+        return self.correction is None and self.routing.group_score == "max"
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        optional = (self.router_bias, self.correction, self.gate_up_bias, self.down_bias)
+        required = (self.router, self.gate_up, self.down)
+        return (*required, *(p for p in optional if p is not None))
+
+    def bind(self, to: Binding) -> Run:
+        router = to.module(self.router, Vector)
+        correction = None
+        if self.correction is not None:
+            dtype = self.correction.dtype
+            correction = to.module(self.correction, lambda: Vector(dtype))
+
+        def projection(weight: Parameter) -> Any:
+            rows, columns = weight.shape
+            return to.module(weight, lambda: Projection(to.kernels, rows, columns, weight.matrices))
+
+        gate_up, down = projection(self.gate_up), projection(self.down)
+        run_experts = to.kernels.experts
+
+        def run(x_TD: Tensor, step: LayerStep) -> Tensor:
+            tensors = ExpertTensors(
+                router.weight,
+                router.bias,
+                None if correction is None else correction.weight,
+                *(gate_up.weight, gate_up.scales, gate_up.bias),
+                *(down.weight, down.scales, down.bias),
+            )
+            return run_experts(self, x_TD, tensors, step.batch.live_tokens)
+
+        return run
+
+    def rank_obstacle(self, ranks: int) -> Iterator[str]:
+        if self.activate.features % ranks:
+            yield f"{ranks} does not divide {self.activate.features} features of an expert"
+
+    def shard(
+        self, rank: Rank, layer: ShardedLayer, following: Operation | None
+    ) -> Iterator[Operation]:
+        """Each expert with the rank's part of its features."""
+        width = self.activate.features
+        part = rank.part(width)
+        # Of each expert the gate, then the up.
+        rows = [
+            range(start + part.start, start + part.stop)
+            for start in range(0, 2 * width * self.total, width)
+        ]
+        yield replace(
+            self,
+            gate_up=cut(self.gate_up, rows),
+            down=rank.columns(self.down),
+            activate=replace(self.activate, features=len(part)),
+            gate_up_bias=None if self.gate_up_bias is None else cut(self.gate_up_bias, rows),
+            down_bias=rank.once(self.down_bias),
+        )
+        yield rank.sum(self.router.shape[1])
+
+    def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
+        return activation_bytes(self, hidden, itemsize)
 
 
 class ExpertTensors(NamedTuple):

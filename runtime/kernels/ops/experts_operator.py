@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .expert_operations import Experts, Routing
-from .experts import ExpertTensors, reference_experts
-from .layer_operations import Activate
+from .activation import Activate
+from .experts import Experts, ExpertTensors, Routing, reference_experts
 from .operator_arguments import SCORES, OperatorArguments
 from .parameter import Parameter, Source
 

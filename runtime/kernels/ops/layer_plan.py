@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .attention import Attend
 from .batch import LayerPlace
 from .collectives import Collectives
-from .expert_operations import Experts
-from .experts import ExpertTensors
-from .layer_operations import Attend, LatentRotate, Linear, Norm, Operation
+from .experts import Experts, ExpertTensors
+from .latent import LatentRotate
+from .linear import Linear
+from .norms import Norm
+from .operation import Operation
 from .parameter import Parameter
 
 

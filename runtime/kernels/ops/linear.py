@@ -13,11 +13,23 @@ The C++ version computes each output as one chain of multiply-adds in the order 
 row t of `packed_linear(x, ...)` is bitwise the same in any batch.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..weights import dequantise
+from .operation import Binding, Operation, Rank, Run, ShardedLayer, on_part
+from .parameter import Parameter, cut
+
+if TYPE_CHECKING:
+    from ..choice import Kernels
 
 BLOCK = 32
 _PER_STEP = {torch.bfloat16: 2, torch.float32: 1, torch.int8: 2}
@@ -136,3 +148,141 @@ def reference_linear(
     if bias_N is not None:
         out_TN = out_TN + bias_N.float()
     return out_TN.to(x_TK.dtype)
+
+
+class Projection(nn.Module):
+    """A linear layer whose weight is stored in the format of the selected kernels.
+
+    With several `matrices` it holds one per expert, stacked along the first dimension.
+    """
+
+    def __init__(
+        self, kernels: Kernels, out_features: int, in_features: int, matrices: int = 1
+    ) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.out_features = out_features
+        self.in_features = in_features
+        self.matrices = matrices
+        self.weight: nn.Parameter | None = None
+        self.scales: nn.Parameter | None = None
+        """Of weights that are stored in 8 bits: float32 `[out_features]`, or of fp8 a scale for
+        every 128 input features, `[out_features, ceil(in_features / 128)]`."""
+        self.bias: nn.Parameter | None = None
+        self.dtype: torch.dtype | None = None
+        """Of the weight as it was before it was quantised."""
+
+    def as_stored(self, weight: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return a weight `[out_features, in_features]`, quantised and packed as the kernels want.
+
+        The result has the values of the attributes `weight` and, if it is quantised, `scales`. It
+        is quantised on `device`, but packed by the processor.
+
+        Raises ValueError for NaN or infinity in a weight to quantise, naming the row.
+        """
+        stored: dict[str, torch.Tensor] = {}
+        if self.kernels.pack is None:
+            weight = weight.to(device)
+        if self.kernels.weights.dtype is not None:
+            weight, scales = self.kernels.weights.quantise(weight)
+            stored["scales"] = scales.to(device)
+        stored["weight"] = self._packed(weight).to(device)
+        return stored
+
+    def _packed(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.kernels.pack is None:
+            return weight
+        if self.matrices == 1:
+            return self.kernels.pack(weight)
+        matrices = weight.chunk(self.matrices)
+        first = self.kernels.pack(matrices[0])
+        packed = first.new_empty(self.matrices, *first.shape)
+        for place, matrix in zip(packed, matrices, strict=True):
+            place.copy_(self.kernels.pack(matrix))
+        return packed.flatten(0, 1)
+
+    def stored_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of the weight as stored, scales included."""
+        return self.kernels.stored_bytes(self.out_features, self.in_features, dtype, self.matrices)
+
+    def rows(self, index_T: torch.Tensor) -> torch.Tensor:
+        """Return rows of the weight, `[T, in_features]`: the layer used as an embedding."""
+        assert self.weight is not None
+        assert self.dtype is not None
+        if self.kernels.pack is None:
+            rows = F.embedding(index_T, self.weight)
+        else:
+            rows = packed_embedding(index_T, self.weight, self.in_features)
+        if self.scales is None:
+            return rows
+        return dequantise(rows, self.scales[index_T]).to(self.dtype)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        assert self.weight is not None
+        return self.kernels.linear(x_TD, self.weight, self.bias, self.out_features, self.scales)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Operation):
+    """A product with a weight `[out_features, in_features]`, with an optional bias."""
+
+    weight: Parameter
+    bias: Parameter | None = None
+    split: tuple[int, ...] = ()
+    """Sizes of the parts of the result, in units; empty: one tensor."""
+    unit: int = 1
+    """Elements of a unit; with more than one, parts are `[T, units, unit]`."""
+    part: int | None = None
+    """The part of the value that is multiplied; None: the value is one tensor."""
+
+    @property
+    def out_features(self) -> int:
+        """Features of the result."""
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Features of the input."""
+        return self.weight.shape[1]
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def bind(self, to: Binding) -> Run:
+        linear = to.module(
+            self.weight, lambda: Projection(to.kernels, self.out_features, self.in_features)
+        )
+        if not self.split:
+            return on_part(linear, self.part)
+        sizes, unit = self.split, self.unit
+        if unit == 1:
+            return lambda x_TF, step: linear(x_TF).split(sizes, dim=-1)
+        return lambda x_TF, step: linear(x_TF).unflatten(1, (-1, unit)).split(sizes, dim=1)
+
+    def shard(
+        self, rank: Rank, layer: ShardedLayer, following: Operation | None
+    ) -> Iterator[Operation]:
+        if layer.is_cut:  # each rank multiplies its part of the input; one adds the bias
+            layer.is_cut = False
+            yield replace(self, weight=rank.columns(self.weight), bias=rank.once(self.bias))
+            yield rank.sum(self.out_features)
+            return
+        assert following is not None, "a product before the end of a layer"
+        split = self.split or (self.out_features,)
+        kept = following.needed_units(rank, split, layer.attend)
+        layer.is_cut = kept is not None
+        if kept is None:
+            yield self
+            return
+        starts = accumulate(self.split[:-1], initial=0)
+        rows = [
+            range((start + units.start) * self.unit, (start + units.stop) * self.unit)
+            for start, units in zip(starts, kept, strict=True)
+        ]
+        yield replace(
+            self,
+            weight=cut(self.weight, rows),
+            bias=None if self.bias is None else cut(self.bias, rows),
+            split=tuple(map(len, kept)) if self.split else (),
+        )

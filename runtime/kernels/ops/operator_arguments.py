@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .expert_operations import Experts, Scores
-from .experts import ExpertTensors
-from .layer_operations import Activate, JoinNorms, Norm, QKNorm
+from .activation import Activate
+from .experts import Experts, ExpertTensors, Scores
+from .norms import JoinNorms, Norm, QKNorm
 
 __all__ = ["SCORES", "OperatorArguments"]
 

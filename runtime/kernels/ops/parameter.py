@@ -23,6 +23,7 @@ __all__ = [
     "Slice",
     "Source",
     "cut",
+    "cut_heads",
     "zeros",
 ]
 
@@ -290,6 +291,12 @@ def cut(parameter: Parameter, rows: Sequence[range], columns: range | None = Non
         alternatives=tuple(_cut_sources(s, rows, columns) for s in parameter.alternatives),
         cut=Cut(stacked, tuple(rows), columns),
     )
+
+
+def cut_heads(parameter: Parameter, heads: range, total: int) -> Parameter:
+    """Return the rows of some of `total` heads."""
+    rows = parameter.stacked_shape[0] // total
+    return cut(parameter, [range(heads.start * rows, heads.stop * rows)])
 
 
 def zeros(parameter: Parameter) -> Parameter:

@@ -18,24 +18,16 @@ from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 import torch
 from torch import Tensor
 
+from .activation import Activate
+from .attention import Attend
 from .batch import RaggedBatch
-from .expert_operations import Experts
-from .layer_operations import (
-    Activate,
-    AllReduce,
-    Attend,
-    JoinNorms,
-    Known,
-    Linear,
-    Norm,
-    Operation,
-    QKNorm,
-    Residual,
-    Rotate,
-    unsupported,
-)
+from .experts import Experts
 from .layer_plan import BoundLayer, BoundModel, LayerPlan, ModelPlan
+from .linear import Linear
+from .norms import JoinNorms, Norm, QKNorm
+from .operation import AllReduce, Known, Operation, Residual, unsupported
 from .operator_arguments import OperatorArguments
+from .rotation import Rotate
 
 KNOWN_TO_STACK: Known = {
     Norm: frozenset({"offset"}),

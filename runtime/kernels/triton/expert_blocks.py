@@ -24,9 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops.expert_operations import Experts
-from ..ops.experts import ExpertTensors
-from ..ops.layer_operations import Activate
+from ..ops.activation import Activate
+from ..ops.experts import Experts, ExpertTensors
 from .expert_routing import Routed
 from .expert_tiles import block_rows, block_tiles
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs

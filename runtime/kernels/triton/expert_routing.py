@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops.expert_operations import Experts
-from ..ops.experts import ExpertTensors, reference_choice
+from ..ops.experts import Experts, ExpertTensors, reference_choice
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import FEW_ROWS
 

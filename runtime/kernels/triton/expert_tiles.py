@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from ..ops.expert_operations import Experts
+from ..ops.experts import Experts
 from .fusion import runs_by_pair
 from .kernel_calls import num_multiprocessors
 from .linear import EXPERT_PRODUCTS, FEW_ROWS, SCALE_BLOCK, LinearConfig

@@ -26,8 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops.expert_operations import Experts
-from ..ops.experts import ExpertTensors, reference_products
+from ..ops.experts import Experts, ExpertTensors, reference_products
 from ..ops.experts_operator import define_experts
 from .expert_blocks import down_of_blocks, gate_up_of_blocks
 from .expert_routing import Routed, route

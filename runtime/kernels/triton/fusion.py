@@ -10,21 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..ops.expert_operations import Experts
-from ..ops.layer_operations import (
-    Activate,
-    AllReduce,
-    Attend,
-    Known,
-    Linear,
-    Norm,
-    Operation,
-    QKNorm,
-    Residual,
-    Rotate,
-    unsupported,
-)
+from ..ops.activation import Activate
+from ..ops.attention import Attend
+from ..ops.experts import Experts
 from ..ops.layer_plan import LayerPlan, ModelPlan
+from ..ops.linear import Linear
+from ..ops.norms import Norm, QKNorm
+from ..ops.operation import AllReduce, Known, Operation, Residual, unsupported
+from ..ops.rotation import Rotate
 from .linear import FEW_ROWS
 
 __all__ = [

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
-from ..ops.attention import AttentionForm
+from ..ops.attention import Attend, AttentionForm
 from ..ops.batch import LayerPlace, RaggedBatch
 from ..ops.collectives import Collectives
 from ..ops.experts import ExpertTensors
-from ..ops.layer_operations import Attend, Norm
 from ..ops.layer_plan import BoundLayer, BoundModel
+from ..ops.norms import Norm
 from .fusion import Activation, Attention, Fused, GateUp, Mixture, NormLinear, ResidualLinear
 from .kernel_calls import num_multiprocessors
 from .linear import GpuLinear, GpuNorm, Pending

@@ -71,7 +71,7 @@ class GpuLinear(NamedTuple):
 
 
 class GpuNorm(NamedTuple):
-    """A root-mean-square norm, rounded as `models.modules.RMSNorm` rounds."""
+    """A root-mean-square norm, rounded as `ops.norms.RMSNorm` rounds."""
 
     weight: Tensor
     """`[K]` in the model's dtype."""
@@ -147,7 +147,7 @@ def reference_linear(x_TK: Tensor, linear: GpuLinear) -> Tensor:
 
 
 def reference_norm(x_TK: Tensor, norm: GpuNorm | None) -> Tensor:
-    """`models.modules.RMSNorm`; the rows themselves without one."""
+    """`ops.norms.RMSNorm`; the rows themselves without one."""
     if norm is None:
         return x_TK
     x = x_TK.float()

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops.layer_operations import Activate
+from ..ops.activation import Activate
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import (
     FEW_ROWS,

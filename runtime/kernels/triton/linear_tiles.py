@@ -150,7 +150,7 @@ def _byte_numbers(byte, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # typ
 
 @triton.jit
 def normed(x, reciprocal, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`models.modules.RMSNorm` of float32 `x`, rounded to `dtype`, in float32."""
+    """`ops.norms.RMSNorm` of float32 `x`, rounded to `dtype`, in float32."""
     x = x * reciprocal
     out = x * (1.0 + weight) if OFFSET else x.to(dtype).to(tl.float32) * weight
     return out.to(dtype).to(tl.float32)

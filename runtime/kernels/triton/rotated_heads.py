@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops.layer_operations import AttentionTemperature
+from ..ops.attention import AttentionTemperature
 from .linear import GpuNorm, reference_norm
 from .linear_tiles import normed
 
@@ -134,7 +134,7 @@ def reference_rotated(
     q_THE: Tensor, k_TGE: Tensor, rotation: HeadRotation, positions_T: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys, normed where the model norms them, and rotated; queries times their
-    temperature. As `models.modules.RMSNorm` and `models.rope.rotate`."""
+    temperature. As `ops.norms.RMSNorm` and `ops.rotation.rotate`."""
     weights = rotation.q_norm, rotation.k_norm
     cos, sin = rotation.cos[:, None], rotation.sin[:, None]
     rotated = []

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops.activation import gated_activation
-from ..ops.layer_operations import Activate
+from ..ops.activation import Activate, gated_activation
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import GpuNorm, Pending, reference_norm
 from .linear_tiles import activate, input_tile, row_statistics

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ....profiling.attribution import operation
 from ..ops.batch import RaggedBatch
-from ..ops.expert_operations import Experts
+from ..ops.experts import Experts
 from ..ops.layer_plan import BoundModel
 from ..ops.stack import Stack
 from .begin import Embedding, Rotations

@@ -26,15 +26,16 @@ from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
 from ...kernels import Kernels, RaggedBatch
 from ...kernels.ops.kv_storage import write_blocks
-from ...kernels.ops.layer_operations import Linear, Norm
 from ...kernels.ops.layer_plan import ModelPlan
+from ...kernels.ops.linear import Linear, Projection
+from ...kernels.ops.norms import Norm, RMSNorm, mean_square
+from ...kernels.ops.operation import Vector
 from ...kernels.ops.parameter import Parameter, Source
+from ...kernels.ops.rotation import rotate
 from ..config import ModelConfig
 from ..decoder import Decoder
 from ..families import Json, read_field, read_optional
-from ..modules import Projection, RMSNorm, Vector, mean_square
 from ..plan import linear, model_plan, vector
-from ..rope import rotate
 from .drafter import (
     MOST_DRAFTS,
     DrafterConfig,

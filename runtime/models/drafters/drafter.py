@@ -32,14 +32,16 @@ from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
 from ...kernels import Kernels, RaggedBatch
 from ...kernels.cpu.sampling import fused_most_likely
-from ...kernels.ops.layer_operations import Attend, Operation
+from ...kernels.ops.attention import Attend
 from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
+from ...kernels.ops.linear import Projection
+from ...kernels.ops.operation import Operation
 from ...kernels.ops.parameter import Parameter
 from ..config import ModelConfig
 from ..decoder import Decoder, LayerStack, layer_spec
 from ..families import FAMILIES, Json, read_field
-from ..modules import Projection, ShardedVocabulary
 from ..plan import parameter_bytes, rope_kinds
+from ..sharding import ShardedVocabulary
 
 __all__ = [
     "ascending_layers",

@@ -25,14 +25,15 @@ from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
 from ...kernels import Kernels, RaggedBatch
 from ...kernels.cpu.drafted import HeadWeights, head_drafts
-from ...kernels.ops.layer_operations import JoinNorms, Linear, Norm, Operation
 from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
+from ...kernels.ops.linear import Linear, Projection
+from ...kernels.ops.norms import JoinNorms, Norm, RMSNorm
+from ...kernels.ops.operation import Operation, per_token
 from ...kernels.ops.parameter import Parameter
 from ...kernels.ops.stack import DecoderStack
 from ..config import ModelConfig
 from ..decoder import Decoder
 from ..families import FAMILIES, Json, MtpLayout, read_field, read_optional
-from ..modules import Projection, RMSNorm, per_token
 from ..plan import linear, matrix, model_plan, vector
 from .drafter import (
     MOST_DRAFTS,

@@ -13,8 +13,11 @@ from torch import nn
 
 from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
-from ...kernels.ops.layer_operations import Attend, Linear, Norm, Opaque
+from ...kernels.ops.attention import Attend
 from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
+from ...kernels.ops.linear import Linear
+from ...kernels.ops.norms import Norm
+from ...kernels.ops.operation import Opaque
 from ...kernels.ops.parameter import Parameter, Source
 from ..config import DTYPES, DecoderConfig, check_quantisation, token_ids
 from ..families import read_optional

@@ -20,9 +20,10 @@ from ...kernels import (
     RaggedBatch,
     Stack,
 )
+from ...kernels.ops.linear import Projection
 from ...operation_scopes import operation
 from ..decoder import Decoder, layer_places
-from ..modules import Projection, ShardedVocabulary
+from ..sharding import ShardedVocabulary
 from .attention import IMPLEMENTATION, CurrentStep, PagedLayer, PagedStep
 from .config import LinearGroup, TransformersConfig, freeze_rotations, linear_groups
 from .probe import Probe, head_of, run_head, set_implementation

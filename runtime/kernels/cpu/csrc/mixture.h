@@ -29,7 +29,7 @@ constexpr int64_t kFewMixtureRows = 16;          // up to this many are routed a
 constexpr int kMixturePhases = 5;
 constexpr int64_t kMixtureInputPhases = 3;  // of few rows, which read the inputs: up to gate and up
 
-// See `Experts` in `expert_operations.py`. After the routed experts come the shared ones.
+// See `Experts` in `ops/experts.py`. After the routed experts come the shared ones.
 struct Mixture {
   const void* router;       // [routed, hidden] of the model's type
   const void* router_bias;  // [routed] of the model's type, or null

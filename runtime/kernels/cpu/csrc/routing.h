@@ -12,7 +12,7 @@ namespace stepgraph {
 
 enum class Scores { kSoftmax, kSigmoid, kSoftmaxChosen };
 
-// See `Routing` in `expert_operations.py`.
+// See `Routing` in `ops/experts.py`.
 struct Routing {
   int64_t experts;  // that a token chooses from
   int64_t top_k;

@@ -33,7 +33,7 @@ struct StackLayer {
   Activation activation;
   float scale, softcap;       // of attention, as in `AttentionArgs`
   const void* sinks;          // [heads] of the model's type, or null
-  int64_t temperature_floor;  // of `AttentionTemperature` in `layer_operations.py`; 0: none
+  int64_t temperature_floor;  // of `AttentionTemperature` in `ops/attention.py`; 0: none
   float temperature_scale;
   float attention_factor, mlp_factor;  // of what is added to the hidden states
   bool attention_summed, mlp_summed;   // over ranks, before the output norm

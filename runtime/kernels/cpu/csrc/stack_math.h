@@ -110,7 +110,7 @@ inline F32x16 times_sigmoid(F32x16 x, F32x16 y) {
   return x * (y < 0.0f ? e : F32x16{} + 1.0f) / (e + 1.0f);
 }
 
-// What an MLP computes of gate and up, see `Activate` in `layer_operations.py`.
+// What an MLP computes of gate and up, see `Activate` in `ops/activation.py`.
 struct Activation {
   bool gelu = false;  // tanh's approximation of it; else silu
   float limit = 0.0f, alpha = 1.0f, up_offset = 0.0f;

@@ -1,0 +1,196 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Shapes: T tokens, H heads, E elements of a query or key that are rotated, R kv_lora_rank, C what the
+cache holds of a token, F features, D size of a key or value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .norms import RMSNorm
+from .operation import Binding, LayerStep, Operation, Rank, Run, ShardedLayer, per_token
+from .parameter import Parameter, cut_heads
+from .rotation import rotate
+
+if TYPE_CHECKING:
+    from .attention import Attend
+
+__all__ = [
+    "HeadProjection",
+    "LatentKeys",
+    "LatentRotate",
+    "LatentToValues",
+    "QueriesToLatent",
+]
+
+
+class HeadProjection(nn.Module):
+    """Matrices of each head from the latent to keys and values: `[H, keys + values, R]`.
+
+    Attention works in the latent space: instead of projecting each latent to a key, the query is
+    projected to the latent space (q . (W c) = (W^T q) . c). The output is a weighted sum of
+    latents, which is projected to values. Their weight stays in the model's dtype where
+    linear layers are quantised: it has no output channel that both products share.
+    """
+
+    def __init__(self, key_dim: int) -> None:
+        super().__init__()
+        self.key_dim = key_dim
+        self.weight: nn.Parameter | None = None
+
+    def queries_to_latent(self, q_THD: Tensor) -> Tensor:
+        """Return `[T, H, R]`; D is the size of a key."""
+        assert self.weight is not None
+        return torch.bmm(q_THD.transpose(0, 1), self.weight[:, : self.key_dim]).transpose(0, 1)
+
+    def latent_to_values(self, x_THR: Tensor) -> Tensor:
+        """Return `[T, H, D]`; D is the size of a value."""
+        assert self.weight is not None
+        up_HRD = self.weight[:, self.key_dim :].transpose(1, 2)
+        return torch.bmm(x_THR.transpose(0, 1), up_HRD).transpose(0, 1)
+
+
+class LatentOperation(Operation):
+    """An operation of multi-head latent attention (DeepSeek-V2)."""
+
+    @property
+    def title(self) -> str:
+        return "latent attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentRotate(LatentOperation):
+    """Of (queries, latent, shared key), rotate the last elements of each head's query, and the key.
+
+    The result is (unrotated queries `[T, H, nope]`, rotated queries, latent, rotated key).
+    """
+
+    heads: int
+    nope: int
+    """Elements of a head's queries that are not rotated."""
+    rope: int
+    """Elements of a head's queries that are rotated."""
+    interleaved: bool
+    """Whether the elements of a rotated pair are neighbours."""
+    kind: int
+    """The first coordinate of cosines and sines."""
+
+    def bind(self, to: Binding) -> Run:
+        heads, sizes, interleaved, kind = (
+            self.heads,
+            (self.nope, self.rope),
+            self.interleaved,
+            self.kind,
+        )
+
+        def run(value: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, ...]:
+            q_TF, latent_TR, key_TE = value
+            cos_TE, sin_TE = step.cos[kind], step.sin[kind]
+            q_THE = q_TF.unflatten(1, (heads, -1))
+            plain_THE, turned_THE = q_THE.split(sizes, dim=-1)
+            turned_THE = rotate(turned_THE, cos_TE, sin_TE, interleaved=interleaved)
+            key_T1E = rotate(key_TE[:, None], cos_TE, sin_TE, interleaved=interleaved)
+            return plain_THE, turned_THE, latent_TR, key_T1E
+
+        return run
+
+    def shard(
+        self, rank: Rank, layer: ShardedLayer, following: Operation | None
+    ) -> Iterator[Operation]:
+        yield replace(self, heads=len(rank.part(self.heads)))
+
+    def needed_units(
+        self, rank: Rank, split: tuple[int, ...], attend: Attend
+    ) -> Sequence[range] | None:
+        first, *others = split
+        return rank.part(first), *map(range, others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueriesToLatent(LatentOperation):
+    """Project the queries to the latent space: (queries `[T, H, E]`, latent, rotated key).
+
+    It and `LatentToValues` share one parameter, `[H, keys + values, rank]`.
+    """
+
+    kv_up: Parameter
+    keys: int
+    """Elements of a head's key."""
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self.kv_up,)
+
+    def bind(self, to: Binding) -> Run:
+        kv_up = to.module(self.kv_up, lambda: HeadProjection(self.keys))
+        project = per_token(to.kernels, kv_up.queries_to_latent)
+
+        def run(
+            value: tuple[Tensor, Tensor, Tensor, Tensor], step: LayerStep
+        ) -> tuple[Tensor, ...]:
+            plain_THE, turned_THE, latent_TR, key_T1E = value
+            q_THC = torch.cat((project(plain_THE), turned_THE), dim=-1)
+            return q_THC, latent_TR, key_T1E
+
+        return run
+
+    def shard(
+        self, rank: Rank, layer: ShardedLayer, following: Operation | None
+    ) -> Iterator[Operation]:
+        heads = layer.attend.heads
+        yield replace(self, kv_up=cut_heads(self.kv_up, rank.part(heads), heads))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentKeys(LatentOperation):
+    """Normalise the latent and concatenate it with the rotated key: (queries, keys `[T, 1, E]`)."""
+
+    weight: Parameter
+    eps: float
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self.weight,)
+
+    def bind(self, to: Binding) -> Run:
+        norm = per_token(to.kernels, to.module(self.weight, lambda: RMSNorm(self.eps)))
+
+        def run(value: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, Tensor]:
+            q_THC, latent_TR, key_T1E = value
+            return q_THC, torch.cat((norm(latent_TR)[:, None], key_T1E), dim=-1)
+
+        return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentToValues(LatentOperation):
+    """Project the output of attention, weighted sums of latents `[T, H * rank]`, to values."""
+
+    kv_up: Parameter
+    keys: int
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self.kv_up,)
+
+    def bind(self, to: Binding) -> Run:
+        kv_up = to.module(self.kv_up, lambda: HeadProjection(self.keys))
+        project = per_token(to.kernels, kv_up.latent_to_values)
+        heads = self.kv_up.shape[0]
+
+        def run(attended_TF: Tensor, step: LayerStep) -> Tensor:
+            return project(attended_TF.unflatten(1, (heads, -1))).flatten(1)
+
+        return run
+
+    def shard(
+        self, rank: Rank, layer: ShardedLayer, following: Operation | None
+    ) -> Iterator[Operation]:
+        heads = layer.attend.heads
+        yield replace(self, kv_up=cut_heads(self.kv_up, rank.part(heads), heads))

@@ -1,0 +1,200 @@
+"""Root-mean-square norms.
+
+Shapes: T tokens, D features, H query heads, G key/value heads, E head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .operation import (
+    Binding,
+    LayerStep,
+    Operation,
+    Rank,
+    Run,
+    ShardedLayer,
+    collectives_of,
+    on_part,
+    per_token,
+)
+from .parameter import Parameter, cut_heads
+
+if TYPE_CHECKING:
+    from ..choice import Kernels
+    from .attention import Attend
+
+__all__ = ["JoinNorms", "Norm", "QKNorm", "RMSNorm", "mean_square"]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, accumulated in float32 (Zhang & Sennrich 2019).
+
+    With `offset` it is multiplied by one plus the weight, in float32, before it is rounded.
+    """
+
+    def __init__(self, eps: float, *, offset: bool = False) -> None:
+        super().__init__()
+        self.eps = eps
+        self.offset = offset
+        self.weight: nn.Parameter | None = None
+
+    def forward(self, x_TD: Tensor, mean_square_T1: Tensor | None = None) -> Tensor:
+        """Norm the last dimension; there may be others before it.
+
+        `mean_square_T1` belongs to a longer vector of which each is a part; None: its own.
+        """
+        assert self.weight is not None
+        x = x_TD.float()
+        if mean_square_T1 is None:
+            mean_square_T1 = mean_square(x)[..., None]
+        x = x * torch.rsqrt(mean_square_T1 + self.eps)
+        if self.offset:
+            return (x * (1.0 + self.weight.float())).to(x_TD.dtype)
+        return self.weight * x.to(x_TD.dtype)
+
+
+def mean_square(x_TD: Tensor) -> Tensor:
+    """Return the mean of the squares of the last dimension, float32 `[T]`."""
+    return x_TD.float().pow(2).mean(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm(Operation):
+    """Root-mean-square norm over the last dimension."""
+
+    weight: Parameter
+    eps: float
+    offset: bool = False
+    """Whether to multiply by one plus the weight, in float32, and round afterwards."""
+    part: int | None = None
+    """The part of the value that is normalised; None: the value is one tensor."""
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self.weight,)
+
+    def bind(self, to: Binding) -> Run:
+        norm = to.module(self.weight, lambda: RMSNorm(self.eps, offset=self.offset))
+        return on_part(per_token(to.kernels, norm), self.part)
+
+    def needed_units(
+        self, rank: Rank, split: tuple[int, ...], attend: Attend
+    ) -> Sequence[range] | None:
+        return None if self.part == 0 else super().needed_units(rank, split, attend)
+
+    def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
+        return itemsize * 2 * hidden + (12 * hidden if eager else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinNorms(Operation):
+    """Norm of the step's embeddings, followed by the norm of the hidden states, `[T, 2 D]`.
+
+    The first operation of a layer (EAGLE-3, arXiv 2503.01840).
+    """
+
+    embeddings: Parameter
+    hidden: Parameter | None
+    """None: the hidden states are not normed."""
+    eps: float
+    offset: bool = False
+    """As in `Norm`."""
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self.embeddings,) if self.hidden is None else (self.embeddings, self.hidden)
+
+    def bind(self, to: Binding) -> Run:
+        def norm(weight: Parameter) -> Callable[[Tensor], Tensor]:
+            return per_token(
+                to.kernels, to.module(weight, lambda: RMSNorm(self.eps, offset=self.offset))
+            )
+
+        of_embeddings = norm(self.embeddings)
+        of_hidden = None if self.hidden is None else norm(self.hidden)
+
+        def run(x_TD: Tensor, step: LayerStep) -> Tensor:
+            assert step.embeddings is not None
+            normed_TD = x_TD if of_hidden is None else of_hidden(x_TD)
+            return torch.cat((of_embeddings(step.embeddings), normed_TD), dim=-1)
+
+        return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class QKNorm(Operation):
+    """`Norm` of each head of the queries and of the keys: of the first two parts."""
+
+    q: Parameter
+    k: Parameter
+    eps: float
+    offset: bool = False
+    all_heads: bool = False
+    """Whether the elements of all heads of a token are normalised together; the weights then have
+    as many elements as the queries and the keys (OLMo 2)."""
+    ranks: int = 1
+    """Ranks that hold parts of these elements. They add their sums of squares; where several hold
+    the same keys, all hold as many of each."""
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self.q, self.k)
+
+    def bind(self, to: Binding) -> Run:
+        q_norm = to.module(self.q, lambda: RMSNorm(self.eps, offset=self.offset))
+        k_norm = to.module(self.k, lambda: RMSNorm(self.eps, offset=self.offset))
+        if self.ranks > 1 and self.all_heads:
+            return self._of_ranks(q_norm, k_norm, to.kernels)
+        q_norm, k_norm = per_token(to.kernels, q_norm), per_token(to.kernels, k_norm)
+        if not self.all_heads:
+            return lambda qkv, step: (q_norm(qkv[0]), k_norm(qkv[1]), qkv[2])
+
+        def run(
+            qkv: tuple[Tensor, Tensor, Tensor], step: LayerStep
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            q_THE, k_TGE, v_TGE = qkv
+            q_THE = q_norm(q_THE.flatten(1)).view(q_THE.shape)
+            return q_THE, k_norm(k_TGE.flatten(1)).view(k_TGE.shape), v_TGE
+
+        return run
+
+    def _of_ranks(self, q_norm: RMSNorm, k_norm: RMSNorm, kernels: Kernels) -> Run:
+        """The norm over the heads of all ranks, from the sum of their means of squares."""
+        collectives, mean = collectives_of(kernels), per_token(kernels, mean_square)
+
+        def run(
+            qkv: tuple[Tensor, Tensor, Tensor], step: LayerStep
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            q_THE, k_TGE, v_TGE = qkv
+            q_TF, k_TF = q_THE.flatten(1), k_TGE.flatten(1)
+            squares_T2 = torch.stack((mean(q_TF), mean(k_TF)), dim=-1)
+            q_T1, k_T1 = (collectives.all_reduce(squares_T2) / self.ranks).split(1, dim=-1)
+            q_TF, k_TF = q_norm(q_TF, q_T1), k_norm(k_TF, k_T1)
+            return q_TF.view(q_THE.shape), k_TF.view(k_TGE.shape), v_TGE
+
+        return run
+
+    def shard(
+        self, rank: Rank, layer: ShardedLayer, following: Operation | None
+    ) -> Iterator[Operation]:
+        attend = layer.attend
+        if not self.all_heads:
+            yield self
+            return
+        yield replace(
+            self,
+            q=cut_heads(self.q, rank.part(attend.heads), attend.heads),
+            k=cut_heads(self.k, rank.kv_heads(attend.kv_heads), attend.kv_heads),
+            ranks=rank.ranks,
+        )
+
+    def needed_units(
+        self, rank: Rank, split: tuple[int, ...], attend: Attend
+    ) -> Sequence[range] | None:
+        return attend.needed_units(rank, split, attend)

@@ -1,0 +1,60 @@
+"""Rotary positions (Su et al. 2021). Shapes: T tokens, N heads, E elements that are rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .operation import Binding, LayerStep, Operation, Rank, Run
+
+if TYPE_CHECKING:
+    from .attention import Attend
+
+__all__ = ["Rotate", "rotate"]
+
+
+def rotate(x_TNE: Tensor, cos_TE: Tensor, sin_TE: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate each vector of `x_TNE` `[tokens, heads, E]` by the angles of its token.
+
+    `cos_TE` and `sin_TE` are float32 `[tokens, E / 2]`. The result has the dtype of `x_TNE`.
+
+    Elements (i, i + E / 2) are a pair, or (2i, 2i + 1) if `interleaved`. The result has the first
+    layout in both cases, which changes no dot product of two rotated vectors.
+    """
+    x = x_TNE.float()
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    cos, sin = cos_TE[:, None], sin_TE[:, None]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x_TNE.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotate(Operation):
+    """Rotary positions of the queries and keys: of the first two parts.
+
+    Pairs of elements that a model does not rotate have frequency zero (see `HeadRows`).
+    """
+
+    kind: int
+    """The first coordinate of cosines and sines."""
+
+    def bind(self, to: Binding) -> Run:
+        kind = self.kind
+
+        def run(
+            qkv: tuple[Tensor, Tensor, Tensor], step: LayerStep
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            q_THE, k_TGE, v_TGE = qkv
+            cos_TE, sin_TE = step.cos[kind], step.sin[kind]
+            return rotate(q_THE, cos_TE, sin_TE), rotate(k_TGE, cos_TE, sin_TE), v_TGE.contiguous()
+
+        return run
+
+    def needed_units(
+        self, rank: Rank, split: tuple[int, ...], attend: Attend
+    ) -> Sequence[range] | None:
+        return attend.needed_units(rank, split, attend)
