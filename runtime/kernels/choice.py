@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from .cpu.build import KernelLibrary
 from .ops.collectives import Collectives
-from .ops.experts import Experts, ExpertTensors
-from .ops.layer_plan import BoundModel, ModelPlan
-from .ops.linear import packed_bytes
-from .ops.stack import DecodeStep, Stack
 from .result_check import Fallback
 from .weights import MODEL, WeightStorage
 
@@ -33,7 +28,7 @@ class Kernels:
     linear: Callable[[Tensor, Tensor, Tensor | None, int, Tensor | None], Tensor]
     """`linear(x_TK, weight, bias_N or None, out_features, scales or None)`; the weight as `pack`
     returns it, the scales as `WeightStorage.quantise` does."""
-    experts: Callable[[Experts, Tensor, ExpertTensors, Tensor | None], Tensor]
+    experts: Callable[..., Tensor]
     """Signature of `ops.experts.reference_experts`; the weights of each expert as `pack` returns
     them, concatenated."""
     pack: Callable[[Tensor], Tensor] | None
@@ -48,12 +43,13 @@ class Kernels:
     """Which of `sampling.SAMPLERS`: "torch" is compiled where steps are, the others are kernels."""
     library: KernelLibrary | None = None
     """The C++ library with the operators; None if none is used."""
-    make_stack: Callable[[BoundModel], Stack] | None = None
-    """Creates one operation of all layers and the final norm, for models with `runs_stack`."""
-    stack_obstacle: Callable[[ModelPlan], str | None] = lambda plan: None
+    make_stack: Callable[..., Any] | None = None
+    """Creates a `Stack` from a `BoundModel`: all layers and the final norm as one operation, for
+    models with `runs_stack`."""
+    stack_obstacle: Callable[[Any], str | None] = lambda plan: None
     """Returns why `make_stack` cannot run the layers of a model, or None."""
-    make_decode_step: Callable[[Stack, BoundModel], DecodeStep] | None = None
-    """Creates a decode step from such a stack."""
+    make_decode_step: Callable[..., Any] | None = None
+    """Creates a `DecodeStep` from such a stack and a `BoundModel`."""
     weights: WeightStorage = MODEL
     """How the weights of linear layers are stored; 8-bit weights have scales."""
     fallbacks: tuple[Fallback, ...] = ()
@@ -65,23 +61,13 @@ class Kernels:
     collectives: Collectives | None = None
     """Of the tensor-parallel group; None: the model is on one device."""
 
-    def runs_stack(self, plan: ModelPlan) -> bool:
+    def runs_stack(self, plan: Any) -> bool:
         """Whether all layers of the model are one operation."""
         if self.make_stack is None or self.stack_obstacle(plan) is not None:
             return False
         # The C++ stack adds over ranks itself, through shared memory only.
         own_sums = self.library is not None and self.collectives is not None
         return not own_sums or bool(self.collectives and self.collectives.communicator)
-
-    def stored_bytes(self, n: int, k: int, dtype: torch.dtype, matrices: int = 1) -> int:
-        """Bytes of a `[n, k]` weight of a model in `dtype`, as stored: padding, scales and all.
-
-        It consists of `matrices` stacked matrices, each of which is packed.
-        """
-        if self.pack is None:
-            return self.weights.nbytes(n, k, dtype)
-        packed = packed_bytes(n // matrices, k, self.weights.dtype or dtype)
-        return matrices * packed + self.weights.scale_bytes(n, k)
 
     def unpacked_bytes(self, n: int, k: int) -> int:
         """Temporary bytes of a linear layer that converts its `[n, k]` weight."""

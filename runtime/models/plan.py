@@ -19,7 +19,7 @@ from ..kernels.ops.attention import Attend
 from ..kernels.ops.experts import Experts
 from ..kernels.ops.latent import LatentKeys, LatentRotate, LatentToValues, QueriesToLatent
 from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
-from ..kernels.ops.linear import Linear
+from ..kernels.ops.linear import Linear, stored_bytes
 from ..kernels.ops.norms import Norm, QKNorm
 from ..kernels.ops.operation import Operation, Residual
 from ..kernels.ops.parameter import Cut, ExpertRows, HeadRows, Parameter, Shape, Slice, Source
@@ -556,4 +556,4 @@ def parameter_bytes(parameter: Parameter, kernels: Kernels, dtype: torch.dtype) 
     if not parameter.is_matrix:
         return parameter.elements * (parameter.dtype or dtype).itemsize
     rows, columns = parameter.shape
-    return kernels.stored_bytes(rows, columns, dtype, parameter.matrices)
+    return stored_bytes(kernels, rows, columns, dtype, parameter.matrices)

@@ -52,7 +52,7 @@ def shard_plan(plan: ModelPlan, rank: int, ranks: int) -> ModelPlan:
 
 
 def _sharded(layer: LayerPlan, rank: Rank) -> LayerPlan:
-    state, operations = ShardedLayer(layer.attend), list[Operation]()
+    state, operations = ShardedLayer(layer.attend.heads, layer.attend.kv_heads), list[Operation]()
     for op, following in zip(layer.operations, (*layer.operations[1:], None), strict=True):
         operations += op.shard(rank, state, following)
     return LayerPlan(tuple(operations))

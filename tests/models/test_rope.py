@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stepgraph.runtime.kernels.ops.rotation import rotate
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import FrequenciesByLength
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import PRESETS, preset
-from stepgraph.runtime.models.rope import inverse_frequencies, rotate
+from stepgraph.runtime.models.rope import inverse_frequencies
 from transformers import Glm4Config, LlamaConfig
 from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

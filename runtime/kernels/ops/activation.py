@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .operation import Binding, Operation, Rank, Run, ShardedLayer, per_token
-
-if TYPE_CHECKING:
-    from .attention import Attend
 
 __all__ = ["Activate", "ActivationName", "gated_activation"]
 
@@ -72,7 +69,7 @@ class Activate(Operation):
         yield replace(self, features=len(rank.part(self.features)))
 
     def needed_units(
-        self, rank: Rank, split: tuple[int, ...], attend: Attend
+        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
     ) -> Sequence[range] | None:
         return [rank.part(features) for features in split]
 

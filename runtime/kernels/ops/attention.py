@@ -394,10 +394,9 @@ class Attend(Operation):
         )
 
     def needed_units(
-        self, rank: Rank, split: tuple[int, ...], attend: Attend
+        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
     ) -> Sequence[range] | None:
-        kv_heads = rank.kv_heads(attend.kv_heads)
-        return rank.part(attend.heads), kv_heads, kv_heads
+        return layer.heads_of(rank)
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         queries, cached = self.query_features, self.sides * self.kv_features

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +16,6 @@ from .norms import RMSNorm
 from .operation import Binding, LayerStep, Operation, Rank, Run, ShardedLayer, per_token
 from .parameter import Parameter, cut_heads
 from .rotation import rotate
-
-if TYPE_CHECKING:
-    from .attention import Attend
 
 __all__ = [
     "HeadProjection",
@@ -106,7 +102,7 @@ class LatentRotate(LatentOperation):
         yield replace(self, heads=len(rank.part(self.heads)))
 
     def needed_units(
-        self, rank: Rank, split: tuple[int, ...], attend: Attend
+        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
     ) -> Sequence[range] | None:
         first, *others = split
         return rank.part(first), *map(range, others)
@@ -143,8 +139,8 @@ class QueriesToLatent(LatentOperation):
     def shard(
         self, rank: Rank, layer: ShardedLayer, following: Operation | None
     ) -> Iterator[Operation]:
-        heads = layer.attend.heads
-        yield replace(self, kv_up=cut_heads(self.kv_up, rank.part(heads), heads))
+        kv_up = cut_heads(self.kv_up, rank.part(layer.heads), layer.heads)
+        yield replace(self, kv_up=kv_up)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,5 +188,5 @@ class LatentToValues(LatentOperation):
     def shard(
         self, rank: Rank, layer: ShardedLayer, following: Operation | None
     ) -> Iterator[Operation]:
-        heads = layer.attend.heads
-        yield replace(self, kv_up=cut_heads(self.kv_up, rank.part(heads), heads))
+        kv_up = cut_heads(self.kv_up, rank.part(layer.heads), layer.heads)
+        yield replace(self, kv_up=kv_up)

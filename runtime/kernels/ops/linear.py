@@ -18,18 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..choice import Kernels
 from ..weights import dequantise
 from .operation import Binding, Operation, Rank, Run, ShardedLayer, on_part
 from .parameter import Parameter, cut
-
-if TYPE_CHECKING:
-    from ..choice import Kernels
 
 BLOCK = 32
 _PER_STEP = {torch.bfloat16: 2, torch.float32: 1, torch.int8: 2}
@@ -76,6 +73,17 @@ def packed_bytes(n: int, k: int, dtype: torch.dtype) -> int:
     """Bytes of a packed `[n, k]` weight, padding included. TypeError as `pack_linear`."""
     width = _per_step(dtype)
     return -(-n // BLOCK) * BLOCK * -(-k // width) * width * dtype.itemsize
+
+
+def stored_bytes(kernels: Kernels, n: int, k: int, dtype: torch.dtype, matrices: int = 1) -> int:
+    """Return the bytes of a `[n, k]` weight of a model in `dtype` as kernels store it.
+
+    Padding and scales count. It consists of `matrices` stacked matrices, each of which is packed.
+    """
+    if kernels.pack is None:
+        return kernels.weights.nbytes(n, k, dtype)
+    packed = packed_bytes(n // matrices, k, kernels.weights.dtype or dtype)
+    return matrices * packed + kernels.weights.scale_bytes(n, k)
 
 
 def pack_linear(weight_NK: Tensor) -> Tensor:
@@ -203,7 +211,8 @@ class Projection(nn.Module):
 
     def stored_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of the weight as stored, scales included."""
-        return self.kernels.stored_bytes(self.out_features, self.in_features, dtype, self.matrices)
+        sizes = (self.out_features, self.in_features)
+        return stored_bytes(self.kernels, *sizes, dtype, self.matrices)
 
     def rows(self, index_T: torch.Tensor) -> torch.Tensor:
         """Return rows of the weight, `[T, in_features]`: the layer used as an embedding."""
@@ -270,7 +279,7 @@ class Linear(Operation):
             return
         assert following is not None, "a product before the end of a layer"
         split = self.split or (self.out_features,)
-        kept = following.needed_units(rank, split, layer.attend)
+        kept = following.needed_units(rank, split, layer)
         layer.is_cut = kept is not None
         if kept is None:
             yield self

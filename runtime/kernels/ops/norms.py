@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from ..choice import Kernels
 from .operation import (
     Binding,
     LayerStep,
@@ -24,10 +24,6 @@ from .operation import (
     per_token,
 )
 from .parameter import Parameter, cut_heads
-
-if TYPE_CHECKING:
-    from ..choice import Kernels
-    from .attention import Attend
 
 __all__ = ["JoinNorms", "Norm", "QKNorm", "RMSNorm", "mean_square"]
 
@@ -84,9 +80,9 @@ class Norm(Operation):
         return on_part(per_token(to.kernels, norm), self.part)
 
     def needed_units(
-        self, rank: Rank, split: tuple[int, ...], attend: Attend
+        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
     ) -> Sequence[range] | None:
-        return None if self.part == 0 else super().needed_units(rank, split, attend)
+        return None if self.part == 0 else super().needed_units(rank, split, layer)
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         return itemsize * 2 * hidden + (12 * hidden if eager else 0)
@@ -183,18 +179,17 @@ class QKNorm(Operation):
     def shard(
         self, rank: Rank, layer: ShardedLayer, following: Operation | None
     ) -> Iterator[Operation]:
-        attend = layer.attend
         if not self.all_heads:
             yield self
             return
         yield replace(
             self,
-            q=cut_heads(self.q, rank.part(attend.heads), attend.heads),
-            k=cut_heads(self.k, rank.kv_heads(attend.kv_heads), attend.kv_heads),
+            q=cut_heads(self.q, rank.part(layer.heads), layer.heads),
+            k=cut_heads(self.k, rank.kv_heads(layer.kv_heads), layer.kv_heads),
             ranks=rank.ranks,
         )
 
     def needed_units(
-        self, rank: Rank, split: tuple[int, ...], attend: Attend
+        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
     ) -> Sequence[range] | None:
-        return attend.needed_units(rank, split, attend)
+        return layer.heads_of(rank)

@@ -17,18 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..choice import Kernels
 from .batch import LayerPlace, RaggedBatch
 from .collectives import Collectives
 from .parameter import Parameter, cut, zeros
-
-if TYPE_CHECKING:
-    from ..choice import Kernels
-    from .attention import Attend
 
 __all__ = [
     "AllReduce",
@@ -116,10 +113,16 @@ class Rank:
 class ShardedLayer:
     """What the operations of a layer must know of one another when ranks split it."""
 
-    attend: Attend
-    """Of the whole layer."""
+    heads: int
+    """Query heads of the whole layer."""
+    kv_heads: int
     is_cut: bool = False
     """Whether each rank has a part of the value at this point."""
+
+    def heads_of(self, rank: Rank) -> tuple[range, range, range]:
+        """Return the heads of queries, keys and values of a rank."""
+        kv_heads = rank.kv_heads(self.kv_heads)
+        return rank.part(self.heads), kv_heads, kv_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,14 +171,14 @@ class Operation:
         yield self
 
     def needed_units(
-        self, rank: Rank, split: tuple[int, ...], attend: Attend
+        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
     ) -> Sequence[range] | None:
         """Return the units of each part of its input that a rank needs; None: all of all.
 
         Args:
             rank: of the group.
             split: units of the parts.
-            attend: the attention of the whole layer.
+            layer: the whole layer.
         """
         raise TypeError(f"no way to split what comes before {self.name}")
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .operation import Binding, LayerStep, Operation, Rank, Run
-
-if TYPE_CHECKING:
-    from .attention import Attend
+from .operation import Binding, LayerStep, Operation, Rank, Run, ShardedLayer
 
 __all__ = ["Rotate", "rotate"]
 
@@ -55,6 +51,6 @@ class Rotate(Operation):
         return run
 
     def needed_units(
-        self, rank: Rank, split: tuple[int, ...], attend: Attend
+        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
     ) -> Sequence[range] | None:
-        return attend.needed_units(rank, split, attend)
+        return layer.heads_of(rank)

@@ -20,7 +20,7 @@ from ...kernels import (
     RaggedBatch,
     Stack,
 )
-from ...kernels.ops.linear import Projection
+from ...kernels.ops.linear import Projection, stored_bytes
 from ...operation_scopes import operation
 from ..decoder import Decoder, layer_places
 from ..sharding import ShardedVocabulary
@@ -256,7 +256,7 @@ class TransformersDecoder(nn.Module):
             shapes.append(embeddings.weight.shape)
         memory = None
         if self.kernels.pack is not None:
-            sizes = [self.kernels.stored_bytes(n, k, self.dtype) for n, k in shapes]
+            sizes = [stored_bytes(self.kernels, n, k, self.dtype) for n, k in shapes]
             memory = PackedMemory(sum(sizes), len(sizes))
         for group in groups:
             projection = Projection(self.kernels, group.out_features, group.in_features)
