@@ -29,8 +29,15 @@ from ..kernels.cpu.sampling import (
 from ..kernels.ops.attention import Attend
 from ..kernels.ops.layer_plan import BoundModel, LayerPlan, ModelPlan
 from ..kernels.ops.linear import Projection
-from ..kernels.ops.norms import RMSNorm
-from ..kernels.ops.operation import Binding, LayerStep, Residual, Vector, collectives_of, per_token
+from ..kernels.ops.operation import (
+    LAYER_INPUT,
+    Binding,
+    LayerStep,
+    Residual,
+    Vector,
+    collectives_of,
+    per_token,
+)
 from ..kernels.ops.parameter import Parameter
 from ..operation_scopes import operation
 from ..rope_lengths import UNLIMITED, RopeLengths
@@ -135,10 +142,9 @@ class Layer(nn.Module):
         super().__init__()
         to = Binding(self._module, kernels, place, storage)
         self._operations = [
-            (op.name, op.scale if isinstance(op, Residual) else op.bind(to))
-            for op in plan.operations
+            (op, op.scale if isinstance(op, Residual) else op.bind(to)) for op in plan.operations
         ]
-        """Name and function of each operation; of residual additions, the factor of the value."""
+        """Each operation and its function; of residual additions, the factor of the value."""
 
     def _module(self, parameter: Parameter, make: Callable[[], nn.Module]) -> nn.Module:
         """The module that holds a parameter, in the tree that its name describes."""
@@ -154,12 +160,18 @@ class Layer(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
         value: Any = x_TD
-        for name, run in self._operations:
-            with operation(name):
+        named: dict[str, Any] = {LAYER_INPUT: x_TD}
+        for op, run in self._operations:
+            if op.reads:
+                value = tuple(named[name] for name in op.reads)
+                value = value if len(value) > 1 else value[0]
+            with operation(op.name):
                 if not isinstance(run, float):
                     value = run(value, step)
                 else:
                     x_TD = value = x_TD + (value if run == 1.0 else value * run)
+            if op.writes:
+                named[op.writes] = value
         return x_TD
 
 
@@ -213,7 +225,7 @@ class LayerStack(nn.Module):
             Layer(layer, kernels, place, storage)
             for layer, place in zip(plan.layers, self._places, strict=True)
         )
-        self.norm = RMSNorm(plan.norm.eps, offset=plan.norm.offset)
+        self.norm = plan.norm.module()
         frequencies_KE = torch.stack([inverse_frequencies(r, plan.rope_dim) for r in ropes])
         self.inverse_frequencies = nn.Buffer(frequencies_KE.to(device), persistent=False)
         self._frequencies_by_length: FrequenciesByLength | None = None

@@ -388,6 +388,10 @@ class Family:
     qk_norm: Literal["none", "each_head", "all_heads", "unweighted"] = "none"
     """What is normed of queries and keys before they are rotated: each head of a token by itself,
     or all its heads together; or each head without weight, in layers with rotation only."""
+    parallel_residual: bool = False
+    """Attention and MLP read the same norm of the layer's input, and both are added to it."""
+    centred_norms: bool = False
+    """Norms subtract the mean, and multiply by their weight in float32."""
     offset_norms: bool = False
     """Norms multiply by one plus their weight, in float32, and round afterwards."""
     scaled_embeddings: bool = False
@@ -541,6 +545,49 @@ def _with_end_tokens(config: Json) -> Json:
         return config
     return {**config, "eos_token_id": _GLM["eos_token_id"]}
 
+
+def _with_cohere_names(config: Json) -> Json:
+    """Cohere 2: other names of the epsilon and the factor of logits; one layer in four is full."""
+    factor = read_field(config, "logit_scale", float)
+    if not factor > 0.0:
+        raise CheckpointError(f"logit_scale = {factor} must be positive")
+    layers = range(read_field(config, "num_hidden_layers", int))
+    types = config.get("layer_types")
+    if types is None:
+        every = read_count(config, "sliding_window_pattern", 4)
+        types = [LAYER_TYPES[bool((layer + 1) % every)] for layer in layers]
+    return {
+        **config,
+        "layer_types": types,
+        "logits_scaling": 1.0 / factor,
+        "rms_norm_eps": read_field(config, "layer_norm_eps", float),
+    }
+
+
+def _is_full(config: Json, layer: int) -> bool:
+    types = config.get("layer_types")
+    return isinstance(types, list) and layer < len(types) and types[layer] == LAYER_TYPES[False]
+
+
+_COHERE2 = Family(
+    architecture="Cohere2ForCausalLM",
+    defaults={
+        "bos_token_id": 5,
+        "eos_token_id": 255001,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    fixed={"logits_scaling": 1.0},
+    prepare=_with_cohere_names,
+    lists_layer_types=True,
+    is_unrotated=_is_full,
+    layer_norms=LayerNorms(mlp=None),
+    rope_interleaved=True,
+    centred_norms=True,
+    parallel_residual=True,
+)
 
 _OLMO: dict[str, Any] = {"eos_token_id": 50279, "rms_norm_eps": 1e-5}
 
@@ -999,6 +1046,7 @@ FAMILIES: dict[str, Family] = {
         gate_up=("mlp.gate_up_proj",),
         recomputes_long=True,
     ),
+    "cohere2": _COHERE2,
     "olmo2": _OLMO2,
     "olmo3": replace(
         _OLMO2,

@@ -68,7 +68,9 @@ def norm(config: ModelConfig, ours: str, theirs: str, *, name: str = "") -> Norm
     """A norm of hidden states; `name` is its name in profiles (default: `ours`)."""
     weight = vector(ours, theirs, config.hidden_size)
     offset = config.family.offset_norms
-    return Norm(name=name or ours, weight=weight, eps=config.rms_norm_eps, offset=offset)
+    centred = config.family.centred_norms
+    own = name or ours
+    return Norm(name=own, weight=weight, eps=config.rms_norm_eps, offset=offset, centred=centred)
 
 
 def linear(
@@ -518,8 +520,9 @@ def rope_kinds(config: ModelConfig) -> list[Rope]:
 
 def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     norms, scale = config.family.layer_norms, config.residual_multiplier
+    parallel = config.family.parallel_residual
     if norms.input is not None:
-        yield norm(config, "input_norm", norms.input)
+        yield replace(norm(config, "input_norm", norms.input), writes="normed" if parallel else "")
     if config.latent is None:
         yield from attention(config, kind)
     else:
@@ -533,7 +536,9 @@ def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
         assert config.experts is not None, "a layer with experts"
         yield experts(config, config.experts)
     else:
-        yield from gated_mlp(config)
+        up, *rest = gated_mlp(config)
+        yield replace(up, reads=("normed",)) if parallel else up
+        yield from rest
     if norms.mlp_output is not None:
         yield norm(config, "mlp_output_norm", norms.mlp_output)
     yield Residual(name="residual", scale=scale)

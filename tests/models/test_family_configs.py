@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
 DENSE = {"first_k_dense_replace": 8, "num_key_value_heads": 32}
 PLAIN = (
     *("llama", "mistral", "qwen2", "mimo", "smollm3", "phi3", "olmo2", "olmo3", "granite", "glm"),
-    *("glm4", "qwen3", "gemma2", "gemma3_text"),
+    *("glm4", "qwen3", "gemma2", "gemma3_text", "cohere2"),
 )
 FAMILIES: dict[str, dict[str, Any]] = {
     **{model_type: {} for model_type in PLAIN},
@@ -149,6 +149,7 @@ def test_mimo_is_qwen2() -> None:
         ("smollm3", SLIDING | {"sliding_window": 3}, [None, None, None, 3] * 2),
         ("phi3", {}, [None] * 8),
         ("phi3", {"sliding_window": 5}, [5] * 8),
+        ("cohere2", {"sliding_window_pattern": 3}, [4096, 4096, None] * 2 + [4096] * 2),
         ("olmo3", {}, [4096, 4096, 4096, None] * 2),
         ("olmo3", {"layer_types": F * 7 + S, "sliding_window": 2}, [None] * 7 + [2]),
         ("gemma2", {"sliding_window": 3}, [3, None] * 4),
@@ -197,7 +198,9 @@ LINEAR = {"rope_type": "linear", "factor": 4}
         ("deepseek_v3", {"num_key_value_heads": 4}),
         ("deepseek_v3", {"layer_types": S * 8}),
         ("mistral", {"layer_types": F * 8}),
-        *((kind, {"sliding_window": None}) for kind in ("gemma2", "olmo3")),
+        *((kind, {"sliding_window": None}) for kind in ("gemma2", "olmo3", "cohere2")),
+        ("cohere2", {"logit_scale": 0.0}),
+        ("cohere2", {"layer_types": ["sliding_attention"] * 7}),
         *((kind, {"layer_types": S * 8, "sliding_window": 9}) for kind in ("qwen2", "qwen3")),
         ("gemma2", {"hidden_activation": "gelu"}),
         ("gemma2", {"use_bidirectional_attention": True}),

@@ -55,6 +55,14 @@ FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
         "partial_rotary_factor": 0.25,
     },
+    "cohere2": {
+        "model_type": "cohere2",
+        "num_hidden_layers": 5,
+        "layer_types": [*["sliding_attention"] * 3, *["full_attention"] * 2],
+        "sliding_window": 8,
+        "num_attention_heads": 4,
+        "logit_scale": 0.7,
+    },
     "olmo2": {
         "model_type": "olmo2",
         "head_dim": 14,

@@ -29,6 +29,11 @@ def _operation(
     _, shared, features, scaled_inputs, top_k, scores, normalised, *groups, _, gelu = integers
     scale, limit, alpha, up_offset = numbers
     count, top_groups, sums = groups
+    parameters: dict[str, Any] = {
+        name: Parameter(name, (Source(None, tuple(tensor.shape)),))
+        for name, tensor in tensors._asdict().items()
+        if tensor is not None and not name.endswith("scales")
+    }
     return Experts(
         name="experts",
         routing=Routing(
@@ -50,11 +55,7 @@ def _operation(
         ),
         shared=shared,
         scaled_inputs=bool(scaled_inputs),
-        **{
-            name: Parameter(name, (Source(None, tuple(tensor.shape)),))
-            for name, tensor in tensors._asdict().items()
-            if tensor is not None and not name.endswith("scales")
-        },
+        **parameters,
     )
 
 

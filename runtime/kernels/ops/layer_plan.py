@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ...errors import ConfigError
 from .attention import Attend
 from .batch import LayerPlace
 from .collectives import Collectives
@@ -20,7 +21,7 @@ from .experts import Experts, ExpertTensors
 from .latent import LatentRotate
 from .linear import Linear
 from .norms import Norm
-from .operation import Operation
+from .operation import LAYER_INPUT, Operation
 from .parameter import Parameter
 
 
@@ -29,6 +30,30 @@ class LayerPlan:
     """One decoder layer."""
 
     operations: tuple[Operation, ...]
+
+    def __post_init__(self) -> None:
+        """Check the names of values.
+
+        Raises:
+            ConfigError: an operation reads a value that none before it writes, two write one name,
+                or two write to the cache.
+        """
+        written = {LAYER_INPUT: "the layer"}
+        attends = [op.name for op in self.operations if isinstance(op, Attend)]
+        if len(attends) > 1:
+            raise ConfigError(f"operations {attends} of a layer write to one cache")
+        for op in self.operations:
+            for name in op.reads:
+                if name not in written:
+                    later = [other.name for other in self.operations if other.writes == name]
+                    why = f"operation {later[0]!r} writes only later" if later else "none writes"
+                    raise ConfigError(f"operation {op.name!r} reads {name!r}, which {why}")
+            if op.writes in written:
+                raise ConfigError(
+                    f"operations {written[op.writes]!r} and {op.name!r} both write {op.writes!r}"
+                )
+            if op.writes:
+                written[op.writes] = op.name
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:

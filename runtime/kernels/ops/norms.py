@@ -1,4 +1,4 @@
-"""Root-mean-square norms.
+"""Norms.
 
 Shapes: T tokens, D features, H query heads, G key/value heads, E head_dim.
 """
@@ -25,7 +25,7 @@ from .operation import (
 )
 from .parameter import Parameter, cut_heads
 
-__all__ = ["JoinNorms", "Norm", "QKNorm", "RMSNorm", "mean_square"]
+__all__ = ["JoinNorms", "LayerNorm", "Norm", "QKNorm", "RMSNorm", "mean_square"]
 
 
 class RMSNorm(nn.Module):
@@ -55,6 +55,23 @@ class RMSNorm(nn.Module):
         return self.weight * x.to(x_TD.dtype)
 
 
+class LayerNorm(nn.Module):
+    """Layer norm without bias, in float32."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight: nn.Parameter | None = None
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Norm the last dimension."""
+        assert self.weight is not None
+        x = x_TD.float()
+        x = x - x.mean(-1, keepdim=True)
+        x = x * torch.rsqrt(mean_square(x)[..., None] + self.eps)
+        return (self.weight.float() * x).to(x_TD.dtype)
+
+
 def mean_square(x_TD: Tensor) -> Tensor:
     """Return the mean of the squares of the last dimension, float32 `[T]`."""
     return x_TD.float().pow(2).mean(-1)
@@ -62,7 +79,7 @@ def mean_square(x_TD: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Norm(Operation):
-    """Root-mean-square norm over the last dimension."""
+    """Norm over the last dimension: of its root mean square, unless it is `centred`."""
 
     weight: Parameter
     eps: float
@@ -70,13 +87,20 @@ class Norm(Operation):
     """Whether to multiply by one plus the weight, in float32, and round afterwards."""
     part: int | None = None
     """The part of the value that is normalised; None: the value is one tensor."""
+    centred: bool = False
+    """Whether the mean is subtracted first: a layer norm without bias (Ba et al. 2016), which is
+    multiplied by the weight in float32 and rounded afterwards (Cohere 2)."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         return (self.weight,)
 
+    def module(self) -> RMSNorm | LayerNorm:
+        """Return the module that computes it, without its weight."""
+        return LayerNorm(self.eps) if self.centred else RMSNorm(self.eps, offset=self.offset)
+
     def bind(self, to: Binding) -> Run:
-        norm = to.module(self.weight, lambda: RMSNorm(self.eps, offset=self.offset))
+        norm = to.module(self.weight, self.module)
         return on_part(per_token(to.kernels, norm), self.part)
 
     def needed_units(

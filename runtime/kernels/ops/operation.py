@@ -2,10 +2,12 @@
 
 Each kind is a class that says everything about it: the plain PyTorch computation (`bind`), how the
 ranks of a tensor-parallel group split it (`shard`), and what it keeps in memory (`live_bytes`). The
-operations of a layer are a chain. The input of each is the output of the previous one, called the
-value: a tensor `[T, features]`, or a tuple of parts. `Residual` adds the value to the hidden
-states, which are the input of the layer or the output of the previous `Residual`. A trait is a
-field with another value than its default; backends list the traits that they support.
+operations of a layer run in order. The input of each is the output of the previous one, called the
+value: a tensor `[T, features]`, or a tuple of parts. Where an earlier value is needed again, the
+operation that makes it names it (`writes`), and another one takes it by that name (`reads`).
+`Residual` adds the value to the hidden states, which are the input of the layer or the output of
+the previous `Residual`. A trait is a field with another value than its default; backends list the
+traits that they support.
 
 torch.compile traces what `bind` returns, which runs where a backend has nothing faster. Constants
 of an operation are bound once, before the first step.
@@ -28,6 +30,7 @@ from .collectives import Collectives
 from .parameter import Parameter, cut, zeros
 
 __all__ = [
+    "LAYER_INPUT",
     "AllReduce",
     "Binding",
     "Known",
@@ -44,6 +47,9 @@ __all__ = [
     "per_token",
     "unsupported",
 ]
+
+
+LAYER_INPUT = "layer_input"
 
 
 class LayerStep(NamedTuple):
@@ -131,6 +137,11 @@ class Operation:
 
     name: str
     """Name of its scope in profiles."""
+    reads: tuple[str, ...] = ()
+    """Names of the values that it takes, as a tuple if there are several; empty: the previous one.
+    `LAYER_INPUT` is the input of the layer."""
+    writes: str = ""
+    """The name under which later operations take its value; empty: none does."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

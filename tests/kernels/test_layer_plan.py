@@ -1,0 +1,37 @@
+"""Plans of layers: which names of values operations may read and write."""
+
+import pytest
+from stepgraph.runtime.errors import ConfigError
+from stepgraph.runtime.kernels.ops.attention import Attend
+from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan
+from stepgraph.runtime.kernels.ops.operation import LAYER_INPUT, Operation, Residual
+
+ATTEND = Attend(name="attention", heads=2, kv_heads=1, head_dim=4, value_dim=4, scale=0.5)
+
+
+def op(name: str, *reads: str, writes: str = "") -> Operation:
+    return Residual(name=name, reads=reads, writes=writes)
+
+
+def test_values_are_read_after_they_are_written() -> None:
+    plan = (op("a", LAYER_INPUT, writes="x"), op("b", writes="y"), op("c", "y", "x"))
+    assert LayerPlan(plan).operations == plan
+
+
+@pytest.mark.parametrize(
+    ("operations", "named"),
+    [
+        ((op("a"), op("b", "x")), ("b", "x")),
+        ((op("a", "x"), op("b", "y", writes="x"), op("c", writes="y")), ("a", "x", "b")),
+        ((op("a", "x", writes="x"),), ("a", "x")),
+        ((op("a", writes="x"), op("b", writes="x")), ("a", "b", "x")),
+        ((op("a", writes=LAYER_INPUT),), ("a", LAYER_INPUT)),
+        ((ATTEND, op("a"), ATTEND), ("attention",)),
+    ],
+)
+def test_a_layer_whose_values_do_not_fit(
+    operations: tuple[Operation, ...], named: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LayerPlan(operations)
+    assert all(repr(name) in str(caught.value) for name in named)
