@@ -80,9 +80,7 @@ def test_compiled_tokens_are_the_eager_ones(
 
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
-def test_a_weight_that_is_no_number_is_refused(
-    tiny: Tiny, tmp_path: Path, storage: str
-) -> None:
+def test_a_weight_that_is_no_number_is_refused(tiny: Tiny, tmp_path: Path, storage: str) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     changed_checkpoint(tiny("base").directory, tmp_path, lambda t: t[name][3, 5].fill_(torch.nan))
     config = EngineConfig(device="cpu", mode="eager", max_num_seqs=1)
