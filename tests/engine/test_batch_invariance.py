@@ -17,7 +17,7 @@ from stepgraph.runtime.kernels import (
     limit_threads,
     select_kernels,
 )
-from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
+from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage
 
 from ..rigs.engine_rig import Open
 from ..rigs.invariance_rig import Forced, decode_steps, random_steps, same_bits
@@ -64,14 +64,14 @@ class Case(NamedTuple):
 CASES = [
     Case("base", BF16),
     Case("odd", F32),
-    Case("odd", BF16, "fp8", "int8"),
+    Case("odd", BF16, "fp8", INT8),
     Case("gemma2", F32),
     Case("gemma3", BF16, "int8"),
-    Case("qwen3_moe", F32, "int8", "int8"),
+    Case("qwen3_moe", F32, "int8", INT8),
     Case("gpt_oss", BF16),
     Case("glm4_dynamic", BF16, lengths=(80, 30, 61)),
     Case("deepseek_v3_moe", F32, lengths=SHORT),
-    Case("deepseek_v2_moe", BF16, "int8", "int8", SHORT),
+    Case("deepseek_v2_moe", BF16, "int8", INT8, SHORT),
 ]
 
 
