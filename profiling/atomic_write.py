@@ -32,20 +32,15 @@ def check_writable(path: Path) -> None:
     Raises:
         WriteError: it cannot; says why.
     """
-    _write(path, None)
+    write_file(path, None)
 
 
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file; text as UTF-8, with the line ends that it has.
+def write_file(path: Path, content: str | bytes | None) -> None:
+    """Write a file; text as UTF-8, with the line ends that it has; None: only check.
 
     Raises:
         WriteError: it cannot be written; its old content stays.
     """
-    _write(path, content.encode() if isinstance(content, str) else content)
-
-
-def _write(path: Path, content: bytes | None) -> None:
-    """Write a temporary file that replaces the target, unless `content` is None."""
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     if target.is_dir():
@@ -58,7 +53,7 @@ def _write(path: Path, content: bytes | None) -> None:
         with temporary.open("xb") as file:
             try:
                 if content is not None:
-                    file.write(content)
+                    file.write(content.encode() if isinstance(content, str) else content)
                     file.flush()
                     if target.exists():
                         shutil.copymode(target, temporary)

@@ -51,25 +51,21 @@ WARMUP: Final = "warmup"
 WINDOW: Final = "window"
 
 _CATEGORIES: Final = {
-    "step": (STEP,),
-    "host": (PLAN, LAUNCH, PREPARE, MASK, COMMIT),
-    "device": (SWAP, FORK, COPY, REPLAY, VERIFY, PREFILL),
-    "start": (LOAD, WARMUP, CAPTURE),
-    "profile": (WINDOW,),
+    "step": (0xFF5F6B7A, (STEP,)),
+    "host": (0xFFE0A030, (PLAN, LAUNCH, PREPARE, MASK, COMMIT)),
+    "device": (0xFF3C8DD9, (SWAP, FORK, COPY, REPLAY, VERIFY, PREFILL)),
+    "start": (0xFF8A63C9, (LOAD, WARMUP, CAPTURE)),
+    "profile": (0xFF4A9F6E, (WINDOW,)),
 }
-_COLORS: Final = {
-    "step": 0xFF5F6B7A,
-    "host": 0xFFE0A030,
-    "device": 0xFF3C8DD9,
-    "start": 0xFF8A63C9,
-    "profile": 0xFF4A9F6E,
-}  # 0xAARRGGBB
-_CATEGORY_OF: Final = {name: group for group, names in _CATEGORIES.items() for name in names}
+"""Category -> color (0xAARRGGBB) and ranges."""
+_STYLES: Final = {
+    name: (color, category) for category, (color, names) in _CATEGORIES.items() for name in names
+}
 
 STEP_RANGES: Final = frozenset({REPLAY, VERIFY, PREFILL})
 """The ranges whose payload is `StepNumbers`."""
 
-PLAIN_RANGES: Final = frozenset(_CATEGORY_OF) - STEP_RANGES
+PLAIN_RANGES: Final = frozenset(_STYLES) - STEP_RANGES
 """The ranges whose payload is one integer."""
 
 
@@ -271,8 +267,8 @@ class _Events(threading.local):
     def __init__(self, domain: Any) -> None:
         self.of: dict[str, Any] = {}
         self.numbers = {name: _Numbers() for name in STEP_RANGES}
-        for name, category in _CATEGORY_OF.items():
-            event = self.of[name] = domain.get_event_attributes(name, _COLORS[category], category)
+        for name, style in _STYLES.items():
+            event = self.of[name] = domain.get_event_attributes(name, *style)
             if name in STEP_RANGES:
                 event.payload = self.numbers[name].array
 

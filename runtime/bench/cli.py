@@ -6,12 +6,13 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...profiling.command_line import INTERRUPTED, print_text
 from ...profiling.nsys import inside_nsys
 from .comparison import compare, comparison_text, failure, read_results
-from .console import PROGRAM, REPORTED_ERRORS, exit_status, print_error
+from .console import PROGRAM, REPORTED_ERRORS, print_error
 from .options import parse_arguments
 
 if TYPE_CHECKING:  # it needs torch
@@ -29,24 +30,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return speculation.main(arguments)
     options = parse_arguments(arguments)
     try:
-        return _run(options)
+        if options.compare is not None:
+            return _compare_files(options)
+        if options.profile == "nsys" and not inside_nsys():
+            from .step_profile import nsys_commands
+
+            print_text(nsys_commands(options))
+            return 0
+        return _measure(options)
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted; results so far are kept", file=sys.stderr)
         return INTERRUPTED
     except REPORTED_ERRORS as error:
-        print_error(error)
-        return exit_status(error)
-
-
-def _run(options: argparse.Namespace) -> int:
-    if options.compare is not None:
-        return _compare_files(options)
-    if options.profile == "nsys" and not inside_nsys():
-        from .step_profile import nsys_commands
-
-        print_text(nsys_commands(options))
-        return 0
-    return _measure(options)
+        return print_error(error)
 
 
 def _compare_files(options: argparse.Namespace) -> int:
@@ -56,9 +52,7 @@ def _compare_files(options: argparse.Namespace) -> int:
     if options.fail_above is None:
         return 0
     reason = failure(compare(old, new), options.fail_above)
-    if reason is not None:
-        print_error(reason)
-    return int(reason is not None)
+    return 0 if reason is None else print_error(reason)
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -91,13 +85,8 @@ def _new_run(options: argparse.Namespace) -> Any:
         return SteadyRun(options)
     from .benchmark_run import BenchmarkRun
 
-    if options.scenario == "neighbours":
-        from .scenarios.neighbours import run_neighbours
-
-        return BenchmarkRun(options, run_neighbours)
-    from .scenarios.serve import run_serve
-
-    return BenchmarkRun(options, run_serve)
+    scenario = import_module(f".scenarios.{options.scenario}", __package__)
+    return BenchmarkRun(options, scenario.measure)
 
 
 def _report(run: BenchmarkRun) -> None:

@@ -10,7 +10,7 @@ from ...profiling.ranges import NvtxMissingError
 from ...profiling.trace import TraceError
 from ..errors import ConfigError, MemoryBudgetError, StepgraphError, StepPreparationError
 
-__all__ = ["PROGRAM", "REPORTED_ERRORS", "exit_status", "print_error"]
+__all__ = ["PROGRAM", "REPORTED_ERRORS", "print_error"]
 
 REPORTED_ERRORS = (
     *(StepgraphError, MemoryBudgetError, StepPreparationError),
@@ -21,13 +21,10 @@ PROGRAM = "stepgraph bench"
 """What usage and errors begin with."""
 
 
-def exit_status(error: Exception) -> int:
-    """Return the exit status after an error: 2, as argparse, for a wrong configuration."""
-    return 2 if isinstance(error, ConfigError) else 1
-
-
-def print_error(error: object, name: str | None = None, *, program: str = PROGRAM) -> None:
+def print_error(error: object, name: str | None = None, *, program: str = PROGRAM) -> int:
     """Print an error to stderr: its details first, its message as the last line.
+
+    Return the exit status: 2, as argparse, for a wrong configuration.
 
     Args:
         error: the error, or its message.
@@ -38,3 +35,4 @@ def print_error(error: object, name: str | None = None, *, program: str = PROGRA
     about = "" if name is None else f"{name}: "
     last = f"{program}: error: {about}{message}"
     print(*details, last, sep="\n", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1

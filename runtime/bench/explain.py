@@ -14,8 +14,9 @@ from typing import Any
 from ...profiling import bandwidth
 from ...profiling.command_line import CommandParser, print_text
 from ..config import EngineConfig
+from ..errors import StepgraphError
 from ..tools.arguments import BYTES, flag_type, parse_bytes
-from .console import REPORTED_ERRORS, exit_status, print_error
+from .console import REPORTED_ERRORS, print_error
 from .options import MODEL_FLAGS, add_flags, number
 
 __all__ = ["main"]
@@ -63,7 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for topic in (memory, step):
         topic.set_defaults(program=topic.prog)
     options = parser.parse_args(arguments)
-    return _explain_memory(options) if options.topic == "memory" else _explain_step(options)
+    try:
+        return _explain_memory(options) if options.topic == "memory" else _explain_step(options)
+    except REPORTED_ERRORS as error:
+        return print_error(error, program=options.program)
 
 
 def _explain_memory(options: argparse.Namespace) -> int:
@@ -97,15 +101,12 @@ def _explain_step(options: argparse.Namespace) -> int:
     if options.bandwidth_gb_s is not None:
         reads = 1e9 * options.bandwidth_gb_s
     else:
-        try:
-            device = resolve_device(options.device)
-        except REPORTED_ERRORS as error:
-            print_error(error, program=options.program)
-            return exit_status(error)
+        device = resolve_device(options.device)
         if device.type != "cuda":
-            message = f"this is the roofline of a GPU, and the device is {str(device)!r}:"
-            print_error(f"{message} give the GPU's --bandwidth-gb-s", program=options.program)
-            return 1
+            raise StepgraphError(
+                f"this is the roofline of a GPU, and the device is {str(device)!r}: give the GPU's"
+                " --bandwidth-gb-s"
+            )
         reads = bandwidth.measure_read_bandwidth(device)
 
     def explain(model: str, config: EngineConfig, context: int, rows: int) -> str:
@@ -137,8 +138,7 @@ def _explain_all(
         try:
             text = explain(model, config, *point)
         except REPORTED_ERRORS as error:
-            print_error(error, model, program=options.program)
-            status = max(status, exit_status(error))
+            status = max(status, print_error(error, model, program=options.program))
         else:
             print_text(separator + text)
             separator = "\n"

@@ -25,7 +25,7 @@ from ..kernels import resolve_threads
 from ..kernels.weights import MODEL
 from .comparison import SCHEMA_VERSION
 
-__all__ = ["describe_engine", "failed_checks", "new_document", "num_cpus", "report"]
+__all__ = ["describe_engine", "failed_checks", "new_document", "report"]
 __all__ += ["settle_bandwidth", "table_rows", "warnings", "write_json"]
 
 Entry = Mapping[str, Any]
@@ -96,17 +96,11 @@ def settle_bandwidth(document: dict[str, Any], after: float) -> None:
                 roofline[name] *= before / after
 
 
-def num_cpus() -> int:
-    """Return how many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
     """Return the fields that entries of all engines begin with."""
     config = engine.config
     dtype = str(config.dtype).removeprefix("torch.")
+    has_affinity = hasattr(os, "sched_getaffinity")
     return {
         "model": model,
         "dtype": dtype,
@@ -118,6 +112,8 @@ def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
         "tensor_parallel": config.tensor_parallel,
         "device": str(config.device),
         "prefill_chunk": config.user.prefill_chunk,
+        "threads": config.threads,
+        "cpus": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
         "fallbacks": engine.stats()["fallbacks"],
     }
 

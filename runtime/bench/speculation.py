@@ -40,7 +40,7 @@ from ..execution import inputs
 from ..loading.loader import resolve_source
 from ..sampling_params import SamplingParams
 from ..tools.arguments import integer, speculation_spec
-from .console import PROGRAM, exit_status, print_error
+from .console import PROGRAM, print_error
 from .workload import interleave
 
 __all__ = ["main", "prompt_text"]
@@ -133,8 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _measure_all(options)
     except (StepgraphError, OSError, ValueError) as error:
-        print_error(error)
-        return exit_status(error)
+        return print_error(error)
     return 0
 
 

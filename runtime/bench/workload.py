@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from ...profiling.stats import Summary
 from ..engine.engine import Engine
 from ..models.config import DecoderConfig
 from ..sampling_params import SamplingParams
 
 __all__ = ["decode_roofline", "equal_share", "greedy", "interleave"]
-__all__ += ["random_prompts", "spread"]
+__all__ += ["random_prompts", "summarize_repetitions"]
 
 
 def random_prompts(config: DecoderConfig, count: int, length: int, seed: int) -> list[list[int]]:
@@ -74,11 +77,18 @@ def interleave(
                 total[i] += last[i]
 
 
-def spread(medians: Sequence[float]) -> float | None:
-    """Return (max - min) / median of the repetitions' medians; None of a single repetition."""
-    if len(medians) < 2:
-        return None
-    return (max(medians) - min(medians)) / statistics.median(medians)
+def summarize_repetitions(repetitions: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return the fields of the steps of some repetitions in the JSON.
+
+    `spread` is (max - min) / median of the repetitions' medians, None of a single repetition.
+    """
+    medians = [statistics.median(one) for one in repetitions]
+    apart = (max(medians) - min(medians)) / statistics.median(medians)
+    return {
+        "step_ms": Summary.of(itertools.chain.from_iterable(repetitions)).to_json(),
+        "repetition_ms": medians,
+        "spread": apart if len(medians) > 1 else None,
+    }
 
 
 def decode_roofline(

@@ -26,18 +26,16 @@ _UNFORCED: Final = '\n%llguidance {"no_forcing": true}'
 _IS_LARK: Final = re.compile(r"^[ \t]*(?:%llguidance\b|[?!]?start\b[^:\n]*:(?!:=))", re.MULTILINE)
 _TOKEN: Final = re.compile(
     r"%(?P<keyword>json|llguidance|regex)\b\s*"
-    r'|"(?:\\.|[^"\\\n])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s]+>',
+    r'|"(?:\\.|[^"\\\n])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(?P<token><[^<>\s]+>)',
     re.DOTALL,
 )
-"""Keywords in a grammar that JSON follows, and what may contain a text that looks like one."""
+"""Keywords in a grammar that JSON follows, names of tokens, and what may contain a text that looks
+like either: a string, a comment, a regular expression."""
 _OPTIONS: Final = "x-guidance"
 _ESCAPE: Final = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 _REASONED: Final = r"""start: reasoning space @content
 reasoning[lazy]: /(?s:.*)TAG/
 space: /[ \t\r\n]{0,8}/"""
-_LEXEME: Final = re.compile(r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(<[^<>\s]+>)')
-"""What may contain or be a name of a token in Lark: a string, a comment, a regular expression; the
-group is the name."""
 
 
 def grammar_text(kind: str, source: str, token_ids: Mapping[str, int] | None = None) -> str:
@@ -69,11 +67,11 @@ def grammar_text(kind: str, source: str, token_ids: Mapping[str, int] | None = N
         )
         return _of_lark("start: " + " | ".join(quoted))
     if kind == "calls":
-        return _with_schemas(source)
+        return _of_lark(_prepared(source, {}))
     if kind == "reasoned":
         tag, kind, source = json.loads(source)
         return _reasoned(tag, grammar_text(kind, source, token_ids))
-    return _with_schemas(_with_ids(_as_lark(source), token_ids or {}) + _UNFORCED)
+    return _of_lark(_prepared(_as_lark(source), token_ids or {}) + _UNFORCED)
 
 
 def _of_lark(lark: str) -> str:
@@ -87,16 +85,6 @@ def _reasoned(tag: str, content: str) -> str:
     pattern = re.escape(tag).replace("/", r"\/")
     lark = _REASONED.replace("TAG", pattern)
     return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
-
-
-def _with_ids(lark: str, token_ids: Mapping[str, int]) -> str:
-    """Return a grammar with ids in the place of names: llguidance knows no names of text."""
-
-    def replaced(lexeme: re.Match[str]) -> str:
-        token_id = token_ids.get(lexeme[1])
-        return lexeme[0] if token_id is None else f"<[{token_id}]>"
-
-    return _LEXEME.sub(replaced, lark)
 
 
 def _as_lark(source: str) -> str:
@@ -120,8 +108,10 @@ def _as_lark(source: str) -> str:
     return lark
 
 
-def _with_schemas(lark: str) -> str:
+def _prepared(lark: str, token_ids: Mapping[str, int]) -> str:
     """Return a grammar in which schemas are as `prepared_schema` returns them.
+
+    Ids take the place of names of added tokens: llguidance knows no names of text.
 
     Raises:
         ValueError: a schema is not JSON, or is refused.
@@ -132,7 +122,8 @@ def _with_schemas(lark: str) -> str:
         end = found.end()
         parts.append(lark[start : found.start()])
         if found["keyword"] is None:
-            parts.append(found[0])
+            token_id = token_ids.get(found["token"])
+            parts.append(found[0] if token_id is None else f"<[{token_id}]>")
         else:
             try:
                 value, end = decode_at(lark, end)
@@ -147,7 +138,7 @@ def _with_schemas(lark: str) -> str:
             else:
                 parts.append(lark[found.start() : end])
         start = end
-    return _of_lark("".join((*parts, lark[start:])))
+    return "".join((*parts, lark[start:]))
 
 
 def _embedded(schema: PreparedSchema) -> str:

@@ -30,7 +30,7 @@ from ..models.resolved_config import (
     resolve_masks,
 )
 
-__all__ = ["describe_experts", "explain_memory", "resolve_absent"]
+__all__ = ["describe_experts", "describe_stored", "explain_memory", "num_rows", "resolve_absent"]
 
 _CONTEXTS = (1024, 8192)
 """Context length for which the number of rows is reported, in addition to the model's own."""
@@ -76,14 +76,11 @@ def explain_memory(
     kernels = planned_kernels(model, resolved)
     groups = layer_groups(model, resolved)
     plan = plan_engine(model, resolved, kernels, groups, memory)
-    dtype = str(resolved.dtype).removeprefix("torch.")
-    stored = dtype if resolved.storage == "model" else resolved.storage
-    weights = "" if resolved.weights == MODEL else f", weights in {resolved.weights}"
     kv = sum(group.spec.slot_bytes * len(group.layers) for group in groups)
     return "\n".join(
         [
-            f"{source} in {dtype}{weights}, cache in {stored}, on {place}, {resolved.mode}, "
-            f"{config.max_num_seqs} {_rows(config.max_num_seqs)}",
+            f"{source} in {describe_stored(resolved)}, on {place}, {resolved.mode}, "
+            + num_rows(config.max_num_seqs),
             f"layer groups: {len(groups)}; cache of a token: {format_bytes(kv)}",
             *_describe_shard(plan_of(whole), plan_of(model), kernels, resolved.dtype),
             *describe_experts(plan_of(model), config.max_num_seqs),
@@ -93,6 +90,13 @@ def explain_memory(
             *_answers(model, resolved, kernels, memory, plan.budget_bytes),
         ]
     )
+
+
+def describe_stored(config: ResolvedConfig) -> str:
+    """Return the dtype of a model, of its weights where it differs, and of its cache."""
+    dtype = str(config.dtype).removeprefix("torch.")
+    weights = "" if config.weights == MODEL else f", weights in {config.weights}"
+    return f"{dtype}{weights}, cache in {dtype if config.storage == 'model' else config.storage}"
 
 
 def describe_experts(plan: ModelPlan, rows: int) -> list[str]:
@@ -106,8 +110,8 @@ def describe_experts(plan: ModelPlan, rows: int) -> list[str]:
     return [
         f"{layers} layers with {routed} experts, {top_k} of them a token"
         + (f", and {shared} shared" if shared else "")
-        + f": a step of {rows} {'row' if rows == 1 else 'rows'} reads {expected:.1f} of"
-        f" {routed + shared} on average, if all are equally likely"
+        + f": a step of {num_rows(rows)} reads {expected:.1f} of {routed + shared} on average, if"
+        " all are equally likely"
         for (routed, top_k, shared, expected), layers in counts.items()
     ]
 
@@ -203,12 +207,13 @@ def _answers(
     own, lines = config.max_model_len, []
     for rows in dict.fromkeys((1, config.max_num_seqs)):
         answer = most(own, " tokens", "model's", partial(fits, rows))
-        lines.append(f"longest context of {rows:,} {_rows(rows)}: {answer}")
+        lines.append(f"longest context of {num_rows(rows)}: {answer}")
     for tokens in dict.fromkeys([*(c for c in _CONTEXTS if c < own), own]):
         answer = most(MAX_ROWS, "", "engine's", partial(fits, tokens=tokens))
         lines.append(f"most rows of {tokens:,} tokens: {answer}")
     return lines
 
 
-def _rows(count: int) -> str:
-    return "row" if count == 1 else "rows"
+def num_rows(count: int) -> str:
+    """Return `1 row`, `2 rows` and so on."""
+    return f"{count:,} {'row' if count == 1 else 'rows'}"

@@ -30,16 +30,15 @@ from ..kernels.triton.fusion import (
     fuse,
     fusion_obstacle,
 )
-from ..kernels.weights import MODEL
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..models.resolved_config import ResolvedConfig
 from ..models.sharding import shard_plan
-from .memory_report import describe_experts
+from .memory_report import describe_experts, describe_stored, num_rows
 
 __all__ = ["StepBytes", "StoredSizes", "decode_operation_costs", "explain_step", "floor_bytes"]
-__all__ += ["operation_costs", "step_bytes", "stored_sizes"]
+__all__ += ["operation_costs", "resolve_fused", "step_bytes", "stored_sizes"]
 
 _FLOAT32 = 4
 
@@ -205,6 +204,21 @@ def decode_operation_costs(
     return operation_costs(step_bytes(plan, sizes, rows=rows, context=context))
 
 
+def resolve_fused(source: str | Path, config: EngineConfig) -> tuple[ModelConfig, ResolvedConfig]:
+    """Return a model whose layers are made of the fused kernels, and the choices for it.
+
+    Raises:
+        CheckpointError: as `Engine.from_pretrained`.
+        ConfigError: the configuration cannot work with this model, or its layers are made of other
+            kernels, such as latent attention.
+    """
+    model = resolve_source(source, config_only=True, model_impl=config.model_impl).native
+    resolved = ResolvedConfig.resolve(config, model)
+    if (obstacle := fusion_obstacle(model_plan(model))) is not None:
+        raise ConfigError(f"{source}: layers with {obstacle} are not made of the fused kernels")
+    return model, resolved
+
+
 def explain_step(
     source: str | Path,
     config: EngineConfig,
@@ -224,33 +238,24 @@ def explain_step(
         bandwidth: bytes that each device reads in a second.
         ranks: sizes of tensor-parallel groups, to compare with one device.
 
-    Raises:
-        CheckpointError: as `Engine.from_pretrained`.
-        ConfigError: the configuration cannot work with this model, a number of ranks does not
-            divide it, or its layers are made of other kernels, such as latent attention.
+    Raises as `resolve_fused`, and ConfigError where a number of ranks does not divide the model.
     """
-    model = resolve_source(source, config_only=True, model_impl=config.model_impl).native
     # The device can be hypothetical and does not determine dtypes.
     on_cpu = dataclasses.replace(config, device="cpu", mode="eager")
-    resolved = ResolvedConfig.resolve(on_cpu, model)
+    model, resolved = resolve_fused(source, on_cpu)
     if context > resolved.max_model_len:
         raise ConfigError(
             f"a context of {context} exceeds the {resolved.max_model_len} positions of the model"
         )
     plan = model_plan(model)
-    if (obstacle := fusion_obstacle(plan)) is not None:
-        raise ConfigError(
-            f"the layers of a model with {obstacle} are not made of the kernels that are counted"
-            " here"
-        )
     sizes = stored_sizes(resolved, model.head_dim)
 
     def reads(plan: ModelPlan) -> tuple[StepBytes, ...]:
         return step_bytes(plan, sizes, rows=rows, context=context)
 
     point = (
-        f"{source} in {_dtypes(resolved)}, {rows} {'row' if rows == 1 else 'rows'} of"
-        f" {context:,} tokens at {bandwidth / 1e9:,.0f} GB/s"
+        f"{source} in {describe_stored(resolved)}, {num_rows(rows)} of {context:,} tokens at"
+        f" {bandwidth / 1e9:,.0f} GB/s"
     )
     if not ranks:
         found = reads(plan)
@@ -272,13 +277,6 @@ def explain_step(
         cells.append([str(count), *sizes_mb, f"{floor * 1e6:,.0f}"])
     head = ["ranks", "weights MB", "cache MB", "floor µs"]
     return "\n".join([f"{point} a device", "", *aligned(head, cells, 0)])
-
-
-def _dtypes(config: ResolvedConfig) -> str:
-    dtype = str(config.dtype).removeprefix("torch.")
-    weights = "" if config.weights == MODEL else f", weights in {config.weights}"
-    cache = "" if config.storage == "model" else f", cache in {config.storage}"
-    return dtype + weights + cache
 
 
 def _step_table(reads: Sequence[StepBytes], bandwidth: float) -> list[str]:

@@ -29,12 +29,11 @@ from ..errors import ConfigError, StepgraphError
 from ..execution.sample_steps import SampleCase, SampleSteps
 from ..execution.step_key import StepKey
 from ..kernels.result_check import relative_error, require_usable_device
-from ..kernels.triton.fusion import fusion_obstacle
-from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..models.resolved_config import ResolvedConfig
 from .arguments import DTYPES, STORED_DTYPES, integer
+from .step_costs import resolve_fused
 
 if TYPE_CHECKING:
     from ..kernels.triton.linear import LinearConfig
@@ -164,20 +163,13 @@ def main(
         from ..kernels.triton.tuning import store, tuning_file
 
         timer = timer or partial(time_captured, device=device)
-        model = resolve_source(options.model, config_only=True).native
-        config = ResolvedConfig.resolve(
-            EngineConfig(
-                device=device.type,
-                mode="eager",
-                dtype=options.dtype,
-                weight_dtype=options.weight_dtype,
-            ),
-            model,
+        settings = EngineConfig(
+            device=device.type,
+            mode="eager",
+            dtype=options.dtype,
+            weight_dtype=options.weight_dtype,
         )
-        if (obstacle := fusion_obstacle(model_plan(model))) is not None:
-            raise ConfigError(
-                f"{options.model}: layers with {obstacle} are not made of the kernels tuned here"
-            )
+        model, config = resolve_fused(options.model, settings)
         for rows in options.rows:
             with torch.no_grad():
                 for key, tuned in tune(model, config, rows, timer):

@@ -44,18 +44,18 @@ from ..kernels.triton.dependent import dependent_launch
 from ..kernels.triton.expert_routing import Routed, reference_routing
 from ..kernels.triton.experts import reference_experts_of_choice
 from ..kernels.triton.filled_memory import poison
-from ..kernels.triton.fusion import Mixture, fuse, fusion_obstacle
+from ..kernels.triton.fusion import Mixture, fuse
 from ..kernels.triton.kernel_calls import INTERPRETED
 from ..kernels.triton.linear import Pending
 from ..kernels.triton.linear_kernels import reference_product
 from ..kernels.triton.operations import Operations
 from ..kernels.triton.precompile import compile_kernels
 from ..kernels.triton.rowwise import reference_activate_rows, reference_norm_rows
-from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..models.resolved_config import ResolvedConfig
 from .arguments import integer
+from .step_costs import resolve_fused
 
 __all__ = ["TOLERANCE", "Verified", "check_operations", "main"]
 
@@ -366,11 +366,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if device == "cpu" and not INTERPRETED:
             raise ConfigError("no CUDA device found: set TRITON_INTERPRET=1 to run on the CPU")
-        model = resolve_source(options.model, config_only=True).native
         settings = EngineConfig(device=device, mode="eager", dtype=options.dtype)
-        config = ResolvedConfig.resolve(settings, model)
-        if (obstacle := fusion_obstacle(model_plan(model))) is not None:
-            raise ConfigError(f"{options.model}: no kernels compute {obstacle}")
+        model, config = resolve_fused(options.model, settings)
         shapes = {n: getattr(options, n) for n in ("context", "replays")}
         for rows in options.rows:
             for result in check_operations(

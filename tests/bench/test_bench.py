@@ -176,7 +176,7 @@ def test_requests_that_never_decode_together_are_an_error():
     with Engine.from_pretrained("demo", config, progress=False) as engine:
         run = steady.CaseRun(engine, steady.BenchmarkCase(2, 8, 3), seed=0)
         with pytest.raises(StepgraphError):
-            run.warm_up()
+            run.decode()
 
 
 @pytest.mark.sampled(2)

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.cache.memory.handler import MemoryBudgetError
-from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.bench.results import settle_bandwidth, warnings
 from stepgraph.runtime.bench.scenarios.steady import CaseRun
-from stepgraph.runtime.bench.workload import interleave, spread
+from stepgraph.runtime.bench.workload import interleave, summarize_repetitions
 
 from ..rigs.bench_rig import run_bench
 
@@ -72,8 +71,7 @@ def test_modes_are_interleaved_where_they_fit_together(monkeypatch, tmp_path, ca
     for case in cases:
         assert case["tokens_equal_eager"] == 1.0
         samples = [case["samples"]["step_ms"][i : i + 3] for i in (0, 3, 6)]
-        assert case["repetition_ms"] == [Summary.of(part).p50 for part in samples]
-        assert case["spread"] == spread(case["repetition_ms"])
+        assert case == case | summarize_repetitions(samples)
 
 
 def case_with(spread: float | None, mode: str = "eager") -> dict[str, Any]:
@@ -86,8 +84,10 @@ READS = {"bandwidth_gb_s": 10.0}
 
 
 def test_noisy_cases_are_named():
-    assert spread([2.0]) is None
-    assert spread([9.0, 10.0, 12.0]) == pytest.approx(0.3)
+    assert summarize_repetitions([[2.0, 3.0]])["spread"] is None
+    found = summarize_repetitions([[9.0], [9.0, 12.0, 10.0], [12.0]])
+    assert found["repetition_ms"] == [9.0, 10.0, 12.0]
+    assert found["spread"] == pytest.approx(0.3)
     assert warnings({"environment": READS, "cases": [case_with(0.05), case_with(None)]}) == []
     cases = [case_with(0.0501), case_with(0.01, "compile")]
     (line,) = warnings({"environment": READS, "cases": cases})

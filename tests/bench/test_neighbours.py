@@ -22,7 +22,7 @@ from stepgraph.runtime.bench.scenarios.neighbours import (
     NeighboursCase,
     SideRun,
     busy_processes,
-    measure_neighbours,
+    measure_rounds,
 )
 from stepgraph.runtime.errors import StepgraphError
 
@@ -107,7 +107,7 @@ def test_every_round_meets_every_runtime_and_number(at_once: None) -> None:
     log: list[str] = []
     runs: Any = [SideRun(FakeSide(name, log)) for name in "ab"]
     case = NeighboursCase(1, 8, 30, (0, 2))
-    measure_neighbours(runs, case, [[1]], 99, num_warmup=1, num_iters=2, say=lambda text: None)
+    measure_rounds(runs, case, [[1]], 99, num_warmup=1, num_iters=2, say=lambda text: None)
     prefills, ends = ["a prefill", "b prefill"], ["a end", "b end"]
     assert log == [
         *(*prefills, "b 0", "a 0", *ends),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -20,18 +19,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....profiling.device_state import watch
-from ....profiling.stats import Summary
 from ...config import EngineConfig
 from ...errors import StepgraphError
 from ...loading.loader import resolve_source
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode, resolve_engine
 from ..peers import Peer, PeerError, PeerSpec
-from ..results import describe_engine, num_cpus
+from ..results import describe_engine
 from ..saved_preset import checkpoint_of
-from ..workload import random_prompts, spread
+from ..workload import random_prompts, summarize_repetitions
 from .steady import BenchmarkCase, EngineBatch
 
-__all__ = ["NeighboursCase", "SideRun", "busy_processes", "measure_neighbours", "run_neighbours"]
+__all__ = ["NeighboursCase", "SideRun", "busy_processes", "measure", "measure_rounds"]
 
 SETTLING_SECONDS = 0.3
 """Pause before the steps of a runtime: threads of another may spin for 0.2 s after a step."""
@@ -113,18 +111,12 @@ class SideRun:
 
     def to_json(self, neighbours: int) -> dict[str, Any]:
         """Return the fields of one number of busy processes."""
-        rounds = self.step_ms[neighbours]
-        step = Summary.of(itertools.chain.from_iterable(rounds))
-        medians = [statistics.median(one) for one in rounds]
-        return {
-            "step_ms": step.to_json(),
-            "repetition_ms": medians,
-            "spread": spread(medians),
-            "p99_to_p50": None if step.p99 is None else step.p99 / step.p50,
-        }
+        found = summarize_repetitions(self.step_ms[neighbours])
+        p50, p99 = found["step_ms"]["p50"], found["step_ms"]["p99"]
+        return {**found, "p99_to_p50": None if p99 is None else p99 / p50}
 
 
-def measure_neighbours(
+def measure_rounds(
     runs: Sequence[SideRun],
     case: NeighboursCase,
     prompts: Sequence[list[int]],
@@ -203,7 +195,7 @@ def _start_peers(
     return peers
 
 
-def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
+def measure(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
     """Yield an entry for each number of busy processes, for each point."""
     options = run.options
     if options.peer and run.device.type != "cpu":
@@ -227,7 +219,7 @@ def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterat
             ours, theirs = SideRun(EngineBatch(engine)), [SideRun(peer) for peer in peers]
             prompts = random_prompts(engine.model_config, rows, input_len, options.seed)
             read_again = watch(run.monitor)
-            measure_neighbours(
+            measure_rounds(
                 [ours, *theirs],
                 case,
                 prompts,
@@ -243,8 +235,6 @@ def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterat
                     **describe_engine(engine, kind.model),
                     **dataclasses.asdict(case),
                     "neighbours": neighbours,
-                    "threads": threads,
-                    "cpus": num_cpus(),
                     **measured,
                     "peers": [
                         _compare(peer, side.to_json(neighbours), measured)

@@ -23,10 +23,10 @@ from ...service.async_engine import AsyncEngine
 from ...service.service_config import ServiceConfig
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode, resolve_engine
 from ..load import EngineClient, Outcome, arrival_times, closed_loop, open_loop, summarize
-from ..results import describe_engine, num_cpus
+from ..results import describe_engine
 from ..workload import random_prompts
 
-__all__ = ["run_serve"]
+__all__ = ["measure"]
 
 NUM_PROMPTS = 256
 """Different prompts; then they repeat."""
@@ -65,7 +65,7 @@ def choose_slo(
     return {"slo_ttft_ms": ttft_ms, "slo_itl_ms": itl_ms}
 
 
-def run_serve(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
+def measure(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
     """Yield an entry for each rate of each case."""
     options = run.options
     for sizes in itertools.product(
@@ -120,8 +120,6 @@ def _measure_load(
             outcomes = runner.run(open_loop(client.send, times, drain_seconds=DRAIN_SECONDS))
             yield {
                 **describe_engine(engine, kind.model),
-                "threads": engine.config.threads,
-                "cpus": num_cpus(),
                 **asdict(case),
                 "capacity": capacity,
                 "fraction": fraction,

@@ -42,7 +42,7 @@ from ..workload import (
     greedy,
     interleave,
     random_prompts,
-    spread,
+    summarize_repetitions,
 )
 
 __all__ = ["BenchmarkCase", "CaseRun", "EngineBatch", "SteadyRun"]
@@ -108,21 +108,19 @@ class CaseRun:
         """Milliseconds of the steps of all repetitions, in order."""
         return [duration for repetition in self.repetitions for duration in repetition]
 
-    def warm_up(self) -> None:
-        """Run it once without recording."""
+    def decode(
+        self, before_step: Callable[[int], None] | None = None
+    ) -> tuple[list[float], list[RequestOutput]]:
+        """Run it once without recording; return the milliseconds of its steps and the outputs."""
         batch = EngineBatch(self.engine)
         batch.prefill(self.prompts, self._max_tokens)
-        batch.steps(self.case.output_len - 1)
-        batch.end()
+        return batch.steps(self.case.output_len - 1, before_step), batch.end()
 
     def repeat(self) -> None:
         """Run it once more."""
         engine, case = self.engine, self.case
         engine.timeline().clear()
-        batch = EngineBatch(engine)
-        batch.prefill(self.prompts, self._max_tokens)
-        durations = batch.steps(case.output_len - 1, self._before_step)
-        outputs = batch.end()
+        durations, outputs = self.decode(self._before_step)
         self.repetitions.append(durations)
         self.records += engine.timeline().records()
         if not self.token_ids:
@@ -152,7 +150,8 @@ class CaseRun:
         engine, case, stats = self.engine, self.case, self.engine.stats()
         # On average half of the output is in the context.
         context = case.input_len + case.output_len // 2
-        step, medians = Summary.of(self.step_ms), list(map(statistics.median, self.repetitions))
+        steps = summarize_repetitions(self.repetitions)
+        p50 = steps["step_ms"]["p50"]
         contexts = [context] * case.batch_size
         decoding = [r for r in self.records if r.rows == case.batch_size and not r.prefill_tokens]
         return {
@@ -160,18 +159,16 @@ class CaseRun:
             **asdict(case),
             "ttft_ms": Summary.of(self.ttft_ms).to_json(),
             "itl_ms": Summary.of(self.itl_ms).to_json(),
-            "step_ms": step.to_json(),
-            "repetition_ms": medians,
-            "spread": spread(medians),
+            **steps,
             "host_us": Summary.of(r.host_ns / 1e3 for r in decoding).to_json(),
-            "tokens_per_second": 1e3 * case.batch_size / step.p50,
+            "tokens_per_second": 1e3 * case.batch_size / p50,
             "prefill_tokens_per_second": 1e3
             * case.batch_size
             * case.input_len
             / statistics.median(self._prefill_ms),
             "padding": 1 - sum(r.rows for r in decoding) / max(1, sum(r.bucket for r in decoding)),
             "kv_bytes": case.batch_size * engine.kv_bytes_read(context),
-            "roofline": decode_roofline(engine, contexts, bandwidth, step.p50 / 1e3),
+            "roofline": decode_roofline(engine, contexts, bandwidth, p50 / 1e3),
             "memory": stats["memory"],
             "captured": stats["prepared"],
             "start": stats["start"],
@@ -352,7 +349,7 @@ class SteadyRun(BenchmarkRun):
             runs = [self.case_run(engine, case) for engine in engines]
             for run in runs:
                 for _ in range(options.num_warmup):
-                    run.warm_up()
+                    run.decode()
             cases[first:] = self._repeat(model, runs, eager, check, None)
             write_json(options, self.document)
             if baseline is None or self.baseline_error is not None:
