@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.bench.baseline import TransformersBaseline
 from stepgraph.runtime.bench.peers import PeerError
 from stepgraph.runtime.bench.results import table_rows
@@ -24,6 +23,7 @@ from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.presets import PRESETS
 
 from ..rigs.bench_rig import run_bench
+from ..rigs.engine_rig import greedy, opened
 from ..rigs.tiny_models import TinyModel
 
 CPU = torch.device("cpu")
@@ -63,9 +63,8 @@ def test_preset_is_saved_with_its_weights_and_tokens(
         assert torch.equal(read[key], tensor), key
     monkeypatch.setitem(PRESETS, "tiny", config)
     prompts = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1)).tolist()
-    with Engine.from_pretrained("preset:tiny", EngineConfig(mode="eager", seed=5)) as engine:
-        params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
-        ours = [output.token_ids for output in engine.generate(prompts, params)]
+    with opened("preset:tiny", seed=5) as engine:
+        ours = [output.token_ids for output in engine.generate(prompts, greedy(9))]
     with closing(load(tmp_path)) as theirs:
         theirs.prepare(prompts, steps=8)
         theirs.run()

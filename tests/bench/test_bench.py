@@ -15,13 +15,14 @@ import pytest
 import torch
 from stepgraph.profiling import atomic_write
 from stepgraph.profiling.atomic_write import check_writable, write_file
-from stepgraph.runtime import Engine, EngineConfig, StepgraphError
+from stepgraph.runtime import Engine, StepgraphError
 from stepgraph.runtime.bench.load import Status
 from stepgraph.runtime.bench.results import report, table_rows
 from stepgraph.runtime.bench.scenarios import steady
 from stepgraph.runtime.bench.workload import decode_roofline, equal_share
 
 from ..rigs.bench_rig import ROOT, run_bench
+from ..rigs.engine_rig import opened, parts_of
 
 SMALL = "--batch-size 1 2 --input-len 24 --output-len 12 --num-warmup 0 --num-iters 1"
 ONE = "--mode eager --batch-size 1 --input-len 8 --output-len 3 --num-warmup 0 --num-iters 1"
@@ -45,12 +46,13 @@ def document(tmp_path_factory):
 
 def test_a_case_is_what_was_measured(document):
     assert document["environment"]["command"].startswith("stepgraph bench --batch-size 1 2")
+    assert document["environment"]["max_sm_mhz"] is None
     one, two = document["cases"]
     assert (one["batch_size"], two["batch_size"]) == (1, 2)
     for case in document["cases"]:
         assert [case[name] for name in ("dtype", "weight_dtype", "kv_dtype")] == ["bfloat16"] * 3
         assert case["tokens_equal_eager"] == 1.0
-        assert case["fallbacks"] == 0
+        assert (case["fallbacks"], case["device_state"]) == (0, None)
         # Only steps that decode the whole batch count; the prefill step makes token 0.
         assert len(case["samples"]["step_ms"]) == case["step_ms"]["n"] == case["output_len"] - 1
         assert case["ttft_ms"]["n"] == case["batch_size"]
@@ -170,10 +172,7 @@ def test_a_closed_pipe_is_no_error():
 
 def test_requests_that_never_decode_together_are_an_error():
     """If one request waits until another ends, no step decodes the whole batch."""
-    config = EngineConfig(
-        mode="eager", device="cpu", prefix_cache=False, max_num_seqs=1, max_model_len=64
-    )
-    with Engine.from_pretrained("demo", config, progress=False) as engine:
+    with opened("demo", prefix_cache=False, max_num_seqs=1, max_model_len=64) as engine:
         run = steady.CaseRun(engine, steady.BenchmarkCase(2, 8, 3), seed=0)
         with pytest.raises(StepgraphError):
             run.decode()
@@ -188,7 +187,7 @@ def test_bytes_are_those_that_are_stored(
 ) -> None:
     """Scales of cache and weights included; `odd` has an embedding that is only gathered from."""
     engine = open_engine(variant, kv_dtype=kv_dtype, weight_dtype=weight_dtype)
-    parts = engine._open_parts()
+    parts = parts_of(engine)
     arena = parts.arena.tensor
     of_slot = arena.nbytes / (arena.shape[2] * engine.config.block_size)  # in one group
     assert engine.kv_bytes_read(1) == of_slot * len(parts.groups)

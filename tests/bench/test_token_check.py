@@ -9,21 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineConfig
+from stepgraph.runtime import Engine
 from stepgraph.runtime.bench.token_check import MOST_ROWS, TokenCheck
 from stepgraph.runtime.bench.workload import greedy
 from stepgraph.runtime.kernels import have_compiler
 
 from ..rigs.bench_rig import run_bench
+from ..rigs.engine_rig import opened
 from ..rigs.tiny_models import TinyModel
 
 SMALL = "--batch-size 2 --input-len 8 --output-len 8 --num-warmup 0 --num-iters 2"
 
 
-def demo(**settings: Any) -> Engine:
-    sizes = {"max_num_seqs": 6, "max_model_len": 64, "buckets": (6,)}
-    config = EngineConfig(device="cpu", mode="eager", **sizes, **settings)
-    return Engine.from_pretrained("demo", config)
+DEMO: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 64, "buckets": (6,)}
 
 
 def decode(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[set[tuple[int, ...]]]:
@@ -70,7 +68,8 @@ def test_wrong_weights_of_the_engine_are_caught() -> None:
     """The native engine's are packed, so the reference has read its own; NaN is not a logit."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(500, (6, 20), generator=generator).tolist()
-    with demo(kernels="native" if have_compiler() else "torch") as engine:
+    kernels = "native" if have_compiler() else "torch"
+    with opened("demo", **DEMO, kernels=kernels) as engine:
         check = TokenCheck(engine, "demo")
         found = check.check(prompts, decode(engine, prompts, 6))
         assert found["passed"], found
@@ -81,7 +80,7 @@ def test_wrong_weights_of_the_engine_are_caught() -> None:
         norm.data[int(norm.abs().argmax())] *= -20
         found = check.check(prompts, decode(engine, prompts, 6))
         assert not found["passed"]
-    with demo() as engine:
+    with opened("demo", **DEMO) as engine:
         outputs = decode(engine, prompts, 3)
         norm = engine.decoder.norm.weight
         assert norm is not None

@@ -4,22 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..rigs.engine_rig import greedy, opened
+
 DEMO = Path(__file__).resolve().parents[2] / "runtime" / "demo"
-CONFIG = {
-    "mode": "eager",
-    "dtype": "float32",
-    "kernels": "native" if have_compiler() else "torch",
-}
+CONFIG = {"dtype": "float32", "kernels": "native" if have_compiler() else "torch"}
 PROMPTS = ["def ", "import ", "class Node:\n    def __init__(self", "for i in range(", "x"]
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine.from_pretrained("demo", EngineConfig(**CONFIG)) as engine:
+    with opened("demo", **CONFIG) as engine:
         yield engine
 
 
@@ -30,8 +27,7 @@ def reference():
 
 def test_greedy_tokens_are_those_of_transformers(engine, reference):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
-    for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, params), strict=True):
+    for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, greedy(32)), strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         expected = reference.generate(
             ids,
@@ -48,11 +44,9 @@ def test_greedy_tokens_are_those_of_transformers(engine, reference):
 
 def test_drafts_of_its_drafter_are_mostly_right(engine):
     speculation = {"method": "eagle3", "num_speculative_tokens": 3, "adaptive": False}
-    config = EngineConfig(**CONFIG, speculation=speculation)
-    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
-    (expected,) = engine.generate(["def main0("], params)
-    with Engine.from_pretrained("demo", config) as drafting:
-        (output,) = drafting.generate(["def main0("], params)
+    (expected,) = engine.generate(["def main0("], greedy(100))
+    with opened("demo", **CONFIG, speculation=speculation) as drafting:
+        (output,) = drafting.generate(["def main0("], greedy(100))
         stats = drafting.stats()["speculation"]
     assert output.token_ids == expected.token_ids
     assert stats["drafted"] > 50

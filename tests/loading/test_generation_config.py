@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import stepgraph.runtime.demo
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime import SamplingParams
 from stepgraph.runtime.loading.checkpoint import read_sampling_defaults
 from stepgraph.runtime.sampling_params import SamplingDefaults
+
+from ..rigs.engine_rig import opened
 
 DEMO = Path(stepgraph.runtime.demo.__path__[0])
 PROMPT = "def main("
@@ -39,8 +41,7 @@ def make(tmp_path: Path) -> Make:
 
 def texts(source: Path, config: str = "auto", **fields: Any) -> list[str]:
     """The texts of some seeds, with these fields alone."""
-    settings = EngineConfig(mode="eager", max_model_len=64, generation_config=config)  # type: ignore[arg-type]
-    with Engine.from_pretrained(source, settings) as engine:
+    with opened(source, max_model_len=64, generation_config=config) as engine:
         params = [SamplingParams(**WIDE, **fields, seed=seed) for seed in SEEDS]
         outputs = engine.generate([PROMPT] * len(params), params)
     return [output.text for output in outputs]
@@ -60,7 +61,7 @@ def test_generation_config_without_sampling_is_greedy(make: Make) -> None:
 
 def test_generation_config_limits_tokens_unless_the_request_does(make: Make) -> None:
     source = make(max_new_tokens=3)
-    with Engine.from_pretrained(source, EngineConfig(mode="eager", max_model_len=64)) as engine:
+    with opened(source, max_model_len=64) as engine:
         assert engine.sampling_defaults.max_tokens == 3
         for fields, expected in (({}, 3), ({"max_tokens": 5}, 5), ({"min_tokens": 7}, 7)):
             (output,) = engine.generate(PROMPT, SamplingParams(ignore_eos=True, **fields))

@@ -49,14 +49,16 @@ def test_all_contradictions_are_in_one_message(base: TinyModel, tmp_path: Path) 
         del tensors["model.layers.1.self_attn.k_proj.weight"]
         tensors["model.norm.weight"] = torch.randn(49)
         tensors["model.layers.7.mlp.up_proj.weight"] = torch.randn(80, 48)
+        tensors["model.layers.1.self_attn.q_norm.weight"] = torch.ones(16).bfloat16()
         tensors["model.layers.0.mlp.down_proj.weight"] = torch.randn(48, 80).double()
 
     lines = refusal(changed_checkpoint(base.directory, tmp_path, edit))
     assert "missing: model.layers.1.self_attn.k_proj.weight [32, 48]" in lines
     assert "shape: model.norm.weight expected [48], found [49]" in lines
     assert "unexpected: model.layers.7.mlp.up_proj.weight [80, 48]" in lines
+    assert "unexpected: model.layers.1.self_attn.q_norm.weight [16]" in lines
     assert any("down_proj.weight in model.safetensors is F64" in line for line in lines)
-    assert len(lines) == 5
+    assert len(lines) == 6
 
 
 def test_long_lists_of_contradictions_are_cut(base: TinyModel, tmp_path: Path) -> None:

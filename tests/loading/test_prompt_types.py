@@ -14,19 +14,19 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineConfig, PromptEmbeds, RequestError, SamplingParams
+from stepgraph.runtime import Engine, PromptEmbeds, RequestError
 from stepgraph.runtime.loading.tokenizer import load_tokenizer
 from tokenizers import Tokenizer
 
+from ..rigs.engine_rig import greedy, opened
 from ..rigs.tiny_models import TinyModel
 
-GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+GREEDY = greedy(4)
 
 
 @pytest.fixture(scope="module")
 def engine(tiny: Callable[[str], TinyModel]) -> Any:
-    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=4, max_model_len=64)
-    with Engine.from_pretrained(tiny("text").directory, config) as engine:
+    with opened(tiny("text").directory, max_model_len=64) as engine:
         yield engine
         assert not engine.has_unfinished()
         engine.check_integrity()
@@ -179,7 +179,7 @@ def test_tokens_without_an_embedding(tiny: Callable[[str], TinyModel], tmp_path:
     loaded = load_tokenizer(directory)
     assert loaded is not None
     assert max(loaded.encode("a<|new|>")) >= vocab_size
-    with Engine.from_pretrained(directory, EngineConfig(device="cpu", mode="eager")) as engine:
+    with opened(directory) as engine:
         with pytest.warns(UserWarning, match="prompts"):
             bad, good = engine.generate(["a<|new|>b", "a"], GREEDY)
         assert "'<|new|>'" in str(bad.error)

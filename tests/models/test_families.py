@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.cache.spec import group_layers
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import Engine
 from stepgraph.runtime.kernels import select_kernels
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 
-from ..rigs.engine_rig import Open
+from ..rigs.engine_rig import Open, greedy
 from ..rigs.expert_models import EXPERT_VARIANTS
 from ..rigs.family_variants import FAMILY_VARIANTS
 from ..rigs.tiny_models import Tiny, TinyModel, load_weights
@@ -73,8 +73,7 @@ BATCHES = {0: ((3, 17, 1, 50, 9, 150), 16), 2: ((33, 32, 31), 12)}
 def assert_parity(engine: Engine, model: TinyModel) -> None:
     for seed, (lengths, new_tokens) in BATCHES.items():
         prompts = model.prompts(*lengths, seed=seed)
-        params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-        outputs = engine.generate(prompts, params)
+        outputs = engine.generate(prompts, greedy(new_tokens))
         # Llama 4 in transformers counts left padding in the temperature of positions.
         alone = model.reference.config.model_type == "llama4_text"
         batches = [[prompt] for prompt in prompts] if alone else [prompts]

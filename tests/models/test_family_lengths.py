@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import Engine
 from stepgraph.runtime.kernels import kernels_for, native_gaps, select_kernels
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import preset
 from stepgraph.runtime.models.rope import RopeScaling
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..rigs.engine_rig import Open
+from ..rigs.engine_rig import Open, greedy
 from ..rigs.family_variants import LENGTH_VARIANTS
 from ..rigs.tiny_models import Tiny, TinyModel
 
@@ -62,8 +62,7 @@ def generated(
 def check_tokens(
     engine: Engine, model: TinyModel, prompts: Sequence[Sequence[int]], new_tokens: int = NEW
 ) -> None:
-    params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-    outputs = engine.generate(prompts, params)
+    outputs = engine.generate(prompts, greedy(new_tokens))
     expected = [generated(model.directory, tuple(p), new_tokens)[0] for p in prompts]
     assert [output.token_ids for output in outputs] == expected
     engine.check_integrity()
@@ -123,8 +122,7 @@ def test_completions_of_one_prompt(open_engine: Open, tiny: Tiny) -> None:
     model = tiny("phi3_longrope")
     engine = open_engine("phi3_longrope", **SMALL | {"max_num_seqs": 2})
     (prompt,) = model.prompts(37)
-    params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, n=5)
-    (output,) = engine.generate([prompt], params)
+    (output,) = engine.generate([prompt], greedy(NEW, n=5))
     expected, _ = generated(model.directory, tuple(prompt), NEW)
     assert [completion.token_ids for completion in output.completions] == [expected] * 5
 

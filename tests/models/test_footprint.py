@@ -267,11 +267,9 @@ def test_steps_are_measured(open_engine: Open) -> None:
     assert memory["logits"]["measured"] >= 0
 
 
-def test_host_cache_smaller_than_a_block(open_engine: Open) -> None:
-    with pytest.raises(ConfigError):
-        open_engine("base", host_cache_bytes=100)
-
-
-def test_a_budget_covers_the_host_cache_of_a_cpu(open_engine: Open) -> None:
-    with pytest.raises(MemoryBudgetError):
-        open_engine("base", host_cache_bytes=1 << 40)
+@pytest.mark.parametrize(("size", "error"), [(100, ConfigError), (1 << 40, MemoryBudgetError)])
+def test_host_caches_smaller_than_a_block_or_larger_than_the_budget(
+    open_engine: Open, size: int, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        open_engine("base", host_cache_bytes=size)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from stepgraph.runtime import Engine, SamplingParams, StepgraphError
+from stepgraph.runtime import Engine, StepgraphError
 from stepgraph.runtime.errors import StepPreparationError
 from stepgraph.runtime.kernels import have_compiler
 
@@ -22,6 +22,7 @@ from ..rigs.causal_models import (
     UnbuildableError,
     save_small_model,
 )
+from ..rigs.engine_rig import greedy
 from ..rigs.model_matrix import IMPLEMENTATIONS, Row, replaced, row_of, start, table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -48,6 +49,7 @@ CASES = [
     for name in (*MODEL_TYPES, *VARIANTS)
 ]
 NEW_TOKENS = 12
+GREEDY = greedy(NEW_TOKENS)
 LOGIT_ERROR = 1e-3
 """Most difference of two logits, in standard deviations of all of them."""
 
@@ -80,8 +82,7 @@ def compare(model: CausalModel, engine: Engine) -> None:
     expected = [model.greedy(prompt, NEW_TOKENS) for prompt in prompts]
     scored = prompts[-1] + expected[-1]
     logits = model.logits(scored)
-    greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
-    assert [output.token_ids for output in engine.generate(prompts, greedy)] == expected
+    assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
     for prompt_len in (len(scored), 1, 20):  # prefilled, decoded, both
         ours = engine.score(scored, prompt_len)
         theirs = logits[prompt_len - 1 :, : ours.shape[-1]]
@@ -99,9 +100,8 @@ def test_compiled_steps_have_the_tokens_of_eager_ones(model_type: str, tmp_path:
         eager = start(tmp_path, "transformers")
     except (UnbuildableError, StepgraphError):
         return  # the page says why
-    greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     with eager:
-        expected = [output.token_ids for output in eager.generate(prompts, greedy)]
+        expected = [output.token_ids for output in eager.generate(prompts, GREEDY)]
     try:
         compiled = start(tmp_path, "transformers", mode="compile")
     except StepPreparationError as error:
@@ -109,7 +109,7 @@ def test_compiled_steps_have_the_tokens_of_eager_ones(model_type: str, tmp_path:
             return
         raise
     with compiled:
-        assert [output.token_ids for output in compiled.generate(prompts, greedy)] == expected
+        assert [output.token_ids for output in compiled.generate(prompts, GREEDY)] == expected
         assert compiled.stats()["fallbacks"] == 0
 
 

@@ -24,6 +24,7 @@ from stepgraph.runtime.models.plan import plan_of
 from stepgraph.runtime.tools.memory_report import explain_memory
 from stepgraph.runtime.tools.step_costs import explain_step
 
+from ..rigs.engine_rig import greedy
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
 transformers = pytest.importorskip("transformers")
@@ -117,14 +118,10 @@ def score_gap(running: Engine, directory: Path, prompt: list[int]) -> float:
     return float((ours - expected[:, 0]).abs().max())
 
 
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-
-
 def check_greedy(running: Engine, directory: Path, lengths: tuple[int, ...] = (5, 1, 40)) -> None:
     """Compare tokens and their log-probabilities with those of transformers."""
     given = prompts(*lengths)
-    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
-    for prompt, output in zip(given, running.generate(given, params), strict=True):
+    for prompt, output in zip(given, running.generate(given, greedy(logprobs=0)), strict=True):
         tokens = [*prompt, *output.token_ids]
         logprobs = expected_logprobs(directory, tokens)[len(prompt) - 1 :]
         assert logprobs.argmax(-1).tolist() == list(output.token_ids)
@@ -281,14 +278,14 @@ def test_replaces_weights(model_type: str, storage: dict[str, Any], tmp_path: Pa
     shorter = save(model_type, tmp_path / "shorter", num_hidden_layers=1)
     given = prompts(20, 5)
     with engine(other, **storage) as fresh:
-        expected = [output.token_ids for output in fresh.generate(given, GREEDY)]
+        expected = [output.token_ids for output in fresh.generate(given, greedy())]
     with engine(checkpoint(model_type), **storage) as running:
-        before = [output.token_ids for output in running.generate(given, GREEDY)]
+        before = [output.token_ids for output in running.generate(given, greedy())]
         with pytest.raises(ConfigError):
             running.reload_weights(shorter)
-        assert [output.token_ids for output in running.generate(given, GREEDY)] == before
+        assert [output.token_ids for output in running.generate(given, greedy())] == before
         running.reload_weights(other)
-        assert [output.token_ids for output in running.generate(given, GREEDY)] == expected
+        assert [output.token_ids for output in running.generate(given, greedy())] == expected
         assert before != expected
 
 
@@ -334,7 +331,7 @@ def test_threads_load_models_at_once() -> None:
 
     def run(model_type: str) -> list[list[int]]:
         with engine(checkpoint(model_type), dtype=models[model_type]) as running:
-            return [list(output.token_ids) for output in running.generate(prompts(5, 20), GREEDY)]
+            return [list(output.token_ids) for output in running.generate(prompts(5, 20), greedy())]
 
     expected = [run(model_type) for model_type in models]
     with ThreadPoolExecutor() as pool:
@@ -386,7 +383,7 @@ def test_no_request_compiles_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         check_greedy(running, directory)
         check_greedy(running, directory, (17,))
         random = SamplingParams(max_tokens=4, temperature=0.8, seed=3, ignore_eos=True)
-        outputs = running.generate(prompts(2, 33, 16), [random, GREEDY, random])
+        outputs = running.generate(prompts(2, 33, 16), [random, greedy(), random])
         assert graphs["unique_graphs"] == made
         (alone,) = running.generate(prompts(2), random)
         assert alone.token_ids == outputs[0].token_ids

@@ -11,13 +11,13 @@ import pytest
 import torch
 from stepgraph.profiling import attribution
 from stepgraph.profiling.kernel_names import KernelNames, NodeKind, StepNodes
-from stepgraph.runtime import EngineConfig, SamplingParams
+from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.operation_scopes import operation
 from stepgraph.runtime.tools import recorded_steps
 from stepgraph.runtime.tools.step_costs import decode_operation_costs
 
-from ..rigs.engine_rig import Open
+from ..rigs.engine_rig import Open, greedy
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
 GRAPH = {"mode": "graph", "compile": False, "max_model_len": 32, "buckets": (2,), "max_num_seqs": 2}
@@ -56,12 +56,11 @@ def test_nodes_of_every_step_have_layers_and_operations(
 
 def test_recording_changes_no_token(open_engine: Open, fake_graphs: FakeGraphs) -> None:
     """Nodes of several steps a launch repeat."""
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    config = GRAPH | {"steps_per_launch": 2}
-    plain = open_engine("micro", **config).generate([[3, 4, 5], [9, 8]], params)
+    config, prompts = GRAPH | {"steps_per_launch": 2}, [[3, 4, 5], [9, 8]]
+    plain = open_engine("micro", **config).generate(prompts, greedy(6))
     captured = [len(graph.operations) for graph in fake_graphs.graphs]
     with attribution.recording() as names:
-        recorded = open_engine("micro", **config).generate([[3, 4, 5], [9, 8]], params)
+        recorded = open_engine("micro", **config).generate(prompts, greedy(6))
     assert [o.token_ids for o in recorded] == [o.token_ids for o in plain]
     assert [len(graph.operations) for graph in fake_graphs.graphs[len(captured) :]] == captured
     decode = [s for s in names.steps if s.phase == "decode" and not s.full_sampler]

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from stepgraph.profiling.collector import CollectorWatch
-from stepgraph.runtime import SamplingParams
 
-from ..rigs.engine_rig import Open, loop_of
+from ..rigs.engine_rig import Open, greedy, loop_of
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +57,7 @@ def test_a_step_knows_what_the_collector_took_of_it(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine("micro")
-    engine.add_request([1, 2, 3], SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True))
+    engine.add_request([1, 2, 3], greedy(9))
     plan = loop_of(engine).scheduler.plan
     collects = iter([False, True, False, True, True, False])
 

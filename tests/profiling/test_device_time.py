@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.profiling.timeline import StepRecord, Timeline
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import Engine
 
-from ..rigs.engine_rig import Open, loop_of
+from ..rigs.engine_rig import Open, greedy, loop_of
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
 CAPTURED = {
@@ -33,9 +33,8 @@ class Rig:
         self.expected: dict[int, int] = {}
 
     def add(self, *prompts: list[int], max_tokens: int = 12) -> None:
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         for prompt in prompts:
-            self.engine.add_request(prompt, params)
+            self.engine.add_request(prompt, greedy(max_tokens))
 
     def step(self) -> None:
         number, logged = self.engine.stats()["steps"], len(self.graphs.log)
@@ -116,9 +115,8 @@ def test_joins_and_blocks_are_those_of_the_step(rig: Rig) -> None:
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_on_cuda_every_finished_step_is_timed(open_engine: Open, mode: str) -> None:
     engine = open_engine("base", device="cuda", mode=mode, compile=False)
-    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     with engine.device_timing() as timeline:
-        engine.generate([[1, 2, 3]], params)
+        engine.generate([[1, 2, 3]], greedy(20))
     records = timeline.records()
     assert len(records) >= 20
     first, last = records[0], records[-1]

@@ -23,9 +23,8 @@ from stepgraph.profiling.trace import (
     torch_trace,
     trace_operations,
 )
-from stepgraph.runtime import SamplingParams
 
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+from ..rigs.engine_rig import greedy
 
 
 def named(path, name):
@@ -88,7 +87,7 @@ def test_scopes_of_operations_are_rows_of_an_eager_step(open_engine, tmp_path):
 
     def serve():
         begin.wait(30)
-        engine.generate([[1, 2]], GREEDY)
+        engine.generate([[1, 2]], greedy(6))
         ended.set()
 
     thread = threading.Thread(target=serve)

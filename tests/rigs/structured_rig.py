@@ -41,6 +41,7 @@ GRAMMARS: list[dict[str, Any]] = [
     {"grammar": 'root ::= "a" | "b" root'},
     {"json_object": True},
 ]
+PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8], [44, 45], [70, 71, 72]]
 
 
 BYTES = LLTokenizer("byte")

@@ -12,11 +12,9 @@ from stepgraph.runtime import Engine, SamplingParams
 from ..execution.test_graph_mode import check_captured, open_both, open_captured  # noqa: F401
 from ..rigs.engine_rig import shown
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
-from ..rigs.structured_rig import GRAMMARS
+from ..rigs.structured_rig import GRAMMARS, PROMPTS
 
 pytestmark = pytest.mark.native_kernels
-
-PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8], [44, 45], [70, 71, 72]]
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ import pytest
 from stepgraph.runtime import RequestOutput, SamplingParams
 
 from ..rigs.engine_rig import Open
-from ..rigs.structured_rig import GRAMMARS
+from ..rigs.structured_rig import GRAMMARS, PROMPTS
 
 pytestmark = pytest.mark.native_kernels
 
-PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8]]
 CHOICES = [None, *GRAMMARS]
 TIGHT = {"num_blocks": 12, "block_size": 4, "prefill_chunk": 4, "max_num_seqs": 3}
 

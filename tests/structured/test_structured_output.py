@@ -25,14 +25,13 @@ from stepgraph.runtime.models.resolved_config import resolve_masks
 from stepgraph.runtime.structured.matcher import TokenMatcher
 
 from ..rigs.engine_rig import Open, opened
-from ..rigs.structured_rig import GRAMMARS, ll_tokenizer, reference
+from ..rigs.structured_rig import GRAMMARS, PROMPTS, ll_tokenizer, reference
 from ..rigs.tiny_models import EOS_TOKEN_IDS, Tiny
 
 pytestmark = pytest.mark.native_kernels
 
 EOS = (2, *EOS_TOKEN_IDS)  # that of config.json, and those of generation_config.json
 OF_LETTERS = "[a-z]{1,9}-[a-z]{3}"
-PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8], [44, 45], [70, 71, 72]]
 
 
 @pytest.fixture(scope="module")

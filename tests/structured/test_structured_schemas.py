@@ -10,8 +10,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from stepgraph.runtime import Engine, EngineConfig, GrammarError, SamplingParams
+from stepgraph.runtime import Engine, GrammarError, SamplingParams
 
+from ..rigs.engine_rig import opened
 from ..rigs.structured_rig import ll_tokenizer, matcher_of
 from ..rigs.tiny_models import Tiny
 
@@ -75,10 +76,7 @@ def test_outputs_validate(tiny: Tiny, tmp_path: Path, schemas: int) -> None:
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": EOS}))
-    config = EngineConfig(
-        device="cpu", mode="eager", kernels="native", max_num_seqs=16, structured_output=True
-    )
-    with Engine.from_pretrained(folder, config) as engine:
+    with opened(folder, kernels="native", max_num_seqs=16, structured_output=True) as engine:
         check_outputs(engine, folder, schemas)
 
 
