@@ -63,13 +63,14 @@ profile begins."""
 _COPY_KINDS: Final = {1: " host to device", 2: " device to host", 8: " device to device"}
 """`copyKind` (CUpti_ActivityMemcpyKind)."""
 _CATEGORIES: Final = {
+    "RUNTIME": "cuda_runtime",
     "KERNEL": "kernel",
     "MEMCPY": "gpu_memcpy",
     "MEMSET": "gpu_memset",
     "GRAPH_TRACE": "graph",
 }
-"""Suffix of the table of activities -> category of an event; `graph` is a whole CUDA graph whose
-nodes were not traced."""
+"""Suffix of the table of activities -> category of an event: calls of CUDA and work of the devices;
+`graph` is a whole CUDA graph whose nodes were not traced."""
 _NUMBERS: Final = struct.Struct(f"<{len(StepNumbers._fields)}q")
 
 
@@ -241,11 +242,7 @@ def _read_export(path: Path, notes: list[str]) -> list[Event]:
                     f"{path} is not an export of nsys with the NVTX ranges of stepgraph: profile"
                     " with -t cuda,nvtx"
                 )
-            return [
-                *events,
-                *_read_calls(connection, strings),
-                *_read_work(connection, strings),
-            ]
+            return [*events, *_read_activities(connection, strings)]
     except OSError as error:
         raise ExportError(f"cannot read {path}: {error.strerror}") from error
     # A damaged schema may be quoted in the message of an error, which then is not UTF-8.
@@ -291,31 +288,21 @@ def _read_ranges(
     return list(itertools.chain.from_iterable(ours.values()))
 
 
-def _read_calls(connection: sqlite3.Connection, strings: dict[Any, Any]) -> Iterator[Event]:
-    for start, end, thread, correlation, name_id in _select(
-        connection,
-        "CUPTI_ACTIVITY_KIND_RUNTIME",
-        "start end globalTid correlationId nameId",
-    ):
-        if _integers(start, end, thread, correlation):
-            args = {"correlation": (_process_of(thread), correlation)}
-            name = str(strings.get(name_id, ""))
-            yield _event("cuda_runtime", name, start, end, thread, args)
-
-
-def _read_work(connection: sqlite3.Connection, strings: dict[Any, Any]) -> Iterator[Event]:
-    wanted = "start end globalPid correlationId shortName demangledName copyKind"
+def _read_activities(connection: sqlite3.Connection, strings: dict[Any, Any]) -> Iterator[Event]:
     for table, category in _CATEGORIES.items():
-        for start, end, process, correlation, short, full, way in _select(
+        whose = "globalTid nameId" if table == "RUNTIME" else "globalPid shortName"
+        wanted = f"start end correlationId {whose} demangledName copyKind"
+        for start, end, correlation, owner, short, full, way in _select(
             connection, f"CUPTI_ACTIVITY_KIND_{table}", wanted
         ):
             # Without a correlation id: a page fault that moved managed memory.
-            if not (_integers(start, end, process, correlation) and end >= start > 0):
+            if not (_integers(start, end, owner, correlation) and end >= start > 0):
                 continue
-            kernel = str(strings.get(short) or strings.get(full, ""))
-            names = {"kernel": kernel, "gpu_memcpy": f"copy{_COPY_KINDS.get(way, '')}"}
-            args = {"correlation": (_process_of(process), correlation)}
-            yield _event(category, names.get(category, "fill"), start, end, process, args)
+            name = str(strings.get(short) or strings.get(full, ""))
+            copied = f"copy{_COPY_KINDS.get(way, '')}"
+            fixed = {"gpu_memcpy": copied, "gpu_memset": "fill", "graph": "graph"}
+            args = {"correlation": (_process_of(owner), correlation)}
+            yield _event(category, fixed.get(category, name), start, end, owner, args)
 
 
 def _event(cat: str, name: str, start: int, end: int, thread: int, args: dict[str, Any]) -> Event:

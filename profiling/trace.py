@@ -472,13 +472,9 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
         raise TraceError("the trace has no range `step`: no engine ran a step while it was taken")
     work = [event for event in events if event.get("cat") in DEVICE_CATEGORIES]
     if not work:
-        return TraceOperations(
-            device=False,
-            steps=len(turns),
-            step_us=sum(turn["dur"] for turn in turns) / len(turns),
-            gap_us=None,
-            operations=_means(_self_times(scopes), len(turns)),
-        )
+        steps = len(turns)
+        step_us = sum(turn["dur"] for turn in turns) / steps
+        return TraceOperations(False, steps, step_us, None, _means(_self_times(scopes), steps))
     by_step: defaultdict[Any, list[Event]] = defaultdict(list)
     for event in sorted(work, key=lambda event: event["ts"]):
         if "step" in event.get("args", {}):  # not copies between steps
@@ -493,13 +489,8 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
         kind, args = DEVICE_CATEGORIES[event["cat"]], event["args"]
         unnamed = UNNAMED if kind == "kernel" else kind
         operations.append((str(args.get("operation", unnamed)), event["dur"]))
-    return TraceOperations(
-        device=True,
-        steps=steps,
-        step_us=step_us,
-        gap_us=step_us - sum(map(covered, spans)) / steps,
-        operations=_means(operations, steps),
-    )
+    gap_us = step_us - sum(map(covered, spans)) / steps
+    return TraceOperations(True, steps, step_us, gap_us, _means(operations, steps))
 
 
 def _means(times: Iterable[tuple[str, float]], steps: int) -> list[OperationTime]:
