@@ -201,9 +201,7 @@ def _match(nodes: Sequence[Node], work: Sequence[DeviceWork]) -> list[Node | Non
 
 
 def _agree(node: Node, work: DeviceWork) -> bool:
-    """Whether both may be of one function; an unknown name of a node may be any."""
-    if node.kind != work.kind:
-        return False
+    """Whether both, of one kind, may be of one function; an unknown name of a node may be any."""
     if work.kind != "kernel" or node.kernel is None or node.kernel == work.name:
         return True
     names = sorted((node.kernel, work.name), key=lambda name: not name.startswith("_Z"))

@@ -63,11 +63,9 @@ def _measure(options: argparse.Namespace) -> int:
     try:
         run.run()
         run.settle()
-    except BaseException:
+    finally:
         if any(isinstance(value, list) and value for value in run.document.values()):
             _report(run)
-        raise
-    _report(run)
     if options.profile != "none":
         print_text(run.profile_report())
     return int(bool(failed_checks(run.document)))

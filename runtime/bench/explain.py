@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ...profiling import bandwidth
@@ -74,23 +75,24 @@ def _explain_memory(options: argparse.Namespace) -> int:
     """Print the memory plan of every model, dtype, mode, kernels, model_impl and group."""
     from ..tools.memory_report import explain_memory  # needs torch
 
-    def explain(
-        model: str, config: EngineConfig, mode: Any, kernels: Any, model_impl: Any, ranks: int
-    ) -> str:
+    def explain(model: str, config: EngineConfig, **point: Any) -> str:
         config = dataclasses.replace(
             config,
             device=options.device,
-            mode=mode,
-            model_impl=model_impl,
-            kernels=kernels,
             max_num_seqs=max(options.batch_size),
             prefill_chunk=options.prefill_chunk,
-            tensor_parallel=ranks,
+            **point,
         )
         return explain_memory(model, config, options.device_memory)
 
-    lists = options.mode or ["auto"], options.kernels, options.model_impl
-    return _explain_all(options, explain, *lists, options.tensor_parallel or [1])
+    return _explain_all(
+        options,
+        explain,
+        mode=options.mode or ["auto"],
+        kernels=options.kernels,
+        model_impl=options.model_impl,
+        tensor_parallel=options.tensor_parallel or [1],
+    )
 
 
 def _explain_step(options: argparse.Namespace) -> int:
@@ -109,21 +111,12 @@ def _explain_step(options: argparse.Namespace) -> int:
             )
         reads = bandwidth.measure_read_bandwidth(device)
 
-    def explain(model: str, config: EngineConfig, context: int, rows: int) -> str:
-        return explain_step(
-            model,
-            config,
-            ranks=options.tensor_parallel or (),
-            rows=rows,
-            context=context,
-            bandwidth=reads,
-        )
-
-    return _explain_all(options, explain, options.input_len, options.batch_size)
+    explain = partial(explain_step, ranks=options.tensor_parallel or (), bandwidth=reads)
+    return _explain_all(options, explain, context=options.input_len, rows=options.batch_size)
 
 
 def _explain_all(
-    options: argparse.Namespace, explain: Callable[..., str], *lists: Sequence[object]
+    options: argparse.Namespace, explain: Callable[..., str], **lists: Sequence[object]
 ) -> int:
     """Print the explanation of each combination of models, dtypes and `lists`.
 
@@ -132,11 +125,11 @@ def _explain_all(
     status, separator = 0, ""
     stored = (options.dtype, options.weight_dtype, options.kv_dtype)
     for model, dtype, weight_dtype, kv_dtype, *point in itertools.product(
-        options.model, *stored, *lists
+        options.model, *stored, *lists.values()
     ):
         config = EngineConfig(dtype=dtype, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
         try:
-            text = explain(model, config, *point)
+            text = explain(model, config, **dict(zip(lists, point, strict=True)))
         except REPORTED_ERRORS as error:
             status = max(status, print_error(error, model, program=options.program))
         else:

@@ -21,7 +21,7 @@ import inspect
 import random
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -90,8 +90,8 @@ class Measured:
     """The repetitions of a case by the engines of one configuration, and what their drafts did."""
 
     runs: list[Run] = field(default_factory=list)
-    verified_rows: int = 0
-    accepted: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """`verified_rows`: rows that drafts were verified of; `accepted` drafts."""
 
 
 def prompt_text(kind: str, index: int) -> str:
@@ -194,23 +194,21 @@ def _measure(
 
     for engine in engines:
         decode(engine, 0)
-    before = [_counts(engine) for engine in engines]
+    before = list(map(_counts, engines))
     left = [iter(turns) for _ in engines]
 
     def repeat(index: int) -> None:
         measured[case, index].runs.append(decode(engines[index], next(left[index])))
 
     interleave([partial(repeat, index) for index in range(len(engines))], options.num_iters)
-    for index, (verified_rows, accepted) in enumerate(before):
-        own, after = measured[case, index], _counts(engines[index])
-        own.verified_rows += after[0] - verified_rows
-        own.accepted += after[1] - accepted
+    for index, engine in enumerate(engines):
+        measured[case, index].counts += _counts(engine) - before[index]
 
 
-def _counts(engine: Engine) -> tuple[int, int]:
-    """Return the rows that an engine has verified drafts of, and the drafts it has accepted."""
+def _counts(engine: Engine) -> Counter[str]:
+    """Return the `Measured.counts` of an engine since its start."""
     stats = engine.stats()["speculation"] or {}
-    return stats.get("verified_rows", 0), stats.get("accepted", 0)
+    return Counter({name: stats.get(name, 0) for name in ("verified_rows", "accepted")})
 
 
 def _prompts(engine: Engine, case: Case, repetition: int) -> list[list[int]]:
@@ -247,7 +245,8 @@ def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Ru
 
 def _cells(case: Case, name: str, base: Measured, own: Measured) -> list[str]:
     """Return a row of the table: an engine with drafts, compared with the one without."""
-    accepted = f"{1 + own.accepted / own.verified_rows:.2f}" if own.verified_rows else "-"
+    verified, accepted = own.counts["verified_rows"], own.counts["accepted"]
+    tokens = f"{1 + accepted / verified:.2f}" if verified else "-"
     speeds = [statistics.median(run.speed for run in side.runs) for side in (base, own)]
     ratios = [b.speed / a.speed for a, b in zip(base.runs, own.runs, strict=True)]
     if len(ratios) == 1:  # which has no quartiles of its own
@@ -258,7 +257,7 @@ def _cells(case: Case, name: str, base: Measured, own: Measured) -> list[str]:
     return [
         *(str(case.rows), f"{case.temperature:g}", case.kind, name),
         *(f"{speed:.0f}" for speed in speeds),
-        *(f"{ratio:.2f} ({low:.2f} - {high:.2f})", accepted),
+        *(f"{ratio:.2f} ({low:.2f} - {high:.2f})", tokens),
         *(f"{side.p50:.0f}" for side in (one, other)),
         *("-" if side.p99 is None else f"{side.p99:.0f}" for side in (one, other)),
         *(str(one.n), "same" if same else "other"),
