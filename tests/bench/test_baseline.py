@@ -22,7 +22,7 @@ from stepgraph.runtime.loading.loader import iter_weights, random_weights
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.presets import PRESETS
 
-from ..rigs.bench_rig import run_bench
+from ..rigs.bench_rig import measured, run_bench
 from ..rigs.engine_rig import greedy, opened
 from ..rigs.tiny_models import TinyModel
 
@@ -110,10 +110,7 @@ def test_without_transformers_nothing_is_measured(
 
 
 def test_benchmark_takes_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    arguments = f"{ARGUMENTS} 2 --dtype float32 --output-json {file}"
-    assert run_bench(monkeypatch, arguments) == 0
-    document = json.loads(file.read_text())
+    document = measured(monkeypatch, tmp_path, f"{ARGUMENTS} 2 --dtype float32")
     (case,) = document["cases"]
     (entry,) = case["baselines"]
     assert entry["tokens_equal"] == 1.0
@@ -136,14 +133,11 @@ def test_our_cases_are_kept_without_the_baseline(
         raise KeyboardInterrupt
 
     file = tmp_path / "a.json"
-    arguments = f"{ARGUMENTS} 1 --output-json {file}"
     monkeypatch.setattr(TransformersBaseline, "prepare", interrupt)
-    assert run_bench(monkeypatch, arguments) == 130
-    assert len(json.loads(file.read_text())["cases"]) == 1
-    arguments = arguments.replace("--batch-size 2", "--batch-size 1 2")
+    assert len(measured(monkeypatch, tmp_path, f"{ARGUMENTS} 1", 130)["cases"]) == 1
+    arguments = f"{ARGUMENTS} 1".replace("--batch-size 2", "--batch-size 1 2")
     for name in ("prepare", "__init__"):
         monkeypatch.setattr(TransformersBaseline, name, fail)
-        assert run_bench(monkeypatch, arguments) == 1
+        document = measured(monkeypatch, tmp_path, arguments, 1)
         assert capsys.readouterr().err.endswith("error: no memory\n")
-        document = json.loads(file.read_text())
         assert [(c["batch_size"], c["baselines"]) for c in document["cases"]] == [(1, []), (2, [])]

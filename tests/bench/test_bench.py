@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from stepgraph.runtime.bench.results import report, table_rows
 from stepgraph.runtime.bench.scenarios import steady
 from stepgraph.runtime.bench.workload import decode_roofline, equal_share
 
-from ..rigs.bench_rig import ROOT, run_bench
+from ..rigs.bench_rig import ROOT, measured, run_bench
 from ..rigs.engine_rig import opened, parts_of
 
 SMALL = "--batch-size 1 2 --input-len 24 --output-len 12 --num-warmup 0 --num-iters 1"
@@ -35,13 +34,11 @@ def document(tmp_path_factory):
     A model that is named twice is measured once.
     """
     folder = tmp_path_factory.mktemp("bench")
-    patch = pytest.MonkeyPatch()
-    path = folder / "a.json"
-    twice = f"{SMALL} --model demo demo --dtype auto bfloat16 --output-json {path}"
-    assert run_bench(patch, f"{twice} --mode eager --kernels torch") == 0
-    assert run_bench(patch, f"--compare {path} {path}") == 0
-    patch.undo()
-    return json.loads(path.read_text())
+    twice = f"{SMALL} --model demo demo --dtype auto bfloat16 --mode eager --kernels torch"
+    with pytest.MonkeyPatch.context() as patch:
+        found = measured(patch, folder, twice)
+        assert run_bench(patch, f"--compare {folder}/a.json {folder}/a.json") == 0
+    return found
 
 
 def test_a_case_is_what_was_measured(document):
@@ -115,9 +112,8 @@ def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, ca
 
     real = steady.CaseRun.repeat
     monkeypatch.setattr(steady.CaseRun, "repeat", repeat)
-    arguments = f"{ONE} --output-json {tmp_path}/a.json"
-    assert run_bench(monkeypatch, arguments.replace("--batch-size 1", "--batch-size 1 2")) == 130
-    (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
+    arguments = ONE.replace("--batch-size 1", "--batch-size 1 2")
+    (case,) = measured(monkeypatch, tmp_path, arguments, 130)["cases"]
     assert case["batch_size"] == 1
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1].startswith("stepgraph bench: interrupted")
@@ -128,9 +124,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, ca
 
 def test_load_is_offered_at_each_rate(monkeypatch, tmp_path, capsys):
     flags = "--scenario serve --mode eager --batch-size 2 --input-len 8 --output-len 4"
-    files = f"--output-json {tmp_path}/a.json"
-    assert run_bench(monkeypatch, f"{flags} --rates 0.5 0.1 --duration 0.5 {files}") == 0
-    document = json.loads((tmp_path / "a.json").read_text())
+    document = measured(monkeypatch, tmp_path, f"{flags} --rates 0.5 0.1 --duration 0.5")
     assert capsys.readouterr().out == report(document) + "\n"
     for entry, fraction in zip(document["serve"], (0.5, 0.1), strict=True):
         assert entry["rate"] == fraction * entry["capacity"] > 0
@@ -142,10 +136,7 @@ def test_load_is_offered_at_each_rate(monkeypatch, tmp_path, capsys):
 @pytest.mark.slow
 def test_ranks_are_measured_in_turn(monkeypatch, tmp_path):
     """All ranks of a CPU read from one memory, so their bytes are added."""
-    path = tmp_path / "a.json"
-    ranks = f"{ONE} --tensor-parallel 1 2 --output-json {path}"
-    assert run_bench(monkeypatch, ranks) == 0
-    one, two = json.loads(path.read_text())["cases"]
+    one, two = measured(monkeypatch, tmp_path, f"{ONE} --tensor-parallel 1 2")["cases"]
     assert (one["tensor_parallel"], two["tensor_parallel"]) == (1, 2)
     assert one["interleaved"]
     assert two["interleaved"]

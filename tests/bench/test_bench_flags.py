@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from stepgraph.__main__ import main
 from stepgraph.runtime.bench.options import parse_arguments
 
 from ..rigs.bench_rig import run_bench
@@ -22,6 +23,13 @@ WRONG_VALUES = [
     ("--scenario neighbours --peer vllm=", "'vllm=' is not NAME or NAME=PYTHON"),
     ("--compare a", "expected 2 arguments"),
     ("--compare a b --fail-above 0.5", "'0.5' is not a ratio of at least 1"),
+    ("--speculate", "--speculate: expected at least one argument"),
+    ("--speculate guess", "must be one of 'suffix'"),
+    ("--speculate suffix:x", "'x' is not a number of drafts"),
+    ("--speculate suffix:99", "an integer from 1 to 15, not 99"),
+    ("--speculate suffix --output-len 1", "'1' is not an integer of at least 2"),
+    ("--speculate suffix --temperature x", "'x'"),
+    ("--speculate suffix --scenario serve", "unrecognized arguments: --scenario serve"),
 ]
 WRONG_COMBINATIONS = [
     ("--max-itl-ms 20", "--max-itl-ms: no effect together with --scenario steady"),
@@ -54,7 +62,7 @@ def test_a_wrong_command_line_is_one_clear_line(capsys, monkeypatch, tmp_path, a
     os.mkfifo("pipe")
     before = sorted(os.listdir())
     with pytest.raises(SystemExit) as caught:
-        parse_arguments(arguments.split())
+        main(["bench", *arguments.split()])
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("stepgraph bench: error: ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from stepgraph.runtime.bench.results import settle_bandwidth, warnings
 from stepgraph.runtime.bench.scenarios.steady import CaseRun
 from stepgraph.runtime.bench.workload import interleave, summarize_repetitions
 
-from ..rigs.bench_rig import run_bench
+from ..rigs.bench_rig import measured
 
 
 @given(st.integers(1, 5), st.integers(0, 9))
@@ -52,9 +51,7 @@ def test_modes_are_interleaved_where_they_fit_together(monkeypatch, tmp_path, ca
     monkeypatch.setattr(CaseRun, "repeat", logged)
     monkeypatch.setattr(Engine, "from_pretrained", start_eager)
     sizes = "--batch-size 1 2 --input-len 8 --output-len 4 --num-warmup 0 --num-iters 3"
-    files = f"--output-json {tmp_path}/a.json"
-    assert run_bench(monkeypatch, f"--mode compile eager {sizes} {files}") == 0
-    cases: list[dict[str, Any]] = json.loads((tmp_path / "a.json").read_text())["cases"]
+    cases = measured(monkeypatch, tmp_path, f"--mode compile eager {sizes}")["cases"]
     error = capsys.readouterr().err
     assert len(cases) == 4
     assert len(set(budgets)) == 1

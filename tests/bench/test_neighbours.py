@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -26,7 +25,7 @@ from stepgraph.runtime.bench.scenarios.neighbours import (
 )
 from stepgraph.runtime.errors import StepgraphError
 
-from ..rigs.bench_rig import ROOT, run_bench
+from ..rigs.bench_rig import ROOT, measured
 from ..rigs.service_rig import wait_until
 
 SMALL = "--scenario neighbours --mode eager --input-len 8 --num-steps 30 --num-warmup 0"
@@ -188,10 +187,8 @@ def test_a_peer_that_fails_dies_or_hangs(fake_vllm: Path, monkeypatch: pytest.Mo
 def test_neighbours_run_with_a_peer(
     fake_vllm: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_once: None
 ) -> None:
-    path = tmp_path / "a.json"
     sizes = "--peer vllm --batch-size 2 --num-iters 2 --neighbours 0 1"
-    assert run_bench(monkeypatch, f"{SMALL} {sizes} --output-json {path}") == 0
-    document = json.loads(path.read_text())
+    document = measured(monkeypatch, tmp_path, f"{SMALL} {sizes}")
     assert [entry["neighbours"] for entry in document["neighbours"]] == [0, 1]
     for entry in document["neighbours"]:
         (peer,) = entry["peers"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from stepgraph.runtime.bench.token_check import MOST_ROWS, TokenCheck
 from stepgraph.runtime.bench.workload import greedy
 from stepgraph.runtime.kernels import have_compiler
 
-from ..rigs.bench_rig import run_bench
+from ..rigs.bench_rig import measured, run_bench
 from ..rigs.engine_rig import opened
 from ..rigs.tiny_models import TinyModel
 
@@ -92,9 +91,8 @@ def test_wrong_weights_of_the_engine_are_caught() -> None:
 def test_a_benchmark_with_wrong_tokens_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = f"{SMALL} --mode eager --check --output-json {tmp_path}/a.json"
-    assert run_bench(monkeypatch, arguments) == 0
-    (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
+    arguments = f"{SMALL} --mode eager --check"
+    (case,) = measured(monkeypatch, tmp_path, arguments)["cases"]
     assert case["check"]["passed"]
     assert case["check"]["tokens"] >= 2 * 8
     assert case["check"]["repetitions_equal"]

@@ -14,12 +14,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stepgraph.cache.memory.device_memory import peak_bytes
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime import EngineConfig, SamplingParams
 from stepgraph.runtime.errors import CheckpointError, ConfigError, MemoryBudgetError
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.presets import preset
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 
+from ..rigs.engine_rig import opened
 from ..rigs.tiny_models import changed_checkpoint
 from .test_model_config import words_of
 
@@ -75,8 +76,7 @@ MODELS = (
 
 
 def start_and_decode(directory: Path) -> None:
-    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=2, memory_bytes=100 << 20)
-    with Engine.from_pretrained(directory, config) as engine:
+    with opened(directory, max_num_seqs=2, memory_bytes=100 << 20) as engine:
         (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
         assert output.finished
 

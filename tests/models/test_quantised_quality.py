@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineConfig
+
+from ..rigs.engine_rig import opened
 
 HELD_OUT = Path(sysconfig.get_paths()["stdlib"]) / "logging" / "handlers.py"
 """A file of the standard library that the demo model was not trained on."""
@@ -15,16 +16,9 @@ HELD_OUT = Path(sysconfig.get_paths()["stdlib"]) / "logging" / "handlers.py"
 
 def demo_perplexity(kernels: str, num_tokens: int, window: int, **storage: str) -> float:
     """Return the perplexity of the first tokens of `HELD_OUT`, each decoded in a step."""
-    config = EngineConfig(
-        device="cpu",
-        mode="eager",
-        kernels=kernels,
-        max_num_seqs=1,
-        max_model_len=window,
-        **storage,
-    )
+    sizes = {"max_num_seqs": 1, "max_model_len": window}
     losses = []
-    with Engine.from_pretrained("demo", config) as engine:
+    with opened("demo", kernels=kernels, **sizes, **storage) as engine:
         assert engine.tokenizer is not None
         tokens = engine.tokenizer.encode(HELD_OUT.read_text())[:num_tokens]
         assert len(tokens) == num_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from stepgraph.profiling.device_state import DeviceMonitor, describe_throttling
 from stepgraph.runtime.bench.options import parse_arguments
 from stepgraph.runtime.bench.results import new_document
 
-from ..rigs.bench_rig import run_bench
+from ..rigs.bench_rig import measured
 
 CUDA = torch.device("cuda", 0)
 
@@ -137,10 +136,8 @@ def test_the_benchmark_reports_the_states_and_warns_of_throttling(
     card = dataclasses.replace(TWO, reasons=0x8)
     monitor = DeviceMonitor(fake_nvml(card), card)
     monkeypatch.setattr(DeviceMonitor, "of", lambda device: monitor)
-    file = tmp_path / "a.json"
     case = "--mode eager --batch-size 1 --input-len 8 --output-len 4 --num-iters 1"
-    assert run_bench(monkeypatch, f"{case} --output-json {file}") == 0
-    document = json.loads(file.read_text())
+    document = measured(monkeypatch, tmp_path, case)
     (entry,) = document["cases"]
     printed = " ".join("".join(capsys.readouterr()).split())
     assert "clocks were held down (hw_slowdown)" in printed

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import sqlite3
 import tempfile
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,31 +228,22 @@ def test_steps_on_a_cpu_run_in_the_engine_thread(tmp_path) -> None:
     assert any("no CUDA in this profile" in note for note in report.notes)
 
 
-class Tracer:
-    """Writes the ranges of this thread into an export, as they come."""
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        self._thread = threading.get_ident()
-        self._open: list[tuple[str, int, object]] = []
-
-    def push(self, name: str, payload: object) -> None:
-        assert threading.get_ident() == self._thread
-        self._open.append((name, time.perf_counter_ns(), payload))
-
-    def pop(self) -> None:
-        name, began, payload = self._open.pop()
-        value = payload if isinstance(payload, int) else None
-        numbers = payload if isinstance(payload, tuple) else None
-        self._profile.event(PUSH_POP, name, began, time.perf_counter_ns(), value, numbers)
-
-
 def test_report_of_a_real_engine_tells_what_its_timeline_tells(
     tmp_path: Path, open_engine: Open
 ) -> None:
     engine = open_engine("micro", prefill_chunk=8)
-    play = Profile()
-    with ranges.listening(Tracer(play)), capture_window():
+    play, begun = Profile(), list[tuple[str, object, int]]()
+
+    def pop() -> None:
+        name, payload, began = begun.pop()
+        value = payload if isinstance(payload, int) else None
+        numbers = payload if isinstance(payload, tuple) else None
+        play.event(PUSH_POP, name, began, time.perf_counter_ns(), value, numbers)
+
+    tracer = SimpleNamespace(
+        push=lambda name, payload: begun.append((name, payload, time.perf_counter_ns())), pop=pop
+    )
+    with ranges.listening(tracer), capture_window():
         for length in (5, 20, 30):
             engine.add_request(list(range(1, length)), SamplingParams(max_tokens=9, min_tokens=9))
             engine.step()

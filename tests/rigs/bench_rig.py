@@ -1,6 +1,8 @@
 """bench.py as its command line runs it, in this process, with a bandwidth that stays the same."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stepgraph.__main__ import main
@@ -21,3 +23,10 @@ def run_bench(patch: pytest.MonkeyPatch, arguments: str) -> int:
         "stepgraph.profiling.bandwidth.measure_read_bandwidth", lambda device: 1e9 * BANDWIDTH_GB_S
     )
     return main(["bench", *arguments.split()])
+
+
+def measured(patch: pytest.MonkeyPatch, folder: Path, arguments: str, status: int = 0) -> Any:
+    """Run a measurement; return the document that it writes into a folder."""
+    path = folder / "a.json"
+    assert run_bench(patch, f"{arguments} --output-json {path}") == status
+    return json.loads(path.read_text())
