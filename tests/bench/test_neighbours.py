@@ -19,7 +19,6 @@ from stepgraph.runtime.bench.peers import Peer, PeerError, PeerSpec
 from stepgraph.runtime.bench.scenarios import neighbours
 from stepgraph.runtime.bench.scenarios.neighbours import (
     NeighboursCase,
-    SideRun,
     busy_processes,
     measure_rounds,
 )
@@ -104,17 +103,16 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_round_meets_every_runtime_and_number(at_once: None) -> None:
     log: list[str] = []
-    runs: Any = [SideRun(FakeSide(name, log)) for name in "ab"]
-    case = NeighboursCase(1, 8, 30, (0, 2))
-    measure_rounds(runs, case, [[1]], 99, num_warmup=1, num_iters=2, say=lambda text: None)
+    sides: Any = [FakeSide(name, log) for name in "ab"]
+    case, turns = NeighboursCase(1, 8, 30, (0, 2)), {"num_warmup": 1, "num_iters": 2}
+    found = measure_rounds(sides, case, [[1]], 99, **turns, say=lambda text: None)
     prefills, ends = ["a prefill", "b prefill"], ["a end", "b end"]
     assert log == [
         *(*prefills, "b 0", "a 0", *ends),
         *(*prefills, "a 0", "b 0", "a 2", "b 2", *ends),
         *(*prefills, "b 2", "a 2", "b 0", "a 0", *ends),
     ]
-    for run in runs:
-        assert run.step_ms == {0: [[1.0] * 30] * 2, 2: [[3.0] * 30] * 2}
+    assert found == [{0: [[1.0] * 30] * 2, 2: [[3.0] * 30] * 2}] * 2
 
 
 FAKE_VLLM = """

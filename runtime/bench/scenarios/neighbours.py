@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ....profiling.device_state import watch
@@ -29,7 +29,7 @@ from ..saved_preset import checkpoint_of
 from ..workload import random_prompts, summarize_repetitions
 from .steady import BenchmarkCase, EngineBatch
 
-__all__ = ["NeighboursCase", "SideRun", "busy_processes", "measure", "measure_rounds"]
+__all__ = ["NeighboursCase", "busy_processes", "measure", "measure_rounds"]
 
 SETTLING_SECONDS = 0.3
 """Pause before the steps of a runtime: threads of another may spin for 0.2 s after a step."""
@@ -101,23 +101,8 @@ class NeighboursCase:
         return case.longest_sequence(prefill_chunk)
 
 
-@dataclass
-class SideRun:
-    """Measurements of a runtime."""
-
-    side: EngineBatch | Peer
-    step_ms: dict[int, list[list[float]]] = field(default_factory=dict)
-    """For each number of busy processes the steps of each round."""
-
-    def to_json(self, neighbours: int) -> dict[str, Any]:
-        """Return the fields of one number of busy processes."""
-        found = summarize_repetitions(self.step_ms[neighbours])
-        p50, p99 = found["step_ms"]["p50"], found["step_ms"]["p99"]
-        return {**found, "p99_to_p50": None if p99 is None else p99 / p50}
-
-
 def measure_rounds(
-    runs: Sequence[SideRun],
+    sides: Sequence[EngineBatch | Peer],
     case: NeighboursCase,
     prompts: Sequence[list[int]],
     max_tokens: int,
@@ -125,11 +110,13 @@ def measure_rounds(
     num_warmup: int,
     num_iters: int,
     say: Callable[[str], None],
-) -> None:
+) -> list[dict[int, list[list[float]]]]:
     """Run `num_warmup` rounds that are not counted, without busy processes, and `num_iters` rounds.
 
+    Returns, of each runtime and number of busy processes, the milliseconds of each round's steps.
+
     Args:
-        runs: the runtimes, which receive the results.
+        sides: the runtimes.
         case: steps and numbers of busy processes.
         prompts: token ids, one prompt a row.
         max_tokens: of a request, more than it decodes.
@@ -140,22 +127,32 @@ def measure_rounds(
     Raises:
         PeerError: a peer failed.
     """
+    runs: list[dict[int, list[list[float]]]] = [{} for _ in sides]
+    in_order = list(zip(sides, runs, strict=True))
     for number in range(-num_warmup, num_iters):
         order = 1 if number % 2 == 0 else -1
-        for run in runs:
-            run.side.prefill(prompts, max_tokens)
+        for side in sides:
+            side.prefill(prompts, max_tokens)
         for neighbours in case.neighbours[::order] if number >= 0 else (0,):
             with busy_processes(neighbours):
-                for run in runs[::order]:
+                for side, step_ms in in_order[::order]:
                     time.sleep(SETTLING_SECONDS)
-                    run.side.steps(SETTLING_STEPS)
-                    step_ms = run.side.steps(case.steps)
+                    side.steps(SETTLING_STEPS)
+                    durations = side.steps(case.steps)
                     if number >= 0:
-                        run.step_ms.setdefault(neighbours, []).append(step_ms)
-        for run in runs:
-            run.side.end()
+                        step_ms.setdefault(neighbours, []).append(durations)
+        for side in sides:
+            side.end()
         if number >= 0:
             say(f"round {number + 1} of {num_iters}")
+    return runs
+
+
+def _summarize(rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return the fields of a runtime with one number of busy processes in the JSON."""
+    found = summarize_repetitions(rounds)
+    p50, p99 = found["step_ms"]["p50"], found["step_ms"]["p99"]
+    return {**found, "p99_to_p50": None if p99 is None else p99 / p50}
 
 
 def _compare(peer: Peer, theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
@@ -216,11 +213,10 @@ def measure(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict
         for case in cases:
             rows, input_len = case.batch_size, case.input_len
             run.say(f"{rows} rows, prompts of {input_len}")
-            ours, theirs = SideRun(EngineBatch(engine)), [SideRun(peer) for peer in peers]
             prompts = random_prompts(engine.model_config, rows, input_len, options.seed)
             read_again = watch(run.monitor)
-            measure_rounds(
-                [ours, *theirs],
+            ours, *theirs = measure_rounds(
+                [EngineBatch(engine), *peers],
                 case,
                 prompts,
                 longest - input_len,
@@ -230,15 +226,15 @@ def measure(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict
             )
             state = read_again()
             for neighbours in case.neighbours:
-                measured = ours.to_json(neighbours)
+                measured = _summarize(ours[neighbours])
                 yield {
                     **describe_engine(engine, kind.model),
                     **dataclasses.asdict(case),
                     "neighbours": neighbours,
                     **measured,
                     "peers": [
-                        _compare(peer, side.to_json(neighbours), measured)
-                        for peer, side in zip(peers, theirs, strict=True)
+                        _compare(peer, _summarize(step_ms[neighbours]), measured)
+                        for peer, step_ms in zip(peers, theirs, strict=True)
                     ],
                     "device_state": state,
                 }
