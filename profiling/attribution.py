@@ -24,7 +24,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from graphlib import TopologicalSorter
-from types import TracebackType
 from typing import Any, Protocol
 
 from .kernel_names import OTHER, KernelNames, Node, NodeKind, StepNodes
@@ -105,7 +104,7 @@ def operation(
             whole layer names the nodes that no scope inside it names.
     """
     listener = capture_listener.get() or scope_listener
-    return NOTHING if listener is None else Scope(listener, name, layer)
+    return NOTHING if listener is None else scope(listener, name, layer)
 
 
 @contextlib.contextmanager
@@ -210,26 +209,16 @@ class _Tape:
             logger.warning("kernels of captured steps: %s", self._names.reason)
 
 
-class Scope:
-    """The scope of an operation, for a listener."""
-
-    __slots__ = ("_layer", "_listener", "_name")
-
-    def __init__(self, listener: ScopeListener, name: str, layer: int | None) -> None:
-        self._listener = listener
-        self._name = name
-        self._layer = layer
-
-    def __enter__(self) -> None:
-        self._listener.enter(self._name, self._layer)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._listener.leave(failed=kind is not None)
+@contextlib.contextmanager
+def scope(listener: ScopeListener, name: str, layer: int | None) -> Iterator[None]:
+    """Run the body in the scope of an operation, for a listener."""
+    listener.enter(name, layer)
+    try:
+        yield
+    except BaseException:
+        listener.leave(failed=True)
+        raise
+    listener.leave(failed=False)
 
 
 _KINDS: dict[str, NodeKind] = {

@@ -26,4 +26,4 @@ def operation(
     if is_dynamo_compiling():
         return _NOTHING_COMPILED
     listener = attribution.capture_listener.get() or attribution.scope_listener
-    return NOTHING if listener is None else attribution.Scope(listener, name, layer)
+    return NOTHING if listener is None else attribution.scope(listener, name, layer)

@@ -29,7 +29,6 @@ from stepgraph.runtime.kernels import (
     select_kernels,
 )
 from stepgraph.runtime.kernels.weights import FP8, MODEL, STORAGES, WeightStorage
-from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.memory.footprint import model_footprint, weight_bytes
 from stepgraph.runtime.memory.measurement import Phase
 from stepgraph.runtime.models.config import ModelConfig
@@ -39,7 +38,7 @@ from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.models.sharding import allowed_ranks
 
 from ..rigs.engine_rig import Open, parts_of
-from ..rigs.sharding_rig import Meeting, ThreadCollectives, tiny_config
+from ..rigs.sharding_rig import Meeting, ThreadCollectives, random_decoder, tiny_config
 from ..rigs.tiny_models import Tiny
 from .test_sharding_plans import splits
 
@@ -79,9 +78,7 @@ def test_weights_before_and_after_loading(
             config = dataclasses.replace(config, shard=(rank, ranks))
             group = ThreadCollectives(rank, Meeting(ranks))
             kernels = dataclasses.replace(kernels, collectives=group)
-        groups = group_layers(attention_specs(config, dtype.itemsize))
-        decoder = Decoder(config, kernels, dtype, CPU, groups)
-        decoder.store(random_weights(config, dtype))
+        decoder = random_decoder(config, kernels, dtype)
         assert decoder.weight_bytes == weight_bytes(decoder.plan, kernels, dtype)
 
 
@@ -92,14 +89,8 @@ EXPERTS = dataclasses.replace(
 
 
 def test_bytes_of_a_step() -> None:
-    decoder = Decoder(
-        EXPERTS,
-        select_kernels(CPU, "eager", torch.float32),
-        torch.float32,
-        CPU,
-        group_layers(attention_specs(EXPERTS, 4)),
-    )
-    decoder.store(random_weights(EXPERTS, torch.float32))
+    kernels = select_kernels(CPU, "eager", torch.float32)
+    decoder = random_decoder(EXPERTS, kernels, torch.float32)
     hidden, width, experts, chosen = 48, 21, 7, 3
     expert = 4 * 3 * hidden * width  # bytes
     others = decoder.weight_bytes - 2 * experts * expert - 4 * 97 * hidden

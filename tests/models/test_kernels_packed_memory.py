@@ -6,15 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import PackedMemory, select_kernels
 from stepgraph.runtime.kernels.weights import INT8, MODEL, WeightStorage
-from stepgraph.runtime.loading.loader import random_weights
-from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..rigs.sharding_rig import tiny_config
+from ..rigs.sharding_rig import random_decoder, tiny_config
 
 pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 
@@ -49,9 +46,7 @@ def test_parts_are_copies_on_cache_lines_of_their_own(
 def test_a_decoder_keeps_its_packed_weights_together(weights: WeightStorage, variant: str) -> None:
     config = tiny_config(variant, 1)
     chosen = select_kernels("cpu", "compile", torch.bfloat16, weights)
-    groups = group_layers(attention_specs(config, 2))
-    decoder = Decoder(config, chosen, torch.bfloat16, torch.device("cpu"), groups)
-    decoder.store(random_weights(config, torch.bfloat16))
+    decoder = random_decoder(config, chosen, torch.bfloat16)
     packed = [p for p in decoder.parameters() if p.dim() == 4]
     assert len(packed) == 4 * config.num_layers + (1 if config.tie_word_embeddings else 2)
     assert len({p.untyped_storage().data_ptr() for p in packed}) == 1

@@ -185,7 +185,6 @@ def test_bindings_that_fail_end_the_attribution_only(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_graph_nodes_of_a_real_capture() -> None:
     pytest.importorskip("cuda.bindings")
     x = torch.randn(64, 64, device="cuda")

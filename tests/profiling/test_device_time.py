@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 from stepgraph.profiling.timeline import StepRecord, Timeline
 from stepgraph.runtime import Engine
 
@@ -111,7 +110,6 @@ def test_joins_and_blocks_are_those_of_the_step(rig: Rig) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_on_cuda_every_finished_step_is_timed(open_engine: Open, mode: str) -> None:
     engine = open_engine("base", device="cuda", mode=mode, compile=False)

@@ -12,7 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
+from stepgraph.cache.spec import group_layers
+from stepgraph.runtime.kernels import Kernels
+from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from stepgraph.runtime.models.families import FAMILIES
 from stepgraph.runtime.models.plan import fused_layout
 
@@ -150,6 +154,14 @@ def tiny_config(variant: str, ranks: int) -> ModelConfig:
         intermediate_size=_round_up(config.intermediate_size, ranks),
         experts=experts,
     )
+
+
+def random_decoder(config: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> Decoder:
+    """A decoder on the CPU with random weights."""
+    groups = group_layers(attention_specs(config, dtype.itemsize))
+    decoder = Decoder(config, kernels, dtype, torch.device("cpu"), groups)
+    decoder.store(random_weights(config, dtype))
+    return decoder
 
 
 def _round_up(size: int, multiple: int) -> int:
