@@ -89,41 +89,20 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         """Make a pool of `num_blocks` blocks, the null block and at least one more."""
         assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none for tokens"
-        self._num_blocks = num_blocks
-        self._num_free = num_blocks - 1
+        self.num_blocks = num_blocks
+        """All blocks, the null block included."""
+        self.num_free = num_blocks - 1
+        """Blocks that can be allocated now."""
+        self.num_published = 0
+        """Blocks that can be found by their key, held or free."""
+        self.num_evictions = 0
+        """Blocks with a key that were allocated again, which removed the key."""
         self._next = array("i", [*range(1, num_blocks), NULL_BLOCK])
         self._prev = array("i", [num_blocks - 1, *range(num_blocks - 1)])
         self._ref_counts = array("i", [0]) * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in range(256))
         self._verified = bytearray(num_blocks)  # of published blocks
-        self._num_published = 0
-        self._num_evictions = 0
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks, the null block included."""
-        return self._num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be allocated now."""
-        return self._num_free
-
-    @property
-    def num_held(self) -> int:
-        """Blocks with at least one holder."""
-        return self._num_blocks - 1 - self._num_free
-
-    @property
-    def num_published(self) -> int:
-        """Blocks that can be found by their key, held or free."""
-        return self._num_published
-
-    @property
-    def num_evictions(self) -> int:
-        """Number of blocks with a key that were allocated again, which removed the key."""
-        return self._num_evictions
 
     def find(self, key: bytes) -> int | None:
         """Return the block that was published under `key`, or None."""
@@ -135,14 +114,14 @@ class BlockPool:
         Of two blocks with the same contents, `find` returns the one that was published first. The
         contents must not change afterwards.
         """
-        assert 0 < block < self._num_blocks, f"there is no block {block} to publish"
+        assert 0 < block < self.num_blocks, f"there is no block {block} to publish"
         assert self._ref_counts[block] > 0, f"free block {block} cannot be published"
         block_of = self._block_of[key[0]]
         if self._keys[block] is not None or key in block_of:
             return False
         block_of[key] = block
         self._keys[block] = key
-        self._num_published += 1
+        self.num_published += 1
         return True
 
     def cached_keys(self) -> CachedKeys:
@@ -172,7 +151,7 @@ class BlockPool:
         del self._block_of[key[0]][key]
         self._keys[block] = None
         self._verified[block] = False
-        self._num_published -= 1
+        self.num_published -= 1
 
     def forget_contents(self) -> None:
         """Unpublish every block; holders keep theirs. O(blocks)."""
@@ -180,12 +159,12 @@ class BlockPool:
             for block in block_of.values():
                 self._keys[block] = None
             block_of.clear()
-        self._verified = bytearray(self._num_blocks)
-        self._num_published = 0
+        self._verified = bytearray(self.num_blocks)
+        self.num_published = 0
 
     def ref_count(self, block: int) -> int:
         """Return how many holders `block` has; 0 if it is free."""
-        assert 0 < block < self._num_blocks, f"there is no block {block} that can be held"
+        assert 0 < block < self.num_blocks, f"there is no block {block} that can be held"
         return self._ref_counts[block]
 
     def count_free(self, blocks: Iterable[int]) -> int:
@@ -200,8 +179,8 @@ class BlockPool:
             OutOfBlocksError: fewer than `n` blocks are free; nothing was taken.
         """
         assert n >= 0, f"cannot allocate {n} blocks"
-        if n > self._num_free:
-            raise OutOfBlocksError(f"{n} blocks requested, {self._num_free} are free")
+        if n > self.num_free:
+            raise OutOfBlocksError(f"{n} blocks requested, {self.num_free} are free")
         next_block, ref_counts, keys = self._next, self._ref_counts, self._keys
         blocks: list[int] = []
         block = next_block[NULL_BLOCK]
@@ -211,11 +190,11 @@ class BlockPool:
             key = keys[block]
             if key is not None:
                 self._forget_key(block, key)
-                self._num_evictions += 1
+                self.num_evictions += 1
             block = next_block[block]
         next_block[NULL_BLOCK] = block
         self._prev[block] = NULL_BLOCK
-        self._num_free -= n
+        self.num_free -= n
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -226,13 +205,13 @@ class BlockPool:
         """
         next_block, prev_block, ref_counts = self._next, self._prev, self._ref_counts
         for block in blocks:
-            assert 0 < block < self._num_blocks, f"there is no block {block} to share"
+            assert 0 < block < self.num_blocks, f"there is no block {block} to share"
             count = ref_counts[block]
             if count == 0:
                 before, after = prev_block[block], next_block[block]
                 next_block[before] = after
                 prev_block[after] = before
-                self._num_free -= 1
+                self.num_free -= 1
             ref_counts[block] = count + 1
 
     def free(self, blocks: Iterable[int]) -> None:
@@ -245,7 +224,7 @@ class BlockPool:
         next_block, prev_block, ref_counts = self._next, self._prev, self._ref_counts
         keys, front = self._keys, NULL_BLOCK
         for block in blocks:
-            assert 0 < block < self._num_blocks, f"there is no block {block} to free"
+            assert 0 < block < self.num_blocks, f"there is no block {block} to free"
             count = ref_counts[block] - 1
             assert count >= 0, f"block {block} is free already"
             ref_counts[block] = count
@@ -257,7 +236,7 @@ class BlockPool:
                 after = next_block[before]
                 next_block[before] = prev_block[after] = block
                 prev_block[block], next_block[block] = before, after
-                self._num_free += 1
+                self.num_free += 1
 
     def check_integrity(self) -> None:
         """Assert that the free list contains exactly the blocks without a holder. O(blocks)."""
@@ -269,8 +248,8 @@ class BlockPool:
             on_list[block] = self._keys[block] is not None
             before, block = block, self._next[block]
         assert self._prev[NULL_BLOCK] == before, "the back of the free list is not its last block"
-        assert len(on_list) == self._num_free, (
-            f"{len(on_list)} blocks on the free list, {self._num_free} counted as free"
+        assert len(on_list) == self.num_free, (
+            f"{len(on_list)} blocks on the free list, {self.num_free} counted as free"
         )
         assert self._ref_counts[NULL_BLOCK] == 0, "the null block has a holder"
         for block, count in enumerate(self._ref_counts[1:], 1):
@@ -284,8 +263,8 @@ class BlockPool:
         for block, key in keyed:
             assert self._block_of[key[0]].get(key) == block, f"block {block} has the key of another"
         assert sum(map(len, self._block_of)) == len(keyed), "a block is found by a key it lost"
-        assert len(keyed) == self._num_published, (
-            f"{len(keyed)} blocks have a key, {self._num_published} are counted as published"
+        assert len(keyed) == self.num_published, (
+            f"{len(keyed)} blocks have a key, {self.num_published} are counted as published"
         )
         assert list(on_list.values()) == sorted(on_list.values()), (
             "a free block with a key would be handed out before one without"

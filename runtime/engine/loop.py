@@ -515,10 +515,10 @@ class StepLoop:
         except Exception as error:
             self._note_failed_copies("to the host", error)
             for preemption in plan.preempted:
-                cache.forget_swapped(preemption.request.id)
+                cache.host.drop(preemption.request.id)
         else:
             for preemption in plan.preempted:
-                cache.count_swapped_out(len(preemption.swap_out or ()))
+                cache.counts["swapped_out"] += len(preemption.swap_out or ())
         try:
             blocks.copy_in(plan)
         except Exception as error:

@@ -420,7 +420,7 @@ class Scheduler:
                 self._pausing.remove(request)
             self.cache.release(request.id)
             return
-        self.cache.forget_swapped(request.id)
+        self.cache.host.drop(request.id)
         self._waiting.drop_ended(request)
 
     def pause(self, request: Request) -> None:
@@ -615,7 +615,7 @@ class Scheduler:
         """Before an admission: let a sequence that became too long be computed for its length."""
         if request.num_tokens <= request.outgrown_at:
             return
-        self.cache.forget_swapped(request.id)
+        self.cache.host.drop(request.id)
         request.rope_length = request.num_tokens
         request.outgrown_at = self._rope_lengths.outgrown_at(request.rope_length)
         if request.prefix_hashes is not None:
@@ -754,7 +754,7 @@ class Scheduler:
             not request.may_fork
             or len(request.prompt_ids) == 1
             or request.reusable_tokens is not None
-            or self.cache.is_swapped(request.id)
+            or self.cache.host.find(request.id) is not None
         ):
             return []
         return [

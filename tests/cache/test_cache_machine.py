@@ -94,7 +94,7 @@ class CacheMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(self.waiting))
         if job in self.plan.preempted:  # ends between steps, not within a plan
             return
-        self.cache.forget_swapped(job.id)
+        self.cache.host.drop(job.id)
         self.waiting.remove(job)
         job.family.remove(job)
 
@@ -186,7 +186,7 @@ class CacheMachine(RuleBasedStateMachine):
         plan, self.plan, self.admitting = self.plan, Plan(), False
         for job, pairs in plan.swap_out:
             if fail_out:
-                self.cache.forget_swapped(job.id)
+                self.cache.host.drop(job.id)
             else:
                 for block, host in pairs:
                     self.memory.host[host] = list(self.memory.blocks[block])
@@ -313,7 +313,7 @@ class CacheMachine(RuleBasedStateMachine):
         for job in self.tables:
             self.cache.release(job.id)
         for job in self.waiting:
-            self.cache.forget_swapped(job.id)
+            self.cache.host.drop(job.id)
         self.cache.check_integrity()
         assert self.cache.num_free_blocks == self.cache.usable_blocks
         assert self.cache.host.num_free == self.cache.host.num_blocks

@@ -103,11 +103,11 @@ class Memory:
 
 def brute_force_match(cache: KVCache, windows: Windows, job: Job) -> int:
     """The most tokens, in full blocks, that all groups have of what the next token reads."""
-    size, find = cache.block_size, [allocator.find for allocator in cache._allocators]
+    size = cache.block_size
     for count in range((job.known - 1) // size, 0, -1):
         position = count * size
         if all(
-            find[group](job.hashes, p // size) is not None
+            cache.find(job.hashes, p // size, group) is not None
             for group, window in enumerate(windows)
             for p in range(0 if window is None else max(0, position - window + 1), position)
         ):

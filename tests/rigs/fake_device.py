@@ -285,8 +285,10 @@ class FakeRunner:
     def _note(self, request: Request, source: str, copies: int) -> None:
         self.seen[source] += 1
         self.seen["fork with a copy"] += source == "fork" and copies > 0
-        tables = [t for t in self.scheduler.cache._allocators if t.live_columns(request.id).start]
-        self.seen["prefix behind a window"] += source == "prefix" and bool(tables)
+        cache = self.scheduler.cache
+        groups = range(len(self.device.windows))
+        behind = any(NULL_BLOCK in cache.block_table(request.id, group) for group in groups)
+        self.seen["prefix behind a window"] += source == "prefix" and behind
 
     def launch(self, number: int, plan: StepPlan) -> FakeLaunchedStep:
         assert number == self.launched

@@ -210,7 +210,6 @@ class Rig:
         assert cache.host.num_free == cache.host.num_blocks
         assert cache.num_cached_blocks <= cache.usable_blocks
         assert not cache._held
-        assert not any(allocator.tables for allocator in cache._allocators)
         assert scheduler.num_running == scheduler.num_waiting == 0
         assert not self.loop.requests.groups
         assert not self.runner.unread

@@ -107,7 +107,6 @@ def sizes_of(rig: Rig) -> dict[str, int]:
         "cache": rig.cache,
         "pool": rig.cache._pool,
         "host": rig.cache.host,
-        **{f"group {a.index}": a for a in rig.cache._allocators},
     }
     return {
         f"{owner}.{name}": len(value)
