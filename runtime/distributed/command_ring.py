@@ -106,7 +106,7 @@ class RingWriter:
     def _wake(self) -> None:
         """Wake the readers that sleep."""
         for rank in self._readers:
-            if self._segment.sleeping(rank):
+            if self._segment.of_rank[rank].sleeping:
                 wake_all(self._segment.messages_address)
                 return
 
@@ -114,7 +114,7 @@ class RingWriter:
         pause = 20e-6
         self._wake()
         while True:
-            consumed = min(self._segment.consumed(rank) for rank in self._readers)
+            consumed = min(self._segment.of_rank[rank].consumed for rank in self._readers)
             self._free_until = consumed + RING_BYTES
             if end <= self._free_until:
                 return
@@ -163,7 +163,7 @@ class RingReader:
         while clock() < spin_until:
             if segment.published != self._begin:
                 return
-        segment.set_sleeping(self._rank, True)
+        segment.of_rank[self._rank].sleeping = 1
         seconds = _SHORT_SLEEP_SECONDS
         try:
             while True:
@@ -177,7 +177,7 @@ class RingReader:
                 futex_wait(segment.messages_address, messages, seconds)
                 seconds = _SLEEP_SECONDS
         finally:
-            segment.set_sleeping(self._rank, False)
+            segment.of_rank[self._rank].sleeping = 0
 
     def _record(self) -> tuple[int, bytes, bool]:
         """Return kind and payload of the next record, and whether it ends its message."""
@@ -191,7 +191,7 @@ class RingReader:
             if found is not None:
                 size, kind, payload, last = found
                 self._begin += size
-                self._segment.consume(self._rank, self._begin)
+                self._segment.of_rank[self._rank].consumed = self._begin
                 return kind, payload, last
             now = time.perf_counter()
             retry_until = retry_until or now + _RETRY_SECONDS

@@ -93,7 +93,7 @@ class RankGroup:
         self.watch = RankWatch(segment, rank, children)
         self.writer = RingWriter(segment, self.check)
         self.reader = RingReader(segment, rank, self.check)
-        segment.join(rank)
+        segment.of_rank[rank].process = os.getpid()
         self.watch.start()
         self._end = weakref.finalize(self, _abandon, self.watch, rank)
 
@@ -116,7 +116,7 @@ class RankGroup:
         number = self._exchanges
         self.segment.send(self.rank, number, json.dumps(value).encode())
         pause = 50e-6
-        while any(self.segment.arrived(rank) < number for rank in range(self.ranks)):
+        while any(words.arrived < number for words in self.segment.of_rank):
             self.check()
             time.sleep(pause)
             pause = min(2 * pause, 5e-3)
@@ -133,7 +133,7 @@ class RankGroup:
             self.exchange(None)  # all have opened it
             os.close(descriptor)
             return memory
-        memory = open_shared(self.segment.process(0), self.exchange(None)[0], nbytes)
+        memory = open_shared(self.segment.of_rank[0].process, self.exchange(None)[0], nbytes)
         self.exchange(None)
         return memory
 
@@ -146,7 +146,7 @@ class RankGroup:
         """Rank 0: raise `RankError` if a rank has not read all commands. End the group then."""
         segment = self.segment
         for rank in range(1, self.ranks):
-            if segment.consumed(rank) < segment.published:
+            if segment.of_rank[rank].consumed < segment.published:
                 self.watch.abort(rank, f"it has not taken a command for {self.timeout:g} s")
         self.check()
 
@@ -155,7 +155,8 @@ class RankGroup:
         self._steps += 1
         self._checksum = crc32(tokens, self._checksum)
         self.watch.checksums[self._steps % KEPT_STEPS] = self._checksum
-        self.segment.set_progress(self.rank, (self._steps & 0xFFFFFFFF) << 32 | self._checksum)
+        progress = (self._steps & 0xFFFFFFFF) << 32 | self._checksum
+        self.segment.of_rank[self.rank].progress = progress
 
     def fail(self, error: BaseException) -> None:
         """End the group because of an error on this rank, unless the error is that it has ended."""
@@ -322,7 +323,7 @@ class RankWatch:
         ranks = {rank: _Seen(0, before, START_PATIENCE) for rank in watched}
         while not (self._stopped.wait(_TICK_SECONDS) or segment.aborted):
             now = time.monotonic()
-            segment.beat(self._rank)
+            segment.of_rank[self._rank].heartbeat += 1
             if now - before > 10 * _TICK_SECONDS:  # this process itself stood still
                 for seen in ranks.values():
                     seen.since = seen.stepped = now
@@ -332,7 +333,7 @@ class RankWatch:
                     if (failure := child.failure()) is not None:
                         self.abort(child.rank, failure)
             if self._rank and os.getppid() != self._parent:
-                self.abort(0, f"process {segment.process(0)} has ended")
+                self.abort(0, f"process {segment.of_rank[0].process} has ended")
             for rank, seen in ranks.items():
                 self._watch(rank, seen, now)
                 if self._rank == 0:
@@ -340,11 +341,11 @@ class RankWatch:
 
     def _watch(self, rank: int, seen: _Seen, now: float) -> None:
         """End the group if the heartbeat of a rank has stood still for long."""
-        segment = self._segment
-        if segment.heartbeat(rank) != seen.beat:
-            seen.beat, seen.since, seen.patience = segment.heartbeat(rank), now, self._patience
+        words = self._segment.of_rank[rank]
+        if words.heartbeat != seen.beat:
+            seen.beat, seen.since, seen.patience = words.heartbeat, now, self._patience
             return
-        process, patience = segment.process(rank), seen.patience
+        process, patience = words.process, seen.patience
         if not process:
             patience = max(patience, _JOIN_SECONDS)
         if now - seen.since > patience:
@@ -353,8 +354,8 @@ class RankWatch:
 
     def _compare(self, rank: int, seen: _Seen, now: float) -> None:
         """End the group if a rank has checked in other tokens than rank 0, or fewer for long."""
-        own = self._segment.progress(0) >> 32
-        step, checksum = divmod(self._segment.progress(rank), 1 << 32)
+        own = self._segment.of_rank[0].progress >> 32
+        step, checksum = divmod(self._segment.of_rank[rank].progress, 1 << 32)
         if step and own - KEPT_STEPS // 2 < step <= own:
             expected = self.checksums[step % KEPT_STEPS]
             if checksum != expected:

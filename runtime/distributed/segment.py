@@ -1,8 +1,7 @@
 """The shared memory of a group of ranks: one anonymous mapping, without a name in any file system.
 
     header     abort word, published bytes and messages
-    ranks      a page each: heartbeat, consumed bytes, whether it sleeps, progress, process, why it
-               aborted
+    ranks      a page each: `RankWords`, and why it aborted
     mailboxes  two for each rank, for `RankGroup.exchange`
     ring       of commands, see `command_ring.py`
 
@@ -38,7 +37,6 @@ __all__ = [
 
 _PAGE = 4096
 _ABORT, _PUBLISHED_MESSAGES, _PUBLISHED_BYTES = 0, 64, 72
-_HEARTBEAT, _CONSUMED, _PROGRESS, _PROCESS, _ARRIVED, _SLEEPING = 0, 64, 128, 192, 256, 320
 _REASON = 1024
 """Offset in the page of a rank: length, then the record as JSON."""
 _MOST_REASON = _PAGE - _REASON - 4
@@ -81,6 +79,30 @@ def open_shared(process: int, descriptor: int, nbytes: int) -> mmap.mmap:
         os.close(opened)
 
 
+class RankWords(ctypes.Structure):
+    """The words of a rank at the beginning of its page, each in a cache line of its own."""
+
+    heartbeat: int
+    """A number that a live rank keeps changing."""
+    consumed: int
+    """Bytes of the ring that the rank has read."""
+    progress: int
+    """In the high 32 bits the number of the last step whose tokens it has checked in; in the low
+    ones the CRC32 of all tokens so far."""
+    process: int
+    """Its process id; 0 until it has joined."""
+    arrived: int
+    """Number of exchanges to which it has sent its value."""
+    sleeping: int
+    """Whether it waits for messages on the futex."""
+
+    _fields_ = tuple(
+        field
+        for name in ("heartbeat", "consumed", "progress", "process", "arrived", "sleeping")
+        for field in ((name, ctypes.c_uint64), (f"after_{name}", ctypes.c_uint64 * 7))
+    )
+
+
 class SharedSegment:
     """The words of the segment, as a rank reads and writes them."""
 
@@ -93,6 +115,7 @@ class SharedSegment:
         self._words = self._view.cast("I")
         self._longs = self._view.cast("Q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.of_rank = [RankWords.from_buffer(memory, self._at(rank, 0)) for rank in range(ranks)]
         ring = _PAGE * (1 + ranks) + 2 * ranks * MAILBOX_BYTES
         self.ring = self._view[ring : ring + RING_BYTES]
 
@@ -131,53 +154,6 @@ class SharedSegment:
         self._longs[_PUBLISHED_BYTES >> 3] = nbytes
         self._words[_PUBLISHED_MESSAGES >> 2] = messages & 0xFFFFFFFF
 
-    def heartbeat(self, rank: int) -> int:
-        """A number that a live rank keeps changing."""
-        return self._longs[self._at(rank, _HEARTBEAT) >> 3]
-
-    def beat(self, rank: int) -> None:
-        """Change the heartbeat of this rank."""
-        self._longs[self._at(rank, _HEARTBEAT) >> 3] += 1
-
-    def consumed(self, rank: int) -> int:
-        """Bytes of the ring that a rank has read."""
-        return self._longs[self._at(rank, _CONSUMED) >> 3]
-
-    def consume(self, rank: int, nbytes: int) -> None:
-        """Set the bytes that this rank has read."""
-        self._longs[self._at(rank, _CONSUMED) >> 3] = nbytes
-
-    def sleeping(self, rank: int) -> bool:
-        """Whether a rank waits for messages on the futex."""
-        return self._words[self._at(rank, _SLEEPING) >> 2] != 0
-
-    def set_sleeping(self, rank: int, sleeping: bool) -> None:
-        """Say whether this rank waits on the futex."""
-        self._words[self._at(rank, _SLEEPING) >> 2] = sleeping
-
-    def progress(self, rank: int) -> int:
-        """Number of the last step whose tokens a rank has checked in, and a checksum; 0 at first.
-
-        The number is in the high 32 bits. The CRC32 in the low bits covers all tokens so far.
-        """
-        return self._longs[self._at(rank, _PROGRESS) >> 3]
-
-    def set_progress(self, rank: int, value: int) -> None:
-        """Set the progress of this rank."""
-        self._longs[self._at(rank, _PROGRESS) >> 3] = value
-
-    def process(self, rank: int) -> int:
-        """Process id of a rank; 0 until it has joined."""
-        return self._words[self._at(rank, _PROCESS) >> 2]
-
-    def join(self, rank: int) -> None:
-        """Set the process of this rank."""
-        self._words[self._at(rank, _PROCESS) >> 2] = os.getpid()
-
-    def arrived(self, rank: int) -> int:
-        """Number of exchanges to which a rank has sent its value."""
-        return self._words[self._at(rank, _ARRIVED) >> 2]
-
     def send(self, rank: int, number: int, value: bytes) -> None:
         """Put the value of this rank into its mailbox for exchange `number`, from 1.
 
@@ -189,7 +165,7 @@ class SharedSegment:
         begin = self._mailbox(rank, number)
         self._words[begin >> 2] = len(value)
         self._view[begin + 4 : begin + 4 + len(value)] = value
-        self._words[self._at(rank, _ARRIVED) >> 2] = number
+        self.of_rank[rank].arrived = number
 
     def received(self, rank: int, number: int) -> bytes:
         """Return the value of a rank that has arrived at exchange `number`."""

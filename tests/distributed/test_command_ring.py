@@ -82,7 +82,7 @@ class Ring(RuleBasedStateMachine):
     @invariant()
     def positions_are_bounded(self) -> None:
         for rank in range(1, RANKS):
-            distance = self.segment.published - self.segment.consumed(rank)
+            distance = self.segment.published - self.segment.of_rank[rank].consumed
             assert 0 <= distance <= RING_BYTES
 
 

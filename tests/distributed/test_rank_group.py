@@ -126,11 +126,11 @@ def test_watch_finds_the_reason_before_it_ends_processes(make_group: MakeGroup) 
 def test_patience_begins_with_a_heartbeat(make_group: MakeGroup) -> None:
     """A rank may have stood still before; only the next gap counts."""
     group, _ = make_group(2)
-    group.segment.join(1)  # as this process
+    group.segment.of_rank[1].process = os.getpid()  # as this process
     group.serve(0.2)
     time.sleep(0.4)
     group.check()
-    group.segment.beat(1)
+    group.segment.of_rank[1].heartbeat += 1
     wait_for(lambda: group.segment.aborted)
     assert_ended(group, f"rank 1: process {os.getpid()} has not responded for 0.2 s")
 
@@ -139,11 +139,11 @@ def test_patience_begins_with_a_heartbeat(make_group: MakeGroup) -> None:
 def test_ranks_must_agree_on_tokens_in_time(make_group: MakeGroup, steps: int) -> None:
     group, _ = make_group(2)
     group.serve(0.5)
-    group.segment.set_progress(1, steps << 32 | 5 * steps)
+    group.segment.of_rank[1].progress = steps << 32 | 5 * steps
     group.check_in(b"tokens")
 
     def aborted() -> bool:
-        group.segment.beat(1)
+        group.segment.of_rank[1].heartbeat += 1
         return group.segment.aborted
 
     wait_for(aborted)
@@ -180,9 +180,9 @@ def test_error_of_the_watch_ends_the_group(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, _ = make_group()
-    monkeypatch.setattr(group.segment, "beat", lambda rank: 1 // 0)
+    monkeypatch.setattr(group.segment, "of_rank", [])
     wait_for(lambda: group.segment.aborted)
-    assert_ended(group, "rank 0: its watch failed: ZeroDivisionError")
+    assert_ended(group, "rank 0: its watch failed: IndexError")
 
 
 def test_rank_ends_even_if_its_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
