@@ -349,9 +349,7 @@ class StepLoop:
     def forget_contents(self) -> None:
         """Clear the prefix cache, and exclude tokens computed so far from later sharing."""
         self.settle()
-        self.intact = False
-        self.scheduler.forget_contents()
-        self.intact = True
+        self.change_weights(lambda: None)
 
     def change_weights(self, change: Callable[[], object]) -> None:
         """Run a function that changes the weights, and forget what the old ones computed."""
@@ -387,7 +385,9 @@ class StepLoop:
             waited_in_launch = 0
             if step is not None:
                 if step.unfinished is not None:
-                    step, waited_in_launch = self._finish_launch()
+                    # Its token masks need the tokens of all earlier steps.
+                    waited_in_launch = self._commit_until(1)
+                    step = self._launched[-1] = self.runner.finish(self._launched[-1])
                 if self.speculator is not None:
                     self.speculator.launched(plan, began)
                 for request, error in step.ends:
@@ -572,16 +572,6 @@ class StepLoop:
         while len(self._launched) > most:
             waited += self._commit(self._launched.popleft())
         return waited
-
-    def _finish_launch(self) -> tuple[LaunchedStep, int]:
-        """Finish the last launch with its token masks, which need the tokens of all earlier steps.
-
-        Returns the step, and the nanoseconds waited for these tokens.
-        """
-        waited = self._commit_until(1)
-        step = self.runner.finish(self._launched.pop())
-        self._launched.append(step)
-        return step, waited
 
     def _commit(self, step: LaunchedStep) -> int:
         """Commit the tokens of a launched step; return the nanoseconds waited for them."""

@@ -747,6 +747,33 @@ _OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_a
 """Messages of torch's CPU allocator, the operating system and the C++ library."""
 
 
+@contextmanager
+def _within_memory() -> Iterator[None]:
+    """Convert failed allocations to `MemoryBudgetError`.
+
+    Memory can run out although the plan fits: other processes allocate meanwhile, and some limits
+    cannot be read.
+    """
+    try:
+        yield
+    except (StepgraphError, StepPreparationError):
+        raise
+    except (MemoryError, torch.cuda.OutOfMemoryError) as error:
+        failure: Exception = error
+    except (RuntimeError, OSError) as error:
+        # torch has no error type for failures of its CPU allocator.
+        if not any(sign in str(error) for sign in _OUT_OF_MEMORY):
+            raise
+        failure = error
+    else:
+        return
+    raise MemoryBudgetError(
+        f"the start of the engine ran out of memory: {brief(failure)}. Lower the memory budget "
+        "(memory_fraction, memory_bytes, memory_tokens or num_blocks), max_num_seqs or "
+        "prefill_chunk, or raise the limit of the process (RLIMIT_AS, control group)"
+    ) from failure
+
+
 def start(source: str | Path, config: EngineConfig, *, progress: bool) -> EngineParts:
     """Make the parts of an engine; see `Engine.from_pretrained` for what it raises."""
     began = time.perf_counter()
@@ -789,28 +816,16 @@ def resolved_source(source: str | Path, config: EngineConfig) -> tuple[Source, R
     return found, resolved
 
 
+@_within_memory()
 def start_parts(
     found: Source,
-    config: ResolvedConfig,
+    resolved: ResolvedConfig,
     group: RankGroup | None = None,
     *,
     began: float,
     progress: bool,
 ) -> EngineParts:
     """Make the parts of an engine, or of one rank of a group: those that all ranks make."""
-    with ExitStack() as open_files, _within_memory():
-        return _start(found, config, group, open_files, began, progress=progress)
-
-
-def _start(
-    found: Source,
-    resolved: ResolvedConfig,
-    group: RankGroup | None,
-    open_files: ExitStack,
-    began: float,
-    *,
-    progress: bool,
-) -> EngineParts:
     (hits, misses), config = _code_cache(), resolved.user
     groups = layer_groups(found.config, resolved)
     found_drafter: FoundDrafter | None = None
@@ -827,36 +842,37 @@ def _start(
             added = found_drafter.memory(kernels, resolved, found.config.hidden_size)
         return plan_engine(found.config, resolved, kernels, groups, memory, agreed, added)
 
-    opened = open_source(found, open_files)
-    # What does not fit is refused before weights are read, and before kernels are built and tested.
-    expected, memory = planned_kernels(found.config, resolved), memory_now()
-    planned(expected, memory)
-    found_drafter = find_engine_drafter(found, resolved, groups)
-    if found_drafter is not None:
+    with ExitStack() as open_files:
+        opened = open_source(found, open_files)
+        # What does not fit is refused before weights are read, and before kernels are built and
+        # tested.
+        expected, memory = planned_kernels(found.config, resolved), memory_now()
         planned(expected, memory)
-    if config.tie_word_embeddings is None:
-        opened.check_head()
-    log = PhaseLog(resolved.device)
-    with log.phase("kernels"):
-        kernels = checked_kernels(found.config, resolved, group)
-    memory = memory_now()  # kernels hold some of it
-    plan = planned(kernels, memory)
-    if group is not None:
-        plan = agree_on_plan(
-            group, plan, lambda blocks, tokens: planned(kernels, memory, (blocks, tokens))
-        )
-    logger.info("memory plan: %s", plan.summary())
-    logger.debug("memory plan\n%s", plan.format())
-    # No sequence outgrows the cache: block tables and reads need not be wider.
-    resolved = resolved.fit_to_cache(
-        max_model_len=plan.longest_request, max_batch_tokens=plan.max_batch_tokens
-    )
-    with log.phase("load"), ranges.span(ranges.LOAD, plan.weights):
-        model = _load(opened, resolved, kernels, groups, progress=progress)
-        drafter = None
+        found_drafter = find_engine_drafter(found, resolved, groups)
         if found_drafter is not None:
-            drafter = found_drafter.load(model, resolved, progress=progress)
-    open_files.close()
+            planned(expected, memory)
+        if config.tie_word_embeddings is None:
+            opened.check_head()
+        log = PhaseLog(resolved.device)
+        with log.phase("kernels"):
+            kernels = checked_kernels(found.config, resolved, group)
+        memory = memory_now()  # kernels hold some of it
+        plan = planned(kernels, memory)
+        if group is not None:
+            plan = agree_on_plan(
+                group, plan, lambda blocks, tokens: planned(kernels, memory, (blocks, tokens))
+            )
+        logger.info("memory plan: %s", plan.summary())
+        logger.debug("memory plan\n%s", plan.format())
+        # No sequence outgrows the cache: block tables and reads need not be wider.
+        resolved = resolved.fit_to_cache(
+            max_model_len=plan.longest_request, max_batch_tokens=plan.max_batch_tokens
+        )
+        with log.phase("load"), ranges.span(ranges.LOAD, plan.weights):
+            model = _load(opened, resolved, kernels, groups, progress=progress)
+            drafter = None
+            if found_drafter is not None:
+                drafter = found_drafter.load(model, resolved, progress=progress)
     if group is not None:
         agree_on_weights(group, model)
     with log.phase("cache"):
@@ -996,33 +1012,6 @@ def _load(
     )
     model.store(weights)
     return model.eval()
-
-
-@contextmanager
-def _within_memory() -> Iterator[None]:
-    """Convert failed allocations to `MemoryBudgetError`.
-
-    Memory can run out although the plan fits: other processes allocate meanwhile, and some limits
-    cannot be read.
-    """
-    try:
-        yield
-    except (StepgraphError, StepPreparationError):
-        raise
-    except (MemoryError, torch.cuda.OutOfMemoryError) as error:
-        failure: Exception = error
-    except (RuntimeError, OSError) as error:
-        # torch has no error type for failures of its CPU allocator.
-        if not any(sign in str(error) for sign in _OUT_OF_MEMORY):
-            raise
-        failure = error
-    else:
-        return
-    raise MemoryBudgetError(
-        f"the start of the engine ran out of memory: {brief(failure)}. Lower the memory budget "
-        "(memory_fraction, memory_bytes, memory_tokens or num_blocks), max_num_seqs or "
-        "prefill_chunk, or raise the limit of the process (RLIMIT_AS, control group)"
-    ) from failure
 
 
 # The process of a rank above 0: `python -m stepgraph.runtime.engine.startup`.

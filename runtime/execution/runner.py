@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -188,21 +189,19 @@ class BlockCopies:
 
     def swap_out(self, plan: StepPlan) -> None:
         """Issue the copies of preempted requests to the host, before any write to the blocks."""
-        pairs = [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
-        if pairs:
-            with ranges.span(ranges.SWAP, len(pairs)):
-                self.copy("to_host", pairs)
+        self._copy_all("to_host", [preemption.swap_out or () for preemption in plan.preempted])
 
     def copy_in(self, plan: StepPlan) -> None:
         """Issue the copies for admitted requests: forked blocks, and blocks from the host."""
-        copies = [pair for admission in plan.admitted for pair in admission.found.copies]
-        if copies:
-            with ranges.span(ranges.FORK, len(copies)):
-                self.copy("within", copies)
-        pairs = [pair for admission in plan.admitted for pair in admission.found.swap_in]
+        self._copy_all("within", [admission.found.copies for admission in plan.admitted])
+        self._copy_all("from_host", [admission.found.swap_in for admission in plan.admitted])
+
+    def _copy_all(self, kind: BlockCopy, copies: Iterable[Iterable[tuple[int, int]]]) -> None:
+        pairs = [*chain.from_iterable(copies)]
         if pairs:
-            with ranges.span(ranges.SWAP, len(pairs)):
-                self.copy("from_host", pairs)
+            name = ranges.FORK if kind == "within" else ranges.SWAP
+            with ranges.span(name, len(pairs)):
+                self.copy(kind, pairs)
 
     def copy(self, kind: BlockCopy, pairs: Sequence[tuple[int, int]]) -> None:
         """Issue the copies of (source, destination) blocks."""

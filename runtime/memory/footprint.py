@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -77,6 +78,16 @@ def model_footprint(
     Raises:
         ConfigError: `host_cache_bytes` is less than a block and not 0.
     """
+
+    def fitted(nbytes: Callable[[DecoderConfig, ResolvedConfig, int], int]) -> BufferBytes:
+        return lambda prefill_tokens, row_blocks: nbytes(
+            model,
+            config.fit_to_cache(
+                max_model_len=row_blocks * config.block_size, max_batch_tokens=prefill_tokens
+            ),
+            len(groups),
+        )
+
     on_cpu = config.device.type == "cpu"
     heap = CPU_HEAP_FACTOR if on_cpu else Fraction(1)
     steps = StepSizes.choose(config, kernels).keys()
@@ -112,11 +123,11 @@ def model_footprint(
         + _scoring_bytes(model, plan, config)
         + verified * logits_per_lane,
         logits_bytes_per_row=logits_per_lane,
-        static_bytes=_static_bytes(model, config, len(groups)),
+        static_bytes=fitted(_static_bytes),
         graph_bytes=sum(key.steps + key.drafts for key in steps) * GRAPH_BYTES_PER_STEP
         if config.mode == "graph"
         else 0,
-        host_buffer_bytes=_host_bytes(model, config, len(groups)),
+        host_buffer_bytes=fitted(_host_bytes),
         host_shared=host_shared,
     )
     return dataclasses.replace(footprint, host_blocks=_host_blocks(config, footprint.block_bytes))
@@ -227,42 +238,26 @@ def _scoring_bytes(model: DecoderConfig, plan: ModelPlan, config: ResolvedConfig
     return max(0, scoring - config.max_num_seqs * sampling)
 
 
-def _static_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
+def _static_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> int:
     """Bytes of row state, inputs and buffers for scoring."""
-
-    def static_bytes(prefill_tokens: int, row_blocks: int) -> int:
-        fitted = _fitted(config, prefill_tokens, row_blocks)
-        state = RowState.of(fitted, model, num_groups, _META)
-        scores = PromptScorer.bytes_for(
-            prefill_tokens, model.hidden_size, model.vocab_size, config.dtype
-        )
-        return state.nbytes + _input_bytes(model, fitted, num_groups) + scores
-
-    return static_bytes
+    state = RowState.of(config, model, num_groups, _META)
+    scores = PromptScorer.bytes_for(
+        config.prefill_chunk, model.hidden_size, model.vocab_size, config.dtype
+    )
+    return state.nbytes + _input_bytes(model, config, num_groups) + scores
 
 
-def _host_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
+def _host_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> int:
     """Bytes of the runner on the host: mirrors of the inputs and masks, and copies of outputs.
 
     0 on a CPU, which has none of these.
     """
-
-    def host_bytes(prefill_tokens: int, row_blocks: int) -> int:
-        if config.device.type == "cpu":
-            return 0
-        fitted = _fitted(config, prefill_tokens, row_blocks)
-        outputs = OUTPUT_SETS * sum(HostOutputs.sizes(fitted, model.vocab_size).values())
-        masks = RowState.of(fitted, model, num_groups, _META).masks
-        masks_bytes = 0 if masks is None else masks.bits.nbytes
-        return _input_bytes(model, fitted, num_groups) + outputs + masks_bytes
-
-    return host_bytes
-
-
-def _fitted(config: ResolvedConfig, prefill_tokens: int, row_blocks: int) -> ResolvedConfig:
-    return config.fit_to_cache(
-        max_model_len=row_blocks * config.block_size, max_batch_tokens=prefill_tokens
-    )
+    if config.device.type == "cpu":
+        return 0
+    outputs = OUTPUT_SETS * sum(HostOutputs.sizes(config, model.vocab_size).values())
+    masks = RowState.of(config, model, num_groups, _META).masks
+    masks_bytes = 0 if masks is None else masks.bits.nbytes
+    return _input_bytes(model, config, num_groups) + outputs + masks_bytes
 
 
 def _input_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> int:
