@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType
@@ -67,11 +66,13 @@ def run_until_compiled(fn: Callable[[], object]) -> None:
             return
     first = _run_watched(fn)
     if first.begun > len(first.compiled):
+        from torch._dynamo import config
+
         raise StepCompilationError(
             f"torch compiled {len(first.compiled)} of {first.begun} parts and runs the others in "
             f"eager mode: it has reached its recompile limit "
-            f"({_recompile_limit()} for the same code, torch._dynamo.config.recompile_limit), or "
-            "cannot compile them; TORCH_LOGS=graph_breaks,recompiles shows which"
+            f"({config.recompile_limit} for the same code, torch._dynamo.config.recompile_limit), "
+            "or cannot compile them; TORCH_LOGS=graph_breaks,recompiles shows which"
         )
     if not first.begun:
         return
@@ -85,25 +86,19 @@ def run_until_compiled(fn: Callable[[], object]) -> None:
 
 
 def _run_watched(fn: Callable[[], object]) -> _Compilations:
-    with _watching() as compilations:
-        fn()
-    return compilations
-
-
-@contextmanager
-def _watching() -> Iterator[_Compilations]:
-    """Yield what torch compiles in this thread inside the block."""
+    """Run `fn`; return what torch compiles in this thread meanwhile."""
     _install_hooks()
     compilations = _Compilations()
     token = _watched.set(compilations)
     try:
-        yield compilations
+        fn()
     finally:
         _watched.reset(token)
+    return compilations
 
 
 def _install_hooks() -> None:
-    """Register both hooks with torch, once per process; outside `_watching` they do nothing."""
+    """Register both hooks with torch, once per process; outside `_run_watched` they do nothing."""
     from torch._dynamo import convert_frame, utils
 
     # torch holds this lock while it compiles: the hooks must not change meanwhile.
@@ -136,9 +131,3 @@ def _end(code: CodeType, new_code: CodeType) -> CodeType | None:
         place = f"{code.co_filename}:{code.co_firstlineno}"
         compilations.compiled.append(f"{code.co_name} ({place})")
     return None
-
-
-def _recompile_limit() -> int:
-    from torch._dynamo import config
-
-    return config.recompile_limit

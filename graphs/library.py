@@ -8,33 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ..profiling import ranges
-from .steps import Step, StepKind
+from .steps import Step
 
-__all__ = ["LibraryStats", "PreparationWatcher", "StepLibrary", "StepReport"]
+__all__ = ["PreparationWatcher", "StepLibrary"]
 
 logger = logging.getLogger("stepgraph.graphs")
 
 K = TypeVar("K", bound=Hashable)
 K_contra = TypeVar("K_contra", contravariant=True)
 O = TypeVar("O")  # noqa: E741  what a step returns
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport(Generic[K]):
-    """The cost of one prepared step: wall-clock `seconds`, and `bytes` of device memory.
-
-    `bytes` is the decrease of the device's free memory during the capture, 0 for steps that are not
-    captured. Steps share a memory pool, so it is the growth of the pool.
-    """
-
-    key: K
-    kind: StepKind
-    seconds: float
-    bytes: int
 
 
 class PreparationWatcher(Protocol[K_contra]):
@@ -48,33 +33,6 @@ class PreparationWatcher(Protocol[K_contra]):
 
     def end_captures(self) -> None:
         """Called once, after the last capture."""
-
-
-@dataclass(frozen=True, slots=True)
-class LibraryStats(Generic[K]):
-    """Counters of a library since its creation.
-
-    Attributes:
-        steps: prepared steps.
-        hits: lookups of a prepared step.
-        misses: lookups that fell back to a slower step.
-        missed_keys: the keys of those lookups, in the order of their first miss.
-        used_lanes: rows or tokens of requests that steps computed.
-        padded_lanes: rows or tokens of padding that steps computed.
-    """
-
-    steps: int
-    hits: int
-    misses: int
-    missed_keys: tuple[K, ...]
-    used_lanes: int
-    padded_lanes: int
-
-    @property
-    def padding_fraction(self) -> float:
-        """Padding as a fraction of all rows and tokens computed; 0.0 before the first step."""
-        lanes = self.used_lanes + self.padded_lanes
-        return self.padded_lanes / lanes if lanes else 0.0
 
 
 class StepLibrary(Generic[K, O]):
@@ -105,14 +63,29 @@ class StepLibrary(Generic[K, O]):
         # Largest first: smaller captures reuse its memory; otherwise the pool would grow with each.
         self._keys = sorted(dict.fromkeys(keys), key=size_of, reverse=True)
         self._size_of = size_of
-        self._steps: dict[K, Step[O]] = {}
+        self.steps: dict[K, Step[O]] = {}
+        """The prepared steps, in the order of preparation.
+
+        Captures share a memory pool: the bytes of one are the growth of the pool.
+        """
+        self.hits = 0
+        """Lookups of a prepared step."""
+        self.misses = 0
+        """Lookups that fell back to a slower step."""
+        self.missed_keys: list[K] = []
+        """The keys of those lookups, in the order of their first miss."""
+        self.used_lanes = 0
+        """Rows or tokens of requests that steps computed."""
+        self.padded_lanes = 0
+        """Rows or tokens of padding that steps computed."""
         self._fallbacks: dict[K, Step[O]] = {}
-        self._missed_keys: list[K] = []
         self._open = False
-        self._hits = 0
-        self._misses = 0
-        self._used_lanes = 0
-        self._padded_lanes = 0
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding as a fraction of all rows and tokens computed; 0.0 before the first step."""
+        lanes = self.used_lanes + self.padded_lanes
+        return self.padded_lanes / lanes if lanes else 0.0
 
     def prepare(
         self,
@@ -130,11 +103,11 @@ class StepLibrary(Generic[K, O]):
         """
         assert not self._open, "the library is prepared already"
         try:
-            self._steps = {key: self._make_step(key) for key in self._keys}
-            captured = [key for key, step in self._steps.items() if step.kind == "graph"]
+            self.steps = {key: self._make_step(key) for key in self._keys}
+            captured = [key for key, step in self.steps.items() if step.kind == "graph"]
             stages = [
-                *((key, self._steps[key].warm_up) for key in self._keys),
-                *((key, self._steps[key].record) for key in captured),
+                *((key, self.steps[key].warm_up) for key in self._keys),
+                *((key, self.steps[key].record) for key in captured),
             ]
             with ranges.span(ranges.WARMUP, len(self._keys)):
                 for done, (key, stage) in enumerate(stages, start=1):
@@ -156,10 +129,10 @@ class StepLibrary(Generic[K, O]):
         self._open = True
         logger.info(
             "prepared %d steps in %.1f s, %.1f MiB: sizes %s",
-            len(self._steps),
-            sum(step.seconds for step in self._steps.values()),
-            sum(step.bytes for step in self._steps.values()) / 2**20,
-            sorted({self._size_of(key) for key in self._steps}),
+            len(self.steps),
+            sum(step.seconds for step in self.steps.values()),
+            sum(step.bytes for step in self.steps.values()) / 2**20,
+            sorted({self._size_of(key) for key in self.steps}),
         )
 
     def run(self, key: K) -> O:
@@ -167,49 +140,31 @@ class StepLibrary(Generic[K, O]):
 
         Counts a hit or a miss.
         """
-        step = self._steps.get(key)
+        step = self.steps.get(key)
         if step is None:
             return self._miss(key).run()
-        self._hits += 1
+        self.hits += 1
         return step.run()
 
     def record_padding(self, used: int, bucket: int) -> None:
         """Count a step of `bucket` rows or tokens, of which `used` belong to requests."""
         assert 0 <= used <= bucket, f"{used} lanes used of a bucket of {bucket}"
-        self._used_lanes += used
-        self._padded_lanes += bucket - used
-
-    def stats(self) -> LibraryStats[K]:
-        """Return the current counters."""
-        return LibraryStats(
-            steps=len(self._steps),
-            hits=self._hits,
-            misses=self._misses,
-            missed_keys=tuple(self._missed_keys),
-            used_lanes=self._used_lanes,
-            padded_lanes=self._padded_lanes,
-        )
-
-    def reports(self) -> list[StepReport[K]]:
-        """Return the cost of each prepared step, in the order of preparation."""
-        return [
-            StepReport(key, step.kind, step.seconds, step.bytes)
-            for key, step in self._steps.items()
-        ]
+        self.used_lanes += used
+        self.padded_lanes += bucket - used
 
     def close(self) -> None:
         """Release all steps and their memory. The counters remain."""
-        self._steps.clear()
+        self.steps.clear()
         self._fallbacks.clear()
         self._open = False
 
     def _miss(self, key: K) -> Step[O]:
         assert self._open, f"step {key} is looked up in a library that is not prepared"
-        self._misses += 1
+        self.misses += 1
         step = self._fallbacks.get(key)
         if step is None:
             step = self._fallbacks[key] = self._make_fallback(key)
-            self._missed_keys.append(key)
+            self.missed_keys.append(key)
             logger.warning(
                 "no step was prepared for %s: a slower %r step runs instead (logged once per key)",
                 key,

@@ -761,7 +761,9 @@ class Engine:
     def healthy(self) -> bool:
         """Whether no operation has failed or was interrupted."""
         loop = self._open_loop
-        return self._failure is None and loop is not None and not loop.lost_ranks
+        if self._failure is not None or loop is None:
+            return False
+        return loop.group is None or not loop.group.segment.aborted
 
     def timeline(self) -> Timeline:
         """Return a live view of the times of the last steps.

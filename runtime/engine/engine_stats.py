@@ -83,7 +83,7 @@ class EngineCounters(NamedTuple):
         drafts = {} if speculator is None else speculator.counts
         return cls(
             steps=loop.num_steps,
-            fallbacks=loop.runner.library.stats().misses,
+            fallbacks=loop.runner.library.misses,
             output_tokens=loop.requests.counts["output_tokens"],
             prompt_tokens=cache.counts["queried_tokens"],
             cached_tokens=cache.counts["hit_tokens"],
@@ -118,7 +118,7 @@ def engine_stats(
     """Return the statistics of an engine; see `Engine.stats`."""
     library, scheduler = parts.runner.library, loop.scheduler
     library_file = parts.model.kernels.library
-    counters, reports, cache = library.stats(), library.reports(), scheduler.cache
+    steps, cache = library.steps.values(), scheduler.cache
     collectives = parts.model.kernels.collectives
     return {
         "healthy": healthy,
@@ -146,9 +146,9 @@ def engine_stats(
         },
         "cache": dict(cache.counts),
         "prepared": {
-            "steps": counters.steps,
-            "seconds": sum(report.seconds for report in reports),
-            "bytes": sum(report.bytes for report in reports),
+            "steps": len(steps),
+            "seconds": sum(step.seconds for step in steps),
+            "bytes": sum(step.bytes for step in steps),
         },
         "load_seconds": parts.load_seconds,
         "start": {
@@ -166,8 +166,8 @@ def engine_stats(
         },
         "step_budget": None if step_budget is None else step_budget.stats(),
         "speculation": None if loop.speculator is None else loop.speculator.stats(),
-        "fallbacks": counters.misses,
-        "padding": counters.padding_fraction,
+        "fallbacks": library.misses,
+        "padding": library.padding_fraction,
         "memory": {
             term.name: {"planned": term.planned, "measured": term.measured, "note": term.note}
             for term in parts.reconcile()

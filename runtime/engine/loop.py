@@ -297,11 +297,6 @@ class StepLoop:
         """Whether the next step has work or outputs."""
         return bool(self.requests.groups or self.requests.ready or self._launched)
 
-    @property
-    def lost_ranks(self) -> bool:
-        """Whether another rank of a tensor-parallel engine has failed."""
-        return self.group is not None and self.group.segment.aborted
-
     def check_ranks(self) -> None:
         """Raise `RankError` if another rank of a tensor-parallel engine has failed."""
         if self.group is not None:

@@ -274,13 +274,6 @@ class FoundDrafter:
         per_token = 2 * len(self.config.aux_layers) * hidden_size * engine.dtype.itemsize
         return DrafterBytes(self.config.weight_bytes(kernels, engine.dtype), block, per_token)
 
-    def load(self, model: DecoderModel, engine: ResolvedConfig, *, progress: bool) -> Drafter:
-        """Load its weights."""
-        assert isinstance(model, Decoder), "others were refused"
-        return load_drafter(
-            self.config, model, model.kernels, self.layers, seed=engine.seed, progress=progress
-        )
-
     def allocate(
         self, drafter: Drafter, engine: ResolvedConfig, num_blocks: int, host_blocks: int
     ) -> DrafterCache:
@@ -322,7 +315,8 @@ def find_engine_drafter(
             f"the drafter {config.name} proposes at most {config.most_drafts} tokens: lower"
             f" num_speculative_tokens = {speculation.num_speculative_tokens} to that"
         )
-    group = _widest(groups)
+    # The first layer group with full attention, or the one with the widest window.
+    group = max(groups, key=lambda group: group.spec.window or float("inf"))
     spec = config.layer_spec(engine.kv_element_bytes, engine.kv_scale_bytes, group.spec.window)
     return FoundDrafter(config, LayerGroup(group.index, spec, tuple(range(len(config.layers)))))
 
@@ -341,11 +335,6 @@ def _checkpoint(found: Source, method: str, model: str | None) -> str:
             f" {{'method': {method!r}, 'model': ...}}"
         )
     return str(own)
-
-
-def _widest(groups: Sequence[LayerGroup]) -> LayerGroup:
-    """Return the first layer group with full attention, or the one with the widest window."""
-    return max(groups, key=lambda group: group.spec.window or float("inf"))
 
 
 # The parts of a started engine, and what is reported about its start.
@@ -872,7 +861,13 @@ def start_parts(
             model = _load(opened, resolved, kernels, groups, progress=progress)
             drafter = None
             if found_drafter is not None:
-                drafter = found_drafter.load(model, resolved, progress=progress)
+                assert isinstance(model, Decoder), "others were refused"
+                config_of_drafter, layers = found_drafter.config, found_drafter.layers
+                drafter = load_drafter(
+                    *(config_of_drafter, model, model.kernels, layers),
+                    seed=resolved.seed,
+                    progress=progress,
+                )
     if group is not None:
         agree_on_weights(group, model)
     with log.phase("cache"):

@@ -41,7 +41,7 @@ import torch
 
 from ...graphs.compilation import StepCompilationError
 from ..bounded_repr import bounded_text
-from ..kernels import DecodeStep, RaggedBatch
+from ..kernels import RaggedBatch
 from ..kernels.cpu.drafted import (
     VerifyInputs,
     accept_drafts,
@@ -342,10 +342,13 @@ class DraftStep:
                 sampled = SampledTokens(tokens, rows_B, positions_R, first_B, stops_B)
                 drafts = operator(sampled, self._arena, key.drafts)
             else:
-                inputs = rows_B, positions_R, first_B, tokens.batch.positions, tokens.token_ids
-                sampled_T, newest_B, previous_B, index_B = _newest_tokens(*inputs, tokens.next_ids)
+                sampled_T = tokens.next_ids.flatten().clamp(min=0)  # 0 for `NON_FINITE`
+                # Where the token before the newest one stands. The null row stays at its position.
+                last_B = positions_R[rows_B] - tokens.batch.positions[first_B] - 1
+                index_B = first_B + last_B.clamp(min=0)
                 later = partial(self._batch, rows_B, stops_B, key)
-                newest = NewestTokens(newest_B, previous_B, index_B, later)
+                previous_B = tokens.token_ids[index_B]
+                newest = NewestTokens(sampled_T[index_B], previous_B, index_B, later)
                 tokens = dataclasses.replace(tokens, next_ids=sampled_T)
                 drafts = self._drafter.propose(tokens, newest, self._arena, key.drafts)
             self._state.keep_drafts(rows_B, drafts.token_ids)
@@ -400,29 +403,6 @@ class DraftStep:
         With `key.drafts`, return drafts of the rows that sample; other rows have 0.
         Where steps are `ragged`, there are none of padding.
         """
-        tokens = self._chunks(inputs, key, sampled_P, features_TF)
-        if not key.drafts:
-            with operation("draft"):
-                self._drafter.follow(tokens, self._arena)
-            return None
-        count = len(inputs.prefill_rows)
-        if ragged:
-            count = int((inputs.prefill_rows != self._state.null_row).sum())
-        first_P = inputs.query_start_loc[:count].clamp(max=key.size - 1)
-        rows_P = inputs.sample_rows[:count]
-        drafts = self.propose(key, tokens, rows_P, first_P, inputs.draft_stops[:count])
-        # The null row's depend on which of its tokens was written last.
-        unused_P1 = (rows_P == self._state.null_row)[:, None]
-        return Drafts(drafts.token_ids.masked_fill(unused_P1, 0), drafts.probabilities)
-
-    def _chunks(
-        self,
-        inputs: StepInputs[torch.Tensor],
-        key: StepKey,
-        sampled_P: torch.Tensor,
-        features_TF: torch.Tensor | None,
-    ) -> FollowedTokens:
-        """Return the tokens of a prefill step."""
         with operation("draft"):
             size, samples_P = key.size, inputs.sample_rows != self._state.null_row
             last_P = (inputs.query_start_loc[1:] - 1).clamp(min=0)
@@ -439,30 +419,20 @@ class DraftStep:
                 query_start_loc=inputs.query_start_loc,
             )
             token_ids_T = inputs.token_ids[:size]
-            return FollowedTokens(token_ids_T, next_ids_T, features_TF, batch, of_prompts=True)
-
-
-def _newest_tokens(
-    rows_B: torch.Tensor,
-    positions_R: torch.Tensor,
-    first_B: torch.Tensor,
-    token_positions_T: torch.Tensor,
-    token_ids_T: torch.Tensor,
-    next_ids: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return where rows stand after a step; all int64.
-
-    First `next_ids`, `[T]`, with 0 for `NON_FINITE`. Then, each `[B]`: the newest token of a row,
-    the token before it, and where the latter stands among the T tokens.
-
-    `positions_R` has the position of the newest token of a row. The tokens of a row begin at
-    `first_B`.
-    """
-    sampled_T = next_ids.flatten().clamp(min=0)
-    # The null row stays at its position.
-    last_B = (positions_R[rows_B] - token_positions_T[first_B] - 1).clamp(min=0)
-    index_B = first_B + last_B
-    return sampled_T, sampled_T[index_B], token_ids_T[index_B], index_B
+            tokens = FollowedTokens(token_ids_T, next_ids_T, features_TF, batch, of_prompts=True)
+        if not key.drafts:
+            with operation("draft"):
+                self._drafter.follow(tokens, self._arena)
+            return None
+        count = len(inputs.prefill_rows)
+        if ragged:
+            count = int((inputs.prefill_rows != self._state.null_row).sum())
+        first_P = inputs.query_start_loc[:count].clamp(max=key.size - 1)
+        rows_P = inputs.sample_rows[:count]
+        drafts = self.propose(key, tokens, rows_P, first_P, inputs.draft_stops[:count])
+        # The null row's depend on which of its tokens was written last.
+        unused_P1 = (rows_P == self._state.null_row)[:, None]
+        return Drafts(drafts.token_ids.masked_fill(unused_P1, 0), drafts.probabilities)
 
 
 # The steps.
@@ -670,27 +640,19 @@ class StepFunctions:
             verified: Forward = parts.call(part, rows_B, token_ids_BN, counts_B, *constants)
             return verified._replace(token_ids=token_ids_BN)
         rows_B = self.inputs.decode_rows[: key.size]
-        if self.model.decode_step is not None:
-            return self._fused_forward(self.model.decode_step, rows_B, key)
+        state, greedy = self.state, self._greedy(self._decode_parts, key)
+        if self.model.decode_step is not None:  # its kernels read the state of the rows
+            hidden_BD, positions_B = self.model.decode_step(
+                *(rows_B, state.token_ids, state.positions, state.block_tables),
+                *(self.arena, key.read_blocks, self.block_size),
+            )
+            forward = self._with_logits(hidden_BD, rows_B, positions_B, greedy)
+            if key.full_sampler and not self._sampler.full_step:
+                rows_B = rows_B.clone()
+            return forward._replace(rows=rows_B)
         (rows_B,) = parts.inputs(self._decode_parts, rows_B)
-        constants = key.read_blocks, self._greedy(self._decode_parts, key)
-        decoded: Forward = parts.call(self._decode_parts, rows_B, *constants)
+        decoded: Forward = parts.call(self._decode_parts, rows_B, key.read_blocks, greedy)
         return decoded._replace(rows=rows_B)
-
-    def _fused_forward(
-        self, decode_step: DecodeStep, rows_B: torch.Tensor, key: StepKey
-    ) -> Forward:
-        """A decode step whose kernels read the rows' state."""
-        state = self.state
-        hidden_BD, positions_B = decode_step(
-            *(rows_B, state.token_ids, state.positions, state.block_tables),
-            *(self.arena, key.read_blocks, self.block_size),
-        )
-        greedy = self._greedy(self._decode_parts, key)
-        forward = self._with_logits(hidden_BD, rows_B, positions_B, greedy)
-        if key.full_sampler and not self._sampler.full_step:
-            rows_B = rows_B.clone()
-        return forward._replace(rows=rows_B)
 
     def _prefill_forward(self, key: StepKey) -> Forward:
         inputs, size, part = self.inputs, key.size, self._prefill_parts

@@ -171,7 +171,7 @@ def add_scoring(memory: StepMemory, runner: Runner) -> StepMemory:
 def _watch_steps(runner: Runner, have_run: bool) -> dict[StepKey, int] | None:
     """Run the steps above; return their peaks, None if one cannot be read."""
     sizes, narrow = runner.sizes, runner.sizes.read_blocks.sizes[0]
-    preparation = sum(report.seconds for report in runner.library.reports())
+    preparation = sum(step.seconds for step in runner.library.steps.values())
     seconds = max(_SECONDS_PER_SERIES, _SHARE_OF_PREPARATION * preparation)
     peaks: dict[StepKey, int] = {}
     for keys in (

@@ -45,7 +45,7 @@ class Machine:
             Buckets([16, 32, 64, 128, 256, TOKENS]),
             Buckets([8, 16, 32, 64]),
         )
-        self.library = SimpleNamespace(reports=list)
+        self.library = SimpleNamespace(steps={})
 
     def run(self, key: StepKey) -> None:
         self.ran.append(key)
@@ -202,7 +202,7 @@ def test_captures_are_measured_one_by_one_and_all_at_once(fake_device: FakeDevic
     largest = max(map(peak_of, keys))
     assert peaks.pool_bytes == largest
     assert peaks.captured_bytes == largest + len(keys) * GRAPH_NODES
-    grown = [report.bytes for report in library.reports()]
+    grown = [step.bytes for step in library.steps.values()]
     assert sum(grown) == peaks.captured_bytes
     assert min(grown) == GRAPH_NODES
     captures = fake_device.log.index("capture")

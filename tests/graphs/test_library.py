@@ -105,10 +105,10 @@ def test_all_is_warmed_up_before_anything_is_captured_largest_first(kind):
     assert watcher.log == [*sizes, "0 captured", f"{len(captures)} captured"]
     stages = enumerate(order + captures, start=1)
     assert seen == [(i, 6 + len(captures), key) for i, key in stages]
-    reports = library.reports()
-    assert [report.key for report in reports] == order
-    assert [report.bytes for report in reports] == [64 * (kind == "graph"), 0, 0, 0, 0, 0]
-    assert all(report.seconds > 0 and report.kind == kind for report in reports)
+    assert list(library.steps) == order
+    steps = library.steps.values()
+    assert [step.bytes for step in steps] == [64 * (kind == "graph"), 0, 0, 0, 0, 0]
+    assert all(step.seconds > 0 and step.kind == kind for step in steps)
 
 
 def test_failure_at_start_is_an_error_with_its_reason(caplog):
@@ -124,7 +124,7 @@ def test_failure_at_start_is_an_error_with_its_reason(caplog):
     with pytest.raises(StepPreparationError) as caught:
         library.prepare()
     assert isinstance(caught.value.__cause__, MemoryError)
-    assert library.reports() == []  # what was prepared before is let go
+    assert not library.steps  # what was prepared before is let go
     with pytest.raises(AssertionError):
         library.run(Key(16, 4))
 
@@ -151,7 +151,7 @@ def test_misses_are_logged_once_and_close_lets_go_of_every_step(caplog):
     library.close()
     gc.collect()
     assert [step() for step in made] == [None] * 6
-    assert library.stats().missed_keys == (Key(3), Key(16, 9))
+    assert library.missed_keys == [Key(3), Key(16, 9)]
 
 
 class LibraryAgainstATally(RuleBasedStateMachine):
@@ -179,11 +179,11 @@ class LibraryAgainstATally(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self):
-        stats = self.library.stats()
+        stats = self.library
         assert stats.hits == sum(n for key, n in self.runs.items() if key in KEYS)
         assert stats.misses == sum(n for key, n in self.runs.items() if key not in KEYS)
         assert set(stats.missed_keys) == self.runs.keys() - set(KEYS)
-        assert self.runner.fallbacks == list(stats.missed_keys)
+        assert self.runner.fallbacks == stats.missed_keys
         assert [stats.used_lanes, stats.padded_lanes] == self.lanes
 
 

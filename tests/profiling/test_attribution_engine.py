@@ -38,7 +38,7 @@ def test_nodes_of_every_step_have_layers_and_operations(
         engine = open_engine(variant, **GRAPH)
     assert names.reason is None
     assert names.unattributed == 0
-    keys = [report.key for report in engine._parts.runner.library.reports()]
+    keys = list(engine._parts.runner.library.steps)
     assert [(s.phase, s.size, s.full_sampler) for s in names.steps] == [
         (key.phase, key.size, key.full_sampler) for key in keys
     ]

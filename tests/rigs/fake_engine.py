@@ -46,8 +46,9 @@ class EngineRunner(FakeRunner):
     max_prefill_rows = 8
     times_device = False
     library: Any = SimpleNamespace(
-        stats=lambda: SimpleNamespace(steps=0, misses=0, padding_fraction=0.0),
-        reports=lambda: [],
+        steps={},
+        misses=0,
+        padding_fraction=0.0,
     )
 
     def __init__(self) -> None:

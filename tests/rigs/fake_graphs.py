@@ -251,7 +251,7 @@ class FakeGraphs:
     def index_of(self, library: Any) -> dict[StepKey, int]:
         """Which capture serves each key of a library."""
         by_output = {id(graph.output): graph.index for graph in self.graphs}
-        return {key: by_output[id(step._capture.output)] for key, step in library._steps.items()}
+        return {key: by_output[id(step._capture.output)] for key, step in library.steps.items()}
 
 
 class FakeCapturer:

@@ -189,8 +189,8 @@ def engine_kernels() -> dict[str, Any]:
     report = runner.compile_kernels()
     ahead = [*compiled]
     with FilledMemory(torch.Tensor.zero_):
-        for report_of_step in runner.library.reports():
-            runner.library.run(report_of_step.key)
+        for key in runner.library.steps:
+            runner.library.run(key)
     return {
         "kernels": report.kernels,
         "failures": report.failures,
