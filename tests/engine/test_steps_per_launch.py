@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from stepgraph.runtime import SamplingParams
 from stepgraph.runtime.kernels import have_compiler
 
-from ..rigs.engine_rig import Open, loop_of, shown
+from ..rigs.engine_rig import Open, shown
 from ..rigs.fake_device import oracle
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.scheduler_rig import Rig
@@ -97,36 +96,3 @@ def test_tokens_are_those_of_single_steps(
     assert stats["fallbacks"] == 0
     assert single.stats()["multi_step_launches"] == 0
     several.check_integrity()
-
-
-def test_a_steady_launch_is_one_replay(
-    open_engine: Open, fake_graphs: FakeGraphs, base: TinyModel
-) -> None:
-    engine = open_engine(
-        "base",
-        mode="graph",
-        compile=False,
-        buckets=(4,),
-        block_size=64,
-        max_model_len=80,
-        prefill_chunk=16,
-        steps_per_launch=4,
-    )
-    keys = loop_of(engine).runner.sizes.keys()
-    assert {key.steps for key in keys if key.phase == "decode"} == {1, 4}
-    assert {key.steps for key in keys if key.phase == "prefill"} == {1}
-    assert len(fake_graphs.graphs) == len(keys)
-    fake_graphs.stream.behind = True
-    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-    prompts = base.prompts(5, 9, 3)
-    for prompt in prompts:
-        engine.add_request(prompt, params)
-    for _ in range(4):
-        engine.step()
-    for _ in range(8):
-        mark = len(fake_graphs.log)
-        engine.step()
-        assert [event for event, *_ in fake_graphs.log[mark:]] == ["replay", "copy out", "read"]
-        record = engine.timeline().records()[-1]
-        assert (record.steps, record.rows, record.bucket) == (4, 3, 4)
-    assert engine.generate(prompts[:1], params)[0].token_ids == base.greedy(prompts[:1], 60)[0]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from stepgraph.runtime import Engine, RequestOutput, SamplingParams
 
-from ..rigs.engine_rig import Open, loop_of
+from ..rigs.engine_rig import Open, loop_of, run
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.tiny_models import Tiny, TinyModel
 
@@ -85,31 +85,36 @@ def test_all_is_captured_before_the_first_request(
     check_captured(engine)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_steady_step_is_one_replay(
-    open_captured: Open, fake_graphs: FakeGraphs, base: TinyModel, temperature: float
+@pytest.mark.parametrize(("temperature", "steps"), [(0.0, 1), (0.8, 1), (0.0, 4)])
+def test_a_steady_launch_is_one_replay(
+    open_captured: Open, fake_graphs: FakeGraphs, base: TinyModel, temperature: float, steps: int
 ) -> None:
     """No copy to the device; the tokens of the step before are read while this one runs."""
-    engine = open_captured("base", block_size=64)
-    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
-    for prompt in base.prompts(5, 9, 3):
-        engine.add_request(prompt, params)
+    engine = open_captured("base", block_size=64, steps_per_launch=steps)
+    params = SamplingParams(max_tokens=60, temperature=temperature, seed=3, ignore_eos=True)
+    ids = [engine.add_request(prompt, params) for prompt in base.prompts(5, 9, 3)]
     for _ in range(5):
         engine.step()
     (number,) = [launch.number for launch in loop_of(engine)._launched]
     replayed = set()
-    for step in range(20):
+    for step in range(20 // steps):
         mark = len(fake_graphs.log)
         engine.step()
         replay, *rest = fake_graphs.log[mark:]
         assert replay[0] == "replay"
         replayed.add(replay)
         assert rest == [("copy out", "decode"), ("read", number + step)]
+        record = engine.timeline().records()[-1]
+        assert (record.steps, record.rows, record.bucket) == (steps, 3, 4)
     assert len(replayed) == 1
     key = {i: k for k, i in fake_graphs.index_of(loop_of(engine).runner.library).items()}[
         replayed.pop()[1]
     ]
-    assert (key.phase, key.size, key.full_sampler) == ("decode", 4, temperature > 0)
+    assert (key.phase, key.size, key.steps) == ("decode", 4, steps)
+    assert key.full_sampler == (temperature > 0)
+    final = run(engine)
+    if temperature == 0:
+        assert [final[i].token_ids for i in ids] == base.greedy(base.prompts(5, 9, 3), 60)
     check_captured(engine)
 
 

@@ -42,7 +42,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..rigs.engine_rig import Open
 from ..rigs.fake_engine import MODEL
-from ..rigs.scheduler_rig import Rig
 
 pytestmark = pytest.mark.native_kernels
 
@@ -277,15 +276,6 @@ def test_a_row_more_costs_a_few_lines() -> None:
         min(lines_of_steps(HostRig(rows, 10, num_steps=50, **NO_BLOCKS), 20)) for rows in (10, 30)
     )
     assert (many - few) / 20 < 60
-
-
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_max_tokens_wastes_no_step(in_flight: int) -> None:
-    """How long the output gets is known beforehand, so nothing is launched past it."""
-    rig = Rig(in_flight=in_flight)
-    rig.add(3, max_tokens=5)
-    rig.drain()
-    assert rig.runner.launched == 5
 
 
 # On a device --------------------------------------------------------------------------------------

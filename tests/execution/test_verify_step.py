@@ -7,29 +7,18 @@ from typing import cast
 
 import pytest
 import torch
-from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
-from stepgraph.cache.spec import group_layers
-from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.cache.arena import Storage
 from stepgraph.runtime import SamplingParams
-from stepgraph.runtime.execution.inputs import (
-    DraftInputs,
-    Int64Array,
-    RowState,
-    StepInputs,
-    write_decode_rows,
-    write_drafts,
-)
-from stepgraph.runtime.execution.step_functions import StepFunctions
+from stepgraph.runtime.execution.inputs import write_decode_rows, write_drafts
 from stepgraph.runtime.execution.step_key import StepKey, StepOutput
 from stepgraph.runtime.kernels import have_compiler, select_kernels
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.loading.loader import random_weights
-from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from stepgraph.runtime.request import DRAFT_ON_DEVICE
 
+from ..rigs.step_rig import CPU, StepRig
 from ..rigs.tiny_models import Tiny, TinyModel
 
-CPU = torch.device("cpu")
 BLOCK_SIZE, COLUMNS, ROWS, BUCKET = 4, 12, 3, 4
 MOST_DRAFTS = 4
 STARTS = (1, 14, 27)
@@ -47,7 +36,7 @@ Run = list[tuple[torch.Tensor, torch.Tensor]]
 """Tokens `[ROWS]` and logits `[ROWS, V]` of each position."""
 
 
-class Rig:
+class Rig(StepRig):
     """Steps of a tiny model over poisoned memory, bound once as captured ones are."""
 
     def __init__(
@@ -55,36 +44,23 @@ class Rig:
     ) -> None:
         torch.manual_seed(0)
         config = read_config(model.directory)
-        kernels = select_kernels(CPU, "compile" if mode == "native" else "eager", dtype)
-        element_bytes = dtype.itemsize if storage == "model" else 1
-        groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
-        self.decoder = Decoder(config, kernels, dtype, CPU, groups, storage)
+        super().__init__(
+            config,
+            select_kernels(CPU, "compile" if mode == "native" else "eager", dtype),
+            dtype,
+            rows=ROWS,
+            columns=COLUMNS,
+            block_size=BLOCK_SIZE,
+            lanes=BUCKET,
+            drafts=MOST_DRAFTS,
+            kept_drafts=MOST_DRAFTS,
+            params=PARAMS if full else (),
+            storage=storage,
+        )
         self.decoder.store(random_weights(config, dtype))
-        blocks = 2 + ROWS * COLUMNS * len(groups)
-        self.arena = Arena(groups, blocks, BLOCK_SIZE, dtype, CPU, storage).tensor
-        poison = torch.nan if storage == "model" else 255
-        self.arena[:, :, 1:] = cast(float, poison)
         vocab = config.vocab_size
-        self.state = RowState.allocate(ROWS, len(groups), COLUMNS, vocab, CPU, drafts=MOST_DRAFTS)
-        order = 1 + torch.randperm(blocks - 2, dtype=torch.int32)
-        self.state.block_tables[:, :ROWS] = order.view(len(groups), ROWS, COLUMNS)
-        for row, params in enumerate(PARAMS if full else ()):
-            parameters = self.state.sampling.row_parameters(
-                params, seed=row, prompt_ids=[1, 2], output_ids=[], stop_token_ids=()
-            )
-            self.state.sampling.store_row(row, parameters)
-        layout = StepInputs.layout(
-            max_num_seqs=BUCKET, prefill_tokens=1, prefill_rows=1, table_updates=1
-        )
-        self.inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, CPU)
-        drafts = DraftInputs.layout(max_num_seqs=BUCKET, drafts=MOST_DRAFTS)
-        self.drafts = StaticBuffers.allocate(DraftInputs[torch.Tensor], drafts, CPU)
-        functions = StepFunctions(
-            *(self.decoder, self.arena, BLOCK_SIZE, self.state, self.inputs.device, None, False),
-            self.drafts.device,
-        )
         self.steps = {
-            n: functions.bind(StepKey("decode", BUCKET, COLUMNS, full, tokens_per_row=n))
+            n: self.functions.bind(StepKey("decode", BUCKET, COLUMNS, full, tokens_per_row=n))
             for n in range(1, 2 + MOST_DRAFTS)
         }
         self._set_rows(list(range(ROWS)))
@@ -102,7 +78,7 @@ class Rig:
         self.state.token_ids[:ROWS] = prompt[-1]
 
     def _set_rows(self, rows: list[int]) -> None:
-        write_decode_rows(rows, ROWS, self.inputs.arrays(StepInputs[Int64Array]))
+        write_decode_rows(rows, ROWS, self.input_arrays)
 
     def snapshot(self) -> list[torch.Tensor]:
         return [tensor.clone() for tensor in (self.arena, *self.state.tensors().values())]
@@ -122,7 +98,7 @@ class Rig:
             assert self.state.drafts is not None
             self.state.drafts[row, : len(drafts[row])] = torch.tensor(drafts[row])
             drafts[row] = [DRAFT_ON_DEVICE] * len(drafts[row])
-        write_drafts(drafts, (), self.drafts.arrays(DraftInputs[Int64Array]))
+        write_drafts(drafts, (), self.draft_arrays)
         output = self.steps[n]()
         if output.logits.dim() == 2:  # row by row, without padding
             rows = output.logits.split(self.drafts.device.counts.tolist())

@@ -5,32 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
-from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
-from stepgraph.cache.spec import group_layers
-from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.runtime.execution.inputs import (
-    DraftInputs,
-    Int64Array,
-    RowState,
-    StepInputs,
-    write_decode_rows,
-    write_drafts,
-)
-from stepgraph.runtime.execution.step_functions import StepFunctions
+from stepgraph.cache.arena import Storage
+from stepgraph.runtime.execution.inputs import write_decode_rows, write_drafts
 from stepgraph.runtime.execution.step_key import StepKey
 from stepgraph.runtime.kernels import Kernels, kernels_for
 from stepgraph.runtime.loading.checkpoint import read_config
-from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from stepgraph.runtime.models.plan import plan_of
 
+from .step_rig import CPU, StepRig
 from .tiny_models import load_weights
 
 __all__ = ["BUCKET", "Forced", "Step", "decode_steps", "random_steps", "same_bits"]
 
-CPU = torch.device("cpu")
 BUCKET = 6
 """Rows of the largest decode step; one is always padding."""
 PROMPT = 9
@@ -50,7 +39,7 @@ class Step(NamedTuple):
     """Bucket: rows, or tokens of a prefill step."""
 
 
-class Forced:
+class Forced(StepRig):
     """A model over poisoned memory, and the rows' sequences."""
 
     def __init__(
@@ -66,37 +55,27 @@ class Forced:
         device: torch.device = CPU,
     ) -> None:
         """Make the model; `lengths` are those of the sequences, at most `BUCKET - 1` of them."""
-        torch.manual_seed(0)
-        config = read_config(directory)
-        kernels = kernels_for(kernels, plan_of(config))
-        element_bytes = dtype.itemsize if storage == "model" else 1
-        groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
-        self.decoder = Decoder(config, kernels, dtype, device, groups, storage)
-        load_weights(self.decoder, directory)
-        rows, self._columns = len(lengths), -(-max(lengths) // block_size)
-        blocks = 2 + rows * self._columns * len(groups)
-        self.arena = Arena(groups, blocks, block_size, dtype, device, storage).tensor
-        vocab, by_length = config.vocab_size, self.decoder.plan.rope_by_length
-        self.state = RowState.allocate(
-            rows, len(groups), self._columns, vocab, device, rope_by_length=by_length
+        config, rows = read_config(directory), len(lengths)
+        self._columns = -(-max(lengths) // block_size)
+        super().__init__(
+            config,
+            kernels_for(kernels, plan_of(config)),
+            dtype,
+            rows=rows,
+            columns=self._columns,
+            block_size=block_size,
+            lanes=BUCKET,
+            drafts=max(WIDTHS) - 1,
+            prefill_tokens=CHUNK,
+            hidden=CHUNK + 1,
+            storage=storage,
+            compiled=compiled,
+            device=device,
         )
+        load_weights(self.decoder, directory)
         if self.state.rope_lengths is not None:
             self.state.rope_lengths[:rows] = PROMPT
-        order = (
-            1 + torch.randperm(blocks - 2, dtype=torch.int32)[: rows * self._columns * len(groups)]
-        )
-        self.state.block_tables[:, :rows] = order.view(len(groups), rows, self._columns)
-        layout = StepInputs.layout(
-            max_num_seqs=BUCKET, prefill_tokens=CHUNK, prefill_rows=BUCKET, table_updates=1
-        )
-        self._inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, device)
-        drafts = DraftInputs.layout(max_num_seqs=BUCKET, drafts=max(WIDTHS) - 1)
-        self._drafts = StaticBuffers.allocate(DraftInputs[torch.Tensor], drafts, device)
-        self.hidden = torch.zeros(CHUNK + 1, config.hidden_size, dtype=dtype, device=device)
-        self.functions = StepFunctions(
-            *(self.decoder, self.arena, block_size, self.state, self._inputs.device, None),
-            *(compiled, self._drafts.device, self.hidden),
-        )
+        vocab = config.vocab_size
         generator = torch.Generator().manual_seed(1)
         self.sequences = [torch.randint(vocab, (n,), generator=generator) for n in lengths]
         self.null_row = rows
@@ -109,8 +88,7 @@ class Forced:
 
     def run(self, steps: Sequence[Step]) -> list[torch.Tensor]:
         """Return the logits `[tokens that the steps were given, V]` of each row, from scratch."""
-        poison = torch.nan if self.decoder.storage == "model" else 255
-        self.arena[:, :, 1:] = cast(float, poison)
+        self.poison()
         self.state.positions.zero_()
         self.state.token_ids.zero_()
         done = [0] * len(self.sequences)
@@ -126,15 +104,14 @@ class Forced:
     def _decode(self, step: Step, done: list[int]) -> dict[int, torch.Tensor]:
         width = max(step.counts.values())
         self._begin_write()
-        inputs = self._inputs.arrays(StepInputs[Int64Array])
-        write_decode_rows(list(step.counts), self.null_row, inputs)
+        write_decode_rows(list(step.counts), self.null_row, self.input_arrays)
         write_drafts(
             [
                 self.sequences[row][done[row] + 1 : done[row] + count].tolist()
                 for row, count in step.counts.items()
             ],
             (),
-            self._drafts.arrays(DraftInputs[Int64Array]),
+            self.draft_arrays,
         )
         self._send()
         for row in step.counts:
@@ -143,14 +120,14 @@ class Forced:
         key = StepKey("decode", step.size, self._columns, False, tokens_per_row=width)
         logits = self.functions.bind(key)().logits
         if width > 1 and logits.dim() == 2:  # row by row, without padding
-            parts = logits.split(self._drafts.host.counts[: step.size].tolist())
+            parts = logits.split(self.drafts.host.counts[: step.size].tolist())
             return dict(zip(step.counts, parts, strict=False))
         logits = logits if width > 1 else logits[None]
         return {row: logits[:count, lane] for lane, (row, count) in enumerate(step.counts.items())}
 
     def _prefill(self, step: Step, done: list[int]) -> dict[int, torch.Tensor]:
         self._begin_write()
-        host, end = self._inputs.arrays(StepInputs[Int64Array]), 0
+        host, end = self.input_arrays, 0
         host.prefill_rows[:] = host.sample_rows[:] = host.token_rows[:] = self.null_row
         host.token_ids[:] = host.positions[:] = 0
         spans: dict[int, slice] = {}
@@ -173,12 +150,12 @@ class Forced:
         return {row: logits[span] for row, span in spans.items()}
 
     def _begin_write(self) -> None:
-        for buffers in (self._inputs, self._drafts):
+        for buffers in (self.inputs, self.drafts):
             buffers.begin_write()
 
     def _send(self) -> None:
         """Copy the inputs to the device."""
-        for buffers in (self._inputs, self._drafts):
+        for buffers in (self.inputs, self.drafts):
             buffers.copy_to_device()
 
 

@@ -8,11 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from stepgraph.cache.arena import Arena
-from stepgraph.cache.spec import group_layers
-from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.runtime.execution.inputs import DraftInputs, RowState, StepInputs
-from stepgraph.runtime.execution.step_functions import StepFunctions
 from stepgraph.runtime.execution.step_key import StepKey, StepOutput
 from stepgraph.runtime.kernels import Kernels, select_kernels
 from stepgraph.runtime.kernels.ops.collectives import Collectives
@@ -20,13 +15,12 @@ from stepgraph.runtime.kernels.weights import MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import CheckpointReader
 from stepgraph.runtime.loading.loader import iter_weights
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from stepgraph.runtime.sampling_params import SamplingParams
 
 from .sharding_rig import on_ranks
+from .step_rig import CPU, StepRig
 
 BLOCK, COLUMNS = 4, 12
-CPU = torch.device("cpu")
 PROMPTS = ((5, 3, 8, 1, 9, 2, 7, 4, 6, 11, 13, 12, 10, 0, 5, 5, 3, 2, 17, 19), (7, 3), (30,))
 
 
@@ -42,7 +36,7 @@ class Run(NamedTuple):
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
-class RankSteps:
+class RankSteps(StepRig):
     """The steps of a decoder, of a whole model or of the shard of its config."""
 
     def __init__(
@@ -55,48 +49,33 @@ class RankSteps:
         compiled: bool = False,
         params: SamplingParams | None = None,
     ) -> None:
-        groups = group_layers(attention_specs(config, dtype.itemsize))
-        self.decoder = Decoder(config, kernels, dtype, CPU, groups)
+        rows, self.tokens = len(PROMPTS), sum(map(len, PROMPTS))
+        super().__init__(
+            config,
+            kernels,
+            dtype,
+            rows=rows,
+            columns=COLUMNS,
+            block_size=BLOCK,
+            lanes=rows,
+            drafts=2,
+            prefill_tokens=self.tokens,
+            params=[params] * rows if params is not None else (),
+            compiled=compiled,
+        )
         self.decoder.store(weights)
-        rows = len(PROMPTS)
-        blocks = 1 + rows * COLUMNS * len(groups)
-        self.arena = Arena(groups, blocks, BLOCK, dtype, CPU, "model").tensor
-        self.state = RowState.allocate(
-            rows,
-            len(groups),
-            COLUMNS,
-            config.vocab_size,
-            CPU,
-            rope_by_length=self.decoder.plan.rope_by_length,
-        )
-        tables = 1 + torch.arange(blocks - 1, dtype=torch.int32)
-        self.state.block_tables[:, :rows] = tables.view(len(groups), rows, COLUMNS)
         self.full = params is not None
-        for row in range(rows if params is not None else 0):
-            parameters = self.state.sampling.row_parameters(
-                params, seed=row, prompt_ids=[1, 2], output_ids=[], stop_token_ids=()
-            )
-            self.state.sampling.store_row(row, parameters)
-        self.tokens = sum(map(len, PROMPTS))
-        layout = StepInputs.layout(
-            max_num_seqs=rows, prefill_tokens=self.tokens, prefill_rows=rows, table_updates=1
-        )
-        self.inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, CPU).device
-        drafts = DraftInputs.layout(max_num_seqs=rows, drafts=2)
-        self.drafts = StaticBuffers.allocate(DraftInputs[torch.Tensor], drafts, CPU).device
-        self.functions = StepFunctions(
-            self.decoder, self.arena, BLOCK, self.state, self.inputs, None, compiled, self.drafts
-        )
+        inputs = self.inputs.device
         everyone = torch.arange(rows)
         counts = torch.tensor([len(prompt) for prompt in PROMPTS])
-        self.inputs.decode_rows[:rows] = everyone
-        self.inputs.prefill_rows[:rows] = everyone
-        self.inputs.sample_rows[:rows] = everyone
-        self.inputs.query_start_loc[1 : rows + 1] = counts.cumsum(0)
-        self.inputs.token_rows[:] = everyone.repeat_interleave(counts)
-        self.inputs.positions[:] = torch.cat([torch.arange(n) for n in counts.tolist()])
+        inputs.decode_rows[:rows] = everyone
+        inputs.prefill_rows[:rows] = everyone
+        inputs.sample_rows[:rows] = everyone
+        inputs.query_start_loc[1 : rows + 1] = counts.cumsum(0)
+        inputs.token_rows[:] = everyone.repeat_interleave(counts)
+        inputs.positions[:] = torch.cat([torch.arange(n) for n in counts.tolist()])
         ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
-        self.inputs.token_ids[:] = ids % config.vocab_size
+        inputs.token_ids[:] = ids % config.vocab_size
 
     def prefill(self) -> StepOutput:
         return self.functions.bind(StepKey("prefill", self.tokens, COLUMNS, self.full))()
@@ -105,8 +84,8 @@ class RankSteps:
         return self.functions.bind(StepKey("decode", len(PROMPTS), COLUMNS, self.full, steps))()
 
     def verify(self, drafts: Sequence[Sequence[int]]) -> StepOutput:
-        self.drafts.token_ids[:, : len(drafts[0])] = torch.tensor(drafts)
-        self.drafts.counts.fill_(1 + len(drafts[0]))
+        self.drafts.device.token_ids[:, : len(drafts[0])] = torch.tensor(drafts)
+        self.drafts.device.counts.fill_(1 + len(drafts[0]))
         key = StepKey("decode", len(PROMPTS), COLUMNS, self.full, tokens_per_row=1 + len(drafts[0]))
         return self.functions.bind(key)()
 

@@ -20,17 +20,6 @@ def test_admission_is_by_priority_then_arrival() -> None:
     assert [a.request for a in rig.step().admitted] == [late]
 
 
-@pytest.mark.parametrize(("prompt_len", "admitted"), [(32, True), (33, False)])
-def test_admission_leaves_every_running_request_a_block(prompt_len: int, admitted: bool) -> None:
-    rig = Rig(usable_blocks=10, block_size=4, prefill_chunk=64)
-    rig.add(3)
-    rig.step()
-    assert rig.cache.num_free_blocks == 9
-    newcomer = rig.add(prompt_len)  # 8 or 9 blocks, and 1 of headroom
-    rig.step()
-    assert (newcomer.status is RequestStatus.RUNNING) == admitted
-
-
 def test_a_request_of_higher_priority_takes_what_is_free() -> None:
     """Those that are served after it are preempted when they need a block, as in vLLM."""
     rig = Rig(usable_blocks=6, block_size=4, max_num_seqs=4)
@@ -54,17 +43,6 @@ def test_a_request_that_does_not_fit_holds_back_those_behind_it() -> None:
     long, short = rig.add(30), rig.add(1)
     rig.step()
     assert long.status is short.status is RequestStatus.WAITING
-
-
-def test_a_prompt_is_cut_into_chunks_that_meet() -> None:
-    rig = Rig(prefill_chunk=4)
-    request = rig.add(10)
-    pieces = []
-    while not request.output_ids:
-        (chunk,) = rig.step().prefill
-        pieces.append((chunk.start, chunk.count, *rig.runner.sampling))
-    assert pieces == [(0, 4, False), (4, 4, False), (8, 2, True)]
-    assert not rig.step().prefill
 
 
 @pytest.mark.parametrize(("priority", "victim"), [(0, 1), (-1, 0)])

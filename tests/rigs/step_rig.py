@@ -1,0 +1,103 @@
+"""The steps of a decoder over tensors of their own, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
+from stepgraph.cache.spec import group_layers
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.runtime import SamplingParams
+from stepgraph.runtime.execution.inputs import DraftInputs, Int64Array, RowState, StepInputs
+from stepgraph.runtime.execution.step_functions import StepFunctions
+from stepgraph.runtime.kernels import Kernels
+from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.decoder import Decoder, attention_specs
+
+CPU = torch.device("cpu")
+
+
+class StepRig:
+    """Rows with blocks in random order; of these, nothing but the null block is written yet."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        *,
+        rows: int,
+        columns: int,
+        block_size: int,
+        lanes: int,
+        drafts: int,
+        kept_drafts: int = 0,
+        prefill_tokens: int = 1,
+        hidden: int = 0,
+        params: Sequence[SamplingParams] = (),
+        storage: Storage = "model",
+        compiled: bool = False,
+        device: torch.device = CPU,
+    ) -> None:
+        """Make a decoder without weights, and its steps.
+
+        Args:
+            config: of the model.
+            kernels: of the steps.
+            dtype: of the model.
+            rows: with blocks.
+            columns: blocks of a row in each layer group.
+            block_size: slots of a block.
+            lanes: rows of the largest step.
+            drafts: most drafts of a row in a verify step.
+            kept_drafts: drafts that rows keep on the device.
+            prefill_tokens: tokens of the largest prefill step.
+            hidden: tokens whose hidden states prefill steps keep; 0: none.
+            params: of the first rows; the others are greedy.
+            storage: of keys and values.
+            compiled: whether steps are compiled.
+            device: of all tensors.
+        """
+        generator = torch.Generator().manual_seed(0)
+        element_bytes = dtype.itemsize if storage == "model" else 1
+        groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
+        self.decoder = Decoder(config, kernels, dtype, device, groups, storage)
+        blocks = 2 + rows * columns * len(groups)
+        self.arena = Arena(groups, blocks, block_size, dtype, device, storage).tensor
+        self.poison()
+        self.state = RowState.allocate(
+            rows,
+            len(groups),
+            columns,
+            config.vocab_size,
+            device,
+            rope_by_length=self.decoder.plan.rope_by_length,
+            drafts=kept_drafts,
+        )
+        order = 1 + torch.randperm(blocks - 2, dtype=torch.int32, generator=generator)
+        self.state.block_tables[:, :rows] = order.view(len(groups), rows, columns)
+        for row, own in enumerate(params):
+            parameters = self.state.sampling.row_parameters(
+                own, seed=row, prompt_ids=[1, 2], output_ids=[], stop_token_ids=()
+            )
+            self.state.sampling.store_row(row, parameters)
+        layout = StepInputs.layout(
+            max_num_seqs=lanes, prefill_tokens=prefill_tokens, prefill_rows=lanes, table_updates=1
+        )
+        self.inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, device)
+        self.input_arrays = self.inputs.arrays(StepInputs[Int64Array])
+        room = DraftInputs.layout(max_num_seqs=lanes, drafts=drafts)
+        self.drafts = StaticBuffers.allocate(DraftInputs[torch.Tensor], room, device)
+        self.draft_arrays = self.drafts.arrays(DraftInputs[Int64Array])
+        self.hidden = torch.zeros(hidden, config.hidden_size, dtype=dtype, device=device)
+        self.functions = StepFunctions(
+            *(self.decoder, self.arena, block_size, self.state, self.inputs.device, None),
+            *(compiled, self.drafts.device, self.hidden if hidden else None),
+        )
+
+    def poison(self) -> None:
+        """Fill every block but the null block with NaN."""
+        poison = torch.nan if self.decoder.storage == "model" else 255
+        self.arena[:, :, 1:] = cast(float, poison)
