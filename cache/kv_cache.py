@@ -114,7 +114,7 @@ class KVCache:
             0,
         )
         """Tokens queried and found at first admissions, forks, blocks copied for forks, and blocks
-        swapped. Updated by `count_admission`, and by the loop.
+        swapped. The loop counts them, once their copies are queued.
         """
 
     @property
@@ -229,22 +229,6 @@ class KVCache:
         if found.source == "prefix":
             held.published = found.num_tokens // size
         return found
-
-    def count_admission(self, found: Admitted, num_tokens: int, *, first: bool) -> None:
-        """Count an admission once it is final and its copies are queued.
-
-        Args:
-            found: what `admit` returned.
-            num_tokens: the request's known tokens at that time.
-            first: whether it is the first admission of the request. Only those count in the hit
-                rate: later ones find what the request has computed itself.
-        """
-        if first:
-            self.counts["queried_tokens"] += num_tokens
-            self.counts["hit_tokens"] += found.num_tokens
-        self.counts["forks"] += found.source == "fork"
-        self.counts["copied_blocks"] += len(found.copies)
-        self.counts["swapped_in"] += len(found.swap_in)
 
     def grow(self, request_id: str, num_tokens: int) -> list[TableChange] | None:
         """Allocate the missing blocks of tokens 0 to `num_tokens` - 1 in all groups.

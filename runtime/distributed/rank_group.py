@@ -140,7 +140,7 @@ class RankGroup:
     def serve(self, timeout: float) -> None:
         """Let no rank stand still for longer than `timeout` seconds from now on."""
         self.timeout, self._serves = timeout, True
-        self.watch.serve(timeout)
+        self.watch.patience = timeout
 
     def check_commands_taken(self) -> None:
         """Rank 0: raise `RankError` if a rank has not read all commands. End the group then."""
@@ -216,7 +216,9 @@ class RankWatch:
         """Rank 0: the checksum after step n at index n modulo `KEPT_STEPS`."""
         self.on_abort: Callable[[], None] | None = None
         """Called in this thread once the group has ended, unless the watch was stopped before."""
-        self._patience = START_PATIENCE
+        self.patience = START_PATIENCE
+        """With each rank, from its next heartbeat on: the last one before may be old, since a rank
+        that starts can stand still for long."""
         self._segment = segment
         self._rank = rank
         self._children = children
@@ -259,13 +261,6 @@ class RankWatch:
         """End the group because of a rank, and wake those that wait."""
         self._segment.abort(self._rank, {"rank": rank, "reason": reason, **more})
         wake_all(self._segment.messages_address)
-
-    def serve(self, patience: float) -> None:
-        """Use another patience with each rank, from its next heartbeat on.
-
-        The last one before may be old: a rank that starts can stand still for long.
-        """
-        self._patience = patience
 
     def record_operators(self) -> bool:
         """Return whether operators of this rank have failed; record the rank they waited for."""
@@ -343,7 +338,7 @@ class RankWatch:
         """End the group if the heartbeat of a rank has stood still for long."""
         words = self._segment.of_rank[rank]
         if words.heartbeat != seen.beat:
-            seen.beat, seen.since, seen.patience = words.heartbeat, now, self._patience
+            seen.beat, seen.since, seen.patience = words.heartbeat, now, self.patience
             return
         process, patience = words.process, seen.patience
         if not process:

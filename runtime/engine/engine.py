@@ -112,9 +112,9 @@ class Engine:
         """Maximum tokens of one sequence, prompt and output."""
         self._parts: EngineParts | None = parts
         with ended_by_failures(parts.group):
-            self._step_budget = calibrated_step_budget(parts.runner, parts.groups, config)
+            budget = calibrated_step_budget(parts.runner, parts.groups, config)
             speculator = calibrated_speculator(parts.runner, config)
-            self._open_loop: StepLoop | None = make_loop(parts, self._step_budget, speculator)
+            self._open_loop: StepLoop | None = make_loop(parts, budget, speculator)
         self._lock = threading.Lock()  # held by the call that runs the loop
         self._owner: int | None = None
         """The thread that holds the lock."""
@@ -857,13 +857,7 @@ class Engine:
           by "rows x tokens per row".
         - `padding`: share of padding in the rows and tokens of all steps.
         """
-        return engine_stats(
-            self._open_parts(),
-            self._loop,
-            self._step_budget,
-            max_model_len=self.max_model_len,
-            healthy=self.healthy,
-        )
+        return engine_stats(self._open_parts(), self._loop, healthy=self.healthy)
 
     def gauges(self) -> EngineGauges:
         """Return the present state. Takes microseconds; any thread may call it at any time."""

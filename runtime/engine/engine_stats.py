@@ -6,7 +6,6 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from ..scheduling.step_budget import StepBudget
 from .loop import StepLoop
 from .startup import EngineParts
 
@@ -107,14 +106,7 @@ class EngineCounters(NamedTuple):
         return EngineCounters(**sums, accepted_by_position=tuple(map(sum, positions)))
 
 
-def engine_stats(
-    parts: EngineParts,
-    loop: StepLoop,
-    step_budget: StepBudget | None,
-    *,
-    max_model_len: int,
-    healthy: bool,
-) -> dict[str, Any]:
+def engine_stats(parts: EngineParts, loop: StepLoop, *, healthy: bool) -> dict[str, Any]:
     """Return the statistics of an engine; see `Engine.stats`."""
     library, scheduler = parts.runner.library, loop.scheduler
     library_file = parts.model.kernels.library
@@ -130,7 +122,7 @@ def engine_stats(
         "tensor_parallel": parts.config.tensor_parallel,
         "collectives": None if collectives is None else type(collectives).__name__,
         "kernel_fallbacks": [asdict(fallback) for fallback in parts.model.kernels.fallbacks],
-        "max_model_len": max_model_len,
+        "max_model_len": parts.config.max_model_len,
         "steps": loop.num_steps,
         "waiting": scheduler.num_waiting + loop.num_posted,
         "running": scheduler.num_running,
@@ -164,7 +156,7 @@ def engine_stats(
             "collections": loop.collector.collections,
             "seconds": loop.collector.total_ns / 1e9,
         },
-        "step_budget": None if step_budget is None else step_budget.stats(),
+        "step_budget": None if loop.step_budget is None else loop.step_budget.stats(),
         "speculation": None if loop.speculator is None else loop.speculator.stats(),
         "fallbacks": library.misses,
         "padding": library.padding_fraction,

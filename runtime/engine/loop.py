@@ -283,7 +283,7 @@ class StepLoop:
         self._add = self.requests.add
         self._posted: deque[tuple[Any, ...]] = deque()
         self._in_flight = in_flight
-        self._step_budget = step_budget
+        self.step_budget = step_budget
         self.speculator = speculator
         self._launched: deque[LaunchedStep] = deque()
 
@@ -470,10 +470,14 @@ class StepLoop:
             request.status = RequestStatus.RUNNING
             request.row = admission.row
             request.num_computed = admission.found.num_tokens
-            first = request.num_cached_tokens is None
-            if first:
-                request.num_cached_tokens = admission.found.num_tokens
-            self.scheduler.cache.count_admission(admission.found, request.num_tokens, first=first)
+            found, counts = admission.found, self.scheduler.cache.counts
+            if request.num_cached_tokens is None:  # later it finds what it has computed itself
+                request.num_cached_tokens = found.num_tokens
+                counts["queried_tokens"] += request.num_tokens
+                counts["hit_tokens"] += found.num_tokens
+            counts["forks"] += found.source == "fork"
+            counts["copied_blocks"] += len(found.copies)
+            counts["swapped_in"] += len(found.swap_in)
         if not (plan.prefill or plan.decode):
             return None
         plan.blocks_in_use = self.scheduler.cache.num_held_blocks
@@ -542,7 +546,7 @@ class StepLoop:
         steps of one token per row.
         """
         drafts: Sequence[Sequence[int]] = ()
-        may_draft = self._step_budget is None or not plan.prefill
+        may_draft = self.step_budget is None or not plan.prefill
         if any(request.params.logprob_token_ids for request in plan.decode):
             may_draft = False
         if plan.decode and may_draft:
@@ -556,7 +560,7 @@ class StepLoop:
             return
         if speculator.proposes:
             self.scheduler.propose(plan, speculator.proposes, drafter.group)
-        if plan.prefill and self._step_budget is None:
+        if plan.prefill and self.step_budget is None:
             count = speculator.prompt_drafts(plan.prefill)
             if count:
                 self.scheduler.propose_after_prompts(plan, count, drafter.group)
@@ -577,8 +581,8 @@ class StepLoop:
             arrived = time.perf_counter_ns()
             if step.began is not None:  # the timeline has recorded this step already
                 self.timeline.set_device_ns(step.number, step.elapsed_ns())
-            if self._step_budget is not None and step.advanced is None and not step.plan.proposes:
-                self._step_budget.observe(step.plan, step.launched_ns, arrived)
+            if self.step_budget is not None and step.advanced is None and not step.plan.proposes:
+                self.step_budget.observe(step.plan, step.launched_ns, arrived)
             if self.speculator is not None:
                 self.speculator.committed(step.plan, step.advanced, arrived)
             if step.advanced is not None:

@@ -68,9 +68,9 @@ from ..memory.footprint import DrafterBytes, model_footprint, weight_bytes
 from ..memory.measurement import (
     CapturePeaks,
     Phase,
-    PhaseLog,
     StepMemory,
     add_scoring,
+    logged_phase,
     measure_steps,
 )
 from ..models.config import DecoderConfig, ModelConfig, config_json_name
@@ -842,8 +842,9 @@ def start_parts(
             planned(expected, memory)
         if config.tie_word_embeddings is None:
             opened.check_head()
-        log = PhaseLog(resolved.device)
-        with log.phase("kernels"):
+        phases: list[Phase] = []
+        log = partial(logged_phase, phases, device=resolved.device)
+        with log("kernels"):
             kernels = checked_kernels(found.config, resolved, group)
         memory = memory_now()  # kernels hold some of it
         plan = planned(kernels, memory)
@@ -857,7 +858,7 @@ def start_parts(
         resolved = resolved.fit_to_cache(
             max_model_len=plan.longest_request, max_batch_tokens=plan.max_batch_tokens
         )
-        with log.phase("load"), ranges.span(ranges.LOAD, plan.weights):
+        with log("load"), ranges.span(ranges.LOAD, plan.weights):
             model = _load(opened, resolved, kernels, groups, progress=progress)
             drafter = None
             if found_drafter is not None:
@@ -870,7 +871,7 @@ def start_parts(
                 )
     if group is not None:
         agree_on_weights(group, model)
-    with log.phase("cache"):
+    with log("cache"):
         arena = Arena(
             groups,
             plan.num_blocks,
@@ -884,16 +885,16 @@ def start_parts(
             drafting = found_drafter.allocate(drafter, resolved, plan.num_blocks, plan.host_blocks)
     host = None
     if plan.host_blocks:
-        with log.phase("host_cache"):
+        with log("host_cache"):
             host = HostArena(arena, plan.host_blocks)
-    with log.phase("static_buffers"):
+    with log("static_buffers"):
         commands = CommandSender(group) if group is not None and group.rank == 0 else None
         runner = Runner(model, resolved, arena, groups, host, commands, drafting)
     compiled_kernels = None
     if resolved.device.type == "cuda" and resolved.mode != "eager" and find_spec("triton"):
-        with log.phase("compile_kernels"):
+        with log("compile_kernels"):
             compiled_kernels = runner.compile_kernels(progress=progress)
-    with log.phase("prepare"):
+    with log("prepare"):
         captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
         compiles = resolved.compiled and (model.stack is None or kernels.sampler == "torch")
         with (
@@ -906,7 +907,7 @@ def start_parts(
         group.exchange(None)
     step_memory = StepMemory({})
     if group is None or group.rank == 0:  # the other ranks run the same steps as followers
-        with log.phase("measure"):
+        with log("measure"):
             have_run = resolved.mode != "eager"
             step_memory = measure_steps(runner, kernels, captured, have_run=have_run)
             step_memory = add_scoring(step_memory, runner)
@@ -921,7 +922,7 @@ def start_parts(
         arena,
         runner,
         step_memory,
-        tuple(log.phases),
+        tuple(phases),
         time.perf_counter() - began,
         {"hits": all_hits - hits, "misses": all_misses - misses},
         compiled_kernels,

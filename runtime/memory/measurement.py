@@ -29,7 +29,7 @@ from ..execution.runner import Runner
 from ..execution.step_key import StepKey, StepSizes
 from ..kernels import Kernels
 
-__all__ = ["CapturePeaks", "Phase", "PhaseLog", "StepMemory", "add_scoring", "measure_steps"]
+__all__ = ["CapturePeaks", "Phase", "StepMemory", "add_scoring", "logged_phase", "measure_steps"]
 
 _SECONDS_PER_SERIES = 0.06
 """Seconds of this thread, for each of the rows above."""
@@ -54,21 +54,13 @@ class Phase:
     seconds: float
 
 
-class PhaseLog:
-    """The phases of a start, in order. On a CPU bytes are the resident set."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Log the memory of `device`."""
-        self._device = device
-        self.phases: list[Phase] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Record memory and time of the block."""
-        before, began = resident_bytes(self._device), time.perf_counter()
-        yield
-        seconds = time.perf_counter() - began
-        self.phases.append(Phase(name, before, resident_bytes(self._device), seconds))
+@contextmanager
+def logged_phase(phases: list[Phase], name: str, device: torch.device) -> Iterator[None]:
+    """Add memory and time of the block to `phases`. On a CPU bytes are the resident set."""
+    before, began = resident_bytes(device), time.perf_counter()
+    yield
+    seconds = time.perf_counter() - began
+    phases.append(Phase(name, before, resident_bytes(device), seconds))
 
 
 @dataclass(frozen=True, slots=True)
