@@ -17,6 +17,8 @@ from stepgraph.runtime.engine import startup
 from stepgraph.runtime.errors import CheckpointError, RankError
 from stepgraph.runtime.kernels.ops.collectives import CollectiveFailure
 
+from ..rigs.parallel_rig import wait_for
+
 LATE = "did not take part in an operation of the group within 3 s"
 KILLED = "process 7 was ended by SIGKILL"
 
@@ -64,13 +66,6 @@ def assert_ended(group: RankGroup, reason: str, kind: type[Exception] = RankErro
     with pytest.raises(kind) as found:
         group.check()
     assert str(found.value).startswith(reason)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 ENDED_BEFORE = CollectiveFailure(1, "aborted the group", ended_before=True)

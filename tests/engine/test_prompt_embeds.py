@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from stepgraph.runtime import (
     EmbeddedSpan,
     EncodedContent,
-    Engine,
-    EngineConfig,
     PromptEmbeds,
     RequestError,
 )
@@ -24,14 +21,6 @@ pytestmark = pytest.mark.native_kernels
 NEW_TOKENS = 12
 GREEDY = greedy(NEW_TOKENS)
 HIDDEN = 48
-
-
-@pytest.fixture(scope="module")
-def engine(base: TinyModel) -> Iterator[Engine]:
-    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=4, prompt_embeds=True)
-    with Engine.from_pretrained(base.directory, config) as engine:
-        yield engine
-        engine.check_integrity()
 
 
 def reference(model: TinyModel, ids: list[int], spans: list[EmbeddedSpan]) -> list[int]:
@@ -125,7 +114,8 @@ BAD_SPANS: list[Any] = [
 ]
 
 
-def test_bad_spans(engine: Engine) -> None:
+def test_bad_spans(open_engine: Open) -> None:
+    engine = open_engine("base", prompt_embeds=True)
     for bad in BAD_SPANS:
         with pytest.raises(RequestError):
             engine.add_request(PromptEmbeds([1] * 10, [bad]))

@@ -14,41 +14,22 @@ from stepgraph.runtime.execution.sample_steps import sample_config
 from stepgraph.runtime.kernels import DecoderStack, Experts, Kernels, have_compiler, select_kernels
 from stepgraph.runtime.kernels.result_check import disagreement
 from stepgraph.runtime.models import resolved_config
-from stepgraph.runtime.models.config import ExpertsConfig, ModelConfig
+from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling.sample_output import SampleOutput
 from stepgraph.runtime.sampling.samplers import SAMPLERS, Sampler
 
 from ..rigs.engine_rig import Open
+from ..rigs.sharding_rig import tiny_config
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
-TINY: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_layers": 3, "num_heads": 6,
-    "num_kv_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-    "max_position_embeddings": 64, "tie_word_embeddings": True,
-}  # fmt: skip
-GEMMA2: dict[str, Any] = {
-    "model_type": "gemma2",
-    "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
-    "sliding_window": 8,
-    "hidden_act": "gelu_pytorch_tanh",
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "query_pre_attn_scalar": 16.0,
-}
-EXPERTS: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "experts": ExpertsConfig(
-        num_experts=64, num_experts_per_tok=4, moe_intermediate_size=32, dense_layers=(0, 1)
-    ),
-}
 
 
-def chosen(
-    changes: dict[str, Any] | None = None, **settings: Any
-) -> tuple[Kernels, ModelConfig, ResolvedConfig]:
-    model = ModelConfig(**(TINY | (changes or {})))
+def chosen(variant: str = "base", **settings: Any) -> tuple[Kernels, ModelConfig, ResolvedConfig]:
+    model = tiny_config(variant, 1)
+    if variant == "odd":  # more tokens than a sample has
+        model = dataclasses.replace(model, vocab_size=2050)
     config = ResolvedConfig.resolve(EngineConfig(device="cpu", mode="compile", **settings), model)
     kernels = select_kernels(config.device, config.mode, config.dtype, config.weights)
     return kernels, model, config
@@ -65,23 +46,22 @@ def chosen(
         {"dtype": "float16", "max_model_len": 1, "max_num_seqs": 1, "block_size": 3},
     ],
 )
-@pytest.mark.parametrize(
-    "changes", [{}, GEMMA2, {"attention_bias": True, "vocab_size": 2050}, EXPERTS]
-)
-def test_right_operators_pass(changes: dict[str, Any], settings: dict[str, Any]) -> None:
-    kernels, model, config = chosen(changes, **settings)
+@pytest.mark.parametrize("variant", ["base", "gemma2", "odd", "qwen3_moe"])
+def test_right_operators_pass(variant: str, settings: dict[str, Any]) -> None:
+    kernels, model, config = chosen(variant, **settings)
     for _ in range(2):  # inputs are others each time
         assert check_kernels(kernels, model, config, required=True) is kernels
 
 
 def test_samples_have_layers_with_and_without_experts() -> None:
-    _, model, _ = chosen(EXPERTS)
+    _, model, _ = chosen("qwen3_moe")
+    assert model.experts is not None
     plan = model_plan(sample_config(model, layers=1, vocabulary=50))
-    dense, mixed = (
+    mixed, dense = (
         [op for op in layer.operations if isinstance(op, Experts)] for layer in plan.layers
     )
     assert not dense
-    assert mixed[0].routed == mixed[0].routing.top_k == 4
+    assert mixed[0].routed == mixed[0].routing.top_k < model.experts.num_experts
 
 
 def spoilt(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], object]) -> None:

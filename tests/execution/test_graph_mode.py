@@ -6,14 +6,13 @@ Order of captures, launches and copies; and tokens equal to those of eager engin
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, RequestOutput, SamplingParams
+from stepgraph.runtime import Engine, SamplingParams
 
-from ..rigs.engine_rig import Open, loop_of, run
+from ..rigs.engine_rig import Open, loop_of, run, shown
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.tiny_models import Tiny, TinyModel
 
@@ -49,14 +48,6 @@ def open_both(open_engine: Open, open_captured: Open) -> Both:
         return open_captured(variant, **config), eager
 
     return make
-
-
-def shown(outputs: list[RequestOutput]) -> list[Any]:
-    """All that a user can see of outputs, but times."""
-    return [
-        [(c.token_ids, c.finish_reason, c.text, c.logprobs) for c in output.completions]
-        for output in outputs
-    ]
 
 
 def check_captured(engine: Engine) -> None:
@@ -146,13 +137,12 @@ def test_sampled_tokens_and_their_log_probabilities(open_both: Both, base: TinyM
         SamplingParams(max_tokens=25, temperature=1.3, seed=9, logit_bias={5: 4.0, 6: -9.0}, n=2),
     ]  # fmt: skip
     captured, eager = open_both("base", prefill_chunk=8, block_size=4)
-    ours, theirs = shown(captured.generate(prompts, params)), shown(eager.generate(prompts, params))
-    for own, other in zip(chain(*ours), chain(*theirs), strict=True):
-        assert own[:3] == other[:3]
-        for a, b in zip(own[3], other[3], strict=True):
-            assert (a.token_id, list(a.top)) == (b.token_id, list(b.top))
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
-            assert list(a.top.values()) == pytest.approx(list(b.top.values()), abs=1e-4)
+    both = [engine.generate(prompts, params) for engine in (captured, eager)]
+    assert shown(both[0]) == shown(both[1])
+    entries = [[p for o in outputs for c in o.completions for p in c.logprobs] for outputs in both]
+    for a, b in zip(*entries, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        assert a.top == pytest.approx(b.top, abs=1e-4)
     assert captured.stats()["cache"]["forks"] > 0
     check_captured(captured)
 

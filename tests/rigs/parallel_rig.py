@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,16 @@ def ranks_of(process: int) -> list[psutil.Process]:
     return found
 
 
+def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
     """Wait for the end of processes, which may not be children of this one."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"after {seconds} s these still run: {processes}")
+    wait_for(
+        lambda: all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in processes),
+        seconds,
+    )
