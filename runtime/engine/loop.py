@@ -134,23 +134,17 @@ class RequestTracker:
             if logprobs is not None:
                 request.logprobs.append(logprobs)
             self._changed[self._group_of[request]] = None
-            if token_id in request.stop_token_ids and (
-                request.num_output > request.params.min_tokens
-            ):
-                text = request.detokenizer
-                if text is not None and text.include_stop:
-                    reason = self._end_of_text(request, token_id)
-                    self._finish(request, "error" if reason == "error" else "stop")
-                    continue
-                self._finish(request, "stop")
-                continue
-            if request.detokenizer is not None:
+            reason: FinishReason | None = None
+            text, num_output = request.detokenizer, request.num_output
+            stops = token_id in request.stop_token_ids and num_output > request.params.min_tokens
+            if text is not None and (text.include_stop or not stops):
                 reason = self._end_of_text(request, token_id)
-                if reason is not None:
-                    self._finish(request, reason)
-                    continue
-            if request.num_output >= request.max_tokens:
-                self._finish(request, "length")
+            if reason is None and stops:
+                reason = "stop"
+            elif reason is None and num_output >= request.max_tokens:
+                reason = "length"
+            if reason is not None:
+                self._finish(request, reason)
         self.counts["output_tokens"] += taken
 
     def append_scores(self, scores: Iterable[Score]) -> None:

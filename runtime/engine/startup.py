@@ -415,10 +415,14 @@ class EngineParts:
             }
         else:
             held = {
-                "weights": self.model.weight_bytes + (drafter.weight_bytes if drafter else 0),
-                "cache": self.arena.nbytes + (drafter.nbytes if drafter else 0),
+                "weights": self.model.weight_bytes
+                + (drafter.drafter.weight_bytes if drafter else 0),
+                "cache": self.arena.nbytes + (drafter.arena.nbytes if drafter else 0),
                 "static_buffers": runner.nbytes,
             }
+            if drafter is not None:
+                held["weights"] += drafter.drafter.weight_bytes
+                held["cache"] += drafter.arena.nbytes
         measured = dict(self.step_memory.measured)
         activations = measured.get("activations")
         if self.model.stack is not None and activations is not None:

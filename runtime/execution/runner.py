@@ -99,21 +99,6 @@ class DrafterCache:
     group: int
     """The layer group of the target whose block tables it uses."""
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of its own parameters."""
-        return self.drafter.weight_bytes
-
-    @property
-    def host_nbytes(self) -> int:
-        """Bytes of its arena for swapped requests."""
-        return 0 if self.host is None else self.host.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arena on the device."""
-        return self.arena.nbytes
-
     def addresses(self) -> Mapping[str, int]:
         """Return the addresses that captured steps contain."""
         host = {} if self.host is None else {"drafter host arena": self.host.address}
@@ -517,8 +502,8 @@ class Runner:
     @property
     def host_cache_nbytes(self) -> int:
         """Bytes of the arenas for swapped requests."""
-        own = 0 if self.host_arena is None else self.host_arena.nbytes
-        return own if self.drafter is None else own + self.drafter.host_nbytes
+        arenas = self.host_arena, None if self.drafter is None else self.drafter.host
+        return sum(arena.nbytes for arena in arenas if arena is not None)
 
     def addresses(self) -> dict[str, int]:
         """Return the device address of everything that captured steps read or write."""

@@ -124,23 +124,20 @@ class StepSizes:
 
     def keys(self) -> list[StepKey]:
         """Return the keys of all steps to prepare."""
-        variants = [(width, full) for width in self.read_blocks for full in (False, True)]
-        launches = [(*variant, n) for n in sorted({1, self.steps}) for variant in variants]
+        drafted = (0, self.proposing(1))
+        shapes = [StepKey("prefill", n, 0, False, drafts=k) for n in self.tokens for k in drafted]
+        for size in self.rows:
+            step = StepKey("decode", size, 0, False, drafts=self.proposing(size))
+            shapes += [replace(step, steps=n, drafts=0) for n in (1, self.steps)]
+            shapes += [replace(step, tokens_per_row=n) for n in (1, *self.verifying(size))]
+        if self.masked:
+            shapes += [replace(s, drafts=0, masked=True) for s in shapes if s.steps == 1]
         return [
-            *(
-                StepKey("prefill", size, *variant, drafts=drafts)
-                for size in self.tokens
-                for variant in variants
-                for drafts in sorted({0, self.proposing(1)})
-            ),
-            *(StepKey("decode", size, *variant) for size in self.rows for variant in launches),
-            *(
-                StepKey("decode", size, *variant, tokens_per_row=n, drafts=self.proposing(size))
-                for size in self.rows
-                for n in self._drafting(size)
-                for variant in variants
-            ),
-            *self._masked_keys(),
+            part
+            for shape in dict.fromkeys(shapes)
+            for width in self.read_blocks
+            for full in (False, True)
+            for part in self.parts(replace(shape, read_blocks=width, full_sampler=full))
         ]
 
     def verifying(self, rows: int) -> tuple[int, ...]:
@@ -157,25 +154,6 @@ class StepSizes:
     def proposing(self, rows: int) -> int:
         """Return the drafts that steps of `rows` propose: no more than can be verified."""
         return min(self.proposed, max(self.verifying(rows), default=1) - 1)
-
-    def _drafting(self, rows: int) -> tuple[int, ...]:
-        """Return the tokens per row of the steps that verify drafts or propose them."""
-        sizes = self.verifying(rows)
-        return (1, *sizes) if self.proposed and sizes else sizes
-
-    def _masked_keys(self) -> list[StepKey]:
-        """Return the keys of steps with token masks."""
-        if not self.masked:
-            return []
-        sizes: list[tuple[Phase, int, int]] = [("prefill", size, 1) for size in self.tokens]
-        sizes += [("decode", size, n) for size in self.rows for n in (1, *self.verifying(size))]
-        whole = [
-            StepKey(phase, size, width, full, tokens_per_row=n, masked=True)
-            for phase, size, n in sizes
-            for width in self.read_blocks
-            for full in (False, True)
-        ]
-        return [part for key in whole for part in self.parts(key)]
 
     def parts(self, key: StepKey) -> tuple[StepKey, ...]:
         """Return the keys of the steps that run a step, one after the other."""

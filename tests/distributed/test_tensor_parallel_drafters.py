@@ -59,8 +59,8 @@ def check_memory(engine: Engine) -> None:
     parts = parts_of(engine)
     drafter, terms = parts.runner.drafter, parts.plan.terms()
     assert drafter is not None
-    assert terms["weights"] == parts.model.weight_bytes + drafter.weight_bytes
-    assert terms["cache"] == parts.arena.nbytes + drafter.nbytes
+    assert terms["weights"] == parts.model.weight_bytes + drafter.drafter.weight_bytes
+    assert terms["cache"] == parts.arena.nbytes + drafter.arena.nbytes
 
 
 def check_equal(
