@@ -72,8 +72,6 @@ class StepLibrary(Generic[K, O]):
         """Lookups of a prepared step."""
         self.misses = 0
         """Lookups that fell back to a slower step."""
-        self.missed_keys: list[K] = []
-        """The keys of those lookups, in the order of their first miss."""
         self.used_lanes = 0
         """Rows or tokens of requests that steps computed."""
         self.padded_lanes = 0
@@ -164,7 +162,6 @@ class StepLibrary(Generic[K, O]):
         step = self._fallbacks.get(key)
         if step is None:
             step = self._fallbacks[key] = self._make_fallback(key)
-            self.missed_keys.append(key)
             logger.warning(
                 "no step was prepared for %s: a slower %r step runs instead (logged once per key)",
                 key,

@@ -182,8 +182,10 @@ def _checked(
     passed: Kernels | None = None
     for name, pattern in _patterns(sample, kernels, reference):
         steps = SampleSteps(cut, config, pattern, cases, seed)
-        if on_cuda:
-            _compile_ahead(steps, cases)
+        if on_cuda:  # in parallel; failures show in the steps
+            from ..kernels.triton.precompile import compile_kernels
+
+            compile_kernels([(str(case.key), steps.functions.bind(case.key)) for case in cases])
         failure = _step_failure(name, steps, cases, expected, config)
         steps.close()
         if failure is None:
@@ -242,13 +244,6 @@ def _refusal(fallbacks: Sequence[Fallback], config: ResolvedConfig) -> str:
     )
 
 
-def _compile_ahead(steps: SampleSteps, cases: Sequence[SampleCase]) -> None:
-    """Compile the kernels of the steps in parallel; failures show in the steps."""
-    from ..kernels.triton.precompile import compile_kernels
-
-    compile_kernels([(str(case.key), steps.functions.bind(case.key)) for case in cases])
-
-
 class _Results(NamedTuple):
     logits: torch.Tensor
     """Of the rows in use."""
@@ -295,12 +290,13 @@ def _step_failure(
 
 def _difference(found: _Results, right: _Results, config: ResolvedConfig) -> str | None:
     limit = _STEP_TOLERANCES * tolerance(config.dtype, config.storage)
-    if error := disagreement(found.logits, right.logits, limit):
-        return error
-    if error := disagreement(found.cache, right.cache, limit):
-        return f"cache: {error}"
-    if error := disagreement(found.positions, right.positions, 0.0):
-        return f"positions: {error}"
+    for place, own, expected, most in (
+        ("", found.logits, right.logits, limit),
+        ("cache: ", found.cache, right.cache, limit),
+        ("positions: ", found.positions, right.positions, 0.0),
+    ):
+        if error := disagreement(own, expected, most):
+            return place + error
     return None
 
 

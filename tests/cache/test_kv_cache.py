@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from stepgraph.cache.kv_cache import KVCache
-from stepgraph.cache.spec import LayerGroup
 
-from ..rigs.cache_rig import hashes_of, spec
-
-
-def make_cache(
-    *windows: int | None,
-    num_blocks: int,
-    block_size: int = 4,
-    chunk: int = 1,
-    host_blocks: int = 0,
-) -> KVCache:
-    groups = [LayerGroup(i, spec(window), (2 * i, 2 * i + 1)) for i, window in enumerate(windows)]
-    return KVCache(groups, num_blocks, block_size, chunk=chunk, host_blocks=host_blocks)
+from ..rigs.cache_rig import hashes_of
+from ..rigs.scheduler_rig import groups_of
 
 
 def test_headroom_and_the_peak_of_windows_are_left_free() -> None:
     # Full attention takes 4 blocks at once; the window 1, and 3 when it is widest.
     for num_blocks, headroom, fits in [(8, 0, True), (7, 0, False), (9, 1, True), (8, 1, False)]:
-        cache = make_cache(None, 6, num_blocks=num_blocks, chunk=2)
+        cache = KVCache(groups_of((None, 6)), num_blocks, 4, chunk=2)
         assert (cache.admit("a", 16, chunk=2, headroom=headroom) is not None) == fits
         assert cache.num_free_blocks == num_blocks - 1 - 5 * fits
 
 
 def test_tails_go_first_and_groups_in_step() -> None:
-    cache = make_cache(None, None, num_blocks=9)
+    cache = KVCache(groups_of((None, None)), 9, 4)
     hashes = hashes_of(range(16), 4)
     cache.admit("a", 16, chunk=1, hashes=hashes)
     cache.publish("a", hashes, 16)
@@ -38,6 +27,6 @@ def test_tails_go_first_and_groups_in_step() -> None:
 
 
 def test_room_that_was_not_computed_is_not_swapped() -> None:
-    cache = make_cache(None, num_blocks=10, host_blocks=8)
+    cache = KVCache(groups_of((None,)), 10, 4, host_blocks=8)
     cache.admit("a", 16, chunk=1)
     assert cache.swap_out("a", 5) == [(1, 0), (2, 1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from stepgraph.runtime import Engine, SamplingParams, StructuredOutputError
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.structured.matcher import TokenMatcher
 
-from ..rigs.engine_rig import loop_of
+from ..rigs.engine_rig import loop_of, run
 from ..rigs.parallel_rig import SIZES, children, opened
 from ..rigs.speculation_rig import guess
 from ..rigs.structured_rig import GRAMMARS
@@ -106,35 +105,11 @@ def test_a_failing_grammar_ends_its_request_alone(
             structured = None if name == "plain" else GRAMMARS[index]
             params = SamplingParams(max_tokens=20, temperature=0.0, structured=structured)
             engine.add_request(PROMPTS[index], params, name)
-        final = {}
-        while engine.has_unfinished():
-            final |= {output.request_id: output for output in engine.step() if output.finished}
-            engine.check_integrity()
+        final = run(engine, checked=True)
         error = final["bad"].error
         assert isinstance(error, StructuredOutputError)
         assert "a bug of the grammar" in str(error)
         found.append([(final[name].token_ids, final[name].finish_reason) for name in sorted(final)])
-    assert found[0] == found[1]
-
-
-def test_aborted_rows_leave_nothing_to_the_next(pair: Pair) -> None:
-    """Without a grammar, in the row that had one."""
-    free = SamplingParams(max_tokens=20, temperature=0.0)
-    found = []
-    for engine in pair:
-        for name in ("a", "b"):
-            params = dataclasses.replace(free, structured={"regex": "[a-z]*"}, ignore_eos=True)
-            engine.add_request(PROMPTS[0], params, name)
-        for _ in range(4):
-            engine.step()
-        engine.abort("a")
-        engine.add_request(PROMPTS[1], free, "c")
-        final = {}
-        while engine.has_unfinished():
-            final |= {output.request_id: output for output in engine.step() if output.finished}
-        assert final["a"].finish_reason == "abort"
-        found.append([final[name].token_ids for name in ("b", "c")])
-        engine.check_integrity()
     assert found[0] == found[1]
 
 

@@ -14,8 +14,9 @@ from stepgraph.runtime.execution import token_masks
 from stepgraph.runtime.execution.inputs import MaskState
 from stepgraph.runtime.execution.token_masks import HostMasks, TokenMasks
 from stepgraph.runtime.request import Request
-from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import StepPlan
+
+from ..rigs.request_rig import make_request
 
 ROWS = 12
 
@@ -43,11 +44,8 @@ def run_steps(seconds: Sequence[float], in_thread: bool, num_steps: int) -> list
     )
     requests = []
     for row, own in enumerate(seconds):
-        request = Request(
-            str(row), [1], SamplingParams(), 0, (0, row), 9, frozenset(), None, arrival_ns=0
-        )
-        request.row, request.matcher = row, BusyMatcher(own)
-        requests.append(request)
+        requests.append(make_request([1], id=str(row), matcher=BusyMatcher(own)))
+        requests[-1].row = row
     ended = []
     for _ in range(num_steps):
         masks.prepare(StepPlan(decode=list(requests)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from stepgraph.cache.blocks import PrefixHashes
@@ -58,7 +58,6 @@ class Rig:
         drafter: bool = False,
         nan_tokens: frozenset[int] = NO_TOKENS,
         ropes: RopeLengths = NO_ROPES,
-        make_cache: Callable[..., KVCache] = KVCache,
     ) -> None:
         self.windows = windows
         self.nan_tokens = nan_tokens
@@ -68,7 +67,7 @@ class Rig:
         groups = groups_of(windows)
         # The shortest request, one token in and one out, has to fit.
         least = sum(group.spec.most_blocks(2, block_size, chunk) for group in groups)
-        self.cache = make_cache(
+        self.cache = KVCache(
             groups,
             max(usable_blocks, least) + 1,
             block_size,

@@ -47,12 +47,12 @@ def costs_of(rig: Rig, steps: int) -> list[int]:
     return costs
 
 
-def crowded(queued: int, usable_blocks: int, host_blocks: int) -> list[int]:
+def crowded(queued: int, host_blocks: int) -> list[int]:
     """Admission, forks, decoding, blocks run out, preemption, admission again."""
     rig = Rig(
         windows=(None, 5),
         max_num_seqs=4,
-        usable_blocks=usable_blocks,
+        usable_blocks=24,
         host_blocks=host_blocks,
         block_size=2,
         prefix=True,
@@ -60,13 +60,13 @@ def crowded(queued: int, usable_blocks: int, host_blocks: int) -> list[int]:
     for _ in range(queued):
         rig.loop.requests.add(rig.group(3, max_tokens=30, n=2))
     costs = costs_of(rig, 20)
-    assert usable_blocks > 1000 or rig.loop.counts["preemptions"] > 0
+    assert rig.loop.counts["preemptions"] > 0
     return costs
 
 
 @pytest.mark.parametrize("host_blocks", [0, 20])
 def test_planning_costs_the_same_however_many_wait(host_blocks: int) -> None:
-    assert sum(crowded(5_000, 24, host_blocks)) <= 1.05 * sum(crowded(10, 24, host_blocks))
+    assert sum(crowded(5_000, host_blocks)) <= 1.05 * sum(crowded(10, host_blocks))
 
 
 def test_a_decode_step_costs_the_same_however_long_the_sequences_are() -> None:

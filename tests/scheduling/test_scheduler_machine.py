@@ -313,28 +313,21 @@ def test_a_paused_request_frees_its_row_and_goes_on_with_the_same_tokens() -> No
     rig.check_output(last, first.requests)
 
 
-SEVERAL = ("decode", "steps", "drafts of the host", "of a drafter")
-QUICK_CROWDS = [
+CROWDS = [
     (WINDOWS[::2], False, 0, "decode", False),
     (WINDOWS[1::2], False, 1, "steps", False),
     (WINDOWS[::2], False, 1, "drafts of the host", True),
     (WINDOWS[1::2], True, 1, "of a drafter", False),
 ]
 """Every value, and NaN with rejected drafts."""
-CROWDS = [
-    pytest.param(*crowd, marks=pytest.mark.slow)
-    for crowd in itertools.product([WINDOWS], [False, True], [0, 1], SEVERAL, [False, True])
-]
 
 
-@pytest.mark.parametrize(
-    ("all_windows", "prefix", "in_flight", "several", "nan"), [*QUICK_CROWDS, *CROWDS]
-)
+@pytest.mark.parametrize(("all_windows", "prefix", "in_flight", "several", "nan"), CROWDS)
 def test_outputs_in_a_crowd(
     all_windows: list[Windows], prefix: bool, in_flight: int, several: str, nan: bool
 ) -> None:
     """The machine above may choose to be idle; here all that can happen does."""
-    count = 25 if all_windows == WINDOWS else 14
+    count = 14
     steps = (2, 3, 8, 3) if several == "steps" else (1, 1, 1, 1)
     verify = (2, 3, 5, 3) if "of" in several else (1, 1, 1, 1)
     seen: Counter[str] = Counter()
