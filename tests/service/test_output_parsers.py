@@ -31,7 +31,8 @@ Answer = tuple[str, str, list[tuple[str, str]]]
 
 def parse(pieces: Sequence[str], tool_parser: str = "hermes", **options: Any) -> Answer:
     parser = make_output_parser(tool_parser, "think", tools=TOOLS, **options)
-    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+    events = [event for piece in pieces for event in parser.push(piece)]
+    events += parser.push("", last=True)
     reasoning = content = ""
     calls: list[list[str]] = []
     for event in events:
@@ -239,8 +240,8 @@ def test_the_limit_of_held_text_does_not_depend_on_the_split() -> None:
 def test_without_tools_or_parsers_all_text_is_content() -> None:
     for names in ((None, None), ("hermes", None)):
         parser = make_output_parser(*names, tools=[])
-        assert parser.push("<think>" + CALL) == [ContentDelta("<think>" + CALL)]
-        assert parser.finish() == []
+        text = "<think>" + CALL
+        assert parser.push(text, last=True) == [ContentDelta(text)]
 
 
 @pytest.mark.parametrize("names", [("x", None), (None, "hermes")])

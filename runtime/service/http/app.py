@@ -24,7 +24,7 @@ from ...prompt_ids import too_long
 from ...sampling_params import MAX_TOKEN_ID
 from ..async_engine import AsyncEngine
 from ..health import Health
-from .exchange import BodyLimits, Endpoint, ErrorBody, Exchange, HttpError
+from .exchange import BodyLimits, Endpoint, ErrorBody, Exchange, HttpError, invalid
 from .generation import Service, chat, complete
 from .output_parsers import make_output_parser
 from .requests import (
@@ -99,12 +99,14 @@ async def model(service: Service, exchange: Exchange) -> None:
 
 async def health(service: Service, exchange: Exchange) -> None:
     """Respond with 200 if the engine lives, also while it loads; else with 503."""
-    await _respond_health(service, exchange, live=True)
+    state = service.engine.health()
+    await exchange.respond(state, status=200 if state.live else 503)
 
 
 async def ready(service: Service, exchange: Exchange) -> None:
     """Respond with 200 if requests are served now, else with 503 and the reason."""
-    await _respond_health(service, exchange, live=False)
+    state = service.engine.health()
+    await exchange.respond(state, status=200 if state.ready else 503)
 
 
 async def version(service: Service, exchange: Exchange) -> None:
@@ -119,12 +121,6 @@ async def metrics(service: Service, exchange: Exchange) -> None:
     accept = exchange.header(b"accept") or ""
     body, content_type = await asyncio.to_thread(service.metrics.exposition, accept)
     await exchange.respond(body, content_type=content_type.encode("latin-1"))
-
-
-async def _respond_health(service: Service, exchange: Exchange, *, live: bool) -> None:
-    state = service.engine.health()
-    good = state.live if live else state.ready
-    await exchange.respond(state, status=200 if good else 503)
 
 
 class Tokens(msgspec.Struct):
@@ -147,7 +143,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     request = await exchange.read(TokenizeRequest)
     service.model_name(request.model)
     if (request.prompt is None) == (request.messages is None):
-        raise HttpError(400, "give one of prompt and messages", param="prompt")
+        raise invalid("prompt", "give one of prompt and messages")
     tokenizer = _tokenizer(service, "prompt")
 
     def encode() -> Tokens:
@@ -178,8 +174,7 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     for index, token_id in enumerate(request.tokens):
         if not 0 <= token_id <= MAX_TOKEN_ID:
             shown = bounded_repr(token_id)
-            message = f"tokens[{index}] is {shown}; allowed is 0 to {MAX_TOKEN_ID}"
-            raise HttpError(400, message, param="tokens")
+            raise invalid("tokens", f"tokens[{index}] is {shown}; allowed is 0 to {MAX_TOKEN_ID}")
     tokenizer = _tokenizer(service, "tokens")
 
     def decode() -> Text:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,10 @@ from ...errors import RequestError
 from ...exact_json import dumps, loads
 from ...structured.json_schemas import prepared_schema
 from ...structured_output import MAX_GRAMMAR_BYTES, GrammarKind, StructuredOutput
-from .exchange import HttpError
+from .exchange import invalid
 from .output_parsers import CLOSE
 
-__all__ = ["ReasonedOutput", "spells_end_of_reasoning", "tool_call_grammar"]
+__all__ = ["ReasonedOutput", "errors_of", "spells_end_of_reasoning", "tool_call_grammar"]
 
 MAX_FORCED_BYTES = 1 << 14
 """Of a grammar whose text is forced: each step tokenises what is left of it."""
@@ -28,6 +29,15 @@ _VALUES = frozenset({"const", "enum"})
 """Keywords that hold no schemas."""
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords that hold schemas by names."""
+
+
+@contextmanager
+def errors_of(field: str) -> Iterator[None]:
+    """Raise the errors of a schema or grammar as an `HttpError` about its field."""
+    try:
+        yield
+    except (RequestError, ValueError) as error:
+        raise invalid(field, f"{field}: {error}") from error
 
 
 class _CallGrammar(StructuredOutput):
@@ -54,11 +64,10 @@ def tool_call_grammar(
         HttpError: the service has no parser, or a schema is invalid or too large.
     """
     if tool_parser is None:
-        raise HttpError(
-            400,
+        raise invalid(
+            "tool_choice",
             "tool_choice can demand a call only where the server has --tool-parser hermes or"
             " llama3_json: choose 'auto'",
-            param="tool_choice",
         )
     arguments = "arguments" if tool_parser == "hermes" else "parameters"
     calls = [
@@ -84,11 +93,10 @@ def tool_call_grammar(
     # Within a grammar, llguidance does not read this character.
     grammar = "\n".join((f"start: {start}", *rules)).replace("\x7f", "\\u007f")
     if len(grammar) > MAX_GRAMMAR_BYTES:
-        raise HttpError(
-            400,
+        raise invalid(
+            "tools",
             f"the parameters of tools take {len(grammar)} bytes; to demand a call, tool_choice"
             f" allows {MAX_GRAMMAR_BYTES}: offer fewer or smaller tools, or choose 'auto'",
-            param="tools",
         )
     if '"$ref"' in grammar or len(grammar) > MAX_FORCED_BYTES:  # references force long texts too
         return StructuredOutput(grammar=grammar)
@@ -102,14 +110,10 @@ def _parameters(index: int, function: Mapping[str, Any], place: str) -> Any:
     if schema is None:
         return _ANY_OBJECT
     if not isinstance(schema, dict):
-        raise HttpError(
-            400, f"{field} is {bounded_repr(schema)}; allowed is a JSON schema", param=field
-        )
-    try:
+        raise invalid(field, f"{field} is {bounded_repr(schema)}; allowed is a JSON schema")
+    with errors_of(field):
         source = StructuredOutput(json=schema).source
         prepared_schema(source, _SPACING)
-    except (RequestError, ValueError) as error:
-        raise HttpError(400, f"{field}: {error}", param=field) from error
     return _moved(loads(source), place) or _ANY_OBJECT
 
 

@@ -43,6 +43,7 @@ __all__ = [
     "HttpError",
     "encode",
     "event",
+    "invalid",
 ]
 
 
@@ -97,6 +98,11 @@ class HttpError(Exception):
         message = bounded_text(message, MAX_MESSAGE_CHARS)
         message = message.encode(errors="backslashreplace").decode()  # it may quote a surrogate
         self.body = ErrorBody(ErrorDetails(message, kind, param, code))
+
+
+def invalid(param: str, message: str) -> HttpError:
+    """Return the response to a request whose field `param` is wrong."""
+    return HttpError(400, message, param=param)
 
 
 def _http_error(error: Exception, param_of: Callable[[RequestError], str | None]) -> HttpError:

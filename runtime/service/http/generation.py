@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -32,6 +32,7 @@ from .responses import (
     ChatChunk,
     ChatChunkChoice,
     ChatLogprobs,
+    ChatMessage,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
@@ -107,9 +108,9 @@ class _Answer(ABC):
     ) -> msgspec.Struct:
         """Return the event for what a completion of a prompt gained; `output` is the newest."""
 
-    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        """Return the event that only reports the usage."""
-        return self._event(self.id, self._created, self._model, [], usage)
+    def event(self, choices: list[Any], usage: OptionalUsage) -> Completion | ChatChunk:
+        """Return an event of the stream; without choices, it only reports the usage."""
+        return self._event(self.id, self._created, self._model, choices, usage)
 
 
 async def _generate(
@@ -190,7 +191,7 @@ async def _send_events(
         await asyncio.gather(*tasks, return_exceptions=True)
         usage = _usage(streams, num_tokens)
         _note_usage(exchange, usage)
-    end = event(answer.usage_chunk(usage)) + DONE if reports_usage else DONE
+    end = event(answer.event([], usage)) + DONE if reports_usage else DONE
     await exchange.send_events(end, last=True)
 
 
@@ -266,9 +267,8 @@ class _CompletionAnswer(_Answer):
 
     def chunk(
         self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
-    ) -> Completion:
-        choices = [self._choice(prompt, delta, output)]
-        return Completion(self.id, self._created, self._model, choices, usage)
+    ) -> msgspec.Struct:
+        return self.event([self._choice(prompt, delta, output)], usage)
 
     def _choice(self, prompt: int, delta: Delta, output: RequestOutput) -> CompletionChoice:
         request = self._request
@@ -378,12 +378,17 @@ class _ChatAnswer(_Answer):
         self._continued = continued
         self.is_parsed = bool(service.reasoning_parser or self._tools)
         """Whether parsers read the text."""
-        self._keeps_special = self._spells_special(params)
+        structured = params.structured
+        self._keeps_special = (  # what the grammar demands may have special tokens
+            self._tokenizer is not None
+            and isinstance(structured, StructuredOutput)
+            and self._tokenizer.spells_special(structured.source)
+        )
         self._hides_special = (
             self.is_parsed
             and params.skip_special_tokens
             # The reasoning before a grammar is not a part of it.
-            and (not self._keeps_special or isinstance(params.structured, ReasonedOutput))
+            and (not self._keeps_special or isinstance(structured, ReasonedOutput))
         )
         self._outputs: dict[int, ChatOutput] = {}  # of each completion that has begun
 
@@ -401,35 +406,35 @@ class _ChatAnswer(_Answer):
         self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
     ) -> ChatChunk:
         begins = delta.index not in self._outputs
-        parser = self._output(delta, output)
-        message = parser.message(delta.text, delta.finish_reason)
-        choice = ChatChunkChoice(
-            delta.index,
-            message,
-            self._logprobs(delta),
-            parser.finish_reason(delta.finish_reason),
-            self._token_ids(delta),
-        )
+        choice = ChatChunkChoice(delta.index, *self._gained(delta, output))
         chunk = ChatChunk(self.id, self._created, self._model, [choice], usage)
         if begins:
-            message.role = "assistant"
+            choice.delta.role = "assistant"
             if self._request.return_token_ids:
                 chunk.prompt_token_ids = output.prompt_token_ids
         return chunk
 
     def _choice(self, delta: Delta, output: RequestOutput) -> ChatChoice:
         """Return a whole completion."""
-        parser = self._output(delta, output)
-        message = parser.message(delta.text, delta.finish_reason)
+        choice = ChatChoice(delta.index, *self._gained(delta, output))
+        message = choice.message
         message.role = "assistant"
         if message.tool_calls:
             for call in message.tool_calls:
                 call.index = UNSET  # which streams have
         if message.content is UNSET:
             message.content = None if message.tool_calls else ""
-        reason = parser.finish_reason(delta.finish_reason)
-        logprobs, token_ids = self._logprobs(delta), self._token_ids(delta)
-        return ChatChoice(delta.index, message, logprobs, reason, token_ids)
+        return choice
+
+    def _gained(
+        self, delta: Delta, output: RequestOutput
+    ) -> tuple[ChatMessage, ChatLogprobs | None, str | None, list[int] | UnsetType]:
+        """Return what a choice has besides its index."""
+        parser, request = self._output(delta, output), self._request
+        message = parser.message(delta.text, delta.finish_reason)
+        logprobs = self._texts.chat_logprobs(delta.logprobs) if request.logprobs else None
+        token_ids = list(delta.token_ids) if request.return_token_ids else UNSET
+        return message, logprobs, parser.finish_reason(delta.finish_reason), token_ids
 
     def _output(self, delta: Delta, output: RequestOutput) -> ChatOutput:
         """Return the state of a completion, which may begin now, for what it gains."""
@@ -448,40 +453,18 @@ class _ChatAnswer(_Answer):
     def _parser(self, output: RequestOutput) -> OutputParser | None:
         if not self.is_parsed:
             return None
-        in_reasoning = self._ends_in_reasoning(output)
+        in_reasoning = False
+        if self._tokenizer is not None:
+            num_tokens = PROMPT_END_TOKENS + len(self._continued.encode())  # of a byte or more each
+            end = output.prompt_token_ids[-num_tokens:]
+            text = self._tokenizer.decode(end, skip_special_tokens=False)
+            in_reasoning = ends_in_reasoning(text, self._continued)
         reasoning = self._service.reasoning_parser
         if self._continued.strip() and not in_reasoning:
             reasoning = None  # the answer has begun
         return make_output_parser(
             self._service.tool_parser, reasoning, tools=self._tools, in_reasoning=in_reasoning
         )
-
-    def _ends_in_reasoning(self, output: RequestOutput) -> bool:
-        """Return whether the prompt ends within the reasoning."""
-        if self._tokenizer is None:
-            return False
-        num_tokens = PROMPT_END_TOKENS + len(self._continued.encode())  # of a byte or more each
-        end = output.prompt_token_ids[-num_tokens:]
-        return ends_in_reasoning(
-            self._tokenizer.decode(end, skip_special_tokens=False), self._continued
-        )
-
-    def _spells_special(self, params: SamplingParams) -> bool:
-        """Return whether special tokens may be a part of what the grammar demands."""
-        structured = params.structured
-        return (
-            self._tokenizer is not None
-            and isinstance(structured, StructuredOutput)
-            and self._tokenizer.spells_special(structured.source)
-        )
-
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        if not self._request.logprobs:
-            return None
-        return self._texts.chat_logprobs(delta.logprobs)
-
-    def _token_ids(self, delta: Delta) -> list[int] | UnsetType:
-        return list(delta.token_ids) if self._request.return_token_ids else UNSET
 
 
 def _continued(request: ChatRequest) -> str:

@@ -415,35 +415,22 @@ def _skip_space(text: str, start: int) -> int:
 class OutputParser:
     """Turns the text of one completion into events: reasoning first, tool calls in the rest."""
 
-    def __init__(self, tools: _TextParser | None, reasoning: _TextParser | None) -> None:
-        """Begin before the text; None leaves tool calls or reasoning in the content."""
-        self._tools = tools
-        self._reasoning = reasoning
+    def __init__(self, *parsers: _TextParser | None) -> None:
+        """Begin before the text. Each parser reads the content that the one before it finds."""
+        self._parsers = [parser for parser in parsers if parser is not None]
 
-    def push(self, text: str) -> list[OutputEvent]:
-        """Take the next text; return the events that are certain, none of them empty."""
-        if not text:
-            return []
-        events: list[OutputEvent] = [ContentDelta(text)]
-        if self._reasoning is not None:
-            events = self._reasoning.push(text)
-        return self._find_calls(events)
+    def push(self, text: str, *, last: bool = False) -> list[OutputEvent]:
+        """Take the next text; return the events that are certain, none of them empty.
 
-    def finish(self) -> list[OutputEvent]:
-        """Return the events of the held-back text, at the end of the output."""
-        events = [] if self._reasoning is None else self._find_calls(self._reasoning.finish())
-        if self._tools is not None:
-            events += self._tools.finish()
+        With the `last` text these are also the events of what was held back.
+        """
+        events: list[OutputEvent] = [ContentDelta(text)] if text else []
+        for parser in self._parsers:
+            found: list[OutputEvent] = []
+            for event in events:
+                found += parser.push(event.text) if isinstance(event, ContentDelta) else [event]
+            events = found + parser.finish() if last else found
         return events
-
-    def _find_calls(self, events: list[OutputEvent]) -> list[OutputEvent]:
-        """Replace content by what the tool parser finds in it."""
-        if self._tools is None:
-            return events
-        found: list[OutputEvent] = []
-        for event in events:
-            found += self._tools.push(event.text) if isinstance(event, ContentDelta) else [event]
-        return found
 
 
 class ChatOutput:
@@ -475,9 +462,7 @@ class ChatOutput:
         """Return the next text as a message, whose parts are unset if they gain nothing."""
         if self._parser is None:
             return ChatMessage(content=text)
-        events = self._parser.push(text)
-        if finish_reason is not None:
-            events += self._parser.finish()
+        events = self._parser.push(text, last=finish_reason is not None)
         if self._one_call:
             events = [event for event in events if getattr(event, "index", 0) == 0]
         content = reasoning = ""
@@ -544,8 +529,8 @@ def make_output_parser(
                 f"{field} is {bounded_repr(name)}; allowed are {', '.join(known)}", field=field
             )
     return OutputParser(
-        None if tool_parser is None or not tools else _TOOL_PARSERS[tool_parser](tools),
         None if reasoning_parser is None else _REASONING_PARSERS[reasoning_parser](in_reasoning),
+        None if tool_parser is None or not tools else _TOOL_PARSERS[tool_parser](tools),
     )
 
 

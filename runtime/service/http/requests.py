@@ -24,8 +24,8 @@ from ...sampling_params import (
 )
 from ...structured_output import StructuredOutput
 from ..request_handle import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
-from .chat_grammars import tool_call_grammar
-from .exchange import HttpError
+from .chat_grammars import errors_of, tool_call_grammar
+from .exchange import invalid
 
 __all__ = [
     "ChatRequest",
@@ -116,14 +116,10 @@ class ResponseFormat(msgspec.Struct):
         schema, field = self.schema, "response_format.schema"
         if schema is None:
             if self.json_schema is None:
-                raise HttpError(
-                    400, "response_format needs json_schema", param="response_format.json_schema"
-                )
+                raise invalid("response_format.json_schema", "response_format needs json_schema")
             schema, field = self.json_schema.schema, "response_format.json_schema.schema"
-        try:
+        with errors_of(field):
             return StructuredOutput(json=schema)
-        except RequestError as error:
-            raise HttpError(400, f"{field}: {error}", param=field) from error
 
 
 class SamplingRequest(msgspec.Struct, kw_only=True):
@@ -199,9 +195,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         }
         given = [name for name, structured in demands.items() if structured is not None]
         if len(given) > 1:
-            raise HttpError(
-                400, f"{' and '.join(given)} contradict each other: give one", param=given[1]
-            )
+            raise invalid(given[1], f"{' and '.join(given)} contradict each other: give one")
         return demands[given[0]] if given else None
 
     def param_of(self, error: RequestError) -> str | None:
@@ -234,13 +228,11 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 
     def _check_supported(self) -> None:
         if self.prompt_logprobs is not None and self.stream:
-            raise HttpError(
-                400, "prompt_logprobs is not available with stream", param="prompt_logprobs"
-            )
+            raise invalid("prompt_logprobs", "prompt_logprobs is not available with stream")
         if self.best_of not in (None, 1, self.n or 1):
-            raise HttpError(400, "best_of is not supported: give n", param="best_of")
+            raise invalid("best_of", "best_of is not supported: give n")
         if self.stream_options is not None and not self.stream:
-            raise HttpError(400, "stream_options needs stream", param="stream_options")
+            raise invalid("stream_options", "stream_options needs stream")
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
@@ -262,9 +254,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
             return [prompt]
         is_one = bool(prompt) and isinstance(prompt[0], int)
         if len(prompt) > max_prompts and not is_one:
-            raise HttpError(
-                400, f"prompt has {len(prompt)} prompts, more than {max_prompts}", param="prompt"
-            )
+            raise invalid("prompt", f"prompt has {len(prompt)} prompts, more than {max_prompts}")
         most = max_model_len if self.truncate_prompt_tokens is None else MAX_TRUNCATED_TOKENS
         for item in [prompt] if is_one else prompt:
             if isinstance(item, list) and len(item) > most:
@@ -274,11 +264,10 @@ class CompletionRequest(SamplingRequest, kw_only=True):
             return [cast(list[int], prompt)]
         if kinds in ({str}, {list}):
             return cast(list[str] | list[list[int]], prompt)
-        raise HttpError(
-            400,
+        raise invalid(
+            "prompt",
             "prompt must be a text, token ids, or a list of texts or of token ids: it is empty or"
             " mixes them",
-            param="prompt",
         )
 
 
@@ -327,7 +316,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
             function = tool.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 field = f"tools[{index}].function.name"
-                raise HttpError(400, f"{field} must be a string", param=field)
+                raise invalid(field, f"{field} must be a string")
         return None if self.tool_choice == "none" else self.tools or None
 
     def forced_call(self, tool_parser: str | None) -> StructuredOutput | None:
@@ -352,9 +341,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
             if choice == "required" or tool["function"]["name"] == name
         }
         if not tools:
-            raise HttpError(
-                400, "tool_choice demands a call, but tools has no such tool", param="tool_choice"
-            )
+            raise invalid("tool_choice", "tool_choice demands a call, but tools has no such tool")
         return tool_call_grammar(tools, tool_parser)
 
     def num_tokens(self, default: int | None) -> int:
@@ -372,7 +359,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:
-            raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
+            raise invalid("top_logprobs", "top_logprobs needs logprobs")
         return None
 
 
@@ -406,11 +393,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 def _structured_of(fields: dict[str, Any]) -> StructuredOutput:
-    try:
+    with errors_of("structured_outputs"):
         return StructuredOutput.of({k: v for k, v in fields.items() if v is not None})
-    except RequestError as error:
-        field = "structured_outputs"
-        raise HttpError(400, f"{field}: {error}", param=field) from error
 
 
 def chat_prompt(
@@ -466,7 +450,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):
-            raise _invalid(f"{where}.tool_calls", "must be a list")
+            raise invalid(f"{where}.tool_calls", f"{where}.tool_calls must be a list")
         converted["tool_calls"] = [
             _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]
@@ -485,10 +469,11 @@ def _text(part: object, where: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
-        raise _invalid(where, "is not supported: the parts of a content must have type 'text'")
+        problem = "is not supported: the parts of a content must have type 'text'"
+        raise invalid(where, f"{where} {problem}")
     text = part.get("refusal" if part["type"] == "refusal" else "text")
     if not isinstance(text, str):
-        raise _invalid(f"{where}.text", "must be a string")
+        raise invalid(f"{where}.text", f"{where}.text must be a string")
     return text
 
 
@@ -496,7 +481,7 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     """Return a tool call with its arguments decoded; OpenAI sends them as a string of JSON."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
-        raise _invalid(f"{where}.function", "must be an object")
+        raise invalid(f"{where}.function", f"{where}.function must be an object")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -514,7 +499,3 @@ def _is_deep(value: object, most: int) -> bool:
         return False
     items = value.values() if isinstance(value, dict) else value
     return most == 0 or any(_is_deep(item, most - 1) for item in items)
-
-
-def _invalid(field: str, problem: str) -> HttpError:
-    return HttpError(400, f"{field} {problem}", param=field)
