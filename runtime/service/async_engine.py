@@ -286,36 +286,26 @@ class AsyncEngine:
         """Return `Engine.stats` with the counters of the service, between two steps.
 
         `queued` counts requests that wait for a row, `queued_tokens` their prompt tokens,
-        `preparing` requests that are tokenised.
-
-        Raises:
-            EngineUnavailableError, EngineFailedError, EngineClosedError: the engine is not running.
+        `preparing` requests that are tokenised. Raises as `tokenizer`.
         """
-        self._check_process()
-        return await asyncio.wrap_future(self._thread.run(self._stats))
+        return await self._between_steps(self._stats)
 
     async def cached_hashes(self, most: int) -> list[bytes]:
         """Return the hashes of up to `most` cached blocks; see `Engine.cached_hashes`.
 
-        They are copied between two steps, and listed in another thread.
-
-        Raises:
-            EngineUnavailableError, EngineFailedError, EngineClosedError: the engine is not running.
+        They are copied between two steps, and listed in another thread. Raises as `tokenizer`.
         """
-        self._check_process()
         check_integer("most", most, 0, MAX_COUNT)
-        copy = self._thread.run(lambda: self._thread.check_started().cached_hashes())
-        return await asyncio.to_thread(await asyncio.wrap_future(copy), most)
+        thread = self._thread
+        listed = await self._between_steps(lambda: thread.check_started().cached_hashes())
+        return await asyncio.to_thread(listed, most)
 
     async def reset_prefix_cache(self) -> None:
         """Drop the prefix cache between two steps; see `Engine.reset_prefix_cache`.
 
-        Raises:
-            EngineUnavailableError, EngineFailedError, EngineClosedError: the engine is not running.
+        Raises as `tokenizer`.
         """
-        self._check_process()
-        reset = self._thread.run(lambda: self._thread.check_started().reset_prefix_cache())
-        await asyncio.wrap_future(reset)
+        await self._between_steps(lambda: self._thread.check_started().reset_prefix_cache())
 
     @property
     def tokenizer(self) -> TextTokenizer | None:
@@ -373,7 +363,7 @@ class AsyncEngine:
             EngineUnavailableError: `wake` or `reload` ended the drain.
         """
         await self.drain(timeout)
-        await asyncio.wrap_future(self._thread.run(self._thread.sleep))
+        await self._between_steps(self._thread.sleep)
 
     async def wake(self) -> None:
         """Serve again after `drain` or `sleep`. After `sleep` it loads the model again.
@@ -382,8 +372,7 @@ class AsyncEngine:
             EngineFailedError, EngineClosedError: the engine is not running.
             StepgraphError: as `start`; it sleeps on.
         """
-        self._check_process()
-        await asyncio.wrap_future(self._thread.run(self._thread.wake))
+        await self._between_steps(self._thread.wake)
 
     async def reload(self, source: str | Path, timeout: float | None = None) -> ReloadResult:
         """Drain, then serve another model with the same configuration.
@@ -402,8 +391,7 @@ class AsyncEngine:
         start = partial(
             Engine.from_pretrained, source, self._engine_config, progress=self._progress
         )
-        reload = partial(self._thread.reload, source, start)
-        return await asyncio.wrap_future(self._thread.run(reload))
+        return await self._between_steps(partial(self._thread.reload, source, start))
 
     async def aclose(self) -> None:
         """Close without blocking the event loop; see `close`."""
@@ -441,6 +429,11 @@ class AsyncEngine:
                 "the engine was started in the parent of this process: start it after the fork, in"
                 " the lifespan of the application, or make a new one here"
             )
+
+    async def _between_steps(self, operation: Callable[[], T]) -> T:
+        """Call a function in the step thread, between two steps."""
+        self._check_process()
+        return await asyncio.wrap_future(self._thread.run(operation))
 
     def _start(self) -> None:
         self._check_process()

@@ -20,7 +20,7 @@ from ...profiling.timeline import RECORD_FIELDS, Timeline
 from ..engine.engine_stats import EngineGauges
 from .async_engine import AsyncEngine
 from .health import Phase, ServiceSnapshot
-from .request_record import RequestRecord
+from .request_record import Outcome, RequestRecord
 
 try:
     from prometheus_client import CollectorRegistry
@@ -69,11 +69,17 @@ class Metric:
     """Upper bounds of a histogram's buckets."""
     vllm: bool = False
     """Whether vLLM has a metric of this name and meaning."""
+    source: str | None = None
+    """The field of `EngineCounters` that is a counter's value; nanoseconds become seconds."""
 
     @property
     def series(self) -> tuple[str, ...]:
         """The values of its only label, each of which has a series; of no label: empty."""
         return next(iter(self.labels.values()), ("",))
+
+
+def _counter(name: str, text: str, source: str, *, vllm: bool = False) -> Metric:
+    return Metric(name, "counter", text, vllm=vllm, source=source)
 
 
 _ENDED = {"phase": ("queue", "prefill", "decode")}
@@ -114,20 +120,19 @@ METRICS: Final = (
         "step_age_seconds", "gauge", "Time since the last step, while work is due; 0 without work."
     ),
     Metric("kernel_fallbacks", "gauge", "Operations that run on slower kernels than configured."),
-    Metric("prompt_tokens", "counter", "Prompt tokens of admitted completions.", vllm=True),
-    Metric(
-        "prompt_tokens_cached",
-        "counter",
-        "Of them, those found in the cache.",
-        vllm=True,
+    *(
+        _counter(name, text, source, vllm=True)
+        for name, text, source in (
+            ("prompt_tokens", "Prompt tokens of admitted completions.", "prompt_tokens"),
+            ("prompt_tokens_cached", "Of them, those found in the cache.", "cached_tokens"),
+            ("generation_tokens", "Output tokens.", "output_tokens"),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", "prompt_tokens"),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", "cached_tokens"),
+            ("num_preemptions", "Preemptions of completions.", "preemptions"),
+            ("spec_decode_num_draft_tokens", "Drafts that steps verified.", "drafted_tokens"),
+            ("spec_decode_num_accepted_tokens", "Of them, those accepted.", "accepted_tokens"),
+        )
     ),
-    Metric("generation_tokens", "counter", "Output tokens.", vllm=True),
-    Metric("prefix_cache_queries", "counter", "Tokens looked up in the prefix cache.", vllm=True),
-    Metric("prefix_cache_hits", "counter", "Tokens found in the prefix cache.", vllm=True),
-    Metric("evicted_blocks", "counter", "Cached blocks that were allocated again."),
-    Metric("num_preemptions", "counter", "Preemptions of completions.", vllm=True),
-    Metric("spec_decode_num_draft_tokens", "counter", "Drafts that steps verified.", vllm=True),
-    Metric("spec_decode_num_accepted_tokens", "counter", "Of them, those accepted.", vllm=True),
     Metric(
         "spec_decode_num_accepted_tokens_per_pos",
         "counter",
@@ -135,10 +140,11 @@ METRICS: Final = (
         {"position": ()},
         vllm=True,
     ),
-    Metric("steps", "counter", "Launched steps."),
-    Metric("step_fallbacks", "counter", "Launches without a prepared step."),
-    Metric("gc_collections", "counter", "Runs of Python's garbage collector."),
-    Metric("gc_seconds", "counter", "Time of Python's garbage collector."),
+    _counter("evicted_blocks", "Cached blocks that were allocated again.", "evicted_blocks"),
+    _counter("steps", "Launched steps.", "steps"),
+    _counter("step_fallbacks", "Launches without a prepared step.", "fallbacks"),
+    _counter("gc_collections", "Runs of Python's garbage collector.", "collections"),
+    _counter("gc_seconds", "Time of Python's garbage collector.", "collected_ns"),
     Metric(
         "request_success",
         "counter",
@@ -179,6 +185,25 @@ METRICS: Final = (
     _histogram("step_bucket_size", "Buckets of the launches, in rows or tokens.", SIZES, _KIND),
 )
 
+
+_SHED: tuple[Outcome, ...] = ("overloaded", "deadline_unreachable", "unavailable")
+_UNANSWERED: Mapping[Outcome, tuple[str, str]] = {
+    **{outcome: ("requests_shed", outcome) for outcome in _SHED},
+    "send_timeout": ("send_timeouts", ""),
+    "invalid": ("requests_invalid", ""),
+    "failed": ("requests_failed", ""),
+}
+"""The counter of requests without an output, and its label."""
+_EARLY: Mapping[Outcome, str] = {"abort": "requests_cancelled", "deadline": "deadlines_missed"}
+"""The counter, by phase, of requests that ended early."""
+_TIMES: Mapping[str, str] = {
+    "first_token": "time_to_first_token_seconds",
+    "e2e": "e2e_request_latency_seconds",
+    **{
+        name: f"request_{name}_time_seconds" for name in ("queue", "prefill", "decode", "inference")
+    },
+}
+"""The histogram of each of `RequestRecord.seconds`."""
 
 _Counted = tuple[list[tuple[str, float]], float]
 """A histogram at one moment: each upper bound with the count of values up to it; and their sum."""
@@ -273,13 +298,16 @@ class EngineMetrics(Collector):
             snapshot = self._engine.snapshot()
             self._count_steps(snapshot.timeline)
             series = _gauges(snapshot)
-            series |= {name: {(): value} for name, value in _counters(snapshot).items()}
             series["spec_decode_num_accepted_tokens_per_pos"] = {
                 (str(position),): count
                 for position, count in enumerate(snapshot.counters.accepted_by_position)
             }
             for metric in METRICS:
-                if metric.name not in series:
+                if metric.source is not None:
+                    value = getattr(snapshot.counters, metric.source)
+                    is_time = metric.source.endswith("_ns")
+                    series[metric.name] = {(): value / 1e9 if is_time else value}
+                elif metric.name not in series:
                     series[metric.name] = {
                         (label,) if label else (): self._observed(metric, label)
                         for label in metric.series
@@ -296,26 +324,25 @@ class EngineMetrics(Collector):
 
     def _count_request(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
-        outcome = record.outcome
+        outcome, seconds = record.outcome, record.seconds
         with self._lock:
-            if outcome in ("overloaded", "deadline_unreachable", "unavailable"):
-                self._counts["requests_shed", outcome] += 1
-            elif outcome == "send_timeout":
-                self._counts["send_timeouts", ""] += 1
-            elif outcome in ("invalid", "failed"):
-                self._counts[f"requests_{outcome}", ""] += 1
+            if outcome in _UNANSWERED:
+                self._counts[_UNANSWERED[outcome]] += 1
             else:
                 self._counts["request_success", outcome] += 1
                 self._observe("request_prompt_tokens", record.num_prompt_tokens)
                 self._observe("request_generation_tokens", record.num_output_tokens)
-                if outcome == "abort":
-                    self._counts["requests_cancelled", record.phase] += 1
-                else:
-                    latency = (record.ended_ns - record.submitted_ns) / 1e9
-                    self._observe("e2e_request_latency_seconds", latency)
-            if outcome == "deadline":
-                self._counts["deadlines_missed", record.phase] += 1
-            self._count_times(record)
+            if outcome in _EARLY:
+                self._counts[_EARLY[outcome], record.phase] += 1
+            if outcome == "abort" or outcome in _UNANSWERED:
+                del seconds["e2e"]
+            for name, value in seconds.items():
+                self._observe(_TIMES[name], value)
+            latencies = [np.diff(times) / 1e9 for times in record.token_ns if len(times) > 1]
+            if latencies and "queue" in seconds:
+                joined = np.concatenate(latencies)
+                self._observe("inter_token_latency_seconds", joined)
+                self._observe("request_time_per_output_token_seconds", float(joined.mean()))
 
     def _count_steps(self, timeline: Timeline | None) -> None:
         """Count the steps since the last call, and all kept steps of a new timeline."""
@@ -333,24 +360,6 @@ class EngineMetrics(Collector):
         for kind, chosen in (("decode", ~prefills), ("prefill", prefills)):
             self._observe("step_time_seconds", taken_ns[chosen] / 1e9, kind)
             self._observe("step_bucket_size", column["bucket"][chosen], kind)
-
-    def _count_times(self, record: RequestRecord) -> None:
-        submitted, started, first = record.submitted_ns, record.started_ns, record.first_token_ns
-        if started is None:
-            return
-        self._observe("request_queue_time_seconds", (started - submitted) / 1e9)
-        last = record.last_token_ns
-        if first is None or last is None:
-            return
-        self._observe("time_to_first_token_seconds", (first - submitted) / 1e9)
-        self._observe("request_prefill_time_seconds", (first - started) / 1e9)
-        self._observe("request_decode_time_seconds", (last - first) / 1e9)
-        self._observe("request_inference_time_seconds", (last - started) / 1e9)
-        latencies = [np.diff(times) / 1e9 for times in record.token_ns if len(times) > 1]
-        if latencies:
-            joined = np.concatenate(latencies)
-            self._observe("inter_token_latency_seconds", joined)
-            self._observe("request_time_per_output_token_seconds", float(joined.mean()))
 
     def _observe(self, name: str, values: ArrayLike, label: str = "") -> None:
         self._histograms[name, label].observe(values)
@@ -388,23 +397,4 @@ def _gauges(snapshot: ServiceSnapshot) -> dict[str, _Series]:
         "engine_ready": {(): float(health.ready)},
         "step_age_seconds": {(): health.step_age or 0.0},
         "kernel_fallbacks": {(): gauges.kernel_fallbacks},
-    }
-
-
-def _counters(snapshot: ServiceSnapshot) -> dict[str, float]:
-    counters = snapshot.counters
-    return {
-        "prompt_tokens": counters.prompt_tokens,
-        "prompt_tokens_cached": counters.cached_tokens,
-        "generation_tokens": counters.output_tokens,
-        "prefix_cache_queries": counters.prompt_tokens,
-        "prefix_cache_hits": counters.cached_tokens,
-        "evicted_blocks": counters.evicted_blocks,
-        "num_preemptions": counters.preemptions,
-        "spec_decode_num_draft_tokens": counters.drafted_tokens,
-        "spec_decode_num_accepted_tokens": counters.accepted_tokens,
-        "steps": counters.steps,
-        "step_fallbacks": counters.fallbacks,
-        "gc_collections": counters.collections,
-        "gc_seconds": counters.collected_ns / 1e9,
     }

@@ -117,6 +117,18 @@ class RequestRecord:
         return max((times[-1] for times in self.token_ns if times), default=None)
 
     @property
+    def seconds(self) -> dict[str, float]:
+        """Durations: `e2e`; `queue` once it entered the engine; with tokens the others too."""
+        submitted, started, first = self.submitted_ns, self.started_ns, self.first_token_ns
+        times = {"e2e": (submitted, self.ended_ns)}
+        if started is not None:
+            times["queue"] = (submitted, started)
+            if first is not None and (last := self.last_token_ns) is not None:
+                times |= {"first_token": (submitted, first), "prefill": (started, first)}
+                times |= {"decode": (first, last), "inference": (started, last)}
+        return {name: (end - begin) / 1e9 for name, (begin, end) in times.items()}
+
+    @property
     def phase(self) -> Phase:
         """Where it ended."""
         if self.started_ns is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["trace_requests"]
 
-Attributes = dict[str, str | int | float | list[str]]
+Attribute = str | int | float | list[str]
 
 
 def trace_requests(
@@ -54,9 +54,9 @@ def trace_requests(
         offset_ns = time.time_ns() - time.perf_counter_ns()
         headers = {} if record.traceparent is None else {"traceparent": record.traceparent}
         attributes = _attributes(record, model_name)
-        operation = attributes["gen_ai.operation.name"]
+        operation = str(attributes["gen_ai.operation.name"])
         span = tracer.start_span(
-            f"{operation} {model_name}" if model_name else str(operation),
+            f"{operation} {model_name}" if model_name else operation,
             context=propagator.extract(headers),
             kind=SpanKind.SERVER if headers else SpanKind.INTERNAL,
             attributes=attributes,
@@ -69,41 +69,28 @@ def trace_requests(
     engine.add_listener(make_span)
 
 
-def _attributes(record: RequestRecord, model_name: str | None) -> Attributes:
-    submitted, started, first = record.submitted_ns, record.started_ns, record.first_token_ns
-    attributes: Attributes = {
+def _attributes(record: RequestRecord, model_name: str | None) -> dict[str, Attribute]:
+    reasons = [str(reason or "error") for reason in record.finish_reasons]
+    params, seconds = record.params, record.seconds
+    attributes: dict[str, Attribute | None] = {
         "gen_ai.operation.name": "chat" if record.is_chat else "text_completion",
         "gen_ai.provider.name": "stepgraph",
         "gen_ai.response.id": record.request_id,
         "gen_ai.usage.input_tokens": record.num_prompt_tokens,
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
-        "gen_ai.latency.e2e": (record.ended_ns - submitted) / 1e9,
+        "gen_ai.latency.e2e": seconds["e2e"],
+        "gen_ai.latency.time_in_queue": seconds.get("queue"),
+        "gen_ai.latency.time_to_first_token": seconds.get("first_token"),
+        "gen_ai.latency.time_in_model_prefill": seconds.get("prefill"),
+        "gen_ai.latency.time_in_model_decode": seconds.get("decode"),
+        "gen_ai.request.model": model_name,
+        "gen_ai.response.finish_reasons": reasons or None,
+        "error.type": None if record.outcome in ("stop", "length", "abort") else record.outcome,
     }
-    if model_name is not None:
-        attributes["gen_ai.request.model"] = model_name
-    if record.finish_reasons:
-        reasons = [str(reason or "error") for reason in record.finish_reasons]
-        attributes["gen_ai.response.finish_reasons"] = reasons
-    if record.outcome not in ("stop", "length", "abort"):
-        attributes["error.type"] = record.outcome
-    if record.params is not None:
-        params = record.params
-        for name in ("max_tokens", "temperature", "top_p"):
-            if (value := getattr(params, name)) is not None:
-                attributes[f"gen_ai.request.{name}"] = value
-        if params.top_k:
-            attributes["gen_ai.request.top_k"] = params.top_k
-        if params.n > 1:
-            attributes["gen_ai.request.choice.count"] = params.n
-        if params.seed is not None:
-            attributes["gen_ai.request.seed"] = params.seed
-    if started is not None:
-        attributes["gen_ai.latency.time_in_queue"] = (started - submitted) / 1e9
-        if first is not None:
-            attributes["gen_ai.latency.time_to_first_token"] = (first - submitted) / 1e9
-            attributes["gen_ai.latency.time_in_model_prefill"] = (first - started) / 1e9
-    if record.last_token_ns is not None and first is not None:
-        decoded = (record.last_token_ns - first) / 1e9
-        attributes["gen_ai.latency.time_in_model_decode"] = decoded
-    return attributes
+    if params is not None:
+        for name in ("max_tokens", "temperature", "top_p", "seed"):
+            attributes[f"gen_ai.request.{name}"] = getattr(params, name)
+        attributes["gen_ai.request.top_k"] = params.top_k or None
+        attributes["gen_ai.request.choice.count"] = params.n if params.n > 1 else None
+    return {name: value for name, value in attributes.items() if value is not None}

@@ -115,18 +115,15 @@ def replica_bundle(options: ReplicaOptions) -> dict[str, float]:
     engine, gpus = options.engine, options.num_gpus
     ranks = engine.tensor_parallel
     device = engine.device.partition(":")[0]
+    problem = None
     if device == "cuda" and not gpus:
-        raise ConfigError(
-            f"engine.device is {engine.device!r}, but num_gpus is 0: give num_gpus: {ranks}"
-        )
-    if gpus and device == "cpu":
-        raise ConfigError(
-            f"engine.device is 'cpu', but num_gpus is {gpus:g}: leave one of them out"
-        )
-    if gpus and engine.device.startswith("cuda:"):
-        raise ConfigError(
-            f"engine.device is {engine.device!r}, but Ray chooses the GPUs: give 'cuda'"
-        )
+        problem = f"num_gpus is 0: give num_gpus: {ranks}"
+    elif gpus and device == "cpu":
+        problem = f"num_gpus is {gpus:g}: leave one of them out"
+    elif gpus and engine.device.startswith("cuda:"):
+        problem = "Ray chooses the GPUs: give 'cuda'"
+    if problem is not None:
+        raise ConfigError(f"engine.device is {engine.device!r}, but {problem}")
     if gpus and gpus != ranks and not (ranks == 1 and gpus < 1):
         share = ", or a share of one" if ranks == 1 else ""
         raise ConfigError(f"num_gpus is {gpus:g}, but tensor_parallel={ranks} needs {ranks}{share}")
