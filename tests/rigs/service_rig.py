@@ -7,12 +7,14 @@ import functools
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from stepgraph.runtime import AsyncEngine, Engine, SamplingParams, ServiceConfig
+from stepgraph.runtime import AsyncEngine, Engine, RequestOutput, SamplingParams, ServiceConfig
 from stepgraph.runtime.service.dispatcher import Dispatcher
 from stepgraph.runtime.service.request_handle import RequestHandle
+from stepgraph.runtime.service.request_record import RequestRecord
 from stepgraph.runtime.service.step_thread import StepThread
 
 from .fake_engine import expected, fake_engine, params, runner_of
@@ -65,6 +67,13 @@ async def joined(stream: Any) -> dict[int, tuple[list[int], str | None]]:
     return found
 
 
+def listening(engine: AsyncEngine) -> list[RequestRecord]:
+    """The records of the requests that end from now on."""
+    records: list[RequestRecord] = []
+    engine.add_listener(records.append)
+    return records
+
+
 class InjectedError(Exception):
     pass
 
@@ -79,8 +88,7 @@ class Gate:
     def __init__(self) -> None:
         self._permits = threading.Semaphore(0)
         self._open = True
-        self.waiting = threading.Semaphore(0)
-        """Released whenever a call begins to wait."""
+        self._waiting = threading.Semaphore(0)
 
     def close(self) -> None:
         self._open = False
@@ -92,9 +100,13 @@ class Gate:
     def permit(self, count: int = 1) -> None:
         self._permits.release(count)
 
+    def wait(self) -> None:
+        """Wait until one more call is held back."""
+        assert self._waiting.acquire(timeout=SECONDS)
+
     def __call__(self) -> None:
         if not self._open:
-            self.waiting.release()
+            self._waiting.release()
             assert self._permits.acquire(timeout=SECONDS)
 
 
@@ -163,6 +175,13 @@ class Rig:
     def on_thread(self, function: Callable[[], Any]) -> Any:
         """Run a function between two steps and return its result."""
         return self.thread.run(function).result(SECONDS)
+
+    def hold(self, prompt: list[int], own: SamplingParams) -> Future[RequestOutput]:
+        """Submit a request, and hold back the step that would begin it."""
+        self.steps.close()
+        future = self.engine.submit(prompt, own)
+        self.steps.wait()
+        return future
 
     def check_idle(self) -> None:
         """Assert that no request, row, block or count is left."""

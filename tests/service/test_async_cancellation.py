@@ -16,7 +16,19 @@ from stepgraph.runtime.service import dispatcher
 from stepgraph.runtime.service.request_handle import HandleState
 
 from ..rigs.fake_engine import params
-from ..rigs.service_rig import LONG, PROMPT, SECONDS, Rig, config, do, joined, rig, wait_until
+from ..rigs.service_rig import (
+    LONG,
+    PROMPT,
+    SECONDS,
+    Rig,
+    config,
+    do,
+    in_event_loop,
+    joined,
+    listening,
+    rig,
+    wait_until,
+)
 
 
 def phase_of(r: Rig) -> str:
@@ -40,7 +52,8 @@ def phase_of(r: Rig) -> str:
         *((False, how) for how in ("abort", "cancel")),
     ],
 )
-def test_rows_and_blocks_are_free_one_step_after_the_consumer_left(
+@in_event_loop
+async def test_rows_and_blocks_are_free_one_step_after_the_consumer_left(
     phase: str, how: str, streams: bool
 ) -> None:
     # A pool that two requests of 40 tokens do not fit into makes one of them wait.
@@ -49,67 +62,61 @@ def test_rows_and_blocks_are_free_one_step_after_the_consumer_left(
         async def step() -> None:
             """Run a step; the next one is held back."""
             r.steps.permit()
-            await asyncio.to_thread(r.steps.waiting.acquire, timeout=SECONDS)
+            await asyncio.to_thread(r.steps.wait)
 
-        async def main() -> None:
-            r.steps.close()
-            # Of one that decodes, prompts are prefilled in chunks.
-            num_others = {"queued": 4, "prefilling": 1, "preempted": 1}.get(phase, 0)
-            others = [
-                r.engine.submit([9, i], params(90 + i, max_tokens=40)) for i in range(num_others)
-            ]
-            if others:
-                assert r.steps.waiting.acquire(timeout=SECONDS)
-            own = params(1, max_tokens=40, n=3 if phase == "decoding" else 1)
-            prompt: Any = {"preparing": tuple(PROMPT), "prefilling": LONG}.get(phase, PROMPT)
-            if phase == "preparing":
-                r.preparations.close()
-            make: Any = r.engine.stream if streams else r.engine.generate
-            stream = make(prompt, own, request_id="mine", priority=1)
-            task = asyncio.ensure_future(joined(stream) if streams else stream)
-            await asyncio.sleep(0)
-            if phase == "preparing":
-                await asyncio.to_thread(r.preparations.waiting.acquire, timeout=SECONDS)
-            else:
-                if not others:
-                    await asyncio.to_thread(r.steps.waiting.acquire, timeout=SECONDS)
-                while phase_of(r) != phase:
-                    await step()
-            if how == "abort":
-                assert r.engine.abort("mine")
-            elif how == "cancel":
-                task.cancel()
-                await asyncio.wait([task])
-            else:
-                await stream.aclose()
-            if phase == "preparing":
-                await asyncio.wait([task])  # before the preparation ends
-                r.preparations.open()
-            else:
-                await step()  # the one under way
-                load, stats = r.made[-1].gauges(), r.made[-1].stats()
-                assert load.running + load.waiting == len(others)
-                if not others:
-                    assert stats["blocks"]["free"] == stats["blocks"]["usable"]
-            r.steps.open()
-            result: Any = (await asyncio.gather(task, return_exceptions=True))[0]
-            if how == "abort" and streams:
-                assert {reason for _, reason in result.values()} == {"abort"}
-                assert len(result) == own.n
-            elif how == "abort":
-                assert {c.finish_reason for c in result.completions} == {"abort"}
-            for future in others:
-                future.cancel()
-
-        do(main())
+        r.steps.close()
+        # Of one that decodes, prompts are prefilled in chunks.
+        num_others = {"queued": 4, "prefilling": 1, "preempted": 1}.get(phase, 0)
+        others = [r.engine.submit([9, i], params(90 + i, max_tokens=40)) for i in range(num_others)]
+        if others:
+            r.steps.wait()
+        own = params(1, max_tokens=40, n=3 if phase == "decoding" else 1)
+        prompt: Any = {"preparing": tuple(PROMPT), "prefilling": LONG}.get(phase, PROMPT)
+        if phase == "preparing":
+            r.preparations.close()
+        make: Any = r.engine.stream if streams else r.engine.generate
+        stream = make(prompt, own, request_id="mine", priority=1)
+        task = asyncio.ensure_future(joined(stream) if streams else stream)
+        await asyncio.sleep(0)
+        if phase == "preparing":
+            await asyncio.to_thread(r.preparations.wait)
+        else:
+            if not others:
+                await asyncio.to_thread(r.steps.wait)
+            while phase_of(r) != phase:
+                await step()
+        if how == "abort":
+            assert r.engine.abort("mine")
+        elif how == "cancel":
+            task.cancel()
+            await asyncio.wait([task])
+        else:
+            await stream.aclose()
+        if phase == "preparing":
+            await asyncio.wait([task])  # before the preparation ends
+            r.preparations.open()
+        else:
+            await step()  # the one under way
+            load, stats = r.made[-1].gauges(), r.made[-1].stats()
+            assert load.running + load.waiting == len(others)
+            if not others:
+                assert stats["blocks"]["free"] == stats["blocks"]["usable"]
+        r.steps.open()
+        result: Any = (await asyncio.gather(task, return_exceptions=True))[0]
+        if how == "abort" and streams:
+            assert {reason for _, reason in result.values()} == {"abort"}
+            assert len(result) == own.n
+        elif how == "abort":
+            assert {c.finish_reason for c in result.completions} == {"abort"}
+        for future in others:
+            future.cancel()
         r.check_serves()
 
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_duplicate_id_is_refused_and_the_first_request_is_served(streams: bool) -> None:
-    records: list[Any] = []
     with rig() as r:
-        r.engine.add_listener(records.append)
+        records = listening(r.engine)
         r.steps.close()
         own = params(1, max_tokens=20)
         first = r.engine.submit(PROMPT, own, request_id="mine")
@@ -128,24 +135,22 @@ def test_a_duplicate_id_is_refused_and_the_first_request_is_served(streams: bool
         assert [record.outcome for record in records] == ["length", "length"]
 
 
-def test_refused_requests_are_reported_once_also_after_a_collection() -> None:
+@in_event_loop
+async def test_refused_requests_are_reported_once_also_after_a_collection() -> None:
     records: list[tuple[str, str]] = []  # without the errors, which keep frames alive
     with rig(config(max_queued_requests=2), max_num_seqs=1) as r:
         r.engine.add_listener(lambda record: records.append((record.request_id, record.outcome)))
         r.steps.close()
-
-        async def main() -> None:
-            tasks = [
-                asyncio.ensure_future(r.engine.generate(PROMPT, params(i, max_tokens=3)))
-                for i in range(20)
-            ]
-            await asyncio.wait(tasks, timeout=0.1)
-            r.steps.open()
-            await asyncio.wait(tasks)
-            for task in tasks:
-                task.exception()
-
-        do(main())
+        tasks = [
+            asyncio.ensure_future(r.engine.generate(PROMPT, params(i, max_tokens=3)))
+            for i in range(20)
+        ]
+        await asyncio.wait(tasks, timeout=0.1)
+        r.steps.open()
+        await asyncio.wait(tasks)
+        for task in tasks:
+            task.exception()
+        del tasks, task
         gc.collect()
         r.check_serves()
         wait_until(lambda: len(records) >= 21)
@@ -186,9 +191,7 @@ def test_a_cancelled_future_is_done_for_its_waiters() -> None:
 
 def test_a_deadline_that_passes_in_the_queue_ends_a_request_that_is_never_prefilled() -> None:
     with rig(max_num_seqs=1) as r:
-        r.steps.close()
-        blocker = r.engine.submit(PROMPT, params(0, max_tokens=30))
-        assert r.steps.waiting.acquire(timeout=SECONDS)
+        blocker = r.hold(PROMPT, params(0, max_tokens=30))
         late = [
             r.engine.submit([7, 7, 7], params(1), deadline=0.01),
             r.engine.submit([7, 7, 7], params(1), first_token_deadline=0.01),
@@ -218,31 +221,18 @@ def test_a_deadline_that_passes_while_decoding_keeps_the_tokens() -> None:
 
 def test_a_first_token_deadline_ends_a_slow_prefill_and_no_decoding() -> None:
     with rig() as r:
-        r.steps.close()
-        other = r.engine.submit([1], params(1, max_tokens=40))
-        assert r.steps.waiting.acquire(timeout=SECONDS)
+        other = r.hold([1], params(1, max_tokens=40))
         decoding = r.engine.submit([1], params(1, max_tokens=40), first_token_deadline=0.5)
         slow = r.engine.submit(LONG, params(1), first_token_deadline=0.5)
         for _ in range(2):  # the other row; the short prompt and a chunk of the long one
             r.steps.permit()
-            assert r.steps.waiting.acquire(timeout=SECONDS)
+            r.steps.wait()
         time.sleep(0.5)
         r.steps.open()
         assert slow.result(SECONDS).finish_reason == "deadline"
         assert slow.result().token_ids == []
         assert decoding.result(SECONDS).finish_reason == "length"
         assert other.result(SECONDS).finish_reason == "length"
-        r.check_serves()
-
-
-def test_a_deadline_that_passes_during_preparation_ends_the_request_then() -> None:
-    with rig() as r:
-        r.preparations.close()
-        late = r.engine.submit(tuple(PROMPT), params(1, n=2), deadline=0.1)
-        output = late.result(SECONDS)  # although the preparation has not ended
-        assert [c.finish_reason for c in output.completions] == ["deadline"] * 2
-        assert do(r.engine.stats())["preparing"] == 1
-        r.preparations.open()
         r.check_serves()
 
 
@@ -308,104 +298,80 @@ def is_paused(r: Rig) -> bool:
     return bool(r.on_thread(lambda: r.requests.handles and not r.requests.has_work))
 
 
-def test_a_stream_that_is_not_read_gives_its_row_to_others() -> None:
+@in_event_loop
+async def test_a_stream_that_is_not_read_gives_its_row_to_others() -> None:
     with rig(paced(), max_num_seqs=1) as r:
-
-        async def main() -> None:
-            async with r.engine.stream(PROMPT, LONG_OUTPUT) as stream:
-                await asyncio.to_thread(wait_until, lambda: is_paused(r))
-                stats = r.made[-1].stats()
-                assert (stats["running"], stats["blocks"]["free"]) == (0, stats["blocks"]["usable"])
-                steps = r.num_steps
-                assert r.engine.health().step_age is None, "nothing is due"
-                other = await r.engine.generate([7], SHORT)
-                assert other.token_ids == r.expected([7], SHORT)
-                assert r.num_steps < steps + 10
-                (tokens, reason) = (await joined(stream))[0]
-                assert (tokens, reason) == (r.expected(PROMPT, LONG_OUTPUT), "length")
-
-        do(main())
+        async with r.engine.stream(PROMPT, LONG_OUTPUT) as stream:
+            await asyncio.to_thread(wait_until, lambda: is_paused(r))
+            stats = r.made[-1].stats()
+            assert (stats["running"], stats["blocks"]["free"]) == (0, stats["blocks"]["usable"])
+            steps = r.num_steps
+            assert r.engine.health().step_age is None, "nothing is due"
+            other = await r.engine.generate([7], SHORT)
+            assert other.token_ids == r.expected([7], SHORT)
+            assert r.num_steps < steps + 10
+            (tokens, reason) = (await joined(stream))[0]
+            assert (tokens, reason) == (r.expected(PROMPT, LONG_OUTPUT), "length")
         r.check_serves()
 
 
-@pytest.mark.parametrize("holds", ["paused", "decoding slowly"])
-def test_a_stream_that_is_not_read_ends_after_its_time(holds: str) -> None:
-    records: list[Any] = []
-    service = paced(send_timeout=0.2) if holds == "paused" else config(send_timeout=0.2)
-    with rig(service) as r:
-        r.engine.add_listener(records.append)
-        r.on_step = lambda: time.sleep(0.02 if holds != "paused" else 0.0)
-
-        async def main() -> None:
-            stream = r.engine.stream(PROMPT, LONG_OUTPUT)
-            await asyncio.to_thread(wait_until, lambda: records)
+@pytest.mark.parametrize("how", ["paused", "decoding slowly", "dropped"])
+@in_event_loop
+async def test_a_stream_that_is_not_read_ends_after_its_time(how: str) -> None:
+    slow = how == "decoding slowly"
+    with rig(config(send_timeout=0.2) if slow else paced(send_timeout=0.2)) as r:
+        records = listening(r.engine)
+        r.on_step = lambda: time.sleep(0.02 if slow else 0.0)
+        stream = r.engine.stream(PROMPT, LONG_OUTPUT)
+        if how == "dropped":
+            await anext(stream)
+            del stream
+            gc.collect()
+        await asyncio.to_thread(wait_until, lambda: records)
+        if how != "dropped":
             tokens = [*(await anext(stream)).token_ids]
             with pytest.raises(SendTimeoutError) as caught:
                 await anext(stream)
             assert caught.value.field == "send_timeout"
-            assert 0 < len(tokens) < 40
+            assert len(tokens) == records[0].num_output_tokens
             assert tokens == r.expected(PROMPT, LONG_OUTPUT)[: len(tokens)]
-
-        do(main())
+        assert 0 < records[0].num_output_tokens < 40
         assert [record.outcome for record in records] == ["send_timeout"]
         r.on_step = lambda: None
         r.check_serves()
 
 
-def test_a_dropped_stream_ends_after_its_time() -> None:
-    records: list[Any] = []
-    with rig(paced(send_timeout=0.2)) as r:
-        r.engine.add_listener(records.append)
-
-        async def main() -> None:
-            async for _ in r.engine.stream(PROMPT, LONG_OUTPUT):
-                break
-            gc.collect()
-            await asyncio.to_thread(wait_until, lambda: records)
-
-        do(main())
-        assert records[0].outcome == "send_timeout"
-        assert records[0].num_output_tokens < 40
-        r.check_serves()
-
-
-def test_what_does_not_read_deltas_is_not_limited() -> None:
+@in_event_loop
+async def test_what_does_not_read_deltas_is_not_limited() -> None:
     with rig(paced(send_timeout=0.01)) as r:
         wanted = r.expected(PROMPT, LONG_OUTPUT)
-
-        async def main() -> None:
-            assert (await r.engine.generate(PROMPT, LONG_OUTPUT)).token_ids == wanted
-            r.steps.close()
-            stream = r.engine.stream(PROMPT, LONG_OUTPUT)
-            last = asyncio.ensure_future(stream.finish())
-            await asyncio.sleep(0)
-            r.steps.open()
-            assert (await last).token_ids == wanted
-
-        do(main())
+        assert (await r.engine.generate(PROMPT, LONG_OUTPUT)).token_ids == wanted
+        r.steps.close()
+        stream = r.engine.stream(PROMPT, LONG_OUTPUT)
+        last = asyncio.ensure_future(stream.finish())
+        await asyncio.sleep(0)
+        r.steps.open()
+        assert (await last).token_ids == wanted
         calls: list[Any] = []
         future = r.engine.submit(PROMPT, LONG_OUTPUT, callback=calls.append)
         assert future.result(SECONDS).token_ids == wanted
 
 
 @pytest.mark.parametrize("how", ["abort", "close", "deadline", "drain"])
-def test_a_paused_request_can_end(how: str) -> None:
+@in_event_loop
+async def test_a_paused_request_can_end(how: str) -> None:
     with rig(paced()) as r:
-
-        async def main() -> None:
-            options: Any = {"deadline": 0.5} if how == "deadline" else {}
-            stream = r.engine.stream(PROMPT, LONG_OUTPUT, request_id="mine", **options)
-            await asyncio.to_thread(wait_until, lambda: is_paused(r))
-            if how == "abort":
-                assert r.engine.abort("mine")
-            elif how == "close":
-                await stream.aclose()
-            elif how == "drain":
-                assert not await r.engine.drain(0.0)
-                await r.engine.wake()
-            await asyncio.to_thread(wait_until, lambda: stream._handle.ended)
-            assert stream.output is not None
-            assert stream.output.finish_reason == ("deadline" if how == "deadline" else "abort")
-
-        do(main())
+        options: Any = {"deadline": 0.5} if how == "deadline" else {}
+        stream = r.engine.stream(PROMPT, LONG_OUTPUT, request_id="mine", **options)
+        await asyncio.to_thread(wait_until, lambda: is_paused(r))
+        if how == "abort":
+            assert r.engine.abort("mine")
+        elif how == "close":
+            await stream.aclose()
+        elif how == "drain":
+            assert not await r.engine.drain(0.0)
+            await r.engine.wake()
+        await asyncio.to_thread(wait_until, lambda: stream._handle.ended)
+        assert stream.output is not None
+        assert stream.output.finish_reason == ("deadline" if how == "deadline" else "abort")
         r.check_serves()

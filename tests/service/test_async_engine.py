@@ -12,7 +12,15 @@ from stepgraph.runtime import ServiceConfig
 from stepgraph.runtime.errors import EngineBusyError, OverloadedError, RequestError
 
 from ..rigs.fake_engine import params
-from ..rigs.service_rig import LONG, PROMPT, SECONDS, do, joined, rig, wait_until
+from ..rigs.service_rig import (
+    LONG,
+    PROMPT,
+    SECONDS,
+    do,
+    in_event_loop,
+    joined,
+    rig,
+)
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [1, 2, 3, 4, 9, 9], [8]]
 
@@ -56,64 +64,40 @@ def test_several_loops_of_several_threads_share_the_engine() -> None:
         r.check_idle()
 
 
-def test_a_second_task_in_a_stream_is_refused_and_the_first_gets_the_tokens() -> None:
+@in_event_loop
+async def test_a_second_task_in_a_stream_is_refused_and_the_first_gets_the_tokens() -> None:
     with rig() as r:
         r.steps.close()
         own = params(1)
-
-        async def main() -> None:
-            stream = r.engine.stream(PROMPT, own)
-            first = asyncio.ensure_future(stream.finish())
-            await asyncio.sleep(0)
-            for second in (anext(stream), stream.finish()):
-                with pytest.raises(EngineBusyError):
-                    await second
-            r.steps.open()
-            assert (await first).token_ids == r.expected(PROMPT, own)
-
-        do(main())
-
-
-def test_a_slow_consumer_gets_the_whole_in_fewer_deltas() -> None:
-    with rig() as r:
-        own = params(1, max_tokens=30)
-
-        async def main() -> None:
-            stream = r.engine.stream(PROMPT, own)
-            first = await anext(stream)
-            await asyncio.to_thread(wait_until, lambda: stream.output and stream.output.finished)
-            rest = [delta async for delta in stream]
-            assert len(rest) <= 1
-            tokens = [t for delta in (first, *rest) for t in delta.token_ids]
-            assert tokens == r.expected(PROMPT, own)
-
-        do(main())
+        stream = r.engine.stream(PROMPT, own)
+        first = asyncio.ensure_future(stream.finish())
+        await asyncio.sleep(0)
+        for second in (anext(stream), stream.finish()):
+            with pytest.raises(EngineBusyError):
+                await second
+        r.steps.open()
+        assert (await first).token_ids == r.expected(PROMPT, own)
 
 
 @pytest.mark.parametrize("prompt", [[], [99], "text", (1, 99), None, [1] * 60])
-def test_an_invalid_prompt_ends_its_request_alone(prompt: Any) -> None:
+@in_event_loop
+async def test_an_invalid_prompt_ends_its_request_alone(prompt: Any) -> None:
     with rig() as r:
         future = r.engine.submit(prompt, params(1))
         with pytest.raises(RequestError):
             future.result(SECONDS)
-
-        async def main() -> None:
-            stream = r.engine.stream(prompt, params(1))
-            with pytest.raises(RequestError):
-                await stream.accepted()
-            with pytest.raises(RequestError):
-                await anext(stream)
-
-        do(main())
+        stream = r.engine.stream(prompt, params(1))
+        with pytest.raises(RequestError):
+            await stream.accepted()
+        with pytest.raises(RequestError):
+            await anext(stream)
         r.check_serves()
 
 
 def test_requests_and_tokens_that_wait_are_bounded() -> None:
     limits = ServiceConfig(max_queued_requests=3, max_queued_tokens=12)
     with rig(limits, max_num_seqs=1) as r:
-        r.steps.close()
-        running = r.engine.submit(PROMPT, params(1))
-        assert r.steps.waiting.acquire(timeout=SECONDS)
+        running = r.hold(PROMPT, params(1))
         queued = [r.engine.submit(PROMPT, params(i)) for i in range(2)]
         too_long = r.engine.submit(PROMPT, params(4))  # of 12 tokens 10 wait
         r.steps.permit()
@@ -133,9 +117,7 @@ def test_requests_and_tokens_that_wait_are_bounded() -> None:
 def test_tenants_share_the_engine_by_weight() -> None:
     weights = ServiceConfig(tenant_weights={"heavy": 3.0})
     with rig(weights, max_num_seqs=1) as r:
-        r.steps.close()
-        r.engine.submit(PROMPT, params(0))
-        assert r.steps.waiting.acquire(timeout=SECONDS)
+        r.hold(PROMPT, params(0))
         futures = [
             (name, r.engine.submit(PROMPT, params(seed), tenant=name))
             for name in ("light", "heavy")

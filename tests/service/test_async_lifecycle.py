@@ -39,6 +39,7 @@ from ..rigs.service_rig import (
     config,
     do,
     fail,
+    in_event_loop,
     rig,
     wait_until,
 )
@@ -138,9 +139,7 @@ def test_a_drain_aborts_what_is_left_at_its_timeout() -> None:
 
 def test_drain_reports_requests_that_a_failure_lost() -> None:
     with rig() as r:
-        r.steps.close()
-        lost = r.engine.submit(PROMPT, params(1))
-        assert r.steps.waiting.acquire(timeout=SECONDS)
+        lost = r.hold(PROMPT, params(1))
         draining = r.thread.drain(None)
         r.steps.permit()
         wait_until(lambda: r.engine.health().phase is Phase.DRAINING)
@@ -178,26 +177,21 @@ def test_sleep_frees_the_engine_and_wake_makes_it_again() -> None:
 
 
 @pytest.mark.parametrize("operation", ["sleep", "reload"])
-def test_a_drain_that_wake_ends_loses_no_request(operation: str) -> None:
+@in_event_loop
+async def test_a_drain_that_wake_ends_loses_no_request(operation: str) -> None:
     with rig() as r:
-        r.steps.close()
         own = params(1)
-        request = r.engine.submit(PROMPT, own)
-        assert r.steps.waiting.acquire(timeout=SECONDS)
-
-        async def main() -> None:
-            call = r.engine.sleep() if operation == "sleep" else r.engine.reload("other")
-            task = asyncio.ensure_future(call)
-            await asyncio.sleep(0)
-            waking = asyncio.ensure_future(r.engine.wake())
-            await asyncio.sleep(0)
-            r.steps.permit()
-            await waking
-            r.steps.open()
-            with pytest.raises(EngineUnavailableError):
-                await task
-
-        do(main())
+        request = r.hold(PROMPT, own)
+        call = r.engine.sleep() if operation == "sleep" else r.engine.reload("other")
+        task = asyncio.ensure_future(call)
+        await asyncio.sleep(0)
+        waking = asyncio.ensure_future(r.engine.wake())
+        await asyncio.sleep(0)
+        r.steps.permit()
+        await waking
+        r.steps.open()
+        with pytest.raises(EngineUnavailableError):
+            await task
         assert r.engine.health().phase is Phase.SERVING
         assert request.result(SECONDS).token_ids == r.expected(PROMPT, own)
         r.check_serves()
@@ -205,9 +199,7 @@ def test_a_drain_that_wake_ends_loses_no_request(operation: str) -> None:
 
 def test_health_while_a_step_stalls() -> None:
     with rig(config(stall_seconds=0.05)) as r:
-        r.steps.close()
-        future = r.engine.submit(PROMPT, params(1))
-        assert r.steps.waiting.acquire(timeout=SECONDS)
+        future = r.hold(PROMPT, params(1))
         wait_until(lambda: not r.engine.health().ready)
         health = r.engine.health()
         assert health.live
@@ -231,7 +223,7 @@ def test_close_answers_every_request(phase: str) -> None:
         held = r.preparations if phase == "preparing" else r.steps
         held.close()
         futures = [r.engine.submit((1, i), params(1)) for i in range(5)]
-        assert held.waiting.acquire(timeout=SECONDS)
+        held.wait()
         r.thread.close()  # as `close` does before it waits
         closing = threading.Thread(target=r.engine.close)
         closing.start()

@@ -55,38 +55,30 @@ def joined(events: list[Any]) -> dict[int, list[int]]:
     return tokens
 
 
+@pytest.mark.parametrize(("prompts", "n"), [([PROMPT], 1), ([PROMPT, [9, 8], [7]], 2)])
 @in_event_loop
-async def test_whole_and_streamed_tokens_are_those_of_the_engine() -> None:
+async def test_whole_and_streamed_tokens_are_those_of_the_engine(
+    prompts: list[list[int]], n: int
+) -> None:
+    """Choices are numbered by prompt."""
     async with service() as rig:
-        body = (await rig.post(BODY)).json()
-        events = await rig.events(BODY)
-        tokens = reference(rig, PROMPT)
-    (choice,) = body["choices"]
-    assert choice["token_ids"] == tokens
-    assert choice["prompt_token_ids"] == PROMPT
-    assert choice["finish_reason"] == "length"
-    assert body["object"] == "text_completion"
-    assert body["usage"]["prompt_tokens"] == 5
-    assert body["usage"]["completion_tokens"] == 6
-    assert body["usage"]["total_tokens"] == 11
-    assert joined(events) == {0: tokens}
+        body = {**BODY, "prompt": prompts if len(prompts) > 1 else prompts[0], "n": n}
+        whole = (await rig.post(body)).json()
+        events = await rig.events(body)
+        first = [reference(rig, prompt) for prompt in prompts]
+    choices, usage = whole["choices"], whole["usage"]
+    tokens = {choice["index"]: choice["token_ids"] for choice in choices}
+    assert list(tokens) == list(range(n * len(prompts)))
+    assert [tokens[n * number] for number in range(len(prompts))] == first
+    assert [c["prompt_token_ids"] for c in choices] == [p for p in prompts for _ in range(n)]
+    assert {choice["finish_reason"] for choice in choices} == {"length"}
+    assert whole["object"] == "text_completion"
+    assert usage["prompt_tokens"] == sum(map(len, prompts))
+    assert usage["completion_tokens"] == 6 * len(choices)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert joined(events) == tokens
     assert len({event["id"] for event in events}) == 1
     assert not any("usage" in event for event in events)
-
-
-@in_event_loop
-async def test_choices_of_several_prompts_are_numbered_by_prompt() -> None:
-    prompts = [PROMPT, [9, 8], [7]]
-    async with service() as rig:
-        body = {**BODY, "prompt": prompts, "n": 2}
-        whole = (await rig.post(body)).json()
-        streamed = joined(await rig.events(body))
-        first = [reference(rig, prompt) for prompt in prompts]
-    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
-    assert {c["index"]: c["token_ids"] for c in whole["choices"]} == streamed
-    assert [streamed[2 * number] for number in range(3)] == first
-    assert whole["usage"]["prompt_tokens"] == 8
-    assert whole["usage"]["completion_tokens"] == 36
 
 
 @pytest.mark.parametrize("continuous", [False, True])

@@ -17,7 +17,14 @@ from stepgraph.runtime.service.request_record import RequestRecord
 from stepgraph.runtime.service.tracing import trace_requests
 
 from ..rigs.fake_engine import fake_engine, params
-from ..rigs.service_rig import SECONDS, config, fail, rig, wait_until
+from ..rigs.service_rig import (
+    SECONDS,
+    config,
+    fail,
+    listening,
+    rig,
+    wait_until,
+)
 
 prometheus = pytest.importorskip("prometheus_client")
 
@@ -25,12 +32,6 @@ from stepgraph.runtime.service.metrics import METRICS, EngineMetrics  # noqa: E4
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-
-
-def listening(engine: AsyncEngine) -> list[RequestRecord]:
-    records: list[RequestRecord] = []
-    engine.add_listener(records.append)
-    return records
 
 
 def test_a_finished_request_has_a_record() -> None:
@@ -88,9 +89,9 @@ def test_every_outcome_is_recorded_and_counted() -> None:
         submit("running")
         submit("running-deadline")
         for _ in range(4):  # both have tokens then
-            assert r.steps.waiting.acquire(timeout=SECONDS)
+            r.steps.wait()
             r.steps.permit()
-        assert r.steps.waiting.acquire(timeout=SECONDS)
+        r.steps.wait()
         waiting = [submit("waits"), submit("waits-2")]
         submit("queued")
         submit("queued-deadline")

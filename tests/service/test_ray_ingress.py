@@ -176,7 +176,7 @@ async def test_a_step_that_takes_too_long_is_unhealthy(held: Rig) -> None:
     replica = EngineReplica(ReplicaOptions.of({**OPTIONS, "step_seconds": 0.05}))
     held.steps.close()
     task = asyncio.create_task(parts_of(replica))
-    await asyncio.to_thread(held.steps.waiting.acquire)
+    await asyncio.to_thread(held.steps.wait)
     await asyncio.sleep(0.1)
     with pytest.raises(EngineFailedError):
         await replica.check_health()

@@ -30,7 +30,15 @@ from stepgraph.runtime.service.health import Phase
 
 from ..rigs import line_faults
 from ..rigs.fake_engine import params, runner_of
-from ..rigs.service_rig import PROMPT, SECONDS, do, fail, rig, wait_until
+from ..rigs.service_rig import (
+    PROMPT,
+    SECONDS,
+    do,
+    fail,
+    in_event_loop,
+    rig,
+    wait_until,
+)
 
 pytestmark = pytest.mark.usefixtures("no_tracebacks")
 
@@ -130,10 +138,14 @@ def test_a_tokenizer_that_raises_ends_its_request_alone() -> None:
 def test_a_tokenizer_that_hangs_delays_texts_alone() -> None:
     with rig() as r:
         r.preparations.close()
-        texts = [r.engine.submit(tuple(PROMPT), params(1), deadline=0.05) for _ in range(3)]
-        r.preparations.permit()  # of the tokens below, which the caller prepares
-        assert r.preparations.waiting.acquire(timeout=SECONDS)
-        assert [text.result(SECONDS).finish_reason for text in texts[1:]] == ["deadline"] * 2
+        own = params(1, n=2)
+        texts = [r.engine.submit(tuple(PROMPT), own, deadline=0.05) for _ in range(3)]
+        r.preparations.permit()
+        r.preparations.wait()
+        for text in texts[1:]:  # although the preparation has not ended
+            completions = text.result(SECONDS).completions
+            assert [c.finish_reason for c in completions] == ["deadline"] * 2
+        assert do(r.engine.stats())["preparing"] == 2
         r.preparations.open()
         r.check_serves()
 
@@ -170,19 +182,16 @@ def test_a_detokenizer_that_raises_ends_its_request_alone() -> None:
         r.check_serves()
 
 
-def test_logits_that_are_not_finite_end_their_request_alone() -> None:
+@in_event_loop
+async def test_logits_that_are_not_finite_end_their_request_alone() -> None:
     with rig() as r:
         device = runner_of(r.made[0]).device
         device.nan_tokens = frozenset({9})
-
-        async def main() -> None:
-            stream, good = r.engine.stream([9, 1], params(1)), r.engine.generate([1], params(1))
-            assert (await anext(stream)).finish_reason == "error"
-            with pytest.raises(NonFiniteLogitsError):
-                await anext(stream)
-            assert (await good).finish_reason in ("length", "error")
-
-        asyncio.run(main())
+        stream, good = r.engine.stream([9, 1], params(1)), r.engine.generate([1], params(1))
+        assert (await anext(stream)).finish_reason == "error"
+        with pytest.raises(NonFiniteLogitsError):
+            await anext(stream)
+        assert (await good).finish_reason in ("length", "error")
         device.nan_tokens = frozenset()
         r.check_serves()
 
@@ -249,7 +258,7 @@ def test_an_event_loop_that_is_closed_ends_its_requests(streams: bool) -> None:
 
         kept = loop.run_until_complete(begin())
         loop.run_until_complete(asyncio.sleep(0))
-        assert r.steps.waiting.acquire(timeout=SECONDS)
+        r.steps.wait()
         loop.close()  # without a word to its tasks
         r.steps.permit(2)
         wait_until(lambda: not r.requests.handles)
