@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -98,6 +99,12 @@ class Threaded:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
 
+    def answer(self, data: bytes) -> bytes:
+        """Send bytes, and return everything until the server closes the connection."""
+        with self.connect() as sock:
+            sock.sendall(data)
+            return read_all(sock)
+
     def running(self) -> int:
         return int(asyncio.run(self.engine.stats())["running"])
 
@@ -107,8 +114,16 @@ class Threaded:
         self.engine.close()
 
 
+def body_of(max_tokens: int, **fields: Any) -> bytes:
+    fields |= {"prompt": [1], "max_tokens": max_tokens, "ignore_eos": True}
+    return json.dumps(fields).encode()
+
+
 def request(body: bytes, *headers: bytes) -> bytes:
+    """A request with the length of its body, unless the headers say how long it is."""
     lines = [b"POST /v1/completions HTTP/1.1", b"host: x", *headers]
+    if not any(line.startswith((b"content-length", b"transfer-encoding")) for line in headers):
+        lines.append(b"content-length: %d" % len(body))
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 

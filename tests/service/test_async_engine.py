@@ -12,15 +12,7 @@ from stepgraph.runtime import ServiceConfig
 from stepgraph.runtime.errors import EngineBusyError, OverloadedError, RequestError
 
 from ..rigs.fake_engine import params
-from ..rigs.service_rig import (
-    LONG,
-    PROMPT,
-    SECONDS,
-    do,
-    in_event_loop,
-    joined,
-    rig,
-)
+from ..rigs.service_rig import LONG, PROMPT, SECONDS, do, in_event_loop, joined, rig
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [1, 2, 3, 4, 9, 9], [8]]
 

@@ -314,11 +314,6 @@ def test_content_has_the_form_that_the_template_reads(
         assert rendered(template, said) == f"[{role}:{of_parts}][{role}:{of_text}]"
 
 
-def test_content_that_a_template_refuses_stays() -> None:
-    template = "{% if messages[0].content != 'x' %}{{ raise_exception('no') }}{% endif %}yes"
-    assert rendered(template, [{"role": "user", "content": "x"}]) == "yes"
-
-
 def test_content_that_is_continued_ends_the_prompt() -> None:
     for template, content in ((LOOPS, "c"), (LOOPS, PARTS), (PRINTS, PARTS)):
         prompt = ChatPrompt(

@@ -21,10 +21,10 @@ from stepgraph.runtime.service.http import connection, exchange
 
 from ..rigs.fake_engine import fake_engine
 from ..rigs.http_rig import COMPLETIONS, events_of
-from ..rigs.http_servers import HEADERS, KEY, SECONDS, Command, Threaded, read_all, request
+from ..rigs.http_servers import HEADERS, KEY, SECONDS, Command, Threaded, body_of, read_all, request
 from ..rigs.service_rig import wait_until
 
-BODY = b'{"prompt": [1], "max_tokens": 2, "ignore_eos": true}'
+BODY = body_of(2)
 VERSION = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
@@ -87,19 +87,16 @@ def test_streams_that_are_not_read_give_up_their_rows_and_end(
     server.engine.add_listener(
         lambda record: records.append((record.outcome, record.num_output_tokens))
     )
-    body = b'{"prompt": [1], "max_tokens": 390, "ignore_eos": true, "stream": true}'
     clients = []
     for _ in range(6):
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", server.port))
-        sock.sendall(request(body, b"content-length: %d" % len(body), b"connection: close"))
+        sock.sendall(request(body_of(390, stream=True), b"connection: close"))
         clients.append(sock)
     paused = server.engine._thread.dispatcher._paused
     wait_until(lambda: len(paused) == 6 and server.running() == 0)
-    with server.connect() as sock:
-        sock.sendall(request(BODY, b"content-length: %d" % len(BODY), b"connection: close"))
-        assert read_all(sock).startswith(b"HTTP/1.1 200")
+    assert server.answer(request(BODY, b"connection: close")).startswith(b"HTTP/1.1 200")
     wait_until(lambda: len(records) == 7)
     outcomes = [outcome for outcome, _ in records]
     assert outcomes == ["length"] + ["send_timeout"] * 6, "it has waited for them"
@@ -117,12 +114,10 @@ def test_streams_that_are_not_read_give_up_their_rows_and_end(
 def test_requests_to_upgrade_are_served(threaded: Threaded, size: int) -> None:
     """HTTP/2 clients send them; the body must not be lost, and not be read as a request."""
     upgrade = (b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AA")
-    whole = request(BODY, *upgrade, b"content-length: %d" % len(BODY))
+    whole = request(BODY, *upgrade)
     chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
     chunked = request(chunk, *upgrade, b"transfer-encoding: chunked")
-    last = request(
-        BODY, b"upgrade: x", b"connection: upgrade, close", b"content-length: %d" % len(BODY)
-    )
+    last = request(BODY, b"upgrade: x", b"connection: upgrade, close")
     data = whole + VERSION + chunked + whole + last
     with threaded.connect() as sock:
         for at in range(0, len(data), size):
@@ -136,7 +131,7 @@ def test_bodies_that_arrive_share_a_limit(
     threaded: Threaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "MAX_BODIES", 2)
-    limits = (b"content-length: 1000", b"connection: close")
+    limits = (b"content-length: 1000", b"connection: close")  # of a body that is not complete
     address = f"http://127.0.0.1:{threaded.port}{COMPLETIONS}"
     with threaded.connect() as first, threaded.connect() as second, threaded.connect() as third:
         for sock in (first, second):
@@ -256,14 +251,13 @@ def test_large_bodies(attacked: Command, number: int) -> None:
 def test_slow_and_endless_requests(attacked: Command) -> None:
     """Hundreds of connections that never complete a request, and that never read an answer."""
     key = b"authorization: Bearer %b" % KEY.encode()
-    stream = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true, "stream": true}'
     begins = [
         b"POST /v1/comp",
         request(b"", b"a: b" * 100)[:-2],
         request(b"{" * 1000, key, b"content-length: 4000000"),
         request(b"1\r\n{\r\n" * 1000, key, b"transfer-encoding: chunked"),
         request(b"1;" + b"a" * 1000, key, b"transfer-encoding: chunked"),
-        request(stream, key, b"content-length: %d" % len(stream)) * 20,
+        request(body_of(400, stream=True), key) * 20,
         b"\x00" * 1000,
     ]
     host, port = attacked.address.removeprefix("http://").split(":")

@@ -36,7 +36,7 @@ from stepgraph.runtime.tools.arguments import config_of
 
 from ..project.test_imports import run as run_code
 from ..rigs.http_rig import COMPLETIONS, events_of
-from ..rigs.http_servers import HEADERS, KEY, SECONDS, Command, Threaded, read_all, request
+from ..rigs.http_servers import HEADERS, KEY, SECONDS, Command, Threaded, body_of, request
 from ..rigs.service_rig import Rig as EngineRig
 from ..rigs.service_rig import fail, wait_until
 
@@ -214,10 +214,8 @@ def flood(sock: socket.socket, piece: bytes, most: int = 64 << 20) -> None:
 @pytest.mark.parametrize("pipelined", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_closed_socket_frees_its_row(threaded: Threaded, stream: bool, pipelined: int) -> None:
-    body = b'{"prompt": [1], "max_tokens": 40, "ignore_eos": true, "stream": %s}'
-    body %= b"true" if stream else b"false"
     with threaded.connect() as sock:
-        sock.sendall(request(body, b"content-length: %d" % len(body)) * pipelined)
+        sock.sendall(request(body_of(40, stream=stream)) * pipelined)
         wait_until(threaded.running)
     wait_until(lambda: not threaded.running())
     assert asyncio.run(threaded.engine.stats())["steps"] < 35, "of the 40 that it would take"
@@ -246,21 +244,15 @@ def test_floods_end_the_connection(threaded: Threaded, head: bytes, piece: bytes
 def test_slow_heads_end_the_connection(threaded: Threaded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.1)
     for begin in (b"", b"POST /v1/comp", b"POST / HTTP/1.1\r\nhost: x\r\na:"):
-        with threaded.connect() as sock:
-            sock.sendall(begin)
-            assert read_all(sock) == b""
-    body = b'{"prompt": [1], "max_tokens": 12, "ignore_eos": true}'
-    with threaded.connect() as sock:  # the answer may take longer
-        sock.sendall(request(body, b"content-length: %d" % len(body), b"connection: close"))
-        assert read_all(sock).startswith(b"HTTP/1.1 200 ")
+        assert threaded.answer(begin) == b""
+    answer = threaded.answer(request(body_of(12), b"connection: close"))
+    assert answer.startswith(b"HTTP/1.1 200 "), "it may take longer"
 
 
 def test_requests_in_one_packet_are_answered_in_order(threaded: Threaded) -> None:
-    bodies = [b'{"prompt": [1], "max_tokens": %d, "ignore_eos": true}' % n for n in (3, 1, 2)]
-    packet = b"".join(request(body, b"content-length: %d" % len(body)) for body in bodies)
-    with threaded.connect() as sock:
-        sock.sendall(packet + b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        text = read_all(sock).decode()
+    packet = b"".join(request(body_of(n)) for n in (3, 1, 2))
+    packet += b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    text = threaded.answer(packet).decode()
     assert [text.count(f'"completion_tokens":{n}') for n in (1, 2, 3)] == [1, 1, 1]
     places = [text.index(f'"completion_tokens":{n}') for n in (3, 1, 2)]
     assert places == sorted(places)
@@ -268,11 +260,8 @@ def test_requests_in_one_packet_are_answered_in_order(threaded: Threaded) -> Non
 
 
 def test_a_stream_of_http_1_0_has_no_chunks(threaded: Threaded) -> None:
-    body = b'{"prompt": [1], "max_tokens": 3, "ignore_eos": true, "stream": true}'
-    packet = request(body, b"content-length: %d" % len(body))
-    with threaded.connect() as sock:
-        sock.sendall(packet.replace(b"HTTP/1.1", b"HTTP/1.0"))
-        head, _, text = read_all(sock).partition(b"\r\n\r\n")
+    packet = request(body_of(3, stream=True)).replace(b"HTTP/1.1", b"HTTP/1.0")
+    head, _, text = threaded.answer(packet).partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head
     assert len(events_of(text.decode())) == 4
 
@@ -280,10 +269,9 @@ def test_a_stream_of_http_1_0_has_no_chunks(threaded: Threaded) -> None:
 def test_a_connection_that_is_reset_is_no_error(
     threaded: Threaded, caplog: pytest.LogCaptureFixture
 ) -> None:
-    body = b'{"prompt": [1], "max_tokens": 40, "ignore_eos": true, "stream": true}'
     for _ in range(8):
         with threaded.connect() as sock:
-            sock.sendall(request(body, b"content-length: %d" % len(body)) * 2)
+            sock.sendall(request(body_of(40, stream=True)) * 2)
             sock.recv(1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     wait_until(lambda: not threaded.running())

@@ -32,7 +32,6 @@ SCHEMA = {
 UNSUPPORTED = {"type": "string", "not": {}}
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "trip", "parameters": SCHEMA, "strict": True}}
-OTHER = {"type": "function", "function": {"name": "other"}}
 
 
 @pytest.fixture(scope="module")
@@ -85,24 +84,6 @@ async def test_outputs_follow_the_fields(
     check("".join(event["choices"][0]["delta"].get("content", "") for event in events))
 
 
-@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "trip"}}], ids=str
-)
-@in_event_loop
-async def test_a_demanded_call_follows_the_parameters(
-    engine: AsyncEngine, parser: str, choice: Any
-) -> None:
-    rig = Rig(engine, tool_parser=parser)
-    tools = [TOOL, OTHER] if isinstance(choice, dict) else [TOOL]
-    body = {"messages": HI, "tools": tools, "tool_choice": choice, "max_tokens": 200, "seed": 1}
-    (found,) = (await rig.post(body, CHAT)).json()["choices"]
-    assert found["finish_reason"] == "tool_calls"
-    (call,) = found["message"]["tool_calls"]
-    assert call["function"]["name"] == "trip"
-    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
-
-
 @pytest.mark.parametrize("number", ["-9007199254740992", "9007199254740991", "0.123456789012345"])
 @in_event_loop
 async def test_numbers_keep_their_digits_on_the_way(engine: AsyncEngine, number: str) -> None:
@@ -133,7 +114,7 @@ async def test_numbers_keep_their_digits_on_the_way(engine: AsyncEngine, number:
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("keyword", ["$defs", "definitions"])
 @in_event_loop
-async def test_the_parameters_of_a_demanded_call_may_refer_to_themselves(
+async def test_a_demanded_call_follows_parameters_that_refer_to_themselves(
     engine: AsyncEngine, parser: str, keyword: str
 ) -> None:
     def tool(name: str, place: dict[str, Any]) -> dict[str, Any]:
@@ -148,11 +129,14 @@ async def test_the_parameters_of_a_demanded_call_may_refer_to_themselves(
     tools = [tool("go", {"enum": ["Rome"]}), tool("come", {"const": {"$ref": "#/\x7f"}})]
     rig = Rig(engine, tool_parser=parser)
     body = {"messages": HI, "tools": tools, "max_tokens": 200, "seed": 1}
-    for name, place in (("go", "Rome"), ("come", {"$ref": "#/\x7f"})):
-        body["tool_choice"] = {"type": "function", "function": {"name": name}}
-        (found,) = (await rig.post(body, CHAT)).json()["choices"]
+    places = {"go": "Rome", "come": {"$ref": "#/\x7f"}}
+    named = [{"type": "function", "function": {"name": name}} for name in places]
+    for choice in ("required", *named):
+        (found,) = (await rig.post({**body, "tool_choice": choice}, CHAT)).json()["choices"]
+        assert found["finish_reason"] == "tool_calls"
         (call,) = found["message"]["tool_calls"]
-        assert call["function"]["name"] == name
+        name, place = call["function"]["name"], places[call["function"]["name"]]
+        assert choice == "required" or name == choice["function"]["name"]
         assert json.loads(call["function"]["arguments"]) == {"to": place, "by": place}
 
 

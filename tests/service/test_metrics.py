@@ -17,14 +17,7 @@ from stepgraph.runtime.service.request_record import RequestRecord
 from stepgraph.runtime.service.tracing import trace_requests
 
 from ..rigs.fake_engine import fake_engine, params
-from ..rigs.service_rig import (
-    SECONDS,
-    config,
-    fail,
-    listening,
-    rig,
-    wait_until,
-)
+from ..rigs.service_rig import SECONDS, config, fail, listening, rig, wait_until
 
 prometheus = pytest.importorskip("prometheus_client")
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.service.http.output_parsers import (
     MAX_HELD_CHARS,
     ContentDelta,
@@ -242,9 +241,3 @@ def test_without_tools_or_parsers_all_text_is_content() -> None:
         parser = make_output_parser(*names, tools=[])
         text = "<think>" + CALL
         assert parser.push(text, last=True) == [ContentDelta(text)]
-
-
-@pytest.mark.parametrize("names", [("x", None), (None, "hermes")])
-def test_names_of_parsers(names: tuple[str | None, str | None]) -> None:
-    with pytest.raises(ConfigError):
-        make_output_parser(*names)

@@ -30,15 +30,7 @@ from stepgraph.runtime.service.health import Phase
 
 from ..rigs import line_faults
 from ..rigs.fake_engine import params, runner_of
-from ..rigs.service_rig import (
-    PROMPT,
-    SECONDS,
-    do,
-    fail,
-    in_event_loop,
-    rig,
-    wait_until,
-)
+from ..rigs.service_rig import PROMPT, SECONDS, do, fail, in_event_loop, rig, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_tracebacks")
 
@@ -55,14 +47,18 @@ def once(error: BaseException, after: threading.Event | None = None) -> Callable
     return fail
 
 
-@pytest.mark.parametrize("where", ["launch", "read", "prefill"])
-def test_step_failure_ends_all_requests(where: str) -> None:
+@pytest.mark.parametrize("where", ["launch", "read", "prefill", "handling"])
+def test_step_failure_ends_all_requests(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`handling`: another exception interrupts how the failure of a launch is handled."""
     with rig(max_num_seqs=1) as r:
+        lose_all, interrupt = r.requests.lose_all, once(MemoryError("injected"))
         queued = threading.Event()
         error = RuntimeError("injected")
         no_memory = once(torch.OutOfMemoryError("injected"), queued)
-        if where == "launch":
+        if where in ("launch", "handling"):
             r.on_launch = once(error, queued)
+            if where == "handling":
+                monkeypatch.setattr(r.requests, "lose_all", lambda e: (interrupt(), lose_all(e)))
         elif where == "read":
             runner_of(r.made[0]).read = once(error, queued)
         else:
@@ -322,31 +318,6 @@ def test_an_exception_that_kills_the_step_thread(busy: bool) -> None:
             thread.join(1.0)
             raise_in(thread, SystemExit)
         assert r.engine.health().phase is Phase.FAILED
-
-
-def test_an_exception_while_a_failure_is_handled_ends_the_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with rig(max_num_seqs=1) as r:
-        requests = r.requests
-        lose_all, fail = requests.lose_all, once(MemoryError("injected"))
-
-        def interrupted(error: Exception) -> None:
-            fail()
-            lose_all(error)
-
-        monkeypatch.setattr(requests, "lose_all", interrupted)
-        submitted = threading.Event()
-        r.on_step = once(RuntimeError("injected"), after=submitted)
-        futures = [r.engine.submit(PROMPT, params(seed)) for seed in range(3)]
-        submitted.set()
-        for future in futures:
-            assert isinstance(future.exception(SECONDS), EngineFailedError)
-        r.thread.join()
-        assert not r.engine.health().live
-        with pytest.raises(EngineFailedError):
-            r.engine.submit(PROMPT)
-        assert requests.is_empty
 
 
 def test_no_thread_for_preparations(monkeypatch: pytest.MonkeyPatch) -> None:
