@@ -24,7 +24,7 @@ from ..service_config import ServiceConfig
 
 __all__ = [
     *("ACCESS_LOG", "API_KEY_VARIABLE", "ENGINE_DEFAULTS", "PROGRAM", "SERVICE_DEFAULTS", "Serve"),
-    *("in_flags", "logs_to_stderr", "make_parser", "run"),
+    *("api_keys_of_environment", "in_flags", "logs_to_stderr", "make_parser", "run"),
 ]
 
 API_KEY_VARIABLE = "STEPGRAPH_API_KEY"
@@ -269,6 +269,12 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= MAX_SECONDS:
         raise ValueError
     return seconds
+
+
+def api_keys_of_environment() -> list[str]:
+    """Return the key in `API_KEY_VARIABLE`, if there is one."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    return [key] if key else []
 
 
 def in_flags(error: Exception) -> str:

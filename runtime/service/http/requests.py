@@ -178,7 +178,12 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
             HttpError: a field is not supported, or several fields demand a form of the output.
             RequestError: a value is out of range.
         """
-        self._check_supported()
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("prompt_logprobs", "prompt_logprobs is not available with stream")
+        if self.best_of not in (None, 1, self.n or 1):
+            raise invalid("best_of", "best_of is not supported: give n")
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "stream_options needs stream")
         structured = self._structured(forced)
         names = SamplingRequest.__struct_fields__ & allowed_values(SamplingParams).keys()
         given = {name: getattr(self, name) for name in names}
@@ -225,14 +230,6 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         if options is None or not options.include_usage:
             return False, False
         return True, bool(options.continuous_usage_stats)
-
-    def _check_supported(self) -> None:
-        if self.prompt_logprobs is not None and self.stream:
-            raise invalid("prompt_logprobs", "prompt_logprobs is not available with stream")
-        if self.best_of not in (None, 1, self.n or 1):
-            raise invalid("best_of", "best_of is not supported: give n")
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options", "stream_options needs stream")
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):

@@ -28,7 +28,7 @@ from ..metrics import EngineMetrics
 from ..service_config import ServiceConfig
 from ..tracing import trace_requests
 from .app import app
-from .command import API_KEY_VARIABLE, PROGRAM, in_flags
+from .command import PROGRAM, api_keys_of_environment, in_flags
 from .connection import LimitedConnection
 
 __all__ = ["ThroughputLog", "listen_tcp", "listen_unix", "serve"]
@@ -205,7 +205,7 @@ class _Command:
             app(
                 engine,
                 model_names=names,
-                api_keys=options.api_key or _api_keys_of_environment(),
+                api_keys=options.api_key or api_keys_of_environment(),
                 max_body_bytes=options.max_body_bytes,
                 allow_origins=options.allow_origin,
                 metrics=EngineMetrics(
@@ -369,8 +369,3 @@ def _say(line: str, file: TextIO | None = None) -> None:
 
 def _requests(number: int) -> str:
     return "1 request" if number == 1 else f"{number} requests"
-
-
-def _api_keys_of_environment() -> list[str]:
-    key = os.environ.get(API_KEY_VARIABLE)
-    return [key] if key else []

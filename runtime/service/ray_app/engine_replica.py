@@ -6,7 +6,6 @@ An HTTP exchange crosses processes as values: a `RemoteRequest`, and the parts o
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from ...errors import EngineFailedError
 from ..async_engine import AsyncEngine
 from ..health import Phase
 from ..http.app import app
-from ..http.command import API_KEY_VARIABLE
+from ..http.command import api_keys_of_environment
 from .options import ReplicaOptions
 from .routing import fingerprints
 
@@ -78,33 +77,6 @@ async def respond(app: ASGIApp, request: RemoteRequest) -> AsyncIterator[Head | 
         elif body := message.get("body", b""):
             parts.put_nowait(body)
 
-    task = asyncio.create_task(_run(app, request, receive, send, parts))
-    try:
-        while (part := await parts.get()) is not None:
-            ended = False
-            while isinstance(part, bytes) and not parts.empty():
-                following = parts.get_nowait()
-                if following is None:
-                    ended = True
-                    break
-                assert isinstance(following, bytes), "a response has one head"
-                part += following
-            yield part
-            if ended:
-                break
-        await task
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def _run(
-    app: ASGIApp,
-    request: RemoteRequest,
-    receive: Any,
-    send: Any,
-    parts: asyncio.Queue[Head | bytes | None],
-) -> None:
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -117,10 +89,28 @@ async def _run(
         "root_path": "",
         "headers": list(request.headers),
     }
+
+    async def run() -> None:
+        try:
+            await app(scope, receive, send)
+        finally:
+            parts.put_nowait(None)
+
+    task = asyncio.create_task(run())
     try:
-        await app(scope, receive, send)
+        while (part := await parts.get()) is not None:
+            while isinstance(part, bytes) and not parts.empty():
+                following = parts.get_nowait()
+                if following is None:
+                    parts.put_nowait(None)  # ends the outer loop
+                    break
+                assert isinstance(following, bytes), "a response has one head"
+                part += following
+            yield part
+        await task
     finally:
-        parts.put_nowait(None)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 STATUS_PATHS = ("/health", "/ready", "/version", "/openapi.json")
@@ -140,11 +130,11 @@ class EngineReplica:
         self._options = options
         self._engine = AsyncEngine.from_pretrained(options.model, options.engine, options.service)
         self._engine.start()
-        http, key = options.http, os.environ.get(API_KEY_VARIABLE)
+        http = options.http
         self._app = app(
             self._engine,
             model_names=http.model_names or (options.model,),
-            api_keys=http.api_keys or ([key] if key else ()),
+            api_keys=http.api_keys or api_keys_of_environment(),
             max_body_bytes=http.max_body_bytes,
             tool_parser=http.tool_parser,
             reasoning_parser=http.reasoning_parser,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -17,6 +17,11 @@ from .options import ReplicaOptions
 from .routing import fingerprints
 
 __all__ = ["PromptBlocks"]
+
+_KINDS: Mapping[str, type[CompletionRequest | ChatRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
 
 
 class PromptBlocks:
@@ -44,10 +49,6 @@ class PromptBlocks:
             embeds_dtype=None,
         )
         self._most_bytes = options.routing.max_prompt_bytes
-        self._readers: Mapping[str, Callable[[bytes], tuple[Prompt, str | None] | None]] = {
-            "/v1/completions": self._completion,
-            "/v1/chat/completions": self._chat,
-        }
 
     async def of(self, path: str, body: bytes) -> bytes:
         """Return the fingerprints of a prompt's full blocks; of several prompts, of the first.
@@ -55,32 +56,23 @@ class PromptBlocks:
         There are none for other paths, for larger bodies than `max_prompt_bytes`, and for invalid
         requests, which a replica answers.
         """
-        read = self._readers.get(path)
-        if read is None or len(body) > self._most_bytes:
+        kind = _KINDS.get(path)
+        if kind is None or len(body) > self._most_bytes:
             return b""
-        return await asyncio.to_thread(self._fingerprints, read, body)
+        return await asyncio.to_thread(self._fingerprints, kind, body)
 
-    def _fingerprints(
-        self, read: Callable[[bytes], tuple[Prompt, str | None] | None], body: bytes
-    ) -> bytes:
+    def _fingerprints(self, kind: type[CompletionRequest | ChatRequest], body: bytes) -> bytes:
         try:
-            found = read(body)
-            if found is None:
-                return b""
-            prompt, salt = found
-            group = self._builder.accept("prompt", prompt, cache_salt=salt)
+            request = msgspec.json.decode(body, type=kind)
+            prompt: Prompt
+            if isinstance(request, ChatRequest):
+                prompt = chat_prompt(request, request.offered_tools())
+            else:
+                prompt = request.prompts(max_prompts=1 << 20, max_model_len=1 << 40)[0]
+            group = self._builder.accept("prompt", prompt, cache_salt=request.cache_salt)
         except (StepgraphError, HttpError, ValueError, RecursionError):  # the replica's to answer
             return b""
         hashes = group.requests[0].prefix_hashes
         if hashes is None:
             return b""
         return fingerprints(hashes[block] for block in range(len(hashes)))
-
-    def _completion(self, body: bytes) -> tuple[Prompt, str | None] | None:
-        request = msgspec.json.decode(body, type=CompletionRequest)
-        prompts = request.prompts(max_prompts=1 << 20, max_model_len=1 << 40)
-        return (prompts[0], request.cache_salt) if prompts else None
-
-    def _chat(self, body: bytes) -> tuple[Prompt, str | None] | None:
-        request = msgspec.json.decode(body, type=ChatRequest)
-        return chat_prompt(request, request.offered_tools()), request.cache_salt
