@@ -22,7 +22,6 @@ from ..rigs.service_rig import (
     SECONDS,
     Rig,
     config,
-    do,
     in_event_loop,
     joined,
     listening,
@@ -114,19 +113,16 @@ async def test_rows_and_blocks_are_free_one_step_after_the_consumer_left(
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_duplicate_id_is_refused_and_the_first_request_is_served(streams: bool) -> None:
+@in_event_loop
+async def test_a_duplicate_id_is_refused_and_the_first_request_is_served(streams: bool) -> None:
     with rig() as r:
         records = listening(r.engine)
         r.steps.close()
         own = params(1, max_tokens=20)
         first = r.engine.submit(PROMPT, own, request_id="mine")
-
-        async def second() -> None:
-            made: Any = r.engine.stream if streams else r.engine.generate
-            with pytest.raises(RequestError):
-                await made(PROMPT, request_id="mine")
-
-        do(second())
+        made: Any = r.engine.stream if streams else r.engine.generate
+        with pytest.raises(RequestError):
+            await made(PROMPT, request_id="mine")
         gc.collect()
         r.steps.open()
         assert first.result(SECONDS).token_ids == r.expected(PROMPT, own)

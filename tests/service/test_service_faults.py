@@ -227,11 +227,7 @@ def test_a_consumer_that_hangs_costs_one_output() -> None:
 
         own = params(1, max_tokens=40)
         future = r.engine.submit(PROMPT, own, callback=slow)
-
-        async def main() -> None:  # others do not wait for it
-            assert (await r.engine.generate(PROMPT, own)).finish_reason == "length"
-
-        asyncio.run(main())
+        assert do(r.engine.generate(PROMPT, own)).finish_reason == "length", "it does not wait"
         hang.set()
         output = future.result(SECONDS)
         tokens = [token for delta in deltas for token in delta.token_ids]
