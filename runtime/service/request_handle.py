@@ -16,7 +16,7 @@ import asyncio
 import enum
 from collections import deque
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from ..arguments import MAX_PRIORITY, check_integer, check_number, check_type
 from ..bounded_repr import bounded_repr
@@ -292,16 +292,19 @@ def make_handle(
         raise RequestError("request_id must not be empty", field="request_id")
     traceparent = options.get("traceparent")
     check_type("traceparent", traceparent, str | None, "a string")
+
+    def due(name: Literal["deadline", "first_token_deadline"]) -> int | None:
+        seconds = options.get(name)
+        return None if seconds is None else now_ns + nanoseconds(name, seconds)
+
     return RequestHandle(
         given_id or request_id,
         num_completions=params.n if isinstance(params, SamplingParams) else 1,
         tenant=_tenant(options),
         priority=priority,
         submitted_ns=now_ns,
-        deadline_ns=_due("deadline", options.get("deadline"), now_ns),
-        first_token_deadline_ns=_due(
-            "first_token_deadline", options.get("first_token_deadline"), now_ns
-        ),
+        deadline_ns=due("deadline"),
+        first_token_deadline_ns=due("first_token_deadline"),
         traceparent=traceparent,
     )
 
@@ -313,11 +316,6 @@ def nanoseconds(name: str, seconds: float, least: float = 1e-9) -> int:
         RequestError: it is not a number of seconds from `least` to 10^9.
     """
     return int(1e9 * check_number(name, seconds, least, MAX_SECONDS))
-
-
-def _due(name: str, seconds: float | None, now_ns: int) -> int | None:
-    """Return when a deadline is, on the clock of `now_ns`."""
-    return None if seconds is None else now_ns + nanoseconds(name, seconds)
 
 
 def _tenant(options: RequestOptions) -> str:

@@ -271,17 +271,6 @@ def test_one_slow_step_does_not_make_it_refuse_for_ever(monkeypatch: pytest.Monk
             assert prompt.result(SECONDS).finish_reason == "length"
 
 
-def test_distant_deadlines_take_memory_only_while_their_requests_run() -> None:
-    with rig() as r:
-        for _ in range(5):
-            futures = [
-                r.engine.submit([1], params(1, max_tokens=1), deadline=1e6) for _ in range(50)
-            ]
-            for future in futures:
-                future.result(SECONDS)
-        r.check_idle()  # which bounds the entries of ended requests
-
-
 LONG_OUTPUT = params(1, max_tokens=40)
 SHORT = params(2, max_tokens=4)
 
