@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from operator import add
+
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import astuple
 
 __all__ = [
     "Chat",
@@ -78,12 +81,7 @@ class CompletionLogprobs(msgspec.Struct):
 
     def joined(self, following: CompletionLogprobs) -> CompletionLogprobs:
         """Return these and the following ones."""
-        return CompletionLogprobs(
-            self.tokens + following.tokens,
-            self.token_logprobs + following.token_logprobs,
-            self.top_logprobs + following.top_logprobs,
-            self.text_offset + following.text_offset,
-        )
+        return CompletionLogprobs(*map(add, astuple(self), astuple(following)))
 
 
 class CompletionChoice(msgspec.Struct):
