@@ -52,9 +52,10 @@ def shard_plan(plan: ModelPlan, rank: int, ranks: int) -> ModelPlan:
 
 
 def _sharded(layer: LayerPlan, rank: Rank) -> LayerPlan:
-    state, operations = ShardedLayer(layer.attend.heads, layer.attend.kv_heads), list[Operation]()
+    attend, operations = layer.attend, list[Operation]()
+    state = ShardedLayer(rank, attend.heads, attend.kv_heads)
     for op, following in zip(layer.operations, (*layer.operations[1:], None), strict=True):
-        operations += op.shard(rank, state, following)
+        operations += op.shard(state, following)
     return LayerPlan(tuple(operations))
 
 

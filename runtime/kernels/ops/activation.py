@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .operation import Binding, Operation, Rank, Run, ShardedLayer, per_token
+from .operation import Binding, Operation, Run, ShardedLayer, per_token
 
 __all__ = ["Activate", "ActivationName", "gated_activation"]
 
@@ -63,15 +63,11 @@ class Activate(Operation):
         if self.features % ranks:
             yield f"{ranks} does not divide {self.features} features of an MLP (intermediate_size)"
 
-    def shard(
-        self, rank: Rank, layer: ShardedLayer, following: Operation | None
-    ) -> Iterator[Operation]:
-        yield replace(self, features=len(rank.part(self.features)))
+    def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
+        yield replace(self, features=len(layer.rank.part(self.features)))
 
-    def needed_units(
-        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
-    ) -> Sequence[range] | None:
-        return [rank.part(features) for features in split]
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+        return [layer.rank.part(features) for features in split]
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         return itemsize * ((4 if eager else 3) * self.features + 3 * hidden)

@@ -29,7 +29,7 @@ from torch import Tensor
 from .batch import LayerPlace, RaggedBatch
 from .kv_storage import read_blocks as read_side
 from .kv_storage import write_blocks as write_side
-from .operation import Binding, LayerStep, Operation, Rank, Run, ShardedLayer, Vector, per_token
+from .operation import Binding, LayerStep, Operation, Run, ShardedLayer, Vector, per_token
 from .parameter import Parameter, cut
 
 __all__ = [
@@ -382,21 +382,17 @@ class Attend(Operation):
         if self.kv_heads % ranks and ranks % self.kv_heads:
             yield f"{ranks} is neither a divisor nor a multiple of {self.kv_heads} kv heads"
 
-    def shard(
-        self, rank: Rank, layer: ShardedLayer, following: Operation | None
-    ) -> Iterator[Operation]:
-        heads = rank.part(self.heads)
+    def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
+        heads = layer.rank.part(self.heads)
         yield replace(
             self,
             heads=len(heads),
-            kv_heads=len(rank.kv_heads(self.kv_heads)),
+            kv_heads=len(layer.rank.kv_heads(self.kv_heads)),
             sinks=None if self.sinks is None else cut(self.sinks, [heads]),
         )
 
-    def needed_units(
-        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
-    ) -> Sequence[range] | None:
-        return layer.heads_of(rank)
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+        return layer.rank_heads
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         queries, cached = self.query_features, self.sides * self.kv_features

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..weights import dequantise
 from .activation import Activate, gated_activation
 from .linear import Projection, reference_linear
-from .operation import Binding, LayerStep, Operation, Rank, Run, ShardedLayer, Vector
+from .operation import Binding, LayerStep, Operation, Run, ShardedLayer, Vector
 from .parameter import Parameter, cut
 
 __all__ = [
@@ -163,12 +163,10 @@ class Experts(Operation):
         if self.activate.features % ranks:
             yield f"{ranks} does not divide {self.activate.features} features of an expert"
 
-    def shard(
-        self, rank: Rank, layer: ShardedLayer, following: Operation | None
-    ) -> Iterator[Operation]:
+    def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
         """Each expert with the rank's part of its features."""
         width = self.activate.features
-        part = rank.part(width)
+        part = layer.rank.part(width)
         # Of each expert the gate, then the up.
         rows = [
             range(start + part.start, start + part.stop)
@@ -177,12 +175,12 @@ class Experts(Operation):
         yield replace(
             self,
             gate_up=cut(self.gate_up, rows),
-            down=rank.columns(self.down),
+            down=layer.rank.columns(self.down),
             activate=replace(self.activate, features=len(part)),
             gate_up_bias=None if self.gate_up_bias is None else cut(self.gate_up_bias, rows),
-            down_bias=rank.once(self.down_bias),
+            down_bias=layer.rank.once(self.down_bias),
         )
-        yield rank.sum(self.router.shape[1])
+        yield layer.rank.sum(self.router.shape[1])
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         return activation_bytes(self, hidden, itemsize)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .norms import RMSNorm
-from .operation import Binding, LayerStep, Operation, Rank, Run, ShardedLayer, per_token
+from .operation import Binding, LayerStep, Operation, Run, ShardedLayer, per_token
 from .parameter import Parameter, cut_heads
 from .rotation import rotate
 
@@ -78,12 +78,8 @@ class LatentRotate(LatentOperation):
     """The first coordinate of cosines and sines."""
 
     def bind(self, to: Binding) -> Run:
-        heads, sizes, interleaved, kind = (
-            self.heads,
-            (self.nope, self.rope),
-            self.interleaved,
-            self.kind,
-        )
+        heads, sizes = self.heads, (self.nope, self.rope)
+        interleaved, kind = self.interleaved, self.kind
 
         def run(value: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, ...]:
             q_TF, latent_TR, key_TE = value
@@ -96,26 +92,20 @@ class LatentRotate(LatentOperation):
 
         return run
 
-    def shard(
-        self, rank: Rank, layer: ShardedLayer, following: Operation | None
-    ) -> Iterator[Operation]:
-        yield replace(self, heads=len(rank.part(self.heads)))
+    def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
+        yield replace(self, heads=len(layer.rank.part(self.heads)))
 
-    def needed_units(
-        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
-    ) -> Sequence[range] | None:
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
         first, *others = split
-        return rank.part(first), *map(range, others)
+        return layer.rank.part(first), *map(range, others)
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueriesToLatent(LatentOperation):
-    """Project the queries to the latent space: (queries `[T, H, E]`, latent, rotated key).
-
-    It and `LatentToValues` share one parameter, `[H, keys + values, rank]`.
-    """
+class HeadOperation(LatentOperation):
+    """A product with `HeadProjection`: two operations of a layer share its parameter."""
 
     kv_up: Parameter
+    """`[H, keys + values, rank]`."""
     keys: int
     """Elements of a head's key."""
 
@@ -123,9 +113,22 @@ class QueriesToLatent(LatentOperation):
     def parameters(self) -> tuple[Parameter, ...]:
         return (self.kv_up,)
 
+    def module(self, to: Binding) -> HeadProjection:
+        """Return the module that holds the parameter."""
+        found: HeadProjection = to.module(self.kv_up, lambda: HeadProjection(self.keys))
+        return found
+
+    def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
+        kv_up = cut_heads(self.kv_up, layer.rank.part(layer.heads), layer.heads)
+        yield replace(self, kv_up=kv_up)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueriesToLatent(HeadOperation):
+    """Project the queries to the latent space: (queries `[T, H, E]`, latent, rotated key)."""
+
     def bind(self, to: Binding) -> Run:
-        kv_up = to.module(self.kv_up, lambda: HeadProjection(self.keys))
-        project = per_token(to.kernels, kv_up.queries_to_latent)
+        project = per_token(to.kernels, self.module(to).queries_to_latent)
 
         def run(
             value: tuple[Tensor, Tensor, Tensor, Tensor], step: LayerStep
@@ -135,12 +138,6 @@ class QueriesToLatent(LatentOperation):
             return q_THC, latent_TR, key_T1E
 
         return run
-
-    def shard(
-        self, rank: Rank, layer: ShardedLayer, following: Operation | None
-    ) -> Iterator[Operation]:
-        kv_up = cut_heads(self.kv_up, rank.part(layer.heads), layer.heads)
-        yield replace(self, kv_up=kv_up)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,28 +162,14 @@ class LatentKeys(LatentOperation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentToValues(LatentOperation):
+class LatentToValues(HeadOperation):
     """Project the output of attention, weighted sums of latents `[T, H * rank]`, to values."""
 
-    kv_up: Parameter
-    keys: int
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        return (self.kv_up,)
-
     def bind(self, to: Binding) -> Run:
-        kv_up = to.module(self.kv_up, lambda: HeadProjection(self.keys))
-        project = per_token(to.kernels, kv_up.latent_to_values)
+        project = per_token(to.kernels, self.module(to).latent_to_values)
         heads = self.kv_up.shape[0]
 
         def run(attended_TF: Tensor, step: LayerStep) -> Tensor:
             return project(attended_TF.unflatten(1, (heads, -1))).flatten(1)
 
         return run
-
-    def shard(
-        self, rank: Rank, layer: ShardedLayer, following: Operation | None
-    ) -> Iterator[Operation]:
-        kv_up = cut_heads(self.kv_up, rank.part(layer.heads), layer.heads)
-        yield replace(self, kv_up=kv_up)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..choice import Kernels
 from ..weights import dequantise
-from .operation import Binding, Operation, Rank, Run, ShardedLayer, on_part
+from .operation import Binding, Operation, Run, ShardedLayer, on_part
 from .parameter import Parameter, cut
 
 BLOCK = 32
@@ -269,17 +269,17 @@ class Linear(Operation):
             return lambda x_TF, step: linear(x_TF).split(sizes, dim=-1)
         return lambda x_TF, step: linear(x_TF).unflatten(1, (-1, unit)).split(sizes, dim=1)
 
-    def shard(
-        self, rank: Rank, layer: ShardedLayer, following: Operation | None
-    ) -> Iterator[Operation]:
+    def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
         if layer.is_cut:  # each rank multiplies its part of the input; one adds the bias
             layer.is_cut = False
-            yield replace(self, weight=rank.columns(self.weight), bias=rank.once(self.bias))
-            yield rank.sum(self.out_features)
+            yield replace(
+                self, weight=layer.rank.columns(self.weight), bias=layer.rank.once(self.bias)
+            )
+            yield layer.rank.sum(self.out_features)
             return
         assert following is not None, "a product before the end of a layer"
         split = self.split or (self.out_features,)
-        kept = following.needed_units(rank, split, layer)
+        kept = following.needed_units(split, layer)
         layer.is_cut = kept is not None
         if kept is None:
             yield self

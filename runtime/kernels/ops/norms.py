@@ -16,7 +16,6 @@ from .operation import (
     Binding,
     LayerStep,
     Operation,
-    Rank,
     Run,
     ShardedLayer,
     collectives_of,
@@ -103,10 +102,8 @@ class Norm(Operation):
         norm = to.module(self.weight, self.module)
         return on_part(per_token(to.kernels, norm), self.part)
 
-    def needed_units(
-        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
-    ) -> Sequence[range] | None:
-        return None if self.part == 0 else super().needed_units(rank, split, layer)
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+        return None if self.part == 0 else super().needed_units(split, layer)
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         return itemsize * 2 * hidden + (12 * hidden if eager else 0)
@@ -200,20 +197,16 @@ class QKNorm(Operation):
 
         return run
 
-    def shard(
-        self, rank: Rank, layer: ShardedLayer, following: Operation | None
-    ) -> Iterator[Operation]:
+    def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
         if not self.all_heads:
             yield self
             return
         yield replace(
             self,
-            q=cut_heads(self.q, rank.part(layer.heads), layer.heads),
-            k=cut_heads(self.k, rank.kv_heads(layer.kv_heads), layer.kv_heads),
-            ranks=rank.ranks,
+            q=cut_heads(self.q, layer.rank.part(layer.heads), layer.heads),
+            k=cut_heads(self.k, layer.rank.kv_heads(layer.kv_heads), layer.kv_heads),
+            ranks=layer.rank.ranks,
         )
 
-    def needed_units(
-        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
-    ) -> Sequence[range] | None:
-        return layer.heads_of(rank)
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+        return layer.rank_heads

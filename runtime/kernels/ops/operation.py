@@ -119,16 +119,18 @@ class Rank:
 class ShardedLayer:
     """What the operations of a layer must know of one another when ranks split it."""
 
+    rank: Rank
     heads: int
     """Query heads of the whole layer."""
     kv_heads: int
     is_cut: bool = False
     """Whether each rank has a part of the value at this point."""
 
-    def heads_of(self, rank: Rank) -> tuple[range, range, range]:
-        """Return the heads of queries, keys and values of a rank."""
-        kv_heads = rank.kv_heads(self.kv_heads)
-        return rank.part(self.heads), kv_heads, kv_heads
+    @property
+    def rank_heads(self) -> tuple[range, range, range]:
+        """The heads of queries, keys and values of the rank."""
+        kv_heads = self.rank.kv_heads(self.kv_heads)
+        return self.rank.part(self.heads), kv_heads, kv_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,25 +171,19 @@ class Operation:
         """Yield what keeps a number of ranks from splitting it."""
         return iter(())
 
-    def shard(
-        self, rank: Rank, layer: ShardedLayer, following: Operation | None
-    ) -> Iterator[Operation]:
+    def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
         """Yield the operations of a rank in its place.
 
         Args:
-            rank: of the group.
             layer: updated by operations that cut the value, or sum its parts.
             following: the next operation of the whole layer.
         """
         yield self
 
-    def needed_units(
-        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
-    ) -> Sequence[range] | None:
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
         """Return the units of each part of its input that a rank needs; None: all of all.
 
         Args:
-            rank: of the group.
             split: units of the parts.
             layer: the whole layer.
         """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .operation import Binding, LayerStep, Operation, Rank, Run, ShardedLayer
+from .operation import Binding, LayerStep, Operation, Run, ShardedLayer
 
 __all__ = ["Rotate", "rotate"]
 
@@ -50,7 +50,5 @@ class Rotate(Operation):
 
         return run
 
-    def needed_units(
-        self, rank: Rank, split: tuple[int, ...], layer: ShardedLayer
-    ) -> Sequence[range] | None:
-        return layer.heads_of(rank)
+    def needed_units(self, split: tuple[int, ...], layer: ShardedLayer) -> Sequence[range] | None:
+        return layer.rank_heads

@@ -1,14 +1,14 @@
-"""The operations and traits that the Triton kernels of a layer support. Imports no triton.
+"""Which kernels a layer of a plan is: neighbouring operations that one kernel computes.
 
-Which kernels a layer of a plan is: neighbouring operations that one kernel computes.
-
-Knows shapes and no tensors; imports no triton.
+Also the operations and traits that the kernels support. Knows shapes and no tensors; imports no
+triton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..ops.activation import Activate
 from ..ops.attention import Attend
@@ -150,55 +150,23 @@ class Mixture:
 Fused = NormLinear | GateUp | Attention | ResidualLinear | Activation | Mixture
 
 
-def _without_norm(linear: Linear, *rest: Operation) -> Fused:
-    match rest:
-        case (Activate() as activate,):
-            return GateUp(None, linear, activate)
-        case (Residual() as residual,):
-            return ResidualLinear(linear, None, residual.scale)
-        case _:
-            return NormLinear(None, linear)
-
-
-def _after_norm(linear: Linear, norm: Norm, residual: Residual) -> Fused:
-    _require_no_scale(residual)
-    return ResidualLinear(linear, norm)
-
-
-def _require_no_scale(residual: Residual) -> None:
-    if residual.scale != 1.0:
-        raise ValueError("residual with scale after a norm")
-
-
-def _mixture(*operations: Operation) -> Fused:
-    norm, *rest = operations if isinstance(operations[0], Norm) else (None, *operations)
-    assert norm is None or isinstance(norm, Norm)
-    match rest:
-        case (Experts() as experts, Residual() as residual):
-            return Mixture(norm, experts, None, residual.scale)
-        case (Experts() as experts, Norm() as output_norm, Residual() as residual):
-            _require_no_scale(residual)
-            return Mixture(norm, experts, output_norm)
-    raise AssertionError(operations)
-
-
 _PATTERNS: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
     ((Norm, Linear, Activate), GateUp),
     ((Norm, Linear), NormLinear),
     ((QKNorm, Rotate, Attend), Attention),
-    ((Rotate, Attend), lambda rotate, attend: Attention(None, rotate, attend)),
-    ((Linear, Norm, Residual), _after_norm),
-    ((Linear, Residual), _without_norm),
+    ((Rotate, Attend), partial(Attention, None)),
+    ((Linear, Norm, Residual), lambda linear, norm, residual: ResidualLinear(linear, norm)),
+    ((Linear, Residual), lambda linear, residual: ResidualLinear(linear, None, residual.scale)),
     ((Activate,), Activation),
-    ((Norm, Experts, Residual), _mixture),
-    ((Norm, Experts, Norm, Residual), _mixture),
+    ((Norm, Experts, Residual), lambda norm, op, residual: Mixture(norm, op, None, residual.scale)),
+    ((Norm, Experts, Norm, Residual), lambda *operations: Mixture(*operations[:3])),
 ]
 """The first that fits the next operations of a layer is one kernel."""
 _OF_HIDDEN_STATES: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
-    ((Linear, Activate), _without_norm),
-    ((Linear,), _without_norm),
-    ((Experts, Residual), _mixture),
-    ((Experts, Norm, Residual), _mixture),
+    ((Linear, Activate), partial(GateUp, None)),
+    ((Linear,), partial(NormLinear, None)),
+    ((Experts, Residual), lambda op, residual: Mixture(None, op, None, residual.scale)),
+    ((Experts, Norm, Residual), lambda op, norm, residual: Mixture(None, op, norm)),
 ]
 """Tried after these where the value is the hidden states: of layers that norm only outputs."""
 
@@ -240,6 +208,8 @@ def fuse(layer: LayerPlan) -> tuple[Fused, ...]:
         for kinds, make in _PATTERNS + (_OF_HIDDEN_STATES if of_hidden else []):
             if taken := _taken(kinds, left):
                 parts = [op for op in taken if not isinstance(op, AllReduce)]
+                if kinds[-2:] == (Norm, Residual) and "scale" in parts[-1].traits:
+                    raise ValueError("residual with scale after a norm")
                 fused = make(*parts)
                 if isinstance(fused, ResidualLinear | Mixture):
                     fused = replace(fused, sums=len(parts) < len(taken))
