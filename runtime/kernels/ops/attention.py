@@ -40,6 +40,7 @@ __all__ = [
     "paged_attention",
     "reference_attend",
     "reference_paged_attention",
+    "tempered",
 ]
 
 
@@ -362,7 +363,7 @@ class Attend(Operation):
         attention, place, features = to.kernels.attention, to.place, self.features
         temper = None
         if self.temperature is not None:
-            temper = per_token(to.kernels, partial(_tempered, self.temperature))
+            temper = per_token(to.kernels, partial(tempered, self.temperature))
         constants = (self.scale, self.window, self.softcap, to.storage, self.value_dim, self.chunk)
 
         def run(value: tuple[Tensor, ...], step: LayerStep) -> Tensor:
@@ -400,7 +401,7 @@ class Attend(Operation):
         return held + (12 * queries if eager else 0)
 
 
-def _tempered(temperature: AttentionTemperature, q_THE: Tensor, positions_T: Tensor) -> Tensor:
+def tempered(temperature: AttentionTemperature, q_THE: Tensor, positions_T: Tensor) -> Tensor:
     """Multiply queries by the temperature of their positions, in float32."""
     floors_T = torch.floor((positions_T.float() + 1.0) / temperature.floor)
     factors_T = torch.log1p(floors_T) * temperature.scale + 1.0

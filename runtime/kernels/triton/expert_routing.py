@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..ops.experts import Experts, ExpertTensors, reference_choice
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .linear import FEW_ROWS
+from .linear import FEW_ROWS, GpuLinear
+from .matmul import RowSizes, tiled_product
 
 __all__ = ["Routed", "choose_experts", "reference_routed", "reference_routing", "route"]
 
@@ -68,12 +69,11 @@ def router_logits(
     tokens, hidden = x_TD.shape
     routed = router_RD.shape[0]
     logits_TR = x_TD.new_empty(tokens, routed, dtype=torch.float32)
-    arguments = (x_TD, router_RD, bias_R, logits_TR, tokens, routed)
     if tokens <= FEW_ROWS and not any_tokens:
         call_kernel(
             router_of_few_rows,
             (triton.cdiv(routed, _ROUTER_ROWS), tokens),
-            *arguments,
+            *(x_TD, router_RD, bias_R, logits_TR, tokens, routed),
             D=hidden,
             BLOCK_R=_ROUTER_ROWS,
             BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
@@ -81,17 +81,9 @@ def router_logits(
         return logits_TR
     wide = x_TD.dtype == torch.float32
     block_t = 16 if tokens <= 16 or wide or any_tokens else 32
-    call_kernel(
-        router_product,
-        (triton.cdiv(tokens, block_t), triton.cdiv(routed, 16)),
-        *arguments,
-        num_warps=4,
-        D=hidden,
-        BLOCK_T=block_t,
-        BLOCK_R=16,
-        BLOCK_D=64 if wide else 256,  # few programs: each has 24 KiB of the router on their way
-        STAGES=2 if wide else 4,
-    )
+    # Few programs: each has 24 KiB of the router on their way.
+    sizes = RowSizes(block_t, 16, 64, 2) if wide else RowSizes(block_t, 16, 256, 4)
+    tiled_product(x_TD, GpuLinear(router_RD, bias=bias_R), logits_TR, sizes)
     return logits_TR
 
 
@@ -172,32 +164,6 @@ def router_of_few_rows(  # type: ignore[no-untyped-def]
         sums += w * tl.load(x_row + at, mask=at < D, other=0.0).to(tl.float32)[None, :]
     logits = tl.sum(sums, axis=1) + bias
     tl.store(logits_ptr + tl.program_id(1) * R + r, logits, mask=r < R)
-
-
-@triton.jit(do_not_specialize=["T"])
-def router_product(  # type: ignore[no-untyped-def]
-    x_ptr, router_ptr, bias_ptr, logits_ptr, T, R,
-    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (i, j): the logits of `BLOCK_R` experts for `BLOCK_T` tokens."""
-    let_dependents_start(PDL)
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    x_rows = x_ptr + tl.minimum(t, T - 1).to(tl.int64)[:, None] * D
-    w_rows = router_ptr + tl.minimum(r, R - 1).to(tl.int64)[None, :] * D
-    bias = 0.0
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + tl.minimum(r, R - 1)).to(tl.float32)[None, :]
-    wait_for_inputs(PDL)
-    sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    for start in tl.range(0, D, BLOCK_D, num_stages=STAGES):
-        d = start + tl.arange(0, BLOCK_D)
-        x = tl.load(x_rows + d[None, :], mask=(d < D)[None, :], other=0.0)
-        w = tl.load(w_rows + d[:, None], mask=(d < D)[:, None], other=0.0)
-        sums = tl.dot(x, w, sums, input_precision="ieee")
-    place = logits_ptr + t.to(tl.int64)[:, None] * R + r[None, :]
-    tl.store(place, sums + bias, mask=(t < T)[:, None] & (r < R)[None, :])
 
 
 @triton.jit

@@ -19,7 +19,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..ops.linear import reference_linear as linear_of_weight
+from ..ops.norms import RMSNorm
 
 __all__ = [
     "EXPERT_PRODUCTS",
@@ -134,15 +137,9 @@ def row_class(rows: int) -> int:
 
 def reference_linear(x_TK: Tensor, linear: GpuLinear) -> Tensor:
     """The product in plain torch, accumulated in float32 and rounded once: `[T, N]`."""
-    weight_NK = linear.weight.float()
-    if linear.scales is not None and linear.scales.dim() == 2:
-        scale_NK = linear.scales.repeat_interleave(SCALE_BLOCK, 1)[:, : weight_NK.shape[1]]
-        weight_NK = weight_NK * scale_NK
-    out_TN = x_TK.float() @ weight_NK.T
-    if linear.scales is not None and linear.scales.dim() == 1:
-        out_TN = out_TN * linear.scales
-    if linear.bias is not None:
-        out_TN = out_TN + linear.bias.float()
+    weight = linear.weight if linear.scales is not None else linear.weight.float()
+    bias = None if linear.bias is None else linear.bias.float()
+    out_TN = linear_of_weight(x_TK.float(), weight, bias, len(weight), linear.scales)
     return out_TN.to(x_TK.dtype)
 
 
@@ -150,11 +147,10 @@ def reference_norm(x_TK: Tensor, norm: GpuNorm | None) -> Tensor:
     """`ops.norms.RMSNorm`; the rows themselves without one."""
     if norm is None:
         return x_TK
-    x = x_TK.float()
-    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
-    if norm.offset:
-        return (x * (1.0 + norm.weight.float())).to(x_TK.dtype)
-    return norm.weight * x.to(x_TK.dtype)
+    module = RMSNorm(norm.eps, offset=norm.offset)
+    module.weight = nn.Parameter(norm.weight, requires_grad=False)
+    found: Tensor = module(x_TK)
+    return found
 
 
 PREFETCH_BUDGET = 24 << 20

@@ -4,7 +4,8 @@ Shapes: T rows, N output features, K input features.
 
 Weights in the model's dtype go to the library's matrix product. Weights of 8 bits are brought to
 the model's dtype on the way to the tensor cores, tile by tile, which is exact; sums are multiplied
-by the scales. The same kernel computes all products of a batch-invariant engine.
+by the scales. The same kernel computes the logits of a router, and all products of a
+batch-invariant engine.
 
 A row of the result is one chain of tensor-core products over blocks of input features in ascending
 order. Input features are not split (split-K): partial sums would need memory for T rows each.
@@ -30,13 +31,15 @@ from .linear import GpuLinear
 from .linear_tiles import as_operand
 from .quantised import kernel_weight
 
-__all__ = ["library_linear", "linear_of_any_rows"]
+__all__ = ["RowSizes", "library_linear", "linear_of_any_rows", "tiled_product"]
 
 _SHARE = 0.7
 """Programs for each multiprocessor that are enough to choose larger blocks."""
 
 
-class _Sizes(NamedTuple):
+class RowSizes(NamedTuple):
+    """Of the tiles of a product: rows, output features, input features and stages."""
+
     block_t: int
     block_n: int
     block_k: int
@@ -60,17 +63,18 @@ def library_linear(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
     sizes = _sizes(n, x_TK.dtype, multiprocessors)
     many = rows > 64 and x_TK.dtype != torch.float32
     if many and -(-rows // 128) * -(-n // 128) >= _SHARE * multiprocessors:
-        sizes = _Sizes(128, 128, 64, 4, num_warps=8)
-    _product(x_TK, linear, out_TN, sizes)
+        sizes = RowSizes(128, 128, 64, 4, num_warps=8)
+    tiled_product(x_TK, linear, out_TN, sizes)
 
 
 def linear_of_any_rows(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
     """As `library_linear`; the bits of a row do not depend on T, nor on the other rows."""
     sizes = _sizes(out_TN.shape[1], x_TK.dtype, num_multiprocessors(x_TK.device))
-    _product(x_TK, linear, out_TN, sizes)
+    tiled_product(x_TK, linear, out_TN, sizes)
 
 
-def _product(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor, sizes: _Sizes) -> None:
+def tiled_product(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor, sizes: RowSizes) -> None:
+    """`out = linear(x)` in tiles of these sizes; `out` may have another dtype than `x`."""
     rows, n = out_TN.shape
     weight, storage = kernel_weight(linear)
     call_kernel(
@@ -93,14 +97,14 @@ def _product(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor, sizes: _Sizes) -> 
     )
 
 
-def _sizes(n: int, dtype: torch.dtype, multiprocessors: int) -> _Sizes:
+def _sizes(n: int, dtype: torch.dtype, multiprocessors: int) -> RowSizes:
     """Return the sizes for a weight of N rows; none of them spills registers."""
     if dtype == torch.float32:  # multiplied by the ordinary units, from registers
-        return _Sizes(16, 32, 32, 2)
+        return RowSizes(16, 32, 32, 2)
     for block_n in (128, 64):
         if n >= _SHARE * multiprocessors * block_n:
-            return _Sizes(64, block_n, 64, 4)
-    return _Sizes(64, 32, 128, 4)
+            return RowSizes(64, block_n, 64, 4)
+    return RowSizes(64, 32, 128, 4)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..ops.attention import AttentionTemperature
+from ..ops.attention import tempered as tempered_queries
+from ..ops.rotation import rotate
 from .linear import GpuNorm, reference_norm
 from .linear_tiles import normed
 
@@ -134,21 +135,15 @@ def reference_rotated(
     q_THE: Tensor, k_TGE: Tensor, rotation: HeadRotation, positions_T: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys, normed where the model norms them, and rotated; queries times their
-    temperature. As `ops.norms.RMSNorm` and `ops.rotation.rotate`."""
-    weights = rotation.q_norm, rotation.k_norm
-    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
+    temperature."""
     rotated = []
-    for x, weight in zip((q_THE, k_TGE), weights, strict=True):
+    for x, weight in ((q_THE, rotation.q_norm), (k_TGE, rotation.k_norm)):
         if weight is not None:
             vectors = x.flatten(1) if rotation.all_heads else x
             norm = GpuNorm(weight, rotation.eps, rotation.offset_norms)
             x = reference_norm(vectors, norm).view(x.shape)
-        first, second = x.float().chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        rotated.append(turned.to(x.dtype))
+        rotated.append(rotate(x, rotation.cos, rotation.sin))
     q_THE, k_TGE = rotated
     if rotation.temperature is not None:
-        floors_T = torch.floor((positions_T.float() + 1.0) / rotation.temperature.floor)
-        factors_T = torch.log1p(floors_T) * rotation.temperature.scale + 1.0
-        q_THE = (q_THE * factors_T[:, None, None]).to(q_THE.dtype)
+        q_THE = tempered_queries(rotation.temperature, q_THE, positions_T)
     return q_THE, k_TGE
