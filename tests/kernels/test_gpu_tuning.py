@@ -27,6 +27,7 @@ from stepgraph.runtime.kernels.triton.linear import (
     ROW_CLASSES,
     GpuLinear,
     LinearConfig,
+    ProductSizes,
     bounded_prefetch,
     candidate_configs,
     default_config,
@@ -63,9 +64,9 @@ def test_candidates_are_launchable(kernel: str) -> None:
     for rows, (n, k), weight_bytes, tight in itertools.product(
         ROW_CLASSES, SHAPES, (1, 2, 4), (False, True)
     ):
-        sizes = (kernel, rows, n, k, weight_bytes, 132)
-        configs = candidate_configs(*sizes, tight=tight)
-        assert configs[0] == default_config(*sizes, tight=tight)
+        sizes = ProductSizes(kernel, rows, n, k, weight_bytes, 132, tight)
+        configs = candidate_configs(sizes)
+        assert configs[0] == default_config(sizes)
         assert len(set(configs)) == len(configs)
         for size in itertools.chain(*((config.block_n, config.block_k) for config in configs)):
             assert size >= 1
@@ -87,10 +88,10 @@ def prefetched(config: LinearConfig, n: int, k: int) -> int:
 
 
 def test_prefetch_is_rounded_to_what_kernels_request() -> None:
-    config, sizes = LinearConfig(16, 256), ("gate_up", 8192, 2048, 2)
+    config, sizes = LinearConfig(16, 256), ProductSizes("gate_up", 1, 8192, 2048, 2, 132)
     assert prefetched(config, 8192, 2048) == 0
-    assert prefetched(bounded_prefetch(config, *sizes, 24 << 20), 8192, 2048) == 6
-    assert prefetched(bounded_prefetch(config, *sizes, 64 << 20), 8192, 2048) == 16
+    assert prefetched(bounded_prefetch(config, sizes, 24 << 20), 8192, 2048) == 6
+    assert prefetched(bounded_prefetch(config, sizes, 64 << 20), 8192, 2048) == 16
     assert prefetched(replace(config, prefetch=1 << 30), 8192, 2048) == 16
     assert prefetched(replace(config, prefetch=1 << 30), 8192, 2047) == 0, "rows are not aligned"
 
@@ -165,8 +166,8 @@ def test_what_is_stored_is_found_under_its_key_alone(field: str) -> None:
 
 def test_the_best_is_what_was_tuned_or_the_default() -> None:
     shape = ("residual_linear", 2, 96, 64, BF16, torch.int8, CPU)
-    default = default_config("residual_linear", 2, 96, 64, 1, num_multiprocessors(CPU))
-    assert best_config(*shape) == default != TUNED.config
+    sizes = ProductSizes("residual_linear", 2, 96, 64, 1, num_multiprocessors(CPU))
+    assert best_config(*shape) == default_config(sizes) != TUNED.config
     tuning.store({tuning.tuning_key(*shape): TUNED})
     assert best_config(*shape) == TUNED.config
 
@@ -226,7 +227,7 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "CONTEXT", 20)
     monkeypatch.setattr(tune, "LAYERS", 1)
     candidates, of_experts = tuning.candidate_configs, tiles.candidate_tiles
-    monkeypatch.setattr(tuning, "candidate_configs", lambda *a, **k: candidates(*a, **k)[:4:3])
+    monkeypatch.setattr(tuning, "candidate_configs", lambda sizes: candidates(sizes)[:4:3])
     monkeypatch.setattr(tiles, "candidate_tiles", lambda *a, **k: of_experts(*a, **k)[:4:3])
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "LinearConfig",
     "PREFETCH_BUDGET",
     "Pending",
+    "ProductSizes",
     "ROW_CLASSES",
     "SCALE_BLOCK",
     "STORAGES",
@@ -158,32 +159,43 @@ PREFETCH_BUDGET = 24 << 20
 default a larger weight is not prefetched at all; tuning also tries to prefetch this much of it."""
 
 
-def default_config(
-    kernel: str,
-    rows: int,
-    n: int,
-    k: int,
-    weight_bytes: int,
-    multiprocessors: int,
-    *,
-    tight: bool = False,
-) -> LinearConfig:
-    """Return the configuration of `kernel` for up to four rows where nothing was tuned.
+class ProductSizes(NamedTuple):
+    """What the configuration of a product of up to four rows depends on."""
 
-    Args:
-        kernel: `norm_linear`, `gate_up` or `residual_linear`.
-        rows: T, or its class.
-        n: output features; of gate_up, features of the result (F).
-        k: input features.
-        weight_bytes: of an element of the weight.
-        multiprocessors: of the device.
-        tight: the kernel needs more registers than others of these sizes; see `tuning.is_tight`.
-    """
-    rows, halves = row_class(rows), weight_rows(kernel)
+    kernel: str
+    """`norm_linear`, `gate_up` or `residual_linear`."""
+    rows: int
+    """T, or its class."""
+    n: int
+    """Output features; of gate_up, features of the result (F)."""
+    k: int
+    """Input features."""
+    weight_bytes: int
+    """Of an element of the weight."""
+    multiprocessors: int
+    """Of the device."""
+    tight: bool = False
+    """Whether the kernel needs more registers than others of these sizes; see `tuning.is_tight`."""
+
+    @property
+    def halves(self) -> int:
+        """Rows of the weight for each output feature: two of gate_up."""
+        return 2 if self.kernel == "gate_up" else 1
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of the weight for each output feature."""
+        return self.halves * self.k * self.weight_bytes
+
+
+def default_config(sizes: ProductSizes) -> LinearConfig:
+    """Return the configuration of a product of up to four rows where nothing was tuned."""
+    rows, halves = row_class(sizes.rows), sizes.halves
+    n, k, weight_bytes = sizes.n, sizes.k, sizes.weight_bytes
     # Four programs to a multiprocessor, each with 16 KiB of weights on their way: in one tile, or
     # in two of half the size where there are more to come. More rows have more sums in registers.
     block_n = 1
-    while block_n < 32 and -(-n // block_n) > 4 * multiprocessors:
+    while block_n < 32 and -(-n // block_n) > 4 * sizes.multiprocessors:
         block_n *= 2
     width = 8192 // (block_n * halves * weight_bytes)
     if rows == 1 and k <= 4 * width and (weight_bytes > 1 or k <= 2 * width):
@@ -194,54 +206,36 @@ def default_config(
     while block_k < k and block_k < width:
         block_k *= 2
     scarce = rows == 4 or (rows == 2 and k % block_k == 0)  # two rows of masked tiles fit
-    num_warps = 8 if tight and scarce and block_n * halves >= 32 else 4
+    num_warps = 8 if sizes.tight and scarce and block_n * halves >= 32 else 4
     config = LinearConfig(block_n, block_k, num_warps)
-    weight_size = n * halves * k * weight_bytes
-    budget = PREFETCH_BUDGET if block_k < k and weight_size <= PREFETCH_BUDGET else 0
-    return bounded_prefetch(config, kernel, n, k, weight_bytes, budget)
+    fits = n * sizes.feature_bytes <= PREFETCH_BUDGET
+    return bounded_prefetch(config, sizes, PREFETCH_BUDGET if block_k < k and fits else 0)
 
 
-def candidate_configs(
-    kernel: str,
-    rows: int,
-    n: int,
-    k: int,
-    weight_bytes: int,
-    multiprocessors: int,
-    *,
-    tight: bool = False,
-) -> list[LinearConfig]:
-    """Return the configurations to time, the default first; arguments as for `default_config`.
+def candidate_configs(sizes: ProductSizes) -> list[LinearConfig]:
+    """Return the configurations to time, the default first.
 
     They have sizes around the default ones, and prefetch nothing of the weight, a bounded part, or
     all.
     """
-    default = default_config(kernel, rows, n, k, weight_bytes, multiprocessors, tight=tight)
+    default = default_config(sizes)
     configs = [default]
-    budgets = (0, PREFETCH_BUDGET, n * weight_rows(kernel) * k * weight_bytes)
+    budgets = (0, PREFETCH_BUDGET, sizes.n * sizes.feature_bytes)
     for size_n, size_k, budget in itertools.product((0.5, 1, 2), (0.5, 1, 2), budgets):
         block_n, block_k = int(default.block_n * size_n), int(default.block_k * size_k)
         for num_warps in (4, 8) if size_n == 1 else (4,):
             config = LinearConfig(block_n, block_k, num_warps)
             if block_n >= 1 and block_k >= 16:
-                configs.append(bounded_prefetch(config, kernel, n, k, weight_bytes, budget))
+                configs.append(bounded_prefetch(config, sizes, budget))
     return list(dict.fromkeys(configs))
 
 
-def weight_rows(kernel: str) -> int:
-    """Rows of the weight for each output feature: two of gate_up."""
-    return 2 if kernel == "gate_up" else 1
-
-
-def bounded_prefetch(
-    config: LinearConfig, kernel: str, n: int, k: int, weight_bytes: int, budget_bytes: int
-) -> LinearConfig:
+def bounded_prefetch(config: LinearConfig, sizes: ProductSizes, budget_bytes: int) -> LinearConfig:
     """Return `config` with programs that together prefetch at most `budget_bytes` of the weight.
 
-    They prefetch all of a weight that is not larger. Arguments as for `default_config`.
+    They prefetch all of a weight that is not larger.
     """
-    feature_bytes = weight_rows(kernel) * k * weight_bytes
-    share = config.block_n * feature_bytes
-    if n * feature_bytes > budget_bytes:
-        share = min(share, budget_bytes // -(-n // config.block_n))
-    return replace(config, prefetch=share - share % feature_bytes)
+    share = config.block_n * sizes.feature_bytes
+    if sizes.n * sizes.feature_bytes > budget_bytes:
+        share = min(share, budget_bytes // -(-sizes.n // config.block_n))
+    return replace(config, prefetch=share - share % sizes.feature_bytes)

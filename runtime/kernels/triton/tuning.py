@@ -31,6 +31,7 @@ from .kernel_calls import compute_capability, num_multiprocessors
 from .linear import (
     EXPERT_PRODUCTS,
     LinearConfig,
+    ProductSizes,
     candidate_configs,
     default_config,
     row_class,
@@ -124,8 +125,8 @@ def tuning_key(
 ) -> TuningKey:
     """Return the key of a kernel as it would run here.
 
-    Arguments as for `default_config`; of `EXPERT_PRODUCTS` rows are tokens, and the last two as in
-    `TuningKey`. Raises ValueError for more than four rows of other kernels.
+    Arguments as in `TuningKey`; of `EXPERT_PRODUCTS` rows are tokens. Raises ValueError for more
+    than four rows of other kernels.
     """
     by_token = kernel in EXPERT_PRODUCTS
     return TuningKey(
@@ -144,6 +145,8 @@ def tuning_key(
 
 
 _Candidates = Callable[[], list[LinearConfig]]
+_Shape = tuple[str, int, int, int, torch.dtype, torch.dtype, torch.device]
+"""The first arguments of `tuning_key`."""
 
 
 class _Trial(NamedTuple):
@@ -201,25 +204,15 @@ def best_config(
     """
     shape = (kernel, rows, n, k, dtype, weight_dtype, device)
     choose = _best_config if _trial.get() is None else _best_config.__wrapped__
-    return choose(*shape, num_multiprocessors(device), is_tight(pending))
+    return choose(shape, num_multiprocessors(device), is_tight(pending))
 
 
 @cache
-def _best_config(
-    kernel: str,
-    rows: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    device: torch.device,
-    multiprocessors: int,
-    tight: bool,
-) -> LinearConfig:
-    sizes = (n, k, weight_dtype.itemsize, multiprocessors)
-    key = tuning_key(kernel, rows, n, k, dtype, weight_dtype, device)
-    tuned = lookup(key, lambda: candidate_configs(kernel, rows, *sizes, tight=tight))
-    return tuned or default_config(kernel, rows, *sizes, tight=tight)
+def _best_config(shape: _Shape, multiprocessors: int, tight: bool) -> LinearConfig:
+    weight_dtype = shape[5]
+    sizes = ProductSizes(*shape[:4], weight_dtype.itemsize, multiprocessors, tight)
+    tuned = lookup(tuning_key(*shape), lambda: candidate_configs(sizes))
+    return tuned or default_config(sizes)
 
 
 def is_tight(pending: bool) -> bool:
