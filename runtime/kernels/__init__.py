@@ -36,7 +36,6 @@ from .ops.linear import (
     packed_embedding,
     packed_linear,
     reference_linear,
-    reference_packed_embedding,
 )
 from .ops.stack import DecoderStack, DecodeStep, Stack, stack_obstacle
 from .packed_memory import PackedMemory
@@ -173,7 +172,6 @@ __all__ = [
     "pack_linear",
     "packed_bytes",
     "packed_embedding",
-    "reference_packed_embedding",
     "can_pack",
     "KernelBuildError",
     "batch_invariant_kernels",

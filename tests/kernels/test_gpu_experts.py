@@ -22,6 +22,7 @@ from stepgraph.runtime.kernels.triton.expert_blocks import (
 from stepgraph.runtime.kernels.triton.expert_routing import (
     choose_experts,
     reference_routed,
+    reference_routing,
     router_logits,
 )
 from stepgraph.runtime.kernels.triton.expert_tiles import ExpertSizes, block_rows, default_tiles
@@ -144,10 +145,7 @@ def test_there_are_blocks_for_any_choice(counts: list[int]) -> None:
 def run(mixture: Mixture, x: Tensor, live: Tensor | None, way: str, **ends: Any) -> Tensor:
     """The result of one way of computing the products, in poisoned memory."""
     op, tensors = mixture.op, mixture.tensors
-    logits = x.float() @ tensors.router.float().T
-    if tensors.router_bias is not None:
-        logits = logits + tensors.router_bias.float()
-    routed = reference_routed(op, logits, tensors.correction, live)
+    routed = reference_routing(op, x, tensors, live)
     out = poisoned(*x.shape, dtype=x.dtype)
     sizes = ExpertSizes.of(op, len(x), x.dtype, tensors.gate_up, tensors.gate_up_scales)
     configs = [default_tiles(kernel, sizes, way) for kernel in EXPERT_PRODUCTS]

@@ -21,8 +21,6 @@ from stepgraph.runtime.kernels import (
     reference_paged_attention,
 )
 from stepgraph.runtime.kernels.ops.attention import AttentionTemperature
-from stepgraph.runtime.kernels.ops.norms import RMSNorm
-from stepgraph.runtime.kernels.ops.rotation import rotate
 from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton import prefill_attention as prefill_module
 from stepgraph.runtime.kernels.triton import split_attention as sa
@@ -242,20 +240,6 @@ def random_rotation(
     weights = [torch.randn(n, device=DEVICE).to(dtype) if norms else None for n in sizes]
     angles = 100 * torch.rand(tokens, width // 2, device=DEVICE)
     return HeadRotation(*weights, 1e-6, offset, angles.cos(), angles.sin(), temperature)
-
-
-@pytest.mark.parametrize("offset", [False, True])
-def test_the_reference_of_rotations_is_what_models_do(offset: bool) -> None:
-    rotation = random_rotation(3, (4, 2, 14), BF16, norms="heads", offset=offset)
-    q, k = torch.randn(3, 4, 14).to(DEVICE, BF16), torch.randn(3, 2, 14).to(DEVICE, BF16)
-    expected = []
-    for x, weight in ((q, rotation.q_norm), (k, rotation.k_norm)):
-        assert weight is not None
-        norm = RMSNorm(1e-6, offset=offset)
-        norm.weight = torch.nn.Parameter(weight, requires_grad=False)
-        expected.append(rotate(norm(x), rotation.cos, rotation.sin))
-    found = reference_rotated(q, k, rotation, torch.zeros(3, device=DEVICE))
-    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("splits", [2, pytest.param(5, marks=pytest.mark.slow), 8])

@@ -41,7 +41,6 @@ def test_sums_belong_to_the_products_before_them(variant: str) -> None:
         fused = fuse(of_rank)
         summed = [f for f in fused if isinstance(f, ResidualLinear | Mixture) and f.sums]
         assert len(summed) == sum(isinstance(op, AllReduce) for op in of_rank.operations) == 2
-        assert [type(f) for f in fused] == [type(f) for f in fuse(layer)]
         assert [f.name for f in fused] == [f.name for f in fuse(layer)]
 
 

@@ -32,7 +32,7 @@ from stepgraph.runtime.models.decoder import Layer
 from torch import Tensor, nn
 
 from .expert_cases import expert_operation
-from .stack_rig import CPU, LENGTH, Rig
+from .stack_rig import CPU, Rig
 
 ROPE_KINDS = 2
 
@@ -295,11 +295,3 @@ class PlanRig(Rig):
                 amplitudes=torch.ones_like(self.decoder.frequencies),
             )
         )
-
-    def seen(self, layer: int, position: int) -> range:
-        """Positions that a token attends to in a layer."""
-        attend = self.plan.layers[layer].attend
-        begin = max(0, position - (attend.window or LENGTH) + 1)
-        if attend.chunk:
-            begin = max(begin, position - position % attend.chunk)
-        return range(begin, position + 1)

@@ -40,6 +40,7 @@ class Rig:
         self.decoder = Decoder(
             config, select_kernels(CPU, "compile", dtype, weights), dtype, CPU, groups, storage
         )
+        self.plan = self.decoder.plan
         self.make_cache(groups, config.hidden_size, config.head_dim)
 
     def make_cache(self, groups: Sequence[LayerGroup], hidden_size: int, head_dim: int) -> None:
@@ -111,8 +112,11 @@ class Rig:
 
     def seen(self, layer: int, position: int) -> range:
         """Positions that a token attends to in a layer."""
-        window = self.config.window(layer) or LENGTH
-        return range(max(0, position - window + 1), position + 1)
+        attend = self.plan.layers[layer].attend
+        begin = max(0, position - (attend.window or LENGTH) + 1)
+        if attend.chunk:
+            begin = max(begin, position - position % attend.chunk)
+        return range(begin, position + 1)
 
     def step(
         self, inputs: RaggedBatch, x_TD: torch.Tensor, *, stacked: bool = True

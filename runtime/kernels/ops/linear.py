@@ -109,11 +109,6 @@ def packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
     return rows
 
 
-def reference_packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
-    """`packed_embedding` in plain PyTorch."""
-    return packed[tokens_T // BLOCK, :, tokens_T % BLOCK].flatten(1)[:, :k]
-
-
 def packed_linear(
     x_TK: Tensor,
     packed: Tensor,

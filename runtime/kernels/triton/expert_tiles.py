@@ -25,7 +25,6 @@ from .tuning import TuningKey, lookup, tuning_key
 __all__ = [
     "ANY_PAIRS",
     "ExpertSizes",
-    "any_tiles",
     "block_rows",
     "block_tiles",
     "candidate_tiles",
@@ -166,11 +165,6 @@ def block_tiles(pairs: int, total: int, dtype: torch.dtype) -> LinearConfig:
     block_k = 32 if wide else (SCALE_BLOCK if rows == 16 else 64)
     stages = 2 if wide else 4 if rows == 16 else 3
     return LinearConfig(height, block_k, 8 if height == 128 else 4, "blocks", stages=stages)
-
-
-def any_tiles(dtype: torch.dtype) -> LinearConfig:
-    """Return sizes of `expert_blocks.py` that do not depend on the step, for `ANY_PAIRS`."""
-    return block_tiles(ANY_PAIRS, 1, dtype)
 
 
 def candidate_tiles(kernel: str, sizes: ExpertSizes, kind: str | None = None) -> list[LinearConfig]:

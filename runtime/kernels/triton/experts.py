@@ -30,7 +30,7 @@ from ..ops.experts import Experts, ExpertTensors, reference_products
 from ..ops.experts_operator import define_experts
 from .expert_blocks import down_of_blocks, gate_up_of_blocks
 from .expert_routing import Routed, route
-from .expert_tiles import ANY_PAIRS, ExpertSizes, any_tiles, expert_tiles
+from .expert_tiles import ANY_PAIRS, ExpertSizes, block_tiles, expert_tiles
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import GpuLinear, LinearConfig
 from .linear_tiles import activate, as_numbers, scaled
@@ -266,7 +266,7 @@ def experts(
     """
     rows = None
     if any_tokens:
-        rows, configs = ANY_PAIRS, (any_tiles(x_TD.dtype),) * 2
+        rows, configs = ANY_PAIRS, (block_tiles(ANY_PAIRS, 1, x_TD.dtype),) * 2
     elif configs is None:
         weight = tensors.gate_up, tensors.gate_up_scales
         configs = expert_tiles(ExpertSizes.of(op, x_TD.shape[0], x_TD.dtype, *weight))

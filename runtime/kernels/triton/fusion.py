@@ -24,7 +24,6 @@ __all__ = [
     "Activation",
     "Attention",
     "Fused",
-    "GateUp",
     "Mixture",
     "NormLinear",
     "ResidualLinear",
@@ -67,27 +66,18 @@ class NormLinear:
 
     norm: Norm | None
     linear: Linear
-    name: str = "norm_linear"
+    activate: Activate | None = None
+    """A gated activation of the result; None: there is none."""
+
+    @property
+    def name(self) -> str:
+        """The kernel's, a field of `Operations`."""
+        return "norm_linear" if self.activate is None else "gate_up"
 
     @property
     def features(self) -> int:
         """Features of the result."""
-        return self.linear.out_features
-
-
-@dataclass(frozen=True)
-class GateUp:
-    """As `NormLinear`, with the gated activation."""
-
-    norm: Norm | None
-    linear: Linear
-    activate: Activate
-    name: str = "gate_up"
-
-    @property
-    def features(self) -> int:
-        """Features of the result."""
-        return self.activate.features
+        return self.linear.out_features if self.activate is None else self.activate.features
 
 
 @dataclass(frozen=True)
@@ -147,11 +137,11 @@ class Mixture:
         return ("norm_rows", "route", "experts")  # norms, or adds what attention returned
 
 
-Fused = NormLinear | GateUp | Attention | ResidualLinear | Activation | Mixture
+Fused = NormLinear | Attention | ResidualLinear | Activation | Mixture
 
 
 _PATTERNS: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
-    ((Norm, Linear, Activate), GateUp),
+    ((Norm, Linear, Activate), NormLinear),
     ((Norm, Linear), NormLinear),
     ((QKNorm, Rotate, Attend), Attention),
     ((Rotate, Attend), partial(Attention, None)),
@@ -163,7 +153,7 @@ _PATTERNS: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
 ]
 """The first that fits the next operations of a layer is one kernel."""
 _OF_HIDDEN_STATES: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
-    ((Linear, Activate), partial(GateUp, None)),
+    ((Linear, Activate), partial(NormLinear, None)),
     ((Linear,), partial(NormLinear, None)),
     ((Experts, Residual), lambda op, residual: Mixture(None, op, None, residual.scale)),
     ((Experts, Norm, Residual), lambda op, norm, residual: Mixture(None, op, norm)),

@@ -18,7 +18,7 @@ from ..ops.collectives import Collectives
 from ..ops.experts import ExpertTensors
 from ..ops.layer_plan import BoundLayer, BoundModel
 from ..ops.norms import Norm
-from .fusion import Activation, Attention, Fused, GateUp, Mixture, NormLinear, ResidualLinear
+from .fusion import Activation, Attention, Fused, Mixture, NormLinear, ResidualLinear
 from .kernel_calls import num_multiprocessors
 from .linear import GpuLinear, GpuNorm, Pending
 from .operations import Operations
@@ -302,17 +302,17 @@ class LayerChain:
             _, self.hidden = norm_hidden(self._operations, self.hidden, None, None)
         return self.hidden.x
 
-    def _normed_product(self, kernel: LayerKernel, fused: NormLinear | GateUp) -> None:
+    def _normed_product(self, kernel: LayerKernel, fused: NormLinear) -> None:
         x_TD, pending = self.hidden.x, self.hidden.pending()
         out_TN = x_TD.new_empty(x_TD.shape[0], fused.features)
-        arguments = (x_TD, kernel.linear, out_TN)
-        with operation(fused.name):
-            if isinstance(fused, GateUp):
-                self._operations.gate_up(
-                    *arguments, norm=kernel.norm, pending=pending, activate=fused.activate
-                )
-            else:
-                self._operations.norm_linear(*arguments, norm=kernel.norm, pending=pending)
+        name = fused.name
+        with operation(name):
+            getattr(self._operations, name)(
+                *(x_TD, kernel.linear, out_TN),
+                norm=kernel.norm,
+                pending=pending,
+                activate=fused.activate,
+            )
         self._value = out_TN
         if pending is not None:
             self.hidden = Hidden(pending.out)

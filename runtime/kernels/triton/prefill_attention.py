@@ -58,7 +58,6 @@ __all__ = [
     "PrefillTiling",
     "SPLIT",
     "any_tiling",
-    "num_prefill_tiles",
     "prefill_attention",
     "prefill_tiles",
     "prefill_tiling",
@@ -138,13 +137,8 @@ def any_tiling(head_dim: int, dtype: torch.dtype, storage: str) -> PrefillTiling
     return PrefillTiling(64, 64 if head_dim <= 64 else 32, 4, 3)
 
 
-def num_prefill_tiles(tokens: int, rows: int, tokens_of_tile: int) -> int:
-    """Tiles that are enough for any partition of `tokens` into `rows` rows and padding."""
-    return -(-tokens // tokens_of_tile) + rows
-
-
 def prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tensor:
-    """First token of each tile, then T: int32 `[num_prefill_tiles(...) + 1]`.
+    """First token of each tile, then T, int32; tiles are enough for any partition into rows.
 
     Args:
         token_rows_T: int64; equal ones are neighbours.
@@ -152,7 +146,7 @@ def prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tenso
         tokens_of_tile: most tokens of a tile.
     """
     tokens = token_rows_T.shape[0]
-    count = num_prefill_tiles(tokens, rows, tokens_of_tile) + 1
+    count = triton.cdiv(tokens, tokens_of_tile) + rows + 1
     out = torch.empty(count, dtype=torch.int32, device=token_rows_T.device)
     call_kernel(
         _tiles_kernel,
