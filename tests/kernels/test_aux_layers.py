@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
-from stepgraph.runtime import kernels
+from stepgraph.runtime.kernels import have_compiler, kernels_for
+from stepgraph.runtime.kernels.weights import MODEL
+from stepgraph.runtime.models.decoder import Decoder
 
-from ..rigs.stack_rig import Rig
-from ..rigs.tiny_models import Tiny, TinyModel
+from ..rigs.stack_rig import CPU, Rig
+from ..rigs.tiny_models import Tiny, TinyModel, load_weights
 
 AUX_LAYERS = {
     "base": (0, 2),
@@ -39,16 +43,38 @@ def hidden_states(model: TinyModel, tokens: list[int], aux_layers: tuple[int, ..
     return torch.cat([layers[layer] for layer in aux_layers], dim=-1)
 
 
-@pytest.mark.parametrize("stacked", [True, False], ids=["stack", "layers"])
-@pytest.mark.parametrize("variant", AUX_LAYERS)
-def test_aux_layers_are_the_outputs_of_layers(tiny: Tiny, variant: str, stacked: bool) -> None:
-    if stacked and not kernels.have_compiler():
+WAYS = [
+    *((way, variant) for way in ("stack", "layers") for variant in AUX_LAYERS),
+    ("triton", "gemma2"),  # whose layers leave something to add
+    *(pytest.param("triton", v, marks=pytest.mark.slow) for v in ("base", "qwen3")),
+]
+
+
+def decoder_of(model: TinyModel, rig: Rig, way: str) -> Decoder:
+    """The layers as a stack in C++ or Triton, or one by one."""
+    decoder = rig.decoder
+    if way == "triton":
+        pytest.importorskip("triton")
+        from stepgraph.runtime.kernels.triton.backend import gpu_kernels
+
+        kernels = kernels_for(gpu_kernels(MODEL), decoder.plan)
+        decoder = Decoder(rig.config, kernels, torch.float32, CPU, rig.groups)
+        load_weights(decoder, model.directory)
+    assert decoder.stack is not None
+    if way == "layers":
+        decoder.stack = None
+    return decoder
+
+
+@pytest.mark.parametrize(("way", "variant"), WAYS)
+def test_aux_layers_are_the_outputs_of_layers(tiny: Tiny, variant: str, way: str) -> None:
+    if way == "stack" and not have_compiler():
         pytest.skip("needs a C++ compiler")
+    if way == "triton" and torch.cuda.is_available():
+        pytest.skip("interprets kernels")
     model = tiny(variant)
     rig = Rig.of(model, torch.float32)
-    assert rig.decoder.stack is not None
-    if not stacked:
-        rig.decoder.stack = None
+    decoder = decoder_of(model, rig, way)
     rows = model.prompts(140, 25, 18)
     chunks = [
         [(0, 0, 123), (1, 0, 25)],
@@ -56,11 +82,15 @@ def test_aux_layers_are_the_outputs_of_layers(tiny: Tiny, variant: str, stacked:
         *([(2, at, 1)] for at in (1, 2)),
         [(2, 3, 15)],
     ]
-    decoder, layers = rig.decoder, len(rig.decoder.layers)
+    if way == "triton":  # the interpreter takes its time
+        chunks = [[(2, 0, 3)], [(2, 3, 1)]]
+    layers = len(decoder.layers)
     aux_layers = (*AUX_LAYERS[variant], layers)
     expected = [hidden_states(model, tokens, aux_layers) for tokens in rows]
     for step in chunks:
         inputs = rig.inputs(step)
+        if [count for *_, count in step] == [1]:
+            inputs = dataclasses.replace(inputs, tokens_per_row=1, query_start_loc=None)
         ids = torch.tensor([token for row, at, n in step for token in rows[row][at : at + n]])
         plain_arena = rig.arena.clone()
         with torch.no_grad():

@@ -132,10 +132,7 @@ def test_attention_of_a_token_does_not_depend_on_the_others(
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(F32, marks=pytest.mark.slow)])
 def test_experts_of_a_token_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
     mixture = make_mixture(Routing(top_k=3, normalised=True), biases=True, dtype=dtype)
-    op, tensors = (
-        mixture.op,
-        type(mixture.tensors)(*(None if t is None else t.to(DEVICE) for t in mixture.tensors)),
-    )
+    op, tensors, _ = mixture.to(DEVICE)
     x = torch.randn(37, 12, device=DEVICE).to(dtype)
 
     def mix(rows: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import Experts, Routing
-from stepgraph.runtime.kernels.ops.experts import ExpertTensors
 from stepgraph.runtime.kernels.triton.expert_blocks import (
     num_blocks,
     product_of_rows_by_expert,
@@ -44,11 +43,6 @@ ROUTINGS = {
         group_score="top_2_sum",
     ),
 }  # fmt: skip
-
-
-def on_device(mixture: Mixture) -> Mixture:
-    tensors = ExpertTensors(*(None if t is None else t.to(DEVICE) for t in mixture.tensors))
-    return mixture._replace(tensors=tensors)
 
 
 def same_choice(
@@ -172,7 +166,7 @@ TRAITS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_products_against_float64(way: str, traits: dict[str, Any], dtype: torch.dtype) -> None:
     tokens = WAYS[way]
-    mixture = on_device(make_mixture(TOP_2, dtype=dtype, **traits))
+    mixture = make_mixture(TOP_2, dtype=dtype, **traits).to(DEVICE)
     x = torch.randn(tokens, mixture.op.router.shape[1], device=DEVICE).to(dtype)
     out = run(mixture, x, None, way)
     expected = simple_experts(mixture, x.cpu())
@@ -188,7 +182,7 @@ def test_products_against_float64(way: str, traits: dict[str, Any], dtype: torch
 def test_weights_of_8_bits(way: str, storage: str, hidden: int, features: int) -> None:
     tokens = WAYS[way]
     sizes = {"hidden": hidden, "features": features, "biases": True}
-    mixture = on_device(make_mixture(TOP_2, dtype=torch.bfloat16, storage=storage, **sizes))
+    mixture = make_mixture(TOP_2, dtype=torch.bfloat16, storage=storage, **sizes).to(DEVICE)
     x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
     expected = simple_experts(mixture, x.cpu())
     assert error(run(mixture, x, None, way).cpu(), expected) < 0.03
@@ -199,7 +193,7 @@ def test_weights_of_8_bits(way: str, storage: str, hidden: int, features: int) -
 def test_padding_uses_no_expert(way: str, residual: bool) -> None:
     """Whatever its hidden states are: its sum is zero."""
     tokens = WAYS[way]
-    mixture = on_device(make_mixture(TOP_2, shared=1, biases=True))
+    mixture = make_mixture(TOP_2, shared=1, biases=True).to(DEVICE)
     x = torch.randn(tokens, 12, device=DEVICE)
     live = torch.arange(tokens, device=DEVICE) % 3 != 1
     ends = {"residual": torch.randn(tokens, 12, device=DEVICE) if residual else None, "scale": 0.3}
@@ -218,7 +212,7 @@ def test_padding_uses_no_expert(way: str, residual: bool) -> None:
 def test_all_tokens_choose_one_expert(way: str) -> None:
     tokens = WAYS[way]
     tokens *= 4 if way == "blocks" else 1  # more than a block has
-    mixture = on_device(make_mixture(Routing(top_k=1, scores="sigmoid"), routed=3, biases=True))
+    mixture = make_mixture(Routing(top_k=1, scores="sigmoid"), routed=3, biases=True).to(DEVICE)
     mixture.tensors.router_bias[:] = torch.tensor([-50.0, 50.0, -50.0])
     mixture.exact.router_bias[:] = mixture.tensors.router_bias.double()
     x = torch.randn(tokens, 12, device=DEVICE)

@@ -27,6 +27,11 @@ class Mixture(NamedTuple):
     exact: ExpertTensors
     """float64, dequantised."""
 
+    def to(self, device: str | torch.device) -> Mixture:
+        """The same with its tensors on a device."""
+        moved = (None if t is None else t.to(device) for t in self.tensors)
+        return self._replace(tensors=ExpertTensors(*moved))
+
 
 def expert_operation(
     routing: Routing,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from stepgraph.runtime.kernels.ops.batch import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.ops.kv_storage import write_blocks
 from stepgraph.runtime.kernels.triton.begin import Beginning, Embedding, Rotations
 from stepgraph.runtime.kernels.triton.linear import GpuLinear, GpuNorm
@@ -36,12 +35,10 @@ def random_linear(
         return GpuLinear((rows(n, k, torch.float32) / k**0.5).to(dtype), None, bias_N)
     if storage.startswith("int8"):
         weight = torch.randint(-127, 128, (n, k), device=DEVICE, dtype=torch.int8)
-        size = 64.0
     else:
         weight = (rows(n, k, torch.float32) * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
-        size = 64.0
     shape = (n, -(-k // 128)) if storage.endswith("blocks") else (n,)
-    scales = (torch.rand(shape, device=DEVICE) + 0.5) / (size * k**0.5)
+    scales = (torch.rand(shape, device=DEVICE) + 0.5) / (64.0 * k**0.5)
     return GpuLinear(weight, scales, bias_N)
 
 
@@ -87,18 +84,6 @@ def reference_begin_decode(
         cos=angles_KTE.cos() * amplitudes,
         sin=angles_KTE.sin() * amplitudes,
     )
-
-
-def reference_pick_greedy(
-    maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None
-) -> Tensor:
-    """What `pick_greedy` does, in plain torch."""
-    best_T, chunks_T = maxima_TC.max(-1)
-    ids_T = ids_TC.gather(1, chunks_T[:, None])[:, 0].to(torch.int64)
-    tokens_T = torch.where(best_T.isfinite(), ids_T, NON_FINITE)
-    if feed is not None:
-        feed.store(tokens_T)
-    return tokens_T
 
 
 def reference_store(

@@ -43,10 +43,8 @@ class LayerAttention:
     attend: Attend
     form: AttentionForm
     place: LayerPlace
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
-    offset_norms: bool
+    norms: tuple[Tensor | None, Tensor | None, float, bool]
+    """The first fields of `HeadRotation`."""
     rope: int
     """Its kind of rotation: the first coordinate of cosines and sines."""
 
@@ -56,6 +54,7 @@ class LayerAttention:
         attend, norm = fused.attend, fused.qk_norm
         traits = norm or model.plan.norm  # a missing norm has the traits of the others
         sinks = None if attend.sinks is None else layer.tensor(attend.sinks)
+        weights = (None, None) if norm is None else (layer.tensor(norm.q), layer.tensor(norm.k))
         return cls(
             attend,
             AttentionForm(
@@ -68,10 +67,7 @@ class LayerAttention:
                 sinks,
             ),
             layer.place,
-            None if norm is None else layer.tensor(norm.q),
-            None if norm is None else layer.tensor(norm.k),
-            traits.eps,
-            traits.offset,
+            (*weights, traits.eps, traits.offset),
             fused.rotate.kind,
         )
 
@@ -150,15 +146,8 @@ class StepAttention:
         """Write keys and values, and attend: `[T, H * E]`."""
         layer = kernel.attention
         assert layer is not None
-        rotation = HeadRotation(
-            layer.q_norm,
-            layer.k_norm,
-            layer.eps,
-            layer.offset_norms,
-            self._cos[layer.rope],
-            self._sin[layer.rope],
-            layer.attend.temperature,
-        )
+        angles = self._cos[layer.rope], self._sin[layer.rope]
+        rotation = HeadRotation(*layer.norms, *angles, layer.attend.temperature)
         operations, batch, form = self._operations, self._batch, layer.form
         if self._decodes:
             after = kernel.after
