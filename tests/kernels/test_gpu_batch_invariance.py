@@ -18,7 +18,6 @@ from stepgraph.runtime.engine.self_test import check_kernels
 from stepgraph.runtime.kernels import LayerPlace, Routing
 from stepgraph.runtime.kernels.weights import FP8, INT8, MODEL, WeightStorage
 from stepgraph.runtime.loading.checkpoint import read_config
-from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.resolved_config import ResolvedConfig, check_batch_invariant
 from stepgraph.runtime.tools.memory_report import resolve_absent
 from torch import Tensor
@@ -43,11 +42,11 @@ from stepgraph.runtime.kernels.triton.prefill_attention import (
     prefill_tiles,
 )
 
-from ..engine.test_self_test import TINY
 from ..rigs.attention_cases import Case, make_case
 from ..rigs.expert_cases import make_mixture
 from ..rigs.gpu_references import reference_store
 from ..rigs.invariance_rig import Forced, Step, decode_steps, random_steps, same_bits
+from ..rigs.sharding_rig import tiny_config
 from ..rigs.tiny_models import VARIANTS, Tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -268,7 +267,7 @@ def test_operations_pass_the_self_test() -> None:
         **{"mode": "eager", "max_num_seqs": 2, "block_size": 4, "max_model_len": 40},
         **{"device": DEVICE.type, "prefill_chunk": 8},
     }
-    model = ModelConfig(**TINY)
+    model = tiny_config("base", 1)
     config = ResolvedConfig.resolve(EngineConfig(**settings), model)
     kernels = gpu_kernels(MODEL, batch_invariant=True)
     assert kernels.make_decode_step is None

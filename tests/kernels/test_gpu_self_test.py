@@ -25,8 +25,8 @@ from stepgraph.runtime.kernels.triton.dependent import is_dependent_launch_enabl
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.operations import Operations
 
-from ..engine.test_self_test import EXPERTS, GEMMA2, TINY
 from ..rigs.fake_graphs import FakeCapturer, FakeGraphs
+from ..rigs.sharding_rig import tiny_config
 
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or the interpreter"
@@ -39,10 +39,8 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def resolved(
-    changes: dict[str, Any] | None = None, **settings: Any
-) -> tuple[ModelConfig, ResolvedConfig]:
-    model = ModelConfig(**(TINY | (changes or {})))
+def resolved(variant: str = "base", **settings: Any) -> tuple[ModelConfig, ResolvedConfig]:
+    model = tiny_config(variant, 1)
     return model, ResolvedConfig.resolve(EngineConfig(**(SETTINGS | settings)), model)
 
 
@@ -56,17 +54,17 @@ def kernels_of(config: ResolvedConfig, **operations: Callable[..., Any]) -> Kern
 
 
 @pytest.mark.parametrize(
-    ("changes", "settings"),
+    ("variant", "settings"),
     [
-        ({}, {}),
-        ({}, {"kv_dtype": "int8", "weight_dtype": "int8"}),
-        pytest.param(GEMMA2, {"dtype": "bfloat16", "max_num_seqs": 3}, marks=pytest.mark.slow),
-        pytest.param(EXPERTS, {"dtype": "bfloat16", "max_num_seqs": 5}, marks=pytest.mark.slow),
-        pytest.param({}, {"kv_dtype": "fp8", "weight_dtype": "fp8"}, marks=pytest.mark.slow),
+        ("base", {}),
+        ("base", {"kv_dtype": "int8", "weight_dtype": "int8"}),
+        pytest.param("gemma2", {"dtype": "bfloat16", "max_num_seqs": 3}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"dtype": "bfloat16", "max_num_seqs": 5}, marks=pytest.mark.slow),
+        pytest.param("base", {"kv_dtype": "fp8", "weight_dtype": "fp8"}, marks=pytest.mark.slow),
     ],
 )
-def test_right_kernels_pass(changes: dict[str, Any], settings: dict[str, Any]) -> None:
-    model, config = resolved(changes, **settings)
+def test_right_kernels_pass(variant: str, settings: dict[str, Any]) -> None:
+    model, config = resolved(variant, **settings)
     kernels = kernels_of(config)
     assert check_kernels(kernels, model, config, required=True) is kernels
 
@@ -126,7 +124,7 @@ def compared(
     attention: Callable[..., torch.Tensor] = reference_paged_attention,
 ) -> Fallback | None:
     """What a decode step and a prefill step with so many tokens of padding show."""
-    model, config = resolved(GEMMA2, max_num_seqs=3)
+    model, config = resolved("gemma2", max_num_seqs=3)
     cases = [
         SampleCase(StepKey("decode", 3, 10, False), ((17, 1), (0, 1), (5, 1))),
         SampleCase(StepKey("prefill", 8, 10, False), ((3, 8 - padding),)),
