@@ -14,7 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .quantised import decode_fp8
+from .linear import GpuLinear
+from .linear_tiles import as_numbers
+from .quantised import kernel_weight
 
 __all__ = ["Beginning", "Embedding", "Rotations", "begin_decode"]
 
@@ -85,7 +87,7 @@ def begin_decode(
         sin=torch.empty(kinds, tokens, half, device=device),
     )
     block = min(1024, triton.next_power_of_2(hidden))
-    scales = embedding.scales
+    weight, storage = kernel_weight(GpuLinear(embedding.weight, embedding.scales))
     call_kernel(
         _begin_decode,
         (tokens, 1 + triton.cdiv(hidden, block)),
@@ -93,8 +95,8 @@ def begin_decode(
         token_ids_R,
         positions_R,
         block_tables,
-        _bits(embedding.weight),
-        scales,
+        weight,
+        embedding.scales,
         rotations.frequencies,
         rotations.amplitudes,
         out.x,
@@ -110,23 +112,16 @@ def begin_decode(
         half,
         embedding.factor,
         0 if embedding.held is None else embedding.held.start,
-        embedding.weight.shape[0],
+        weight.shape[0],
         GROUPS=groups,
         KINDS=kinds,
         BLOCK_D=block,
         BLOCK_E=triton.next_power_of_2(half),
-        SCALES=0 if scales is None else scales.dim(),
-        SCALE_COLUMNS=scales.shape[1] if scales is not None and scales.dim() == 2 else 1,
-        FP8=embedding.weight.dtype == torch.float8_e4m3fn,
         SCALED=embedding.factor != 1.0,
         PART=embedding.held is not None,
+        **storage,
     )
     return out
-
-
-def _bits(weight: Tensor) -> Tensor:
-    """A weight as the kernel reads it: float8 as bytes, which every device can load."""
-    return weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
 
 
 @triton.jit(do_not_specialize=["tokens", "first", "held"])
@@ -157,9 +152,9 @@ def _begin_decode(  # type: ignore[no-untyped-def]
     KINDS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    SCALES: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    FP8: tl.constexpr,
+    STORAGE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    SCALE_BLOCKS: tl.constexpr,
     SCALED: tl.constexpr,
     PART: tl.constexpr,
     PDL: tl.constexpr,
@@ -193,14 +188,12 @@ def _begin_decode(  # type: ignore[no-untyped-def]
             inside &= (token_id >= 0) & (token_id < held)
             token_id = tl.minimum(tl.maximum(token_id, 0), held - 1)
         x = tl.load(embedding_ptr + token_id * hidden + d, mask=inside, other=0)
-        if FP8:
-            x = decode_fp8(x, False)
-        x = x.to(tl.float32)
-        if SCALES == 1:
-            x = x * tl.load(scales_ptr + token_id)
-        if SCALES == 2:
-            scale_at = token_id * SCALE_COLUMNS + d // 128
+        x = as_numbers(x, STORAGE, NATIVE_FP8)
+        if SCALE_BLOCKS:
+            scale_at = token_id * SCALE_BLOCKS + d // 128
             x = x * tl.load(scales_ptr + scale_at, mask=inside, other=0.0)
+        elif scales_ptr is not None:
+            x = x * tl.load(scales_ptr + token_id)
         x = x.to(x_ptr.dtype.element_ty)
         if SCALED:
             x = (x.to(tl.float32) * factor).to(x_ptr.dtype.element_ty)
