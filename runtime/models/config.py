@@ -512,6 +512,11 @@ class ModelConfig(DecoderConfig):
     """The dimensions of multi-head latent attention."""
     experts: ExpertsConfig | None = None
     """The mixtures of experts; None: every layer has an MLP."""
+    conv_layers: tuple[int, ...] = ()
+    """Layers with a short convolution instead of attention."""
+    conv_taps: int = 0
+    """Tokens that a convolution sees, the newest included."""
+    conv_bias: bool = False
     shard: tuple[int, int] | None = None
     """Rank and number of ranks: the plan of the model is for one rank of a tensor-parallel
     group. All other fields describe the whole model. None: the plan is for the whole model."""
@@ -552,6 +557,10 @@ class ModelConfig(DecoderConfig):
             check_ranges(named(self, "sliding_window"), SIZES)
         if (self.latent is not None) != self.family.latent:
             raise ConfigError(f"latent = {self.latent} contradicts model_type {self.model_type!r}")
+        if self.conv_layers:
+            check_ranges(named(self, "conv_taps"), SIZES)
+            if len(self.conv_layers) == self.num_layers:
+                raise ConfigError("all layers are convolutions; one with attention is needed")
         if self.experts is not None and self.family.experts is None:
             raise ConfigError(f"experts contradict model_type {self.model_type!r}")
         if self.experts is not None and self.mlp_bias:
@@ -640,6 +649,7 @@ class ModelConfig(DecoderConfig):
             num_layers=len(layers),
             layer_types=tuple(self.layer_types[layer] for layer in layers if self.layer_types),
             unrotated_layers=chosen(self.unrotated_layers),
+            conv_layers=chosen(self.conv_layers),
             experts=experts,
         )
 
@@ -695,10 +705,22 @@ class ModelConfig(DecoderConfig):
                 eos_token_ids=tuple(dict.fromkeys(eos)),
                 torch_dtype=read_field(config, dtype_key, str, "float32").removeprefix("torch."),
                 **read_attention(config, family),
+                **_convolutions(config, family),
             )
         except ConfigError as error:
             message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
             raise CheckpointError(message) from error
+
+
+def _convolutions(config: Json, family: Family) -> dict[str, Any]:
+    """Return the fields of a `ModelConfig` that describe its convolutions."""
+    if not family.reads("conv_L_cache"):
+        return {}
+    return {
+        "conv_layers": tuple(config["conv_layers"]),
+        "conv_taps": read_field(config, "conv_L_cache", int),
+        "conv_bias": read_field(config, "conv_bias", bool),
+    }
 
 
 def _require_supported(field: str, value: str, supported: Iterable[str]) -> None:

@@ -26,7 +26,6 @@ from ..kernels.cpu.sampling import (
     reference_rotations,
     rotations,
 )
-from ..kernels.ops.attention import Attend
 from ..kernels.ops.layer_plan import BoundModel, LayerPlan, ModelPlan
 from ..kernels.ops.linear import Projection
 from ..kernels.ops.operation import (
@@ -53,7 +52,6 @@ __all__ = [
     "LayerStack",
     "attention_specs",
     "layer_places",
-    "layer_spec",
     "rope_lengths",
 ]
 
@@ -137,10 +135,10 @@ class Layer(nn.Module):
     """One decoder layer: runs its plan operation by operation."""
 
     def __init__(
-        self, plan: LayerPlan, kernels: Kernels, place: LayerPlace, storage: Storage
+        self, plan: LayerPlan, kernels: Kernels, places: tuple[LayerPlace, ...], storage: Storage
     ) -> None:
         super().__init__()
-        to = Binding(self._module, kernels, place, storage)
+        to = Binding(self._module, kernels, places, storage)
         self._operations = [
             (op, op.scale if isinstance(op, Residual) else op.bind(to)) for op in plan.operations
         ]
@@ -176,7 +174,7 @@ class Layer(nn.Module):
 
 
 def layer_places(groups: Sequence[LayerGroup]) -> tuple[LayerPlace, ...]:
-    """Return the place of each layer in the arena of these groups."""
+    """Return the place of each spec of `attention_specs` in the arena of these groups."""
     places = {
         layer: LayerPlace(group.index, position)
         for group in groups
@@ -221,9 +219,15 @@ class LayerStack(nn.Module):
         self.stack: Stack | None = None
         self.embedding_factor = plan.embedding_scale
         self._places = layer_places(groups)
+        places, like = iter(self._places), groups[0].spec
         self.layers = nn.ModuleList(
-            Layer(layer, kernels, place, storage)
-            for layer, place in zip(plan.layers, self._places, strict=True)
+            Layer(
+                layer,
+                kernels,
+                tuple(next(places) for op in layer.operations for _ in op.cached(like)),
+                storage,
+            )
+            for layer in plan.layers
         )
         self.norm = plan.norm.module()
         frequencies_KE = torch.stack([inverse_frequencies(r, plan.rope_dim) for r in ropes])
@@ -536,22 +540,13 @@ class Decoder(LayerStack):
             return capped(logits, cap)
 
 
-def layer_spec(
-    attend: Attend, element_bytes: int, scale_bytes: int, window: int | None
-) -> LayerSpec:
-    """Return the cache layout of a layer; `window` are the tokens that it attends to, None: all."""
-    sizes = (attend.kv_heads, attend.head_dim, element_bytes, scale_bytes)
-    if attend.shared_values:
-        return LayerSpec(*sizes, sides=1)
-    return LayerSpec(*sizes, window)
-
-
 def attention_specs(
     config: DecoderConfig, element_bytes: int, scale_bytes: int = 0
 ) -> list[LayerSpec]:
-    """Return the cache layout of each layer.
+    """Return what the layers store in the cache, in order: one spec each, or as many as they need.
 
     `element_bytes` is the size of a stored element, `scale_bytes` of the scale of a vector.
     """
-    attends = [layer.attend for layer in plan_of(config).layers]
-    return [layer_spec(a, element_bytes, scale_bytes, a.reach or None) for a in attends]
+    plan = plan_of(config)
+    like = plan.attend.spec(element_bytes, scale_bytes, None)
+    return [spec for layer in plan.layers for op in layer.operations for spec in op.cached(like)]

@@ -379,6 +379,11 @@ class Family:
     down: str = "mlp.down_proj"
     inner_size_key: str = "intermediate_size"
     """The key of `config.json` with the width of the MLP."""
+    output: str = "self_attn.o_proj"
+    """Name in a checkpoint of the output projection of attention."""
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    """Names in a checkpoint of the norms of queries and keys, in the module of attention."""
+    final_norm: str = "model.norm"
     output_bias: bool = True
     """Whether the output projection of attention has a bias if q, k and v have one."""
     activation_key: str = "hidden_act"
@@ -544,6 +549,67 @@ def _with_end_tokens(config: Json) -> Json:
     if config.get("eos_token_id") is not None:
         return config
     return {**config, "eos_token_id": _GLM["eos_token_id"]}
+
+
+def _with_lfm2_names(config: Json) -> Json:
+    """LFM2: other names, and a width of the MLP that is rounded (`block_auto_adjust_ff_dim`)."""
+    layers = read_field(config, "num_hidden_layers", int)
+    attending = _layers(config, "full_attn_idxs")
+    if config.get("full_attn_idxs") is None:
+        attending = frozenset(range(layers))
+    types = config.get("layer_types")
+    if types is None:
+        types = ["full_attention" if i in attending else "conv" for i in range(layers)]
+    known = isinstance(types, list) and len(types) == layers
+    if not known or any(name not in ("conv", "full_attention") for name in types):
+        raise CheckpointError(
+            f"layer_types must list 'conv' or 'full_attention' for each of {layers} layers, not "
+            f"{bounded_repr(types)}"
+        )
+    renamed = config.get("block_ff_dim") is not None
+    width = read_field(config, "block_ff_dim" if renamed else "intermediate_size", int)
+    if read_field(config, "block_auto_adjust_ff_dim", bool):
+        multiple = read_count(config, "block_multiple_of")
+        factor = read_optional(config, "block_ffn_dim_multiplier", float)
+        width = int(2 * width / 3)
+        if factor is not None:
+            width = multiple * -(-int(factor * width) // multiple)
+    tied = read_optional(config, "tie_embedding", bool)
+    return {
+        **config,
+        "conv_layers": [i for i, name in enumerate(types) if name == "conv"],
+        "layer_types": None,
+        "intermediate_size": width,
+        "rms_norm_eps": read_field(config, "norm_eps", float),
+        **({} if tied is None else {"tie_word_embeddings": tied}),
+    }
+
+
+_LFM2 = Family(
+    architecture="Lfm2ForCausalLM",
+    defaults={
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "num_key_value_heads": 8,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+    },
+    fixed={"attention_bias": False, "mlp_bias": False},
+    prepare=_with_lfm2_names,
+    layer_norms=LayerNorms(input="operator_norm", mlp="ffn_norm"),
+    output="self_attn.out_proj",
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    qk_norm="each_head",
+    qk_norm_names=("q_layernorm", "k_layernorm"),
+    final_norm="model.embedding_norm",
+)
 
 
 def _with_cohere_names(config: Json) -> Json:
@@ -1047,6 +1113,7 @@ FAMILIES: dict[str, Family] = {
         recomputes_long=True,
     ),
     "cohere2": _COHERE2,
+    "lfm2": _LFM2,
     "olmo2": _OLMO2,
     "olmo3": replace(
         _OLMO2,

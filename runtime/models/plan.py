@@ -24,6 +24,7 @@ from ..kernels.ops.norms import Norm, QKNorm
 from ..kernels.ops.operation import Operation, Residual
 from ..kernels.ops.parameter import Cut, ExpertRows, HeadRows, Parameter, Shape, Slice, Source
 from ..kernels.ops.rotation import Rotate
+from ..kernels.ops.short_conv import ShortConv
 from .config import DecoderConfig, LatentConfig, ModelConfig, Rope
 from .families import ExpertLayout, ExpertsConfig
 from .rope import UNROTATED
@@ -115,6 +116,8 @@ class LayerKind(NamedTuple):
     """Index into the model's rotations."""
     mixture: bool = False
     """Whether it has experts instead of an MLP."""
+    convolution: bool = False
+    """Whether it has a short convolution instead of attention."""
 
 
 def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
@@ -131,7 +134,7 @@ def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     if scale is None:
         scale = float((config.query_pre_attn_scalar or config.head_dim) ** -0.5)
     yield attend(config, kind, scale=scale, value_dim=config.head_dim)
-    output = {"self_attn.o_proj": config.hidden_size}
+    output = {config.family.output: config.hidden_size}
     biased = tuple(output) if config.attention_bias and config.family.output_bias else ()
     yield linear("attention.output", output, config.num_heads * config.head_dim, biased)
 
@@ -216,10 +219,12 @@ def _qk_norm(config: ModelConfig, kind: LayerKind) -> QKNorm:
     all_heads = config.family.qk_norm == "all_heads"
     order = _rows_of_head(config, kind.rope)
 
+    theirs = dict(zip(("q_norm", "k_norm"), config.family.qk_norm_names, strict=True))
+
     def weight(name: str, heads: int) -> Parameter:
         own = heads if all_heads else 1
         selection = None if order is None else replace(order, heads=own)
-        source = Source(f"self_attn.{name}.weight", (own * config.head_dim,), selection)
+        source = Source(f"self_attn.{theirs[name]}.weight", (own * config.head_dim,), selection)
         return Parameter(f"attention.{name}.weight", (source,))
 
     return QKNorm(
@@ -249,6 +254,22 @@ def _unweighted_qk_norm(config: ModelConfig) -> QKNorm:
         eps=config.rms_norm_eps / config.rope_scaling.amplitude**2,
         offset=True,
     )
+
+
+def short_convolution(config: ModelConfig) -> Iterator[Operation]:
+    """A gated short convolution (LFM2)."""
+    hidden = config.hidden_size
+    inputs, output = {"conv.in_proj": 3 * hidden}, {"conv.out_proj": hidden}
+    biased = ("conv.in_proj", "conv.out_proj") if config.conv_bias else ()
+    yield linear("conv.inputs", inputs, hidden, biased, split=(hidden,) * 3)
+    shape = (hidden, 1, config.conv_taps)
+    bias = Parameter("conv.kernel.bias", (Source("conv.conv.bias", (hidden,)),))
+    yield ShortConv(
+        name="convolution",
+        weight=Parameter("conv.kernel.weight", (Source("conv.conv.weight", shape),)),
+        bias=bias if config.conv_bias else None,
+    )
+    yield linear("conv.output", output, hidden, biased)
 
 
 # The MLP of a decoder layer as operations.
@@ -468,7 +489,10 @@ def model_plan(config: ModelConfig) -> ModelPlan:
         return shard_plan(model_plan(config.whole), *config.shard)
     ropes = rope_kinds(config)
     kinds = [
-        LayerKind(config.window(layer), rope, ropes.index(rope), config.is_mixture(layer))
+        LayerKind(
+            *(config.window(layer), rope, ropes.index(rope)),
+            *(config.is_mixture(layer), layer in config.conv_layers),
+        )
         for layer, rope in enumerate(map(config.rope, range(config.num_layers)))
     ]
     layers = {kind: LayerPlan(tuple(_layer(config, kind))) for kind in dict.fromkeys(kinds)}
@@ -483,7 +507,7 @@ def model_plan(config: ModelConfig) -> ModelPlan:
         embedding=embedding,
         embedding_scale=scale,
         layers=tuple(layers[kind] for kind in kinds),
-        norm=norm(config, "norm", "model.norm", name="final_norm"),
+        norm=norm(config, "norm", config.family.final_norm, name="final_norm"),
         head=Linear(name="head", weight=head),
         logit_softcap=config.final_logit_softcapping or 0.0,
         logit_scale=1.0 / config.logits_scaling,
@@ -523,7 +547,9 @@ def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     parallel = config.family.parallel_residual
     if norms.input is not None:
         yield replace(norm(config, "input_norm", norms.input), writes="normed" if parallel else "")
-    if config.latent is None:
+    if kind.convolution:
+        yield from short_convolution(config)
+    elif config.latent is None:
         yield from attention(config, kind)
     else:
         yield from latent_attention(config, kind, config.latent)

@@ -178,6 +178,12 @@ class ResolvedConfig(EngineConfig):
                 " model",
                 field="max_model_len",
             )
+        if config.kv_dtype != "auto" and isinstance(model, ModelConfig) and model.conv_layers:
+            raise ConfigError(
+                f"kv_dtype={config.kv_dtype!r} does not support convolutions, whose inputs lie in"
+                " the cache in the model's dtype: use kv_dtype='auto'",
+                field="kv_dtype",
+            )
         dtype = getattr(torch, model.torch_dtype if config.dtype == "auto" else config.dtype)
         weights = MODEL if config.weight_dtype == "auto" else STORAGES[config.weight_dtype]
         if config.batch_invariant:

@@ -125,7 +125,7 @@ def _describe_shard(
     total = sum(parameter_bytes(p, kernels, dtype) for p in whole.parameters())
     sizes = [(p.cut is None, parameter_bytes(p, kernels, dtype)) for p in plan.parameters()]
     own, replicated = (sum(n for copied, n in sizes if copied is kind) for kind in (False, True))
-    attend, all_heads = plan.layers[0].attend, whole.layers[0].attend
+    attend, all_heads = plan.attend, whole.attend
     holders = plan.shard.ranks * attend.kv_heads // all_heads.kv_heads
     cache = "a latent of all heads" if attend.shared_values else "key/value heads"
     held = f"{attend.kv_heads} of {all_heads.kv_heads} {cache}"

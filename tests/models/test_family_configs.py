@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
 DENSE = {"first_k_dense_replace": 8, "num_key_value_heads": 32}
 PLAIN = (
     *("llama", "mistral", "qwen2", "mimo", "smollm3", "phi3", "olmo2", "olmo3", "granite", "glm"),
-    *("glm4", "qwen3", "gemma2", "gemma3_text", "cohere2"),
+    *("glm4", "qwen3", "gemma2", "gemma3_text", "cohere2", "lfm2"),
 )
 FAMILIES: dict[str, dict[str, Any]] = {
     **{model_type: {} for model_type in PLAIN},
@@ -200,6 +200,11 @@ LINEAR = {"rope_type": "linear", "factor": 4}
         ("mistral", {"layer_types": F * 8}),
         *((kind, {"sliding_window": None}) for kind in ("gemma2", "olmo3", "cohere2")),
         ("cohere2", {"logit_scale": 0.0}),
+        ("lfm2", {"layer_types": ["conv"] * 8}),
+        ("lfm2", {"layer_types": ["conv", "mamba"] * 4}),
+        ("lfm2", {"layer_types": ["conv"] * 7}),
+        ("lfm2", {"full_attn_idxs": [0.5]}),
+        ("lfm2", {"conv_L_cache": 0, "layer_types": ["conv", *F] * 4}),
         ("cohere2", {"layer_types": ["sliding_attention"] * 7}),
         *((kind, {"layer_types": S * 8, "sliding_window": 9}) for kind in ("qwen2", "qwen3")),
         ("gemma2", {"hidden_activation": "gelu"}),

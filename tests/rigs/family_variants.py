@@ -63,6 +63,13 @@ FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "logit_scale": 0.7,
     },
+    "lfm2": {  # with 48 inputs of a convolution, beside 32 elements of keys and values
+        "model_type": "lfm2",
+        "num_hidden_layers": 5,
+        "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+        "num_key_value_heads": 1,
+        "conv_bias": True,
+    },
     "olmo2": {
         "model_type": "olmo2",
         "head_dim": 14,

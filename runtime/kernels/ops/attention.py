@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....cache.spec import LayerSpec
 from .batch import LayerPlace, RaggedBatch
 from .kv_storage import read_blocks as read_side
 from .kv_storage import write_blocks as write_side
@@ -352,6 +353,22 @@ class Attend(Operation):
     def parameters(self) -> tuple[Parameter, ...]:
         return () if self.sinks is None else (self.sinks,)
 
+    def spec(self, element_bytes: int, scale_bytes: int, window: int | None) -> LayerSpec:
+        """Return what a layer stores of a token in the cache.
+
+        Args:
+            element_bytes: of a stored element.
+            scale_bytes: of the scale of a vector.
+            window: tokens that a token attends to; None: all. Latent attention has no window.
+        """
+        sizes = (self.kv_heads, self.head_dim, element_bytes, scale_bytes)
+        if self.shared_values:
+            return LayerSpec(*sizes, sides=1)
+        return LayerSpec(*sizes, window)
+
+    def cached(self, like: LayerSpec) -> tuple[LayerSpec, ...]:
+        return (self.spec(like.element_bytes, like.scale_bytes, self.reach or None),)
+
     @property
     def sides(self) -> int:
         """Sides of the cache: 2 for keys and values, 1 if they are shared."""
@@ -360,7 +377,7 @@ class Attend(Operation):
     def bind(self, to: Binding) -> Run:
         sinks = None if self.sinks is None else to.module(self.sinks, Vector)
         # `run` must not hold `to`, which holds the layer: memory in a cycle is freed late.
-        attention, place, features = to.kernels.attention, to.place, self.features
+        attention, (place,), features = to.kernels.attention, to.places, self.features
         temper = None
         if self.temperature is not None:
             temper = per_token(to.kernels, partial(tempered, self.temperature))

@@ -62,7 +62,7 @@ class LayerPlan:
 
     @cached_property
     def attend(self) -> Attend:
-        """The operation that uses the cache."""
+        """The attention of a layer that has one."""
         (found,) = (op for op in self.operations if isinstance(op, Attend))
         return found
 
@@ -106,7 +106,12 @@ class ModelPlan:
     def rope_dim(self) -> int:
         """Elements of a head that are rotated."""
         parts = (op.rope for op in self.operations if isinstance(op, LatentRotate))
-        return next(parts, self.layers[0].attend.head_dim)
+        return next(parts, self.attend.head_dim)
+
+    @cached_property
+    def attend(self) -> Attend:
+        """The first attention of its layers."""
+        return next(op for op in self.operations if isinstance(op, Attend))
 
     @property
     def hidden_size(self) -> int:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ....cache.spec import LayerSpec
 from ..choice import Kernels
 from .batch import LayerPlace, RaggedBatch
 from .collectives import Collectives
@@ -77,8 +78,8 @@ class Binding(NamedTuple):
     """Returns the modules that hold the parameters."""
     kernels: Kernels
     """Of linear layers and attention."""
-    place: LayerPlace
-    """Of the layer in the cache."""
+    places: tuple[LayerPlace, ...]
+    """In the cache, as many as the layer has specs."""
     storage: str
     """How the cache stores vectors."""
 
@@ -162,6 +163,15 @@ class Operation:
         return frozenset(
             f.name for f in own if f.default is not MISSING and getattr(self, f.name) != f.default
         )
+
+    def cached(self, like: LayerSpec) -> tuple[LayerSpec, ...]:
+        """Return what it stores of each token in the cache.
+
+        Args:
+            like: what the attention layers of the model store, which all specs equal but for the
+                window.
+        """
+        return ()
 
     def bind(self, to: Binding) -> Run:
         """Return the operation as a function of its value and the step, in plain PyTorch."""

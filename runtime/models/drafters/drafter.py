@@ -38,7 +38,7 @@ from ...kernels.ops.linear import Projection
 from ...kernels.ops.operation import Operation
 from ...kernels.ops.parameter import Parameter
 from ..config import ModelConfig
-from ..decoder import Decoder, LayerStack, layer_spec
+from ..decoder import Decoder, LayerStack
 from ..families import FAMILIES, Json, read_field
 from ..plan import parameter_bytes, rope_kinds
 from ..sharding import ShardedVocabulary
@@ -120,7 +120,7 @@ class DrafterConfig:
                 f"the drafter {self.name} has latent attention over all tokens, but all layers of"
                 f" the model have windows of at most {window} tokens: use another drafter"
             )
-        return layer_spec(attend, element_bytes, scale_bytes, window)
+        return attend.spec(element_bytes, scale_bytes, window)
 
     def weight_bytes(self, kernels: Kernels, dtype: torch.dtype) -> int:
         """Return the bytes of its own parameters as the kernels store them."""
