@@ -512,6 +512,8 @@ class ModelConfig(DecoderConfig):
     """The dimensions of multi-head latent attention."""
     experts: ExpertsConfig | None = None
     """The mixtures of experts; None: every layer has an MLP."""
+    layer_heads: tuple[tuple[int, int], ...] = ()
+    """Query and key/value heads of each layer; empty: as `num_heads` and `num_kv_heads`."""
     conv_layers: tuple[int, ...] = ()
     """Layers with a short convolution instead of attention."""
     conv_taps: int = 0
@@ -528,11 +530,16 @@ class ModelConfig(DecoderConfig):
         check_ranges(named(self, "num_layers"), LAYERS)
         check_ranges(named(self, *_SIZES), SIZES)
         check_ranges(named(self, *_NUMBERS), NUMBERS)
-        if self.num_heads % self.num_kv_heads:
+        if self.layer_heads and len(self.layer_heads) != self.num_layers:
             raise ConfigError(
-                f"num_heads = {self.num_heads} must be a multiple of "
-                f"num_kv_heads = {self.num_kv_heads}"
+                f"layer_heads lists {len(self.layer_heads)} layers, num_layers = {self.num_layers}"
             )
+        for heads, kv_heads in ((self.num_heads, self.num_kv_heads), *self.layer_heads):
+            check_ranges({"num_heads": heads, "num_kv_heads": kv_heads}, SIZES)
+            if heads % kv_heads:
+                raise ConfigError(
+                    f"num_heads = {heads} must be a multiple of num_kv_heads = {kv_heads}"
+                )
         if self.head_dim % 2:
             raise ConfigError(
                 f"head_dim = {self.head_dim} must be even: rotary embeddings turn pairs of elements"
@@ -650,6 +657,7 @@ class ModelConfig(DecoderConfig):
             layer_types=tuple(self.layer_types[layer] for layer in layers if self.layer_types),
             unrotated_layers=chosen(self.unrotated_layers),
             conv_layers=chosen(self.conv_layers),
+            layer_heads=tuple(self.layer_heads[layer] for layer in layers if self.layer_heads),
             experts=experts,
         )
 
@@ -705,15 +713,17 @@ class ModelConfig(DecoderConfig):
                 eos_token_ids=tuple(dict.fromkeys(eos)),
                 torch_dtype=read_field(config, dtype_key, str, "float32").removeprefix("torch."),
                 **read_attention(config, family),
-                **_convolutions(config, family),
+                **_layer_traits(config, family),
             )
         except ConfigError as error:
             message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
             raise CheckpointError(message) from error
 
 
-def _convolutions(config: Json, family: Family) -> dict[str, Any]:
-    """Return the fields of a `ModelConfig` that describe its convolutions."""
+def _layer_traits(config: Json, family: Family) -> dict[str, Any]:
+    """Return the fields of a `ModelConfig` in which layers of some families differ."""
+    if family.reads("layer_heads"):
+        return {"layer_heads": tuple(map(tuple, config["layer_heads"]))}
     if not family.reads("conv_L_cache"):
         return {}
     return {

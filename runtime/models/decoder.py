@@ -7,6 +7,7 @@ that a drafter takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ..kernels.cpu.sampling import (
     reference_rotations,
     rotations,
 )
+from ..kernels.ops.attention import Attend
 from ..kernels.ops.layer_plan import BoundModel, LayerPlan, ModelPlan
 from ..kernels.ops.linear import Projection
 from ..kernels.ops.operation import (
@@ -135,10 +137,15 @@ class Layer(nn.Module):
     """One decoder layer: runs its plan operation by operation."""
 
     def __init__(
-        self, plan: LayerPlan, kernels: Kernels, places: tuple[LayerPlace, ...], storage: Storage
+        self,
+        plan: LayerPlan,
+        kernels: Kernels,
+        places: tuple[LayerPlace, ...],
+        kv_heads: int,
+        storage: Storage,
     ) -> None:
         super().__init__()
-        to = Binding(self._module, kernels, places, storage)
+        to = Binding(self._module, kernels, places, kv_heads, storage)
         self._operations = [
             (op, op.scale if isinstance(op, Residual) else op.bind(to)) for op in plan.operations
         ]
@@ -225,7 +232,7 @@ class LayerStack(nn.Module):
                 layer,
                 kernels,
                 tuple(next(places) for op in layer.operations for _ in op.cached(like)),
-                storage,
+                *(like.num_kv_heads, storage),
             )
             for layer in plan.layers
         )
@@ -548,5 +555,8 @@ def attention_specs(
     `element_bytes` is the size of a stored element, `scale_bytes` of the scale of a vector.
     """
     plan = plan_of(config)
-    like = plan.attend.spec(element_bytes, scale_bytes, None)
+    like = replace(
+        plan.attend.spec(element_bytes, scale_bytes, None),
+        num_kv_heads=max(op.kv_heads for op in plan.operations if isinstance(op, Attend)),
+    )
     return [spec for layer in plan.layers for op in layer.operations for spec in op.cached(like)]

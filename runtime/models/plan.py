@@ -118,6 +118,8 @@ class LayerKind(NamedTuple):
     """Whether it has experts instead of an MLP."""
     convolution: bool = False
     """Whether it has a short convolution instead of attention."""
+    heads: tuple[int, int] | None = None
+    """Its query and key/value heads; None: the model's."""
 
 
 def attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
@@ -492,6 +494,7 @@ def model_plan(config: ModelConfig) -> ModelPlan:
         LayerKind(
             *(config.window(layer), rope, ropes.index(rope)),
             *(config.is_mixture(layer), layer in config.conv_layers),
+            config.layer_heads[layer] if config.layer_heads else None,
         )
         for layer, rope in enumerate(map(config.rope, range(config.num_layers)))
     ]
@@ -543,6 +546,9 @@ def rope_kinds(config: ModelConfig) -> list[Rope]:
 
 
 def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
+    if kind.heads is not None:
+        heads, kv_heads = kind.heads
+        config = replace(config, num_heads=heads, num_kv_heads=kv_heads, layer_heads=())
     norms, scale = config.family.layer_norms, config.residual_multiplier
     parallel = config.family.parallel_residual
     if norms.input is not None:

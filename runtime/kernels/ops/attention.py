@@ -367,7 +367,8 @@ class Attend(Operation):
         return LayerSpec(*sizes, window)
 
     def cached(self, like: LayerSpec) -> tuple[LayerSpec, ...]:
-        return (self.spec(like.element_bytes, like.scale_bytes, self.reach or None),)
+        own = self.spec(like.element_bytes, like.scale_bytes, self.reach or None)
+        return (replace(own, num_kv_heads=like.num_kv_heads),)
 
     @property
     def sides(self) -> int:
@@ -382,14 +383,24 @@ class Attend(Operation):
         if self.temperature is not None:
             temper = per_token(to.kernels, partial(tempered, self.temperature))
         constants = (self.scale, self.window, self.softcap, to.storage, self.value_dim, self.chunk)
+        # Where other layers have more heads, heads of zeros follow, which attend to zeros.
+        heads, more = self.heads, to.kv_heads - self.kv_heads
+        more_queries = self.heads // self.kv_heads * more
 
         def run(value: tuple[Tensor, ...], step: LayerStep) -> Tensor:
             q_THE, k_TGE, *values = value
             if temper is not None:
                 q_THE = temper(q_THE, step.batch.positions)
-            form = AttentionForm(*constants, None if sinks is None else sinks.weight)
+            sinks_H = None if sinks is None else sinks.weight
+            if more:
+                q_THE = F.pad(q_THE, (0, 0, 0, more_queries))
+                k_TGE, *values = (F.pad(x_TGE, (0, 0, 0, more)) for x_TGE in (k_TGE, *values))
+                sinks_H = None if sinks_H is None else F.pad(sinks_H, (0, more_queries))
+            form = AttentionForm(*constants, sinks_H)
             v_TGE = values[0] if values else None
             attended_THE = attention(q_THE, k_TGE, v_TGE, step.arena, place, step.batch, form)
+            if more:
+                attended_THE = attended_THE[:, :heads]
             return attended_THE.reshape(q_THE.shape[0], features)
 
         return run

@@ -80,6 +80,8 @@ class Binding(NamedTuple):
     """Of linear layers and attention."""
     places: tuple[LayerPlace, ...]
     """In the cache, as many as the layer has specs."""
+    kv_heads: int
+    """Heads of keys and values that the cache stores of each layer."""
     storage: str
     """How the cache stores vectors."""
 
