@@ -148,7 +148,7 @@ def test_a_tokenizer_that_hangs_delays_texts_alone() -> None:
 
 def test_a_detokenizer_that_raises_ends_its_request_alone() -> None:
     class Broken:
-        num_chars, stopped, text = 0, None, ""
+        num_chars, stopped, text, include_stop = 0, None, "", False
 
         def push(self, tokens: object) -> None:
             raise ValueError("injected")
