@@ -415,9 +415,8 @@ class EngineParts:
             }
         else:
             held = {
-                "weights": self.model.weight_bytes
-                + (drafter.drafter.weight_bytes if drafter else 0),
-                "cache": self.arena.nbytes + (drafter.arena.nbytes if drafter else 0),
+                "weights": self.model.weight_bytes,
+                "cache": self.arena.nbytes,
                 "static_buffers": runner.nbytes,
             }
             if drafter is not None:

@@ -144,8 +144,10 @@ def test_a_module_that_knows_the_next_token_is_right(
         for output in outputs
         for token, after in zip(output.token_ids, output.token_ids[1:], strict=False)
     )
-    stats = engine.stats()["speculation"]
-    assert stats["drafted"] == stats["accepted"] > 80
+    stats = engine.stats()
+    assert stats["speculation"]["drafted"] == stats["speculation"]["accepted"] > 80
+    for term in ("weights", "cache"):
+        assert stats["memory"][term]["measured"] == stats["memory"][term]["planned"], term
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("dflash", marks=pytest.mark.slow)])
