@@ -360,7 +360,8 @@ def sampler_failure(
 ) -> Fallback | None:
     """Compare greedy and random draws of a few rows with the plain sampler's.
 
-    With speculation also a verify step's, and with structured output steps with token masks.
+    With speculation it also compares draws of a verify step, and with structured output draws
+    with token masks.
 
     Raises KernelSelfTestError where the sampler left the device unusable.
     """

@@ -430,7 +430,7 @@ class DraftStep:
         first_P = inputs.query_start_loc[:count].clamp(max=key.size - 1)
         rows_P = inputs.sample_rows[:count]
         drafts = self.propose(key, tokens, rows_P, first_P, inputs.draft_stops[:count])
-        # The null row's depend on which of its tokens was written last.
+        # The null row's drafts depend on which of its tokens was written last.
         unused_P1 = (rows_P == self._state.null_row)[:, None]
         return Drafts(drafts.token_ids.masked_fill(unused_P1, 0), drafts.probabilities)
 

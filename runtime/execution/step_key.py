@@ -144,7 +144,7 @@ class StepSizes:
         """Return the tokens per row of the verify steps of `rows` rows, ascending.
 
         A verify step has at most 128 tokens: more take as much longer as they are more. It has at
-        most what the largest prefill step has.
+        most as many tokens as the largest prefill step.
         """
         if not self.tokens_per_row:
             return ()

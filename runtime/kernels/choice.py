@@ -57,7 +57,7 @@ class Kernels:
     dependent_launch: bool = True
     """Whether Triton kernels may begin while their predecessors run, if the device supports it."""
     batch_invariant: bool = False
-    """Whether plain PyTorch operations run token by token (see `models/modules.py`)."""
+    """Whether plain PyTorch operations run token by token (see `ops/operation.py`)."""
     collectives: Collectives | None = None
     """Of the tensor-parallel group; None: the model is on one device."""
 

@@ -147,9 +147,11 @@ class Layer(nn.Module):
         super().__init__()
         to = Binding(self._module, kernels, places, kv_heads, storage)
         self._operations = [
-            (op, op.scale if isinstance(op, Residual) else op.bind(to)) for op in plan.operations
+            (op.name, op.scale if isinstance(op, Residual) else op.bind(to), op.reads, op.writes)
+            for op in plan.operations
         ]
-        """Each operation and its function; of residual additions, the factor of the value."""
+        """Name and function of each operation (of residual additions, the factor of the value), and
+        the names of the values that it reads and writes."""
 
     def _module(self, parameter: Parameter, make: Callable[[], nn.Module]) -> nn.Module:
         """The module that holds a parameter, in the tree that its name describes."""
@@ -166,17 +168,17 @@ class Layer(nn.Module):
     def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
         value: Any = x_TD
         named: dict[str, Any] = {LAYER_INPUT: x_TD}
-        for op, run in self._operations:
-            if op.reads:
-                value = tuple(named[name] for name in op.reads)
+        for name, run, reads, writes in self._operations:
+            if reads:
+                value = tuple(named[of] for of in reads)
                 value = value if len(value) > 1 else value[0]
-            with operation(op.name):
+            with operation(name):
                 if not isinstance(run, float):
                     value = run(value, step)
                 else:
                     x_TD = value = x_TD + (value if run == 1.0 else value * run)
-            if op.writes:
-                named[op.writes] = value
+            if writes:
+                named[writes] = value
         return x_TD
 
 

@@ -365,7 +365,7 @@ class Speculator(ABC):
     is_async_device: bool
     """Whether steps stay in flight."""
     calibration_seconds: float = 0.0
-    """That measuring the times took."""
+    """Seconds that measuring the times took."""
 
     waits = False
     """Whether the step in flight is to be committed before the next one is planned."""
@@ -381,7 +381,7 @@ class Speculator(ABC):
         self._untimed = 0
         """Decode steps since the last one that was timed, in a pause."""
         self._lookup_ns = 0
-        """That the host has looked for drafts of the step to be planned."""
+        """Nanoseconds that the host has looked for drafts of the step to be planned."""
         self._batch: Sequence[Request] = ()
         """The rows of the last step, of which `_has_grammar` speaks."""
         self._has_grammar = False

@@ -4,7 +4,16 @@ import pytest
 from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.kernels.ops.attention import Attend
 from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan
-from stepgraph.runtime.kernels.ops.operation import LAYER_INPUT, Operation, Residual
+from stepgraph.runtime.kernels.ops.linear import Linear
+from stepgraph.runtime.kernels.ops.operation import (
+    LAYER_INPUT,
+    AllReduce,
+    Operation,
+    Rank,
+    Residual,
+    ShardedLayer,
+)
+from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
 
 ATTEND = Attend(name="attention", heads=2, kv_heads=1, head_dim=4, value_dim=4, scale=0.5)
 
@@ -35,3 +44,12 @@ def test_a_layer_whose_values_do_not_fit(
     with pytest.raises(ConfigError) as caught:
         LayerPlan(operations)
     assert all(repr(name) in str(caught.value) for name in named)
+
+
+def test_ranks_write_sums() -> None:
+    """A value that is read again is what all ranks have added, not the part of one."""
+    weight = Parameter("w", (Source("w", (6, 8)),))
+    linear = Linear(name="output", weight=weight, writes="out")
+    product, total = linear.shard(ShardedLayer(Rank(0, 2), 2, 2, is_cut=True), None)
+    assert isinstance(total, AllReduce)
+    assert (product.writes, total.writes) == ("", "out")

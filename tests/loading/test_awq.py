@@ -136,7 +136,10 @@ def test_a_part_is_the_part_of_the_whole(data: st.DataObject) -> None:
 
     rows: Selection = data.draw(st.sampled_from([part(0, n), HeadRows(n - 8, 1, 8, 4)]))
     columns = part(1, k)
-    for selection in (None, rows, columns, Narrowed(rows, columns)):
+    narrowed = Narrowed(columns, part(1, columns.count))
+    for selection in (
+        *(None, rows, columns, Narrowed(rows, columns), narrowed, Narrowed(narrowed, part(0, n))),
+    ):
         expected = weight if selection is None else selection.read(weight)
         assert torch.equal(AWQ.read(stored, selection).double(), expected)
 

@@ -172,7 +172,7 @@ class Experts(Operation):
             range(start + part.start, start + part.stop)
             for start in range(0, 2 * width * self.total, width)
         ]
-        yield replace(
+        own = replace(
             self,
             gate_up=cut(self.gate_up, rows),
             down=layer.rank.columns(self.down),
@@ -180,7 +180,7 @@ class Experts(Operation):
             gate_up_bias=None if self.gate_up_bias is None else cut(self.gate_up_bias, rows),
             down_bias=layer.rank.once(self.down_bias),
         )
-        yield layer.rank.sum(self.router.shape[1])
+        yield from layer.rank.summed(own, self.router.shape[1])
 
     def live_bytes(self, hidden: int, itemsize: int, *, eager: bool) -> int:
         return activation_bytes(self, hidden, itemsize)

@@ -46,7 +46,11 @@ class LayerPlan:
             for name in op.reads:
                 if name not in written:
                     later = [other.name for other in self.operations if other.writes == name]
-                    why = f"operation {later[0]!r} writes only later" if later else "none writes"
+                    why = (
+                        f"operation {later[0]!r} writes only later"
+                        if later
+                        else "no operation writes"
+                    )
                     raise ConfigError(f"operation {op.name!r} reads {name!r}, which {why}")
             if op.writes in written:
                 raise ConfigError(

@@ -267,10 +267,9 @@ class Linear(Operation):
     def shard(self, layer: ShardedLayer, following: Operation | None) -> Iterator[Operation]:
         if layer.is_cut:  # each rank multiplies its part of the input; one adds the bias
             layer.is_cut = False
-            yield replace(
-                self, weight=layer.rank.columns(self.weight), bias=layer.rank.once(self.bias)
-            )
-            yield layer.rank.sum(self.out_features)
+            weight, bias = layer.rank.columns(self.weight), layer.rank.once(self.bias)
+            own = replace(self, weight=weight, bias=bias)
+            yield from layer.rank.summed(own, self.out_features)
             return
         assert following is not None, "a product before the end of a layer"
         split = self.split or (self.out_features,)

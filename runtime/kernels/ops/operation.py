@@ -18,7 +18,7 @@ Shapes: T tokens, H query heads, G key/value heads, E head_dim, F features, K ki
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -113,9 +113,11 @@ class Rank:
         """Return a bias that only the first rank adds."""
         return bias if bias is None or self.rank == 0 else zeros(bias)
 
-    def sum(self, features: int) -> AllReduce:
-        """Return the operation that adds values of this many features over the ranks."""
-        return AllReduce(name="all_reduce", ranks=self.ranks, features=features)
+    def summed(self, part: Operation, features: int) -> Iterator[Operation]:
+        """Yield an operation whose results of this many features the ranks add, and the sum."""
+        yield replace(part, writes="")
+        total = AllReduce(name="all_reduce", ranks=self.ranks, features=features)
+        yield replace(total, writes=part.writes)
 
 
 @dataclass

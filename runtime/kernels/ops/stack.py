@@ -1,7 +1,7 @@
 """All layers of a decoder as one operation (the stack), over packed weights.
 
 Shapes: T tokens, D hidden_size, F intermediate_size, G layer groups, E half of head_dim, K kinds of
-rotation. The arithmetic follows `models/operations.py`, with results rounded to the model's
+rotation. The arithmetic follows `ops/operation.py`, with results rounded to the model's
 dtype at the same places; `csrc/stack_thread.h` describes fusion and threading. The result of a row
 is bitwise the same in any batch and with any number of threads.
 

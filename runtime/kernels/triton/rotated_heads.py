@@ -1,7 +1,7 @@
 """Norm and rotation of single heads in kernels, as the plain model has them, and in plain torch.
 
 Shapes: N vectors, E head_dim. Numbers are rounded to the dtype of memory where the model rounds
-them (`models/modules.RMSNorm`, `models/rope.rotate`): after the norm, after the rotation, and after
+them (`ops/norms.RMSNorm`, `ops/rotation.rotate`): after the norm, after the rotation, and after
 the temperature of queries.
 """
 
@@ -42,7 +42,7 @@ class HeadRotation(NamedTuple):
     eps: float
     """Of these norms."""
     offset_norms: bool
-    """They multiply by one plus their weight, see `models/modules.py`."""
+    """They multiply by one plus their weight, see `ops/norms.py`."""
     cos: Tensor
     """float32 `[T, E / 2]`, of the angles of the tokens' positions; a pair is (i, i + E / 2)."""
     sin: Tensor

@@ -19,7 +19,7 @@ kernel that norms. Prefill steps write keys and values first and then attend in 
 Shapes: T tokens, D hidden_size, F intermediate_size, K kinds of rotation, E half of head_dim, G
 layer groups, N features of queries, keys and values. Which kernels a layer is follows from its plan
 (`fusion.py`); attention and activations with traits that no kernel knows are plain torch. The
-arithmetic follows `models/operations.py`, with results rounded to the model's dtype at the same
+arithmetic follows `ops/operation.py`, with results rounded to the model's dtype at the same
 places.
 """
 

@@ -56,17 +56,29 @@ class CheckpointFormat(ABC):
             stored: the tensors of the file, by suffix.
             selection: the part; None: all of it.
         """
-        rows, columns = selection, None
-        if isinstance(selection, Narrowed) and selection.part.dim == 1:
-            rows, columns = selection.of, selection.part
-        elif isinstance(selection, Slice) and selection.dim == 1:
-            rows, columns = None, selection
         grouped = self.grouped(stored)
-        if rows is not None:
-            grouped = tuple(map(rows.read, grouped))
+        rows, columns = _rows_and_columns(selection)
+        for part in rows:
+            grouped = tuple(map(part.read, grouped))
         if columns is None:
             return self.decode(*grouped)
         elements = self.decode(*(tensor[:1, :1] for tensor in grouped)).shape[-1]
         first, stop = columns.start // elements, -(-(columns.start + columns.count) // elements)
         numbers = self.decode(*(tensor[:, first:stop] for tensor in grouped))
         return numbers.narrow(1, columns.start - first * elements, columns.count)
+
+
+def _rows_and_columns(selection: Selection | None) -> tuple[list[Selection], Slice | None]:
+    """Return selections of rows, to be made one after the other, and the columns; None: all."""
+    match selection:
+        case None:
+            return [], None
+        case Slice(dim=1):
+            return [], selection
+        case Narrowed(of=of, part=part):
+            rows, columns = _rows_and_columns(of)
+            if part.dim == 0:
+                return [*rows, part], columns
+            first = 0 if columns is None else columns.start
+            return rows, Slice(1, first + part.start, part.count)
+    return [selection], None

@@ -441,7 +441,7 @@ def is_unused_by_mtp(name: str, drafter: DrafterConfig) -> bool:
 def mtp_config(
     name: str, directory: Path, config: Json, names: Mapping[str, object], target: ModelConfig
 ) -> DrafterConfig:
-    """Read the module of the target's checkpoint, of several the first: see `ReadDrafter`."""
+    """Read the first module of the target's checkpoint; see `ReadDrafter`."""
     layout = target.family.mtp
     if layout is None:
         supported = ", ".join(name for name, family in FAMILIES.items() if family.mtp is not None)

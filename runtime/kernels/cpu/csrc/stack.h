@@ -1,7 +1,7 @@
 // All layers of a decoder as one piece of work: what it is made of, and what a step gives it.
 //
 // Like `kernels.h` this knows no tensors. Arithmetic and rounding follow the modules in
-// `models/operations.py`; how the work is shared out is explained in `stack_thread.h`.
+// `ops/operation.py`; how the work is shared out is explained in `stack_thread.h`.
 #pragma once
 
 #include <cstdint>

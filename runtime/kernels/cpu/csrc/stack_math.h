@@ -69,7 +69,7 @@ float mean_square(const T* x, int64_t size) {
   return lane_sum(lanes[0] + lanes[1]) / static_cast<float>(size);
 }
 
-// One row of RMSNorm: out = weight * (x / sqrt(mean(x**2) + eps)), see `models/modules.py`, where
+// One row of RMSNorm: out = weight * (x / sqrt(mean(x**2) + eps)), see `ops/norms.py`, where
 // the mean belongs to the row that x is a part of. With `added` that is rounded, multiplied by
 // `factor`, rounded and added to it. `out` may be `x`.
 template <class T>
