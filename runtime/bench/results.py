@@ -113,7 +113,7 @@ def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
         "device": str(config.device),
         "prefill_chunk": config.user.prefill_chunk,
         "threads": config.threads,
-        "cpus": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "cpus": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
         "fallbacks": engine.stats()["fallbacks"],
     }
 

@@ -23,6 +23,7 @@ from ..kernels.ops.attention import Attend
 from ..kernels.ops.experts import converted_bytes
 from ..kernels.ops.experts_operator import opaque_experts
 from ..kernels.ops.layer_plan import ModelPlan
+from ..kernels.ops.operation import Operation
 from ..models.config import DecoderConfig
 from ..models.plan import parameter_bytes, plan_of
 from ..models.resolved_config import ResolvedConfig
@@ -93,7 +94,7 @@ def model_footprint(
     steps = StepSizes.choose(config, kernels).keys()
     plan = plan_of(model)
     layer_weight, head_weight = _unpacked_bytes(plan, kernels, config)
-    attends = [operation for operation in plan.operations if isinstance(operation, Attend)]
+    attends = [op for op in _computed(plan) if isinstance(op, Attend)]
     activations = math.ceil(heap * _activation_bytes(plan, config, len(groups)))
     logits_per_lane = model.vocab_size * _logit_bytes(config) + _own_logits(plan, config)
     verified = config.most_lanes - config.max_num_seqs
@@ -146,11 +147,22 @@ def _host_blocks(config: ResolvedConfig, block_bytes: int) -> int:
 def _activation_bytes(plan: ModelPlan, config: ResolvedConfig, num_groups: int) -> int:
     """Peak of the tensors of one token within a layer."""
     size, eager = config.dtype.itemsize, not config.compiled
-    most = max(op.live_bytes(plan.hidden_size, size, eager=eager) for op in plan.operations)
+    most = max(op.live_bytes(plan.hidden_size, size, eager=eager) for op in _computed(plan))
     most += size * plan.hidden_size * sum(bool(op.writes) for op in plan.operations)
     rotation = 2 * 4 * plan.rope_dim
     indices = 8 * (5 + num_groups)
     return most + rotation + indices
+
+
+def _computed(plan: ModelPlan) -> list[Operation]:
+    """Return the operations of a plan, with the heads that the cache adds to attention."""
+    most = max(op.kv_heads for op in plan.operations if isinstance(op, Attend))
+    return [
+        dataclasses.replace(op, heads=op.heads // op.kv_heads * most, kv_heads=most)
+        if isinstance(op, Attend)
+        else op
+        for op in plan.operations
+    ]
 
 
 def _unpacked_bytes(plan: ModelPlan, kernels: Kernels, config: ResolvedConfig) -> tuple[int, int]:

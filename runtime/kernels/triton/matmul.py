@@ -74,7 +74,8 @@ def linear_of_any_rows(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
 
 
 def tiled_product(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor, sizes: RowSizes) -> None:
-    """`out = linear(x)` in tiles of these sizes; `out` may have another dtype than `x`."""
+    """`out = linear(x)` in tiles of these sizes; of weights that are not
+    quantised, `out` may have another dtype than `x`."""
     rows, n = out_TN.shape
     weight, storage = kernel_weight(linear)
     call_kernel(
