@@ -198,10 +198,3 @@ def test_logit_bias_is_an_immutable_copy() -> None:
     assert params.logit_bias == {5: 1.0, 7: -2.5}
     with pytest.raises(TypeError):
         params.logit_bias[5] = 3.0  # type: ignore[index]
-
-
-def test_token_ids_are_checked_against_the_vocabulary() -> None:
-    SamplingParams(logit_bias={9: 1.0}, stop_token_ids=[9]).check_vocabulary(10)
-    for params in (SamplingParams(logit_bias={10: 1.0}), SamplingParams(stop_token_ids=[10])):
-        with pytest.raises(RequestError):
-            params.check_vocabulary(10)

@@ -50,14 +50,6 @@ def test_generate_with_params_of_each_prompt(open_engine: Open, base: TinyModel)
     assert engine.generate([], greedy()) == []
 
 
-def test_smaller_priority_is_served_first(open_engine: Open, base: TinyModel) -> None:
-    engine = open_engine("base", max_num_seqs=1)
-    (prompt,) = base.prompts(5, seed=66)
-    for name, priority in (("late", 1), ("usual", 0), ("next", 0), ("first", -5)):
-        engine.add_request(prompt, greedy(3), name, priority=priority)
-    assert list(run(engine)) == ["first", "usual", "next", "late"]
-
-
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_abort(open_engine: Open, base: TinyModel, in_flight: int) -> None:
     engine = open_engine("base", max_num_seqs=1)

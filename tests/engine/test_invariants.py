@@ -287,16 +287,6 @@ def test_tokens_do_not_depend_on_the_cache(
             assert (stats["cache"]["swapped_in"] > 0) == swaps
 
 
-def test_salts_keep_tenants_apart(open_engine: Open, model: TinyModel) -> None:
-    engine = open_engine(MODEL, block_size=4)
-    (prompt,) = model.prompts(30, seed=34)
-    cached = []
-    for salt in ("tenant a", "tenant b", None, "tenant a", "tenant b", None):
-        engine.add_request(prompt, PARAMS[0], "it", cache_salt=salt)
-        cached.append(run(engine)["it"].cached_tokens)
-    assert cached == [0, 0, 0, 28, 28, 28]
-
-
 def test_what_ran_during_a_reset_is_not_shared_afterwards(
     open_engine: Open, model: TinyModel
 ) -> None:

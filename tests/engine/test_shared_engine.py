@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import os
+import multiprocessing
 import random
 import signal
 import sys
@@ -158,15 +157,6 @@ def test_waiting_calls_learn_of_the_end(how: str) -> None:
         engine.close()
 
 
-def test_score_leaves_requests_of_other_threads_for_later() -> None:
-    engine = fake_engine()
-    with ThreadPoolExecutor(1) as pool:
-        in_launch(engine, lambda: pool.submit(engine.add_request, [5], params(5), "x").result())
-        assert engine.score([1, 2, 3, 4], 2).shape == (3, 1)
-    assert run(engine)["x"].token_ids == expected(engine, [5], params(5))
-    check_serves(engine)
-
-
 # Re-entry ----------------------------------------------------------------------------------------
 
 
@@ -188,6 +178,9 @@ def test_a_callback_within_a_step(outer: str) -> None:
             with pytest.raises(EngineBusyError):
                 use()
         seen.append(engine.add_request([9, 9], params(9), "added"))
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(engine.add_request, [5], params(5), "other")
+            seen.append(other.result(SECONDS))
         seen.append(engine.add_request([9, 9], params(9), "aborted"))
         assert engine.abort("aborted") is True
         assert engine.stats()["healthy"] is True
@@ -202,12 +195,13 @@ def test_a_callback_within_a_step(outer: str) -> None:
         (output,) = engine.generate([[1, 2, 3]], params(1))
         assert output.token_ids == expected(engine, [1, 2, 3], params(1))
     else:
-        engine.score([1, 2, 3], 2)
-    assert seen == ["added", "aborted"]
+        assert engine.score([1, 2, 3], 2).shape == (2, 1)
+    assert seen == ["added", "other", "aborted"]
     final = run(engine)
     if outer == "step":
         assert final["outer"].token_ids == expected(engine, [1, 2, 3], params(1))
     assert final["added"].token_ids == expected(engine, [9, 9], params(9))
+    assert final["other"].token_ids == expected(engine, [5], params(5))
     assert final["aborted"].finish_reason == "abort"
     check_serves(engine)
 
@@ -215,7 +209,6 @@ def test_a_callback_within_a_step(outer: str) -> None:
 # Forks -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_is_refused() -> None:
     engine = fake_engine()
@@ -235,25 +228,20 @@ def test_a_forked_child_is_refused() -> None:
         lambda: engine.kv_bytes_read(1),
         engine.__enter__,
     ]
+
+    def child() -> None:
+        for use in uses:
+            with pytest.raises(EngineForkedError):
+                use()
+        engine.close()
+        engine.__exit__(None, None, None)
+        check_serves(fake_engine())  # its own
+
     with step_under_way(engine):  # in a thread that the child does not have
-        child = os.fork()
-        if child == 0:
-            failures = len(uses)
-            try:
-                for use in uses:
-                    try:
-                        use()
-                    except EngineForkedError:
-                        failures -= 1
-                engine.close()
-                engine.__exit__(None, None, None)
-                del engine, uses
-                gc.collect()
-                check_serves(fake_engine())  # its own
-            except BaseException:
-                failures += 100
-            os._exit(failures)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join(SECONDS)
+        assert process.exitcode == 0
     final = run(engine)
     assert final["parent's"].token_ids == expected(engine, [1, 2], params(1))
     check_serves(engine)
@@ -285,6 +273,12 @@ class SharedEngine(RuleBasedStateMachine):
     def begin(self, num_blocks: int, max_num_seqs: int) -> None:
         self.engine = fake_engine(num_blocks, max_num_seqs)
 
+    def call(self, other: bool, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method, in another thread or in this one."""
+        if other:
+            return self.pool.submit(method, *arguments).result(SECONDS)
+        return method(*arguments)
+
     def take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             if not output.finished:
@@ -306,23 +300,17 @@ class SharedEngine(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abcd"), prompt=PROMPTS, seed=st.integers(0, 9), other=st.booleans())
     def add(self, name: str, prompt: list[int], seed: int, other: bool) -> None:
         own = params(seed, 1 + seed)
-        add = (prompt, own, name)
-        run = self.pool.submit(self.engine.add_request, *add).result if other else None
         if name in self.open:
             with pytest.raises(RequestError):
-                run(SECONDS) if run is not None else self.engine.add_request(*add)
+                self.call(other, self.engine.add_request, prompt, own, name)
         else:
-            assert (run(SECONDS) if run is not None else self.engine.add_request(*add)) == name
+            assert self.call(other, self.engine.add_request, prompt, own, name) == name
             self.open[name] = prompt, own
 
     @precondition(lambda self: not self.failed)
     @rule(name=st.sampled_from("abcd"), other=st.booleans())
     def abort(self, name: str, other: bool) -> None:
-        if other:
-            done = self.pool.submit(self.engine.abort, name).result(SECONDS)
-        else:
-            done = self.engine.abort(name)
-        if done:
+        if self.call(other, self.engine.abort, name):
             assert name in self.open
             self.aborted.add(name)
 

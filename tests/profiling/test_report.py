@@ -39,21 +39,14 @@ NODES = (
     Node(1, "down", "kernel", None),
     Node(None, "greedy", "kernel", "argmax"),
 )
-
-
-def decode(rows: int = 3, bucket: int = 4, kernels=KERNELS, idle_ns: int = 300) -> Launch:
-    return Launch("decode", rows, bucket, rows, kernels, idle_ns)
-
-
-def prefill(tokens: int = 60, bucket: int = 64) -> Launch:
-    return Launch("prefill", 0, bucket, tokens, (("big", 90_000),))
+DECODE = Launch("decode", 3, 4, 3, KERNELS, idle_ns=300)
 
 
 def played(variant: Variant = NEW, steps: int = 6, **profile) -> Profile:
     """A step in flight: each turn commits the step before."""
     play = Profile(variant, **profile)
     for number in range(10, 10 + steps):
-        play.step(number, [decode()], wait_ns=9_000, commits=number - 1 if number > 10 else None)
+        play.step(number, [DECODE], wait_ns=9_000, commits=number - 1 if number > 10 else None)
     return play
 
 
@@ -162,8 +155,8 @@ def test_steps_that_the_profile_cuts_are_left_out(tmp_path) -> None:
     # The profile began within a turn: its range is not there, what was in it is.
     play.range("replay", play.now, play.now + 5_000, numbers=(3, 1, 1, 1, 1, 0))
     play.now += 10_000
-    play.step(4, [decode()])
-    play.step(5, [decode()], commits=4)
+    play.step(4, [DECODE])
+    play.step(5, [DECODE], commits=4)
     play.range("step", play.now + 10, play.now + 90, 6)  # it launches nothing
     play.range("commit", play.now + 20, play.now + 80, 5)
     play.range("step", play.now + 100, None, 6)
@@ -176,7 +169,7 @@ def test_steps_that_the_profile_cuts_are_left_out(tmp_path) -> None:
 def test_gaps_do_not_cross_missing_steps(tmp_path) -> None:
     play = Profile()
     for number in (1, 2, 5, 6, 0):  # 3 and 4 are missing, then another engine begins
-        play.step(number, [decode()])
+        play.step(number, [DECODE])
     report = report_of(play, tmp_path)
     assert [row.gap_us is None for row in report.steps] == [True, False, True, False, True]
     assert [row.step_us is None for row in report.steps] == [True, False, True, False, True]
@@ -186,7 +179,7 @@ def test_processes_with_the_same_ids_are_kept_apart(tmp_path) -> None:
     one, two = played(pid=100, tid=100), Profile(pid=200, tid=201, now=1_004_321)
     two.strings, two.correlation = one.strings, 100  # the ids of calls of both are the same
     for number in range(4):
-        two.step(number, [prefill()])
+        two.step(number, [Launch("prefill", 0, 64, 60, (("big", 90_000),))])
     report = report_of(one, tmp_path, others=[two])
     assert_rows_are([r for r in report.steps if r.thread == 0], one.truth, NEW)
     assert_rows_are([r for r in report.steps if r.thread == 1], two.truth, NEW)
@@ -198,14 +191,14 @@ def test_calls_of_other_threads_are_left_out(tmp_path) -> None:
     helper.now = play.now + 5_000
     call = helper.call("cudaLaunchKernel_v7000", 500)
     helper.activity("KERNEL", helper.now, helper.now + 10**9, call, shortName=1, demangledName=1)
-    play.step(1, [decode()])
+    play.step(1, [DECODE])
     report = report_of(play, tmp_path, others=[helper])
     assert_rows_are(report.steps, play.truth, NEW)
 
 
 def test_commits_belong_to_the_step_before(tmp_path) -> None:
     play = Profile()
-    true = play.step(1, [decode()], commits=0, commit_ns=90_000)
+    true = play.step(1, [DECODE], commits=0, commit_ns=90_000)
     now, play.now = play.now, play.now - 50_000
     call = play.call("cudaMemcpyAsync_v3020", 1_000)
     play.activity("MEMCPY", now + 10**6, now + 2 * 10**6, call, copyKind=2)

@@ -244,30 +244,22 @@ def test_kernels_that_are_launched_one_by_one_have_the_scope_of_their_launch():
     assert (outside["name"], replayed["name"]) == ("last", "in a graph")
 
 
-def test_work_that_overlaps_gets_a_row_of_its_own():
+def test_work_that_overlaps_gets_a_row_of_its_own_and_gaps_are_told() -> None:
     trace = KinetoTrace()
-    correlation = trace.call("cudaGraphLaunch", 0)
+    trace.range("step", 0, 100, payload=0)
+    correlation = trace.call("cudaLaunchKernel", 5)
     for ts, dur in ((10, 10), (18, 10), (27, 10), (40, 5)):
         trace.work(correlation, "kernel", ts, dur)
-    annotate(trace.document)
+    annotate(trace.document, trace.log)
     first, added, *others = [event["tid"] for event in work(trace)]
     assert added != STREAM
     assert {first, *others} == {STREAM}
     (named,) = [e for e in trace.events if e["name"] == "thread_name"]
     assert (named["pid"], named["tid"]) == (DEVICE, added)
     assert named["args"]["name"] == f"stream {STREAM}, overlapping"
-
-
-def test_operations_that_overlap_and_gaps_between_them() -> None:
-    trace = KinetoTrace()
-    trace.range("step", 0, 100, payload=0)
-    correlation = trace.call("cudaLaunchKernel", 5)
-    for ts, dur in ((10, 10), (15, 10), (35, 5)):
-        trace.work(correlation, "kernel", ts, dur)
-    annotate(trace.document, trace.log)
     found = trace_operations(trace.document).to_json()
-    assert (found["steps"], found["step_us"], found["gap_us"]) == (1, 30, 10)
-    assert found["operations"] == [{"name": "(no operation)", "launches": 3, "us": 25}]
+    assert (found["steps"], found["step_us"], found["gap_us"]) == (1, 35, 3)
+    assert found["operations"] == [{"name": "(no operation)", "launches": 4, "us": 35}]
 
 
 def test_operations_of_the_host_are_without_those_inside_them() -> None:

@@ -45,11 +45,7 @@ class EngineRunner(FakeRunner):
     host_arena: Any = None
     max_prefill_rows = 8
     times_device = False
-    library: Any = SimpleNamespace(
-        steps={},
-        misses=0,
-        padding_fraction=0.0,
-    )
+    library: Any = SimpleNamespace(steps={}, misses=0, padding_fraction=0.0)
 
     def __init__(self) -> None:
         """Begun by the engine, which makes the scheduler; see `fake_engine`."""
@@ -76,7 +72,6 @@ class EngineRunner(FakeRunner):
 def fake_engine(
     num_blocks: int = 60,
     max_num_seqs: int = 4,
-    host_blocks: int = 0,
     tokenizer: TextTokenizer | None = None,
     max_model_len: int = 48,
     **options: Any,
@@ -93,8 +88,6 @@ def fake_engine(
         **options,
     )
     runner = EngineRunner()
-    if host_blocks:
-        runner.host_arena = SimpleNamespace(num_blocks=host_blocks, close=lambda: None)
     parts = SimpleNamespace(
         config=dataclasses.replace(
             ResolvedConfig.resolve(user, FAKE_MODEL), max_model_len=max_model_len

@@ -111,9 +111,9 @@ def slow_engine(**options: Any) -> Engine:
 
 
 class Connection:
-    """One request through ASGI messages, whose client may disconnect at any time."""
+    """A completion requested through ASGI messages, whose client may disconnect at any time."""
 
-    def __init__(self, rig: Rig, body: dict[str, Any], path: str = COMPLETIONS) -> None:
+    def __init__(self, rig: Rig, body: dict[str, Any]) -> None:
         self.messages: list[dict[str, Any]] = []
         self._sent = asyncio.Condition()
         self.requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -123,8 +123,8 @@ class Connection:
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
+            "path": COMPLETIONS,
+            "raw_path": COMPLETIONS.encode(),
             "root_path": "",
             "scheme": "http",
             "query_string": b"",

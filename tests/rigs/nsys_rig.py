@@ -153,7 +153,6 @@ class Profile:
         number: int,
         launches: Sequence[Launch],
         *,
-        plan_ns: int = 4_000,
         commit_ns: int = 6_000,
         wait_ns: int = 0,
         pause_ns: int = 1_000,
@@ -162,8 +161,8 @@ class Profile:
         """A turn: plan, launch, commit of an earlier step. Returns what a report must say of it."""
         self.now += pause_ns
         began = self.now
-        self.range("plan", self.now, self.now + plan_ns, number)
-        self.now += plan_ns
+        self.range("plan", self.now, self.now + 4_000, number)
+        self.now += 4_000
         launch_began = self.now
         first, _ = self.copy(1_500, 1)
         calls = 0

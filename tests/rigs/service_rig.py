@@ -78,7 +78,7 @@ class InjectedError(Exception):
     pass
 
 
-def fail() -> None:
+def fail(*_: object, **__: object) -> None:
     raise InjectedError("injected")
 
 

@@ -290,8 +290,8 @@ DUMPS = START + "{{ m.content | tojson }}" + END
 PARTS = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
 
 
-def rendered(template: str, messages: list[dict[str, Any]]) -> str:
-    prompt = ChatPrompt(template_messages(messages), add_generation_prompt=False)
+def rendered(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    prompt = ChatPrompt(template_messages(messages), add_generation_prompt=False, **options)
     return ChatTemplates({"default": template}, {}).render(prompt)
 
 
@@ -316,13 +316,8 @@ def test_content_has_the_form_that_the_template_reads(
 
 def test_content_that_is_continued_ends_the_prompt() -> None:
     for template, content in ((LOOPS, "c"), (LOOPS, PARTS), (PRINTS, PARTS)):
-        prompt = ChatPrompt(
-            template_messages([{"role": "assistant", "content": content}]),
-            add_generation_prompt=False,
-            continue_final_message=True,
-        )
-        text = ChatTemplates({"default": template}, {}).render(prompt)
-        assert text.endswith(("c", "b"))
+        said = [{"role": "assistant", "content": content}]
+        assert rendered(template, said, continue_final_message=True).endswith(("c", "b"))
 
 
 @pytest.mark.parametrize(

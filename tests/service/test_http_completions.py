@@ -18,7 +18,7 @@ from stepgraph.runtime.service.http import exchange
 
 from ..rigs.fake_engine import expected, fake_engine, runner_of
 from ..rigs.http_rig import CHAT, COMPLETIONS, Connection, Rig, events_of, service, slow_engine
-from ..rigs.service_rig import in_event_loop
+from ..rigs.service_rig import fail, in_event_loop
 
 PROMPT = [1, 2, 3, 4, 5]
 BODY = {
@@ -179,17 +179,12 @@ async def test_a_failure_within_a_stream_ends_it_with_an_error() -> None:
         ]
         for connection in connections:
             await connection.received(3)
-        runner = runner_of(rig.inner)
-
-        def fail(*_: Any) -> Any:
-            raise RuntimeError("the device is gone")
-
-        runner.launch = fail
+        runner_of(rig.inner).launch = fail
         for connection in connections:
             await connection.task
             body = b"".join(m.get("body", b"") for m in connection.messages).decode()
             *_, last = events_of(body)
-            assert "the device is gone" in last
+            assert "injected" in last
             assert "server_error" in last
             assert "[DONE]" not in body
             assert connection.messages[-1]["more_body"] is False
@@ -263,9 +258,12 @@ INVALID = [
     (completion(stop=[""]), "stop"),
     (completion(stop=[1]), "stop[0]"),
     (completion(stop="x"), "stop"),
-    (completion(stop_token_ids=[99]), "stop_token_ids"),
+    (completion(stop_token_ids=[11]), "stop_token_ids"),
     (completion(logit_bias={"x": 1}), "logit_bias"),
     (completion(logit_bias={"1": 101}), "logit_bias"),
+    (completion(logit_bias={"11": 1}), "logit_bias"),
+    (completion(allowed_token_ids=[1]), "allowed_token_ids"),  # the engine has no masks
+    (completion(bad_words=["a"]), "bad_words"),
     (completion(stream=False, stream_options={"include_usage": True}), "stream_options"),
     (completion(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
     (completion(response_format={"type": "json_object"}), "response_format"),

@@ -347,25 +347,10 @@ def test_config_errors_name_field_and_flag(values: dict[str, Any]) -> None:
     assert raised.value.flag in in_flags(raised.value)
 
 
-@pytest.fixture
-def access(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    with caplog.at_level(logging.INFO, ACCESS_LOG):
-        yield caplog
-
-
-def records(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
-    """The records of the access log, once there are `count`."""
-
-    def found() -> list[str]:
-        return [r.getMessage() for r in caplog.records if r.name == ACCESS_LOG]
-
-    wait_until(lambda: len(found()) >= count)
-    return found()
-
-
 def test_the_access_log_has_a_record_for_each_request(
-    threaded: Threaded, access: pytest.LogCaptureFixture
+    threaded: Threaded, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, ACCESS_LOG)
     url = f"http://127.0.0.1:{threaded.port}"
     body = {"prompt": [1, 2], "max_tokens": 3, "ignore_eos": True}
     for more in ({}, {"stream": True}):
@@ -376,7 +361,8 @@ def test_the_access_log_has_a_record_for_each_request(
     long = {**body, "max_tokens": 40, "stream": True}
     with httpx.stream("POST", f"{url}{COMPLETIONS}", json=long) as response:
         next(response.iter_raw())
-    found = records(access, 5)
+    wait_until(lambda: len(caplog.records) >= 5)
+    found = [record.getMessage() for record in caplog.records if record.name == ACCESS_LOG]
     assert len(found) == 5
     for line in found[:2]:
         assert line.startswith(f"POST {COMPLETIONS} 200 ")

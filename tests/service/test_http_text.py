@@ -371,15 +371,6 @@ async def test_fields_that_are_unknown_are_logged_once_or_refused(
 
 
 @in_event_loop
-async def test_fields_of_masks_need_structured_output() -> None:
-    async with service() as rig:
-        for field, value in (("allowed_token_ids", [1]), ("bad_words", ["a"])):
-            response = await rig.post({"prompt": [1, 2], field: value})
-            assert response.status_code == 400
-            assert response.json()["error"]["param"] == field
-
-
-@in_event_loop
 async def test_request_ids_are_returned_with_every_response(rig: Rig) -> None:
     for given, same in (
         ("job-17", True),

@@ -96,33 +96,8 @@ def test_failure_keeps_no_memory_of_the_engine() -> None:
         assert not any("held" in frame.f_locals for frame in frames)
 
 
-@pytest.mark.parametrize("where", ["swap_out", "copy_in"])
-def test_a_swap_that_fails_is_recomputed(where: str) -> None:
-    with rig(num_blocks=14, host_blocks=20, host_cache_bytes=1) as r:
-        runner = runner_of(r.made[0])
-        failed: list[str] = []
-
-        def fail_after(name: str, count: int) -> int | None:
-            if name != where or failed:
-                return None
-            failed.append(name)
-            return 0
-
-        runner.fail_after = fail_after
-        own = [params(seed, max_tokens=40) for seed in range(3)]
-        futures = [r.engine.submit(PROMPT, o) for o in own]
-        for future, o in zip(futures, own, strict=True):
-            assert future.result(SECONDS).token_ids == r.expected(PROMPT, o)
-        assert failed == [where]
-        r.check_serves()
-
-
 def test_a_tokenizer_that_raises_ends_its_request_alone() -> None:
     with rig() as r:
-
-        def fail(*_: object, **__: object) -> None:
-            raise ValueError("injected")
-
         builder: Any = r.made[0]._builder
         builder._tokenizer = SimpleNamespace(least_tokens=fail, encode=fail)
         with pytest.raises(RequestError):
