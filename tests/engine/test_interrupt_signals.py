@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from stepgraph.runtime import Engine
@@ -45,14 +44,6 @@ def same_handler() -> Iterator[None]:
     assert handler is signal.default_int_handler
 
 
-@pytest.fixture
-def handlers() -> Iterator[Callable[[Any], None]]:
-    """Install a handler of SIGINT for one test."""
-    before = signal.getsignal(signal.SIGINT)
-    yield lambda handler: signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGINT, before)
-
-
 def test_interrupt_ends_generate_and_keeps_the_prefix_cache() -> None:
     engine = fake_engine()
     engine.add_request([5, 5], params(5, 30), "other")
@@ -81,9 +72,7 @@ def test_interrupt_in_the_last_step_loses_no_output() -> None:
     check_serves(engine)
 
 
-def test_handler_of_the_application_is_called_between_steps(
-    handlers: Callable[[Any], None],
-) -> None:
+def test_handler_of_the_application_is_called_between_steps() -> None:
     engine = fake_engine()
     calls: list[int] = []
 
@@ -92,9 +81,10 @@ def test_handler_of_the_application_is_called_between_steps(
         assert engine.stats()["steps"] == 1
         assert engine.abort("request-1") is True
 
-    handlers(handle)
+    signal.signal(signal.SIGINT, handle)
     in_launch(engine, interrupt)
     (output,) = engine.generate([[1, 2, 3]], params(1))
+    assert signal.signal(signal.SIGINT, signal.default_int_handler) is handle
     assert (len(output.token_ids), output.finish_reason) == (1, "abort")
     assert calls == [signal.SIGINT]
     check_serves(engine)

@@ -171,7 +171,6 @@ def test_the_cache_recovers_from_blocks_that_went_bad(tiny: Tiny) -> None:
         engine.step(), engine.step()
         engine.abort(request_id)
         engine.step()
-        assert parts_of(engine) is not None
         parts_of(engine).arena.tensor[:, :, 1:] = torch.nan
         outputs = [engine.generate([prompt], greedy)[0] for _ in range(2)]
         assert outputs[0].finish_reason == "error"

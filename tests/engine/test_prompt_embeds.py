@@ -44,10 +44,16 @@ def content(seed: int, tokens: int) -> EncodedContent:
     return EncodedContent.of(torch.randn(tokens, HIDDEN, generator=generator))
 
 
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
-def test_tokens_are_those_of_transformers(open_engine: Open, base: TinyModel, mode: str) -> None:
-    """Alone and in one batch with plain prompts, in chunks that cut through the spans."""
-    engine = open_engine("base", mode=mode, prompt_embeds=True, prefill_chunk=16, block_size=4)
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"num_blocks": 24}, pytest.param({"mode": "compile"}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_tokens_are_those_of_transformers(
+    open_engine: Open, base: TinyModel, config: dict[str, Any]
+) -> None:
+    """In one batch with plain prompts, in chunks that cut through the spans, and preempted."""
+    engine = open_engine("base", prompt_embeds=True, prefill_chunk=16, block_size=4, **config)
     prompts = base.prompts(30, 41, 9, 25)
     spans = [
         [EmbeddedSpan(20, content(1, 7)), EmbeddedSpan(0, content(2, 11))],
@@ -58,6 +64,7 @@ def test_tokens_are_those_of_transformers(open_engine: Open, base: TinyModel, mo
     expected = [reference(base, *pair) for pair in zip(prompts, spans, strict=True)]
     batch = [PromptEmbeds(*pair) for pair in zip(prompts, spans, strict=True)]
     assert [o.token_ids for o in engine.generate(batch, GREEDY)] == expected
+    assert (engine.stats()["preemptions"] > 0) == ("num_blocks" in config)
     # What an earlier chunk showed must not show again in a prompt without embeddings.
     plain = [base.greedy([prompt], NEW_TOKENS)[0] for prompt in prompts]
     assert [o.token_ids for o in engine.generate(prompts, GREEDY)] == plain
@@ -80,17 +87,6 @@ def test_blocks_are_shared_by_content(open_engine: Open, base: TinyModel) -> Non
     assert cached([EmbeddedSpan(10, other)]) == 8  # what precedes the span
     assert cached([EmbeddedSpan(11, same)]) == 8
     assert cached([]) == 8
-
-
-def test_preempted_prompts_show_their_embeddings_again(open_engine: Open, base: TinyModel) -> None:
-    engine = open_engine("base", prompt_embeds=True, block_size=4, num_blocks=24, max_num_seqs=3)
-    prompts = base.prompts(20, 21, 22)
-    spans = [[EmbeddedSpan(5, content(i, 9))] for i in range(3)]
-    batch = [PromptEmbeds(*pair) for pair in zip(prompts, spans, strict=True)]
-    outputs = engine.generate(batch, GREEDY)
-    assert engine.stats()["preemptions"] > 0
-    expected = [reference(base, *pair) for pair in zip(prompts, spans, strict=True)]
-    assert [o.token_ids for o in outputs] == expected
 
 
 def span(embeds: torch.Tensor) -> EmbeddedSpan:

@@ -198,13 +198,9 @@ def test_any_order(tiny: Tiny, write: Write) -> None:
     sources |= {"deeper": write("micro", num_hidden_layers=2), "lost": write("micro")}
     (sources["lost"] / "model.safetensors").unlink()
     with opened(sources["first"]) as first, opened(sources["second"]) as second:
-
-        class Machine(Reloads):
-            pass
-
-        Machine.sources, Machine.fresh = sources, {"first": first, "second": second}
+        Reloads.sources, Reloads.fresh = sources, {"first": first, "second": second}
         limits = settings(max_examples=8, stateful_step_count=25)
-        run_state_machine_as_test(Machine, settings=limits)  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(Reloads, settings=limits)  # type: ignore[no-untyped-call]
 
 
 # Refusals ----------------------------------------------------------------------------------------

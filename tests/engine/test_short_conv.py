@@ -3,7 +3,6 @@ computed."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -11,21 +10,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.kernels.ops.short_conv import reference_short_conv
 
+from ..rigs.engine_rig import greedy, opened, run
 from ..rigs.speculation_rig import guess
-from ..rigs.tiny_models import TinyModel
+from ..rigs.tiny_models import Tiny, TinyModel
 
-CONFIG = EngineConfig(device="cpu", mode="eager", max_num_seqs=4, block_size=4, prefill_chunk=16)
+SIZES = {"block_size": 4, "prefill_chunk": 16}
 NEW_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def model(tiny: Any) -> TinyModel:
-    found: TinyModel = tiny("lfm2")
-    return found
+def model(tiny: Tiny) -> TinyModel:
+    return tiny("lfm2")
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +61,15 @@ def test_tokens_are_those_of_transformers(
     options: dict[str, Any],
     reached: tuple[str, ...],
 ) -> None:
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
-    config = dataclasses.replace(CONFIG, **options)
-    with Engine.from_pretrained(model.directory, config, progress=False) as engine:
+    with opened(model.directory, **(SIZES | options)) as engine:
         named = {str(i): tokens for i, tokens in enumerate(expected)}
         guesses = None
         if "speculation" in options:
             guesses = guess(engine, {f"{name}/0": tokens for name, tokens in named.items()})
         for _ in range(2):
             for i, prompt in enumerate(prompts):
-                engine.add_request(prompt, params, request_id=str(i))
-            outputs: dict[str, list[int]] = {}
-            while len(outputs) < len(prompts):
-                for output in engine.step():
-                    if output.finished:
-                        outputs[output.request_id] = output.token_ids
-            assert outputs == named
+                engine.add_request(prompt, greedy(NEW_TOKENS), request_id=str(i))
+            assert {name: output.token_ids for name, output in run(engine).items()} == named
         engine.check_integrity()
         stats = engine.stats()
         seen = stats | stats["cache"]
@@ -135,6 +126,6 @@ def test_the_operator_is_a_convolution(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("refused", [{"kv_dtype": "int8"}, {"tensor_parallel": 2}])
 def test_what_convolutions_do_not_support(model: TinyModel, refused: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Engine.from_pretrained(model.directory, dataclasses.replace(CONFIG, **refused))
+    with pytest.raises(ConfigError) as caught, opened(model.directory, **(SIZES | refused)):
+        pytest.fail("it is refused")
     assert caught.value.field in refused

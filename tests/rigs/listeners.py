@@ -13,14 +13,11 @@ class Heard:
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
 
-    def _note(self, *event: Any) -> None:
-        self.events.append(event)
-
     def push(self, name: str, payload: ranges.Payload) -> None:
-        self._note("push", name, payload)
+        self.events.append(("push", name, payload))
 
     def pop(self) -> None:
-        self._note("pop")
+        self.events.append(("pop",))
 
     def names(self, kind: str) -> list[str]:
         """The names of all events of a kind, in order."""

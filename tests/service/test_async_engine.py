@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,9 +28,9 @@ def new_loops() -> list[Any]:
 
 def test_several_loops_of_several_threads_share_the_engine() -> None:
     with rig() as r:
-        found: list[bool] = []
+        loops = new_loops()
 
-        def serve(number: int, factory: Any) -> None:
+        def serve(number: int) -> None:
             async def main() -> None:
                 for turn in range(5):
                     own = params(100 * number + turn)
@@ -39,20 +39,13 @@ def test_several_loops_of_several_threads_share_the_engine() -> None:
                         joined(r.engine.stream(PROMPT, own)),
                     )
                     wanted = [r.expected(prompt, own) for prompt in PROMPTS]
-                    found.append([output.token_ids for output in outputs[:-1]] == wanted)
-                    found.append(outputs[-1][0][0] == r.expected(PROMPT, own))
+                    assert [output.token_ids for output in outputs[:-1]] == wanted
+                    assert outputs[-1][0][0] == r.expected(PROMPT, own)
 
-            do(main(), factory)
+            do(main(), loops[number % len(loops)])
 
-        loops = new_loops()
-        threads = [
-            threading.Thread(target=serve, args=(n, loops[n % len(loops)])) for n in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SECONDS)
-        assert found == [True] * 40
+        with ThreadPoolExecutor(4) as pool:
+            assert len([*pool.map(serve, range(4), timeout=SECONDS)]) == 4
         r.check_idle()
 
 
@@ -135,19 +128,16 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
 def test_a_loop_is_woken_at_most_once_a_step() -> None:
     with rig(max_num_seqs=16, num_blocks=200) as r:
-        loop = CountingLoop()
 
         async def main() -> None:
+            loop: Any = asyncio.get_running_loop()
             own = params(1, max_tokens=30)
             streams = [r.engine.stream([1, i % 10], own) for i in range(40)]
             found = await asyncio.gather(*[joined(stream) for stream in streams])
             assert all(len(tokens) == 30 for result in found for tokens, _ in result.values())
             assert loop.wakes <= r.num_steps + 40  # a request that is admitted to an idle engine
 
-        try:
-            loop.run_until_complete(asyncio.wait_for(main(), SECONDS))
-        finally:
-            loop.close()
+        do(main(), CountingLoop)
 
 
 def test_an_idle_engine_uses_no_cpu() -> None:

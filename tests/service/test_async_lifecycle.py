@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -249,9 +250,8 @@ def test_submits_that_race_with_close_are_answered() -> None:
         r = Rig()
         r.engine.start()
         futures: list[Any] = []
-        go = threading.Barrier(3)
 
-        def submit(r: Rig = r, go: Any = go, futures: list[Any] = futures) -> None:
+        def submit(go: threading.Barrier, r: Rig = r, futures: list[Any] = futures) -> None:
             go.wait()
             for prompt in itertools.cycle([(1, 2), [1, 2]]):
                 try:
@@ -261,14 +261,14 @@ def test_submits_that_race_with_close_are_answered() -> None:
                 except (EngineClosedError, EngineUnavailableError):
                     return
 
-        threads = [threading.Thread(target=submit) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        go.wait()
-        time.sleep(0.002)
-        r.engine.close()
-        for thread in threads:
-            thread.join(SECONDS)
+        with ThreadPoolExecutor(2) as pool:
+            go = threading.Barrier(3)
+            submitting = [pool.submit(submit, go) for _ in range(2)]
+            go.wait()
+            time.sleep(0.002)
+            r.engine.close()
+            for thread in submitting:
+                thread.result(SECONDS)
         for future in futures:
             error = future.exception(SECONDS)
             assert error is None or isinstance(error, (EngineClosedError, EngineUnavailableError))

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -88,12 +89,8 @@ def test_failure_keeps_no_memory_of_the_engine() -> None:
         r.thread.join()
         assert error is not None
         assert error.__cause__ is not None
-        frames = []
-        traceback = error.__cause__.__traceback__
-        while traceback is not None:
-            frames.append(traceback.tb_frame)
-            traceback = traceback.tb_next
-        assert not any("held" in frame.f_locals for frame in frames)
+        frames = traceback.walk_tb(error.__cause__.__traceback__)
+        assert not any("held" in frame.f_locals for frame, _ in frames)
 
 
 def test_a_tokenizer_that_raises_ends_its_request_alone() -> None:
