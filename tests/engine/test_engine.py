@@ -35,19 +35,7 @@ def test_outputs_grow_token_by_token(open_engine: Open, base: TinyModel) -> None
             assert output.timing is not None
             assert output.timing.ttft_ms > 0
             assert len(output.timing.itl_ms) == len(output.token_ids) - 1
-    assert engine.step() == []
-
-
-def test_generate_with_params_of_each_prompt(open_engine: Open, base: TinyModel) -> None:
-    engine = open_engine("base")
-    prompts = base.prompts(5, 6, 7, seed=62)
-    outputs = engine.generate(prompts, [greedy(3), greedy(9, n=2), greedy(1, logprobs=2)])
-    expected = base.greedy(prompts, 9)
-    assert [o.token_ids for o in outputs] == [expected[0][:3], expected[1], expected[2][:1]]
-    assert [len(o.completions) for o in outputs] == [1, 2, 1]
-    assert outputs[1].completions[1].token_ids == expected[1], "greedy children are alike"
-    assert len(outputs[2].logprobs) == 1
-    assert engine.generate([], greedy()) == []
+    assert engine.step() == engine.generate([], greedy()) == []
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])

@@ -19,7 +19,7 @@ from stepgraph.profiling import ranges
 from stepgraph.profiling.nsys import CaptureWindowError, capture_window
 from stepgraph.profiling.ranges import NvtxTool, StepNumbers
 
-from ..rigs.engine_rig import Open, greedy
+from ..rigs.engine_rig import Open, greedy, run
 from ..rigs.listeners import Heard
 
 PLAIN = sorted(ranges.PLAIN_RANGES)
@@ -153,8 +153,7 @@ def test_launches_of_an_engine_carry_the_numbers_of_their_step(open_engine: Open
     for prompt in ([1, 2, 3], [4] * 20, [5, 6]):
         engine.add_request(prompt, greedy())
     with ranges.listening(heard):
-        while engine.has_unfinished():
-            engine.step()
+        run(engine)
     assert set(heard.names("push")) == {
         "step", "plan", "launch", "prepare", "copy", "replay", "prefill", "commit",
         "load", "warmup", "capture",

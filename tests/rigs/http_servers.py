@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import IO, Any
 
-import httpx
 import uvicorn
 from stepgraph.runtime import AsyncEngine, Engine, ServiceConfig
 from stepgraph.runtime.service import app
@@ -45,7 +44,6 @@ class Command:
         self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
         self._reader.start()
         self.address = self.errors[0].split("; ")[1].split()[0]
-        self.health_at_start = httpx.get(f"{self.address}/health") if self.is_tcp else None
 
     def _read(self, stream: IO[str]) -> None:
         """Read stderr, since a full pipe would stop the command."""
@@ -54,10 +52,6 @@ class Command:
     def wait_for_error(self, text: str) -> None:
         """Wait for a line on stderr."""
         wait_until(lambda: any(text in line for line in self.errors))
-
-    @property
-    def is_tcp(self) -> bool:
-        return self.address.startswith("http")
 
     def wait_ready(self) -> None:
         assert self.process.stdout is not None

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import transformers
-from stepgraph.runtime import ChatPrompt, Engine, EngineConfig, RequestError, SamplingParams
+from stepgraph.runtime import ChatPrompt, RequestError
 from stepgraph.runtime.loading import chat_template as module
 from stepgraph.runtime.loading.chat_template import ChatTemplates
 from stepgraph.runtime.loading.tokenizer import TextTokenizer, load_tokenizer
 from stepgraph.runtime.service.http.requests import template_messages
 from transformers import AutoTokenizer
 
+from ..rigs.engine_rig import greedy, opened
 from ..rigs.tiny_models import Tiny
 
 pytest.importorskip("jinja2")
@@ -234,14 +235,14 @@ def test_without_jinja2(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_engine_chats(directory: Path) -> None:
     """With the tokens that the template writes, and no others."""
-    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    params = greedy(4)
     save(directory, "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
     config = json.loads((directory / "tokenizer.json").read_text()) | {"post_processor": None}
     (directory / "tokenizer.json").write_text(json.dumps(config))
     flags = json.loads((directory / "tokenizer_config.json").read_text()) | {"add_bos_token": True}
     (directory / "tokenizer_config.json").write_text(json.dumps(flags))
     hi, there = ([{"role": "user", "content": text}] for text in ("hi", "there"))
-    with Engine.from_pretrained(directory, EngineConfig(device="cpu", mode="eager")) as engine:
+    with opened(directory) as engine:
         assert engine.tokenizer is not None
         (output,) = engine.chat(hi, params)
         assert output.prompt_token_ids == engine.tokenizer.encode("hi")
@@ -262,10 +263,7 @@ def test_an_engine_chats(directory: Path) -> None:
                 text += step.delta.text
         assert text == output.text
     (directory / "tokenizer.json").unlink()
-    with (
-        Engine.from_pretrained(directory, EngineConfig(device="cpu", mode="eager")) as engine,
-        pytest.raises(RequestError),
-    ):
+    with opened(directory) as engine, pytest.raises(RequestError):
         engine.chat(hi, params)
 
 

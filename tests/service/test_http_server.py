@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,7 @@ BODY = {"prompt": "def main(", "temperature": 0.0, "max_tokens": 8, "ignore_eos"
 @pytest.fixture(scope="module")
 def command() -> Iterator[Command]:
     command = Command("demo", "--port", "0", "--mode", "eager", "--served-model-name", "small")
-    assert command.health_at_start is not None
-    assert command.health_at_start.status_code == 200, "while it loads"
+    assert httpx.get(f"{command.address}/health").status_code == 200, "while it loads"
     command.wait_ready()
     yield command
     if command.process.poll() is None:
@@ -366,18 +366,15 @@ def test_the_access_log_has_a_record_for_each_request(
 def test_a_failed_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     r = EngineRig(max_num_seqs=2)
     r.on_step = fail
-    server = Threaded(r.make)
-    url = f"http://127.0.0.1:{server.port}{COMPLETIONS}"
 
-    async def post_all() -> list[httpx.Response]:
+    async def post_all(url: str) -> list[httpx.Response]:
         async with httpx.AsyncClient() as client:
             bodies = [{"prompt": [1, 2], "max_tokens": 3, "stream": n % 2 == 1} for n in range(4)]
             return await asyncio.gather(*(client.post(url, json=body) for body in bodies))
 
-    try:
-        statuses = [response.status_code for response in asyncio.run(post_all())]
-    finally:
-        server.close()
+    with closing(Threaded(r.make)) as server:
+        responses = asyncio.run(post_all(f"http://127.0.0.1:{server.port}{COMPLETIONS}"))
+    statuses = [response.status_code for response in responses]
     assert set(statuses) <= {500, 503}
     assert len([record for record in caplog.records if record.exc_info]) == 1
 

@@ -170,12 +170,8 @@ class Scrape:
 def served(engine: AsyncEngine, records: list[RequestRecord], count: int = 20) -> None:
     """Run requests to their end."""
     before = len(records)
-    futures = []
     for seed in range(count):
-        own = params(seed, 1 + seed, n=1 + seed % 2)
-        futures.append(engine.submit([1, 2, 3, 4, 5, 6], own))
-    for future in futures:
-        future.result()
+        engine.submit([1, 2, 3, 4, 5, 6], params(seed, 1 + seed, n=1 + seed % 2))
     wait_until(lambda: len(records) == before + count)
 
 

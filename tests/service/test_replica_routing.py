@@ -27,6 +27,7 @@ from stepgraph.runtime.service.ray_app.routing import (
     read_fingerprints,
 )
 
+from ..rigs.engine_rig import run
 from ..rigs.service_rig import in_event_loop
 
 
@@ -111,8 +112,7 @@ def test_an_ingress_computes_the_hashes_of_the_engine() -> None:
     announced = asyncio.run(blocks.of("/v1/completions", body))
     with Engine.from_pretrained("demo", config) as engine:
         engine.add_request(text, SamplingParams(max_tokens=1), cache_salt="s")
-        while engine.has_unfinished():
-            engine.step()
+        run(engine)
         cached = fingerprints(engine.cached_hashes()(100))
     assert len(announced) > 4 * 4
     assert sorted(read_fingerprints(cached)) == sorted(read_fingerprints(announced))

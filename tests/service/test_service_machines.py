@@ -103,8 +103,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 10), min_size=1, max_size=40),
         max_tokens=st.integers(1, 20),
         n=st.sampled_from([1, 1, 1, 2, 3]),
-        tenant=st.sampled_from([*WEIGHTS, "d"]),
-        priority=st.integers(0, 1),
+        options=st.fixed_dictionaries(
+            {"tenant": st.sampled_from([*WEIGHTS, "d"]), "priority": st.integers(0, 1)}
+        ),
         deadlines=st.tuples(*[st.sampled_from([None, None, 0.001, 0.5, 20.0])] * 2),
         mailbox=st.integers(0, 1),
     )
@@ -113,8 +114,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         prompt: list[int],
         max_tokens: int,
         n: int,
-        tenant: str,
-        priority: int,
+        options: dict[str, Any],
         deadlines: tuple[float | None, float | None],
         mailbox: int,
     ) -> None:
@@ -124,10 +124,9 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.count,
             self.mailboxes[mailbox],
             num_completions=n,
-            tenant=tenant,
-            priority=priority,
             deadline_ns=due[0],
             first_token_deadline_ns=due[1],
+            **options,
         )
         handle.num_read = 0 if self.count % 3 else None
         self.count += 1
