@@ -20,7 +20,7 @@ from stepgraph.profiling.report import ExportError, Report, Step, main, read_rep
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import SamplingParams
 
-from ..rigs.engine_rig import Open
+from ..rigs.engine_rig import Open, run
 from ..rigs.nsys_rig import NEW, OLD, PUSH_POP, Launch, Profile, Variant
 
 VARIANTS = {
@@ -240,8 +240,7 @@ def test_report_of_a_real_engine_tells_what_its_timeline_tells(
         for length in (5, 20, 30):
             engine.add_request(list(range(1, length)), SamplingParams(max_tokens=9, min_tokens=9))
             engine.step()
-        while engine.has_unfinished():
-            engine.step()
+        run(engine)
     report = read_report(play.write(tmp_path / "trace.sqlite"))
     records = engine.timeline().records()
     assert len(report.steps) == len(records) > 9

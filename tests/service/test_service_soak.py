@@ -129,8 +129,11 @@ def resources() -> tuple[list[str], list[str], int]:
     return sorted(threads), sorted(files), psutil.Process().memory_info().rss
 
 
-def soak(num_requests: int, num_steps: int) -> Counter[str]:
-    """Serve so many requests and steps, and check what is left; return the answers."""
+@pytest.mark.parametrize(
+    ("num_requests", "num_steps"),
+    [(700, 500), pytest.param(100_000, 1_000_000, marks=pytest.mark.slow)],
+)
+def test_a_soak_leaves_nothing(num_requests: int, num_steps: int) -> None:
     before, loops, workers = resources(), 2, 8
     r = Rig(config(max_queued_requests=12), max_num_seqs=2, num_blocks=30)
     r.on_step = lambda: runner_of(r.made[-1]).plans.clear()  # it keeps them for other tests
@@ -165,15 +168,5 @@ def soak(num_requests: int, num_steps: int) -> Counter[str]:
         assert answers.total() == sum(client.requests for client in clients) >= num_requests
         assert r.num_steps >= num_steps
     assert resources()[:2] == before[:2]
-    return answers
-
-
-def test_a_short_soak_leaves_nothing() -> None:
-    answers = soak(700, 500)
     for kind in ("length", "streamed", "left", "cancelled", "abort", "deadline", "shed"):
         assert answers[kind], kind
-
-
-@pytest.mark.slow
-def test_a_long_soak_leaves_nothing() -> None:
-    soak(100_000, 1_000_000)
