@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -42,11 +43,9 @@ def test_ranges_of_every_thread_are_events_with_what_they_carry(tmp_path):
                 both.wait()
                 torch.ones(2)
 
-    with torch_trace(path):
-        thread = threading.Thread(target=work, args=(1,))
-        thread.start()
+    with torch_trace(path), ThreadPoolExecutor(1) as pool:
+        pool.submit(work, 1)
         work(2)
-        thread.join()
     steps, replays = (sorted(named(path, n), key=lambda e: e["tid"]) for n in ("step", "replay"))
     assert {step["args"]["payload"] for step in steps} == {1, 2}
     for step, replay in zip(steps, replays, strict=True):

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from stepgraph.runtime import AsyncEngine
 from stepgraph.runtime.errors import (
-    ConfigError,
     EngineClosedError,
     EngineFailedError,
     EngineForkedError,
@@ -65,15 +64,11 @@ def test_the_start_waits_for_the_engine_and_reports_it() -> None:
 
 def test_a_start_that_fails_raises_its_error_and_leaves_no_thread() -> None:
     r = Rig()
-
-    def refuse() -> None:
-        raise ConfigError("no such device")
-
-    r.on_start = refuse
+    r.on_start = fail
     before = threading.active_count()
-    with pytest.raises(ConfigError), r.engine:
+    with pytest.raises(InjectedError), r.engine:
         pass
-    with pytest.raises(ConfigError):
+    with pytest.raises(InjectedError):
         do(AsyncEngine(r.make).__aenter__())
     assert threading.active_count() == before
 

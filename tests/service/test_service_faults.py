@@ -119,33 +119,25 @@ def test_a_tokenizer_that_hangs_delays_texts_alone() -> None:
 
 
 def test_a_detokenizer_that_raises_ends_its_request_alone() -> None:
-    class Broken:
-        num_chars, stopped, text, include_stop = 0, None, "", False
-
-        def push(self, tokens: object) -> None:
-            raise ValueError("injected")
-
-        def finish(self) -> None:
-            raise AssertionError("not after an error")
-
-        def text_between(self, start: int, stop: int) -> str:
-            return ""
-
+    broken: Any = SimpleNamespace(
+        **{"num_chars": 0, "stopped": None, "text": "", "include_stop": False},
+        **{"push": fail, "finish": pytest.fail, "text_between": lambda *_: ""},
+    )
     with rig() as r:
         engine = r.made[0]
-        prepare, broken = engine.prepare, itertools.count()
+        prepare, prepared = engine.prepare, itertools.count()
 
         def prepare_broken(*args: Any, **options: Any) -> Any:
             group = prepare(*args, **options)
-            if next(broken) == 0:
-                group.requests[0].detokenizer = Broken()  # type: ignore[assignment]
+            if next(prepared) == 0:
+                group.requests[0].detokenizer = broken
             return group
 
         engine.prepare = prepare_broken  # type: ignore[method-assign]
         failed, other = (r.engine.submit(PROMPT, params(seed)) for seed in range(2))
         output = failed.result(SECONDS)
         assert output.finish_reason == "error"
-        assert isinstance(output.error, ValueError)
+        assert str(output.error) == "injected"
         assert other.result(SECONDS).token_ids == r.expected(PROMPT, params(1))
         r.check_serves()
 
@@ -290,11 +282,8 @@ def test_an_exception_that_kills_the_step_thread(busy: bool) -> None:
 
 def test_no_thread_for_preparations(monkeypatch: pytest.MonkeyPatch) -> None:
     with rig() as r:
-
-        def fail(*_: object) -> None:
-            raise RuntimeError("can't start new thread")
-
-        monkeypatch.setattr(r.engine._pool, "submit", fail)
+        no_thread = once(RuntimeError("can't start new thread"))
+        monkeypatch.setattr(r.engine._pool, "submit", no_thread)
         with pytest.raises(EngineUnavailableError):
             r.engine.submit(tuple(PROMPT), params(1)).result(SECONDS)
         r.check_serves()
