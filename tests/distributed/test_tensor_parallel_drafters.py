@@ -14,10 +14,10 @@ from stepgraph.runtime.scheduling.plan import Proposed
 
 from ..rigs.engine_rig import MIXED_PARAMS, loop_of, parts_of
 from ..rigs.parallel_rig import children, opened
+from ..rigs.structured_rig import mixed
 from ..rigs.tiny_models import Tiny, TinyModel
 from ..speculation.test_drafter_engine import MTP, prompts, speculation
 from ..speculation.test_speculation import run_mixed
-from .test_tensor_parallel_structured import mixed
 
 pytestmark = [
     pytest.mark.native_kernels,

@@ -8,42 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stepgraph.runtime import Engine, SamplingParams, StructuredOutputError
+from stepgraph.runtime import Engine
 from stepgraph.runtime.kernels import have_compiler
-from stepgraph.runtime.structured.matcher import TokenMatcher
 
-from ..rigs.engine_rig import loop_of, run
+from ..rigs.engine_rig import loop_of
 from ..rigs.parallel_rig import SIZES, children, opened
 from ..rigs.speculation_rig import guess
-from ..rigs.structured_rig import GRAMMARS
+from ..rigs.structured_rig import mixed, run_with_a_failing_grammar
 from ..rigs.tiny_models import Tiny
 from ..speculation.test_speculation import run_mixed
 
 pytestmark = pytest.mark.native_kernels
-
-PROMPTS = [[7, 30, 41], [5, 5, 90, 12] * 5, [60], [100, 3, 8, 8, 8], [44, 45], [70, 71, 72]]
-FORCED = {"regex": "[ab](?:The quick brown fox jumps over the lazy dog[.] )[ab]"}
-
-
-def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Requests with and without grammars, greedy and drawn."""
-    params = [
-        SamplingParams(max_tokens=20, seed=index, structured=grammar, **own)
-        for index, (grammar, own) in enumerate(
-            [
-                *((grammar, {"temperature": 0.0}) for grammar in [*GRAMMARS, FORCED]),
-                *((grammar, {"logprobs": 2}) for grammar in GRAMMARS[:3]),
-                (FORCED, {"top_p": 0.8}),
-                (GRAMMARS[1], {"n": 3}),
-                (GRAMMARS[2], {"ignore_eos": True, "temperature": 0.0}),
-                (None, {"temperature": 0.0}),
-                (None, {"top_p": 0.9, "presence_penalty": 0.5}),
-                (None, {"temperature": 0.0, "n": 2}),
-            ]
-        )
-    ]
-    return [PROMPTS[index % len(PROMPTS)] for index in range(len(params))], params
-
 
 Pair = tuple[Engine, Engine]
 
@@ -91,24 +66,10 @@ def test_tokens_of_rows_with_and_without_grammars(pair: Pair) -> None:
 def test_a_failing_grammar_ends_its_request_alone(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = TokenMatcher.fill
-
-    def failing(self: TokenMatcher, request: Any, *arguments: Any) -> Any:
-        if request.id.startswith("bad") and request.num_output >= 2:
-            raise ValueError("a bug of the grammar")
-        return fill(self, request, *arguments)
-
-    monkeypatch.setattr(TokenMatcher, "fill", failing)
     found = []
     for engine in pair:
-        for index, name in enumerate(("good", "bad", "plain")):
-            structured = None if name == "plain" else GRAMMARS[index]
-            params = SamplingParams(max_tokens=20, temperature=0.0, structured=structured)
-            engine.add_request(PROMPTS[index], params, name)
-        final = run(engine, checked=True)
-        error = final["bad"].error
-        assert isinstance(error, StructuredOutputError)
-        assert "a bug of the grammar" in str(error)
+        with monkeypatch.context() as patched:
+            final = run_with_a_failing_grammar(engine, patched)
         found.append([(final[name].token_ids, final[name].finish_reason) for name in sorted(final)])
     assert found[0] == found[1]
 

@@ -20,7 +20,6 @@ from stepgraph.runtime.execution.inputs import RowState, StepInputs
 from stepgraph.runtime.execution.prompt_scorer import PromptScorer
 from stepgraph.runtime.execution.step_key import most_table_updates
 from stepgraph.runtime.kernels import (
-    Experts,
     Kernels,
     pack_linear,
     reference_experts,
@@ -98,16 +97,6 @@ def test_bytes_of_a_step() -> None:
     used = experts * (1 - (1 - chosen / experts) ** 2)
     assert decoder.weight_bytes_read(2) == round(others + 2 * used * expert)
     assert decoder.weight_bytes_read(1000) == others + 2 * experts * expert
-
-
-def test_expected_experts_are_those_of_uniform_routing() -> None:
-    plan = model_plan(EXPERTS)
-    (op, *_) = (op for op in plan.operations if isinstance(op, Experts))
-    generator = torch.Generator().manual_seed(1)
-    for tokens in (1, 2, 4, 9):
-        chosen = torch.rand(4000, tokens, 7, generator=generator).argsort(-1)[..., :3].flatten(1)
-        distinct = torch.nn.functional.one_hot(chosen, 7).amax(1).sum(1).double().mean()
-        assert op.expected_experts(tokens) == pytest.approx(distinct.item(), rel=0.02)
 
 
 @settings(max_examples=150, deadline=None)

@@ -11,12 +11,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from stepgraph.runtime import Engine, RequestOutput, SamplingParams, StructuredOutputError
 from stepgraph.runtime.mask_words import MaskWords
 from stepgraph.runtime.structured.grammar_texts import grammar_text
+from stepgraph.runtime.structured.matcher import TokenMatcher
 from stepgraph.runtime.structured_output import StructuredOutput
 from transformers import PreTrainedModel
+
+from .engine_rig import run
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 PERSON: dict[str, Any] = {
@@ -42,6 +47,53 @@ GRAMMARS: list[dict[str, Any]] = [
     {"json_object": True},
 ]
 PROMPTS = [[7, 30, 41], [5, 5, 90, 12], [60], [100, 3, 8, 8, 8], [44, 45], [70, 71, 72]]
+LONG = "The quick brown fox jumps over the lazy dog. "
+FORCED = {"regex": f"[ab](?:{LONG})[ab]".replace(".", "[.]")}
+"""A grammar that forces most of its text."""
+
+
+def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Requests with and without grammars, greedy and drawn."""
+    params = [
+        SamplingParams(max_tokens=20, seed=index, structured=grammar, **own)
+        for index, (grammar, own) in enumerate(
+            [
+                *((grammar, {"temperature": 0.0}) for grammar in [*GRAMMARS, FORCED]),
+                *((grammar, {"logprobs": 2}) for grammar in GRAMMARS[:3]),
+                (FORCED, {"top_p": 0.8}),
+                (GRAMMARS[1], {"n": 3}),
+                (GRAMMARS[2], {"ignore_eos": True, "temperature": 0.0}),
+                (None, {"temperature": 0.0}),
+                (None, {"top_p": 0.9, "presence_penalty": 0.5}),
+                (None, {"temperature": 0.0, "n": 2}),
+            ]
+        )
+    ]
+    prompts = [PROMPTS[0], PROMPTS[1] * 5, *PROMPTS[2:]]
+    return [prompts[index % len(prompts)] for index in range(len(params))], params
+
+
+def run_with_a_failing_grammar(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, RequestOutput]:
+    """Run requests named good, bad and plain; the grammar of the bad one fails at token 2."""
+    fill = TokenMatcher.fill
+
+    def failing(self: TokenMatcher, request: Any, *arguments: Any) -> Any:
+        if request.id.startswith("bad") and request.num_output >= 2:
+            raise ValueError("a bug of the grammar")
+        return fill(self, request, *arguments)
+
+    monkeypatch.setattr(TokenMatcher, "fill", failing)
+    for index, name in enumerate(("good", "bad", "plain")):
+        structured = None if name == "plain" else GRAMMARS[index]
+        params = SamplingParams(max_tokens=40, temperature=0.0, structured=structured)
+        engine.add_request(PROMPTS[index], params, name)
+    final = run(engine, checked=True)
+    error = final["bad"].error
+    assert isinstance(error, StructuredOutputError)
+    assert "a bug of the grammar" in str(error)
+    return final
 
 
 BYTES = LLTokenizer("byte")

@@ -12,7 +12,7 @@ from stepgraph.runtime import Engine, SamplingParams
 from ..execution.test_graph_mode import check_captured, open_both, open_captured  # noqa: F401
 from ..rigs.engine_rig import shown
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
-from ..rigs.structured_rig import GRAMMARS, PROMPTS
+from ..rigs.structured_rig import PROMPTS, mixed
 
 pytestmark = pytest.mark.native_kernels
 
@@ -30,14 +30,7 @@ def test_captured_steps_with_masks(
     config: dict[str, Any],
 ) -> None:
     captured, eager = open_both("text", structured_output=True, **config)
-    params = [
-        *(SamplingParams(max_tokens=24, temperature=0.0, structured=g) for g in GRAMMARS),
-        *(SamplingParams(max_tokens=24, seed=i, structured=g) for i, g in enumerate(GRAMMARS)),
-        *(SamplingParams(max_tokens=24, seed=i, logprobs=i % 3) for i in range(6)),
-        SamplingParams(max_tokens=24, n=3, seed=9, structured=GRAMMARS[1], ignore_eos=True),
-        SamplingParams(max_tokens=24, min_tokens=9, seed=9, structured=GRAMMARS[2]),
-    ]
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    prompts, params = mixed()
     assert shown(captured.generate(prompts, params)) == shown(eager.generate(prompts, params))
     check_captured(captured)
     captured.check_integrity()

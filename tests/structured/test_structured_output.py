@@ -17,21 +17,24 @@ from stepgraph.runtime import (
     GrammarError,
     RequestError,
     SamplingParams,
-    StructuredOutputError,
 )
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.models.resolved_config import resolve_masks
-from stepgraph.runtime.structured.matcher import TokenMatcher
 
 from ..rigs.engine_rig import Open, opened
-from ..rigs.structured_rig import GRAMMARS, PROMPTS, ll_tokenizer, reference
+from ..rigs.structured_rig import (
+    GRAMMARS,
+    PROMPTS,
+    ll_tokenizer,
+    reference,
+    run_with_a_failing_grammar,
+)
 from ..rigs.tiny_models import EOS_TOKEN_IDS, Tiny
 
 pytestmark = pytest.mark.native_kernels
 
 EOS = (2, *EOS_TOKEN_IDS)  # that of config.json, and those of generation_config.json
-OF_LETTERS = "[a-z]{1,9}-[a-z]{3}"
 
 
 @pytest.fixture(scope="module")
@@ -95,19 +98,6 @@ def test_greedy_tokens_are_those_of_masked_logits(
     assert engine.stats()["fallbacks"] == 0
 
 
-def test_drawn_tokens_follow_the_grammar_and_depend_on_the_seed_only(engine: Engine) -> None:
-    def drawn(others: int) -> str:
-        own = SamplingParams(max_tokens=200, seed=3, structured={"regex": OF_LETTERS}, top_p=0.9)
-        outputs = engine.generate(
-            [PROMPTS[0], *PROMPTS[1 : 1 + others]], [own, *[SamplingParams(seed=1)] * others]
-        )
-        return outputs[0].completions[0].text
-
-    text = drawn(0)
-    assert text == drawn(3)
-    assert re.fullmatch(OF_LETTERS, text)
-
-
 def test_log_probabilities_are_those_after_the_mask(engine: Engine) -> None:
     params = greedy(structured={"regex": "[ab]c"}, logprobs=5)
     (output,) = engine.generate([PROMPTS[0]], params)
@@ -153,29 +143,12 @@ def test_where_an_output_ends(
 def test_a_failing_grammar_ends_its_request_alone(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = TokenMatcher.fill
-
-    def failing(self: TokenMatcher, request: Any, *arguments: Any) -> Any:
-        if request.id.startswith("bad") and request.num_output == 2:
-            raise ValueError("a bug of the grammar")
-        return fill(self, request, *arguments)
-
-    monkeypatch.setattr(TokenMatcher, "fill", failing)
-    engine.add_request(PROMPTS[0], greedy(structured=GRAMMARS[0]), "good")
-    engine.add_request(PROMPTS[1], greedy(structured=GRAMMARS[1]), "bad")
-    engine.add_request(PROMPTS[2], greedy(), "plain")
-    final = {}
-    while engine.has_unfinished():
-        final |= {output.request_id: output for output in engine.step()}
-        engine.check_integrity()
+    final = run_with_a_failing_grammar(engine, monkeypatch)
     assert list(final["good"].completions[0].token_ids) == expected[0]
     assert list(final["plain"].completions[0].token_ids) == expected[len(PROMPTS) + 2]
     bad = final["bad"].completions[0]
     assert bad.finish_reason == "error"
     assert list(bad.token_ids) == expected[1][:2]
-    error = final["bad"].error
-    assert isinstance(error, StructuredOutputError)
-    assert "a bug of the grammar" in str(error)
 
 
 def test_refusals(open_engine: Open) -> None:

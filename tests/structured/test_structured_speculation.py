@@ -16,7 +16,7 @@ from stepgraph.runtime.structured_output import StructuredOutput
 from ..rigs.engine_rig import Open
 from ..rigs.fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from ..rigs.speculation_rig import guess
-from ..rigs.structured_rig import DEMO, GRAMMARS, PERSON, bits_of, masks_of
+from ..rigs.structured_rig import DEMO, GRAMMARS, LONG, bits_of, masks_of, mixed
 from ..rigs.tiny_models import Tiny
 from ..speculation.test_speculation import SIZES, run_mixed
 from .test_structured_compiler import a_request
@@ -25,7 +25,6 @@ from .test_structured_schemas import schema_of
 pytestmark = pytest.mark.native_kernels
 
 CAPTURED = {"mode": "graph", "compile": False, "buckets": (4,)}
-LONG = "The quick brown fox jumps over the lazy dog. "
 
 
 def random_params(count: int) -> list[SamplingParams]:
@@ -118,21 +117,7 @@ def test_drafters_beside_grammars(
     if behind:
         config |= CAPTURED
     plain = open_engine("text", **config)
-    forced: dict[str, Any] = {"regex": f"[ab](?:{LONG})[ab]".replace(".", "[.]")}
-    params = [
-        SamplingParams(max_tokens=24, seed=index, **own)
-        for index, own in enumerate(
-            [
-                {"temperature": 0.0},
-                {"temperature": 0.0, "structured": forced},
-                {"structured": {"json": PERSON}},
-                {"presence_penalty": 0.5, "structured": forced},
-                {"temperature": 0.0, "n": 2},
-                {"temperature": 0.0},
-            ]
-        )
-    ]
-    prompts = [[5 + index, 7, 11] for index in range(len(params))]
+    prompts, params = mixed()
     expected = run_mixed(plain, prompts, params)
     speculation = {
         "method": "draft_model",
