@@ -148,11 +148,7 @@ def test_experts_of_a_token_do_not_depend_on_the_others(dtype: torch.dtype) -> N
 
 # Steps -------------------------------------------------------------------------------------------
 
-LENGTHS = (5, 3)
-STEPS = [
-    Step("prefill", {1: 2, 0: 2}, 5),
-    Step("decode", {0: 3, 1: 1}, 3),
-]
+LENGTHS = (14, 5, 9)
 
 
 def open_model(
@@ -168,24 +164,15 @@ def open_model(
     return Forced(directory, dtype, kernels, lengths, storage=storage, device=DEVICE)
 
 
-def assert_independent(model: Forced, lengths: Sequence[int], *batches: Sequence[Step]) -> None:
-    """Each batch of steps gives the bits of decoding each row alone."""
-    alone = [model.run(decode_steps(row, n))[row] for row, n in enumerate(lengths)]
-    for steps in batches:
-        for found, expected in zip(model.run(steps), alone, strict=True):
-            assert found.shape == expected.shape
-            assert same_bits(found, expected)
+QUICK = "micro"
 
 
-def test_a_token_has_the_same_logits_in_any_step(tiny: Tiny) -> None:
-    model = open_model(tiny, "micro", BF16)
-    assert_independent(model, LENGTHS, STEPS)
-    model.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_all_families_have_the_same_logits_in_any_step(tiny: Tiny, variant: str) -> None:
+@pytest.mark.parametrize(
+    "variant",
+    [QUICK, *(pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS if v != QUICK)],
+)
+def test_a_token_has_the_same_logits_in_any_step(tiny: Tiny, variant: str) -> None:
+    """The bits of decoding each row alone."""
     config = EngineConfig(device="cuda", batch_invariant=True)
     try:
         resolve_absent(config, read_config(tiny(variant).directory))
@@ -194,9 +181,12 @@ def test_all_families_have_the_same_logits_in_any_step(tiny: Tiny, variant: str)
     rng = random.Random(variant)
     dtype = rng.choice((BF16, F32))
     storage: Storage = rng.choice(("model", "int8", "fp8"))
-    model = open_model(tiny, variant, dtype, storage, rng.choice((MODEL, INT8)), (14, 5, 9))
-    batches = (random_steps((14, 5, 9), seed) for seed in range(2))
-    assert_independent(model, (14, 5, 9), *batches)
+    model = open_model(tiny, variant, dtype, storage, rng.choice((MODEL, INT8)))
+    alone = [model.run(decode_steps(row, n))[row] for row, n in enumerate(LENGTHS)]
+    for seed in range(2):
+        for found, expected in zip(model.run(random_steps(LENGTHS, seed)), alone, strict=True):
+            assert found.shape == expected.shape
+            assert same_bits(found, expected)
     model.close()
 
 

@@ -90,6 +90,11 @@ def test_greedy_tokens_are_those_of_transformers(
     with gpu_engine(variant, max_num_seqs=2, prefill_chunk=4) as engine:
         outputs = engine.generate(prompts, params)
         assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
+        if variant in ("gemma2", "odd"):
+            (token_ids,) = model.prompts(14, seed=5)  # beyond the windows
+            logits = engine.score(token_ids, 13).cpu()  # chunks of prefill, then a decode step
+            expected = model.logits(token_ids)[12:]
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
         assert engine.stats()["fallbacks"] == 0
         engine.check_integrity()
 
@@ -135,17 +140,6 @@ def test_a_head_drafts_on_the_kernels(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["gemma2", "odd"])
-def test_logits_are_those_of_transformers(gpu_engine: Open, tiny: Tiny, variant: str) -> None:
-    model = tiny(variant)
-    (token_ids,) = model.prompts(14, seed=5)  # beyond the windows
-    expected = model.logits(token_ids)
-    with gpu_engine(variant) as engine:
-        logits = engine.score(token_ids, 13).cpu()  # chunks of prefill, then a decode step
-        torch.testing.assert_close(logits, expected[12:], rtol=0, atol=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_two_steps_a_launch(
     gpu_engine: Open, open_engine: Open, tiny: Tiny, temperature: float
@@ -164,10 +158,10 @@ def test_two_steps_a_launch(
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
 
-@pytest.mark.parametrize("settings", [{"weight_dtype": "int8", "kv_dtype": "int8"}])
-def test_quantised_engines_follow_the_plain_ones(
-    gpu_engine: Open, open_engine: Open, tiny: Tiny, settings: dict[str, str]
+def test_a_quantised_engine_follows_the_plain_one(
+    gpu_engine: Open, open_engine: Open, tiny: Tiny
 ) -> None:
+    settings = {"weight_dtype": "int8", "kv_dtype": "int8"}
     (token_ids,) = tiny("micro").prompts(11, seed=7)
     expected = open_engine("micro", **settings).score(token_ids, 9)
     with gpu_engine("micro", **settings) as engine:

@@ -30,6 +30,7 @@ from stepgraph.runtime.kernels.triton.linear import EXPERT_PRODUCTS
 
 from ..rigs.expert_cases import Mixture, make_mixture, simple_experts
 from ..rigs.gpu_references import DEVICE, error, poisoned, tolerance
+from ..rigs.stack_plans import routings
 
 TOP_2 = Routing(top_k=2)
 ROUTINGS = {
@@ -68,22 +69,12 @@ def test_choices(routing: Routing, shared: int, correction: bool) -> None:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    logits=st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=12, max_size=12),
-    scores=st.sampled_from(["softmax", "sigmoid", "softmax_chosen"]),
-    groups=st.sampled_from([(1, 1), (3, 2), (4, 1), (6, 3)]),
-    sums=st.booleans(),
-    top_k=st.integers(1, 2),
-)
-def test_ties_go_to_the_first(
-    logits: list[float], scores: Any, groups: tuple[int, int], sums: bool, top_k: int
-) -> None:
-    routing = Routing(
-        top_k=top_k, scores=scores, groups=groups[0], top_groups=groups[1],
-        group_score="top_2_sum" if sums else "max",
-    )  # fmt: skip
-    op = make_mixture(routing, routed=12).op
-    same_choice(op, torch.tensor([logits], device=DEVICE))
+@given(data=st.data(), case=routings())
+def test_ties_go_to_the_first(data: st.DataObject, case: tuple[Routing, int, bool]) -> None:
+    routing, count, _ = case
+    values = st.sampled_from([-1.0, 0.0, 0.5, 2.0])
+    logits = data.draw(st.lists(values, min_size=count, max_size=count))
+    same_choice(make_mixture(routing, routed=count).op, torch.tensor([logits], device=DEVICE))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)

@@ -193,12 +193,17 @@ def test_a_damaged_library_is_refused_and_replaced(folder: Path, name: str, cont
     assert found(folder) == [path]
 
 
+def place_of(library: Path, part: str) -> Path:
+    """A file of a library, or one of the directories that it is in."""
+    library = library.parent
+    places = {".": library.parent, "..": library.parent.parent, "library": library}
+    return places.get(part, library / part)
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o702])
 @pytest.mark.parametrize("part", [".", "..", "library", "cpu_ops.so", "manifest.json"])
 def test_what_others_can_write_to_is_refused(folder: Path, part: str, mode: int) -> None:
-    path = add(folder)
-    places = {".": folder, "..": folder.parent, "library": path.parent}
-    places.get(part, path.parent / part).chmod(mode)
+    place_of(add(folder), part).chmod(mode)
     if part == ".." and mode == 0o770:
         return  # a group may share what private folders lie in
     assert not found(folder)
@@ -208,8 +213,7 @@ def test_what_others_can_write_to_is_refused(folder: Path, part: str, mode: int)
 def test_what_belongs_to_another_user_or_is_a_link_is_refused(
     folder: Path, tmp_path: Path, part: str
 ) -> None:
-    path = add(folder)
-    place = {".": folder, "library": path.parent}.get(part, path.parent / part)
+    place = place_of(add(folder), part)
     if os.geteuid() == 0:  # only root gives files away
         os.chown(place, 54321, -1)
         libraries, refused = cpu.find_libraries(folder, SOURCE, ())

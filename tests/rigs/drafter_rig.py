@@ -64,7 +64,6 @@ class DrafterRig:
         *,
         storage: Storage = "model",
         window: int | None = None,
-        seed: int = 0,
     ) -> None:
         dtype = target.dtype
         element = dtype.itemsize if storage == "model" else 1
@@ -72,11 +71,12 @@ class DrafterRig:
         group = LayerGroup(GROUP, spec, tuple(range(len(config.layers))))
         target.storage = storage
         self.drafter: Drafter = load_drafter(config, target, kernels, group)
+        assert self.drafter.weight_bytes == config.weight_bytes(kernels, dtype)
         self.config, self.dtype, self.rows = config, dtype, rows
         self.features = len(config.aux_layers) * target.config.hidden_size
         self.vocab = target.config.vocab_size
-        self.random = random.Random(seed)
-        generator = torch.Generator().manual_seed(seed)
+        self.random = random.Random(0)
+        generator = torch.Generator().manual_seed(0)
         columns = LENGTH // BLOCK_SIZE
         blocks = 1 + rows * columns
         self.arena = Arena([group], blocks, BLOCK_SIZE, dtype, CPU, storage).tensor

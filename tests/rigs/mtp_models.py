@@ -169,9 +169,7 @@ def module(directory: Path, kind: str, model: PreTrainedModel) -> drafter_rig.Re
     return drafts
 
 
-def write_predictable(
-    directory: Path, kind: str, reads: str, layers: float = 0.0, seed: int = 1
-) -> None:
+def write_predictable(directory: Path, kind: str, reads: str, layers: float = 0.0) -> None:
     """Write a model whose next token is a function of the newest one, which its module knows.
 
     Embeddings are orthogonal and norms have gains of both signs, so that a module that is given
@@ -182,12 +180,11 @@ def write_predictable(
         kind: of `KINDS`.
         reads: which input of its module decides: `embedding` or `hidden`, the hidden state.
         layers: what the layers of the model add, as a share of what random ones do; 0: nothing.
-        seed: of the weights.
     """
     vocab, layout = 40, KINDS[kind]
     write(directory, kind, vocab_size=vocab, tie_word_embeddings=False)
     tensors = load_file(directory / "model.safetensors")
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     hidden = tensors["model.norm.weight"].numel()
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -30,10 +30,9 @@ class Rig:
         config: ModelConfig,
         dtype: torch.dtype,
         storage: Storage = "model",
-        seed: int = 0,
         weights: WeightStorage = MODEL,
     ) -> None:
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.config, self.dtype, self.storage = config, dtype, storage
         element_bytes = dtype.itemsize if storage == "model" else 1
         groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
@@ -70,7 +69,7 @@ class Rig:
         storage: Storage = "model",
         weights: WeightStorage = MODEL,
     ) -> Rig:
-        rig = cls(read_config(model.directory), dtype, storage, weights=weights)
+        rig = cls(read_config(model.directory), dtype, storage, weights)
         load_weights(rig.decoder, model.directory)
         return rig
 
@@ -90,8 +89,8 @@ class Rig:
             query_start_loc=torch.tensor([0, *itertools.accumulate(n for *_, n in chunks)]),
         )
 
-    def hidden(self, inputs: RaggedBatch, seed: int = 1) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
+    def hidden(self, inputs: RaggedBatch) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
         shape = (len(inputs.positions), self.hidden_size)
         return torch.randn(shape, generator=generator).to(self.dtype)
 

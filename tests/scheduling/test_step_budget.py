@@ -46,8 +46,8 @@ def request_of(num_computed: int = 0, *, sampled: bool = False) -> Request:
     return request
 
 
-def decoding(rows: int = 4, context: int = 20, *, sampled: bool = False) -> StepPlan:
-    return StepPlan(decode=[request_of(context, sampled=sampled) for _ in range(rows)])
+def decoding(rows: int = 4, context: int = 20) -> StepPlan:
+    return StepPlan(decode=[request_of(context) for _ in range(rows)])
 
 
 def mixed(tokens: int = 16, **requests: bool) -> StepPlan:
@@ -55,9 +55,9 @@ def mixed(tokens: int = 16, **requests: bool) -> StepPlan:
     return with_chunk(decoding(), request_of(**requests), 0, tokens)
 
 
-def chunk_of(budget: StepBudget, asked: int = 32, start: int = 0, **requests: bool) -> int:
+def chunk_of(budget: StepBudget, **requests: bool) -> int:
     """The first chunk of a step that decodes."""
-    return budget.fit(decoding(), request_of(**requests), start, asked)
+    return budget.fit(decoding(), request_of(**requests), 0, 32)
 
 
 def learn(budget: StepBudget, seconds: float, *plans: StepPlan, times: int = 1) -> None:

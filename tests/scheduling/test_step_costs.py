@@ -40,14 +40,14 @@ class Machine:
         return self.seconds(phase, size, size * reach(context + middle))
 
 
-def calibrated(machine: Machine, useful_seconds: float = 1.0) -> StepCosts:
+def calibrated(machine: Machine) -> StepCosts:
     return calibrate(
         machine.time_step,
         rows=ROWS,
         tokens=TOKENS,
         reach=reach,
         context=1000,
-        useful_seconds=useful_seconds,
+        useful_seconds=1.0,
     )
 
 

@@ -108,7 +108,6 @@ def test_drafter(base: TinyModel, variant: str, mode: str, tmp_path: Path) -> No
     assert (found.aux_layers, found.most_drafts) == ((0, 1), BLOCK - 1)
     rig = DrafterRig(found, target, kernels)
     assert (getattr(rig.drafter, "stack", None) is not None) == (mode == "compile")
-    assert rig.drafter.weight_bytes == found.weight_bytes(kernels, torch.float32)
     reference = dflash(config, weights, base, torch.float32)
     assert rig.compare(base.prompts(1, 2, 17, 30), reference) > 50
     alone = DrafterRig(found, target, kernels, rows=1)

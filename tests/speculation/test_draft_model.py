@@ -48,7 +48,6 @@ def test_draft_model(tiny: Tiny, variant: str, mode: str) -> None:
     reference = greedy(model, torch.float32)
     assert rig.compare(model.prompts(1, 3, 17, 30), reference) > 60
     assert rig.drafter.aux_layers == ()
-    assert rig.drafter.weight_bytes == config.weight_bytes(kernels, torch.float32)
 
 
 def test_windowed_target(base: TinyModel) -> None:

@@ -141,7 +141,6 @@ def test_head(base: TinyModel, variant: str, mode: str, tmp_path: Path) -> None:
     assert found.aux_layers == (0, 1, 2)
     rig = DrafterRig(found, target, kernels)
     assert (getattr(rig.drafter, "stack", None) is not None) == (mode == "compile")
-    assert rig.drafter.weight_bytes == found.weight_bytes(kernels, torch.float32)
     reference = eagle3(config, weights, base, torch.float32)
     assert rig.compare(rows_of(base), reference) > 50
 
