@@ -160,14 +160,6 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def arrive_elsewhere(rig: HostRig) -> None:
-    """Let outputs be brought to the host, as from a device that is none."""
-    assert rig.loop.scheduler.num_running == rig.loop.scheduler.max_num_seqs
-    sizes = HostOutputs.sizes(rig.config, MODEL.vocab_size)
-    rig.runner.outputs = HostOutputs(sizes, torch.device("cpu"))
-    rig.run(3)  # each set has been used
-
-
 def ops_of(rig: HostRig, steps: int) -> Counter[str]:
     with Recorder() as recorder:
         rig.run(steps)
@@ -194,9 +186,13 @@ def test_on_a_cpu_torch_is_asked_for_nothing(
 
 @pytest.mark.parametrize(("params", "copies"), [(GREEDY, 1), (SAMPLED, 4)])
 def test_elsewhere_only_the_tokens_are_copied(params: SamplingParams, copies: int) -> None:
-    """Into memory that is there already; with the full sampler, its log-probabilities too."""
+    """Into memory that is there already, as from a device that is none; with the full sampler, its
+    log-probabilities too."""
     rig = HostRig(5, 10, num_steps=200, params=params, in_flight=1, **NO_BLOCKS)
-    arrive_elsewhere(rig)
+    assert rig.loop.scheduler.num_running == rig.loop.scheduler.max_num_seqs
+    sizes = HostOutputs.sizes(rig.config, MODEL.vocab_size)
+    rig.runner.outputs = HostOutputs(sizes, torch.device("cpu"))
+    rig.run(3)  # each set has been used
     ops = ops_of(rig, 150)
     assert set(ops) == {"aten.copy_.default"}
     assert ops["aten.copy_.default"] == 150 * copies

@@ -12,7 +12,6 @@ from stepgraph.graphs.steps import Capture
 from stepgraph.runtime import EngineConfig, KernelSelfTestError
 from stepgraph.runtime.engine.self_test import check_kernels, dependent_launch_failure
 from stepgraph.runtime.kernels import Kernels, reference_paged_attention, select_kernels
-from stepgraph.runtime.kernels.result_check import Fallback
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.resolved_config import ResolvedConfig
 
@@ -117,26 +116,7 @@ def test_device_that_is_lost_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         check_kernels(kernels_of(config, gate_up=lost), model, config, required=False)
 
 
-def compared(
-    capturer: FakeCapturer,
-    *,
-    padding: int = 0,
-    attention: Callable[..., torch.Tensor] = reference_paged_attention,
-) -> Fallback | None:
-    """What a decode step and a prefill step with so many tokens of padding show."""
-    model, config = resolved("gemma2", max_num_seqs=3)
-    cases = [
-        SampleCase(StepKey("decode", 3, 10, False), ((17, 1), (0, 1), (5, 1))),
-        SampleCase(StepKey("prefill", 8, 10, False), ((3, 8 - padding),)),
-    ]
-    cut = sample_config(model, layers=2, vocabulary=model.vocab_size)
-    plain = select_kernels(config.device, "eager", config.dtype)
-    kernels = dataclasses.replace(plain, attention=attention)
-    return dependent_launch_failure(SampleSteps(cut, config, kernels, cases, 0), cases, capturer)
-
-
-def right(*arguments: Any) -> torch.Tensor:
-    return reference_paged_attention(*arguments)
+right = reference_paged_attention
 
 
 def off_with_dependent_launch(*arguments: Any) -> torch.Tensor:
@@ -168,6 +148,16 @@ class Refusing(FakeCapturer):
 def test_captures_with_and_without_dependent_launch_are_compared(
     capturer: type[FakeCapturer], attention: Callable[..., torch.Tensor], error: str | None
 ) -> None:
-    found = compared(capturer(FakeGraphs(), DEVICE), padding=3, attention=attention)
+    """Of a decode step, and of a prefill step with padding."""
+    model, config = resolved("gemma2", max_num_seqs=3)
+    cases = [
+        SampleCase(StepKey("decode", 3, 10, False), ((17, 1), (0, 1), (5, 1))),
+        SampleCase(StepKey("prefill", 8, 10, False), ((3, 5),)),
+    ]
+    cut = sample_config(model, layers=2, vocabulary=model.vocab_size)
+    plain = select_kernels(config.device, "eager", config.dtype)
+    kernels = dataclasses.replace(plain, attention=attention)
+    steps = SampleSteps(cut, config, kernels, cases, 0)
+    found = dependent_launch_failure(steps, cases, capturer(FakeGraphs(), DEVICE))
     assert (found and found.error) == error
     assert is_dependent_launch_enabled()

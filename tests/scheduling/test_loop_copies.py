@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,18 +115,14 @@ def test_a_fork_that_fails_disturbs_nobody_else(
     assert rig.loop.counts["failed_copies"] == 1
 
 
-def raising(error: BaseException) -> Callable[..., None]:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()])
+def test_an_interrupt_is_no_failed_copy(error: BaseException) -> None:
     def fail(*_: object) -> None:
         raise error
 
-    return fail
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()])
-def test_an_interrupt_is_no_failed_copy(error: BaseException) -> None:
     rig = Rig()
     rig.add(3)
-    rig.runner.blocks.swap_out = raising(error)  # type: ignore[method-assign]
+    rig.runner.blocks.swap_out = fail  # type: ignore[method-assign]
     with pytest.raises(type(error)):
         rig.loop.step()
     assert rig.loop.counts["failed_copies"] == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
 from types import FrameType
 
 import pytest
@@ -13,32 +12,23 @@ from stepgraph.runtime.scheduling.plan import StepPlan
 from ..rigs.scheduler_rig import Rig
 
 
-def calls_of(plan: Callable[[], StepPlan]) -> int:
-    """Calls that a plan makes, of Python and of C: a cost that does not depend on the machine."""
-    count = 0
-
-    def profile(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        plan()
-    finally:
-        sys.setprofile(before)
-    return count
-
-
 def costs_of(rig: Rig, steps: int) -> list[int]:
-    """Calls of the plans of the next steps."""
+    """Calls that the plans of the next steps make, of Python and of C, which do not depend on the
+    machine."""
     costs: list[int] = []
     plan = rig.scheduler.plan
 
+    def profile(frame: FrameType, event: str, arg: object) -> None:
+        costs[-1] += event in ("call", "c_call")
+
     def counted() -> StepPlan:
-        made: list[StepPlan] = []
-        costs.append(calls_of(lambda: made.append(plan()) or made[0]))
-        return made[0]
+        costs.append(0)
+        before = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            return plan()
+        finally:
+            sys.setprofile(before)
 
     rig.scheduler.plan = counted  # type: ignore[method-assign]
     for _ in range(steps):
