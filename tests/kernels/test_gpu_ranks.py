@@ -44,28 +44,6 @@ def test_sums_belong_to_the_products_before_them(variant: str) -> None:
         assert [f.name for f in fused] == [f.name for f in fuse(layer)]
 
 
-def rank_results(variant: str, directory: Path) -> list[Any]:
-    """What two ranks compute, with gloo for NCCL."""
-    config = tiny_config(variant, 2)
-    write_checkpoint(config, directory)
-    store = directory / "store"
-
-    def body(rank: int) -> Any:
-        dist.init_process_group("gloo", f"file://{store}", world_size=2, rank=rank)
-        collectives = ProcessGroupCollectives(dist.group.WORLD)
-        kernels = dataclasses.replace(gpu_kernels(MODEL), attention=triton_paged_attention)
-        steps = rank_steps(config, directory, collectives, kernels)
-        assert steps.decoder.stack is not None
-        with torch.no_grad():
-            run = steps.run(steps=1)
-        collectives.close()
-        return [logits.tolist() for logits in run.logits], run.tokens.tolist()
-
-    ranks = ForkedRanks()
-    ranks.fork(2, body)
-    return ranks.returned()
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU")
 @pytest.mark.parametrize(
     "variant",
@@ -78,9 +56,26 @@ def rank_results(variant: str, directory: Path) -> list[Any]:
     ],
 )
 def test_steps_of_ranks(variant: str, tmp_path: Path) -> None:
-    """Prefill and decode steps: tokens and logits of the whole model."""
-    results = rank_results(variant, tmp_path)
-    expected = whole_run(tiny_config(variant, 2), tmp_path)
+    """Prefill and decode steps: tokens and logits of the whole model. Gloo is NCCL."""
+    config = tiny_config(variant, 2)
+    write_checkpoint(config, tmp_path)
+    store = tmp_path / "store"
+
+    def body(rank: int) -> Any:
+        dist.init_process_group("gloo", f"file://{store}", world_size=2, rank=rank)
+        collectives = ProcessGroupCollectives(dist.group.WORLD)
+        kernels = dataclasses.replace(gpu_kernels(MODEL), attention=triton_paged_attention)
+        steps = rank_steps(config, tmp_path, collectives, kernels)
+        assert steps.decoder.stack is not None
+        with torch.no_grad():
+            run = steps.run(steps=1)
+        collectives.close()
+        return [logits.tolist() for logits in run.logits], run.tokens.tolist()
+
+    ranks = ForkedRanks()
+    ranks.fork(2, body)
+    results = ranks.returned()
+    expected = whole_run(config, tmp_path)
     for logits, found in results:
         assert torch.equal(torch.tensor(found), expected.tokens[:2])
         torch.testing.assert_close(torch.tensor(logits[0]), expected.logits[0], rtol=0, atol=2e-4)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -274,18 +275,13 @@ def test_threads_that_ask_for_the_same_grammar_compile_it_once(
 
     monkeypatch.setattr(GrammarCompiler, "_made", counted)
     structured = StructuredOutput(regex="once|only")
-    found: list[int] = []
 
-    def ask() -> None:
+    def ask(_: int) -> int:
         ready.wait()
-        found.append(len(grammars.matchers(structured, 2)))
+        return len(grammars.matchers(structured, 2))
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [2] * 4
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == [2] * 4
     assert len(calls) == 1
     assert grammars.has_compiled(structured)
     assert not grammars.has_compiled(StructuredOutput(regex="other"))
