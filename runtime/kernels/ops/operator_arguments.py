@@ -43,5 +43,5 @@ class OperatorArguments:
         self.integers += [routing.groups, routing.top_groups, routing.group_score == "top_2_sum"]
         self.integers.append(op.chooses_by_logits)
         self.numbers.append(routing.scale)
-        self.tensors += tensors
+        self.tensors += [*tensors]  # torch 2.11 traces no sum of a list and a named tuple
         self.add_activate(op.activate)
