@@ -17,7 +17,7 @@ from stepgraph.runtime.models.families import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from ..rigs.tiny_models import TinyModel, byte_level_tokenizer, randomize
+from ..rigs.tiny_models import TinyModel, randomize
 
 HEADS = [(6, 2), (4, 1), (3, 3), (6, 2)]
 """Query and key/value heads of each layer."""
@@ -46,7 +46,6 @@ def model(tmp_path_factory: pytest.TempPathFactory, base: TinyModel) -> Any:
         reference.model.layers[layer].self_attn = LlamaAttention(own, layer)
     randomize(reference)
     reference.save_pretrained(directory)
-    byte_level_tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))
     path = directory / "config.json"
     changes = {"model_type": NAME, "layer_heads": HEADS}
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
@@ -62,14 +63,8 @@ class Rig:
             self.arena[..., width:] = scales.bfloat16().view(torch.uint8)
 
     @classmethod
-    def of(
-        cls,
-        model: TinyModel,
-        dtype: torch.dtype,
-        storage: Storage = "model",
-        weights: WeightStorage = MODEL,
-    ) -> Rig:
-        rig = cls(read_config(model.directory), dtype, storage, weights)
+    def of(cls, model: TinyModel, dtype: torch.dtype, **form: Any) -> Rig:
+        rig = cls(read_config(model.directory), dtype, **form)
         load_weights(rig.decoder, model.directory)
         return rig
 

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -95,17 +95,25 @@ def test_metrics_count_the_requests(command: Command) -> None:
     wait_until(lambda: succeeded() == before + 1)  # a thread counts it after the answer
 
 
-def test_sigterm_completes_the_requests_in_progress(command: Command) -> None:
-    body = {**BODY, "max_tokens": 200, "stream": True}
+@contextmanager
+def streamed(command: Command, max_tokens: int) -> Iterator[list[str]]:
+    """A stream while it runs, and all of its text afterwards."""
+    body = {**BODY, "max_tokens": max_tokens, "stream": True}
     url = f"{command.address}{COMPLETIONS}"
     with httpx.stream("POST", url, json=body, headers=HEADERS, timeout=SECONDS) as response:
         chunks = response.iter_text()
-        text = next(chunks)
+        text = [next(chunks)]
+        yield text
+        text += chunks
+
+
+def test_sigterm_completes_the_requests_in_progress(command: Command) -> None:
+    with streamed(command, 200) as text:
         command.process.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{command.address}/ready").status_code != 200)
+        url = f"{command.address}{COMPLETIONS}"
         assert httpx.post(url, json=BODY, headers=HEADERS).status_code == 503
-        text += "".join(chunks)
-    events = events_of(text)
+    events = events_of("".join(text))
     assert events[-1] == "[DONE]"
     assert '"finish_reason":"length"' in events[-2]
     assert command.process.wait(SECONDS) == 0
@@ -139,19 +147,14 @@ def test_a_unix_socket_replaces_no_other_that_is_used(tmp_path: Path) -> None:
 def test_a_second_interrupt_ends_the_requests_at_once() -> None:
     command = Command("demo", "--port", "0", "--mode", "eager", "--kernels", "torch")
     command.wait_ready()
-    body = {**BODY, "max_tokens": 2000, "stream": True}
-    url = f"{command.address}{COMPLETIONS}"
-    with httpx.stream("POST", url, json=body, headers=HEADERS, timeout=SECONDS) as response:
-        chunks = response.iter_text()
-        text = next(chunks)
+    with streamed(command, 2000) as text:
         command.process.send_signal(signal.SIGINT)
         command.wait_for_error("1 request")
         began = time.monotonic()
         status, _ = command.stop(signal.SIGINT)
         assert time.monotonic() - began < 10, "of the 30 s that it may take"
-        text += "".join(chunks)
     assert status == 0
-    assert '"finish_reason":"abort"' in text
+    assert '"finish_reason":"abort"' in "".join(text)
 
 
 @pytest.mark.parametrize(

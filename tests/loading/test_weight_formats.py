@@ -1,12 +1,14 @@
-"""Checkpoints in AWQ's 4-bit format: the engine has the logits of the dequantised model."""
+"""Checkpoints in AWQ and mxfp4: the engine has the logits of the dequantised model."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,15 +18,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.kernels.ops.parameter import HeadRows, Narrowed, Selection, Slice
-from stepgraph.runtime.kernels.weights import AWQ
+from stepgraph.runtime.kernels.weights import AWQ, MXFP4
+from stepgraph.runtime.loading.checkpoint import read_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ..rigs.engine_rig import opened
 from ..rigs.sharding_steps import plain_kernels, sharded_runs, whole_run
-
-if TYPE_CHECKING:
-    from conftest import TinyModel
+from ..rigs.tiny_models import TinyModel
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output that each 4 bits of a word hold, from the lowest on."""
@@ -52,28 +54,64 @@ def quantised(
     return tensors, torch.from_numpy(weight.T.copy())
 
 
+Change = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor] | None]
+"""Returns the tensors that a weight is stored as, by name, and its new numbers; None: unchanged."""
+
+
+def save(model: TinyModel, directory: Path, change: Change, **options: Any) -> AutoModelForCausalLM:
+    """Write the checkpoint with changed weights; return the model with their numbers."""
+    shutil.copytree(model.directory, directory, dirs_exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    reference = AutoModelForCausalLM.from_pretrained(
+        model.directory, attn_implementation="eager", experts_implementation="eager"
+    )
+    state, changed = reference.eval().state_dict(), 0
+    for name, tensor in load_file(model.directory / "model.safetensors").items():
+        if (found := change(name, tensor)) is None:
+            tensors[name] = tensor
+            continue
+        state[name].copy_(found[1])
+        tensors |= found[0]
+        changed += 1
+    assert changed >= 4
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((model.directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": options}))
+    return reference
+
+
 def save_as_awq(
     model: TinyModel, directory: Path, group: int, *, drop: str = "", **options: Any
 ) -> AutoModelForCausalLM:
-    """Write the checkpoint, with linear layers whose sizes allow it in AWQ; return the model with
-    their numbers."""
-    shutil.copytree(model.directory, directory, dirs_exist_ok=True)
-    tensors = load_file(model.directory / "model.safetensors")
-    reference = AutoModelForCausalLM.from_pretrained(model.directory, attn_implementation="eager")
-    state = reference.eval().state_dict()
-    shapes = {n: t.shape for n, t in tensors.items() if n.endswith("proj.weight")}
-    linear = [name for name, (n, k) in shapes.items() if not (n % 8 or k % group)]
-    for seed, name in enumerate(linear):
-        stored, weight = quantised(*tensors.pop(name).shape, group, seed)
-        state[name].copy_(weight)
+    """With linear layers in AWQ, where their sizes allow it."""
+    seeds = itertools.count()
+
+    def change(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        if not name.endswith("proj.weight") or tensor.shape[0] % 8 or tensor.shape[1] % group:
+            return None
+        stored, weight = quantised(*tensor.shape, group, next(seeds))
         prefix = name.removesuffix(".weight")
-        tensors |= {f"{prefix}{suffix}": t for suffix, t in stored.items() if suffix != drop}
-    assert len(linear) >= 4
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    config = json.loads((model.directory / "config.json").read_text())
-    awq = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm"} | options
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": awq}))
-    return reference
+        return {f"{prefix}{suffix}": t for suffix, t in stored.items() if suffix != drop}, weight
+
+    own = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm"}
+    return save(model, directory, change, **(own | options))
+
+
+def save_as_mxfp4(model: TinyModel, directory: Path, *, drop: str = "") -> AutoModelForCausalLM:
+    """With experts in mxfp4."""
+    draw = partial(torch.randint, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+
+    def change(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            return None
+        experts, columns, rows = tensor.shape
+        blocks = draw(256, (experts, rows, columns // 32, 16))
+        scales = draw(121, 126, blocks.shape[:-1])
+        stored = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        kept = {n: t for n, t in stored.items() if not (drop and n.endswith(drop))}
+        return kept, convert_moe_packed_tensors(blocks, scales).float()
+
+    return save(model, directory, change, quant_method="mxfp4", modules_to_not_convert=[])
 
 
 def check_logits(
@@ -112,8 +150,6 @@ def test_an_engine_has_the_logits_of_the_dequantised_model(
 def test_ranks_read_their_parts(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
     """Rows and columns of a rank, which begin and end within groups."""
     save_as_awq(tiny("base"), tmp_path, 48)
-    from stepgraph.runtime.loading.checkpoint import read_config
-
     config: Any = read_config(tmp_path)
     expected = whole_run(config, tmp_path)
     for run in sharded_runs(config, tmp_path, 2, plain_kernels()):
@@ -126,9 +162,13 @@ def test_a_part_is_the_part_of_the_whole(data: st.DataObject) -> None:
     n, k = 8 * data.draw(st.integers(1, 4)), group * groups
     dtype = data.draw(st.sampled_from([torch.float16, torch.bfloat16]))
     stored, weight = quantised(n, k, group, data.draw(st.integers(0, 99)), dtype)
-    headers = {s: (str(t.dtype), tuple(t.shape)) for s, t in stored.items()}
-    headers = {s: ("I32" if "int32" in d else "F16", shape) for s, (d, shape) in headers.items()}
+    kinds = {".qweight": "I32", ".qzeros": "I32", ".scales": "F16"}
+    headers = {suffix: (kinds[suffix], tuple(t.shape)) for suffix, t in stored.items()}
     assert AWQ.shape(headers) == (n, k)
+    for suffix, (kind, (first, second)) in headers.items():
+        wrong = [(kind, (first,)), (kind, (first, second + 1))]
+        wrong += [("F32", (first, second)) if suffix == ".qweight" else (kind, (first + 1, second))]
+        assert not any(AWQ.shape(headers | {suffix: header}) for header in wrong)
 
     def part(dim: int, size: int) -> Slice:
         start = data.draw(st.integers(0, size - 1))
@@ -163,23 +203,22 @@ def test_what_is_not_the_format_is_refused(
         pass
 
 
-@pytest.mark.parametrize(
-    ("suffix", "header"),
-    [
-        (".qweight", ("I32", (64,))),
-        (".qweight", ("I32", (64, 3))),
-        (".qweight", ("U8", (64, 2))),
-        (".qweight", ("I32", (63, 2))),
-        (".qzeros", ("I32", (3, 2))),
-        (".scales", ("F16", (0, 16))),
-        (".scales", ("F16", (4, 17))),
-    ],
-)
-def test_tensors_of_other_shapes_are_no_weight(suffix: str, header: tuple[str, Any]) -> None:
-    headers = {
-        ".qweight": ("I32", (64, 2)),
-        ".qzeros": ("I32", (4, 2)),
-        ".scales": ("F16", (4, 16)),
-    }
-    assert AWQ.shape(headers) == (16, 64)
-    assert AWQ.shape(headers | {suffix: header}) is None
+def test_every_byte_with_every_scale() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16)
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(1, 256, 16)
+    decoded = MXFP4.decode(blocks, scales)
+    assert decoded.dtype == torch.bfloat16
+    assert decoded.shape == (1, 256, 512)
+    theirs = convert_moe_packed_tensors(blocks.contiguous(), scales.contiguous())
+    assert torch.equal(decoded, theirs.transpose(1, 2))
+
+
+def test_an_engine_of_experts_in_mxfp4(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    model = tiny("gpt_oss_mxfp4")
+    check_logits(tmp_path, model, save_as_mxfp4(model, tmp_path), 2e-4)
+
+
+def test_blocks_without_scales(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    save_as_mxfp4(tiny("gpt_oss_mxfp4"), tmp_path, drop="down_proj_scales")
+    with pytest.raises(CheckpointError, match="down_proj_blocks"), opened(tmp_path):
+        pass
