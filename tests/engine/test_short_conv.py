@@ -3,7 +3,7 @@ computed."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,21 +21,19 @@ SIZES = {"block_size": 4, "prefill_chunk": 16}
 NEW_TOKENS = 40
 
 
-@pytest.fixture(scope="module")
-def model(tiny: Tiny) -> TinyModel:
-    return tiny("lfm2")
+class Case(NamedTuple):
+    model: TinyModel
+    prompts: list[list[int]]
+    """Of which some begin alike, up to the middle of a block or its end."""
+    expected: list[list[int]]
 
 
 @pytest.fixture(scope="module")
-def prompts(model: TinyModel) -> list[list[int]]:
-    """Prompts of which some begin alike, in the middle of a block and at its end."""
-    first, second, *rest = model.prompts(30, 21, 1, 2, 9)
-    return [first, first[:17] + second, first[:16] + second, *rest, second * 2]
-
-
-@pytest.fixture(scope="module")
-def expected(model: TinyModel, prompts: list[list[int]]) -> list[list[int]]:
-    return [model.greedy([prompt], NEW_TOKENS)[0] for prompt in prompts]
+def case(tiny: Tiny) -> Case:
+    first, second, *rest = tiny("lfm2").prompts(30, 21, 1, 2, 9)
+    prompts = [first, first[:17] + second, first[:16] + second, *rest, second * 2]
+    expected = [tiny("lfm2").greedy([prompt], NEW_TOKENS)[0] for prompt in prompts]
+    return Case(tiny("lfm2"), prompts, expected)
 
 
 @pytest.mark.parametrize(
@@ -55,19 +53,15 @@ def expected(model: TinyModel, prompts: list[list[int]]) -> list[list[int]]:
     ],
 )
 def test_tokens_are_those_of_transformers(
-    model: TinyModel,
-    prompts: list[list[int]],
-    expected: list[list[int]],
-    options: dict[str, Any],
-    reached: tuple[str, ...],
+    case: Case, options: dict[str, Any], reached: tuple[str, ...]
 ) -> None:
-    with opened(model.directory, **(SIZES | options)) as engine:
-        named = {str(i): tokens for i, tokens in enumerate(expected)}
+    with opened(case.model.directory, **(SIZES | options)) as engine:
+        named = {str(i): tokens for i, tokens in enumerate(case.expected)}
         guesses = None
         if "speculation" in options:
             guesses = guess(engine, {f"{name}/0": tokens for name, tokens in named.items()})
         for _ in range(2):
-            for i, prompt in enumerate(prompts):
+            for i, prompt in enumerate(case.prompts):
                 engine.add_request(prompt, greedy(NEW_TOKENS), request_id=str(i))
             assert {name: output.token_ids for name, output in run(engine).items()} == named
         engine.check_integrity()
@@ -113,7 +107,7 @@ def test_the_operator_is_a_convolution(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("refused", [{"kv_dtype": "int8"}, {"tensor_parallel": 2}])
-def test_what_convolutions_do_not_support(model: TinyModel, refused: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught, opened(model.directory, **(SIZES | refused)):
+def test_what_convolutions_do_not_support(case: Case, refused: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught, opened(case.model.directory, **(SIZES | refused)):
         pytest.fail("it is refused")
     assert caught.value.field in refused

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.errors import ConfigError
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.config import ModelConfig
@@ -17,6 +16,7 @@ from stepgraph.runtime.models.families import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from ..rigs.engine_rig import greedy, opened
 from ..rigs.tiny_models import TinyModel, randomize
 
 HEADS = [(6, 2), (4, 1), (3, 3), (6, 2)]
@@ -53,23 +53,18 @@ def model(tmp_path_factory: pytest.TempPathFactory, base: TinyModel) -> Any:
 
 
 @pytest.mark.usefixtures("family")
-@pytest.mark.parametrize("options", [{"mode": "eager"}, {"kv_dtype": "int8", "mode": "eager"}])
-def test_layers_with_other_heads(model: Any, base: TinyModel, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kv_dtype", "within"), [("auto", 1e-3), ("int8", 0.3)])
+def test_layers_with_other_heads(model: Any, base: TinyModel, kv_dtype: str, within: float) -> None:
     directory, reference = model
+    sizes = {"block_size": 4, "prefill_chunk": 16, "max_num_seqs": 2}
     prompts = base.prompts(40, 3, 17)
-    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    config = EngineConfig(device="cpu", block_size=4, prefill_chunk=16, max_num_seqs=2, **options)
-    with Engine.from_pretrained(directory, config, progress=False) as engine:
-        outputs = engine.generate(prompts, params)
-        for prompt, output in zip(prompts, outputs, strict=True):
+    with opened(directory, kv_dtype=kv_dtype, **sizes) as engine:
+        for prompt, output in zip(prompts, engine.generate(prompts, greedy(12)), strict=True):
             ids = [*prompt, *output.token_ids]
             with torch.no_grad():
                 logits = reference(torch.tensor([ids])).logits[0, len(prompt) - 1 :]
-            if "kv_dtype" not in options:
-                assert output.token_ids == logits[:-1].argmax(-1).tolist()
-            scored = engine.score(ids, len(prompt))
-            limit = 1e-3 if "kv_dtype" not in options else 0.3
-            assert (scored - logits).abs().max() < limit * logits.std()
+            assert kv_dtype != "auto" or output.token_ids == logits[:-1].argmax(-1).tolist()
+            assert (engine.score(ids, len(prompt)) - logits).abs().max() < within * logits.std()
 
 
 @pytest.mark.usefixtures("family")

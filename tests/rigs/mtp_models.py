@@ -86,7 +86,7 @@ def write(directory: Path, kind: str, **changes: Any) -> PreTrainedModel:
     """Write a checkpoint with random weights.
 
     Returns:
-        The model with the layer of the module as its last one; see `without_module`.
+        The model with the layer of the module as its last one.
     """
     layout = KINDS[kind]
     settings = BASE | dict(layout.settings) | {"num_hidden_layers": LAYERS + 1} | changes
@@ -121,12 +121,6 @@ def write(directory: Path, kind: str, **changes: Any) -> PreTrainedModel:
 
 def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(dict(tensors), directory / "model.safetensors", {"format": "pt"})
-
-
-def without_module(model: PreTrainedModel) -> PreTrainedModel:
-    """Drop the layer of the module."""
-    model.model.layers = model.model.layers[:LAYERS]
-    return model
 
 
 def module(directory: Path, kind: str, model: PreTrainedModel) -> drafter_rig.Reference:
