@@ -27,9 +27,8 @@ NAME = "llama_of_layers"
 @pytest.fixture
 def family(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register it; its config lists `layer_heads`."""
-    llama = FAMILIES["llama"]
-    own = dataclasses.replace(llama, defaults={**llama.defaults, "layer_heads": []})
-    monkeypatch.setitem(FAMILIES, NAME, own)
+    defaults = {**FAMILIES["llama"].defaults, "layer_heads": []}
+    monkeypatch.setitem(FAMILIES, NAME, dataclasses.replace(FAMILIES["llama"], defaults=defaults))
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory, base: TinyModel) -> Any:
     randomize(reference)
     reference.save_pretrained(directory)
     path = directory / "config.json"
-    changes = {"model_type": NAME, "layer_heads": HEADS}
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    changed = json.loads(path.read_text()) | {"model_type": NAME, "layer_heads": HEADS}
+    path.write_text(json.dumps(changed))
     return directory, reference
 
 
