@@ -133,9 +133,8 @@ def _exact_bytes() -> Iterator[None]:
             vars(sys.modules[name])["format_bytes"] = function
 
 
-def start_seconds() -> float:
-    """Return the seconds from the import to the first token of the demo model."""
-    begin = time.perf_counter()
+def start_seconds(begin: float) -> float:
+    """Return the seconds to the first token of the demo model, since before the first import."""
     from stepgraph import Engine, SamplingParams
 
     with Engine.from_pretrained("demo") as engine:
@@ -186,6 +185,7 @@ def run_probe(name: str, models: Path, tree: Path) -> None:
     if name in ("start", "steps", "host"):
         with contextlib.suppress(PermissionError):
             os.nice(-20)
+    begin = time.perf_counter()
     import stepgraph.runtime
 
     found = Path(stepgraph.runtime.__file__).resolve()
@@ -194,7 +194,7 @@ def run_probe(name: str, models: Path, tree: Path) -> None:
         serve_steps(models, name)
         return
     if name == "start":
-        print(start_seconds())
+        print(start_seconds(begin))
         return
     for case, given in json.load(sys.stdin).items():
         with contextlib.redirect_stdout(sys.stderr):
