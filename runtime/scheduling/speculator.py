@@ -526,8 +526,8 @@ class DrafterSpeculator(Speculator):
     """
 
     proposing: Callable[[int], float]
-    """Returns the time of a step of so many rows that proposes and verifies nothing, as a multiple
-    of the time of a decode step."""
+    """Returns how long a step with this number of rows takes that neither proposes nor verifies, as
+    a multiple of the time of a decode step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -51,6 +51,7 @@ __all__ = [
 
 
 LAYER_INPUT = "layer_input"
+"""The name of the input of a layer, which operations can read."""
 
 
 class LayerStep(NamedTuple):

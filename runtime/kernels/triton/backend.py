@@ -39,8 +39,8 @@ def gpu_kernels(
     Args:
         weights: how weights of linear layers are stored.
         operations: what steps launch; None: the kernels of this package.
-        batch_invariant: whether results of a token must not depend on the others of its step. There
-            are no fused decode steps then, as their kernels differ from prefill kernels.
+        batch_invariant: whether results of a token must not depend on the others of its step. If
+            so, no decode step is fused, because its kernels differ from prefill kernels.
     """
 
     def chosen() -> Operations:

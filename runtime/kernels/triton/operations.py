@@ -41,7 +41,7 @@ class Operations:
 
     @classmethod
     def batch_invariant(cls) -> Operations:
-        """Those of `GpuStack` with `any_batch`: no sum depends on the rows of a step."""
+        """Return the kernels whose sums do not depend on the rows of a step."""
         alone: dict[str, Any] = {"product": linear_of_any_rows}
         return cls(
             norm_linear=partial(norm_linear, **alone),

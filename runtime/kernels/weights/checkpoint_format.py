@@ -43,7 +43,7 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def grouped(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return tensors `[..., N, G, ...]` of a weight `[..., N, K]`, from those of the file."""
+        """Convert the tensors of a file to tensors `[..., N, G, ...]` of a weight `[..., N, K]`."""
 
     @abstractmethod
     def decode(self, *grouped: Tensor) -> Tensor:

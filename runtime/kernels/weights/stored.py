@@ -39,7 +39,7 @@ class WeightStorage:
     name: str
     """As `EngineConfig.weight_dtype`; `model` for `auto`."""
     dtype: torch.dtype | None = None
-    """Of stored numbers; None: the model's, and there are no scales."""
+    """Dtype of the stored numbers; None: the model's dtype, without scales."""
     largest: int = 0
     """The largest number."""
     block: int | None = None

@@ -149,7 +149,7 @@ def eagle3_config(
             f"the head {name} has hidden_size = {hidden}, the model {target.hidden_size}, so it"
             f" needs an embedding and an output projection of its own ({_EMBEDDING}, {_HEAD})"
         )
-    for needed, use in ((_HEAD, ""), (_TO_TARGET, " that maps them to those of the model")):
+    for needed, use in ((_HEAD, ""), (_TO_TARGET, " that maps them to the model's token ids")):
         if draft_vocab != vocab and needed not in names:
             raise CheckpointError(
                 f"the head has draft_vocab_size = {draft_vocab} of {vocab} tokens, but no tensor"
