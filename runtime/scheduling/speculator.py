@@ -23,12 +23,10 @@ from ..request import DRAFT_ON_DEVICE, Request, RequestStatus
 from ..speculation.request_drafter import (
     MAX_CANDIDATES,
     MAX_INDEXED_TOKENS,
-    MAX_PAUSE,
     NOTHING,
     Acceptance,
     DrafterAcceptance,
     Guess,
-    Pause,
     PositionAcceptance,
     RequestDrafter,
     RowDrafts,
@@ -111,6 +109,10 @@ FADING = 5e-4
 
 """Share by which each step lowers the times of other verify steps, never below that of a decode
 step: one that was taken for too slow is tried again."""
+
+UNTIMED = 16
+
+"""Of decode steps that pay for drafts, one of this many is timed."""
 
 VERIFY_IN_A_ROW = 32
 
@@ -255,11 +257,6 @@ class VerifyCosts:
             drafts[row] += 1
         return drafts, times.multiple(size + best)
 
-    def least_drafts(self, rows: int) -> float:
-        """Return how many drafts of each row a step has to accept on average, at least, to gain."""
-        times = self._times[rows]
-        return math.exp(LEAST_GAIN) * min(times.multiples[1:], default=math.inf) - 1
-
     def decode_seconds(self, rows: int) -> float:
         """Return the time of a decode step of this number of rows."""
         return self._times[rows].decode
@@ -394,6 +391,11 @@ class Speculator(ABC):
     def begin_plan(self) -> None:
         """Begin with the next step, which may draft nothing."""
         self.waits, self.proposes, self._is_timed, self._lookup_ns = False, 0, True, 0
+
+    def _pay(self) -> None:
+        """Plan a decode step that pays for drafts. Of several in a row, the last one is timed."""
+        self._untimed += 1
+        self._is_timed = self._untimed >= UNTIMED
 
     @abstractmethod
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
@@ -554,8 +556,7 @@ class DrafterSpeculator(Speculator):
             if self._since_timed >= TIMED_AFTER and not has_grammar:  # whose steps are not timed
                 return ()
         if pauses and not (has_grammar or any(request.num_drafts for request in requests)):
-            self._untimed += 1
-            self._is_timed = self._untimed >= UNTIMED
+            self._pay()
             return ()
         sizes = self.sizes(len(requests))
         if not sizes:
@@ -671,7 +672,7 @@ class DrafterSpeculator(Speculator):
             untimed, self._untimed = self._untimed, 0
             self._plain += 1
             if self._plain > 1:
-                costs.observe_decode(rows, seconds, 1 + untimed, 0.3)
+                costs.observe_decode(rows, seconds, max(untimed, 1), 0.3)
             if self._plain == TIMED_STEPS:
                 self._since_timed = 0
             gained = self._share * max(untimed, 1)
@@ -711,10 +712,9 @@ class DrafterSpeculator(Speculator):
 # next step (`waits`): the device then idles for the work of the host, which the measured times of
 # these steps contain.
 #
-# Lookups are paid from the account. A row whose drafts are not promising pauses for 1, 2, 4, ...
-# steps, at most 32, before the next lookup; so does a batch whose drafts are not verified. While
-# all rows pause, a step costs a comparison. Prompts are indexed in the steps that compute them,
-# which is not charged.
+# Lookups are paid from the account too. When it is overdrawn, nothing is looked up until decode
+# steps have paid, and a step costs a comparison. Prompts are indexed in the steps that compute
+# them, which is not charged.
 
 INDEXED_PER_STEP = 512
 
@@ -731,16 +731,12 @@ for drafts costs: so half of what drafts gain may be spent on looking for them."
 
 LOOKUPS_IN_A_ROW = 7
 
-"""Decode steps in a row with a look for drafts, before one without. Looking fills the processor's
-caches and slows the step down: only steps without show how long plain decoding takes."""
-
-UNTIMED = 16
-
-"""In a pause, one of this many steps is timed."""
+"""Decode steps in a row with a lookup, before one without. Looking fills the processor's caches and
+slows the step down: only steps without show how long plain decoding takes."""
 
 LARGEST_DELAY = 0.5
 
-"""Decode steps that a look takes, and that it slows a step down, at most: what takes longer is a
+"""Decode steps that a lookup takes, and that it slows a step down, at most: what takes longer is a
 disturbance by other processes."""
 
 FIRST_CREDIT, MOST_CREDIT = 2.0, 16.0
@@ -753,12 +749,6 @@ NEW_CREDIT, MOST_DEFICIT = 0.5, 2.0
 """The least credit of a batch of other requests, and the largest deficit, which 200 decode steps
 pay: text that follows may be easier to predict."""
 
-GAINING = 4.0
-
-"""Credit above which rows pause at most `SHORT_PAUSE` steps: drafts have gained lately."""
-
-SHORT_PAUSE = 4
-
 
 @dataclass(eq=False)
 class LookupSpeculator(Speculator):
@@ -768,14 +758,7 @@ class LookupSpeculator(Speculator):
         super().__post_init__()
         self._credit = FIRST_CREDIT
         self._lookups = 0
-        self._step = 0
-        """Steps so far that could draft."""
-        self._pause = Pause()
-        """Of the batch, after drafts that were not worth a verify step."""
-        self._paused_until = 0
-        """The first step for which a row of the batch looks for drafts."""
-        self._is_behind = False
-        """Whether tokens of a row wait to be indexed."""
+        """Decode steps in a row that looked for drafts."""
         self._acceptance = Acceptance()
         self._candidates = 1 if self.config.method == "ngram" else MAX_CANDIDATES
         self._shared: SharedOutputs | None = None
@@ -785,37 +768,25 @@ class LookupSpeculator(Speculator):
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         self.begin_plan()
-        self._step = step = self._step + 1
-        if requests is not self._batch:  # the same list until a request joins or leaves
-            self._begin_batch(requests)
-        elif step < self._paused_until:
-            self._is_timed = step % UNTIMED == 0
-            self._untimed += not self._is_timed
-            return ()
-        pauses = self.config.adaptive and (self._credit < 0 or self._lookups >= LOOKUPS_IN_A_ROW)
-        if pauses and not self._has_grammar:
-            if self._credit < 0:  # until decode steps have paid
-                self._paused_until = step + min(math.ceil(-self._credit / LOOKUP_SHARE), MAX_PAUSE)
-            return ()
+        self._begin_batch(requests)
         sizes = self.sizes(len(requests))
         if not sizes:
             return ()
-        if pauses:  # nothing is looked for, but what a grammar forces is certain
+        pauses = self.config.adaptive and (self._credit < 0 or self._lookups >= LOOKUPS_IN_A_ROW)
+        if pauses and not self._has_grammar:
+            if self._credit < 0:
+                self._pay()
+            return ()
+        if pauses:  # nothing is looked up, but what a grammar forces is certain
             return self._chosen(requests, [NOTHING] * len(requests), sizes[-1] - 1)
         began = time.perf_counter_ns()
         drafts = self._chosen(requests, self._looked(requests), sizes[-1] - 1)
-        if drafts or self.waits:
-            self._pause = Pause()
-        elif self.config.adaptive and not (self._has_grammar or self._is_behind):
-            own = self._pause.next_lookup(step, self._most_pause())
-            self._paused_until = max(self._paused_until, own)
         self._lookup_ns = time.perf_counter_ns() - began
         return drafts
 
     def _begin_batch(self, requests: Sequence[Request]) -> None:
-        if set(self._batch).isdisjoint(requests):
-            self._pause, self._credit = Pause(), max(self._credit, NEW_CREDIT)
-        self._paused_until = 0
+        if requests is not self._batch and set(self._batch).isdisjoint(requests):
+            self._credit = max(self._credit, NEW_CREDIT)
         super()._begin_batch(requests)
 
     def _chosen(
@@ -874,12 +845,12 @@ class LookupSpeculator(Speculator):
         decode_seconds = costs.decode_seconds(rows)
         untimed, self._untimed = self._untimed, 0
         if advanced is None:
-            gained, most_credit = LOOKUP_SHARE * (1 + untimed), FIRST_CREDIT
+            gained, most_credit = LOOKUP_SHARE * max(untimed, 1), FIRST_CREDIT
             if looked:
                 self._lookups += 1
                 gained += max(1 - seconds / decode_seconds, -LARGEST_DELAY)
             else:
-                decode_seconds = costs.observe_decode(rows, seconds, 1 + untimed)
+                decode_seconds = costs.observe_decode(rows, seconds, max(untimed, 1))
         else:
             n, tokens = plan.tokens_per_row, plan.decode_tokens
             most = (1 + LARGEST_ERROR) * costs.verify_seconds(rows, n, tokens)
@@ -891,47 +862,25 @@ class LookupSpeculator(Speculator):
         self._credit = min(max(self._credit + gained, -MOST_DEFICIT), most_credit)
 
     def _looked(self, requests: Sequence[Request]) -> list[Guess]:
-        """Return what may follow each request that is not paused.
+        """Return what may follow each request.
 
-        Rows share the tokens that are indexed between two steps, those of long prompts after the
-        newest ones of others, and outputs of other requests last.
+        Rows share the tokens that are indexed between two steps: first a few of each row, then
+        long prompts, outputs of other requests last.
         """
-        step, left, behind = self._step, INDEXED_PER_STEP, []
-        adaptive, guesses = self.config.adaptive, [NOTHING] * len(requests)
-        promising = self.costs.of(requests).least_drafts(len(requests)) if adaptive else 0.0
-        most_pause = self._most_pause()
-        paused_until = step + MAX_PAUSE
-        for row, request in enumerate(requests):
-            drafter: RequestDrafter | None = request.drafter
-            if drafter is None:
-                drafter = self._new_drafter(request)
-            if step >= drafter.paused_until:
-                known = request.num_tokens
-                if known - drafter.seen > FEW_TOKENS:
-                    behind.append((row, known))
-                    continue
+        left, behind = INDEXED_PER_STEP, []
+        drafters: list[RequestDrafter] = [r.drafter or self._new_drafter(r) for r in requests]
+        for request, drafter in zip(requests, drafters, strict=True):
+            known = request.num_tokens
+            if known - drafter.seen > FEW_TOKENS:
+                behind.append((drafter, known, request.tokens))
+            else:
                 left -= drafter.catch_up(known, request.tokens, FEW_TOKENS)
-                if drafter.is_promising(promising, step, most_pause):
-                    guesses[row] = drafter.guess
-            if drafter.paused_until < paused_until:
-                paused_until = drafter.paused_until
-        for row, known in behind:
-            drafter = requests[row].drafter
-            assert drafter is not None, "it has looked for drafts"
-            left -= drafter.catch_up(known, requests[row].tokens, max(left, 0))
-            if drafter.seen == known and drafter.is_promising(promising, step, most_pause):
-                guesses[row] = drafter.guess
-            paused_until = min(paused_until, drafter.paused_until)
-        self._is_behind = left <= 0 and bool(behind)
+        for drafter, known, tokens_of in behind:
+            left -= drafter.catch_up(known, tokens_of, max(left, 0))
         if self._shared is not None:
             self._share_ended(self._shared)
             self._shared.index_some(left)
-        self._paused_until = 0 if self._has_grammar or not adaptive else paused_until
-        return guesses
-
-    def _most_pause(self) -> int:
-        """Return how long rows pause at most: hardly at all while drafts gain."""
-        return SHORT_PAUSE if self._credit > GAINING else MAX_PAUSE
+        return [drafter.guess for drafter in drafters]
 
     def _share_ended(self, shared: SharedOutputs) -> None:
         """Add the outputs of requests that have ended; so no more are kept than have a row."""

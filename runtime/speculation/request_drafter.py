@@ -21,11 +21,9 @@ __all__ = [
     "MAX_CANDIDATES",
     "MAX_INDEXED_TOKENS",
     "MAX_MATCH",
-    "MAX_PAUSE",
     "MAX_SALTS",
     "MAX_SHARED_TOKENS",
     "NOTHING",
-    "Pause",
     "PositionAcceptance",
     "RequestDrafter",
     "RowDrafts",
@@ -362,32 +360,6 @@ class Guess(NamedTuple):
 NOTHING = Guess((), ())
 
 
-# How long a row or a batch pauses before its next lookup. No torch.
-
-MAX_PAUSE = 32
-
-"""Steps of the longest pause."""
-
-
-class Pause:
-    """Steps until the next lookup, twice as many each time."""
-
-    __slots__ = ("_steps",)
-
-    def __init__(self) -> None:
-        """Begin with one step."""
-        self._steps = 1
-
-    def next_lookup(self, step: int, most: int) -> int:
-        """Return the step to look at again, after a look in vain at `step`.
-
-        It is a multiple of the pause, at most `most`, so that rows look before the same steps.
-        """
-        steps = min(self._steps, most)
-        self._steps = min(2 * steps, MAX_PAUSE)
-        return (step // steps + 1) * steps
-
-
 # What a drafter on the device has proposed for a request. No torch.
 
 
@@ -521,9 +493,6 @@ class RequestDrafter:
         """What may follow the tokens known at the last `catch_up`."""
         self._chances: list[float] = []
         """Of what is left of the draft."""
-        self.paused_until = 0
-        """The step for which drafts are looked for again, by the caller's count."""
-        self._pause = Pause()
         self._proposer = proposer
         self._most = most
         self._shared, self._salt = shared, salt
@@ -605,14 +574,3 @@ class RequestDrafter:
         self.draft = draft
         if draft is not None:
             self._guess(draft, self.acceptance.chances(draft))
-
-    def is_promising(self, least: float, step: int, most_pause: int) -> bool:
-        """Return whether at least this many drafts are expected to be accepted; otherwise pause.
-
-        `step` and `most_pause`: see `Pause.next_lookup`.
-        """
-        if sum(self.guess.chances) >= least:
-            self._pause = Pause()
-            return True
-        self.paused_until = self._pause.next_lookup(step, most_pause)
-        return False

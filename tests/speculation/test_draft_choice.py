@@ -19,8 +19,12 @@ from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import Proposed, RowSpan, StepPlan
 from stepgraph.runtime.scheduling.speculator import (
     FEW_TOKENS,
+    FIRST_CREDIT,
     INDEXED_PER_STEP,
+    LARGEST_DELAY,
     LEAST_GAIN,
+    LOOKUP_PRICE,
+    LOOKUP_SHARE,
     VERIFY_IN_A_ROW,
     BatchCosts,
     LookupSpeculator,
@@ -29,7 +33,6 @@ from stepgraph.runtime.scheduling.speculator import (
 )
 from stepgraph.runtime.speculation.request_drafter import (
     AHEAD,
-    MAX_PAUSE,
     Acceptance,
     Draft,
     RequestDrafter,
@@ -42,15 +45,21 @@ ROWS = Buckets([1, 8])
 SIZES = (1, 2, 3, 5)
 
 
-def costs(*, padded: bool = True, slope: float | None = None) -> VerifyCosts:
+def costs(
+    *, padded: bool = True, slope: float | None = None, decode_seconds: float = 1.0
+) -> VerifyCosts:
     """Time of a draft of each row, in decode steps: 0.1 for one row and 0.8 for 8, or `slope`."""
     slopes = {1: slope or 0.1, 8: slope or 0.8}
-    times = {(rows, n): 1 + slopes[rows] * (n - 1) for rows in slopes for n in SIZES}
+    times = {
+        (rows, n): decode_seconds * (1 + slopes[rows] * (n - 1)) for rows in slopes for n in SIZES
+    }
     return VerifyCosts(ROWS, times, padded=padded)
 
 
-def lookup(*, is_async_device: bool = False, **fields: Any) -> LookupSpeculator:
-    times = BatchCosts(costs(), costs())
+def lookup(
+    *, is_async_device: bool = False, times: BatchCosts | None = None, **fields: Any
+) -> LookupSpeculator:
+    times = times or BatchCosts(costs(), costs())
     return LookupSpeculator(
         Speculation(**fields), lambda rows: SIZES[1:], times, is_async_device=is_async_device
     )
@@ -147,27 +156,29 @@ def test_a_draft_is_followed_while_it_is_right(tokens: list[int], data: st.DataO
         assert [acceptance.rate(k) for k in range(10)] == [judged.rate(k) for k in range(10)]
 
 
-def test_rows_without_hope_rest() -> None:
-    """Rows that repeat nothing are looked at seldom, and one that begins to repeat soon drafts."""
-    speculator = lookup()
+def test_lookups_in_vain_take_a_small_share_of_the_time() -> None:
+    """Rows that repeat nothing are looked at seldom; when they begin to repeat, they soon draft."""
+    step_ns, known = 10**6, costs(decode_seconds=1e-3)
+    speculator = lookup(times=BatchCosts(known, known))
     requests, now = [row([n]) for n in range(8)], 1
-    rng, looks, drafted_at = random.Random(0), 0, None
+    rng, looked_ns, drafted_at = random.Random(0), 0.0, None
     for step in range(1000):
         plan = StepPlan(decode=requests)
         drafts = speculator.propose(requests)
-        looks += speculator._lookup_ns > 0
+        looked_ns += min(speculator._lookup_ns, LARGEST_DELAY * step_ns)
         if drafts and any(drafts):
             drafted_at = step
             break
         speculator.launched(plan, now)
-        now += 10**9
+        now += step_ns + speculator._lookup_ns
         speculator.committed(plan, None, now)
         for request in requests:
             request.append_token(step % 5 if step >= 800 else rng.randrange(10**6), now)
         if step == 800:
-            assert looks < 800 / MAX_PAUSE + 10
+            steps = FIRST_CREDIT + LARGEST_DELAY * LOOKUP_PRICE + LOOKUP_SHARE * 800
+            assert looked_ns < steps * step_ns / LOOKUP_PRICE
     assert drafted_at is not None
-    assert drafted_at <= 800 + 10 + MAX_PAUSE
+    assert drafted_at <= 900
 
 
 def test_prompts_are_indexed_with_their_chunks() -> None:
