@@ -98,16 +98,17 @@ def _operations(
     operations.append(_linear("attention.output", hidden, heads * head_dim, biased))
     add_perhaps(_norm("attention_output_norm", hidden))
     operations.append(Residual(name="residual", scale=draw(_factors)))
-    add_perhaps(_norm("mlp_norm", hidden))
-    if draw(st.booleans()):
-        operations.append(draw(_experts(hidden, all_experts, ranks)))
-    else:
-        inner = ranks * draw(st.one_of(st.integers(1, 100), st.sampled_from([32, 64, 96])))
-        operations.append(_linear("gate_up", 2 * inner, hidden, biased, split=(inner, inner)))
-        operations.append(draw(_activate(inner)))
-        operations.append(_linear("down", hidden, inner, biased))
-    add_perhaps(_norm("mlp_output_norm", hidden))
-    operations.append(Residual(name="residual", scale=draw(_factors)))
+    for mlp in ("mlp", "second_mlp")[: draw(st.sampled_from([1, 1, 1, 0, 2]))]:
+        add_perhaps(_norm(f"{mlp}_norm", hidden))
+        if mlp == "mlp" and draw(st.booleans()):
+            operations.append(draw(_experts(hidden, all_experts, ranks)))
+        else:
+            inner = ranks * draw(st.one_of(st.integers(1, 100), st.sampled_from([32, 64, 96])))
+            up = _linear(f"{mlp}.gate_up", 2 * inner, hidden, biased, split=(inner, inner))
+            operations += [up, draw(_activate(inner))]
+            operations.append(_linear(f"{mlp}.down", hidden, inner, biased))
+        add_perhaps(_norm(f"{mlp}_output_norm", hidden))
+        operations.append(Residual(name="residual", scale=draw(_factors)))
     return operations
 
 

@@ -65,9 +65,8 @@ def _fake_decoder_stack(x_TD: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x_TD), x_TD.new_empty(x_TD.shape[0], len(aux_layers) * x_TD.shape[1])
 
 
-class GatedLayer(NamedTuple):
-    """A layer that the stack supports: attention with keys and values, and a gated MLP or a
-    mixture of them."""
+class AttentionBlock(NamedTuple):
+    """Attention with keys and values, added to the hidden states."""
 
     input_norm: Norm | JoinNorms | None
     qkv: Linear
@@ -75,43 +74,70 @@ class GatedLayer(NamedTuple):
     rotate: Rotate
     attend: Attend
     output: Linear
-    attention_sum: AllReduce | None
-    attention_output_norm: Norm | None
-    attention_residual: Residual
-    mlp_norm: Norm | None
-    gate_up: Linear | None
-    activate: Activate | None
-    down: Linear | None
-    experts: Experts | None
-    mlp_sum: AllReduce | None
-    mlp_output_norm: Norm | None
-    mlp_residual: Residual
+    sum: AllReduce | None
+    output_norm: Norm | None
+    residual: Residual
 
-    @classmethod
-    def of(cls, plan: LayerPlan) -> GatedLayer | Operation:
-        """Return the operations of a layer by role, or the first operation without a role."""
-        found: dict[str, Operation | None] = {}
-        left = list(plan.operations)
-        for place, (kinds, optional) in _roles().items():
-            if left and isinstance(left[0], kinds):
-                found[place] = left.pop(0)
-            elif optional:
-                found[place] = None
-            else:
-                return left[0] if left else plan.operations[-1]
-        if left:
+
+class GatedBlock(NamedTuple):
+    """A gated MLP, added to the hidden states."""
+
+    norm: Norm | None
+    gate_up: Linear
+    activate: Activate
+    down: Linear
+    sum: AllReduce | None
+    output_norm: Norm | None
+    residual: Residual
+
+
+class ExpertsBlock(NamedTuple):
+    """A mixture of gated MLPs, added to the hidden states."""
+
+    norm: Norm | None
+    experts: Experts
+    sum: AllReduce | None
+    output_norm: Norm | None
+    residual: Residual
+
+
+Block = AttentionBlock | GatedBlock | ExpertsBlock
+
+
+def blocks_of(plan: LayerPlan) -> list[Block] | Operation:
+    """Return a layer as blocks that the stack supports, or the first operation in none of them."""
+    blocks: list[Block] = []
+    left = plan.operations
+    while left:
+        for pattern in get_args(Block):
+            if (found := _match(pattern, left)) is not None:
+                blocks.append(pattern(*found))
+                left = left[sum(op is not None for op in found) :]
+                break
+        else:
             return left[0]
-        mlp = [found[place] is not None for place in ("gate_up", "activate", "down")]
-        if set(mlp) != {found["experts"] is None}:
-            return plan.operations[-1]
-        return cls(**found)  # type: ignore[arg-type]  # checked by their classes
+    return blocks
+
+
+def _match(pattern: Any, operations: Sequence[Operation]) -> list[Operation | None] | None:
+    """Return the operations that a block consists of, by role, if these begin with such a block."""
+    found: list[Operation | None] = []
+    left = list(operations)
+    for kinds, optional in _roles(pattern):
+        if left and isinstance(left[0], kinds):
+            found.append(left.pop(0))
+        elif optional:
+            found.append(None)
+        else:
+            return None
+    return found
 
 
 @cache
-def _roles() -> dict[str, tuple[tuple[type, ...], bool]]:
-    """The roles of `GatedLayer`: the classes of their operations, and whether it may be None."""
-    hints = {place: get_args(kind) or (kind,) for place, kind in get_type_hints(GatedLayer).items()}
-    return {place: (kinds, type(None) in kinds) for place, kinds in hints.items()}
+def _roles(pattern: Any) -> list[tuple[tuple[type, ...], bool]]:
+    """The classes of the operation in each role of a block, and whether it may be missing."""
+    kinds = [get_args(kind) or (kind,) for kind in get_type_hints(pattern).values()]
+    return [(own, type(None) in own) for own in kinds]
 
 
 def stack_obstacle(plan: ModelPlan) -> str | None:
@@ -121,11 +147,11 @@ def stack_obstacle(plan: ModelPlan) -> str | None:
             return missing
     heads = set()
     for layer in set(plan.layers):
-        found = GatedLayer.of(layer)
-        if not isinstance(found, GatedLayer):
-            return found.title
-        attend = found.attend
-        heads.add((attend.heads, attend.kv_heads, attend.head_dim, attend.value_dim))
+        blocks = blocks_of(layer)
+        if isinstance(blocks, Operation):
+            return blocks.title
+        attention = [block.attend for block in blocks if isinstance(block, AttentionBlock)]
+        heads |= {(op.heads, op.kv_heads, op.head_dim, op.value_dim) for op in attention}
     if len(heads) > 1:
         return "layers with different heads"
     return None
@@ -225,12 +251,22 @@ def stack_arguments(
     attend = model.plan.layers[0].attend
     arguments.integers += [model.plan.hidden_size, attend.heads, attend.kv_heads, attend.head_dim]
     arguments.integers.append(0 if model.collectives is None else model.collectives.communicator)
-    arguments.integers.append(len(model.layers))
+    blocks: list[tuple[BoundLayer, Block, bool]] = []
     for layer in model.layers:
-        ops = GatedLayer.of(layer.plan)
-        assert isinstance(ops, GatedLayer), "a plan that `stack_obstacle` refuses"
-        _add_attention(arguments, layer, ops)
-        _add_mlp(arguments, layer, ops)
+        found = blocks_of(layer.plan)
+        assert not isinstance(found, Operation), "a plan that `stack_obstacle` refuses"
+        blocks += [(layer, block, block is found[-1]) for block in found]
+    arguments.integers.append(len(blocks))
+    for layer, block, ends_layer in blocks:
+        arguments.integers.append(isinstance(block, AttentionBlock))
+        if isinstance(block, AttentionBlock):
+            _add_attention(arguments, layer, block)
+        else:
+            _add_mlp(arguments, layer, block)
+        arguments.integers.append(block.sum is not None)
+        _add_norm(arguments, layer, block.output_norm)
+        arguments.numbers.append(block.residual.scale)
+        arguments.integers.append(ends_layer)
     arguments.add_norm(model.plan.norm, model.norm)
     return (
         *(arguments.tensors, arguments.integers, arguments.numbers),
@@ -238,11 +274,11 @@ def stack_arguments(
     )
 
 
-def _add_attention(arguments: OperatorArguments, layer: BoundLayer, ops: GatedLayer) -> None:
-    attend, temperature, qk_norm = ops.attend, ops.attend.temperature, ops.qk_norm
-    arguments.integers += [*layer.place, attend.window, attend.chunk, ops.rotate.kind]
-    _add_input_norm(arguments, layer, ops.input_norm)
-    arguments.tensors += layer.linear(ops.qkv)
+def _add_attention(arguments: OperatorArguments, layer: BoundLayer, block: AttentionBlock) -> None:
+    attend, temperature, qk_norm = block.attend, block.attend.temperature, block.qk_norm
+    arguments.integers += [*layer.place, attend.window, attend.chunk, block.rotate.kind]
+    _add_input_norm(arguments, layer, block.input_norm)
+    arguments.tensors += layer.linear(block.qkv)
     arguments.integers += [
         qk_norm is not None and qk_norm.all_heads,
         1 if qk_norm is None else qk_norm.ranks,
@@ -253,10 +289,7 @@ def _add_attention(arguments: OperatorArguments, layer: BoundLayer, ops: GatedLa
     arguments.tensors.append(None if attend.sinks is None else layer.tensor(attend.sinks))
     arguments.integers.append(0 if temperature is None else temperature.floor)
     arguments.numbers.append(0.0 if temperature is None else temperature.scale)
-    arguments.tensors += layer.linear(ops.output)
-    arguments.integers.append(ops.attention_sum is not None)
-    _add_norm(arguments, layer, ops.attention_output_norm)
-    arguments.numbers.append(ops.attention_residual.scale)
+    arguments.tensors += layer.linear(block.output)
 
 
 def _add_input_norm(
@@ -270,22 +303,18 @@ def _add_input_norm(
     arguments.add_norm(norm, None if norm.hidden is None else layer.tensor(norm.hidden))
 
 
-def _add_mlp(arguments: OperatorArguments, layer: BoundLayer, ops: GatedLayer) -> None:
-    _add_norm(arguments, layer, ops.mlp_norm)
-    arguments.integers.append(ops.experts is not None)
-    if ops.experts is not None:
-        arguments.add_experts(ops.experts, layer.experts(ops.experts))
+def _add_mlp(
+    arguments: OperatorArguments, layer: BoundLayer, block: GatedBlock | ExpertsBlock
+) -> None:
+    _add_norm(arguments, layer, block.norm)
+    arguments.integers.append(isinstance(block, ExpertsBlock))
+    if isinstance(block, ExpertsBlock):
+        arguments.add_experts(block.experts, layer.experts(block.experts))
     else:
-        assert ops.gate_up is not None
-        assert ops.activate is not None
-        assert ops.down is not None
-        arguments.integers.append(ops.activate.features)
-        arguments.tensors += layer.linear(ops.gate_up)
-        arguments.add_activate(ops.activate)
-        arguments.tensors += layer.linear(ops.down)
-    arguments.integers.append(ops.mlp_sum is not None)
-    _add_norm(arguments, layer, ops.mlp_output_norm)
-    arguments.numbers.append(ops.mlp_residual.scale)
+        arguments.integers.append(block.activate.features)
+        arguments.tensors += layer.linear(block.gate_up)
+        arguments.add_activate(block.activate)
+        arguments.tensors += layer.linear(block.down)
 
 
 def _add_norm(arguments: OperatorArguments, layer: BoundLayer, norm: Norm | None) -> None:

@@ -59,10 +59,12 @@ void StackJob::prepare(const StackStep<T>& step, std::shared_ptr<const void> kee
   }
 }
 
-Stack::Stack(const StackShape& shape, std::vector<StackLayer> layers, std::vector<StackPlan> plans,
+Stack::Stack(const StackShape& shape, std::vector<StackBlock> blocks, std::vector<StackPlan> plans,
              NormWeights norm, Communicator* communicator)
     : shape_(shape),
-      layers_(std::move(layers)),
+      blocks_(std::move(blocks)),
+      layers_(std::count_if(blocks_.begin(), blocks_.end(),
+                            [](const StackBlock& block) { return block.ends_layer; })),
       plan_keys_(std::move(plans)),
       norm_(norm),
       communicator_(communicator),
@@ -71,13 +73,15 @@ Stack::Stack(const StackShape& shape, std::vector<StackLayer> layers, std::vecto
 Stack::~Stack() = default;
 
 bool Stack::reads_embeddings() const {
-  return std::any_of(layers_.begin(), layers_.end(), [](const StackLayer& layer) {
-    return layer.embedding_norm.weight != nullptr;
+  bool reads = false;
+  each<AttentionBlock>([&](const AttentionBlock& block) {
+    reads |= block.embedding_norm.weight != nullptr;
   });
+  return reads;
 }
 
 int64_t Stack::phases(int64_t tokens, int64_t element_bytes) const {
-  int64_t phases = static_cast<int64_t>(layers_.size()) * kMostPhases + 1;
+  int64_t phases = static_cast<int64_t>(blocks_.size()) * kMostPhases + 1;
   if (communicator_ != nullptr) {
     const int64_t rows = summed_rows(tokens, element_bytes);
     phases += sums() * 2 * ((tokens + rows - 1) / rows);
@@ -87,9 +91,8 @@ int64_t Stack::phases(int64_t tokens, int64_t element_bytes) const {
 
 int64_t Stack::sums() const {
   int64_t sums = 0;
-  for (const StackLayer& layer : layers_) {
-    sums += layer.attention_summed + layer.mlp_summed + (layer.head_ranks > 1);
-  }
+  for (const StackBlock& block : blocks_) sums += block.summed;
+  each<AttentionBlock>([&](const AttentionBlock& block) { sums += block.head_ranks > 1; });
   return sums;
 }
 
@@ -100,12 +103,13 @@ int64_t Stack::summed_rows(int64_t tokens, int64_t element_bytes) const {
 
 int64_t Stack::units(int64_t tokens) const {
   int64_t blocks = 0, of_mixtures = 0;
-  for (const StackLayer& layer : layers_) {
-    if (layer.mixture) of_mixtures = std::max(of_mixtures, layer.mixture->units(tokens));
-    for (const Weights* weights : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-      blocks = std::max(blocks, weights->blocks());
-    }
-  }
+  each<AttentionBlock>([&](const AttentionBlock& block) {
+    blocks = std::max({blocks, block.qkv.blocks(), block.output.blocks()});
+  });
+  each<MlpBlock>([&](const MlpBlock& block) {
+    if (block.mixture) of_mixtures = std::max(of_mixtures, block.mixture->units(tokens));
+    blocks = std::max({blocks, block.gate_up.blocks(), block.down.blocks()});
+  });
   const int64_t row_units = (tokens + kRowsPerUnit - 1) / kRowsPerUnit;
   const int64_t summed_columns = (shape_.hidden + kSummedColumns - 1) / kSummedColumns;
   return std::max({blocks * row_groups(tokens),
@@ -115,19 +119,21 @@ int64_t Stack::units(int64_t tokens) const {
 template <class T>
 int64_t Stack::layer_bytes() const {
   int64_t bytes = 0;
-  for (const StackLayer& layer : layers_) {
-    bytes += bytes_of<T>(layer.qkv) + bytes_of<T>(layer.output) + bytes_of<T>(layer.gate_up) +
-             bytes_of<T>(layer.down);
-    if (layer.mixture) bytes += layer.mixture->token_bytes<T>();
-  }
-  return bytes / static_cast<int64_t>(layers_.size());
+  each<AttentionBlock>([&](const AttentionBlock& block) {
+    bytes += bytes_of<T>(block.qkv) + bytes_of<T>(block.output);
+  });
+  each<MlpBlock>([&](const MlpBlock& block) {
+    bytes += bytes_of<T>(block.gate_up) + bytes_of<T>(block.down);
+    if (block.mixture) bytes += block.mixture->token_bytes<T>();
+  });
+  return bytes / layers_;
 }
 
 MixtureLayout Stack::mixtures(int64_t tokens, int64_t element_bytes, int threads) const {
   MixtureLayout at;
-  for (const StackLayer& layer : layers_) {
-    if (layer.mixture) at.add(*layer.mixture, tokens, element_bytes);
-  }
+  each<MlpBlock>([&](const MlpBlock& block) {
+    if (block.mixture) at.add(*block.mixture, tokens, element_bytes);
+  });
   at.finish(threads);
   return at;
 }
@@ -142,13 +148,13 @@ Stack::Layout Stack::layout(int64_t tokens, int threads) const {
   const bool own = tokens <= kOwnRows;
   int64_t inner = 0, unaligned = 0;  // the widest MLP, and of those with incomplete blocks
   bool projected = false;  // a product is written as a whole before it is added
-  for (const StackLayer& layer : layers_) {
-    if (!layer.mixture) inner = std::max(inner, padded(layer.inner));
-    if (layer.inner % kBlock != 0) unaligned = std::max(unaligned, 2 * layer.inner);
-    projected |= layer.attention_output_norm.weight != nullptr ||
-                 layer.mlp_output_norm.weight != nullptr || layer.attention_summed ||
-                 layer.mlp_summed;
+  for (const StackBlock& block : blocks_) {
+    projected |= block.output_norm.weight != nullptr || block.summed;
   }
+  each<MlpBlock>([&](const MlpBlock& block) {
+    if (!block.mixture) inner = std::max(inner, padded(block.inner));
+    if (block.inner % kBlock != 0) unaligned = std::max(unaligned, 2 * block.inner);
+  });
   at.normed_stride = padded((reads_embeddings() ? 2 : 1) * shape_.hidden);
   at.own_size = tokens * at.normed_stride;
   at.x = take(tokens * shape_.hidden);
@@ -170,7 +176,9 @@ int64_t Stack::workspace_bytes() {
 
 int64_t Stack::positions() const {
   int64_t most = 0;
-  for (const StackLayer& layer : layers_) most = std::max(most, layer.position + 1);
+  each<AttentionBlock>([&](const AttentionBlock& block) {
+    most = std::max(most, block.position + 1);
+  });
   return most;
 }
 

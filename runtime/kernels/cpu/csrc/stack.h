@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <variant>
 #include <vector>
 
 #include "attention_plan.h"
@@ -22,26 +23,39 @@ namespace stepgraph {
 // What ranks exchange of a token whose heads are normed over ranks.
 constexpr int64_t kMeansBytes = 2 * sizeof(float);
 
-struct StackLayer {
-  NormWeights embedding_norm;  // of a layer whose input is the normed embeddings, then the normed x
-  NormWeights input_norm, q_norm, k_norm, attention_output_norm, mlp_norm, mlp_output_norm;
+// Attention, from its input norm to its output projection.
+struct AttentionBlock {
+  NormWeights embedding_norm;  // where the input is the normed embeddings, then the normed x
+  NormWeights input_norm, q_norm, k_norm;
   Weights qkv, output;
-  std::optional<Mixture> mixture;
-  int64_t mixture_place;      // among the mixtures of the stack
-  Weights gate_up, down;      // of the MLP of a layer without mixture, as what follows
-  int64_t inner;              // features
-  Activation activation;
-  float scale, softcap;       // of attention, as in `AttentionArgs`
+  float scale, softcap;       // as in `AttentionArgs`
   const void* sinks;          // [heads] of the model's type, or null
   int64_t temperature_floor;  // of `AttentionTemperature` in `ops/attention.py`; 0: none
   float temperature_scale;
-  float attention_factor, mlp_factor;  // of what is added to the hidden states
-  bool attention_summed, mlp_summed;   // over ranks, before the output norm
   bool all_heads;             // q_norm and k_norm are of all heads of a token together
   int64_t head_ranks;         // with all_heads: ranks that hold these heads
   int64_t position;           // in its layer group: the first coordinate of the arena
   int64_t plan;               // among the stack's plans
   int64_t rope;               // kind of rotation
+};
+
+// A gated MLP, or a mixture of them.
+struct MlpBlock {
+  NormWeights norm;
+  std::optional<Mixture> mixture;
+  int64_t mixture_place;      // among the mixtures of the stack
+  Weights gate_up, down;      // without a mixture, as what follows
+  int64_t inner;              // features
+  Activation activation;
+};
+
+// One or the other, and how its product is added to the hidden states.
+struct StackBlock {
+  std::variant<AttentionBlock, MlpBlock> product;
+  bool summed;                // over ranks, before the output norm
+  NormWeights output_norm;
+  float factor;
+  bool ends_layer;
 };
 
 // What layers share a plan of attention by.
@@ -85,7 +99,7 @@ class StackJob;
 class Stack {
  public:
   // `communicator` is the rank's; null: no layer sums over ranks. A part has room for a row.
-  Stack(const StackShape& shape, std::vector<StackLayer> layers, std::vector<StackPlan> plans,
+  Stack(const StackShape& shape, std::vector<StackBlock> blocks, std::vector<StackPlan> plans,
         NormWeights norm, Communicator* communicator);
   ~Stack();  // waits for late threads
 
@@ -100,9 +114,9 @@ class Stack {
   int64_t workspace_bytes();
 
   const StackShape& shape() const { return shape_; }
-  int64_t layers() const { return static_cast<int64_t>(layers_.size()); }
+  int64_t layers() const { return layers_; }
 
-  // Whether a layer reads the embeddings of the step.
+  // Whether a block reads the embeddings of the step.
   bool reads_embeddings() const;
 
   // Layers of the largest layer group: what the arena has to have.
@@ -134,8 +148,17 @@ class Stack {
   template <class T>
   int64_t layer_bytes() const;
 
+  // Calls visit(block) for all blocks of a type.
+  template <class Block, class Visit>
+  void each(Visit visit) const {
+    for (const StackBlock& block : blocks_) {
+      if (const Block* found = std::get_if<Block>(&block.product)) visit(*found);
+    }
+  }
+
   StackShape shape_;
-  std::vector<StackLayer> layers_;
+  std::vector<StackBlock> blocks_;
+  int64_t layers_;
   std::vector<StackPlan> plan_keys_;
   NormWeights norm_;
   Communicator* communicator_;

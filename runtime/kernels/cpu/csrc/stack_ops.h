@@ -32,40 +32,39 @@ struct OwnedStack {
   pid_t process = getpid();
 };
 
-inline StackLayer read_layer(ArgumentReader& reader, const StackShape& shape) {
-  StackLayer layer{};
-  layer.embedding_norm = reader.norm(shape.hidden, "the norm of embeddings");
-  layer.input_norm = reader.norm(shape.hidden, "the input norm");
-  const int64_t inputs = (layer.embedding_norm.weight == nullptr ? 1 : 2) * shape.hidden;
-  layer.qkv = reader.linear(shape.qkv_size(), inputs, "qkv");
-  layer.all_heads = reader.flag();
-  layer.head_ranks = reader.integer();
-  const int64_t queries = layer.all_heads ? shape.heads : 1;
-  const int64_t keys = layer.all_heads ? shape.kv_heads : 1;
-  layer.q_norm = reader.norm(queries * shape.head_dim, "the norm of queries");
-  layer.k_norm = reader.norm(keys * shape.head_dim, "the norm of keys");
-  layer.scale = reader.number();
-  layer.softcap = reader.number();
-  layer.sinks = reader.vector(shape.heads, "the sinks");
-  layer.temperature_floor = reader.integer();
-  layer.temperature_scale = reader.number();
-  layer.output = reader.linear(shape.hidden, shape.query_size(), "the attention's output");
-  layer.attention_summed = reader.flag();
-  layer.attention_output_norm = reader.norm(shape.hidden, "the attention's output norm");
-  layer.attention_factor = reader.number();
-  layer.mlp_norm = reader.norm(shape.hidden, "the norm of the MLP");
+inline AttentionBlock read_attention(ArgumentReader& reader, const StackShape& shape) {
+  AttentionBlock block{};
+  block.embedding_norm = reader.norm(shape.hidden, "the norm of embeddings");
+  block.input_norm = reader.norm(shape.hidden, "the input norm");
+  const int64_t inputs = (block.embedding_norm.weight == nullptr ? 1 : 2) * shape.hidden;
+  block.qkv = reader.linear(shape.qkv_size(), inputs, "qkv");
+  block.all_heads = reader.flag();
+  block.head_ranks = reader.integer();
+  const int64_t queries = block.all_heads ? shape.heads : 1;
+  const int64_t keys = block.all_heads ? shape.kv_heads : 1;
+  block.q_norm = reader.norm(queries * shape.head_dim, "the norm of queries");
+  block.k_norm = reader.norm(keys * shape.head_dim, "the norm of keys");
+  block.scale = reader.number();
+  block.softcap = reader.number();
+  block.sinks = reader.vector(shape.heads, "the sinks");
+  block.temperature_floor = reader.integer();
+  block.temperature_scale = reader.number();
+  block.output = reader.linear(shape.hidden, shape.query_size(), "the attention's output");
+  return block;
+}
+
+inline MlpBlock read_mlp(ArgumentReader& reader, const StackShape& shape) {
+  MlpBlock block{};
+  block.norm = reader.norm(shape.hidden, "the norm of the MLP");
   if (reader.flag()) {
-    layer.mixture = reader.mixture(shape.hidden);
+    block.mixture = reader.mixture(shape.hidden);
   } else {
-    layer.inner = reader.integer();
-    layer.gate_up = reader.linear(2 * layer.inner, shape.hidden, "gate and up");
-    layer.activation = reader.activation();
-    layer.down = reader.linear(shape.hidden, layer.inner, "down");
+    block.inner = reader.integer();
+    block.gate_up = reader.linear(2 * block.inner, shape.hidden, "gate and up");
+    block.activation = reader.activation();
+    block.down = reader.linear(shape.hidden, block.inner, "down");
   }
-  layer.mlp_summed = reader.flag();
-  layer.mlp_output_norm = reader.norm(shape.hidden, "the MLP's output norm");
-  layer.mlp_factor = reader.number();
-  return layer;
+  return block;
 }
 
 inline int64_t stack_create(const c10::List<std::optional<at::Tensor>>& tensors,
@@ -88,29 +87,39 @@ inline int64_t stack_create(const c10::List<std::optional<at::Tensor>>& tensors,
                 "stack_create: the region of the communicator has no room for a row of ",
                 shape.hidden, " elements of ", dtype);
   }
-  std::vector<StackLayer> layers(reader.integer());
+  std::vector<StackBlock> blocks(reader.integer());
   std::vector<StackPlan> plans;
   int64_t mixtures = 0;
-  for (StackLayer& layer : layers) {
-    const int64_t group = reader.integer(), position = reader.integer();
-    const int64_t window = reader.integer(), chunk = reader.integer();
-    const int64_t rope = reader.integer();
-    const StackPlan plan{group, window, chunk};
-    const auto found = std::find(plans.begin(), plans.end(), plan);
-    const int64_t index = found - plans.begin();
-    if (found == plans.end()) plans.push_back(plan);
-    owned.groups = std::max(owned.groups, group + 1);
-    owned.ropes = std::max(owned.ropes, rope + 1);
-    layer = read_layer(reader, shape);
-    layer.position = position;
-    layer.plan = index;
-    layer.rope = rope;
-    layer.mixture_place = mixtures;
-    mixtures += layer.mixture.has_value();
+  for (StackBlock& block : blocks) {
+    if (reader.flag()) {
+      const int64_t group = reader.integer(), position = reader.integer();
+      const int64_t window = reader.integer(), chunk = reader.integer();
+      const int64_t rope = reader.integer();
+      const StackPlan plan{group, window, chunk};
+      const auto found = std::find(plans.begin(), plans.end(), plan);
+      const int64_t index = found - plans.begin();
+      if (found == plans.end()) plans.push_back(plan);
+      owned.groups = std::max(owned.groups, group + 1);
+      owned.ropes = std::max(owned.ropes, rope + 1);
+      AttentionBlock attention = read_attention(reader, shape);
+      attention.position = position;
+      attention.plan = index;
+      attention.rope = rope;
+      block.product = attention;
+    } else {
+      MlpBlock mlp = read_mlp(reader, shape);
+      mlp.mixture_place = mixtures;
+      mixtures += mlp.mixture.has_value();
+      block.product = std::move(mlp);
+    }
+    block.summed = reader.flag();
+    block.output_norm = reader.norm(shape.hidden, "the output norm");
+    block.factor = reader.number();
+    block.ends_layer = reader.flag();
   }
   const NormWeights norm = reader.norm(shape.hidden, "the final norm");
   owned.tensors = reader.finish();
-  owned.stack = std::make_unique<Stack>(shape, std::move(layers), std::move(plans), norm,
+  owned.stack = std::make_unique<Stack>(shape, std::move(blocks), std::move(plans), norm,
                                         communicator);
   return Handles<OwnedStack>::instance().add(std::make_shared<OwnedStack>(std::move(owned)));
 }

@@ -1,8 +1,8 @@
 // What the threads of a step of all layers (`stack.cpp`) do.
 //
-// A layer is five phases (`phases.h`):
+// A block is two or three phases (`phases.h`):
 //
-//     qkv | attention | output + residual | gate, up, activation | down + residual
+//     qkv | attention | output + residual        gate, up, activation | down + residual
 //
 // or more with a mixture of experts (`mixture.h`). On a rank of several, output and down are a phase
 // that writes this rank's part of the sum to shared memory, and, once the parts of all ranks are
@@ -29,7 +29,7 @@ static_assert(kOwnRows <= kFewMixtureRows);
 // Below this a layer's second thread costs more than it brings: bytes of weights, times the tiles
 // of rows that pass over them.
 constexpr int64_t kLayerBytesPerThread = 128 * 1024;
-constexpr int kMostPhases = 8 + kMixturePhases;  // of a layer
+constexpr int kMostPhases = 2 + kMixturePhases;  // of a block: norms before and after
 constexpr int64_t kRowsPerUnit = 8;    // of phases that work on rows
 constexpr int64_t kSummedColumns = 512;  // of a unit that sums over ranks, of kRowsPerUnit rows
 // Steps of more tokens wait for late threads: a second workspace of theirs would be large.
@@ -104,34 +104,20 @@ class StackThread {
     const T* x = step_.x;
     T *residual = workspace_ + at_.x, *aux = step_.aux;
     size_t taken = 0;
-    const size_t layers = stack_.layers_.size();
-    for (size_t i = 0; i < layers; ++i) {
-      const StackLayer& layer = stack_.layers_[i];
-      if (!attention(layer, x)) return;
-      const bool attended = add([&](auto publish) {
-        linear(layer.output, workspace_ + at_.attended, shape_.query_size(), begin_of_mlp(layer),
-               publish);
-      }, layer.attention_summed, layer.attention_output_norm, layer.attention_factor, x, residual);
-      if (!attended) return;
-      x = residual;
-      const StackLayer& next = i + 1 < layers ? stack_.layers_[i + 1] : stack_.layers_.front();
+    int64_t layer = 0;
+    const std::vector<StackBlock>& blocks = stack_.blocks_;
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      const StackBlock &block = blocks[i], &next = blocks[i + 1 < blocks.size() ? i + 1 : 0];
       T* output = residual;
-      if (taken < step_.aux_layers.size() && step_.aux_layers[taken] == static_cast<int64_t>(i)) {
-        output = aux;  // where the next layer reads it, too
+      if (block.ends_layer && taken < step_.aux_layers.size() &&
+          step_.aux_layers[taken] == layer) {
+        output = aux;  // where the next block reads it, too
         aux += step_.tokens * shape_.hidden;
         ++taken;
       }
-      const T* inputs = normed(x, layer.mlp_norm, layer.mixture ? kMixtureInputPhases : 1);
-      if (!layer.mixture) gated_mlp(layer, inputs);
-      const bool added = add([&](auto publish) {
-        const char* after = begin_of(next.qkv);
-        if (layer.mixture) {
-          mixture(layer, inputs, after, publish);
-        } else {
-          linear(layer.down, workspace_ + at_.inner, padded(layer.inner), after, publish);
-        }
-      }, layer.mlp_summed, layer.mlp_output_norm, layer.mlp_factor, x, output);
-      if (!added) return;
+      layer += block.ends_layer;
+      const auto run = [&](const auto& product) { return add(block, product, next, x, output); };
+      if (!std::visit(run, block.product)) return;
       x = output;
     }
     each_row([&](int64_t t) {
@@ -193,10 +179,14 @@ class StackThread {
     return weights.packed + block_bytes<T>(weights) * block;
   }
 
-  const char* begin_of_mlp(const StackLayer& layer) const {
-    if (!layer.mixture) return begin_of(layer.gate_up);
+  const char* begin_of(const StackBlock& block) const {
+    if (const auto* attention = std::get_if<AttentionBlock>(&block.product)) {
+      return begin_of(attention->qkv);
+    }
+    const MlpBlock& mlp = std::get<MlpBlock>(block.product);
+    if (!mlp.mixture) return begin_of(mlp.gate_up);
     const int64_t bytes = shape_.hidden * static_cast<int64_t>(sizeof(T));
-    return static_cast<const char*>(layer.mixture->router) + index_ * kRouterExperts * bytes;
+    return static_cast<const char*>(mlp.mixture->router) + index_ * kRouterExperts * bytes;
   }
 
   // publish(block, first row, rows, sums)
@@ -207,41 +197,43 @@ class StackThread {
   }
 
   // False: another rank does not take part.
-  bool attention(const StackLayer& layer, const T* x) {
+  bool project_and_attend(const AttentionBlock& attention, const T* x) {
     T* qkv = workspace_ + at_.qkv;
     const int64_t size = shape_.qkv_size(), d = shape_.head_dim;
-    uint8_t* keys = step_.arena + layer.position * step_.layer_bytes;
+    uint8_t* keys = step_.arena + attention.position * step_.layer_bytes;
     const AttentionArgs<T> args{qkv, qkv + shape_.query_size(),
                                 qkv + shape_.query_size() + shape_.kv_heads * d,
                                 {size, d}, {size, d}, {size, d}, keys, keys + step_.side_bytes,
-                                workspace_ + at_.attended, layer.scale, layer.softcap,
-                                static_cast<const T*>(layer.sinks)};
-    AttentionPlan& plan = job_.plans_[layer.plan];
+                                workspace_ + at_.attended, attention.scale, attention.softcap,
+                                static_cast<const T*>(attention.sinks)};
+    AttentionPlan& plan = job_.plans_[attention.plan];
     const int64_t groups = row_groups(step_.tokens);
-    const T* inputs = normed(x, layer.input_norm, 1, layer.embedding_norm);
-    linear(layer.qkv, inputs, at_.normed_stride, begin_of(layer.output),
+    const T* inputs = normed(x, attention.input_norm, 1, attention.embedding_norm);
+    linear(attention.qkv, inputs, at_.normed_stride, begin_of(attention.output),
            [&](int64_t block, int64_t row, int64_t rows, const float* sums) {
              const int64_t begin = block * kBlock, end = std::min(begin + kBlock, size);
              put_sums(sums, rows, end - begin, qkv + row * size + begin, size);
              for (int64_t column = begin; column < end;) {
-               const HeadRange range = head_range(shape_, layer.all_heads, column);
+               const HeadRange range = head_range(shape_, attention.all_heads, column);
                column = range.end;
                auto& left = job_.blocks_left_[range.index * groups + row / kGroupRows];
                if (phases_.threads() == 1) {
-                 if (range.end <= end) finish_heads(layer, args, plan.step, range, row, rows);
+                 if (range.end <= end) finish_heads(attention, args, plan.step, range, row, rows);
                } else if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
                  left.store(range.blocks(), std::memory_order_relaxed);
-                 finish_heads(layer, args, plan.step, range, row, rows);
+                 finish_heads(attention, args, plan.step, range, row, rows);
                }
              }
            });
-    if (layer.head_ranks > 1 && !finish_heads_of_ranks(layer, args, plan.step)) return false;
+    if (attention.head_ranks > 1 && !finish_heads_of_ranks(attention, args, plan.step)) {
+      return false;
+    }
     attend(args, plan, phases_, phase_++, index_);
     return true;
   }
 
   // The phases of a norm over the heads of all ranks. False: another rank does not take part.
-  bool finish_heads_of_ranks(const StackLayer& layer, const AttentionArgs<T>& args,
+  bool finish_heads_of_ranks(const AttentionBlock& attention, const AttentionArgs<T>& args,
                              const AttentionStep& step) {
     const HeadRange queries = head_range(shape_, true, 0);
     const HeadRange keys = head_range(shape_, true, queries.end);
@@ -257,10 +249,10 @@ class StackThread {
       const Parts<float> parts(*stack_.communicator_, sum_++);
       each_row(first, rows, [&](int64_t t) {
         const F32x16 sums = parts.sum(2 * (t - first), 2 * rows);
-        const float ranks = static_cast<float>(layer.head_ranks);
+        const float ranks = static_cast<float>(attention.head_ranks);
         const float means[2] = {sums[0] / ranks, sums[1] / ranks};
-        finish_heads(layer, args, step, queries, t, 1, &means[0]);
-        finish_heads(layer, args, step, keys, t, 1, &means[1]);
+        finish_heads(attention, args, step, queries, t, 1, &means[0]);
+        finish_heads(attention, args, step, keys, t, 1, &means[1]);
       });
     }
     return true;
@@ -268,24 +260,24 @@ class StackThread {
 
   // Of rows whose projections are all there: queries and keys are normed and rotated, keys and
   // values stored. `mean`: of the squares of the longer row that the norm is over.
-  void finish_heads(const StackLayer& layer, const AttentionArgs<T>& args,
+  void finish_heads(const AttentionBlock& attention, const AttentionArgs<T>& args,
                     const AttentionStep& step, const HeadRange& range, int64_t row, int64_t rows,
                     const float* mean = nullptr) const {
     const int64_t d = shape_.head_dim, size = range.end - range.begin;
     const bool queries = range.head < shape_.heads;
     const bool values = range.head >= shape_.heads + shape_.kv_heads;
     if (!values) {
-      if (layer.head_ranks > 1 && mean == nullptr) return;  // `finish_heads_of_ranks` does
-      const NormWeights& norm = queries ? layer.q_norm : layer.k_norm;
+      if (attention.head_ranks > 1 && mean == nullptr) return;  // `finish_heads_of_ranks` does
+      const NormWeights& norm = queries ? attention.q_norm : attention.k_norm;
       for (int64_t t = row; t < row + rows; ++t) {
         T* vectors = workspace_ + at_.qkv + t * shape_.qkv_size() + range.begin;
         if (mean != nullptr) norm_part<T>(vectors, norm, *mean, size, vectors);
         else if (norm.weight != nullptr) norm_row<T>(vectors, norm, size, vectors);
-        const int64_t angles = (layer.rope * step_.tokens + t) * (d / 2);
+        const int64_t angles = (attention.rope * step_.tokens + t) * (d / 2);
         for (int64_t i = 0; i < size; i += d) {
           rotate_row(vectors + i, step_.cos + angles, step_.sin + angles, d / 2);
         }
-        if (queries && layer.temperature_floor > 0) temper_row(layer, vectors, size, t);
+        if (queries && attention.temperature_floor > 0) temper_row(attention, vectors, size, t);
       }
     }
     if (queries) return;
@@ -296,22 +288,44 @@ class StackThread {
   }
 
   // Multiplies queries by the temperature of their token's position.
-  void temper_row(const StackLayer& layer, T* queries, int64_t size, int64_t token) const {
+  void temper_row(const AttentionBlock& attention, T* queries, int64_t size, int64_t token) const {
     const float place = static_cast<float>(step_.positions[token]) + 1.0f;
-    const float floors = std::floor(place / static_cast<float>(layer.temperature_floor));
-    const float factor = std::log1p(floors) * layer.temperature_scale + 1.0f;
+    const float floors = std::floor(place / static_cast<float>(attention.temperature_floor));
+    const float factor = std::log1p(floors) * attention.temperature_scale + 1.0f;
     for (int64_t i = 0; i < size; i += 16) {
       put(queries + i, floats_of(queries, i, size) * factor, size - i);
     }
   }
 
+  // What the blocks add to the hidden states. False: another rank does not take part.
+  bool add(const StackBlock& block, const AttentionBlock& attention, const StackBlock& next,
+           const T* x, T* residual) {
+    if (!project_and_attend(attention, x)) return false;
+    const T* attended = workspace_ + at_.attended;
+    return add(block, [&](auto publish) {
+      linear(attention.output, attended, shape_.query_size(), begin_of(next), publish);
+    }, x, residual);
+  }
+
+  bool add(const StackBlock& block, const MlpBlock& mlp, const StackBlock& next, const T* x,
+           T* residual) {
+    const T* inputs = normed(x, mlp.norm, mlp.mixture ? kMixtureInputPhases : 1);
+    if (!mlp.mixture) gated_mlp(mlp, inputs);
+    return add(block, [&](auto publish) {
+      if (mlp.mixture) {
+        mixture(mlp, inputs, begin_of(next), publish);
+      } else {
+        linear(mlp.down, workspace_ + at_.inner, padded(mlp.inner), begin_of(next), publish);
+      }
+    }, x, residual);
+  }
+
   // residual = x + factor * product, which may be summed over ranks and normed before. `product` runs
   // phases that publish the product as `linear` does. False: another rank does not take part.
   template <class Product>
-  bool add(Product product, bool summed, const NormWeights& output_norm, float factor, const T* x,
-           T* residual) {
-    if (summed) return add_sum(product, output_norm, factor, x, residual);
-    add_own(product, output_norm, factor, x, residual);
+  bool add(const StackBlock& block, Product product, const T* x, T* residual) {
+    if (block.summed) return add_sum(product, block.output_norm, block.factor, x, residual);
+    add_own(product, block.output_norm, block.factor, x, residual);
     return true;
   }
 
@@ -427,26 +441,26 @@ class StackThread {
   }
 
   template <class Publish>
-  void mixture(const StackLayer& layer, const T* inputs, const char* after, Publish publish) {
+  void mixture(const MlpBlock& mlp, const T* inputs, const char* after, Publish publish) {
     const MixtureStep step{&phases_, &job_.mixtures_at_,
                            reinterpret_cast<int32_t*>(job_.mixtures_.get()), step_.tokens};
     MixtureThread<T> thread(step, index_, sums_, gates_);
     const auto is_live = [&](int64_t row) { return step_.token_rows[row] != step_.rows - 1; };
-    thread.run(*layer.mixture, layer.mixture_place, inputs, at_.normed_stride, phase_, after,
+    thread.run(*mlp.mixture, mlp.mixture_place, inputs, at_.normed_stride, phase_, after,
                is_live, publish);
   }
 
   // act(gate) * up of all rows, padded(inner) apart.
-  void gated_mlp(const StackLayer& layer, const T* inputs) {
+  void gated_mlp(const MlpBlock& mlp, const T* inputs) {
     T* inner = workspace_ + at_.inner;
-    const int64_t size = layer.inner;
+    const int64_t size = mlp.inner;
     if (size % kBlock == 0) {
-      gate_and_up(layer, inputs, begin_of(layer.down), inner);
+      gate_and_up(mlp, inputs, begin_of(mlp.down), inner);
       return;
     }
     // Columns of a gate and of its up lie in blocks that do not match.
     T* both = workspace_ + at_.gate_up;
-    linear(layer.gate_up, inputs, at_.normed_stride, begin_of(layer.down),
+    linear(mlp.gate_up, inputs, at_.normed_stride, begin_of(mlp.down),
            [&](int64_t block, int64_t row, int64_t rows, const float* sums) {
              put_sums(sums, rows, 2 * size - block * kBlock, both + row * 2 * size + block * kBlock,
                       2 * size);
@@ -455,7 +469,7 @@ class StackThread {
       const T *gate = both + t * 2 * size, *up = gate + size;
       T* out = inner + t * padded(size);
       for (int64_t i = 0; i < size; i += 16) {
-        put(out + i, gated<T>(floats_of(gate, i, size), floats_of(up, i, size), layer.activation),
+        put(out + i, gated<T>(floats_of(gate, i, size), floats_of(up, i, size), mlp.activation),
             size - i);
       }
       if (size % 2 != 0) out[size] = T(0.0f);  // read as half of a word
@@ -463,10 +477,10 @@ class StackThread {
   }
 
   // A unit is a block of gates and the block of their ups.
-  void gate_and_up(const StackLayer& layer, const T* inputs, const char* after, T* inner) {
-    const Weights& weights = layer.gate_up;
-    const int64_t groups = row_groups(step_.tokens), stride = padded(layer.inner);
-    const int64_t pairs = layer.inner / kBlock, units = pairs * groups;
+  void gate_and_up(const MlpBlock& mlp, const T* inputs, const char* after, T* inner) {
+    const Weights& weights = mlp.gate_up;
+    const int64_t groups = row_groups(step_.tokens), stride = padded(mlp.inner);
+    const int64_t pairs = mlp.inner / kBlock, units = pairs * groups;
     const int64_t bytes = block_bytes<T>(weights);
     const auto first_of = [&](int64_t unit) { return unit % groups * kGroupRows; };
     const auto rows_of = [&](int64_t unit) {
@@ -484,7 +498,7 @@ class StackThread {
         },
         [&](int64_t unit) {
           T* out = inner + first_of(unit) * stride + unit / groups * kBlock;
-          put_gated(gates_, sums_, rows_of(unit), layer.activation, out, stride);
+          put_gated(gates_, sums_, rows_of(unit), mlp.activation, out, stride);
         });
   }
 
