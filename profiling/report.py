@@ -452,26 +452,22 @@ def _operations(
     turns: Sequence[_Turn], names: KernelNames
 ) -> tuple[list[Operation], dict[str, float]]:
     """Return the operations by phase, the most expensive first, and the idle shares."""
-    phases: dict[str, list[tuple[dict[str, Any], list[Event], list[tuple[int, int]]]]] = {}
+    phases: dict[str, list[tuple[list[Event], list[tuple[int, int]]]]] = {}
     for turn in turns:
         whole = _spans(itertools.chain(*turn.work.values()))
         for key, work in turn.work.items():
             if key is None and work:
-                phases.setdefault(AROUND, []).append(({}, work, whole))
+                phases.setdefault(AROUND, []).append((work, whole))
             elif key is not None and work and all(one["cat"] != "graph" for one in work):
                 launch = turn.launches[key]
-                found = phases.setdefault(_PHASES[launch["name"]], [])
-                found.append((launch["args"], work, _spans(work)))
+                phases.setdefault(_PHASES[launch["name"]], []).append((work, _spans(work)))
     read = {cost.operation: cost.launches * cost.bytes for cost in names.costs}
     rows: list[Operation] = []
     idle: dict[str, float] = {}
     for phase in sorted(phases, key=_ORDER.index):
-        steps = 0.0  # a launch may run several
         activities: Counter[str] = Counter()
         samples: dict[str, list[int]] = defaultdict(list)  # for each launch with the operation
-        for args, work, _ in phases[phase]:
-            lanes, bucket = args.get("tokens", 0) + args.get("padding", 0), args.get("bucket", 0)
-            steps += lanes / bucket if lanes > 0 and bucket > 0 else 1
+        for work, _ in phases[phase]:
             times: Counter[str] = Counter()
             for one in work:
                 name = one["args"].get("operation", OTHER)
@@ -480,14 +476,14 @@ def _operations(
                 activities[name] += 1
             for name, ns in times.items():
                 samples[name].append(ns)
-        all_spans = [spans for *_, spans in phases[phase]]
+        all_spans = [spans for _, spans in phases[phase]]
         device_ns = sum(max(end for _, end in spans) - spans[0][0] for spans in all_spans)
         if device_ns and phase != AROUND:
             idle[phase] = 1 - sum(map(covered, all_spans)) / device_ns
         for name in sorted(samples, key=lambda name: (-sum(samples[name]), name)):
             total, fraction = sum(samples[name]), None
             if phase == "decode" and read.get(name) and total and names.bandwidth_gb_s:
-                fraction = read[name] / names.bandwidth_gb_s * steps / total
+                fraction = read[name] / names.bandwidth_gb_s * len(all_spans) / total
             count = activities[name] / len(all_spans)
             us = Summary.of(ns / 1e3 for ns in samples[name])
             share = total / device_ns if device_ns else 0.0

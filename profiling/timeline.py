@@ -7,7 +7,7 @@ from typing import Final
 
 # A record is fourteen 64-bit integers in one buffer: no object for the garbage collector to visit,
 # however long the engine runs. Native order and alignment, which the struct module packs faster.
-_LAYOUT = struct.Struct("@14q")
+_LAYOUT = struct.Struct("@13q")
 _INTEGER = struct.Struct("@q")
 _DEVICE_NS = 9 * _INTEGER.size  # where in a record it is
 _NOT_TIMED = -1
@@ -31,7 +31,6 @@ class StepRecord:
         device_ns: device time of the step; None if not timed, or not yet known. An asynchronous
             device is timed on request only (`Engine.device_timing`). A CPU runs the step during the
             launch; that time is in `device_ns`, not in `launch_ns`.
-        steps: decode steps in the launch; the times cover all of them.
         joined: admitted requests.
         blocks_in_use: cache blocks held by requests at the launch.
         collected_ns: time of Python's garbage collector during the step, included in the phases
@@ -50,7 +49,6 @@ class StepRecord:
     commit_ns: int
     wait_ns: int
     device_ns: int | None
-    steps: int = 1
     joined: int = 0
     blocks_in_use: int = 0
     collected_ns: int = 0
@@ -85,7 +83,7 @@ class Timeline:
     or between steps.
 
     Args:
-        capacity: number of steps that are kept (112 bytes each), at least 1.
+        capacity: number of steps that are kept (104 bytes each), at least 1.
         is_async_device: whether the device is asynchronous.
     """
 
@@ -116,7 +114,6 @@ class Timeline:
         commit_ns: int,
         wait_ns: int,
         device_ns: int | None = None,
-        steps: int = 1,
         joined: int = 0,
         blocks_in_use: int = 0,
         collected_ns: int = 0,
@@ -139,7 +136,6 @@ class Timeline:
             commit_ns,
             wait_ns,
             _NOT_TIMED if device_ns is None else device_ns,
-            steps,
             joined,
             blocks_in_use,
             collected_ns,
@@ -198,9 +194,9 @@ class Timeline:
         return end, copied[max(replaced, 0) * size :]
 
     def _unpack(self, values: tuple[int, ...]) -> StepRecord:
-        *before, device_ns, steps, joined, blocks_in_use, collected_ns = values
+        *before, device_ns, joined, blocks_in_use, collected_ns = values
         timed = None if device_ns == _NOT_TIMED else device_ns
-        after = (steps, joined, blocks_in_use, collected_ns, self.is_async_device)
+        after = (joined, blocks_in_use, collected_ns, self.is_async_device)
         return StepRecord(*before, timed, *after)  # type: ignore[call-arg,arg-type]
 
     def clear(self) -> None:

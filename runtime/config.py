@@ -188,10 +188,6 @@ class EngineConfig:
             sized by predicted step time, up to `prefill_chunk`. The predictions need a calibration
             at start. The smallest prefill step runs even if it takes longer, so that prompts always
             make progress. None: only `prefill_chunk` limits the chunk size.
-        steps_per_launch: decode steps per launch. Their tokens arrive together, and the
-            host overhead is paid once for all of them. Raises the throughput of small models and of
-            offline batches. A new request waits for the whole launch, and tokens after the end of a
-            request are discarded. docs/embedding.md says when a launch has several steps.
         speculation: how tokens are drafted for steps that verify several tokens per row: a method
             (`suffix` or `ngram`), a mapping such as `{"method": "suffix", "num_speculative_tokens":
             7}`, or a `Speculation`. None: every step decodes one token per row. See
@@ -248,7 +244,6 @@ class EngineConfig:
     max_model_len: Annotated[int, Range(1, 1 << 40)] | None = None
     prefill_chunk: Annotated[int, Range(1, 1 << 20)] = 512
     max_itl_ms: Annotated[float, Range(0, 3_600_000, above=True)] | None = None
-    steps_per_launch: Annotated[int, Range(1, 64)] = 1
     speculation: Speculation | Mapping[str, Any] | str | None = None
     freeze_gc: bool = False
     buckets: Annotated[tuple[int, ...], Range(1, MAX_ROWS)] | None = None
@@ -268,12 +263,6 @@ class EngineConfig:
             )
         if self.speculation is not None:
             object.__setattr__(self, "speculation", Speculation.of(self.speculation))
-            if self.steps_per_launch > 1:
-                raise ConfigError(
-                    f"speculation and steps_per_launch={self.steps_per_launch} exclude each other:"
-                    " a verify step is launched alone. Leave out one of them",
-                    field="steps_per_launch",
-                )
         given = [name for name in MEMORY_BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(

@@ -833,7 +833,7 @@ class Engine:
         otherwise None), `max_model_len`, `waiting` and `running` requests.
 
         Counters: `requests`, `finished` requests, `output_tokens`, `steps` (launches),
-        `multi_step_launches` (with several decode steps), `fallbacks` (parts of a launch without a
+        `fallbacks` (parts of a launch without a
         prepared step), `preemptions`, `failed_copies`, `non_finite` (requests that ended with
         `NonFiniteLogitsError`), and `scored_prompt_tokens` (for `prompt_logprobs`, by uncaptured
         operations after a prefill step).

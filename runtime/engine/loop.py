@@ -10,9 +10,6 @@ each step is committed right after its launch.
 How many tokens a verify step accepts is known when it is committed. Until then requests count the
 most and the fewest possible ones (see `Request.num_unsure`), so that it can be in flight too.
 
-With `steps_per_launch` a plan can contain several decode steps, which are launched and committed
-together. The tokens that a request gets after its end are discarded.
-
 The launch of a step with outputs that follow a grammar is finished after the commit of the step
 before (see `execution/runner.py`).
 
@@ -271,7 +268,7 @@ class StepLoop:
         self.collector = CollectorWatch()
         self.requests = RequestTracker(scheduler)
         self.num_steps = 0
-        self._counts = {"multi_step_launches": 0, "preemptions": 0, "failed_copies": 0}
+        self._counts = {"preemptions": 0, "failed_copies": 0}
         self.intact = True
         """Whether no operation was interrupted by an exception."""
         self._add = self.requests.add
@@ -399,7 +396,6 @@ class StepLoop:
                     time.perf_counter_ns() - launched - waited,
                     waited,
                     step.device_ns or None,
-                    plan.steps,
                     len(plan.admitted),
                     plan.blocks_in_use,
                     self.collector.total_ns - collected,
@@ -415,7 +411,7 @@ class StepLoop:
         are not applied, so that the request stays the only one.
         """
         self.intact = False
-        step = self._launch(self.scheduler.plan(single=True))
+        step = self._launch(self.scheduler.plan())
         if step is None:  # preempted, to be computed again
             assert request.row is None, "a lone request with a row always has something to do"
             self.intact = True
@@ -479,15 +475,13 @@ class StepLoop:
             step = self.runner.launch(self.num_steps, plan)
         self.num_steps += 1
         self._launched.append(step)
-        steps = plan.steps
         if plan.decode_counts:
             for request, count in zip(plan.decode, plan.decode_counts, strict=True):
                 request.launched(count)
         else:
             for request in plan.decode:
-                request.num_computed += steps
-                request.num_pending += steps
-        self._counts["multi_step_launches"] += steps > 1
+                request.num_computed += 1
+                request.num_pending += 1
         for chunk in plan.prefill:
             if chunk.samples:
                 chunk.request.num_pending += 1

@@ -957,7 +957,6 @@ def make_loop(
         prefill_chunk=config.prefill_chunk,
         max_prefill_rows=config.max_prefill_rows,
         step_budget=step_budget,
-        steps_per_launch=config.steps_per_launch,
         rope_lengths=rope_lengths(parts.model.config),
     )
     if parts.runner.commands is not None and parts.group is not None:

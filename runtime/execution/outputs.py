@@ -135,12 +135,12 @@ class HostOutputs:
 
     @staticmethod
     def sizes(config: ResolvedConfig, vocab_size: int) -> dict[str, int]:
-        """Bytes of one set by phase, for all steps of a launch, and of the drafts of each."""
+        """Bytes of one set by phase, and of the drafts of each."""
         best = min(MAX_LOGPROBS, vocab_size)
-        steps = max(config.steps_per_launch, *config.tokens_per_row, 1)
+        tokens = max(config.tokens_per_row, default=1)
         rows, chunks, drafts = config.max_num_seqs, config.max_prefill_rows, config.proposed_drafts
         return {
-            "decode": steps * SampleOutput.packed_bytes(rows, best),
+            "decode": tokens * SampleOutput.packed_bytes(rows, best),
             "prefill": SampleOutput.packed_bytes(chunks, best),
             "scores": SampleOutput.packed_bytes(config.prefill_chunk, best),
             "decode drafts": 12 * rows * drafts,

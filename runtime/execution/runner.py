@@ -542,12 +542,11 @@ class Runner:
             compile_kernels,  # imports triton, which CUDA kernels need
         )
 
-        # Several steps per launch use the kernels of one step. The plain PyTorch sampler has no
-        # Triton kernels, and run eagerly it exceeds the planned memory of its compiled form.
+        # The plain PyTorch sampler has no Triton kernels, and run eagerly it exceeds the planned
+        # memory of its compiled form.
         native = self._eager.model.kernels.sampler == "triton"
         needed = dict.fromkeys(
-            dataclasses.replace(key, steps=1, full_sampler=native and key.full_sampler)
-            for key in self._keys
+            dataclasses.replace(key, full_sampler=native and key.full_sampler) for key in self._keys
         )
         steps = [(str(key), self._eager.bind(key)) for key in needed]
         with progress_bar("compiling kernels", shown=progress) as report:

@@ -550,8 +550,6 @@ class StepFunctions:
         step: Callable[[StepKey], StepOutput] = self._padded
         if key.part == "sample":
             step = self._sample_part
-        elif key.steps > 1:
-            step = self._several
         elif self.ragged and key.phase == "decode" and key.part == "whole":
             step = self._unpadded
         device, kernels = self.arena.device, self.model.kernels
@@ -565,21 +563,6 @@ class StepFunctions:
                 return run()
 
         return run_kernels if kernels.library is None else run
-
-    def _several(self, key: StepKey) -> StepOutput:
-        """Decode `key.steps` tokens, one after the other, for each of `decode_rows`.
-
-        The rows are the only host input of a step, so several steps in one launch compute the same
-        as several launches.
-        """
-        step = self._unpadded if self.ragged else self._padded
-        outputs = [step(key) for _ in range(key.steps)]
-        logits, details = outputs[-1].logits, [o.details for o in outputs if o.details is not None]
-        with operation("outputs"):
-            if not details:
-                return StepOutput(torch.stack([o.tokens for o in outputs]), logits, None)
-            stacked = SampleOutput.stack(details)
-            return StepOutput(stacked.tokens, logits, stacked)
 
     # Steps with padding.
 
@@ -937,7 +920,7 @@ class StepFunctions:
     def _drafts(self, key: StepKey) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the rows of a verify step, their drafts and how many tokens are valid."""
         assert self.drafts is not None, "these steps were made without room for drafts"
-        assert (key.phase, key.steps) == ("decode", 1)
+        assert key.phase == "decode"
         size, drafts = key.size, self.drafts
         rows_B = self.inputs.decode_rows[:size]
         with operation("inputs"):

@@ -48,8 +48,6 @@ class StepKey:
     """Columns of the block tables that attention may read."""
     full_sampler: bool
     """Whether any request in the step needs more than the greedy token."""
-    steps: int = 1
-    """Decode steps per launch, run in sequence; 1 for a prefill step."""
     tokens_per_row: int = 1
     """Tokens of each row of a decode step; 1 + k makes it a verify step of k drafts."""
     drafts: int = 0
@@ -66,15 +64,14 @@ class StepKey:
 class StepOutput:
     """Outputs of a step on the device. B: rows of a decode step, or chunks of a prefill step.
 
-    For a launch of several decode steps, tokens and details are `[steps, B]` instead of `[B]`. For
-    a verify step they are `[1 + k, B]`, and logits `[1 + k, B, vocab_size]`; or, without padding
-    between rows, `[T, vocab_size]` row by row.
+    For a verify step, tokens and details are `[1 + k, B]` instead of `[B]`, and logits
+    `[1 + k, B, vocab_size]`; or, without padding between rows, `[T, vocab_size]` row by row.
     """
 
     tokens: torch.Tensor
     """int64 `[B]`: sampled tokens; undefined for padded lanes, and after a forward part."""
     logits: torch.Tensor
-    """`[B, vocab_size]` in the model's dtype: logits of the (last) step, before sampling. After a
+    """`[B, vocab_size]` in the model's dtype: logits before sampling. After a
     greedy step of a rank of a tensor-parallel group, the logits of its own tokens."""
     details: SampleOutput | None
     """Log-probabilities; only the full sampler returns them."""
@@ -94,8 +91,6 @@ class StepSizes:
     rows: Buckets
     tokens: Buckets
     read_blocks: Buckets
-    steps: int = 1
-    """Decode steps per launch; single steps are always prepared too."""
     tokens_per_row: tuple[int, ...] = ()
     """Tokens per row of verify steps, ascending; see `verifying`."""
     proposed: int = 0
@@ -115,7 +110,6 @@ class StepSizes:
             read_blocks=Buckets([config.max_blocks_per_row])
             if kernels.bounded_by_length
             else default_width_buckets(config.max_blocks_per_row, config.block_size),
-            steps=config.steps_per_launch,
             tokens_per_row=config.tokens_per_row,
             proposed=config.proposed_drafts,
             masked=config.structured_output,
@@ -128,10 +122,10 @@ class StepSizes:
         shapes = [StepKey("prefill", n, 0, False, drafts=k) for n in self.tokens for k in drafted]
         for size in self.rows:
             step = StepKey("decode", size, 0, False, drafts=self.proposing(size))
-            shapes += [replace(step, steps=n, drafts=0) for n in (1, self.steps)]
+            shapes.append(replace(step, drafts=0))
             shapes += [replace(step, tokens_per_row=n) for n in (1, *self.verifying(size))]
         if self.masked:
-            shapes += [replace(s, drafts=0, masked=True) for s in shapes if s.steps == 1]
+            shapes += [replace(s, drafts=0, masked=True) for s in shapes]
         return [
             part
             for shape in dict.fromkeys(shapes)
@@ -171,7 +165,6 @@ class StepSizes:
         size: int,
         read_blocks: int,
         full_sampler: bool,
-        steps: int = 1,
         tokens_per_row: int = 1,
         *,
         drafts: int = 0,
@@ -184,7 +177,7 @@ class StepSizes:
         """
         size = _fit(self.rows if phase == "decode" else self.tokens, size)
         width = _fit(self.read_blocks, read_blocks)
-        return StepKey(phase, size, width, full_sampler, steps, tokens_per_row, drafts, masked)
+        return StepKey(phase, size, width, full_sampler, tokens_per_row, drafts, masked)
 
 
 def _fit(buckets: Buckets, n: int) -> int:
@@ -197,15 +190,14 @@ def most_table_updates(config: ResolvedConfig, num_groups: int) -> int:
     """Return the number of block table entries that one copy to the device can update.
 
     In each layer group, every decoding row adds and drops at most the blocks that the tokens of a
-    launch fill (one for a single token), and a prompt adds the blocks of a chunk. A plan with more
+    step fill (one for a single token), and a prompt adds the blocks of a chunk. A plan with more
     updates, whose prompt was cached, needs several copies. Every copy has this size, so the rare
     case does not increase it.
     """
     most_per_row = -(-min(config.max_model_len, config.prefill_chunk) // config.block_size)
-    drafted = max(config.tokens_per_row, default=1) + config.proposed_drafts
-    tokens = max(config.steps_per_launch, drafted)
-    most_per_launch = -(-tokens // config.block_size)
-    return num_groups * (2 * config.max_num_seqs * most_per_launch + most_per_row)
+    tokens = max(config.tokens_per_row, default=1) + config.proposed_drafts
+    most_per_step = -(-tokens // config.block_size)
+    return num_groups * (2 * config.max_num_seqs * most_per_step + most_per_row)
 
 
 # Chooses the prepared steps that run a plan.
@@ -259,20 +251,16 @@ class PlanParts:
         if plan.drafts or plan.proposes:
             parts.append(self._verify_part(plan))
         elif plan.decode:
-            decoding, steps, part = self._decoding, plan.steps, self._decoding.part
+            decoding, part = self._decoding, self._decoding.part
             assert decoding.longest is not None, "the plan has no decoding row"
-            positions = decoding.longest.num_computed + steps
-            if (
-                part is None
-                or part.key.steps != steps
-                or positions > part.key.read_blocks * self._block_size
-            ):
+            positions = decoding.longest.num_computed + 1
+            if part is None or positions > part.key.read_blocks * self._block_size:
                 rows, blocks = len(plan.decode), -(-positions // self._block_size)
                 key = self._sizes.key(
-                    "decode", rows, blocks, decoding.full_sampler, steps, masked=decoding.masked
+                    "decode", rows, blocks, decoding.full_sampler, masked=decoding.masked
                 )
-                lanes = steps * rows, steps * key.size
-                part = decoding.part = PlannedPart(ranges.REPLAY, key, plan.decode, *lanes)
+                part = PlannedPart(ranges.REPLAY, key, plan.decode, rows, key.size)
+                decoding.part = part
             parts.append(part)
         if plan.prefill:
             parts.append(self._prefill_part(plan))

@@ -125,7 +125,7 @@ def model_footprint(
         + verified * logits_per_lane,
         logits_bytes_per_row=logits_per_lane,
         static_bytes=fitted(_static_bytes),
-        graph_bytes=sum(key.steps + key.drafts for key in steps) * GRAPH_BYTES_PER_STEP
+        graph_bytes=sum(1 + key.drafts for key in steps) * GRAPH_BYTES_PER_STEP
         if config.mode == "graph"
         else 0,
         host_buffer_bytes=fitted(_host_bytes),

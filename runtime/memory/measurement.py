@@ -220,11 +220,11 @@ def _terms(peaks: Mapping[StepKey, int], sizes: StepSizes, kernels: Kernels) -> 
     narrow = sizes.read_blocks.sizes[0]
 
     def points(phase: str, full_sampler: bool) -> dict[int, int]:
-        kind = (phase, full_sampler, 1, 1, narrow)
+        kind = (phase, full_sampler, 1, narrow)
         return {
             k.size: peak
             for k, peak in peaks.items()
-            if (k.phase, k.full_sampler, k.steps, k.tokens_per_row, k.read_blocks) == kind
+            if (k.phase, k.full_sampler, k.tokens_per_row, k.read_blocks) == kind
         }
 
     measured: dict[str, int] = {}

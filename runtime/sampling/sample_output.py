@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +35,7 @@ class SampleOutput:
 
     @classmethod
     def unpack(cls, packed: torch.Tensor, rows: int, tops: int) -> SampleOutput:
-        """Return the four as views of uint8 `[packed_bytes]`, or `[steps, packed_bytes]`."""
+        """Return the four as views of uint8 `[packed_bytes]`, or `[1 + k, packed_bytes]`."""
         views, at = [], 0
         for width, dtype in (
             (1, torch.int64),
@@ -78,16 +77,8 @@ class SampleOutput:
         for own, other in zip(self._four(), source._four(), strict=True):
             own.copy_(other, non_blocking=True)
 
-    @classmethod
-    def stack(cls, steps: Sequence[SampleOutput]) -> SampleOutput:
-        """Return the outputs of several steps, stacked along a new first dimension."""
-        packed = [step.packed for step in steps if step.packed is not None]
-        if len(packed) == len(steps):
-            return cls.unpack(torch.stack(packed), *steps[0].top_ids.shape)
-        return cls(*(torch.stack(column) for column in zip(*map(cls._four, steps), strict=True)))
-
     def unbind(self) -> list[SampleOutput]:
-        """Return the output of each of the stacked steps, as views."""
+        """Return the output of each position of a verify step, as views."""
         columns = zip(*(tensor.unbind() for tensor in self._four()), strict=True)
         return [SampleOutput(*column) for column in columns]
 

@@ -97,8 +97,6 @@ class StepPlan:
     """Steps that propose: the first position of each row of `decode` that has no slot."""
     prompt_drafts: int = 0
     """Drafts that a drafter proposes after each prompt that ends in the step."""
-    steps: int = 1
-    """Decode steps per launch: tokens that each request of `decode` gets. 1 with prefill."""
     blocks_in_use: int = 0
     """Blocks that requests hold at the launch, for the timeline and profilers."""
 
@@ -113,7 +111,7 @@ class StepPlan:
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens that the rows of `decode` compute in each of the plan's steps."""
+        """Tokens that the rows of `decode` compute."""
         return sum(self.decode_counts) if self.decode_counts else len(self.decode)
 
     @property

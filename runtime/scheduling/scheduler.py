@@ -235,7 +235,7 @@ class WakeTimes:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        """Planned so far; counts each decode step of a launch."""
+        """Planned so far."""
         self._due: dict[int, dict[Request, None]] = {}  # step number -> requests
         self._steps: dict[Request, int] = {}
 
@@ -262,10 +262,6 @@ class WakeTimes:
             for request in due:
                 del self._steps[request]
         return due
-
-    def between(self, first: int, end: int) -> list[Request]:
-        """Return the requests that are due at the steps `first` to `end` - 1."""
-        return [request for step in range(first, end) for request in self._due.get(step, ())]
 
     def all(self) -> dict[Request, int]:
         """Return a copy of the scheduled step of each request."""
@@ -365,20 +361,17 @@ class Scheduler:
         prefill_chunk: int,
         max_prefill_rows: int,
         step_budget: StepBudget | None = None,
-        steps_per_launch: int = 1,
         rope_lengths: RopeLengths | None = None,
     ) -> None:
         """Plan steps of at most these sizes."""
         assert max_batch_tokens > max_num_seqs >= 1
         assert prefill_chunk >= 1
         assert max_prefill_rows >= 1
-        assert steps_per_launch >= 1
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_batch_tokens = max_batch_tokens
         self.prefill_chunk = prefill_chunk
         self.max_prefill_rows = max_prefill_rows
-        self.steps_per_launch = steps_per_launch
         self._step_budget = step_budget
         self._rope_lengths = rope_lengths or RopeLengths()
         self._waiting = WaitingQueue()
@@ -441,8 +434,8 @@ class Scheduler:
         else:
             self._waiting.resume(request)
 
-    def plan(self, *, single: bool = False) -> StepPlan:
-        """Return the plan of the next launch, with one decode step if `single`.
+    def plan(self) -> StepPlan:
+        """Return the plan of the next launch.
 
         Allocates and frees rows and blocks. Requests do not change until the engine launches the
         plan.
@@ -459,8 +452,6 @@ class Scheduler:
         if running.prefilling or (self._waiting.num_alive and running.free_rows):
             self._plan_prefill(plan)
             plan.decode = running.decoding
-        if self.steps_per_launch > 1 and not single and plan.decode and not running.prefilling:
-            self._decode_several(plan, self.steps_per_launch)
         return plan
 
     def on_rejected_drafts(self, request: Request) -> None:
@@ -511,11 +502,10 @@ class Scheduler:
         it decodes again if the commit rejects drafts (`on_rejected_drafts`).
 
         Args:
-            plan: the current plan, of one decode step.
+            plan: the current plan.
             drafts: of each of `plan.decode`; may be empty.
             sizes: tokens per row of the verify steps that exist for this number of rows, ascending.
         """
-        assert plan.steps == 1
         spare = self.max_batch_tokens - plan.prefill_tokens - len(plan.decode)
         kept = []
         for request, own in zip(plan.decode, drafts, strict=True):
@@ -798,16 +788,16 @@ class Scheduler:
         dropped = self.cache.slide(request.id, request.least_computed)
         self._update_tables(plan, request, dropped)
 
-    def _schedule_next(self, request: Request, least: int = 1, *, count: int = 1) -> None:
+    def _schedule_next(self, request: Request, *, count: int = 1) -> None:
         """Schedule the next event of a request that decodes from this step on.
 
-        It needs nothing during the first `least` steps. This step computes `count` of its tokens if
-        all drafts are accepted, and each later one a token, unless it verifies drafts too.
+        This step computes `count` of its tokens if all drafts are accepted, and each later one a
+        token, unless it verifies drafts too.
         """
         tokens = min(
             self._next_change_position(request) - request.num_computed, request.num_unsampled
         )
-        self._wakes.schedule(request, self._wakes.num_steps + max(least, tokens - count + 1))
+        self._wakes.schedule(request, self._wakes.num_steps + max(1, tokens - count + 1))
 
     def _next_change_position(self, request: Request) -> int:
         """First position whose token requires a change of the request's blocks."""
@@ -822,33 +812,6 @@ class Scheduler:
             row = self._running.rows[request]
             for group, column, block in changes:
                 plan.table_updates.append(TableUpdate(group, row, column, block))
-
-    def _decode_several(self, plan: StepPlan, steps: int) -> None:
-        """Let a plan without prefill decode `steps` tokens per row, if every row can.
-
-        No row may follow a grammar (its next token needs the one before), every row must have that
-        many tokens to go, and the blocks for them must be free. Otherwise it decodes one token per
-        row. Waiting requests do not prevent such launches; they wait longer, because a row that
-        ends within a launch is freed only after it.
-        """
-        if any(r.matcher is not None or r.params.logprob_token_ids for r in plan.decode):
-            return
-        events, cache, first = self._wakes, self.cache, self._wakes.num_steps
-        soon = events.between(first + 1, first + steps)
-        lacking = 0
-        for request in soon:
-            if _next_count(request, steps) < steps:
-                return
-            lacking += cache.lacking(request.id, request.num_computed + steps)
-        if lacking > cache.num_free_blocks:
-            return
-        for request in soon:
-            events.cancel(request)
-            grown = self._grow(plan, request, request.num_computed + steps)
-            assert grown, "there were enough blocks"
-            self._schedule_next(request, steps)
-        plan.steps = steps
-        events.num_steps += steps - 1
 
 
 def _next_count(request: Request, most: int) -> int:

@@ -307,12 +307,10 @@ class StepBudget:
         """
         began = max(launched_ns, self._arrived_ns)
         self._arrived_ns = arrived_ns
-        self.learn(plan, (arrived_ns - began) / 1e9 / plan.steps)
+        self.learn(plan, (arrived_ns - began) / 1e9)
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Update the costs with the time of a step. Invalid times are ignored and counted.
-
-        For a launch of several decode steps, `seconds` is the time of one of them.
 
         A mixed step updates the prefill cost, because decode-only steps determine the decode part.
         After many mixed steps without a decode-only step, both parts share the error.
@@ -325,7 +323,7 @@ class StepBudget:
         prefill = self._prefill_seconds(plan, attended) if plan.prefill else 0.0
         predicted = decode + prefill
         error = seconds - predicted
-        self._rows_steps += plan.steps
+        self._rows_steps += 1
         if plan.scored_tokens:  # its error is attributed to scoring, which nothing calibrates
             error = SCORE_RATE * error / plan.scored_tokens
             self._score_seconds = max(0.0, self._score_seconds + error)
@@ -350,7 +348,7 @@ class StepBudget:
 
     def predict(self, plan: StepPlan) -> float:
         """Return the predicted seconds of a plan."""
-        seconds = plan.steps * self._decode_seconds(plan) if plan.decode else 0.0
+        seconds = self._decode_seconds(plan) if plan.decode else 0.0
         if plan.prefill:
             seconds += self._prefill_seconds(plan, self._attended(plan))
         return seconds

@@ -55,16 +55,16 @@ def base(tmp_path: Path) -> ModelConfig:
 
 
 @pytest.mark.parametrize("params", [None, SAMPLED])
-def test_several_steps_of_a_launch_and_verify_steps(
+def test_decode_and_verify_steps(
     base: ModelConfig, tmp_path: Path, params: SamplingParams | None
 ) -> None:
     drafts = [[5, 9]] * len(PROMPTS)
 
     def run(steps: RankSteps) -> list[torch.Tensor]:
         steps.prefill()
-        launched = steps.decode(3).tokens.clone()
+        decoded = torch.stack([steps.decode().tokens.clone() for _ in range(3)])
         verified = steps.verify(drafts)
-        return [launched, verified.tokens.clone(), steps.full_logits(verified)]
+        return [decoded, verified.tokens.clone(), steps.full_logits(verified)]
 
     with torch.no_grad():
         weights = stored_weights(base, tmp_path)

@@ -52,7 +52,6 @@ def pair(tiny: Tiny) -> Iterator[tuple[Engine, Engine]]:
         "host_cache_bytes": 1 << 20,
         "num_blocks": 14,
         "prefill_chunk": 24,
-        "steps_per_launch": 3,
     }
     directory = tiny("base").directory
     native: dict[str, Any] = {"mode": "compile", "kernels": "native", "buckets": (4,)}

@@ -115,7 +115,7 @@ SHAPES: list[dict[str, Any]] = [
     {"max_num_seqs": 2, "prefill_chunk": 64, "block_size": 4, "threads": 2},
     {"max_num_seqs": 6, "prefill_chunk": 16, "block_size": 4},
     {"max_num_seqs": 6, "prefill_chunk": 16, "block_size": 4, "host_cache_bytes": 1 << 20},
-    {"max_num_seqs": 5, "buckets": (3,), "steps_per_launch": 4},
+    {"max_num_seqs": 5, "buckets": (3,)},
 ]
 
 

@@ -52,7 +52,7 @@ def test_text_is_the_tokenizers(
     assert alone.text == by_ids.text == outputs[0].text
 
 
-@pytest.mark.parametrize("config", [{}, {"steps_per_launch": 4}, {"num_blocks": 9}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"num_blocks": 9}], ids=str)
 def test_deltas_join_to_the_output(
     open_engine: Open, ascii_bias: dict[int, float], config: dict[str, Any]
 ) -> None:

@@ -16,7 +16,6 @@ IDS = (3, 40, 41)
     "config",
     [
         {"kernels": "torch"},
-        {"steps_per_launch": 4},
         {"speculation": {"method": "ngram", "adaptive": False}},
         {"speculation": "draft_model"},
     ],
@@ -46,5 +45,3 @@ def test_chosen_tokens_are_reported(open_engine: Open, tiny: Tiny, config: dict[
         assert entry.top == pytest.approx({i: float(values[i]) for i in IDS}, abs=1e-4)
     if drafts:
         assert engine.stats()["speculation"]["drafted"] > 0
-    if config.get("steps_per_launch"):
-        assert engine.stats()["multi_step_launches"] > 0

@@ -89,12 +89,11 @@ def check(output: RequestOutput, sound: RequestOutput) -> int:
 
 CASES = [
     (MODEL, {}, 0),
-    (MODEL, {"steps_per_launch": 4}, 1),
     (MODEL, {"prefill_chunk": 3, "prefix_cache": False}, 1),
     (MODEL, {"num_blocks": 16, "max_model_len": 40}, 0),  # requests are preempted
     (MODEL, {"num_blocks": 16, "max_model_len": 40, "host_cache_bytes": 1 << 20}, 1),
     (MODEL, {"kv_dtype": "fp8"}, 0),
-    (MODEL, {"kv_dtype": "int8", "steps_per_launch": 3}, 0),
+    (MODEL, {"kv_dtype": "int8"}, 0),
     ("mistral", {"prefill_chunk": 8}, 1),
     ("deepseek_v3", {}, 0),
 ]

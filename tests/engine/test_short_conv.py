@@ -48,7 +48,6 @@ def case(tiny: Tiny) -> Case:
             {"num_blocks": 60, "host_cache_bytes": 1 << 20, "speculation": "suffix"},
             ("preemptions", "swapped_in", "accepted"),
         ),
-        ({"steps_per_launch": 3}, ("multi_step_launches",)),
         pytest.param({"mode": "compile"}, ("hit_tokens",), marks=pytest.mark.slow),
     ],
 )

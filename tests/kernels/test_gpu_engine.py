@@ -139,25 +139,6 @@ def test_a_head_drafts_on_the_kernels(
         assert stats["speculation"]["drafted"] > 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_two_steps_a_launch(
-    gpu_engine: Open, open_engine: Open, tiny: Tiny, temperature: float
-) -> None:
-    """Two rows whose contexts are in several blocks, one of them done in the middle of a launch."""
-    prompts = tiny("micro").prompts(5, 9)
-    params = [
-        SamplingParams(max_tokens=count, temperature=temperature, seed=3, ignore_eos=True)
-        for count in (6, 9)
-    ]
-    expected = open_engine("micro").generate(prompts, params)
-    with gpu_engine("micro", steps_per_launch=2) as engine:
-        outputs = engine.generate(prompts, params)
-        assert engine.stats()["multi_step_launches"] > 1
-        engine.check_integrity()
-    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
-
-
 def test_a_quantised_engine_follows_the_plain_one(
     gpu_engine: Open, open_engine: Open, tiny: Tiny
 ) -> None:

@@ -232,7 +232,7 @@ WINDOWED = "gemma2"
     [
         {"prefix_cache": False, "prefill_chunk": 7},
         {"num_blocks": 14, "host_cache_bytes": 1 << 20},
-        {"block_size": 5, "prompt_embeds": True, "steps_per_launch": 3},
+        {"block_size": 5, "prompt_embeds": True},
     ],
 )
 def test_tokens_do_not_depend_on_the_cache(config: dict[str, Any]) -> None:

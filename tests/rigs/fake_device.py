@@ -318,7 +318,7 @@ class FakeRunner:
             advanced = [len(tokens) for tokens in verified]
             rows = zip(plan.decode, verified, strict=True)
             sampled += [(request, token, None) for request, tokens in rows for token in tokens]
-        for _ in range(plan.steps if plan.tokens_per_row == 1 else 0):
+        else:
             device.written.clear()
             for request in plan.decode:
                 row = request.row
@@ -330,7 +330,6 @@ class FakeRunner:
             self._propose(request, plan.proposes, stop)
             for request, stop in zip_longest(plan.decode, plan.draft_stops, fillvalue=0)
         ]
-        self.seen["several steps"] += plan.steps > 1
         device.written.clear()
         for chunk in plan.prefill:
             stop = chunk.start + chunk.count
@@ -477,11 +476,6 @@ def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
     assert all(1 <= count <= plan.tokens_per_row for count in plan.decode_counts)
     assert (plan.tokens_per_row > 1) == bool(plan.drafts) == bool(plan.decode_counts)
     assert len(plan.prefill) <= scheduler.max_prefill_rows
-    assert plan.steps in (1, scheduler.steps_per_launch)
-    if plan.steps > 1:
-        assert plan.decode
-        assert not plan.prefill
-        assert all(request.num_unsampled >= plan.steps for request in plan.decode)
 
     assert {preemption.request for preemption in plan.preempted}.isdisjoint(taking_part)
     chunks = [a.request for a in plan.admitted if a.request in prefilled]

@@ -115,7 +115,6 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "base/compile/native/fp8": {"kv_dtype": "fp8"},
     "base/eager/torch/fp8": {"weight_dtype": "fp8", "kv_dtype": "fp8"},
     "base/compile/native/batch_invariant": {"batch_invariant": True},
-    "base/compile/native/launches": {"steps_per_launch": 4},
     "base/compile/native/swap": {"host_cache_bytes": 1 << 20},
     "base/compile/native/threads": {"threads": 2},
     "base/compile/native/suffix": drafts("suffix"),

@@ -182,7 +182,7 @@ def engine_kernels() -> dict[str, Any]:
     startup.check_kernels = lambda kernels, *_, **__: kernels  # type: ignore[assignment]
     startup.measure_steps = lambda *_, **__: StepMemory({})  # type: ignore[assignment]
     config = EngineConfig(
-        device="cpu", mode="eager", dtype="bfloat16", max_num_seqs=1, steps_per_launch=2,
+        device="cpu", mode="eager", dtype="bfloat16", max_num_seqs=1,
         prefill_chunk=16, max_model_len=128, num_blocks=64,
     )  # fmt: skip
     runner = startup.start("demo", config, progress=False).runner

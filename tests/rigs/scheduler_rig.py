@@ -53,7 +53,6 @@ class Rig:
         prefix: bool = False,
         host_blocks: int = 0,
         step_budget: StepBudget | None = None,
-        steps_per_launch: int = 1,
         tokens_per_row: int = 1,
         drafter: bool = False,
         nan_tokens: frozenset[int] = NO_TOKENS,
@@ -84,7 +83,6 @@ class Rig:
             prefill_chunk=prefill_chunk,
             max_prefill_rows=max_prefill_rows,
             step_budget=step_budget,
-            steps_per_launch=steps_per_launch,
             rope_lengths=ropes,
         )
         self.runner = FakeRunner(self.scheduler, in_flight, windows, nan_tokens, ropes)

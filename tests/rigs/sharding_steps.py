@@ -80,8 +80,8 @@ class RankSteps(StepRig):
     def prefill(self) -> StepOutput:
         return self.functions.bind(StepKey("prefill", self.tokens, COLUMNS, self.full))()
 
-    def decode(self, steps: int = 1) -> StepOutput:
-        return self.functions.bind(StepKey("decode", len(PROMPTS), COLUMNS, self.full, steps))()
+    def decode(self) -> StepOutput:
+        return self.functions.bind(StepKey("decode", len(PROMPTS), COLUMNS, self.full))()
 
     def verify(self, drafts: Sequence[Sequence[int]]) -> StepOutput:
         self.drafts.device.token_ids[:, : len(drafts[0])] = torch.tensor(drafts)

@@ -58,8 +58,8 @@ def watch_admission(rig: Rig) -> None:
 
         return sum(r.order < request.order and grows(r) for r in scheduler._running)
 
-    def plan(*, single: bool = False) -> StepPlan:
-        made = plan_step(single=single)
+    def plan() -> StepPlan:
+        made = plan_step()
         if made.admitted:
             assert cache.num_free_blocks >= reserved_for(made.admitted[-1].request)
         budget = min(scheduler.prefill_chunk, scheduler.max_batch_tokens - len(made.decode))
@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_chunk=st.integers(1, 9),
         max_prefill_rows=st.integers(1, 3),
         in_flight=st.integers(0, 1),
-        steps=st.sampled_from([(1, 1), (1, 1), (2, 1), (8, 1), (1, 2), (1, 3), (1, 5)]),
+        tokens_per_row=st.sampled_from([1, 1, 2, 3, 5]),
         drafter=st.booleans(),
         prefix=st.booleans(),
         faults=st.none() | st.integers(0, 1000),
@@ -103,15 +103,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         max_num_seqs: int,
         spare_tokens: int,
-        steps: tuple[int, int],
+        tokens_per_row: int,
         faults: int | None,
         **sizes: Any,
     ) -> None:
-        steps_per_launch, tokens_per_row = steps
         self.rig = Rig(
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_num_seqs + spare_tokens,
-            steps_per_launch=steps_per_launch,
             tokens_per_row=tokens_per_row,
             **sizes,
         )
@@ -315,7 +313,7 @@ def test_a_paused_request_frees_its_row_and_goes_on_with_the_same_tokens() -> No
 
 CROWDS = [
     (WINDOWS[::2], False, 0, "decode", False),
-    (WINDOWS[1::2], False, 1, "steps", False),
+    (WINDOWS[1::2], False, 1, "decode", False),
     (WINDOWS[::2], False, 1, "drafts of the host", True),
     (WINDOWS[1::2], True, 1, "of a drafter", False),
 ]
@@ -328,7 +326,6 @@ def test_outputs_in_a_crowd(
 ) -> None:
     """The machine above may choose to be idle; here all that can happen does."""
     count = 14
-    steps = (2, 3, 8, 3) if several == "steps" else (1, 1, 1, 1)
     verify = (2, 3, 5, 3) if "of" in several else (1, 1, 1, 1)
     seen: Counter[str] = Counter()
     for windows, seed in itertools.product(all_windows, range(4)):
@@ -338,7 +335,6 @@ def test_outputs_in_a_crowd(
             in_flight=in_flight,
             prefix=prefix,
             host_blocks=(40, 8, 12, 40)[seed],
-            steps_per_launch=steps[seed],
             tokens_per_row=verify[seed],
             drafter=several == "of a drafter",
             nan_tokens=frozenset({VOCAB - 1} if nan else ()),
@@ -356,7 +352,6 @@ def test_outputs_in_a_crowd(
         return
     for event in ("fork", "fork with a copy", "swapped", "swap", "recomputed", "undone"):
         assert seen[event] >= enough / 10, event
-    assert (seen["several steps"] >= enough) == (max(steps) > 1)
     for event in ("rejected", "accepted"):
         assert (seen[event] >= enough) == (max(verify) > 1), event
     in_flight_drafts = in_flight and several == "of a drafter"

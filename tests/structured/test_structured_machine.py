@@ -32,10 +32,9 @@ FIELDS: list[dict[str, Any]] = [
     [
         TIGHT,
         TIGHT | {"host_cache_bytes": 1 << 16, "kernels": "native"},
-        {"steps_per_launch": 3, "max_num_seqs": 2},
         TIGHT | {"speculation": {"adaptive": False, "prompt_lookup_min": 2}},
     ],
-    ids=["recompute", "swap", "launches", "drafts"],
+    ids=["recompute", "swap", "drafts"],
 )
 def test_outputs_depend_on_nothing_else(open_engine: Open, config: dict[str, Any]) -> None:
     engine = open_engine("text", structured_output=True, **config)

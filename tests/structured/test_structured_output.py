@@ -70,7 +70,6 @@ def expected(tiny: Tiny) -> list[list[int]]:
         {"mode": "compile"},
         {"kernels": "native"},
         pytest.param({"mode": "compile", "kernels": "torch"}, marks=pytest.mark.slow),
-        {"steps_per_launch": 4},
         {"num_blocks": 14, "block_size": 4, "prefill_chunk": 4},
         {"num_blocks": 14, "block_size": 4, "host_cache_bytes": 1 << 20},
         {"max_num_seqs": 1},
