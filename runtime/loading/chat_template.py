@@ -1,27 +1,65 @@
 """Renders conversations to prompts with the chat template of the checkpoint.
 
 Templates are written in Jinja and come from the checkpoint only, never from a request. Rendering
-follows transformers' `apply_chat_template`; `template_sandbox` has its limits.
+follows transformers' `apply_chat_template`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ..errors import RequestError
 from ..prompt_ids import type_name
-from .template_budget import TemplateLimitError, run_bounded
 
 if TYPE_CHECKING:
-    from jinja2 import Template
-
-    from .template_sandbox import BoundedEnvironment
+    from jinja2 import Environment, Template, nodes
+    from jinja2.parser import Parser
 
 __all__ = ["ChatPrompt", "ChatTemplates", "Message", "chat_prompts", "is_batch"]
+
+
+def _sandbox() -> Environment:
+    """Return the environment of transformers' chat templates, jinja2's immutable sandbox.
+
+    Raises:
+        ImportError: jinja2 is missing, or older than 3.1.6, whose sandbox templates could escape.
+    """
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if tuple(map(int, jinja2.__version__.split(".")[:3])) < (3, 1, 6):
+        raise ImportError(f"jinja2 {jinja2.__version__} is older than 3.1.6")
+
+    class Generation(Extension):
+        """The block `{% generation %}` around an assistant's text, rendered as its content."""
+
+        tags = {"generation"}  # noqa: RUF012  as the base class declares it
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body).set_lineno(line)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    sandbox.filters["tojson"] = tojson  # jinja2's own escapes HTML
+    sandbox.globals["raise_exception"] = raise_exception
+    sandbox.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return sandbox
 
 
 # Gives messages the form of content that a chat template reads: a string, or a list of parts.
@@ -101,8 +139,6 @@ def _is_text(part: object) -> bool:
 
 Message = Mapping[str, Any]
 """`role`, `content` (a text or a list of parts) and other fields that the template reads."""
-RENDER_SECONDS = 2.0
-COMPILE_SECONDS = 10.0
 MAX_DEPTH = 64
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -137,7 +173,7 @@ class ChatTemplates:
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, tuple[Template, ContentForms]] = {}
-        self._environment: BoundedEnvironment | None = None
+        self._sandbox: Environment | None = None
         self._lock = threading.Lock()
 
     def render(self, prompt: ChatPrompt) -> str:
@@ -145,8 +181,7 @@ class ChatTemplates:
 
         Raises:
             RequestError: there is no such template; jinja2 is missing; messages, tools or
-                variables have a wrong type; the template raises, takes longer than 2 s or
-                exceeds the budget of characters.
+                variables have a wrong type; or the template fails.
         """
         name = self._name(prompt)
         messages = _messages(prompt.messages)
@@ -196,28 +231,23 @@ class ChatTemplates:
 
     def _template(self, name: str) -> tuple[Template, ContentForms]:
         with self._lock:
-            if name not in self._compiled:
+            if self._sandbox is None:
                 try:
-                    from .template_sandbox import BoundedEnvironment
+                    self._sandbox = _sandbox()
                 except ImportError as error:
                     raise RequestError(
                         'chat templates need jinja2 3.1.6 or newer: pip install "stepgraph[chat]"',
                         field="messages",
                     ) from error
-                if self._environment is None:
-                    self._environment = BoundedEnvironment()
-                environment, source = self._environment, self.sources[name]
-                template: Template = _bounded(
-                    name, lambda: environment.from_string(source), COMPILE_SECONDS
-                )
+            if name not in self._compiled:
+                template = _run(name, self._sandbox.from_string, self.sources[name])
                 more = {"add_generation_prompt": False}
                 forms = ContentForms(lambda m: self._render(name, template, {"messages": m} | more))
                 self._compiled[name] = template, forms
             return self._compiled[name]
 
     def _render(self, name: str, template: Template, variables: dict[str, Any]) -> str:
-        variables = self._special_tokens | variables
-        text: str = _bounded(name, lambda: template.render(variables), RENDER_SECONDS)
+        text: str = _run(name, template.render, self._special_tokens | variables)
         return text
 
 
@@ -236,20 +266,15 @@ def chat_prompts(
 
 def is_batch(messages: object) -> bool:
     """Return whether `messages` is a list of conversations, and not one conversation."""
-    if not issubclass(type(messages), (list, tuple)):
-        return False
-    first = next(iter(messages), None)  # type: ignore[call-overload]
-    return issubclass(type(first), (list, tuple))
+    first = next(iter(messages), None) if isinstance(messages, list | tuple) else None
+    return isinstance(first, list | tuple)
 
 
-def _bounded(name: str, work: Callable[[], Any], seconds: float) -> Any:
+def _run(name: str, work: Callable[[Any], Any], argument: object) -> Any:
+    """Return `work(argument)`; raise `RequestError` for what the template raises or does wrong."""
     try:
-        return run_bounded(work, seconds)
-    except TemplateLimitError as error:
-        raise RequestError(
-            f"the chat template {name!r} was stopped: {error}", field="messages"
-        ) from error
-    except Exception as error:  # of the template, or raised by it on purpose
+        return work(argument)
+    except Exception as error:
         shown = f"{type_name(error)}: {error}"[:_MAX_SHOWN_CHARS]
         raise RequestError(
             f"the chat template {name!r} failed: {shown}", field="messages"
@@ -258,29 +283,17 @@ def _bounded(name: str, work: Callable[[], Any], seconds: float) -> Any:
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
     """Return a copy of JSON values; templates get no other objects."""
-    kind = type(value)
-    if value is None or kind in (str, int, float, bool):
+    if value is None or isinstance(value, str | int | float):
         return value
-    if issubclass(kind, str):
-        return str.__str__(value)
-    if issubclass(kind, int):
-        return int.__index__(value)
-    if issubclass(kind, float):
-        return float.__float__(value)
     if depth > MAX_DEPTH:
         raise RequestError(f"{where[:80]} is nested more than {MAX_DEPTH} deep", field=_root(where))
-    if issubclass(kind, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise RequestError(
-                    f"{where[:80]} has a key of type {type_name(key)}, not a string",
-                    field=_root(where),
-                )
-        return {k: _plain(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
-    if issubclass(kind, (list, tuple)):
+    if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {k: _plain(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
     raise RequestError(
-        f"{where[:80]} is a {type_name(value)}: templates take JSON values only",
+        f"{where[:80]} is a {type_name(value)}, or has keys that are not strings: templates take"
+        " JSON values only",
         field=_root(where),
     )
 
@@ -293,7 +306,7 @@ def _root(where: str) -> str:
 def _objects(value: object, where: str) -> list[dict[str, Any]] | None:
     if value is None:
         return None
-    if not issubclass(type(value), (list, tuple)):
+    if not isinstance(value, list | tuple):
         raise RequestError(
             f"{where} must be a list of JSON objects, not a {type_name(value)}", field=where
         )

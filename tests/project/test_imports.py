@@ -192,7 +192,6 @@ def test_no_circles() -> None:
 
 
 IMPORTED_LATE = {
-    "runtime/loading/template_sandbox.py": {"jinja2"},
     "runtime/service/metrics.py": {"prometheus_client"},
 }
 """Files whose import may fail for want of an extra."""

@@ -1,19 +1,16 @@
-"""Conversations to prompts, against transformers; the form of messages; templates that do harm."""
+"""Conversations to prompts, against transformers; the form of messages."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from stepgraph.runtime import ChatPrompt, RequestError
-from stepgraph.runtime.loading import chat_template as module
 from stepgraph.runtime.loading.chat_template import ChatTemplates
 from stepgraph.runtime.loading.tokenizer import TextTokenizer, load_tokenizer
 from stepgraph.runtime.service.http.requests import template_messages
@@ -126,67 +123,11 @@ def test_where_templates_are_found(directory: Path) -> None:
         load(directory).apply_chat_template(SAID, chat_template="{{ 1 }}")
 
 
-HARMFUL = {
-    "endless": "{% for i in r %}{% for j in r %}{% for k in r %}{% endfor %}{% endfor %}"
-    "{% endfor %}",
-    "endless_output": "{% for i in r %}{% for j in r %}{{ 'a' * 1000 }}{% endfor %}{% endfor %}",
-    "range": "{% for i in range(10**9) %}{% endfor %}",
-    "power": "{{ 10 ** (10 ** 10) }}",
-    "times": "{{ 'a' * 10**9 }}",
-    "times_list": "{{ ([1] * 10**9) | length }}",
-    "doubled": "{% set n = namespace(x='a') %}{% for i in r %}{% set n.x = n.x ~ n.x %}"
-    "{% endfor %}",
-    "added": "{% set n = namespace(x='a') %}{% for i in r %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "shared": "{% set n = namespace(x=[]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
-    "{% endfor %}{{ n.x | tojson }}",
-    "shared_text": "{% set n = namespace(x=[]) %}{% for i in range(60) %}"
-    "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
-    "center": "{{ 'a' | center(10**9) }}",
-    "ljust": "{{ 'a'.ljust(10**9) }}",
-    "zfill": "{{ '1'.zfill(999999999) }}",
-    "format": "{{ '{:999999999}'.format(1) }}",
-    "format_nested": "{{ '{:{}}'.format(1, 10**9) }}",
-    "format_text": "{{ '{:{}}'.format(1, '999999999') }}",
-    "percent": "{{ '%999999999d' % 1 }}",
-    "percent_star": "{{ '%*d' % (10**9, 1) }}",
-    "format_filter": "{{ '%999999999d' | format(1) }}",
-    "replace": "{% set x = 'a' * 10**6 %}{{ x.replace('a', x) }}",
-    "replace_filter": "{% set x = 'a' * 10**6 %}{{ x | replace('a', x) }}",
-    "replace_named": "{% set x = 'a' * 10**6 %}{{ x | replace(old='a', new=x) }}",
-    "squared": "{% set n = namespace(x=3) %}{% for i in r %}{% set n.x = n.x * n.x %}{% endfor %}",
-    "join": "{% set x = 'a' * 10**6 %}{{ x.join(r) }}{{ r | join(x) }}",
-    "join_filter": "{% set x = 'a' * 10**6 %}{{ r | join(x) }}",
-    "join_same": "{% set x = 'a' * 10**6 %}{{ ''.join(r | map('replace', '', x)) }}",
-    "indent": "{% set x = '\\n' * 10**6 %}{{ x | indent(10**6) }}",
-    "expandtabs": "{% set x = '\\t' * 10**6 %}{{ x.expandtabs(10**6) }}",
-    "json_indent": "{{ r | tojson(indent=10**7) }}",
-    "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
-    "macro": "{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}",
-    "block": "{% set x %}{% for i in r %}{% for j in range(9) %}{{ 'a' * 999 }}{% endfor %}"
-    "{% endfor %}{% endset %}",
-    "batch": "{{ [1] | batch(10**9, 0) | list }}",
-}
-
-
-@pytest.mark.parametrize("kind", HARMFUL)
-def test_harm_is_ended(directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RENDER_SECONDS", 0.05)
-    tokenizer = load(save(directory, "{% set r = range(99999) | list %}" + HARMFUL[kind]))
-    began = time.perf_counter()
-    with pytest.raises(RequestError) as caught:
-        tokenizer.apply_chat_template(SAID)
-    assert time.perf_counter() - began < 8, "a third of a second on an idle machine"
-    assert len(str(caught.value)) < 400
-    names = {thread.name for thread in threading.enumerate()}
-    assert "stepgraph-template" not in names, "what was ended still runs"
-
-
 @pytest.mark.parametrize(
     "template",
     [
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
-        "{{ namespace(__class__=1) }}",
         "{{ cycler.__init__.__globals__ }}",
         "{% for",
         "{{ 1 / 0 }}",
@@ -221,7 +162,7 @@ def test_messages_of_other_types(directory: Path, messages: Any) -> None:
 
 def test_without_jinja2(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load(save(directory, CHATML))
-    monkeypatch.setitem(sys.modules, "stepgraph.runtime.loading.template_sandbox", None)
+    monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
     with pytest.raises(RequestError):
         tokenizer.apply_chat_template(SAID)
 
