@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
 import torch
 
+from .bounded_repr import bounded_repr
 from .errors import RequestError
 
 __all__ = ["plain_batch", "plain_token_ids", "too_long", "type_name"]
@@ -26,107 +28,79 @@ def type_name(value: object) -> str:
     return type(value).__name__[:_MAX_NAME_CHARS]
 
 
-def plain_batch(prompts: object, single: tuple[type, ...]) -> list[object]:
+def plain_batch(prompts: Any, single: tuple[type, ...]) -> list[object]:
     """Return the prompts of a batch; one prompt is a batch of one.
 
     One prompt is a value of one of the `single` types, or token ids: a non-empty list or tuple of
-    integers, or a one-dimensional value of the other types of token ids.
-
-    Raises:
-        RequestError: `prompts` is not a sequence, or cannot be read.
+    integers, or a one-dimensional value of the other types of token ids. Raises `RequestError` if
+    `prompts` is not a sequence.
     """
-    kind = type(prompts)
-    if issubclass(kind, single) or _are_token_ids(prompts):
+    if isinstance(prompts, _ARRAYS):
+        one = prompts.ndim <= 1
+    elif isinstance(prompts, list | tuple):
+        one = bool(prompts) and all(map(_is_integer, prompts))
+    else:
+        one = isinstance(prompts, (*single, range, array))
+    if one:
         return [prompts]
-    expected = "prompts must be text, a list of token ids or a list of prompts"
-    other = (bytes, bytearray, memoryview, Mapping, Set)
-    if issubclass(kind, other) or not hasattr(kind, "__iter__"):
-        raise RequestError(f"{expected}, not {type_name(prompts)}", field="prompts")
-    try:
-        return list(prompts)  # type: ignore[call-overload,no-any-return]
-    except Exception as error:
-        raise RequestError(
-            f"{expected}; reading the {type_name(prompts)} raised {type_name(error)}",
-            field="prompts",
-        ) from error
-
-
-def _are_token_ids(prompts: object) -> bool:
-    """Whether the prompts of a batch are the token ids of one prompt."""
-    kind = type(prompts)
-    if issubclass(kind, _ARRAYS):
-        return cast("np.ndarray", prompts).ndim <= 1
-    if issubclass(kind, (list, tuple)):
-        values = cast("Sequence[object]", prompts)
-        return bool(values) and all(map(_is_integer, values))
-    return kind is range or kind is array
+    if not isinstance(prompts, (bytes, bytearray, memoryview, Mapping, Set)):
+        with suppress(Exception):  # of an object of the user
+            return list(prompts)
+    raise RequestError(
+        f"prompts must be text, a list of token ids or a list of prompts, not {type_name(prompts)}",
+        field="prompts",
+    )
 
 
 def _is_integer(value: object) -> bool:
-    kind = type(value)
-    return issubclass(kind, (int, np.integer)) and kind is not bool
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def plain_token_ids(prompt: object, vocab_size: int, longest: int) -> list[int]:
-    """Return token ids as plain integers.
+def plain_token_ids(prompt: Any, vocab_size: int, longest: int) -> list[int]:
+    """Return token ids of a user as plain integers.
 
-    Args:
-        prompt: from a user.
-        vocab_size: ids must be below it.
-        longest: a prompt of this many ids or more is refused before any is read.
-
-    Raises:
-        RequestError: a wrong type, too many ids, or one outside the vocabulary.
+    Ids must be below `vocab_size`. A prompt of `longest` ids or more is refused before any is read.
+    Raises `RequestError` for these, for too many ids, and for another type.
     """
-    kind = type(prompt)
-    if not issubclass(kind, (list, tuple, range, array, *_ARRAYS)):
+    is_list = isinstance(prompt, list | tuple | range)
+    if not is_list and not isinstance(prompt, (array, *_ARRAYS)):
         raise RequestError(
             f"the prompt must be {ACCEPTED}, not {type_name(prompt)}", field="prompt"
         )
-    sequence = cast("Any", prompt)
-    try:
-        if issubclass(kind, _ARRAYS) and sequence.ndim != 1:
-            shape = str(tuple(sequence.shape))[:_MAX_NAME_CHARS]
-            raise RequestError(
-                f"the prompt must be {ACCEPTED}, not a {type_name(prompt)} of shape {shape}",
-                field="prompt",
-            )
-        if len(sequence) >= longest:
-            raise too_long(f"{len(sequence)} tokens", longest)
-        values: list[object] = (
-            list(sequence) if issubclass(kind, (list, tuple, range)) else sequence.tolist()
+    if isinstance(prompt, _ARRAYS) and prompt.ndim != 1:
+        shape = bounded_repr(tuple(prompt.shape), _MAX_NAME_CHARS)
+        raise RequestError(
+            f"the prompt must be {ACCEPTED}, not a {type_name(prompt)} of shape {shape}",
+            field="prompt",
         )
-    except RequestError:
-        raise
+    try:
+        count = len(prompt)
+        values = prompt if count >= longest else list(prompt) if is_list else prompt.tolist()
     except Exception as error:  # for example of a sparse tensor
         raise RequestError(
             f"the prompt of type {type_name(prompt)} cannot be read: {type_name(error)}",
             field="prompt",
         ) from error
+    if count >= longest:
+        raise too_long(f"{count} tokens", longest)
     if set(map(type, values)) != {int}:
-        values = [_plain_integer(value, position) for position, value in enumerate(values)]
-    token_ids = cast("list[int]", values)
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        position = next(i for i, token in enumerate(token_ids) if not 0 <= token < vocab_size)
-        token = token_ids[position]
-        shown = token if token.bit_length() < 128 else f"of {token.bit_length()} bits"
+        for position, value in enumerate(values):
+            if not _is_integer(value):
+                hint = ": give one prompt a call" if isinstance(value, str | list | tuple) else ""
+                raise RequestError(
+                    "the prompt must be a sequence of integer token ids, but position"
+                    f" {position} holds a {type_name(value)}{hint}",
+                    field="prompt",
+                )
+        values = list(map(int, values))
+    if values and not (min(values) >= 0 and max(values) < vocab_size):
+        position = next(i for i, token in enumerate(values) if not 0 <= token < vocab_size)
         raise RequestError(
-            f"token {shown} at position {position} of the prompt is outside the vocabulary of"
-            f" {vocab_size}",
+            f"token {bounded_repr(values[position])} at position {position} of the prompt is"
+            f" outside the vocabulary of {vocab_size}",
             field="prompt",
         )
-    return token_ids
-
-
-def _plain_integer(value: object, position: int) -> int:
-    if _is_integer(value):
-        return int(cast("int", value))
-    hint = ": give one prompt a call" if issubclass(type(value), (str, list, tuple)) else ""
-    raise RequestError(
-        f"the prompt must be a sequence of integer token ids, but position {position} holds a"
-        f" {type_name(value)}{hint}",
-        field="prompt",
-    )
+    return cast("list[int]", values)
 
 
 def too_long(tokens: str, longest: int, field: str = "prompt") -> RequestError:
