@@ -23,8 +23,6 @@ from ..errors import CheckpointError, ConfigError
 from ..models.config import DecoderConfig, ModelConfig
 from ..models.plan import Cut, Parameter, fused_layout
 from ..models.presets import preset
-from ..models.transformers.config import TransformersConfig
-from ..models.transformers.loading import check_headers
 from ..progress import progress_bar
 from ..sampling_params import NEUTRAL, SamplingDefaults
 from .checkpoint import (
@@ -358,9 +356,6 @@ def open_source(found: Source, open_files: ExitStack) -> OpenedSource:
                     " decoded, and take as much memory as if they were not quantised",
                     *(found.name, count, name),
                 )
-        else:
-            assert isinstance(found.config, TransformersConfig)
-            check_headers(reader.headers(), found.config)
         tokenizer = load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
         defaults = read_sampling_defaults(found.directory)
     return OpenedSource(found.config, tokenizer, reader, found.place, defaults)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -184,14 +183,14 @@ def test_refuses_remote_code_and_models_that_nobody_knows(tmp_path: Path) -> Non
         Engine.from_pretrained("preset:smollm2-135m", EngineConfig(model_impl="transformers"))
 
 
-@pytest.mark.parametrize("change", ["missing", "shape", "dtype"])
+@pytest.mark.parametrize("change", ["missing", "shape"])
 def test_refuses_tensors_that_do_not_fit_the_model(change: str, tmp_path: Path) -> None:
     source, name = checkpoint("gpt_neox"), "gpt_neox.layers.1.attention.dense.weight"
     tensors = load_file(source / "model.safetensors")
     if change == "missing":
         tensors["gpt_neox.layers.1.attention.other"] = tensors.pop(name)
     else:
-        tensors[name] = tensors[name][:8] if change == "shape" else tensors[name].double()
+        tensors[name] = tensors[name][:8]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     message = refusal(json.loads((source / "config.json").read_text()), tmp_path)
     assert name in message
@@ -337,7 +336,6 @@ def test_threads_load_models_at_once() -> None:
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(run, models)) == expected
     assert torch.get_default_dtype() is torch.float32
-    assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
 
 
 @pytest.mark.parametrize("version", ["5.16.1", "4.57.0", "unknown"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,76 +19,10 @@ from ..decoder import attention_specs
 from .attention import IMPLEMENTATION, register
 from .config import TransformersConfig, model_class_of
 from .decoder import TransformersDecoder
-from .library import convertible_parameters, quiet, reason_of
+from .library import quiet, reason_of
 from .probe import set_implementation
 
-__all__ = ["check_headers", "load_decoder", "load_model", "overwrite_decoder"]
-
-
-# Compares the headers of a checkpoint with a model of transformers, before weights are read.
-
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-_SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
-
-
-Headers = Mapping[str, tuple[str, tuple[int, ...], Path]]
-
-"""`TensorHeader` by the name of the tensor: dtype as safetensors names it, shape and file."""
-
-
-def check_headers(headers: Headers, config: TransformersConfig) -> None:
-    """Load tensors without data, of the shapes in the headers, as transformers loads weights.
-
-    Its renamings and conversions of old checkpoints apply. Tensors that reach no parameter, such
-    as masks and other models in the same files, may have any dtype.
-
-    Raises:
-        CheckpointError: tensors are missing, of a wrong shape or of an unsupported dtype.
-    """
-    loadable = {name: header for name, header in headers.items() if header[0] in _DTYPES}
-    others = {dtype for dtype, *_ in headers.values()} - _DTYPES.keys()
-    try:
-        check_report(_load(loadable, config), config.architecture)
-    except CheckpointError as error:
-        if not others:
-            raise
-        raise CheckpointError(
-            f"{error}. Tensors of {', '.join(sorted(others))} are not read, supported:"
-            f" {', '.join(sorted(_DTYPES))}"
-        ) from error
-
-
-def _load(headers: Headers, config: TransformersConfig) -> dict[str, Any]:
-    """Return the report of transformers on tensors without data."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
-
-    try:
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            quiet(),
-            convertible_parameters(),
-            _synchronous_loading(),
-        ):
-            tensors = {
-                name: torch.empty(shape, dtype=_DTYPES[dtype])
-                for name, (dtype, shape, _) in headers.items()
-            }
-            _, report = model_class_of(config).from_pretrained(
-                None,
-                config=config.source,
-                state_dict=tensors,
-                dtype=getattr(torch, config.torch_dtype),
-                attn_implementation=IMPLEMENTATION,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except Exception as error:  # of any type, from any model
-        raise CheckpointError(
-            f"the tensors of the checkpoint do not fit {config.architecture}: {reason_of(error)}"
-        ) from error
-    found: dict[str, Any] = report
-    return found
+__all__ = ["load_decoder", "load_model", "overwrite_decoder"]
 
 
 def check_report(report: Mapping[str, Any], architecture: str) -> None:
@@ -115,20 +47,6 @@ def _shown(found: object) -> str:
         case (name, torch.Size() as stored, torch.Size() as wanted):
             return f"{name} {list(stored)} instead of {list(wanted)}"
     return str(found)
-
-
-@contextmanager
-def _synchronous_loading() -> Iterator[None]:
-    """Keep transformers from using threads, in which tensors without data do not work."""
-    before = os.environ.get(_SYNCHRONOUS)
-    os.environ[_SYNCHRONOUS] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_SYNCHRONOUS]
-        else:
-            os.environ[_SYNCHRONOUS] = before
 
 
 # Compares a loaded model with transformers' own attention, before it serves.
@@ -262,6 +180,7 @@ def load_model(directory: Path, config: TransformersConfig, dtype: torch.dtype) 
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,
+                ignore_mismatched_sizes=True,  # the report has them all
                 output_loading_info=True,
             )
     except Exception as error:  # of any type, from any model
