@@ -18,7 +18,6 @@ from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.drafters.block_drafter import BlockDrafter, block_config, is_block_drafter
 from ..models.drafters.drafter import (
-    MOST_DRAFTS,
     Drafter,
     DrafterConfig,
     DrafterKind,
@@ -28,7 +27,6 @@ from ..models.drafters.drafter import (
 )
 from ..models.drafters.feature_head import (
     Eagle3,
-    Eagle3Parts,
     MultiTokenPrediction,
     eagle3_config,
     has_mtp,
@@ -129,22 +127,21 @@ def read_target_ids(reader: CheckpointReader, drafter: DrafterConfig) -> torch.T
         CheckpointError: the tensor has another shape or dtype, or a token is outside of the
             vocabulary.
     """
-    parts = drafter.parts
-    if not isinstance(parts, Eagle3Parts) or parts.target_ids is None:
+    if drafter.target_ids is None:
         return None
-    distances = reader.tensor(parts.target_ids)
+    distances = reader.tensor(drafter.target_ids)
     size, vocab = drafter.plan.head.out_features, drafter.model.vocab_size
     if distances.dtype != torch.int64 or tuple(distances.shape) != (size,):
         raise CheckpointError(
-            f"{reader.directory}: {parts.target_ids} must be int64 of shape [{size}], not"
+            f"{reader.directory}: {drafter.target_ids} must be int64 of shape [{size}], not"
             f" {distances.dtype} of shape {list(distances.shape)}"
         )
     ids = torch.arange(size) + distances
     outside = ids[(ids < 0) | (ids >= vocab)]
     if len(outside):
         raise CheckpointError(
-            f"{reader.directory}: {parts.target_ids} maps to token {int(outside[0])}, which must be"
-            f" from 0 to {vocab - 1}"
+            f"{reader.directory}: {drafter.target_ids} maps to token {int(outside[0])}, which must"
+            f" be from 0 to {vocab - 1}"
         )
     return ids
 
@@ -197,7 +194,6 @@ def _draft_model(
         plan=plan,
         parameters=tuple(plan.parameters()),
         aux_layers=(),
-        most_drafts=MOST_DRAFTS,
     )
 
 
@@ -263,7 +259,7 @@ def new_drafter(
     """Return a drafter whose weights are not stored yet; arguments as of `load_drafter`."""
     assert group.layers == tuple(range(len(config.layers))), "all its layers are in one group"
     kernels = replace(kernels, collectives=None)  # it has no sums over ranks
-    if config.parts is not None:
+    if config.kind in _HEADS:
         return _HEADS[config.kind][1](config, target, kernels, group).eval()
     plan, device = within_window(config.plan, group.spec.window), target.device
     decoder = Decoder(

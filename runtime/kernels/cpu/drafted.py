@@ -1,7 +1,6 @@
 """The tokens of verify steps and of drafters, as operators of a CPU (`draft_ops.h`).
 
-Shapes: B rows of the step, R rows of the state, T tokens, G layer groups, F features, D
-hidden_size, E head_dim, L layers, V vocabulary.
+Shapes: B rows of the step, R rows of the state, T tokens, G layer groups, K drafts.
 """
 
 from __future__ import annotations
@@ -11,23 +10,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.batch import RaggedBatch
-
 __all__ = [
     "DraftedInputs",
-    "HeadWeights",
     "VerifyInputs",
     "accept_drafts",
     "drafted_inputs",
-    "head_drafts",
     "verify_inputs",
 ]
 
 
-# All that a drafter of features computes in a step, as one operator of a CPU (`head_ops.h`).
+# All that an EAGLE-3 head computes in a step: `count` drafts of each row, int64 `[B, count]`, and
+# their probabilities, float32 `[B, count]`.
 #
-# Shapes: B rows of the step, R rows of the state, T tokens, F features, D hidden_size, E half of
-# head_dim, V tokens of the drafter, K drafts.
+# `next_ids` has the token after each token of the step, or `NON_FINITE`. The tokens of a row begin
+# at `first`; `row_positions` `[R]` has the position of its newest one; `stops` as in
+# `drafted_inputs`. Keys and values of these, and of all drafts but the last, are stored. Weights of
+# linear layers are packed; `stack` is the handle of the layers.
 
 torch.library.define(
     "stepgraph::head_drafts",
@@ -41,76 +39,6 @@ torch.library.define(
 )
 
 
-class HeadWeights(NamedTuple):
-    """What does not change between steps. Weights of linear layers are packed."""
-
-    fuse: Tensor
-    """Of features to the hidden size."""
-    fuse_scales: Tensor | None
-    """Of an int8 weight, as the other scales."""
-    input_norm: Tensor | None
-    """`[D]`: of hidden states before the layers."""
-    eps: float
-    """Of this norm."""
-    hidden_size: int
-    embedding: Tensor
-    embedding_scales: Tensor | None
-    stack: Tensor
-    """Handle of the layers, which take hidden states and embeddings; see `ops/stack.py`."""
-    frequencies: Tensor
-    """float32 `[kinds, E]`: of its rotations."""
-    amplitudes: Tensor | None
-    """float32 `[kinds, 1, E]`: factors of its cosines and sines; None: 1."""
-    head: Tensor
-    """Output projection."""
-    head_scales: Tensor | None
-    head_bias: Tensor | None
-    head_features: int
-    """V."""
-    target_ids: Tensor | None
-    """int64 `[V]`: tokens of the target; None: the same."""
-
-
-def head_drafts(
-    features_TF: Tensor,
-    next_ids_T: Tensor,
-    batch: RaggedBatch,
-    rows_B: Tensor,
-    positions_R: Tensor,
-    first_B: Tensor,
-    stops_B: Tensor,
-    arena: Tensor,
-    count: int,
-    weights: HeadWeights,
-) -> tuple[Tensor, Tensor]:
-    """Return `count` drafts of each row, int64 `[B, K]`, and their probabilities, float32 `[B, K]`.
-
-    `next_ids_T` has the token after each token of the batch, or `NON_FINITE`. The tokens of a row
-    begin at `first_B`; `positions_R` has the position of its newest one; `stops_B` as in
-    `drafted_inputs`. Keys and values of these, and of all drafts but the last, are stored.
-    Runs on CPU after `load_cpu_ops`. Raises RuntimeError or IndexError for arguments that do not
-    fit together.
-    """
-    drafts_BK, probabilities_BK = torch.ops.stepgraph.head_drafts.default(
-        features_TF,
-        next_ids_T,
-        batch.positions,
-        batch.slots,
-        batch.token_rows,
-        rows_B,
-        positions_R,
-        first_B,
-        stops_B,
-        batch.block_tables,
-        batch.read_blocks,
-        batch.block_size,
-        arena,
-        count,
-        *weights,
-    )
-    return drafts_BK, probabilities_BK
-
-
 # Inputs of decode and verify steps, and acceptance of drafts, as CPU operators (`draft_ops.h`).
 #
 # Rows have as many tokens as drafts they verify, and one more: there is no padding between them.
@@ -121,8 +49,6 @@ def head_drafts(
 #     query_start_loc        0               4   5
 #     lanes by position      0  1  2  3      4        [tokens per row, rows]; a row that has fewer
 #                                            4 4 4    tokens repeats its last one
-#
-# Shapes: B rows of the step, R rows of the state, K drafts, T tokens, G layer groups.
 
 torch.library.define(
     "stepgraph::row_inputs",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,15 +27,14 @@ from ...errors import CheckpointError, ConfigError
 from ...kernels import Kernels, RaggedBatch
 from ...kernels.ops.kv_storage import write_blocks
 from ...kernels.ops.layer_plan import ModelPlan
-from ...kernels.ops.linear import Linear, Projection
-from ...kernels.ops.norms import Norm, RMSNorm, mean_square
+from ...kernels.ops.norms import RMSNorm, mean_square
 from ...kernels.ops.operation import Vector
 from ...kernels.ops.parameter import Parameter, Source
 from ...kernels.ops.rotation import rotate
 from ..config import ModelConfig
 from ..decoder import Decoder
 from ..families import Json, read_field, read_optional
-from ..plan import linear, model_plan, vector
+from ..plan import matrix, model_plan, vector
 from .drafter import (
     MOST_DRAFTS,
     DrafterConfig,
@@ -64,26 +63,6 @@ _LAYER_TYPES = ("qwen3",)
 _NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 
 """Fields of later models, with the values at which they do nothing."""
-
-
-@dataclass(frozen=True)
-class BlockParts:
-    """The parameters of a block-parallel drafter outside its layers."""
-
-    fuse: Linear
-    """Of the features to the hidden size."""
-    hidden_norm: Norm
-    """Of the fused features."""
-    context: Linear
-    """Of these to the keys and values of all layers: keys of the first, its values, and so on."""
-    key_norms: Parameter
-    """`[layers, head_dim]`: weights of the norms of these keys."""
-    eps: float
-    """Of these norms."""
-    mask_id: int
-    """The token of the positions to fill."""
-    causal: bool
-    """Whether tokens of a block attend only to those before them."""
 
 
 def is_block_drafter(config: Json) -> bool:
@@ -128,17 +107,17 @@ def block_config(
     aux_layers = _aux_layers(fields, target)
     plan = model_plan(model)
     plan = replace(plan, norm=replace(plan.norm, weight=vector("norm", "norm", model.hidden_size)))
-    parts = _parts(model, plan, aux_layers, mask_id, causal=_is_causal(config, model))
     return DrafterConfig(
         kind="dflash",
         name=name,
         directory=directory,
         model=model,
         plan=plan,
-        parameters=tuple(_parameters(plan, parts)),
+        parameters=tuple(_parameters(model, plan, len(aux_layers))),
         aux_layers=aux_layers,
         most_drafts=min(block_size - 1, MOST_DRAFTS),
-        parts=parts,
+        mask_id=mask_id,
+        causal=_is_causal(config, model),
     )
 
 
@@ -167,38 +146,16 @@ def _aux_layers(fields: Json, target: ModelConfig) -> tuple[int, ...]:
     return tuple(layers if layer == layers - 1 else layer for layer in aux_layers)
 
 
-def _parts(
-    model: ModelConfig, plan: ModelPlan, aux_layers: tuple[int, ...], mask_id: int, *, causal: bool
-) -> BlockParts:
-    hidden, head_dim = model.hidden_size, model.head_dim
-    layers, heads = range(len(plan.layers)), plan.layers[0].attend.kv_heads
-    context = {
-        f"layers.{layer}.self_attn.{kind}_proj": heads * head_dim
-        for layer in layers
-        for kind in ("k", "v")
-    }
-    norms = tuple(
-        Source(f"layers.{layer}.self_attn.k_norm.weight", (head_dim,)) for layer in layers
-    )
-    weight = vector("hidden_norm", "hidden_norm", hidden)
-    return BlockParts(
-        fuse=linear("fc", {"fc": hidden}, len(aux_layers) * hidden),
-        hidden_norm=Norm(name="hidden_norm", weight=weight, eps=model.rms_norm_eps),
-        context=linear("context", context, hidden),
-        key_norms=Parameter(
-            "key_norms.weight", norms, viewed_as=(len(layers), head_dim), exact=True
-        ),
-        eps=model.rms_norm_eps,
-        mask_id=mask_id,
-        causal=causal,
-    )
-
-
-def _parameters(plan: ModelPlan, parts: BlockParts) -> Iterator[Parameter]:
-    yield parts.fuse.weight
-    yield parts.hidden_norm.weight
-    yield parts.context.weight
-    yield parts.key_norms
+def _parameters(model: ModelConfig, plan: ModelPlan, features: int) -> Iterator[Parameter]:
+    hidden, head_dim, layers = model.hidden_size, model.head_dim, range(len(plan.layers))
+    yield matrix("fc", "fc", hidden, features * hidden)
+    yield vector("hidden_norm", "hidden_norm", hidden)
+    # Of the normed features to keys of the first layer, its values, and so on.
+    shape = (plan.layers[0].attend.kv_heads * head_dim, hidden)
+    names = [f"layers.{i}.self_attn.{kind}_proj.weight" for i in layers for kind in ("k", "v")]
+    yield Parameter("context.weight", tuple(Source(name, shape) for name in names))
+    norms = tuple(Source(f"layers.{i}.self_attn.k_norm.weight", (head_dim,)) for i in layers)
+    yield Parameter("key_norms.weight", norms, viewed_as=(len(layers), head_dim), exact=True)
     for index, layer in enumerate(plan.layers):
         for parameter in layer.parameters:
             yield parameter.within(f"layers.{index}.", f"layers.{index}.")
@@ -213,14 +170,11 @@ class BlockDrafter(SharedLayers):
     ) -> None:
         """See `load_drafter`."""
         super().__init__(config, target, kernels, group)
-        parts = config.parts
-        assert isinstance(parts, BlockParts)
         assert len(self.inverse_frequencies) == 1, "layers of one kind"
-        self._parts = parts
-        self.fc = Projection(kernels, *parts.fuse.weight.shape)
-        self.hidden_norm = RMSNorm(parts.hidden_norm.eps)
-        self.context = Projection(kernels, *parts.context.weight.shape)
-        self.key_norms = Vector()
+        self._mask_id, self._causal = config.mask_id, config.causal
+        self._eps = config.model.rms_norm_eps
+        self.fc, self.context = self._projection("fc"), self._projection("context")
+        self.hidden_norm, self.key_norms = RMSNorm(self._eps), Vector()
 
     def follow(self, tokens: FollowedTokens, arena: torch.Tensor) -> None:
         """See `Drafter.follow`."""
@@ -239,10 +193,10 @@ class BlockDrafter(SharedLayers):
         """See `Drafter.propose`."""
         self.follow(tokens, arena)
         rows, size = len(newest.token_ids), 1 + count
-        ids_BN = F.pad(newest.token_ids[:, None], (0, count), value=self._parts.mask_id)
+        ids_BN = F.pad(newest.token_ids[:, None], (0, count), value=self._mask_id)
         batch = newest.batch(0, size)
         x_TD = self._embedding.rows(ids_BN.flatten())
-        attended = None if self._parts.causal else _to_the_end(batch, size)
+        attended = None if self._causal else _to_the_end(batch, size)
         normed_TD, _ = self.run_layers(x_TD, arena, batch, attended=attended)
         masked_TD = normed_TD.unflatten(0, (rows, size))[:, 1:].flatten(0, 1)
         ids_T, probabilities_T = self._head.most_likely(self, masked_TD)
@@ -251,7 +205,7 @@ class BlockDrafter(SharedLayers):
     def _normed(self, k_TLGE: torch.Tensor) -> torch.Tensor:
         """The keys, normed with the weight of their layer."""
         assert self.key_norms.weight is not None
-        reciprocal = torch.rsqrt(mean_square(k_TLGE)[..., None] + self._parts.eps)
+        reciprocal = torch.rsqrt(mean_square(k_TLGE)[..., None] + self._eps)
         return self.key_norms.weight[:, None] * (k_TLGE.float() * reciprocal).to(k_TLGE.dtype)
 
     def _write(

@@ -89,11 +89,15 @@ class DrafterConfig:
     """Those of its own; what it shares with the target is not among them."""
     aux_layers: tuple[int, ...]
     """See `Drafter.aux_layers`."""
-    most_drafts: int
+    most_drafts: int = MOST_DRAFTS
     """See `Drafter.most_drafts`."""
-    parts: object = None
-    """Its parameters outside its layers, by kind: `Eagle3Parts`, `MtpParts` or `BlockParts`; None
-    for a draft model."""
+    target_ids: str | None = None
+    """The tensor with the distance of each token of its vocabulary to the target's token; None: it
+    has the vocabulary of the target."""
+    mask_id: int = -1
+    """The token of the positions that a block-parallel drafter fills."""
+    causal: bool = False
+    """Whether tokens of its blocks attend only to those before them."""
 
     @property
     def layers(self) -> tuple[LayerPlan, ...]:
@@ -349,7 +353,7 @@ class SharedLayers(LayerStack):
         device = target.device
         super().__init__(plan, ropes, kernels, target.dtype, device, [group], target.storage)
         self.aux_layers, self.most_drafts = config.aux_layers, config.most_drafts
-        self._own_parameters = config.parameters
+        self._own_parameters = {parameter.name: parameter for parameter in config.parameters}
         self._embedding = TokenProjection(target.embed_tokens, target.vocabulary)
         self._head = TokenProjection(target.lm_head, target.vocabulary)
 
@@ -360,7 +364,11 @@ class SharedLayers(LayerStack):
 
     def layout(self) -> Iterator[Parameter]:
         """Yield the parameters that `store` expects."""
-        return iter(self._own_parameters)
+        return iter(self._own_parameters.values())
+
+    def _projection(self, name: str) -> Projection:
+        """Return the module of a matrix of its own."""
+        return Projection(self.kernels, *self._own_parameters[f"{name}.weight"].shape)
 
 
 # A smaller model with the vocabulary of the target. Shapes: B rows, T tokens, D hidden_size.

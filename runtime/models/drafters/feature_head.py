@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,19 +24,16 @@ from ....cache.spec import LayerGroup
 from ...bounded_repr import bounded_repr
 from ...errors import CheckpointError, ConfigError
 from ...kernels import Kernels, RaggedBatch
-from ...kernels.cpu.drafted import HeadWeights, head_drafts
-from ...kernels.ops.layer_plan import LayerPlan, ModelPlan
-from ...kernels.ops.linear import Linear, Projection
+from ...kernels.ops.layer_plan import LayerPlan
+from ...kernels.ops.linear import Linear
 from ...kernels.ops.norms import JoinNorms, Norm, RMSNorm
 from ...kernels.ops.operation import Operation, per_token
-from ...kernels.ops.parameter import Parameter
 from ...kernels.ops.stack import DecoderStack
 from ..config import ModelConfig
 from ..decoder import Decoder
-from ..families import FAMILIES, Json, MtpLayout, read_field, read_optional
-from ..plan import linear, matrix, model_plan, vector
+from ..families import FAMILIES, Json, read_field, read_optional
+from ..plan import matrix, model_plan, vector
 from .drafter import (
-    MOST_DRAFTS,
     DrafterConfig,
     Drafts,
     FollowedTokens,
@@ -52,7 +49,6 @@ from .drafter import (
 
 __all__ = [
     "Eagle3",
-    "Eagle3Parts",
     "MultiTokenPrediction",
     "eagle3_config",
     "has_mtp",
@@ -78,23 +74,6 @@ _VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")
 """Flags of later variants that change what a head computes."""
 
 _EMBEDDING, _HEAD, _TO_TARGET = "embed_tokens.weight", "lm_head.weight", "d2t"
-
-
-@dataclass(frozen=True)
-class Eagle3Parts:
-    """What an EAGLE-3 head has of its own."""
-
-    fuse: Parameter
-    """Of the features to the hidden size of the head."""
-    embedding: Parameter | None
-    """None: the target's."""
-    head: Parameter | None
-    """To logits of its own vocabulary; None: the target's projection."""
-    input_norm: Norm | None
-    """Of the hidden states before the first layer, where its residual is normed, too."""
-    target_ids: str | None
-    """The tensor with the distance of each token of its vocabulary to that of the target; None: it
-    has the vocabulary of the target."""
 
 
 def is_eagle3(config: Json) -> bool:
@@ -138,10 +117,6 @@ def eagle3_config(
         raise CheckpointError(
             f"num_hidden_layers = {model.num_layers}, but a head with a midlayer has one layer"
         )
-    input_norm = None
-    if residual_normed:
-        stored = vector("input_norm", f"{_layer_name(prefix, 0)}hidden_norm", model.hidden_size)
-        input_norm = Norm(name="input_norm", weight=stored, eps=model.rms_norm_eps)
     hidden, vocab = model.hidden_size, model.vocab_size
     own_embedding, own_head = _EMBEDDING in names, _HEAD in names
     if not (own_embedding and own_head) and hidden != target.hidden_size:
@@ -156,13 +131,6 @@ def eagle3_config(
                 f" {needed}{use}"
             )
     head = matrix("lm_head", "lm_head", draft_vocab, hidden)
-    parts = Eagle3Parts(
-        fuse=matrix("fc", "fc", hidden, len(aux_layers) * target.hidden_size),
-        embedding=matrix("embed_tokens", "embed_tokens", vocab, hidden) if own_embedding else None,
-        head=head if own_head else None,
-        input_norm=input_norm,
-        target_ids=_TO_TARGET if _TO_TARGET in names else None,
-    )
     plan = model_plan(model)
     first = LayerPlan(tuple(_first_layer(plan.layers[0], hidden, residual_normed)))
     plan = replace(
@@ -171,16 +139,26 @@ def eagle3_config(
         norm=replace(plan.norm, weight=vector("norm", "norm", hidden)),
         head=Linear(name="head", weight=head),
     )
+    modules = ["midlayer."]
+    if prefix != "midlayer.":
+        modules = [f"{prefix}{index}." for index in range(len(plan.layers))]
+    parameters = [matrix("fc", "fc", hidden, len(aux_layers) * target.hidden_size)]
+    if own_embedding:
+        parameters.insert(0, matrix("embed_tokens", "embed_tokens", vocab, hidden))
+    if residual_normed:
+        parameters.append(vector("input_norm", f"{modules[0]}hidden_norm", hidden))
+    for index, layer in enumerate(plan.layers):
+        parameters += [p.within(f"layers.{index}.", modules[index]) for p in layer.parameters]
+    parameters += [plan.norm.weight, *([head] if own_head else [])]
     return DrafterConfig(
         kind="eagle3",
         name=name,
         directory=directory,
         model=model,
         plan=plan,
-        parameters=tuple(_parameters(plan, parts, prefix)),
+        parameters=tuple(parameters),
         aux_layers=aux_layers,
-        most_drafts=MOST_DRAFTS,
-        parts=parts,
+        target_ids=_TO_TARGET if _TO_TARGET in names else None,
     )
 
 
@@ -229,24 +207,6 @@ def _first_layer(layer: LayerPlan, hidden: int, residual_normed: bool) -> Iterat
     )
     yield replace(qkv, weight=qkv.weight._replace(sources=sources))
     yield from others
-
-
-def _parameters(plan: ModelPlan, parts: Eagle3Parts, prefix: str) -> Iterator[Parameter]:
-    if parts.embedding is not None:
-        yield parts.embedding
-    yield parts.fuse
-    if parts.input_norm is not None:
-        yield parts.input_norm.weight
-    for index, layer in enumerate(plan.layers):
-        for parameter in layer.parameters:
-            yield parameter.within(f"layers.{index}.", _layer_name(prefix, index))
-    yield plan.norm.weight
-    if parts.head is not None:
-        yield parts.head
-
-
-def _layer_name(prefix: str, index: int) -> str:
-    return prefix if prefix == "midlayer." else f"{prefix}{index}."
 
 
 class FeatureHead(SharedLayers, ABC):
@@ -307,19 +267,17 @@ class Eagle3(FeatureHead):
     ) -> None:
         """See `load_drafter`; the head shares with `target` what it has no weights for."""
         super().__init__(config, target, kernels, group)
-        parts = config.parts
-        assert isinstance(parts, Eagle3Parts)
-        self._weights: HeadWeights | None = None
-        """Those of `operator`, at its first call."""
-        self.fc = Projection(kernels, *parts.fuse.shape)
+        self._weights: tuple[torch.Tensor | float | None, ...] = ()
+        """The weights that `operator` takes, from its first call on."""
+        self.fc, own = self._projection("fc"), self._own_parameters
         self.input_norm: RMSNorm | None = None
-        if parts.input_norm is not None:
-            self.input_norm = RMSNorm(parts.input_norm.eps)
-        if parts.embedding is not None:
-            self.embed_tokens = Projection(kernels, *parts.embedding.shape)
+        if "input_norm.weight" in own:
+            self.input_norm = RMSNorm(config.model.rms_norm_eps)
+        if _EMBEDDING in own:
+            self.embed_tokens = self._projection("embed_tokens")
             self._embedding = TokenProjection(self.embed_tokens)
-        if parts.head is not None:
-            self.lm_head = Projection(kernels, *parts.head.shape)
+        if _HEAD in own:
+            self.lm_head = self._projection("lm_head")
             self._head = TokenProjection(self.lm_head)
 
     @property
@@ -333,49 +291,29 @@ class Eagle3(FeatureHead):
         return self._propose_natively
 
     def _propose_natively(self, step: SampledTokens, arena: torch.Tensor, count: int) -> Drafts:
-        if self._weights is None:
-            self._weights = self._bound_weights()
         tokens = step.tokens
-        assert tokens.features is not None
-        drafts_BK, probabilities_BK = head_drafts(
-            tokens.features,
-            tokens.next_ids,
-            tokens.batch,
-            step.rows,
-            step.positions,
-            step.first,
-            step.stops,
-            arena,
-            count,
-            self._weights,
+        drafts_BK, probabilities_BK = torch.ops.stepgraph.head_drafts.default(
+            *(tokens.features, tokens.next_ids),
+            *(tokens.batch.positions, tokens.batch.slots, tokens.batch.token_rows),
+            *(step.rows, step.positions, step.first, step.stops),
+            *(tokens.batch.block_tables, tokens.batch.read_blocks, tokens.batch.block_size),
+            *(arena, count, *(self._weights or self._bound_weights())),
         )
         return Drafts(drafts_BK, probabilities_BK)
 
-    def _bound_weights(self) -> HeadWeights:
+    def _bound_weights(self) -> tuple[torch.Tensor | float | None, ...]:
         """The weights, which `overwrite` leaves where they are."""
-        embedding, head = self._embedding.projection, self._head.projection
-        norm = self.input_norm
         assert isinstance(self.stack, DecoderStack)
-        assert self.fc.weight is not None
-        assert embedding.weight is not None
-        assert head.weight is not None
-        return HeadWeights(
-            fuse=self.fc.weight,
-            fuse_scales=self.fc.scales,
-            input_norm=None if norm is None else norm.weight,
-            eps=0.0 if norm is None else norm.eps,
-            hidden_size=self.fc.out_features,
-            embedding=embedding.weight,
-            embedding_scales=embedding.scales,
-            stack=self.stack.handle,
-            frequencies=self.inverse_frequencies,
-            amplitudes=self.amplitudes,
-            head=head.weight,
-            head_scales=head.scales,
-            head_bias=head.bias,
-            head_features=head.out_features,
-            target_ids=self.target_ids,
+        norm, embedding = self.input_norm, self._embedding.projection
+        head = self._head.projection
+        self._weights = (
+            *(self.fc.weight, self.fc.scales),
+            *((None, 0.0) if norm is None else (norm.weight, norm.eps)),
+            *(self.fc.out_features, embedding.weight, embedding.scales, self.stack.handle),
+            *(self.inverse_frequencies, self.amplitudes),
+            *(head.weight, head.scales, head.bias, head.out_features, self.target_ids),
         )
+        return self._weights
 
     def start(self, features_TF: torch.Tensor) -> torch.Tensor:
         """See `FeatureHead.start`."""
@@ -414,17 +352,6 @@ _HYBRID = "mtp."
 """What names of modules of hybrid models begin with (Qwen3-Next, Qwen3.5)."""
 
 
-@dataclass(frozen=True)
-class MtpParts:
-    """The parameters of a module outside its layer."""
-
-    embedding_norm: Norm
-    hidden_norm: Norm
-    fuse: Linear
-    """Of both, joined, to the input of the layer."""
-    layout: MtpLayout
-
-
 def has_mtp(config: Json) -> bool:
     """Whether a `config.json` describes a model with a multi-token prediction module."""
     return read_field(config, _COUNT, int, 0) > 0
@@ -432,8 +359,8 @@ def has_mtp(config: Json) -> bool:
 
 def is_unused_by_mtp(name: str, drafter: DrafterConfig) -> bool:
     """Whether a tensor of a checkpoint is none of the module's own."""
-    assert isinstance(drafter.parts, MtpParts)
-    layout = drafter.parts.layout
+    layout = drafter.model.family.mtp
+    assert layout is not None
     prefix = layout.prefix(drafter.model.num_layers)
     return not name.startswith(prefix) or name.removeprefix(prefix) in layout.copies
 
@@ -469,19 +396,13 @@ def mtp_config(
             " checkpoint was saved without its module for multi-token prediction. Use one that has"
             f" it, or {_OTHER}"
         )
-    hidden, eps, plan = target.hidden_size, target.rms_norm_eps, model_plan(target.whole)
-    embedding_norm = vector("enorm", layout.embedding_norm, hidden)
-    hidden_norm = vector("hnorm", layout.hidden_norm, hidden)
-    parts = MtpParts(
-        Norm(name="embedding_norm", weight=embedding_norm, eps=eps),
-        Norm(name="hidden_norm", weight=hidden_norm, eps=eps),
-        linear("eh_proj", {layout.fuse: hidden}, 2 * hidden),
-        layout,
-    )
+    hidden, plan = target.hidden_size, model_plan(target.whole)
     layer, final = plan.layers[layout.layer], vector("norm", layout.norm, hidden)
     plan = replace(plan, layers=(layer,), norm=replace(plan.norm, weight=final))
     parameters = (
-        *(weight.within("", prefix) for weight in (embedding_norm, hidden_norm, parts.fuse.weight)),
+        vector("enorm", layout.embedding_norm, hidden).within("", prefix),
+        vector("hnorm", layout.hidden_norm, hidden).within("", prefix),
+        matrix("eh_proj", layout.fuse, hidden, 2 * hidden).within("", prefix),
         *(parameter.within("layers.0.", prefix) for parameter in layer.parameters),
         final.within("", prefix),
     )
@@ -493,8 +414,6 @@ def mtp_config(
         plan=plan,
         parameters=tuple(parameter.stored_in(names) for parameter in parameters),
         aux_layers=(target.num_layers if layout.normed else target.num_layers - 1,),
-        most_drafts=MOST_DRAFTS,
-        parts=parts,
     )
 
 
@@ -512,12 +431,11 @@ class MultiTokenPrediction(FeatureHead):
     ) -> None:
         """See `load_drafter`."""
         super().__init__(config, target, kernels, group)
-        parts = config.parts
-        assert isinstance(parts, MtpParts)
-        self.enorm = RMSNorm(parts.embedding_norm.eps)
-        self.hnorm = RMSNorm(parts.hidden_norm.eps)
-        self.eh_proj = Projection(kernels, *parts.fuse.weight.shape)
-        self._layout = parts.layout
+        layout, eps = config.model.family.mtp, config.model.rms_norm_eps
+        assert layout is not None
+        self.enorm, self.hnorm = RMSNorm(eps), RMSNorm(eps)
+        self.eh_proj = self._projection("eh_proj")
+        self._layout = layout
 
     def advance(
         self,
