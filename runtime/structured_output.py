@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from . import exact_json
 from .arguments import Range, check_fields
 from .bounded_repr import bounded_repr
 from .errors import RequestError
@@ -116,22 +115,17 @@ class StructuredOutput:
 
 
 def _schema_text(schema: object) -> str:
+    """Return a schema as JSON; properties appear in its order in the output."""
     allowed = f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes"
     parsed = schema
     try:
         if isinstance(schema, str):
             if len(schema) > MAX_SCHEMA_BYTES:
                 raise _too_large("json", len(schema), "characters", allowed)
-            parsed = exact_json.loads(schema)
+            parsed = json.loads(schema)
         if not isinstance(parsed, Mapping | bool):
             raise _refusal("json", schema, f"{allowed}: an object, True or False, or its text")
-        if _is_deep(parsed):
-            raise _error(
-                "json",
-                f"json nests deeper than {MAX_SCHEMA_DEPTH} levels; name inner schemas under $defs"
-                " and refer to them",
-            )
-        text = exact_json.dumps(parsed)  # properties appear in this order in the output
+        text = json.dumps(parsed, ensure_ascii=False, allow_nan=False, default=_as_dict)
         size = len(text.encode())
     except RequestError:
         raise
@@ -140,25 +134,25 @@ def _schema_text(schema: object) -> str:
         raise _error("json", f"json is no JSON: {reason[:200]}; allowed is {allowed}") from error
     if size > MAX_SCHEMA_BYTES:
         raise _too_large("json", size, "bytes", allowed)
+    if _is_deep(json.loads(text), MAX_SCHEMA_DEPTH):
+        raise _error(
+            "json",
+            f"json nests deeper than {MAX_SCHEMA_DEPTH} levels; name inner schemas under $defs"
+            " and refer to them",
+        )
     return text
 
 
-def _is_deep(value: object) -> bool:
-    """Whether a value nests deeper than is allowed; looks level by level, and no further."""
-    level: list[object] = [value]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        following: list[object] = []
-        for item in level:
-            if isinstance(item, Mapping):
-                following += item.values()
-            elif isinstance(item, list | tuple):
-                following += item
-        if not following:
-            return False
-        if len(following) > MAX_SCHEMA_BYTES:  # each takes a byte of the text
-            raise _too_large("json", len(following), "values", f"{MAX_SCHEMA_BYTES} bytes")
-        level = following
-    return True
+def _as_dict(value: object) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a value of type {type(value).__name__} has no form in JSON")
+
+
+def _is_deep(value: object, levels: int) -> bool:
+    """Whether a value nests deeper than `levels`."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not levels or any(_is_deep(item, levels - 1) for item in inner)
 
 
 def _check_size(field: str, text: str) -> None:

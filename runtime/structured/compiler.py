@@ -8,7 +8,6 @@ that a caller gives up at the deadline. The limits of llguidance end what was gi
 from __future__ import annotations
 
 import _thread
-import hashlib
 import logging
 import re
 import threading
@@ -16,19 +15,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import cached_property
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
-
-import numpy as np
-import numpy.typing as npt
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import ConfigError, GrammarError, OverloadedError, RequestError
 from ..loading.tokenizer import TextTokenizer
 from ..structured_output import StructuredOutput
-from .grammar_texts import grammar_text
-from .json_schemas import MAX_FORCED_CHARS
-from .matcher import MASK_SECONDS, TokenMatcher
+from .grammars import MAX_FORCED_CHARS, grammar_text
+from .matcher import TokenMatcher
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -49,20 +44,14 @@ INTERRUPT_SECONDS: Final = 0.01
 COMPILE_SECONDS: Final = 5.0
 """Seconds until a grammar is refused, the wait for other compilations included."""
 MAX_CACHED: Final = 64
-MAX_CACHED_BYTES: Final = 1 << 20
 MAX_CACHED_SECONDS: Final = 2.0
-"""Compiled grammars that are kept, the bytes of their texts, and the processor time that they took,
-which grows as their memory does: up to about 200 MB a second. A grammar that alone takes more than
-a quarter of a limit is not kept."""
+"""Compiled grammars that are kept, and the processor time that they took, which grows as their
+memory does: up to about 200 MB a second. A grammar that alone takes more than a quarter of it is
+not kept."""
 
 _MAX_REASON_CHARS = 300
 _PLACE: Final = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n +\d+ \|.*", re.S)
 """A place in a grammar in Lark, which is of no use to a caller who gave another."""
-_MAX_REFUSED: Final = 256
-_REFUSED_SECONDS: Final = 60.0
-"""How many refusals are remembered, and for how long: refusing a grammar again can cost seconds."""
-_PROBED_TOKENS: Final = 4
-"""Tokens of an output after which the time of a mask is measured."""
 
 
 T = TypeVar("T")
@@ -99,16 +88,6 @@ _NAMES: Final = {
 }
 
 
-class _Compiled(NamedTuple):
-    """A grammar that is kept."""
-
-    matcher: LLMatcher
-    size: int
-    """Bytes of its text."""
-    seconds: float
-    """Processor time of its compilation."""
-
-
 class GrammarCompiler:
     """The grammars of one tokenizer. Any thread may call it at any time."""
 
@@ -132,14 +111,9 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._tokenizers: GrammarTokenizers | None = None
         self._token_ids = tokenizer.added_tokens
-        self._compiled: OrderedDict[_Key, _Compiled] = OrderedDict()
-        self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
-        """By a hash of the grammar: until when, and why."""
-        self._compiling: dict[_Key, Future[_Compiled]] = {}
-        """Others that ask for the same grammar wait for it."""
+        self._compiled: OrderedDict[_Key, Future[tuple[LLMatcher, float]]] = OrderedDict()
+        """A matcher and the processor time of its compilation; others wait for the same one."""
         self._lock = threading.Lock()
-        self.counts = {"compiled": 0, "found": 0, "refused": 0}
-        """Grammars that were compiled, found in the cache, and refused."""
         known_ids = tokenizer.id_bound
         ends = [token_id for token_id in eos_token_ids if token_id < min(known_ids, vocab_size)]
         if not ends:
@@ -177,7 +151,8 @@ class GrammarCompiler:
 
     def has_compiled(self, structured: StructuredOutput) -> bool:
         """Return whether `matchers` takes microseconds."""
-        return (structured.kind, structured.source) in self._compiled
+        known = self._compiled.get((structured.kind, structured.source))
+        return known is not None and known.done()
 
     def matchers(self, structured: StructuredOutput, count: int) -> list[TokenMatcher]:
         """Return a matcher at the beginning of the grammar for each of `count` completions.
@@ -194,146 +169,69 @@ class GrammarCompiler:
             )
         assert self._tokenizers is not None
         key = structured.kind, structured.source
+        own: Future[tuple[LLMatcher, float]] = Future()
         with self._lock:
-            found = self._compiled.get(key)
-            if found is not None:
-                self._compiled.move_to_end(key)
-                self.counts["found"] += 1
-        if found is None:
-            found = self._compiled_once(key)
+            found = self._compiled.setdefault(key, own)
+            self._compiled.move_to_end(key)
+        if found is own:
+            self._compile(key, own)
+        matcher, _ = found.result()
         tokens = self._eos_token_ids, self._vocab_size, self._tokenizers.plain.vocab_size
-        return [TokenMatcher(found.matcher, *tokens) for _ in range(count)]
+        return [TokenMatcher(matcher, *tokens) for _ in range(count)]
 
-    def _compiled_once(self, key: _Key) -> _Compiled:
-        """Compile a grammar, or wait for another thread that does."""
-        with self._lock:
-            found = self._compiling.get(key)
-            if found is None:
-                own = self._compiling[key] = Future()
-        if found is not None:
-            return found.result()
+    def _compile(self, key: _Key, result: Future[tuple[LLMatcher, float]]) -> None:
+        """Compile in another thread and wait for it until the deadline; keep what is fast."""
         try:
-            compiled = self._compile(*key)
-            self._keep(key, compiled)
-            own.set_result(compiled)
-            return compiled
-        except Exception as error:
-            own.set_exception(error)
-            raise
-        finally:
-            if not own.done():  # the exception of a signal handler concerns this thread only
-                own.set_exception(OverloadedError("a grammar was not compiled to the end: retry"))
-            with self._lock:
-                del self._compiling[key]
-
-    def _keep(self, key: _Key, compiled: _Compiled) -> None:
-        with self._lock:
-            self.counts["compiled"] += 1
-            if 4 * compiled.size > MAX_CACHED_BYTES or 4 * compiled.seconds > MAX_CACHED_SECONDS:
-                return
-            self._compiled[key] = compiled
-            while (
-                len(self._compiled) > MAX_CACHED
-                or sum(kept.size for kept in self._compiled.values()) > MAX_CACHED_BYTES
-                or sum(kept.seconds for kept in self._compiled.values()) > MAX_CACHED_SECONDS
-            ):
-                self._compiled.popitem(last=False)
-
-    def _compile(self, kind: str, source: str) -> _Compiled:
-        """Compile in another thread, and wait for it until the deadline."""
-
-        def work() -> _Compiled:
-            began = time.thread_time()
-            matcher = self._made(kind, source)
-            return _Compiled(matcher, len(source.encode()), time.thread_time() - began)
-
-        digest = hashlib.sha256(f"{kind}:{source}".encode()).digest()
-        with self._lock:
-            until, reason = self._refused.get(digest, (0.0, ""))
-        try:
-            if time.monotonic() < until:  # refused lately
-                raise ValueError(reason)
-            return compile_until(work, COMPILE_SECONDS)
-        except RequestError:  # no thread can be started
-            raise
+            result.set_result(compile_until(partial(self._made, *key), COMPILE_SECONDS))
         except (ValueError, TypeError, RecursionError) as error:
-            reason = str(error) or type(error).__name__
-            self._refuse(digest, reason)
-            raise GrammarError(
-                f"the {_NAMES.get(kind, kind)} of structured cannot be used:"
-                f" {bounded_text(reason, _MAX_REASON_CHARS)}; give a valid, simpler one",
-                field="structured",
-            ) from error
+            if not isinstance(error, RequestError):
+                reason = bounded_text(str(error) or type(error).__name__, _MAX_REASON_CHARS)
+                error = GrammarError(
+                    f"the {_NAMES.get(key[0], key[0])} of structured cannot be used: {reason}; give"
+                    " a valid, simpler one",
+                    field="structured",
+                )
+            result.set_exception(error)
+        except Exception as error:
+            result.set_exception(error)
+        finally:
+            if not result.done():  # the exception of a signal handler concerns this thread only
+                result.set_exception(
+                    OverloadedError("a grammar was not compiled to the end: retry")
+                )
+            with self._lock:
+                if result.exception() or 4 * result.result()[1] > MAX_CACHED_SECONDS:
+                    del self._compiled[key]
+                kept = {
+                    name: future.result()[1]
+                    for name, future in self._compiled.items()
+                    if future.done() and not future.exception()
+                }
+                while len(kept) > MAX_CACHED or sum(kept.values()) > MAX_CACHED_SECONDS:
+                    oldest = next(iter(kept))
+                    del kept[oldest], self._compiled[oldest]
 
-    def _made(self, kind: str, source: str) -> LLMatcher:
+    def _made(self, kind: str, source: str) -> tuple[LLMatcher, float]:
+        """Return the matcher of a grammar, and the processor time that it took."""
         from llguidance import LLMatcher
 
         assert self._tokenizers is not None
+        began = time.thread_time()
         grammar = grammar_text(kind, source, self._token_ids)
         tokenizer = self._tokenizers.of_grammar(source)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one builds states that all copies need
-        if not matcher.is_error():
-            _check_speed(matcher)
+        forced = 0 if matcher.is_error() else len(matcher.compute_ff_tokens())
         if matcher.is_error():
-            reason = _reason(matcher)
+            reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
+            reason = reason.partition(". Enable '")[0]  # options that schemas do not have here
+            if "NoExtensionBias" in reason:
+                reason = "no text can follow it"
             raise ValueError(reason if kind == "grammar" else _PLACE.sub("", reason))
-        return matcher
-
-    def _refuse(self, digest: bytes, reason: str) -> None:
-        """Remember a refusal for a while, which does not begin again with each request."""
-        with self._lock:
-            self.counts["refused"] += 1
-            now = time.monotonic()
-            if self._refused.get(digest, (0.0, ""))[0] <= now:
-                self._refused[digest] = now + _REFUSED_SECONDS, reason
-            while len(self._refused) > _MAX_REFUSED:
-                self._refused.popitem(last=False)
-
-
-def _check_speed(matcher: LLMatcher) -> None:
-    """Raise `ValueError` if a mask near the beginning takes too long, or exceeds a limit.
-
-    Measured after the first tokens of two outputs: the smallest and the largest ids.
-    """
-    for place in (0, -1):
-        output = matcher.deep_copy()
-        for _ in range(1 + _PROBED_TOKENS):
-            allowed = _allowed(output)
-            if not output.is_error() and len(allowed):
-                output.consume_token(int(allowed[place]))
-            forced = 0 if output.is_error() else len(output.compute_ff_tokens())
-            if output.is_error():
-                raise ValueError(_reason(output))
-            if forced > MAX_FORCED_CHARS:
-                raise ValueError(
-                    f"it forces a text of {forced} tokens; allowed are {MAX_FORCED_CHARS}"
-                )
-            if output.is_stopped() or not len(allowed):
-                break
-
-
-def _allowed(matcher: LLMatcher) -> npt.NDArray[np.int64]:
-    """Return the tokens that a mask allows. Raises `ValueError` if it takes too long to compute."""
-    seconds = 0.0
-    for _ in range(2):  # the first time may have met a busy processor
-        began = time.thread_time()
-        mask = matcher.compute_bitmask()
-        seconds = time.thread_time() - began
-        if seconds <= MASK_SECONDS:
-            return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
-    raise ValueError(
-        f"a token mask takes {1e3 * seconds:.0f} ms, and all requests of a step wait for it;"
-        f" allowed are {1e3 * MASK_SECONDS:g} ms: repeat less, such as a{{10}} for a{{1000}}"
-    )
-
-
-def _reason(matcher: LLMatcher) -> str:
-    """Return the error of a matcher."""
-    reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    reason = reason.partition(". Enable '")[0]  # options that schemas do not have here
-    return "no text can follow it" if "NoExtensionBias" in reason else reason
+        if forced > MAX_FORCED_CHARS:
+            raise ValueError(f"it forces a text of {forced} tokens; allowed are {MAX_FORCED_CHARS}")
+        return matcher, time.thread_time() - began
 
 
 def compile_until(work: Callable[[], T], seconds: float) -> T:
@@ -409,15 +307,9 @@ class GrammarTokenizers:
     def __init__(
         self, tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        """Read the bytes of each token.
+        """Read the bytes of each token; raises any `Exception` if llguidance cannot read it.
 
-        Args:
-            tokenizer: of the checkpoint.
-            vocab_size: of the model; the tokenizer may have more tokens.
-            eos_token_ids: tokens of both that end the output; at least one.
-
-        Raises:
-            Exception: of any type, if llguidance cannot read the tokenizer.
+        `vocab_size` is the model's; `eos_token_ids` are tokens of both that end the output.
         """
         from llguidance import LLTokenizer  # an optional package
 
@@ -434,7 +326,6 @@ class GrammarTokenizers:
             for token_id in tokenizer.added_tokens.values()
             if token_id < vocab_size and token_id not in self._eos_token_ids
         }
-        self._tokens = [self._bytes(token_id) for token_id in range(self._base.vocab_size)]
         self.plain = self._with_text(self._text_ids - tokenizer.special_ids)
         """Of grammars that spell no special token."""
 
@@ -446,18 +337,11 @@ class GrammarTokenizers:
         """Return the tokenizer for a grammar with this source."""
         return self._spelling if self._tokenizer.spells_special(source) else self.plain
 
-    def _bytes(self, token_id: int) -> bytes:
-        token: bytes = self._base.decode_bytes([token_id])
-        is_empty = token == b"<[%d]>" % token_id and not self._base.is_special_token(token_id)
-        return b"" if is_empty else token
-
     def _with_text(self, text_ids: set[int]) -> LLTokenizer:
         """Return a tokenizer in which these added tokens are text."""
         from llguidance import LLTokenizer
 
-        is_special = self._base.is_special_token
-        special_ids = [i for i in range(len(self._tokens)) if is_special(i) and i not in text_ids]
-        tokenize = _Tokenize(self._base, self._tokens, special_ids, self._eos_token_ids[0])
+        tokenize = _Tokenize(self._base, text_ids, self._eos_token_ids[0])
         return LLTokenizer(cast("TokenizerWrapper", tokenize), eos_token=self._eos_token_ids)
 
 
@@ -467,28 +351,28 @@ class _Tokenize:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(
-        self,
-        base: LLTokenizer,
-        tokens: Sequence[bytes],
-        special_token_ids: Sequence[int],
-        eos_token_id: int,
-    ) -> None:
-        self.eos_token_id = eos_token_id
-        self.tokens = tokens
-        self.special_token_ids = special_token_ids
-        self._special_ids = frozenset(special_token_ids)
+    def __init__(self, base: LLTokenizer, text_ids: set[int], eos_token_id: int) -> None:
         self._base = base
+        self.eos_token_id = eos_token_id
+        special = [
+            token_id for token_id in range(base.vocab_size) if base.is_special_token(token_id)
+        ]
+        self.special_token_ids = [token_id for token_id in special if token_id not in text_ids]
+        self._special_ids = frozenset(self.special_token_ids)
+        self.tokens = [base.decode_bytes([token_id]) for token_id in range(base.vocab_size)]
+        for token_id, token in enumerate(self.tokens):
+            if token == b"<[%d]>" % token_id and not base.is_special_token(token_id):
+                self.tokens[token_id] = b""  # an id without a token
 
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of a text that a grammar forces."""
         try:
             token_ids: list[int] = self._base.tokenize_str(text)
-            is_text = self._special_ids.isdisjoint(token_ids) and (
-                # Some added tokens also take the white space around them.
-                b"".join([self.tokens[token_id] for token_id in token_ids]) == text.encode()
-            )
         except KeyboardInterrupt:  # llguidance would take it for a failure: raise it after its call
             threading.Timer(INTERRUPT_SECONDS, _thread.interrupt_main).start()
-            is_text = False
-        return token_ids if is_text else self._base.greedy_tokenize(text)
+            return self._base.greedy_tokenize(text)
+        # Some added tokens also take the white space around them.
+        is_text = b"".join([self.tokens[token_id] for token_id in token_ids]) == text.encode()
+        if is_text and self._special_ids.isdisjoint(token_ids):
+            return token_ids
+        return self._base.greedy_tokenize(text)

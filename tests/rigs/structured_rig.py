@@ -16,7 +16,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from stepgraph.runtime import Engine, RequestOutput, SamplingParams, StructuredOutputError
 from stepgraph.runtime.mask_words import MaskWords
-from stepgraph.runtime.structured.grammar_texts import grammar_text
+from stepgraph.runtime.structured.grammars import grammar_text
 from stepgraph.runtime.structured.matcher import TokenMatcher
 from stepgraph.runtime.structured_output import StructuredOutput
 from transformers import PreTrainedModel

@@ -47,23 +47,19 @@ def a_request() -> Request:
     return make_request([5], max_tokens=9)
 
 
-def test_a_grammar_is_compiled_once(grammars: GrammarCompiler) -> None:
-    for schema in (True, "true", " true "):
-        assert len(grammars.matchers(StructuredOutput(json=schema), 2)) == 2
-    assert grammars.counts == {"compiled": 1, "found": 2, "refused": 0}
-    grammars.matchers(StructuredOutput(regex="true"), 1)
-    assert grammars.counts["compiled"] == 2, "a regular expression of the same text is another"
-
-
 def test_the_cache_is_bounded(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_CACHED", 3)
     for text in "abcadea":
         grammars.matchers(StructuredOutput(regex=text), 1)
-    assert grammars.counts == {"compiled": 5, "found": 2, "refused": 0}
-    monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 40)
-    for text in ("f" * 9, "g" * 9, "h" * 9, "i" * 9, "j" * 9, "f" * 9):
-        grammars.matchers(StructuredOutput(regex=text), 1)
-    assert grammars.counts == {"compiled": 11, "found": 2, "refused": 0}
+    assert [t for t in "abcde" if grammars.has_compiled(StructuredOutput(regex=t))] == [
+        "a",
+        "d",
+        "e",
+    ]
+    assert not grammars.has_compiled(StructuredOutput(choice=["a"])), "a grammar of another kind"
+    monkeypatch.setattr(compiler, "MAX_CACHED_SECONDS", 0.0)
+    grammars.matchers(StructuredOutput(regex="f"), 1)
+    assert not grammars.has_compiled(StructuredOutput(regex="f"))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +87,6 @@ def test_invalid_grammars_are_refused(
     assert reason in str(raised.value)
     assert "of structured cannot be used" in str(raised.value)
     assert len(str(raised.value)) < 600
-    assert grammars.counts["refused"] == 1
 
 
 @pytest.mark.parametrize(
@@ -176,23 +171,6 @@ def test_a_thread_that_cannot_be_started_takes_no_place(
     assert grammars.matchers(StructuredOutput(regex="a"), 1)
 
 
-CHAIN = "\n".join(["start: A0", *(f"A{n}: A{n + 1}{{0,3}}" for n in range(1000)), 'A1000: "a"'])
-"""Its second mask takes long."""
-
-
-@pytest.mark.parametrize(
-    "fields", [{"grammar": CHAIN}, {"regex": "(a{1000}){1000}"}], ids=["grammar", "regex"]
-)
-def test_a_grammar_whose_masks_take_long_is_refused(
-    grammars: GrammarCompiler, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiler, "MASK_SECONDS", 0.02)  # a fifth of what they take
-    monkeypatch.setattr(compiler, "COMPILE_SECONDS", 60.0)
-    reason = r"a token mask takes \d+ ms.* allowed are 20 ms|too many expressions"
-    with pytest.raises(GrammarError, match=reason):
-        grammars.matchers(StructuredOutput(**fields), 1)
-
-
 @pytest.mark.parametrize(
     "grammar",
     [
@@ -233,8 +211,6 @@ def test_a_grammar_is_refused_at_the_deadline(
     monkeypatch.setattr(compiler, "COMPILE_SECONDS", 60.0)
     assert grammars.matchers(StructuredOutput(json=MANY), 1)
     assert grammars.matchers(StructuredOutput(regex="e"), 1)
-    with pytest.raises(GrammarError):  # remembered, to save the time
-        grammars.matchers(StructuredOutput(regex="a"), 1)
 
 
 @pytest.mark.parametrize("eos_token_ids", [(), (5000,)])
@@ -291,13 +267,21 @@ def test_tokenisation_passes_an_interrupt_on() -> None:
     """llguidance would take it for an error of the grammar."""
 
     class Base:
+        vocab_size = 2
+
+        def is_special_token(self, token_id: int) -> bool:
+            return token_id == 0
+
+        def decode_bytes(self, token_ids: list[int]) -> bytes:
+            return b"a"
+
         def tokenize_str(self, text: str) -> list[int]:
             raise KeyboardInterrupt
 
         def greedy_tokenize(self, text: str) -> list[int]:
             return [1]
 
-    tokenize = compiler._Tokenize(Base(), [b"<eos>", b"a"], [0], 0)  # type: ignore[arg-type]
+    tokenize = compiler._Tokenize(Base(), set(), 0)  # type: ignore[arg-type]
     assert tokenize("a") == [1]
     with pytest.raises(KeyboardInterrupt):
         wait_until(lambda: False)  # Python looks for interrupts in it

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import random
 from typing import Any
 
 import jsonschema
 import pytest
-from stepgraph.runtime.structured.grammar_texts import grammar_text
-from stepgraph.runtime.structured.json_schemas import prepared_schema
+from stepgraph.runtime.structured.grammars import grammar_text, prepared_schema
 
-from ..rigs.structured_rig import accepts, byte_matcher, walk
+from ..rigs.structured_rig import accepts, byte_matcher
 
 OPTIONS = {"x-guidance": {"lenient": True}}
 """Of llguidance, which are no part of a schema."""
@@ -33,7 +32,8 @@ MINE = {"type": "string", "format": "AWS::S3::Bucket.Name"}
     ],
 )
 def test_what_demands_nothing_is_removed(schema: Any, kept: Any) -> None:
-    assert json.loads(prepared_schema(json.dumps(schema)).text) == kept
+    prepared = prepared_schema(schema)
+    assert {k: v for k, v in prepared.items() if k != "x-guidance"} == kept
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_what_demands_nothing_is_removed(schema: Any, kept: Any) -> None:
     ],
 )
 def test_all_else_stays_as_it_is(schema: Any) -> None:
-    source = json.dumps(schema, indent=1)
-    assert prepared_schema(source).text == source
+    prepared = prepared_schema(copy.deepcopy(schema))
+    assert {k: v for k, v in prepared.items() if k != "x-guidance"} == schema
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_all_else_stays_as_it_is(schema: Any) -> None:
         ({"items": {"minProperties": 2, "patternProperties": {"^a": True}}}, "minProperties is 2"),
         ({"type": "integer", "multipleOf": 999_983}, "multipleOf is 999983; .* at most 10000"),
         ({"$defs": {"a": {"multipleOf": 1.000001}}}, "multipleOf is 1.000001"),
-        ({"multipleOf": 1e300}, "multipleOf is 1E.300"),
-        ({"multipleOf": 1e-30}, "multipleOf is 1E-30"),
+        ({"multipleOf": 1e300}, "multipleOf is 1e.300"),
+        ({"multipleOf": 1e-30}, "multipleOf is 1e-30"),
         ({"const": "x" * 5000}, "const has a text of 5002 characters; allowed are 4096"),
         ({"enum": ["a", "x" * 5000]}, "enum has a text"),
         ({"properties": {"x" * 5000: True}}, "properties has a text"),
@@ -83,7 +83,7 @@ def test_all_else_stays_as_it_is(schema: Any) -> None:
 )
 def test_what_is_refused(schema: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        prepared_schema(json.dumps(schema))
+        prepared_schema(schema)
 
 
 @pytest.mark.parametrize(
@@ -145,42 +145,6 @@ def test_grammars_of_either_syntax(kind: str, source: str, texts: list[str]) -> 
 def test_grammars_that_are_none(kind: str, source: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         grammar_text(kind, source)
-
-
-@pytest.mark.parametrize(
-    ("patterns", "others"),
-    [
-        ({"^a$": {"type": "integer"}}, {"additionalProperties": False}),
-        ({"^(a|b)$": {"type": "integer"}, "^b?a$": {}}, {"additionalProperties": False}),
-        ({"^a$": {"maximum": 5}}, {}),
-        ({"^ba?$": False}, {"additionalProperties": False}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("outer", [False, True], ids=["alone", "within allOf"])
-def test_patterns_of_named_properties_have_no_dead_ends(
-    patterns: Any, others: Any, outer: bool
-) -> None:
-    digit = {"type": "integer", "minimum": 0, "maximum": 9}
-    named: Any = {"type": "object", "properties": {"a": digit, "ba": digit, "b": digit}}
-    schema: Any = {**named, "required": ["a"], "patternProperties": patterns, **others}
-    if outer:
-        schema = {"allOf": [schema, {"type": "object", "properties": {"c": False}}]}
-    draw, complete = random.Random(1), 0
-    first = byte_matcher("json", json.dumps(schema))
-    for _ in range(40):
-        text = walk(first, draw)
-        if text is not None:
-            complete += 1
-            jsonschema.validate(json.loads(text), schema)
-    assert complete > 5
-
-
-def test_a_pattern_that_forbids_all_names_leaves_an_empty_object() -> None:
-    schema = {"type": "object", "properties": {"a": {}}, "patternProperties": {"": False}}
-    assert follows(schema, "{}")
-    assert not follows(schema, '{"a":1}')
-    assert not follows(schema, '{"b":1}')
 
 
 def test_json_is_on_one_line() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 from ...bounded_repr import bounded_repr
 from ...errors import RequestError
-from ...exact_json import dumps, loads
-from ...structured.json_schemas import prepared_schema
+from ...structured.grammars import prepared_schema
 from ...structured_output import MAX_GRAMMAR_BYTES, GrammarKind, StructuredOutput
 from .exchange import invalid
 from .output_parsers import CLOSE
@@ -84,7 +83,7 @@ def tool_call_grammar(
     ]
     names = [f"call_{index}" for index in functions]
     rules = [
-        f"{name}: %json {dumps(call | {'x-guidance': _SPACING})}"
+        f"{name}: %json {json.dumps(call | {'x-guidance': _SPACING}, ensure_ascii=False)}"
         for name, call in zip(names, calls, strict=True)
     ]
     start = "(" + " | ".join(names) + ")"
@@ -113,8 +112,8 @@ def _parameters(index: int, function: Mapping[str, Any], place: str) -> Any:
         raise invalid(field, f"{field} is {bounded_repr(schema)}; allowed is a JSON schema")
     with errors_of(field):
         source = StructuredOutput(json=schema).source
-        prepared_schema(source, _SPACING)
-    return _moved(loads(source), place) or _ANY_OBJECT
+        prepared_schema(json.loads(source), _SPACING)
+    return _moved(json.loads(source), place) or _ANY_OBJECT
 
 
 def _moved(schema: object, place: str) -> object:

@@ -31,7 +31,6 @@ from ...errors import (
     StepgraphError,
     StructuredOutputError,
 )
-from ...exact_json import JsonFloat
 from .command import ACCESS_LOG
 
 __all__ = [
@@ -420,8 +419,8 @@ class Endpoint:
 
 @cache
 def _decoder(kind: Any) -> Any:
-    """Return a decoder that keeps the digits of numbers in schemas."""
-    return msgspec.json.Decoder(kind, float_hook=JsonFloat)
+    """Return a decoder, which is made once."""
+    return msgspec.json.Decoder(kind)
 
 
 def _decode(body: bytearray, kind: type[T]) -> T:
