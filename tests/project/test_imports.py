@@ -203,8 +203,7 @@ IMPORTED_LATE |= {
 }
 RAY = "runtime/service/ray_app/"
 IMPORTED_LATE |= {
-    f"{RAY}{name}.py": {"msgspec", "ray", "starlette"}
-    for name in (*("engine_replica", "ingress", "options", "prefix_router", "prompt_blocks"),)
+    f"{RAY}{name}.py": {"msgspec", "ray", "starlette"} for name in ("prefix_router", "replica")
 }
 OF_PEERS = {
     "runtime/bench/gguf_writer.py": {"gguf", "numpy"},

@@ -1,7 +1,7 @@
 """Routing by prefix: which replicas cache how much of a prompt, and which one gets it.
 
-Blocks are named by fingerprints, the first bytes of their 256-bit hashes. Two blocks with the same
-fingerprint (one pair in 4·10^9) cost a router a worse choice; the engines compare whole hashes.
+Blocks are named by fingerprints, the first 4 bytes of their 256-bit hashes. Two blocks with the
+same fingerprint cost a router a worse choice; the engines compare whole hashes.
 
 The bound on the load of a replica follows Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing
 with Bounded Loads (SODA 2018): with m requests on n replicas none gets more than ceil(c · m / n),
@@ -23,14 +23,13 @@ __all__ = ["CachedPrefixes", "by_preference", "fingerprints", "read_fingerprints
 
 T = TypeVar("T")
 
-FINGERPRINT_BYTES = 4
 MAX_SENT = 1 << 16
 """Fingerprints of routed prompts that are kept for a replica that reports nothing."""
 
 
 def fingerprints(hashes: Iterable[bytes]) -> bytes:
-    """Return the fingerprints of block hashes, `FINGERPRINT_BYTES` bytes each."""
-    return b"".join(key[:FINGERPRINT_BYTES] for key in hashes)
+    """Return the fingerprints of block hashes, 4 bytes each."""
+    return b"".join(key[:4] for key in hashes)
 
 
 def read_fingerprints(data: bytes) -> Sequence[int]:
@@ -40,28 +39,19 @@ def read_fingerprints(data: bytes) -> Sequence[int]:
 
 @dataclass(slots=True)
 class _Replica:
-    """What is known about one replica."""
-
     report: bytes = b""
-    reported: frozenset[int] = frozenset()
-    """Blocks in its last report."""
-    sent: set[int] = field(default_factory=set)
-    """Blocks of prompts that it got since that report."""
-    sent_before: set[int] = field(default_factory=set)
-    """Blocks of prompts that it got before, perhaps too late for that report."""
-
-    def caches(self, block: int) -> bool:
-        return block in self.reported or block in self.sent or block in self.sent_before
+    known: list[set[int]] = field(default_factory=lambda: [set(), set(), set()])
+    """Blocks in its last report; of prompts sent before that report; of prompts sent since."""
 
     def end_generation(self) -> None:
-        self.sent, self.sent_before = set(), self.sent
+        self.known[1:] = self.known[2], set()
 
 
 class CachedPrefixes:
     """The cached blocks of each replica: those in its last report and those sent to it since.
 
-    A prompt that was sent counts as cached until the second report after it, so eviction is noticed
-    within two reports.
+    A prompt that was sent counts as cached until the second report after it, since it may have come
+    too late for the first one. So eviction is noticed within two reports.
     """
 
     def __init__(self) -> None:
@@ -73,17 +63,17 @@ class CachedPrefixes:
 
     def report(self, replica: Hashable, blocks: bytes) -> None:
         """Take a replica's list of cached blocks; the same bytes again are the same report."""
-        known = self._replicas.setdefault(replica, _Replica())
-        if known.report != blocks:
-            known.report, known.reported = blocks, frozenset(read_fingerprints(blocks))
-            known.end_generation()
+        found = self._replicas.setdefault(replica, _Replica())
+        if found.report != blocks:
+            found.report, found.known[0] = blocks, set(read_fingerprints(blocks))
+            found.end_generation()
 
     def sent(self, replica: Hashable, prompt: Sequence[int]) -> None:
         """Note that a replica computes a prompt."""
-        known = self._replicas.setdefault(replica, _Replica())
-        known.sent.update(prompt)
-        if len(known.sent) > MAX_SENT:
-            known.end_generation()
+        found = self._replicas.setdefault(replica, _Replica())
+        found.known[2].update(prompt)
+        if len(found.known[2]) > MAX_SENT:
+            found.end_generation()
 
     def num_cached(self, replica: Hashable, prompt: Sequence[int]) -> int:
         """Return how many of the first blocks of a prompt a replica caches. O(log blocks).
@@ -91,10 +81,8 @@ class CachedPrefixes:
         A cached block has its predecessors in the cache: the last blocks of a sequence are evicted
         first.
         """
-        known = self._replicas.get(replica)
-        if known is None:
-            return 0
-        return bisect_left(prompt, True, key=lambda block: not known.caches(block))
+        known = self._replicas.get(replica, _Replica()).known
+        return bisect_left(prompt, True, key=lambda block: not any(block in s for s in known))
 
 
 def by_preference(
@@ -120,7 +108,6 @@ def by_preference(
     def rank(replica: T) -> tuple[bool, int, int, float]:
         load = loads[replica]
         overloaded = load + 1 > bound and load >= spare_requests
-        cached = 0 if overloaded else num_cached(replica)
-        return overloaded, -cached, load, random.random()
+        return overloaded, 0 if overloaded else -num_cached(replica), load, random.random()
 
     return sorted(loads, key=rank)
