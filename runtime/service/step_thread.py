@@ -39,7 +39,7 @@ from ..errors import (
     RequestError,
     StepgraphError,
 )
-from .dispatcher import Dispatcher
+from .admission import Dispatcher
 from .health import Health, Phase, ReloadResult
 from .request_handle import RequestHandle
 from .service_config import ServiceConfig

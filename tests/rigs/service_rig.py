@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from stepgraph.runtime import AsyncEngine, Engine, RequestOutput, SamplingParams, ServiceConfig
-from stepgraph.runtime.service.dispatcher import Dispatcher
+from stepgraph.runtime.service.admission import Dispatcher
 from stepgraph.runtime.service.request_handle import RequestHandle
 from stepgraph.runtime.service.request_record import RequestRecord
 from stepgraph.runtime.service.step_thread import StepThread

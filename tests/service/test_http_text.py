@@ -17,7 +17,7 @@ pytest.importorskip("llguidance")
 pytest.importorskip("uvicorn")
 
 from stepgraph.runtime import AsyncEngine, ChatPrompt, SamplingParams, ServiceConfig
-from stepgraph.runtime.service.http.output_parsers import ChatOutput, make_output_parser
+from stepgraph.runtime.service.http.output_parsers import make_output_parser
 
 from ..rigs.http_rig import CHAT, COMPLETIONS, Rig, demo_with_template, quick_config, service
 from ..rigs.service_rig import in_event_loop, wait_until
@@ -318,8 +318,8 @@ def test_fields_leave_one_tool_call() -> None:
     )
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     for one_call, count in ((False, 3), (True, 1)):
-        output = ChatOutput(make_output_parser("hermes", None, tools=tools), one_call=one_call)
-        message = output.message(text, "stop")
+        output = make_output_parser("hermes", None, tools=tools, one_call=one_call)
+        message = output.message(text, last=True)
         assert isinstance(message.tool_calls, list)
         assert len(message.tool_calls) == count
         assert output.finish_reason("stop") == "tool_calls"

@@ -13,13 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.runtime.service.http.output_parsers import (
     MAX_HELD_CHARS,
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallArguments,
-    ToolCallBegin,
+    OutputParser,
     ends_in_reasoning,
     make_output_parser,
 )
+from stepgraph.runtime.service.http.responses import ChatMessage
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "größe")]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -28,28 +26,26 @@ Answer = tuple[str, str, list[tuple[str, str]]]
 """Reasoning, content, and each call's name and arguments."""
 
 
+def add(answer: Answer, parser: OutputParser, text: str, *, last: bool = False) -> Answer:
+    """Return an answer with what the parser makes of the next text."""
+    message = parser.message(text, last=last)
+    reasoning, content, calls = answer
+    for call in message.tool_calls or ():
+        if call.index == len(calls):
+            assert call.id
+            calls = [*calls, (call.function.name or "", "")]
+        assert call.index == len(calls) - 1
+        name, arguments = calls[-1]
+        calls = [*calls[:-1], (name, arguments + call.function.arguments)]
+    return reasoning + (message.reasoning or ""), content + (message.content or ""), calls
+
+
 def parse(pieces: Sequence[str], tool_parser: str = "hermes", **options: Any) -> Answer:
     parser = make_output_parser(tool_parser, "think", tools=TOOLS, **options)
-    events = [event for piece in pieces for event in parser.push(piece)]
-    events += parser.push("", last=True)
-    reasoning = content = ""
-    calls: list[list[str]] = []
-    for event in events:
-        match event:
-            case ReasoningDelta(text):
-                assert text
-                reasoning += text
-            case ContentDelta(text):
-                assert text
-                content += text
-            case ToolCallBegin(index, _, name):
-                assert index == len(calls)
-                calls.append([name, ""])
-            case ToolCallArguments(index, text):
-                assert text
-                assert index == len(calls) - 1
-                calls[index][1] += text
-    return reasoning, content, [(name, arguments) for name, arguments in calls]
+    answer: Answer = ("", "", [])
+    for piece in pieces[:-1]:
+        answer = add(answer, parser, piece)
+    return add(answer, parser, pieces[-1] if pieces else "", last=True)
 
 
 HERMES: list[tuple[str, str, list[tuple[str, str]]]] = [
@@ -202,12 +198,13 @@ def test_any_call_is_found(arguments: dict[str, Any], text: str, ascii_only: boo
 
 def test_nothing_but_possible_tags_is_held_back() -> None:
     parser = make_output_parser("hermes", "think", tools=TOOLS)
-    held = [parser.push(char) for char in "<think>ab</x</think>c<d"]
-    texts = ["".join(getattr(event, "text", "") for event in events) for events in held]
+    held = [parser.message(char) for char in "<think>ab</x</think>c<d"]
+    texts = [(message.reasoning or "") + (message.content or "") for message in held]
     assert texts == [*[""] * 7, "a", "b", "", "", "</x", *[""] * 8, "c", "", "<d"]
     parser = make_output_parser("hermes", None, tools=TOOLS)
-    parser.push('<tool_call>{"name": "f", "arguments": {"')
-    assert [parser.push(char)[0].text for char in 'ab": 1'] == list('ab": 1')  # type: ignore[union-attr]
+    parser.message('<tool_call>{"name": "f", "arguments": {"')
+    for char in 'ab": 1':
+        assert add(("", "", [("f", "")]), parser, char) == ("", "", [("f", char)])
 
 
 def test_hostile_text_takes_linear_time_and_bounded_memory() -> None:
@@ -231,8 +228,8 @@ def test_the_limit_of_held_text_does_not_depend_on_the_split() -> None:
         num_calls.append(len(whole[2]))
     assert (num_calls[0], num_calls[-1]) == (1, 0)
     parser = make_output_parser("hermes", None, tools=TOOLS)
-    parser.push('<tool_call>{"arguments": {"a": "')
-    pieces = [parser.push("x" * 1000) for _ in range(2 * MAX_HELD_CHARS // 1000)]
+    parser.message('<tool_call>{"arguments": {"a": "')
+    pieces = [parser.message("x" * 1000).content for _ in range(2 * MAX_HELD_CHARS // 1000)]
     assert all(pieces[MAX_HELD_CHARS // 1000 + 1 :])
 
 
@@ -240,4 +237,4 @@ def test_without_tools_or_parsers_all_text_is_content() -> None:
     for names in ((None, None), ("hermes", None)):
         parser = make_output_parser(*names, tools=[])
         text = "<think>" + CALL
-        assert parser.push(text, last=True) == [ContentDelta(text)]
+        assert parser.message(text, last=True) == ChatMessage(content=text)

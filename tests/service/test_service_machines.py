@@ -18,8 +18,7 @@ from stepgraph.runtime.errors import (
     RequestError,
     SendTimeoutError,
 )
-from stepgraph.runtime.service.admission_queue import OUTPUT_WEIGHT, AdmissionQueue
-from stepgraph.runtime.service.dispatcher import Dispatcher
+from stepgraph.runtime.service.admission import OUTPUT_WEIGHT, AdmissionQueue, Dispatcher
 from stepgraph.runtime.service.request_handle import HandleState, RequestHandle
 
 from ..rigs.fake_device import oracle

@@ -24,7 +24,7 @@ from ..consumers import AsyncStream
 from ..request_handle import Delta
 from .chat_grammars import ReasonedOutput, spells_end_of_reasoning
 from .exchange import Exchange, HttpError, event
-from .output_parsers import ChatOutput, OutputParser, ends_in_reasoning, make_output_parser
+from .output_parsers import OutputParser, ends_in_reasoning, make_output_parser
 from .requests import ChatRequest, CompletionRequest, SamplingRequest, chat_prompt, joined_text
 from .responses import (
     Chat,
@@ -390,7 +390,7 @@ class _ChatAnswer(_Answer):
             # The reasoning before a grammar is not a part of it.
             and (not self._keeps_special or isinstance(structured, ReasonedOutput))
         )
-        self._outputs: dict[int, ChatOutput] = {}  # of each completion that has begun
+        self._outputs: dict[int, OutputParser] = {}  # of each completion that has begun
 
     def whole(self, ends: Sequence[tuple[Sequence[Delta], RequestOutput]], usage: Usage) -> Chat:
         ((deltas, output),) = ends
@@ -431,39 +431,37 @@ class _ChatAnswer(_Answer):
     ) -> tuple[ChatMessage, ChatLogprobs | None, str | None, list[int] | UnsetType]:
         """Return what a choice has besides its index."""
         parser, request = self._output(delta, output), self._request
-        message = parser.message(delta.text, delta.finish_reason)
+        message = parser.message(delta.text, last=delta.finish_reason is not None)
         logprobs = self._texts.chat_logprobs(delta.logprobs) if request.logprobs else None
         token_ids = list(delta.token_ids) if request.return_token_ids else UNSET
         return message, logprobs, parser.finish_reason(delta.finish_reason), token_ids
 
-    def _output(self, delta: Delta, output: RequestOutput) -> ChatOutput:
+    def _output(self, delta: Delta, output: RequestOutput) -> OutputParser:
         """Return the state of a completion, which may begin now, for what it gains."""
         made = self._outputs.get(delta.index)
         if made is None:
-            made = self._outputs[delta.index] = ChatOutput(
-                self._parser(output),
-                keeps_special=self._keeps_special,
-                one_call=self._request.parallel_tool_calls is False,
-            )
+            made = self._outputs[delta.index] = self._parser(output)
         if self._hides_special and self._tokenizer is not None:
             special = self._tokenizer.special_ids.intersection(delta.token_ids)
             made.hide(map(TokenTexts(self._tokenizer).text, special))
         return made
 
-    def _parser(self, output: RequestOutput) -> OutputParser | None:
-        if not self.is_parsed:
-            return None
-        in_reasoning = False
-        if self._tokenizer is not None:
+    def _parser(self, output: RequestOutput) -> OutputParser:
+        in_reasoning, reasoning = False, self._service.reasoning_parser
+        if self.is_parsed and self._tokenizer is not None:
             num_tokens = PROMPT_END_TOKENS + len(self._continued.encode())  # of a byte or more each
             end = output.prompt_token_ids[-num_tokens:]
             text = self._tokenizer.decode(end, skip_special_tokens=False)
             in_reasoning = ends_in_reasoning(text, self._continued)
-        reasoning = self._service.reasoning_parser
         if self._continued.strip() and not in_reasoning:
             reasoning = None  # the answer has begun
         return make_output_parser(
-            self._service.tool_parser, reasoning, tools=self._tools, in_reasoning=in_reasoning
+            self._service.tool_parser,
+            reasoning,
+            tools=self._tools,
+            in_reasoning=in_reasoning,
+            keeps_special=self._keeps_special,
+            one_call=self._request.parallel_tool_calls is False,
         )
 
 

@@ -1,8 +1,8 @@
 """A chat model's text as messages: reasoning, tool calls and content, in pieces of any size.
 
-A parser reads text with states. A state reads the text from an index, adds events, and returns the
-index from which the next state reads. Text that cannot be decided yet is held until more arrives.
-The content that a reasoning parser finds is the text of the tool parser.
+A parser is a coroutine that reads text and yields where it needs more of it. Text that cannot be
+decided yet is held until more arrives. The content that a reasoning parser finds is the text of the
+tool parser.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -22,11 +21,7 @@ from ...errors import ConfigError
 from ...request import FinishReason
 from .responses import ChatMessage, Function, ToolCall
 
-__all__ = [
-    *("CLOSE", "OPEN", "ChatOutput", "OutputParser", "ends_in_reasoning", "make_output_parser"),
-    *("ContentDelta", "OutputEvent", "ReasoningDelta"),
-    *("ToolCallArguments", "ToolCallBegin"),
-]
+__all__ = ["CLOSE", "OPEN", "OutputParser", "ends_in_reasoning", "make_output_parser"]
 
 OPEN = "<think>"
 CLOSE = "</think>"
@@ -51,144 +46,104 @@ _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 
 
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
-    """Text of the answer."""
+@dataclass(slots=True)
+class _Gained:
+    """What a text adds to an answer."""
 
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
-    """Text of the reasoning before the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallBegin:
-    """The model calls a function. Its arguments follow."""
-
-    index: int
-    """Number of the call within the answer, from 0."""
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallArguments:
-    """JSON text of a call's arguments, joined over all events of the call. As the model wrote it:
-    it may be invalid or cut off."""
-
-    index: int
-    text: str
-
-
-OutputEvent = ContentDelta | ReasoningDelta | ToolCallBegin | ToolCallArguments
+    reasoning: str = ""
+    content: str = ""
+    calls: dict[int, ToolCall] = field(default_factory=dict)
+    """By index. Arguments are as the model wrote them: they may be invalid or cut off."""
 
 
 class _TextParser(ABC):
-    """Turns the text of one completion into events, in pieces of any size.
+    """Reads the text of one completion, in pieces of any size.
 
-    Joined over all calls, the events do not depend on where the text was split. No text raises.
+    Joined over all calls, the result does not depend on where the text was split. No text raises.
     """
 
-    def __init__(self, start: Callable[[str, int], int]) -> None:
-        """Begin before the text, in the state `start`."""
-        self._read = start
-        self._held = ""
-        """The end of the text, which is not decided."""
-        self._events: list[OutputEvent] = []
+    def __init__(self) -> None:
+        self._text, self._at = "", 0  # read up to `_at`
+        self._last = False  # whether no more text follows
+        self._gained = _Gained()
+        self._reading = self._parse()
 
-    def push(self, text: str) -> list[OutputEvent]:
-        """Take the next text; return the events that are certain."""
-        text, self._held, at = self._held + text, "", 0
-        while at < len(text):
-            at = self._read(text, at)
-        return self._take_events()
-
-    def finish(self) -> list[OutputEvent]:
-        """Return the events of the held-back text, at the end of the output."""
-        self._end(self._held)
-        return self._take_events()
+    def push(self, text: str, *, last: bool) -> _Gained:
+        """Return what is certain after the next text; with the `last` one, all of it."""
+        self._text, self._at, self._last = self._text[self._at :] + text, 0, last
+        self._gained = _Gained()
+        next(self._reading, None)
+        return self._gained
 
     @abstractmethod
-    def _end(self, held: str) -> None:
-        """Add the events of the text that was held back."""
+    def _parse(self) -> Generator[None]:
+        """Read all text; yield for more, until it is the `_last`."""
 
-    def _take_events(self) -> list[OutputEvent]:
-        events, self._events = self._events, []
-        return events
+    def _take(self, end: int, into: Literal["content", "reasoning"] = "content") -> None:
+        """Read the text up to an index as content or reasoning."""
+        setattr(self._gained, into, getattr(self._gained, into) + self._text[self._at : end])
+        self._at = end
 
-    def _add(self, kind: type[ContentDelta | ReasoningDelta], text: str) -> None:
-        if text:
-            self._events.append(kind(text))
+    def _skip_space(self, *, as_content: bool = False) -> Generator[None]:
+        """Drop white space, or read it as content."""
+        while True:
+            end = _space_end(self._text, self._at)
+            if as_content:
+                self._take(end)
+            self._at = end
+            if self._at < len(self._text) or self._last:
+                return
+            yield
 
-    def _hold(self, text: str, at: int) -> int:
-        """Hold the text from `at` back until more arrives."""
-        self._held = text[at:]
-        return len(text)
+    def _skip_tag(self, tag: str) -> Generator[None, None, bool]:
+        """Drop a tag; return whether the text continued with it."""
+        while not self._text.startswith(tag, self._at):
+            if self._last or not tag.startswith(self._text[self._at : self._at + len(tag)]):
+                return False
+            yield
+        self._at += len(tag)
+        return True
 
-    def _skip_space(self, text: str, at: int, *, then: Callable[[str, int], int]) -> int:
-        """Drop white space; the state after it is `then`."""
-        at = _skip_space(text, at)
-        if at < len(text):
-            self._read = then
-        return at
-
-    def _add_until(
-        self, tag: str, kind: type[ContentDelta | ReasoningDelta], text: str, at: int
-    ) -> tuple[int, bool]:
-        """Add the text before a tag; return the index after the tag and whether it was found."""
-        index = text.find(tag, at)
-        if index >= 0:
-            self._add(kind, text[at:index])
-            return index + len(tag), True
-        for begin in range(max(at, len(text) - len(tag) + 1), len(text)):
-            if tag.startswith(text[begin:]):
-                self._add(kind, text[at:begin])
-                return self._hold(text, begin), False
-        self._add(kind, text[at:])
-        return len(text), False
+    def _take_until(
+        self, tag: str, into: Literal["content", "reasoning"]
+    ) -> Generator[None, None, bool]:
+        """Read the text before a tag, and drop the tag; return whether there is one."""
+        while (index := self._text.find(tag, self._at)) < 0:
+            end = len(self._text)
+            if not self._last:  # the tag may have begun
+                sizes = range(min(len(tag) - 1, end - self._at), 0, -1)
+                end -= next((n for n in sizes if self._text.endswith(tag[:n])), 0)
+            self._take(end, into)
+            if self._last:
+                return False
+            yield
+        self._take(index, into)
+        self._at += len(tag)
+        return True
 
 
-class ThinkParser(_TextParser):
+class _ThinkParser(_TextParser):
     """Reads reasoning at the start of the text; `<think>` elsewhere is content.
 
     White space after either tag is dropped. Reasoning that is not closed lasts to the end.
     """
 
-    def __init__(self, started: bool) -> None:
-        """Begin before the text; `started` is whether the prompt ends within the reasoning."""
-        super().__init__(self._before)
-        self._started = started
+    def __init__(self, reasons: bool) -> None:
+        """Begin before the text; `reasons` is whether the prompt ends within the reasoning."""
+        self._reasons = reasons
+        super().__init__()
 
-    def _end(self, held: str) -> None:
-        reasons = self._started or self._read == self._reasoning
-        self._add(ReasoningDelta if reasons else ContentDelta, held)
-
-    def _before(self, text: str, at: int) -> int:
-        begin = _skip_space(text, at)
-        if not self._started:
-            self._add(ContentDelta, text[at:begin])
-        opens = _begins_with_tag(text, begin, OPEN)
-        if opens is None:
-            return self._hold(text, begin)
-        if opens:
-            self._read = partial(self._skip_space, then=self._reasoning)
-            return begin + len(OPEN)
-        self._read = self._reasoning if self._started else self._content
-        return begin
-
-    def _reasoning(self, text: str, at: int) -> int:
-        at, closed = self._add_until(CLOSE, ReasoningDelta, text, at)
-        if closed:
-            self._read = partial(self._skip_space, then=self._content)
-        return at
-
-    def _content(self, text: str, at: int) -> int:
-        self._add(ContentDelta, text[at:])
-        return len(text)
+    def _parse(self) -> Generator[None]:
+        yield from self._skip_space(as_content=not self._reasons)
+        if (yield from self._skip_tag(OPEN)):
+            self._reasons = True
+            yield from self._skip_space()
+        if self._reasons:
+            yield from self._take_until(CLOSE, "reasoning")
+            yield from self._skip_space()
+        while True:
+            self._take(len(self._text))
+            yield
 
 
 class _Brackets:
@@ -226,229 +181,169 @@ class _JsonToolParser(_TextParser):
     """
 
     def __init__(
-        self,
-        open_tag: str,
-        close_tag: str = "",
-        *,
-        bare_calls: bool = False,
-        accepts: Callable[[str], bool] = bool,
+        self, open_tag: str, close_tag: str, names: frozenset[str], *, bare_calls: bool = False
     ) -> None:
         """Begin before the text.
 
-        Args:
-            open_tag: precedes a call.
-            close_tag: follows a call; empty if calls have none.
-            bare_calls: whether a call needs no tag at the start of the text and after a call.
-                `;` separates calls.
-            accepts: whether there is a function of this name, for calls without a tag.
+        With `bare_calls`, calls of functions of these `names` need no tag at the start of the text
+        and after a call, and `;` separates calls. `close_tag` is empty if calls have none.
         """
-        super().__init__(self._content)
-        self._open_tag = open_tag
-        self._close_tag = close_tag
-        self._bare_calls = bare_calls
-        self._accepts = accepts
-        self._opened = ""
-        """The tag of the present call."""
-        self._brackets = _Brackets()
-        self._num_scanned = 0  # characters of the held object that they have read
+        self._open_tag, self._close_tag = open_tag, close_tag
+        self._names, self._bare_calls = names, bare_calls
         self._num_calls = 0
-        if bare_calls:
-            self._begin_object("")
+        super().__init__()
 
-    def _end(self, held: str) -> None:
-        if self._read == self._object:
-            held = self._opened + held
-        self._add(ContentDelta, held)
+    def _parse(self) -> Generator[None]:
+        tag = "" if self._bare_calls else None  # of the call that begins here
+        while True:
+            if tag is None:
+                if not (yield from self._take_until(self._open_tag, "content")):
+                    return
+                tag = self._open_tag
+            is_call = yield from self._read_call(tag)
+            tag = (yield from self._skip_end()) if is_call else None
 
-    def _content(self, text: str, at: int) -> int:
-        at, found = self._add_until(self._open_tag, ContentDelta, text, at)
-        if found:
-            self._begin_object(self._open_tag)
-        return at
+    def _read_call(self, tag: str) -> Generator[None, None, bool]:
+        """Read an object, and decide whether it is a call; what is not is content, with its tag."""
+        brackets, num_scanned = _Brackets(), 0
+        while True:
+            text, start, end = self._text, self._at, None  # the end of what is not a call
+            at, limit = _space_end(text, start), start + MAX_HELD_CHARS
+            if at >= limit:
+                end = limit
+            elif at < len(text):
+                key = _FIRST_KEY.match(text, at, at + _BEGIN_CHARS)
+                is_whole = key is not None and key[1] is not None and text[key.end(1) :][:1] == '"'
+                if key is None or (is_whole and not tag and key[1] not in _KEYS):
+                    end = at
+                elif begin := _BEGIN.match(text, at, at + _BEGIN_CHARS):
+                    end = begin.end()
+                    if self._begin_call(begin[1].encode(errors="surrogatepass"), tag):
+                        self._at = end
+                        yield from self._read_arguments()
+                        return True
+                else:
+                    stop = min(len(text), limit)
+                    end = brackets.feed(text, max(at, start + num_scanned), stop)
+                    num_scanned = stop - start
+                    if end is not None and self._add_call(text[at:end], tag):
+                        self._at = end
+                        return True
+                    if stop == limit:
+                        end = end or stop
+            if end is None and self._last:
+                end = len(text)
+            if end is not None:
+                self._gained.content += tag
+                self._take(end)
+                return False
+            yield
 
-    def _begin_object(self, tag: str) -> None:
-        self._opened, self._read = tag, self._object
-        self._brackets, self._num_scanned = _Brackets(), 0
-
-    def _not_a_call(self, text: str, start: int, end: int) -> int:
-        """The text up to `end` is content, with the tag before it."""
-        self._add(ContentDelta, self._opened + text[start:end])
-        self._read = self._content
-        return end
-
-    def _object(self, text: str, start: int) -> int:
-        """Read an object from its begin, and decide whether it is a call."""
-        at = _skip_space(text, start)
-        if at - start >= MAX_HELD_CHARS:
-            return self._not_a_call(text, start, start + MAX_HELD_CHARS)
-        if at == len(text):
-            return self._hold(text, start)
-        key = _FIRST_KEY.match(text, at, at + _BEGIN_CHARS)
-        if key is None:
-            return self._not_a_call(text, start, at)
-        is_whole = key[1] is not None and text.startswith('"', key.end(1))
-        if is_whole and not self._opened and key[1] not in _KEYS:
-            return self._not_a_call(text, start, at)
-        begin = _BEGIN.match(text, at, at + _BEGIN_CHARS)
-        if begin is not None:
-            if not self._begin_call(begin[1].encode(errors="surrogatepass")):
-                return self._not_a_call(text, start, begin.end())
-            self._brackets, self._read = _Brackets(), self._arguments
-            return begin.end()
-        stop = min(len(text), start + MAX_HELD_CHARS)
-        end = self._brackets.feed(text, max(at, start + self._num_scanned), stop)
-        self._num_scanned = stop - start
-        if end is None:
-            if stop == start + MAX_HELD_CHARS:
-                return self._not_a_call(text, start, stop)
-            return self._hold(text, start)
-        if not self._take_call(text[at:end]):
-            return self._not_a_call(text, start, end)
-        self._read = self._after_call
-        return end
-
-    def _begin_call(self, name: bytes) -> bool:
+    def _begin_call(self, name: bytes, tag: str) -> bool:
         """Report a call, if there is a function of this name, a string in JSON."""
         try:
             decoded = msgspec.json.decode(name, type=str)
         except ValueError:
             return False
-        if not decoded or not (self._opened or self._accepts(decoded)):
+        if not decoded or not (tag or decoded in self._names):
             return False
-        call_id = f"call_{secrets.token_hex(12)}"
-        self._events.append(ToolCallBegin(self._num_calls, call_id, decoded))
+        index, call_id = self._num_calls, f"call_{secrets.token_hex(12)}"
+        self._gained.calls[index] = ToolCall(Function("", decoded), index, call_id, "function")
         return True
 
-    def _take_call(self, text: str) -> bool:
+    def _add_arguments(self, text: str) -> None:
+        index = self._num_calls
+        call = self._gained.calls.setdefault(index, ToolCall(Function(""), index))
+        call.function.arguments += text
+
+    def _add_call(self, text: str, tag: str) -> bool:
         """Report a whole object, if it is a call."""
         try:
             fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         except (ValueError, RecursionError):
             return False
         given = [bytes(fields[name]) for name in _ARGUMENTS if name in fields]
-        if not self._opened and (not given or not fields.keys() <= _KEYS):
+        if not tag and (not given or not fields.keys() <= _KEYS):
             return False
         arguments = given[0] if given else b"null"
         if len(given) > 1 or arguments[:1] not in (b"{", b"n") or "name" not in fields:
             return False
-        if not self._begin_call(bytes(fields["name"])):
+        if not self._begin_call(bytes(fields["name"]), tag):
             return False
-        shown = "{}" if arguments == b"null" else arguments.decode()
-        self._events.append(ToolCallArguments(self._num_calls, shown))
+        self._add_arguments("{}" if arguments == b"null" else arguments.decode())
         self._num_calls += 1
         return True
 
-    def _arguments(self, text: str, at: int) -> int:
-        end = self._brackets.feed(text, at, len(text))
-        stop = len(text) if end is None else end
-        self._events.append(ToolCallArguments(self._num_calls, text[at:stop]))
-        if end is not None:
-            self._num_calls += 1
-            self._read = partial(self._skip_space, then=self._after_arguments)
-        return stop
+    def _read_object(self, depth: int, *, reports: bool) -> Generator[None]:
+        """Read an object to its end, and report it as arguments or drop it."""
+        brackets, end = _Brackets(depth), None
+        while end is None:
+            end = brackets.feed(self._text, self._at, len(self._text))
+            stop = len(self._text) if end is None else end
+            if reports and stop > self._at:
+                self._add_arguments(self._text[self._at : stop])
+            self._at = stop
+            if end is None:
+                if self._last:
+                    return
+                yield
 
-    def _after_arguments(self, text: str, at: int) -> int:
-        self._read = self._after_call  # also without the last brackets
-        if text[at] == ",":
-            self._brackets, self._read = _Brackets(depth=1), self._other_fields
-        return at + 1 if text[at] in "}," else at
+    def _read_arguments(self) -> Generator[None]:
+        """Report arguments as they arrive, and drop what follows them in the object of the call."""
+        yield from self._read_object(0, reports=True)
+        self._num_calls += 1
+        yield from self._skip_space()
+        if self._text.startswith(",", self._at):
+            self._at += 1
+            yield from self._read_object(1, reports=False)
+        elif self._text.startswith("}", self._at):  # the last bracket may be missing
+            self._at += 1
 
-    def _other_fields(self, text: str, at: int) -> int:
-        end = self._brackets.feed(text, at, len(text))
-        if end is None:
-            return len(text)
-        self._read = self._after_call
-        return end
-
-    def _after_call(self, text: str, at: int) -> int:
-        at = _skip_space(text, at)
-        closes = _begins_with_tag(text, at, self._close_tag)
-        if closes is None:
-            return self._hold(text, at)
-        self._read = self._between_calls if closes else self._content
-        return at + len(self._close_tag) if closes else at
-
-    def _between_calls(self, text: str, at: int) -> int:
-        at = _skip_space(text, at)
-        if self._bare_calls and text.startswith(";", at):
-            return at + 1
-        if at < len(text):
-            self._read = self._content
-            if self._bare_calls and text[at] == "{":
-                self._begin_object("")
-        return at
+    def _skip_end(self) -> Generator[None, None, str | None]:
+        """Drop the end of a call; return the tag of one that follows at once, None without."""
+        yield from self._skip_space()
+        if not (yield from self._skip_tag(self._close_tag)):
+            return None
+        yield from self._skip_space()
+        if not self._bare_calls:
+            return None
+        while self._text.startswith(";", self._at):
+            self._at += 1
+            yield from self._skip_space()
+        return "" if self._text.startswith("{", self._at) else None
 
 
-def _hermes_parser(tools: Sequence[Mapping[str, Any]]) -> _TextParser:
-    """Return a parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
-    return _JsonToolParser("<tool_call>", "</tool_call>")
-
-
-def _llama_parser(tools: Sequence[Mapping[str, Any]]) -> _TextParser:
-    """Return a parser of `{"name": …, "parameters": {…}}`, also after `<|python_tag|>`.
-
-    An object without the tag is a call only if it names a function of `tools`, which has the form
-    of a chat request's `tools`.
-    """
-    names = {tool["function"]["name"] for tool in tools if "function" in tool}
-    return _JsonToolParser("<|python_tag|>", bare_calls=True, accepts=names.__contains__)
-
-
-_TOOL_PARSERS: Final = {"hermes": _hermes_parser, "llama3_json": _llama_parser}
-_REASONING_PARSERS: Final = {"think": ThinkParser}
-
-
-def _begins_with_tag(text: str, start: int, tag: str) -> bool | None:
-    """Return whether `text` from `start` begins with a tag; None if more text must tell."""
-    if text.startswith(tag, start):
-        return True
-    return None if tag.startswith(text[start : start + len(tag)]) else False
-
-
-def _skip_space(text: str, start: int) -> int:
+def _space_end(text: str, start: int) -> int:
     """Return the index of the first character from `start` that is not JSON white space."""
     found = _SPACE.match(text, start)
     assert found is not None, "the pattern matches nothing too"
     return found.end()
 
 
+_TOOL_PARSERS: Final = {
+    # <tool_call>{"name": …, "arguments": {…}}</tool_call>
+    "hermes": lambda names: _JsonToolParser("<tool_call>", "</tool_call>", names),
+    # {"name": …, "parameters": {…}}, also after the tag
+    "llama3_json": lambda names: _JsonToolParser("<|python_tag|>", "", names, bare_calls=True),
+}
+_REASONING_PARSERS: Final = {"think": _ThinkParser}
+
+
 class OutputParser:
-    """Turns the text of one completion into events: reasoning first, tool calls in the rest."""
-
-    def __init__(self, *parsers: _TextParser | None) -> None:
-        """Begin before the text. Each parser reads the content that the one before it finds."""
-        self._parsers = [parser for parser in parsers if parser is not None]
-
-    def push(self, text: str, *, last: bool = False) -> list[OutputEvent]:
-        """Take the next text; return the events that are certain, none of them empty.
-
-        With the `last` text these are also the events of what was held back.
-        """
-        events: list[OutputEvent] = [ContentDelta(text)] if text else []
-        for parser in self._parsers:
-            found: list[OutputEvent] = []
-            for event in events:
-                found += parser.push(event.text) if isinstance(event, ContentDelta) else [event]
-            events = found + parser.finish() if last else found
-        return events
-
-
-class ChatOutput:
-    """Makes the messages of one completion from its text, in pieces of any size."""
+    """Makes the messages of one completion: reasoning first, tool calls in the rest."""
 
     def __init__(
         self,
-        parser: OutputParser | None,
-        *,
+        *parsers: _TextParser | None,
         keeps_special: bool = False,
         one_call: bool = False,
     ) -> None:
-        """Begin before the text; without a parser all of it is content.
+        """Begin before the text. Each parser reads the content that the one before it finds.
 
         `keeps_special` is whether hidden tokens are only left out of the reasoning. With `one_call`
         calls after the first are left out.
         """
-        self._parser = parser
+        self._parsers = [parser for parser in parsers if parser is not None]
         self._keeps_special = keeps_special
         self._one_call = one_call
         self._hidden: set[str] = set()
@@ -458,42 +353,32 @@ class ChatOutput:
         """Leave special tokens that the output has out of its messages; parsers read them."""
         self._hidden.update(texts)
 
-    def message(self, text: str, finish_reason: FinishReason | None) -> ChatMessage:
+    def message(self, text: str, *, last: bool = False) -> ChatMessage:
         """Return the next text as a message, whose parts are unset if they gain nothing."""
-        if self._parser is None:
-            return ChatMessage(content=text)
-        events = self._parser.push(text, last=finish_reason is not None)
-        if self._one_call:
-            events = [event for event in events if getattr(event, "index", 0) == 0]
-        content = reasoning = ""
+        message, reasoning = ChatMessage(), ""
         calls: dict[int, ToolCall] = {}
-        for event in events:
-            match event:
-                case ContentDelta(text):
-                    content += text
-                case ReasoningDelta(text):
-                    reasoning += text
-                case ToolCallBegin(index, call_id, name):
-                    calls[index] = ToolCall(Function("", name), index, call_id, "function")
-                case ToolCallArguments(index, text):
-                    call = calls.setdefault(index, ToolCall(Function(""), index))
-                    call.function.arguments += text
-        message = ChatMessage()
-        if content := self._shown(content):
-            message.content = content
-        if reasoning := self._shown(reasoning, is_reasoning=True):
+        for parser in self._parsers:
+            gained = parser.push(text, last=last)
+            text, reasoning = gained.content, reasoning + gained.reasoning
+            calls |= gained.calls
+        if self._one_call:
+            calls = {index: call for index, call in calls.items() if index == 0}
+        if not self._keeps_special:
+            text = self._shown(text)
+            for call in calls.values():
+                call.function.arguments = self._shown(call.function.arguments)
+        if text or not self._parsers:
+            message.content = text
+        if reasoning := self._shown(reasoning):
             message.reasoning_content = message.reasoning = reasoning
-        for call in calls.values():
-            call.function.arguments = self._shown(call.function.arguments)
         if calls:
             message.tool_calls = list(calls.values())
             self._has_calls = True
         return message
 
-    def _shown(self, text: str, *, is_reasoning: bool = False) -> str:
-        if is_reasoning or not self._keeps_special:
-            for hidden in self._hidden:
-                text = text.replace(hidden, "")
+    def _shown(self, text: str) -> str:
+        for hidden in self._hidden:
+            text = text.replace(hidden, "")
         return text
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
@@ -507,30 +392,33 @@ def make_output_parser(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     in_reasoning: bool = False,
+    **options: bool,
 ) -> OutputParser:
     """Return a parser for one completion.
 
     Args:
         tool_parser: `hermes` (also Qwen) or `llama3_json`; None finds no calls.
         reasoning_parser: `think`; None finds no reasoning.
-        tools: functions that the request offers, as in a chat request. Without any, no calls are
-            found.
+        tools: functions that the request offers. Without any, no calls are found.
         in_reasoning: whether the prompt ends within the reasoning; see `ends_in_reasoning`.
+        options: see `OutputParser`.
 
     Raises:
         ConfigError: no parser has this name.
     """
-    for field, name, known in (
+    for name, given, known in (
         ("tool_parser", tool_parser, _TOOL_PARSERS.keys()),
         ("reasoning_parser", reasoning_parser, _REASONING_PARSERS.keys()),
     ):
-        if name is not None and name not in known:
+        if given is not None and given not in known:
             raise ConfigError(
-                f"{field} is {bounded_repr(name)}; allowed are {', '.join(known)}", field=field
+                f"{name} is {bounded_repr(given)}; allowed are {', '.join(known)}", field=name
             )
+    names = frozenset(tool["function"]["name"] for tool in tools or () if "function" in tool)
     return OutputParser(
         None if reasoning_parser is None else _REASONING_PARSERS[reasoning_parser](in_reasoning),
-        None if tool_parser is None or not tools else _TOOL_PARSERS[tool_parser](tools),
+        None if tool_parser is None or not tools else _TOOL_PARSERS[tool_parser](names),
+        **options,
     )
 
 

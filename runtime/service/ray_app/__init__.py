@@ -49,21 +49,14 @@ Text = Annotated[str, Range(1, 1 << 16)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingOptions:
-    """Which replica gets a request."""
+    """Which replica gets a request; see docs/replicas.md."""
 
     policy: Literal["prefix", "balanced"] = "prefix"
-    """`prefix`: the replica that caches most blocks of the prompt, unless it is overloaded;
-    `balanced`: the one with fewer requests of two random ones (Ray Serve's default)."""
     load_bound: Annotated[float, Range(1, 1e6)] = 1.25
-    """A replica is overloaded if it would have more than this many times the mean of requests."""
     spare_requests: Annotated[int, Range(0, 1 << 20)] = 4
-    """A replica with fewer requests is never overloaded."""
     report_seconds: Seconds = 5.0
-    """Seconds between a replica's reports of its cached blocks."""
     report_blocks: Annotated[int, Range(0, 1 << 20)] = 1 << 15
-    """Blocks in a report, at most; 4 bytes each. 0: no reports."""
     max_prompt_bytes: Annotated[int, Range(0, 1 << 30)] = 1 << 20
-    """Larger bodies of requests are not hashed."""
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
@@ -89,38 +82,24 @@ class HttpOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaOptions:
-    """What `build` deploys: its arguments, from a Serve config file or `serve run`."""
+    """The arguments of `build`, from a Serve config file or `serve run`; see docs/replicas.md."""
 
     model: Text
-    """Checkpoint directory, hub id, `preset:NAME` or `demo`, on every node."""
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(**ENGINE_DEFAULTS))
     service: ServiceConfig = field(default_factory=lambda: ServiceConfig(**SERVICE_DEFAULTS))
     http: HttpOptions = HttpOptions()
     routing: RoutingOptions = RoutingOptions()
     replicas: Replicas | None = None
-    """Their fixed number; None: `autoscaling`, or one."""
     autoscaling: Mapping[str, Any] | None = None
-    """Ray Serve's `AutoscalingConfig`; `target_ongoing_requests` is by default 80 % of
-    `max_num_seqs`. None: a fixed number."""
     num_cpus: Annotated[float, Range(0, 1 << 20, above=True)] | None = None
-    """CPUs that Ray reserves for a replica. None: `threads` of `engine` for each rank on a CPU, or
-    1 for each rank."""
     num_gpus: Annotated[float, Range(0, 1 << 10)] = 0.0
-    """GPUs of a replica: `tensor_parallel` of them, or a share of one."""
     accelerator_type: Text | None = None
-    """As Ray names it, for example `H100`; None: any."""
     drain_seconds: Seconds = 30.0
-    """Time that a replica has to finish its requests when it is removed."""
     step_seconds: Seconds = 60.0
-    """A replica whose step takes longer is restarted."""
     health_seconds: Seconds = 2.0
-    """Time between health checks of a replica."""
     route_seconds: Seconds = 30.0
-    """Time until a replica has accepted a request; then it is refused (503)."""
     max_attempts: Annotated[int, Range(1, 100)] = 4
-    """Replicas that a request is sent to, at most."""
     ingress_replicas: Replicas = 1
-    """Processes that route requests."""
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
