@@ -42,7 +42,7 @@ def pack(path: Path) -> None:
         os.environ["TRITON_CACHE_DIR"] = cache
         import triton
         from stepgraph.runtime import EngineConfig
-        from stepgraph.runtime.bench.scenarios.steady import BenchmarkCase
+        from stepgraph.runtime.bench.workload import BenchmarkCase
         from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls
         from stepgraph.runtime.tools.recorded_steps import record_steps
         from triton.compiler import compiler

@@ -6,17 +6,12 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
 
 from ...profiling.command_line import INTERRUPTED, print_text
 from ...profiling.nsys import inside_nsys
 from .comparison import compare, comparison_text, failure, read_results
-from .console import PROGRAM, REPORTED_ERRORS, print_error
-from .options import parse_arguments
-
-if TYPE_CHECKING:  # it needs torch
-    from .benchmark_run import BenchmarkRun
+from .options import PROGRAM, REPORTED_ERRORS, parse_arguments, print_error
 
 __all__ = ["main"]
 
@@ -31,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         if options.compare is not None:
-            return _compare_files(options)
+            old, new = map(read_results, options.compare)
+            print_text(comparison_text(old, new, options.compare, options.fail_above))
+            reason = options.fail_above and failure(compare(old, new), options.fail_above)
+            return print_error(reason) if reason else 0
         if options.profile == "nsys" and not inside_nsys():
             from .step_profile import nsys_commands
 
@@ -45,53 +43,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return print_error(error)
 
 
-def _compare_files(options: argparse.Namespace) -> int:
-    """Compare two files; return 1 if they fail the limit."""
-    old, new = map(read_results, options.compare)
-    print_text(comparison_text(old, new, options.compare, options.fail_above))
-    if options.fail_above is None:
-        return 0
-    reason = failure(compare(old, new), options.fail_above)
-    return 0 if reason is None else print_error(reason)
-
-
 def _measure(options: argparse.Namespace) -> int:
     """Measure with engines; print and write the results, also if an error ends the measurement."""
-    from .results import failed_checks
+    from . import serve, steady, step_profile
+    from .benchmark_run import BenchmarkRun
+    from .results import failed_checks, report, warnings
 
-    run = _new_run(options)
+    profile = None if options.profile == "none" else step_profile.StepProfile(options)
+    if options.scenario == "serve":
+        run = BenchmarkRun(options, {})
+    else:
+        scenario = steady.SteadyScenario(options, profile)
+        run = scenario.run
     try:
-        run.run()
+        with nullcontext() if profile is None else profile.window:
+            serve.measure(run) if options.scenario == "serve" else scenario.measure()
         run.settle()
     finally:
         if any(isinstance(value, list) and value for value in run.document.values()):
-            _report(run)
-    if options.profile != "none":
-        print_text(run.profile_report())
+            print_text(report(run.document, verbose=options.verbose))
+            for warning in warnings(run.document):
+                line = f"{PROGRAM}: {warning}"
+                print(textwrap.fill(line, 100, subsequent_indent="  "), file=sys.stderr)
+    if profile is not None:
+        print_text(profile.finish(run))
     return int(bool(failed_checks(run.document)))
-
-
-def _new_run(options: argparse.Namespace) -> Any:
-    """Return what measures: a `BenchmarkRun` that has checked the device and all engines."""
-    if options.profile != "none":
-        from .step_profile import ProfileRun
-
-        return ProfileRun(options)
-    if options.scenario == "steady":
-        from .scenarios.steady import SteadyRun
-
-        return SteadyRun(options)
-    from .benchmark_run import BenchmarkRun
-
-    scenario = import_module(f".scenarios.{options.scenario}", __package__)
-    return BenchmarkRun(options, scenario.measure)
-
-
-def _report(run: BenchmarkRun) -> None:
-    """Print the results; print warnings to stderr."""
-    from .results import report, warnings
-
-    print_text(report(run.document, verbose=run.options.verbose))
-    for warning in warnings(run.document):
-        line = f"{PROGRAM}: {warning}"
-        print(textwrap.fill(line, 100, subsequent_indent="  "), file=sys.stderr)

@@ -17,8 +17,7 @@ from ...profiling.command_line import CommandParser, print_text
 from ..config import EngineConfig
 from ..errors import StepgraphError
 from ..tools.arguments import BYTES, flag_type, parse_bytes
-from .console import REPORTED_ERRORS, print_error
-from .options import MODEL_FLAGS, add_flags, number
+from .options import MODEL_FLAGS, REPORTED_ERRORS, add_flags, number, print_error
 
 __all__ = ["main"]
 

@@ -10,24 +10,33 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ...profiling.atomic_write import WriteError, check_writable
 from ...profiling.command_line import CommandParser
 from ...profiling.kernel_names import SUFFIX as KERNELS_SUFFIX
+from ...profiling.kernel_names import NamesFileError
+from ...profiling.ranges import NvtxMissingError
 from ...profiling.trace import SUFFIX as TRACE_SUFFIX
+from ...profiling.trace import TraceError
 from ..arguments import described_fields
 from ..config import EngineConfig
+from ..errors import ConfigError, MemoryBudgetError, StepgraphError, StepPreparationError
 from ..tools.arguments import flag_settings, flag_type, integer
-from .console import PROGRAM
 from .peer_runner import RUNTIMES
-from .peers import peer_spec
+from .peers import PeerSpec, peer_spec
 
-__all__ = ["MODEL_FLAGS", "MODES", "add_flags", "kernels_path", "number"]
-__all__ += ["parse_arguments", "trace_path"]
+__all__ = ["MODEL_FLAGS", "MODES", "PROGRAM", "REPORTED_ERRORS", "add_flags", "kernels_path"]
+__all__ += ["number", "parse_arguments", "print_error", "trace_path"]
 
+PROGRAM = "stepgraph bench"
+"""What usage and errors begin with."""
+REPORTED_ERRORS = (
+    *(StepgraphError, MemoryBudgetError, StepPreparationError),
+    *(NamesFileError, NvtxMissingError, TraceError, WriteError),
+)
+"""Errors that a command prints as one line; any other is a defect and keeps its traceback."""
 MODES = ("eager", "compile", "graph")
-SCENARIOS = ("steady", "neighbours", "serve")
 MODEL_FLAGS = ("model", "device", "dtype", "weight-dtype", "kv-dtype")
 
 _DESCRIPTION = """\
@@ -45,7 +54,6 @@ Measure how fast a model decodes on this machine, and how far that is from its m
 _EPILOG = """\
 scenarios:
   steady      decode steps of a whole batch
-  neighbours  decode steps with busy processes on the same processors, also of other runtimes
   serve       requests arrive at random: latency, goodput and refusals against the rate
 
 Results go to stdout, progress and warnings to stderr. Each combination of the lists is a separate
@@ -53,10 +61,24 @@ case or engine. Exit status: 0; 1 if something cannot be measured, has wrong tok
 --fail-above; 2 for a wrong command line or configuration; 130 after an interrupt, which keeps the
 results measured so far. docs/benchmarking.md explains all columns.
 """
-_PROFILE_STEPS = 16
-"""A trace of 16 steps opens at once, and their mean hardly changes with more."""
 _MAX_STEADY_SECONDS = 10.0
 """For the repetitions of a case in one mode, unless their number is given."""
+
+
+def print_error(error: object, name: str | None = None, *, program: str = PROGRAM) -> int:
+    """Print an error to stderr: its details first, its message as the last line.
+
+    Return the exit status: 2, as argparse, for a wrong configuration.
+
+    Args:
+        error: the error, or its message.
+        name: what cannot be measured, such as a model.
+        program: that the line begins with.
+    """
+    message, *details = str(error).splitlines() or [type(error).__name__]
+    about = "" if name is None else f"{name}: "
+    print(*details, f"{program}: error: {about}{message}", sep="\n", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1
 
 
 def number(what: str, *, at_least: float = 0.0) -> Callable[[str], float]:
@@ -71,69 +93,57 @@ def number(what: str, *, at_least: float = 0.0) -> Callable[[str], float]:
     return flag_type(read, what)
 
 
+_UNUSED: Final = object()
+
+
 class Flag(NamedTuple):
     """A flag of the benchmark."""
 
     help: str
-    defaults: Mapping[str, Any]
-    """By scenario; the flag has no effect in others."""
+    steady: Any = None
+    """The default in this scenario, or `_UNUSED`: the flag is refused there."""
+    serve: Any = None
     settings: Mapping[str, Any] = {}
     """Further arguments of `add_argument`."""
 
 
-def _engines(default: Any = None, **others: Any) -> dict[str, Any]:
-    """Return defaults of a flag of all scenarios."""
-    return dict.fromkeys(SCENARIOS, default) | others
-
-
 _LIST: dict[str, Any] = {"nargs": "+"}
-_STEADY = {"steady": None}
 _SERVE_MS = {"type": number("a positive number of milliseconds"), "metavar": "MS"}
-
 _DESCRIBED = described_fields(EngineConfig)
 
 
 def _field(
-    name: str,
-    default: Any = "auto",
-    note: str | None = None,
-    *,
-    many: bool = True,
-    scenarios: Mapping[str, Any] | None = None,
-    **settings: Any,
+    name: str, default: Any = "auto", note: str | None = None, *, many: bool = True, **changes: Any
 ) -> Flag:
-    """Return the flag of a field of `EngineConfig`, by default of all scenarios.
+    """Return the flag of a field of `EngineConfig`, whose first sentence describes it.
 
     Args:
-        name: of the field, whose first sentence describes the flag.
+        name: of the field.
         default: value without the flag.
         note: the default in words.
         many: whether the flag has a list of values, each of them another case.
-        scenarios: defaults by scenario, if they differ.
-        settings: instead of the field's.
+        changes: of the fields of the `Flag`.
     """
     text = _DESCRIBED[name].partition(". ")[0].removesuffix(".").replace("%", "%%")
-    return Flag(
-        f"{text} (default: {default if note is None else note})",
-        _engines([default] if many and default is not None else default)
-        if scenarios is None
-        else scenarios,
-        (_LIST if many else {}) | flag_settings(EngineConfig, name) | settings,
-    )
+    value = [default] if many and default is not None else default
+    settings = (_LIST if many else {}) | flag_settings(EngineConfig, name)
+    flag = Flag(f"{text} (default: {note or default})", value, value, settings)
+    return flag._replace(**changes)
 
 
 FLAGS: dict[str, dict[str, Flag]] = {
     "model and engine": {
         "model": Flag(
             "checkpoint directory, hub id, preset:NAME (random weights) or demo (default: demo)",
-            _engines(["demo"]),
-            _LIST,
+            *(["demo"], ["demo"], _LIST),
         ),
-        "device": _field("device", "auto", many=False),
+        "device": _field("device", many=False),
         "dtype": _field("dtype"),
         "weight-dtype": _field("weight_dtype"),
         "kv-dtype": _field("kv_dtype"),
-        "mode": _field("mode", None, "the fastest of the device", choices=MODES),
+        "mode": _field(
+            "mode", None, "the fastest of the device", settings=_LIST | {"choices": MODES}
+        ),
         "kernels": _field("kernels"),
         "model-impl": _field("model_impl"),
         "prefill-chunk": _field("prefill_chunk", EngineConfig().prefill_chunk, many=False),
@@ -142,130 +152,107 @@ FLAGS: dict[str, dict[str, Flag]] = {
             None,
             "a thread per core; serve: -1, all cores but one, which the event loop gets",
             many=False,
-            scenarios=_engines(serve=-1),
+            serve=-1,
         ),
         "tensor-parallel": _field(
-            "tensor_parallel",
-            None,
-            "1; several numbers are measured in turn",
-            scenarios={"steady": None},
+            "tensor_parallel", None, "1; several numbers are measured in turn", serve=_UNUSED
         ),
     },
     "measurement": {
         "scenario": Flag(
             "scenario to measure, see below (default: steady)",
-            _engines(),
-            {"choices": SCENARIOS},
+            *("steady", "serve", {"choices": ("steady", "serve")}),
         ),
         "batch-size": Flag(
             "rows: requests that decode together (default: 1 8; serve 8)",
-            _engines([1, 8], serve=[8]),
-            _LIST | {"type": integer(1)},
+            *([1, 8], [8], _LIST | {"type": integer(1)}),
         ),
         "input-len": Flag(
-            "tokens per prompt (default: 128 1024; serve and neighbours 128)",
-            _engines([128], steady=[128, 1024]),
-            _LIST | {"type": integer(1)},
+            "tokens per prompt (default: 128 1024; serve 128)",
+            *([128, 1024], [128], _LIST | {"type": integer(1)}),
         ),
         "output-len": Flag(
             "output tokens per request (default: 64; serve 32)",
-            {"steady": [64], "serve": [32]},
-            _LIST | {"type": integer(2)},  # prefill samples the first token, a step the second
+            # Prefill samples the first token, a step the second.
+            *([64], [32], _LIST | {"type": integer(2)}),
         ),
         "num-warmup": Flag(
-            "warm-up runs per case, not counted (default: 1)",
-            {"steady": 1, "neighbours": 1},
-            {"type": integer(0)},
+            "warm-up runs per case, not counted (default: 1)", 1, _UNUSED, {"type": integer(0)}
         ),
         "num-iters": Flag(
-            "repetitions per case, interleaved with other modes; 5 or more for --compare (default:"
-            " 3, fewer if they take over 10 s; neighbours: 6)",
-            {"steady": 3, "neighbours": 6},
-            {"type": integer(1)},
-        ),
-        "num-steps": Flag(
-            "steps of each round of neighbours (default: 32)",
-            {"neighbours": 32},
-            {"type": integer(30)},  # enough to see a distribution
+            "repetitions per case, interleaved with other modes and runtimes; 5 or more for"
+            " --compare (default: 3, fewer if they take over 10 s)",
+            *(3, _UNUSED, {"type": integer(1)}),
         ),
         "neighbours": Flag(
-            "numbers of busy processes, for neighbours (default: 0 1 2)",
-            {"neighbours": [0, 1, 2]},
-            _LIST | {"type": integer(0, 256), "metavar": "PROCESSES"},
+            "numbers of busy processes on the same processors (default: 0)",
+            *([0], _UNUSED, _LIST | {"type": integer(0, 256), "metavar": "PROCESSES"}),
         ),
         "peer": Flag(
-            f"other CPU runtimes for neighbours ({', '.join(RUNTIMES)}), each with the Python that"
-            " has it installed",
-            {"neighbours": None},
-            _LIST | {"type": peer_spec, "metavar": "NAME[=PYTHON]"},
+            f"run the same cases, interleaved, with other runtimes ({', '.join(RUNTIMES)}), each in"
+            " the Python that has it installed, and report the speedup of a step",
+            *((), _UNUSED, _LIST | {"type": peer_spec, "metavar": "NAME[=PYTHON]"}),
         ),
         "check": Flag(
             "after timing a case, score its tokens with the plain PyTorch reference on the same"
             " device; a token far below the reference's best one fails the case, and the exit"
             " status is 1 (default: on CUDA; --no-check: never)",
-            _STEADY,
-            {"action": argparse.BooleanOptionalAction},
+            *(None, _UNUSED, {"action": argparse.BooleanOptionalAction}),
         ),
         "baseline": Flag(
-            "run the same cases, interleaved, with `generate` of transformers and a static cache,"
-            " and report the speedup of a step and the share of equal tokens; compiled: also on a"
-            " CPU, not only on CUDA (needs the extra `baseline`)",
-            _STEADY,
-            {"choices": ("transformers", "compiled")},
+            "--peer transformers: `generate` with a static cache, and the share of equal tokens;"
+            " compiled: also on a CPU, not only on CUDA (needs the extra `baseline`)",
+            *(None, _UNUSED, {"choices": ("transformers", "compiled")}),
         ),
         "seed": _field("seed", 0, many=False),
     },
     "serve": {
         "max-itl-ms": Flag(
             "latency budgets of mixed steps, prefill and decode (default: none)",
-            {"serve": None},
-            _LIST | _SERVE_MS,
+            *(_UNUSED, None, _LIST | _SERVE_MS),
         ),
         "rates": Flag(
             "rates of arrivals, as fractions of the measured capacity (default: 0.2 0.5 0.7 1 1.5"
             " 2)",
-            {"serve": [0.2, 0.5, 0.7, 1.0, 1.5, 2.0]},
+            _UNUSED,
+            [0.2, 0.5, 0.7, 1.0, 1.5, 2.0],
             _LIST | {"type": number("a positive number"), "metavar": "FRACTION"},
         ),
         "duration": Flag(
             "seconds over which requests arrive, for each rate (default: 20)",
-            {"serve": 20.0},
+            *(_UNUSED, 20.0),
             {"type": number("a positive number of seconds"), "metavar": "SECONDS"},
         ),
         "slo-ttft": Flag(
             "objective for the first token, from the scheduled arrival, and deadline of requests"
             " (default: four times the p90 of the closed loop)",
-            {"serve": None},
-            _SERVE_MS,
+            *(_UNUSED, None, _SERVE_MS),
         ),
         "slo-itl": Flag(
             "objective for every gap between tokens of a request (default: four times the p99 of"
             " the closed loop)",
-            {"serve": None},
-            _SERVE_MS,
+            *(_UNUSED, None, _SERVE_MS),
         ),
     },
     "results": {
         "verbose": Flag(
             "also print the memory plan, the start of each engine and all columns",
-            _engines(False),
-            {"action": "store_true"},
+            *(False, False, {"action": "store_true"}),
         ),
         "output-json": Flag(
             "write all results to this file as JSON, after each case",
-            _engines(),
-            {"type": Path, "metavar": "FILE"},
+            settings={"type": Path, "metavar": "FILE"},
         ),
         "compare": Flag(
             "compare two files of --output-json, case by case, without a measurement",
-            _STEADY,
-            {"type": Path, "nargs": 2, "metavar": ("OLD.json", "NEW.json")},
+            serve=_UNUSED,
+            settings={"type": Path, "nargs": 2, "metavar": ("OLD.json", "NEW.json")},
         ),
         "fail-above": Flag(
             "for --compare: exit with status 1 if a ratio new / old is above this, e.g. 1.05, or if"
             " no case matches",
-            _STEADY,
-            {
+            serve=_UNUSED,
+            settings={
                 "type": number("a ratio of at least 1, where 1 is as fast as before", at_least=1.0),
                 "metavar": "RATIO",
             },
@@ -276,25 +263,22 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "profile some decode steps of one case (by default one row after 1024 tokens): nsys"
             " prints the commands to run; torch writes a trace for Perfetto, and prints the time of"
             " each operation (default: none)",
-            {"steady": "none"},
-            {"choices": ("none", "nsys", "torch")},
+            *("none", _UNUSED, {"choices": ("none", "nsys", "torch")}),
         ),
         "profile-steps": Flag(
             "steps of the whole batch to profile, after a quarter of the run (default: 16)",
-            {"steady": _PROFILE_STEPS},
-            {"type": integer(1), "metavar": "STEPS"},
+            # A trace of 16 steps opens at once, and their mean hardly changes with more.
+            *(16, _UNUSED, {"type": integer(1), "metavar": "STEPS"}),
         ),
         "profile-output": Flag(
             "the profile is NAME.trace.json.gz (torch), or NAME.nsys-rep and NAME.sqlite with"
             " NAME.kernels.json (nsys); existing files are replaced (default: stepgraph-profile)",
-            {"steady": Path("stepgraph-profile")},
-            {"type": Path, "metavar": "NAME"},
+            *(Path("stepgraph-profile"), _UNUSED, {"type": Path, "metavar": "NAME"}),
         ),
         "graph-trace": Flag(
             "how nsys traces a captured step: graph, as a whole; node, every kernel, which changes"
             " its time (default: graph)",
-            {"steady": "graph"},
-            {"choices": ("graph", "node")},
+            *("graph", _UNUSED, {"choices": ("graph", "node")}),
         ),
     },
 }
@@ -302,7 +286,7 @@ _ALL = {name: flag for flags in FLAGS.values() for name, flag in flags.items()}
 _PROFILE_DEFAULTS = {"batch-size": [1], "input-len": [1024], "num-iters": 1}
 """Of steady with `--profile`."""
 _ONE_VALUE = (
-    *(*MODEL_FLAGS, "mode", "kernels", "model-impl", "tensor-parallel"),
+    *(*MODEL_FLAGS, "mode", "kernels", "model-impl", "tensor-parallel", "neighbours"),
     *("batch-size", "input-len", "output-len"),
 )
 """Flags that have one value with `--profile`."""
@@ -312,7 +296,7 @@ def add_flags(parser: argparse._ActionsContainer, *names: str, **changes: Any) -
     """Add flags by name, with their defaults of steady; `changes` override their settings."""
     for name in names:
         flag = _ALL[name]
-        default = {"help": flag.help, "default": flag.defaults["steady"]}
+        default = {"help": flag.help, "default": flag.steady}
         parser.add_argument(f"--{name}", **default | dict(flag.settings) | changes)
 
 
@@ -364,7 +348,8 @@ def _completed(given: dict[str, Any]) -> argparse.Namespace:
     """
     scenario, compared = given.get("scenario", "steady"), "compare" in given
     profiled = given.get("profile", "none") != "none"
-    accepted = {name for name, flag in _ALL.items() if scenario in flag.defaults}
+    defaults = {name: getattr(flag, scenario) for name, flag in _ALL.items()}
+    accepted = {name for name, default in defaults.items() if default is not _UNUSED}
     what = f"--scenario {scenario}"
     if "fail-above" in given and not compared:
         raise ValueError("--fail-above has no effect without --compare")
@@ -381,15 +366,14 @@ def _completed(given: dict[str, Any]) -> argparse.Namespace:
     options = argparse.Namespace(
         turn_seconds=math.inf if "num-iters" in given else _MAX_STEADY_SECONDS
     )
-    for name, flag in _ALL.items():
-        default = flag.defaults.get(scenario)
-        if profiled:
-            default = _PROFILE_DEFAULTS.get(name, default)
+    for name, default in (defaults | (_PROFILE_DEFAULTS if profiled else {})).items():
         value = given.get(name, default)
         if isinstance(value, list) and name != "compare":  # a repeated value is one case
             value = list(dict.fromkeys(value))
-        setattr(options, name.replace("-", "_"), value)
-    options.scenario, options.profile = scenario, given.get("profile", "none")
+        setattr(options, name.replace("-", "_"), None if value is _UNUSED else value)
+    options.profile = given.get("profile", "none")
+    if scenario == "steady" and options.baseline is not None:
+        options.peer = [*options.peer, PeerSpec("transformers", sys.executable)]
     if options.output_json is not None:
         check_writable(options.output_json)
     if profiled:
@@ -399,8 +383,9 @@ def _completed(given: dict[str, Any]) -> argparse.Namespace:
 
 def _check_profile(options: argparse.Namespace, given: Mapping[str, Any]) -> None:
     """Check that the command line has one case, and fill in the steps and files of the profile."""
-    if "baseline" in given:
-        raise ValueError("--baseline cannot go with --profile: a profiled run is slower")
+    if options.peer:
+        other = "baseline" if "baseline" in given else "peer"
+        raise ValueError(f"--{other} cannot go with --profile: a profiled run is slower")
     for name in _ONE_VALUE:
         values = getattr(options, name.replace("-", "_"))
         if isinstance(values, list) and len(values) > 1:

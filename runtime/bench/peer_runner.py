@@ -1,13 +1,8 @@
-"""Decodes in another runtime, step by step, as `peers` requests. Runs in that runtime's Python.
+"""Decodes in another runtime, as `peers` requests. Runs in that runtime's Python.
 
 Requests and replies are JSON objects, one a line, on stdin and stdout. The first request loads the
-model; `prefill`, `steps` and `end` follow in this order, any number of times. An `error` in a reply
-ends the process. Standard library only, until a runtime is loaded.
-
-A runtime is a class that loads a model. It has its `version`, and `stored_as`: the type of the
-weights of linear layers, None for the dtype of everything else. `add` queues prompts, decoded
-greedily to `max_tokens` tokens each; `step` returns the numbers of the prompts that got a token;
-`end` drops the requests.
+model; each of the others decodes a batch. An `error` in a reply ends the process. Standard library
+only, until a runtime is loaded.
 """
 
 from __future__ import annotations
@@ -17,19 +12,146 @@ import os
 import runpy
 import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 
-class OpenVino:
+class Runtime:
+    """A runtime that is stepped by hand: `add` queues prompts, which are decoded greedily."""
+
+    version: str
+    stored_as: str | None = None
+    """Type of the weights of linear layers; None: the dtype of everything else."""
+
+    def __init__(self, load: dict[str, Any]) -> None:
+        self._load = load
+
+    def add(self, prompts: list[list[int]], max_tokens: int) -> None:
+        """Queue prompts, of which each gets at most `max_tokens`."""
+        raise NotImplementedError
+
+    def step(self) -> Sequence[int]:
+        """Return the numbers of the prompts that got a token."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Drop the requests."""
+        raise NotImplementedError
+
+    def run(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+        """Decode a batch; return the milliseconds from one set of its tokens to the next."""
+        self.add(prompts, self._load["tokens"] - len(prompts[0]))
+        rows, decoding = set(range(len(prompts))), set[int]()
+        while decoding < rows:
+            decoding.update(self.step())
+        seconds = [time.perf_counter()]
+        for _ in range(steps):
+            got = self.step()
+            seconds.append(time.perf_counter())
+            if set(got) != rows:
+                raise RuntimeError(f"a step decoded rows {list(got)}, expected all {len(rows)}")
+        self.end()
+        return {"step_ms": milliseconds(seconds)}
+
+
+def milliseconds(seconds: list[float]) -> list[float]:
+    """Return the gaps between times."""
+    return [1e3 * (after - before) for before, after in pairwise(seconds)]
+
+
+class Transformers(Runtime):
+    """`generate` of transformers with a static cache, whose steps a streamer times.
+
+    It copies the tokens of every step to the host for the streamer, and its work between two steps
+    is included. On CUDA it compiles decoding, on a CPU if that is demanded.
+    """
+
+    WARM_STEPS = 4
+    """Decode steps, at least, before any counts: compiling, capturing and the first replays."""
+    MOST_SHAPES = 64
+    """Shapes that decoding is compiled for; beyond the limit it would silently run uncompiled."""
+
+    def __init__(self, load: dict[str, Any]) -> None:
+        import torch
+        import transformers
+
+        self._torch, self._transformers = torch, transformers
+        self.version = transformers.__version__
+        transformers.utils.logging.disable_progress_bar()
+        torch.set_num_threads(load["threads"])
+        self._device = torch.device(load["device"])
+        self._compiles = load["compiled"] or self._device.type == "cuda"
+        from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
+        model: Any = from_pretrained(load["checkpoint"], dtype=getattr(torch, load["dtype"]))
+        self._model = model.to(self._device).eval()
+        text = model.config.get_text_config()
+        if getattr(text, "attn_logit_softcapping", None) is not None:
+            model.set_attn_implementation("eager")  # sdpa ignores the soft cap
+        # Our side ignores the checkpoint's generation settings (penalties, stop tokens) as well.
+        model.generation_config = transformers.GenerationConfig()
+        self._cache: Any = None
+        self._shape = (0, 0, 0)
+
+    def run(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+        """Decode a batch, after runs that compile it if it has another shape than the last one."""
+        shape = len(prompts), len(prompts[0]), steps
+        if shape != self._shape:
+            self._cache = None
+            # Kept between the runs: captured graphs read its addresses.
+            self._cache = self._transformers.StaticCache(
+                config=self._model.config, max_cache_len=len(prompts[0]) + steps + 1
+            )
+            self._shape = shape
+            for _ in range(-(-self.WARM_STEPS // steps)):
+                self._generate(prompts, steps)
+        return self._generate(prompts, steps)
+
+    def _generate(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+        torch = self._torch
+        settings: dict[str, Any] = {}
+        if self._compiles:
+            # The default, but static shapes: else the second case would compile dynamic ones.
+            settings["compile_config"] = self._transformers.CompileConfig(dynamic=False)
+            settings["compile_config"]._compile_all_devices = True
+        seconds: list[float] = []
+        tokens: list[list[int]] = []
+
+        class Streamer:
+            def put(self, token_ids: Any) -> None:
+                if token_ids.dim() == 1:  # the first call has the prompts
+                    seconds.append(time.perf_counter())
+                    tokens.append(token_ids.tolist())
+
+            def end(self) -> None:
+                pass
+
+        self._cache.reset()
+        prompts_BT = torch.tensor(prompts, device=self._device)
+        with torch._dynamo.config.patch(recompile_limit=self.MOST_SHAPES):
+            self._model.generate(
+                prompts_BT,
+                attention_mask=torch.ones_like(prompts_BT),
+                generation_config=self._transformers.GenerationConfig(
+                    do_sample=False, pad_token_id=0, max_new_tokens=steps + 1, **settings
+                ),
+                past_key_values=self._cache,
+                streamer=Streamer(),
+            )
+        if len(tokens) != steps + 1:
+            raise RuntimeError(f"transformers decoded {len(tokens) - 1} steps, not {steps}")
+        return {"step_ms": milliseconds(seconds), "token_ids": list(zip(*tokens, strict=True))}
+
+
+class OpenVino(Runtime):
     """OpenVINO GenAI's continuous batching over a model that optimum-intel exports."""
 
-    stored_as: str | None = None
     LEAST_BLOCK = 16
     """Tokens of a cache block, at least: 32 on current CPUs."""
 
     def __init__(self, load: dict[str, Any]) -> None:
+        super().__init__(load)
         import openvino
         import openvino_genai
         from optimum.intel import OVModelForCausalLM
@@ -79,12 +201,11 @@ class OpenVino:
             self._pipeline.step()
 
 
-class Vllm:
+class Vllm(Runtime):
     """vLLM's engine in this process, stepped by hand."""
 
-    stored_as: str | None = None
-
     def __init__(self, load: dict[str, Any]) -> None:
+        super().__init__(load)
         cpus = sorted(os.sched_getaffinity(0))[: load["threads"]]
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -128,13 +249,14 @@ class Vllm:
             self._engine.step()
 
 
-class LlamaCpp:
+class LlamaCpp(Runtime):
     """llama.cpp, through the low-level API of llama-cpp-python; see `gguf_writer` for models."""
 
     CHUNK = 512
     """Prompt tokens of a call, its default."""
 
     def __init__(self, load: dict[str, Any]) -> None:
+        super().__init__(load)
         import llama_cpp
 
         self._api = llama_cpp
@@ -201,27 +323,12 @@ class LlamaCpp:
         self._latest, self._lengths = [], []
 
 
-Runtime = OpenVino | Vllm | LlamaCpp
-RUNTIMES: dict[str, type[Runtime]] = {"openvino": OpenVino, "vllm": Vllm, "llama.cpp": LlamaCpp}
-
-
-def prefill(runtime: Runtime, prompts: list[list[int]], max_tokens: int) -> None:
-    """Run until every prompt has its first token."""
-    runtime.add(prompts, max_tokens)
-    decoding: set[int] = set()
-    while len(decoding) < len(prompts):
-        decoding.update(runtime.step())
-
-
-def timed_steps(runtime: Runtime, rows: int, count: int) -> list[float]:
-    """Return the milliseconds from one set of tokens to the next, of steps of the whole batch."""
-    times = [time.perf_counter()]
-    for _ in range(count):
-        got = runtime.step()
-        times.append(time.perf_counter())
-        if sorted(got) != list(range(rows)):
-            raise RuntimeError(f"a step decoded rows {got}, expected all {rows}")
-    return [1e3 * (after - before) for before, after in pairwise(times)]
+RUNTIMES: dict[str, type[Runtime]] = {
+    "openvino": OpenVino,
+    "vllm": Vllm,
+    "llama.cpp": LlamaCpp,
+    "transformers": Transformers,
+}
 
 
 def main() -> None:
@@ -229,21 +336,17 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not a reply
     runtime: Runtime | None = None
-    rows = 0
     for line in sys.stdin:
         request = json.loads(line)
-        reply: dict[str, Any] = {}
         try:
             if runtime is None:
                 runtime = RUNTIMES[request["runtime"]](request)
-                reply = {"version": runtime.version, "stored_as": runtime.stored_as}
-            elif request["do"] == "prefill":
-                rows = len(request["prompts"])
-                prefill(runtime, request["prompts"], request["max_tokens"])
-            elif request["do"] == "steps":
-                reply = {"step_ms": timed_steps(runtime, rows, request["count"])}
+                reply: dict[str, Any] = {
+                    "version": runtime.version,
+                    "stored_as": runtime.stored_as,
+                }
             else:
-                runtime.end()
+                reply = runtime.run(**request)
         except Exception as error:  # whatever the runtime raises
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")

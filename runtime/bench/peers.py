@@ -1,7 +1,7 @@
-"""Other runtimes that `--scenario neighbours` measures, each in its own process.
+"""Other runtimes that decode the same cases with the same weights, each in its own process.
 
 The process runs `peer_runner` in the Python that has the runtime installed, loads the model once,
-and then decodes on request, so that its steps and ours are interleaved.
+and then decodes on request, so that its repetitions and ours are interleaved.
 """
 
 from __future__ import annotations
@@ -14,21 +14,28 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import StepgraphError
 from .peer_runner import RUNTIMES
 
-__all__ = ["Peer", "PeerError", "PeerSpec", "peer_spec"]
+__all__ = ["Peer", "PeerError", "PeerSpec", "checkpoint_of", "peer_spec", "save_random_weights"]
 
 RUNNER = Path(__file__).with_name("peer_runner.py")
 REPLY_SECONDS = 900
-"""A peer that takes longer for a request is ended. The first request exports and compiles."""
+"""A peer that takes longer for a request is ended. The first requests export and compile."""
 MAX_REASON = 300
 """Characters of an error of another program."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Model types whose presets can be saved."""
+_SAME_NAME = (
+    *("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "hidden_act", "head_dim"),
+    *("max_position_embeddings", "tie_word_embeddings", "bos_token_id", "model_type"),
+    *("attention_bias", "mlp_bias", "rope_theta", "sliding_window"),
+)
 
 
 class PeerError(StepgraphError, RuntimeError):
@@ -39,7 +46,7 @@ class PeerSpec(NamedTuple):
     """Another runtime, and the Python that has it installed."""
 
     name: str
-    python: str
+    python: str = sys.executable
 
 
 def peer_spec(text: str) -> PeerSpec:
@@ -55,24 +62,23 @@ def peer_spec(text: str) -> PeerSpec:
 class Peer:
     """A model in another runtime, in a process group; `close` it at the end."""
 
-    def __init__(
-        self, spec: PeerSpec, checkpoint: Path, *, dtype: str, weight_dtype: str, **limits: int
-    ) -> None:
+    def __init__(self, spec: PeerSpec, checkpoint: Path, **settings: Any) -> None:
         """Start the process and load the model.
 
         Args:
             spec: which runtime, in which Python.
             checkpoint: directory in Hugging Face format.
-            dtype: of weights, arithmetic and cache, by torch's name.
-            weight_dtype: of our weights: llama.cpp stores them as q8_0 for int8, others ignore it.
-            limits: `threads` that it computes with, `rows` of the largest batch, `tokens` of the
-                longest sequence and `batch_tokens` of a step, prompts included.
+            settings: `dtype` of weights, arithmetic and cache, by torch's name; `weight_dtype` of
+                our weights: llama.cpp stores them as q8_0 for int8, others ignore it; `threads`
+                that it computes with, `rows` of the largest batch, `tokens` of the longest
+                sequence and `batch_tokens` of a step, prompts included; of transformers the
+                `device` and whether decoding is `compiled`.
 
         Raises:
             PeerError: the runtime cannot be run, fails or does not answer.
         """
         self.name = spec.name
-        env = os.environ | {"OMP_NUM_THREADS": str(limits["threads"])}
+        env = os.environ | {"OMP_NUM_THREADS": str(settings["threads"])}
         if spec.python != sys.executable:  # the path is meant for this interpreter alone
             env.pop("PYTHONPATH", None)
         self._scratch = tempfile.TemporaryDirectory(prefix="stepgraph-peer-")
@@ -96,29 +102,21 @@ class Peer:
                 runtime=spec.name,
                 checkpoint=str(checkpoint),
                 scratch=self._scratch.name,
-                dtype=dtype,
-                weight_dtype=weight_dtype,
-                **limits,
+                **settings,
             )
         except BaseException:
             self.close()
             raise
-        self.version: str = loaded["version"]
-        self.dtype: str = loaded["stored_as"] or dtype
-        """Of the weights of linear layers."""
+        dtype = loaded.pop("stored_as") or settings["dtype"]  # of the weights of linear layers
+        self.about: dict[str, Any] = {"name": spec.name, "dtype": dtype, **loaded}
+        """The name, version and settings of the runtime, for the JSON."""
 
-    def prefill(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        """Run until every prompt has its first token; each may get `max_tokens`."""
-        self._request(do="prefill", prompts=prompts, max_tokens=max_tokens)
+    def run(self, prompts: Sequence[Sequence[int]], steps: int) -> dict[str, Any]:
+        """Prefill prompts of one length and decode all of them `steps` times.
 
-    def steps(self, count: int) -> list[float]:
-        """Decode the whole batch `count` times; return the milliseconds of each step."""
-        step_ms: list[float] = self._request(do="steps", count=count)["step_ms"]
-        return step_ms
-
-    def end(self) -> None:
-        """Drop the requests."""
-        self._request(do="end")
+        Return the milliseconds of each step as `step_ms`, and `token_ids` where they are known.
+        """
+        return self._request(prompts=prompts, steps=steps)
 
     def close(self) -> None:
         """Kill the process and its children. Idempotent."""
@@ -142,14 +140,81 @@ class Peer:
             if not ready:
                 raise PeerError(f"{self.name}: no reply within {REPLY_SECONDS} s")
             line = replies.readline()
-        reply = json.loads(line) if line else {"error": f"it ended: {self._last_words()}"}
+        if line:
+            reply: dict[str, Any] = json.loads(line)
+        else:
+            words = self._log.read_text(errors="replace").strip().splitlines()
+            reply = {"error": f"it ended: {words[-1] if words else 'without a message'}"}
         if "error" in reply:
             reason = " ".join(reply["error"].split())
             raise PeerError(f"{self.name}: {reason:.{MAX_REASON}}")
-        found: dict[str, Any] = reply
-        return found
+        return reply
 
-    def _last_words(self) -> str:
-        """Return the last line of the log that is not blank."""
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "without a message"
+
+@contextmanager
+def checkpoint_of(model: str, dtype: str, seed: int, device: str = "cpu") -> Iterator[Path]:
+    """Yield the directory of a model; a preset is saved in one that is removed afterwards.
+
+    Raises:
+        PeerError: a preset of a family that is not saved.
+    """
+    from ..loading.loader import resolve_source  # needs torch
+
+    source = resolve_source(model)
+    if source.directory is not None:
+        yield source.directory
+        return
+    with tempfile.TemporaryDirectory(prefix="stepgraph-checkpoint-") as scratch:
+        stored = source.native.torch_dtype if dtype == "auto" else dtype
+        save_random_weights(source.native, Path(scratch), stored, seed, device)
+        yield Path(scratch)
+
+
+def save_random_weights(
+    config: Any, directory: Path, dtype: str, seed: int, device: str = "cpu"
+) -> None:
+    """Write the config.json and the random weights of a `ModelConfig`.
+
+    Raises:
+        PeerError: the family is not one of `FAMILIES`.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from ..loading.loader import random_weights
+    from ..models.plan import fused_layout
+
+    rope = config.rope_scaling
+    if config.model_type not in FAMILIES or rope.type not in ("default", "llama3"):
+        raise PeerError(
+            f"a preset of {config.model_type} cannot be compared with other runtimes: give a"
+            f" checkpoint, or a preset of {', '.join(FAMILIES)}"
+        )
+    fields = {name: getattr(config, name) for name in _SAME_NAME} | {
+        "dtype": dtype,
+        "architectures": [config.family.architecture],
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "eos_token_id": list(config.eos_token_ids),
+        "rope_parameters": {"rope_type": rope.type, "rope_theta": config.rope_theta},
+    }
+    if rope.type == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        for name in (*names, "original_max_position_embeddings"):
+            fields["rope_parameters"][name] = getattr(rope, name)
+    if config.experts is not None:
+        same = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        fields |= {name: getattr(config.experts, name) for name in same}
+        fields["mlp_only_layers"] = list(config.experts.dense_layers)
+    (directory / "config.json").write_text(json.dumps(fields))
+    layout, stored = fused_layout(config), getattr(torch, dtype)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in random_weights(config, stored, seed, device=device):
+        for part, values in layout[name].parts(tensor):
+            if part.name is None:
+                continue  # zeros that checkpoints leave out
+            if part.name not in tensors:
+                tensors[part.name] = torch.empty(part.shape, dtype=stored)
+            part.write(tensors[part.name], values.cpu())
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

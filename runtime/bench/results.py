@@ -181,10 +181,6 @@ def _check(entry: Entry) -> str:
     return f"{check['tokens']} {'ok' if check['passed'] else 'FAILED'}" if check else "-"
 
 
-def _baseline(cell: str) -> Callable[[Entry], str]:
-    return lambda e: _FORMATTER.vformat(cell, (), e["baselines"][0]) if e["baselines"] else "-"
-
-
 _FORMATTER = _Formatter()
 _KIND: dict[str, Cell] = {
     "model": "{model}",
@@ -195,8 +191,18 @@ _KIND: dict[str, Cell] = {
     "output": "{output_len}",
 }
 """Columns that are left out of a table, and stand above it, where all entries are equal."""
-_SIZES: dict[str, Cell] = {"batch": "{batch_size}", "input": "{input_len}"}
-_STEP, _ITL, _TTFT = "step ms p50 / p90 / p99", "ITL ms p50 / p90 / p99", "TTFT ms p50"
+_TEXT_COLUMNS = {"model", "dtype", "weights", "KV", "mode"}
+_ITL = "ITL ms p50 / p90 / p99"
+_STEADY: dict[str, Cell] = {
+    "batch": "{batch_size}",
+    "input": "{input_len}",
+    "busy": lambda entry: str(entry.get("neighbours") or "-"),
+    "step ms p50 / p90 / p99": "{step_ms:dist}",
+    "TTFT ms p50": "{ttft_ms[p50]:.1f}",
+    "host µs": "{host_us[p50]:.0f}",
+    "n": "{step_ms[n]}",
+    "spread": "{spread:.1%}",
+}
 _VERBOSE: dict[str, Cell] = {
     _ITL: "{itl_ms:dist}",
     "tok/s": "{tokens_per_second:.1f}",
@@ -206,63 +212,50 @@ _VERBOSE: dict[str, Cell] = {
     "padding": "{padding:.0%}",
     "KV MB": "{kv_bytes:MB}",
 }
-_OPTIONAL: dict[str, Cell] = {
-    "= eager": "{tokens_equal_eager:.0%}",
-    "tokens checked": _check,
-    "transformers step ms p50 (n)": _baseline("{step_ms[p50]:.2f} ({step_ms[n]})"),
-    "times faster": _baseline("{speedup:.2f}"),
-    "= transformers": _baseline("{tokens_equal:.0%}"),
+_SERVE: dict[str, Cell] = {
+    "max ITL ms": "{max_itl_ms:g}",
+    "of capacity": "{fraction:g}",
+    "req/s": "{rate:.2f}",
+    "TTFT ms p50 / p90 / p99": "{ttft_ms:dist}",
+    _ITL: "{itl_ms:dist}",
+    "goodput/s": "{goodput:.2f}",
+    "good": "{good} of {requests}",
+    "shed": "{shed}",
+    "missed": "{missed}",
+    "failed": "{failed}",
+    "unfinished": "{unfinished}",
+    "SLO ms TTFT, ITL": "{slo_ttft_ms:.0f}, {slo_itl_ms:.0f}",
+    "lag ms p99": "{lag_ms[p99]:.2f}",
 }
-"""Columns that a table of steady has if a case has values for them."""
-TABLES: dict[str, dict[str, Cell]] = {
-    "neighbours": {
-        **_SIZES,
-        "busy": "{neighbours}",
-        "runtime": "{name}",
-        _STEP: "{step_ms:dist}",
-        "p50 to peer": "{ratio_p50:.2f}",
-        "p90 to peer": "{ratio_p90:.2f}",
-        "p99 / p50": "{p99_to_p50:.2f}",
-        "n": "{step_ms[n]}",
-        "spread": "{spread:.1%}",
-    },
-    "serve": {
-        "max ITL ms": "{max_itl_ms:g}",
-        "of capacity": "{fraction:g}",
-        "req/s": "{rate:.2f}",
-        "TTFT ms p50 / p90 / p99": "{ttft_ms:dist}",
-        _ITL: "{itl_ms:dist}",
-        "goodput/s": "{goodput:.2f}",
-        "good": "{good} of {requests}",
-        "shed": "{shed}",
-        "missed": "{missed}",
-        "failed": "{failed}",
-        "unfinished": "{unfinished}",
-        "SLO ms TTFT, ITL": "{slo_ttft_ms:.0f}, {slo_itl_ms:.0f}",
-        "lag ms p99": "{lag_ms[p99]:.2f}",
-    },
-    "cases": {
-        **_SIZES,
-        _STEP: "{step_ms:dist}",
-        _TTFT: "{ttft_ms[p50]:.1f}",
-        "host µs": "{host_us[p50]:.0f}",
-        "n": "{step_ms[n]}",
-        "spread": "{spread:.1%}",
-    },
-}
-"""By the name of the list in the document; `cases` belongs to steady."""
-TEXT_COLUMNS = {"model", "dtype", "weights", "KV", "mode", "runtime"}
+
+
+def _optional(cases: Sequence[Entry]) -> dict[str, Cell]:
+    """Return the columns that a table of steady has if a case has values for them."""
+
+    def of(name: str, cell: str) -> Callable[[Entry], str]:
+        def find(entry: Entry) -> str:
+            found = [peer for peer in entry["baselines"] if peer["name"] == name]
+            return _FORMATTER.vformat(cell, (), found[0]) if found else "-"
+
+        return find
+
+    columns: dict[str, Cell] = {"= eager": "{tokens_equal_eager:.0%}", "tokens checked": _check}
+    for name in dict.fromkeys(peer["name"] for case in cases for peer in case["baselines"]):
+        columns |= {
+            f"{name} step ms p50 (n)": of(name, "{step_ms[p50]:.2f} ({step_ms[n]})"),
+            f"times faster than {name}": of(name, "{speedup:.2f}"),
+            f"= {name}": of(name, "{tokens_equal:.0%}"),
+        }
+    return columns
 
 
 def table_rows(document: Entry, *, verbose: bool = False) -> tuple[str, list[dict[str, str]]]:
     """Return what all entries of the document share, and the cells of the others by column."""
-    name = next(name for name in TABLES if document.get(name) or name == "cases")
-    entries = document[name]
-    if name == "neighbours":
-        entries = [{"name": "stepgraph", **e} | p for e in entries for p in ({}, *e["peers"])]
-    columns = _KIND | TABLES[name]
-    if name == "cases":
-        columns = columns | (_VERBOSE if verbose else {}) | _OPTIONAL
+    entries, columns, optional = document.get("serve", ()), _KIND | _SERVE, {"max ITL ms"}
+    if not entries:
+        entries, found = document["cases"], _optional(document["cases"])
+        columns = _KIND | _STEADY | (_VERBOSE if verbose else {}) | found
+        optional = {"busy", *found}
     rows = [
         {
             head: _FORMATTER.vformat(cell, (), entry) if isinstance(cell, str) else cell(entry)
@@ -270,16 +263,15 @@ def table_rows(document: Entry, *, verbose: bool = False) -> tuple[str, list[dic
         }
         for entry in entries
     ]
-    found = {head: [row[head] for row in rows] for head in columns}
-    shared = {h: v[0] for h, v in found.items() if h in _KIND and len(set(v)) == 1}
-    empty = {h for h, v in found.items() if h in _OPTIONAL and set(v) == {"-"}}
+    values = {head: {row[head] for row in rows} for head in columns}
+    shared = {h: min(v) for h, v in values.items() if h in _KIND and len(v) == 1}
+    hidden = {h for h in optional if values[h] == {"-"}} | shared.keys()
     named = [
         f"{head} {value}" if head in ("weights", "KV", "output") else value
         for head, value in shared.items()
-        if not (head in ("weights", "KV") and value == shared.get("dtype")) and value != "-"
+        if not (head in ("weights", "KV") and value == shared.get("dtype"))
     ]
-    keep = [head for head in columns if head not in shared and head not in empty]
-    return ", ".join(named), [{head: row[head] for head in keep} for row in rows]
+    return ", ".join(named), [{h: row[h] for h in columns if h not in hidden} for row in rows]
 
 
 def report(document: Entry, *, verbose: bool = False) -> str:
@@ -291,7 +283,7 @@ def report(document: Entry, *, verbose: bool = False) -> str:
         lines += [*_headlines(document, rows), ""]
     if rows:
         heads = list(rows[0])
-        texts = len([*itertools.takewhile(TEXT_COLUMNS.__contains__, heads)])
+        texts = len([*itertools.takewhile(_TEXT_COLUMNS.__contains__, heads)])
         lines += [*aligned(heads, [list(row.values()) for row in rows], texts), ""]
     lines.append(
         "{device}, {threads} threads, reads {bandwidth_gb_s:.1f} GB/s (measured)".format_map(
@@ -306,9 +298,10 @@ def _headlines(document: Entry, rows: Sequence[Mapping[str, str]]) -> Iterator[s
     reads = document["environment"]["bandwidth_gb_s"]
     for case, row in zip(document["cases"], rows, strict=True):
         own = ", ".join(row[head] for head in _KIND if head in row)
+        busy = f", {case['neighbours']} busy processes" if case.get("neighbours") else ""
         yield (
             f"- {own + ', ' if own else ''}batch {case['batch_size']}, input"
-            f" {case['input_len']:,}: {case['tokens_per_second']:,.0f} tok/s,"
+            f" {case['input_len']:,}{busy}: {case['tokens_per_second']:,.0f} tok/s,"
             f" {100 * case['roofline']['fraction']:.0f} % of the {reads:,.1f} GB/s this machine"
             f" reads; prefill {case['prefill_tokens_per_second']:,.0f} tok/s"
         )

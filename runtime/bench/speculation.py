@@ -40,7 +40,7 @@ from ..execution import inputs
 from ..loading.loader import resolve_source
 from ..sampling_params import SamplingParams
 from ..tools.arguments import integer, speculation_spec
-from .console import PROGRAM, print_error
+from .options import PROGRAM, print_error
 from .workload import interleave
 
 __all__ = ["main", "prompt_text"]

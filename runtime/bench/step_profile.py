@@ -7,9 +7,10 @@ batch in the one repetition that is measured, and closes before another.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -17,17 +18,15 @@ import torch
 from ...profiling import attribution, nsys
 from ...profiling.kernel_names import KernelNames
 from ...profiling.ranges import require_nvtx
-from ...profiling.trace import TraceOperations, torch_trace, trace_operations
-from ..config import EngineConfig
+from ...profiling.trace import torch_trace, trace_operations
 from ..engine.engine import Engine
 from ..models.config import ModelConfig
 from ..tools.step_costs import decode_operation_costs
-from .benchmark_run import ModelKind
+from .benchmark_run import BenchmarkRun
 from .options import kernels_path, trace_path
-from .results import write_json
-from .scenarios.steady import BenchmarkCase, CaseRun, SteadyRun
+from .workload import BenchmarkCase
 
-__all__ = ["ProfileRun", "nsys_commands"]
+__all__ = ["StepProfile", "nsys_commands"]
 
 
 def nsys_commands(options: argparse.Namespace) -> str:
@@ -44,87 +43,73 @@ def nsys_commands(options: argparse.Namespace) -> str:
     return "\n".join([profile, nsys.export_command(Path(f"{name}.nsys-rep")), report])
 
 
-class ProfileRun(SteadyRun):
-    """One case, in one mode, with a profile of some of its steps."""
-
-    profiled = True
+class StepProfile:
+    """The profile of the only case of a command line."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Check the device and measure its bandwidth.
+        """Check that the profiler is installed.
 
         Raises:
             NvtxMissingError: nsys profiles this process, which lacks the package `nvtx`.
         """
         if options.profile == "nsys":
             require_nvtx("--profile nsys")
-        super().__init__(options)
-        self.names = KernelNames()
-        self._window = contextlib.ExitStack()
-        self._began = False
-        self._found: TraceOperations | None = None
+        self.options = options
+        self._names = KernelNames()
+        self.window = ExitStack()
 
-    def run(self) -> None:
-        """Measure the case, and write the profile.
+    @contextmanager
+    def recording(self, run: BenchmarkRun, model: str) -> Iterator[None]:
+        """Record the nodes of the graphs that an engine captures while it starts."""
+        with attribution.recording() as names:
+            yield
+        names.model = model
+        names.device = str(run.document["environment"]["device"])
+        names.bandwidth_gb_s = run.bandwidth / 1e9
+        if names.reason is not None:
+            run.say(f"kernels of captured steps: {names.reason}")
+        self._names = names
+
+    def watch(self, engine: Engine, case: BenchmarkCase) -> Callable[[int], None]:
+        """Return what is called before each step: it begins and ends the profile."""
+        steps, model = self.options.profile_steps, engine.model_config
+        on_gpu = engine.config.mode == "graph" and engine.config.device.type == "cuda"
+        if on_gpu and isinstance(model, ModelConfig):
+            context = case.input_len + (steps.start + steps.stop) // 2
+            self._names.costs = decode_operation_costs(
+                model, engine.config, rows=case.batch_size, context=context
+            )
+
+        def before_step(step: int) -> None:
+            if step == steps.start:
+                window = nsys.capture_window()
+                if self.options.profile == "torch":
+                    window = torch_trace(trace_path(self.options), self._names)
+                self.window.enter_context(window)
+            elif step == steps.stop:
+                self.window.close()
+
+        return before_step
+
+    def finish(self, run: BenchmarkRun) -> str:
+        """Write the profile; return where it is, and the time of each operation in it.
 
         Raises:
-            WriteError: the trace, or the names of kernels cannot be written.
+            WriteError: the names of kernels cannot be written.
             TraceError: the trace has no work of a step.
         """
-        with self._window:
-            super().run()
-        if self.options.profile == "torch":
-            self._found = trace_operations(trace_path(self.options))
-            (case,) = self.document["cases"]
-            case["profile"] = self._found.to_json()
-            write_json(self.options, self.document)
-        if self.options.profile == "nsys" or self.names.steps:
-            self.names.save(kernels_path(self.options))
-
-    def start(self, kind: ModelKind, config: EngineConfig, what: str = "") -> Engine:
-        """Start the engine, and record the nodes of the graphs that it captures."""
-        with attribution.recording() as self.names:
-            engine = super().start(kind, config, what)
-        self.names.model = kind.model
-        self.names.device = str(self.document["environment"]["device"])
-        self.names.bandwidth_gb_s = self.bandwidth / 1e9
-        if self.names.reason is not None:
-            self.say(f"kernels of captured steps: {self.names.reason}")
-        return engine
-
-    def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:
-        """Return the case, which begins and ends the profile."""
-        steps = self.options.profile_steps
-        model = engine.model_config
-        on_gpu = engine.config.mode == "graph" and self.device.type == "cuda"
-        if on_gpu and isinstance(model, ModelConfig):
-            self.names.costs = decode_operation_costs(
-                model,
-                engine.config,
-                rows=case.batch_size,
-                context=case.input_len + (steps.start + steps.stop) // 2,
-            )
-        return CaseRun(engine, case, seed=self.options.seed, before_step=self._before_step)
-
-    def profile_report(self) -> str:
-        """Return where the profile is, and the time of each operation in it."""
         shown = f"{self.options.profile_steps.start}:{self.options.profile_steps.stop}"
+        names = f"names of kernels: {kernels_path(self.options)}"
+        if self.options.profile == "nsys" or self._names.steps:
+            self._names.save(kernels_path(self.options))
         if self.options.profile == "nsys":
-            return f"nsys profiled steps {shown}; names of kernels: {kernels_path(self.options)}"
-        assert self._found is not None, "it follows `run`"
-        if self.device.type == "cuda" and not self._found.device:
-            self.say("torch recorded no work of the device: is another profiler attached to it?")
-        text = f"\ntrace of steps {shown}: {trace_path(self.options)} (open it in https://ui.perfetto.dev)"
-        if self.names.steps:
-            text += f"; names of kernels: {kernels_path(self.options)}"
-        return f"{text}\n\n{self._found.markdown()}"
-
-    def _before_step(self, step: int) -> None:
-        """Begin the profile before its first step, and end it after its last one."""
-        if step == self.options.profile_steps.start and not self._began:
-            self._began = True
-            if self.options.profile == "nsys":
-                self._window.enter_context(nsys.capture_window())
-            else:
-                self._window.enter_context(torch_trace(trace_path(self.options), self.names))
-        elif step == self.options.profile_steps.stop:
-            self._window.close()
+            return f"nsys profiled steps {shown}; {names}"
+        path = trace_path(self.options)
+        found = trace_operations(path)
+        (case,) = run.document["cases"]
+        case["profile"] = found.to_json()
+        run.write()
+        if run.device.type == "cuda" and not found.device:
+            run.say("torch recorded no work of the device: is another profiler attached to it?")
+        text = f"\ntrace of steps {shown}: {path} (open it in https://ui.perfetto.dev)"
+        return f"{text}{f'; {names}' if self._names.steps else ''}\n\n{found.markdown()}"

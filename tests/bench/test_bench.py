@@ -15,10 +15,16 @@ import torch
 from stepgraph.profiling import atomic_write
 from stepgraph.profiling.atomic_write import check_writable, write_file
 from stepgraph.runtime import Engine, StepgraphError
-from stepgraph.runtime.bench.load import Status
+from stepgraph.runtime.bench import workload
 from stepgraph.runtime.bench.results import report, table_rows
-from stepgraph.runtime.bench.scenarios import steady
-from stepgraph.runtime.bench.workload import decode_roofline, equal_share
+from stepgraph.runtime.bench.serve import Status
+from stepgraph.runtime.bench.workload import (
+    BenchmarkCase,
+    EngineRun,
+    decode_batch,
+    decode_roofline,
+    equal_share,
+)
 
 from ..rigs.bench_rig import ROOT, measured, run_bench
 from ..rigs.engine_rig import opened, parts_of
@@ -79,11 +85,11 @@ def test_a_step_lasts_until_the_next_tokens(monkeypatch):
         clock[0] += 4e-3
         return [Output()]
 
-    monkeypatch.setattr(steady.time, "perf_counter", lambda: clock[0])
-    engine = SimpleNamespace(add_request=lambda *_: "a", step=step)
-    batch = steady.EngineBatch(engine)
-    batch.prefill([[1]], 9)
-    assert batch.steps(3) == pytest.approx([4.0, 4.5, 4.5])
+    monkeypatch.setattr(workload.time, "perf_counter", lambda: clock[0])
+    engine = SimpleNamespace(
+        add_request=lambda *_: "a", step=step, abort=lambda _: None, has_unfinished=lambda: False
+    )
+    assert decode_batch(engine, [[1]], 9, 3)[0] == pytest.approx([4.0, 4.5, 4.5])
 
 
 def test_a_file_is_written_whole_and_nothing_else_is_left(tmp_path, monkeypatch):
@@ -105,13 +111,13 @@ def test_a_file_is_written_whole_and_nothing_else_is_left(tmp_path, monkeypatch)
 
 
 def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
-    def repeat(run: steady.CaseRun) -> None:
+    def repeat(run: EngineRun) -> None:
         if run.case.batch_size == 2:
             raise KeyboardInterrupt
         real(run)
 
-    real = steady.CaseRun.repeat
-    monkeypatch.setattr(steady.CaseRun, "repeat", repeat)
+    real = EngineRun.repeat
+    monkeypatch.setattr(EngineRun, "repeat", repeat)
     arguments = ONE.replace("--batch-size 1", "--batch-size 1 2")
     (case,) = measured(monkeypatch, tmp_path, arguments, 130)["cases"]
     assert case["batch_size"] == 1
@@ -164,7 +170,7 @@ def test_a_closed_pipe_is_no_error():
 def test_requests_that_never_decode_together_are_an_error():
     """If one request waits until another ends, no step decodes the whole batch."""
     with opened("demo", prefix_cache=False, max_num_seqs=1, max_model_len=64) as engine:
-        run = steady.CaseRun(engine, steady.BenchmarkCase(2, 8, 3), seed=0)
+        run = EngineRun(engine, BenchmarkCase(2, 8, 3), [[1] * 8] * 2)
         with pytest.raises(StepgraphError):
             run.decode()
 

@@ -19,8 +19,8 @@ WRONG_VALUES = [
     ("--output-json=", "it is a directory"),
     ("--prefill-chunk 99999999", "'99999999' is not an integer from 1 to 1048576"),
     ("--scenario serve --max-itl-ms nan", "'nan' is not a positive number of milliseconds"),
-    ("--scenario neighbours --peer cake", "with NAME one of openvino, vllm, llama.cpp"),
-    ("--scenario neighbours --peer vllm=", "'vllm=' is not NAME or NAME=PYTHON"),
+    ("--peer cake", "with NAME one of openvino, vllm, llama.cpp, transformers"),
+    ("--peer vllm=", "'vllm=' is not NAME or NAME=PYTHON"),
     ("--compare a", "expected 2 arguments"),
     ("--compare a b --fail-above 0.5", "'0.5' is not a ratio of at least 1"),
     ("--speculate", "--speculate: expected at least one argument"),
@@ -75,7 +75,7 @@ def test_a_wrong_command_line_is_one_clear_line(capsys, monkeypatch, tmp_path, a
     ("arguments", "expected"),
     [
         ("", {"batch_size": [1, 8], "input_len": [128, 1024], "output_len": [64], "num_iters": 3}),
-        ("--scenario neighbours --threads 2", {"batch_size": [1, 8], "threads": 2}),
+        ("--neighbours 0 1 --threads 2", {"neighbours": [0, 1], "threads": 2}),
         ("--scenario serve", {"batch_size": [8], "threads": -1}),
         ("--scenario serve --duration 60", {"output_len": [32], "duration": 60}),
         ("--batch-size 2 1 2", {"batch_size": [2, 1]}),
@@ -99,11 +99,10 @@ def test_defaults_follow_the_scenario(arguments, expected):
         (2, "--dtype auto float32 --input-len 4000 --mode eager", "demo: max_model_len"),
         (2, "--mode eager graph --device cpu", "mode='graph' needs a CUDA device"),
         (2, "--batch-size 1 5000 --mode eager", "max_num_seqs must be an integer from 1 to 4096"),
-        (2, "--scenario neighbours --input-len 4000", "max_model_len"),
         (2, "--model preset:nothing", "preset"),
         (2, "--model preset:smollm2-135m --tensor-parallel 1 2", "2 does not divide 9 query heads"),
         (2, "--device cuda:x", "cuda:x"),
-        (1, "--scenario neighbours --peer vllm=/no/such", "vllm: cannot run /no/such"),
+        (1, "--peer vllm=/no/such", "vllm: cannot run /no/such"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_measured(

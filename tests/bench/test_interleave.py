@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from stepgraph.cache.memory.handler import MemoryBudgetError
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.bench.results import settle_bandwidth, warnings
-from stepgraph.runtime.bench.scenarios.steady import CaseRun
-from stepgraph.runtime.bench.workload import interleave, summarize_repetitions
+from stepgraph.runtime.bench.workload import EngineRun, interleave, summarize_repetitions
 
 from ..rigs.bench_rig import measured
 
@@ -31,10 +30,10 @@ def test_modes_are_interleaved_where_they_fit_together(monkeypatch, tmp_path, ca
     """Nothing is compiled: the engines of all modes run eagerly."""
     log: list[tuple[str, int]] = []
     budgets: list[int | None] = []
-    repeat, start = CaseRun.repeat, Engine.from_pretrained
+    repeat, start = EngineRun.repeat, Engine.from_pretrained
     modes: dict[int, str] = {}
 
-    def logged(run: CaseRun) -> None:
+    def logged(run: EngineRun) -> None:
         log.append((modes[id(run.engine)], run.case.batch_size))
         repeat(run)
 
@@ -48,7 +47,7 @@ def test_modes_are_interleaved_where_they_fit_together(monkeypatch, tmp_path, ca
         modes[id(engine)] = config.mode
         return engine
 
-    monkeypatch.setattr(CaseRun, "repeat", logged)
+    monkeypatch.setattr(EngineRun, "repeat", logged)
     monkeypatch.setattr(Engine, "from_pretrained", start_eager)
     sizes = "--batch-size 1 2 --input-len 8 --output-len 4 --num-warmup 0 --num-iters 3"
     cases = measured(monkeypatch, tmp_path, f"--mode compile eager {sizes}")["cases"]

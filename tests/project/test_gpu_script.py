@@ -118,7 +118,7 @@ carry_kernels.unpack(Path(sys.argv[1]))
 listed = []
 triton.knobs.compilation.listener = lambda src, cache_hit, **_: listed.append(cache_hit)
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.bench.scenarios.steady import BenchmarkCase
+from stepgraph.runtime.bench.workload import BenchmarkCase
 from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls
 from stepgraph.runtime.tools.recorded_steps import record_steps
 longest = BenchmarkCase(1, carry_kernels.CONTEXT, carry_kernels.OUTPUT).longest_sequence(512)

@@ -208,7 +208,8 @@ IMPORTED_LATE |= {
 OF_PEERS = {
     "runtime/bench/gguf_writer.py": {"gguf", "numpy"},
     "runtime/bench/peer_runner.py": {
-        *("llama_cpp", "numpy", "openvino", "openvino_genai", "optimum", "vllm"),
+        *("llama_cpp", "numpy", "openvino", "openvino_genai", "optimum", "torch", "transformers"),
+        "vllm",
     },
 }
 """What a file imports in the environment of another runtime."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime.bench.load import (
+from stepgraph.runtime.bench.serve import (
     EngineClient,
     Outcome,
     arrival_times,

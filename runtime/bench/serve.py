@@ -1,4 +1,7 @@
-"""Open-loop and closed-loop load on an `AsyncEngine`, and what its consumers see.
+"""An `AsyncEngine` under load: latency, goodput and refusals against the arrivals.
+
+First a closed loop that keeps every row busy measures the capacity. Then requests arrive at random,
+at multiples of it. The load and its consumers are tasks of one event loop in this process.
 
 The open loop sends each request at its scheduled time, however many are unanswered, and measures
 from that time: a service that stalls cannot delay the requests that would show it (coordinated
@@ -8,21 +11,40 @@ omission, Tene 2013, "How NOT to Measure Latency").
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from typing import Any, Literal, get_args
 
+from ...profiling.device_state import watch
 from ...profiling.stats import Summary
+from ..config import EngineConfig
+from ..engine.engine import Engine
 from ..errors import DeadlineUnreachableError, OverloadedError, StepgraphError
 from ..service.async_engine import AsyncEngine
-from .workload import greedy
+from ..service.service_config import ServiceConfig
+from .benchmark_run import BenchmarkRun, resolve_engine
+from .results import describe_engine
+from .workload import greedy, random_prompts
 
-__all__ = ["EngineClient", "Outcome", "arrival_times", "closed_loop", "open_loop", "summarize"]
+__all__ = ["EngineClient", "Outcome", "arrival_times", "closed_loop", "measure", "open_loop"]
+__all__ += ["summarize"]
 
+NUM_PROMPTS = 256
+"""Different prompts; then they repeat."""
+SWITCH_INTERVAL = 1e-4
+"""Of the interpreter lock, in seconds: what `stepgraph serve` sets."""
+SLO_FACTOR = 4.0
+"""Objectives that are not given: times the p90 of TTFT, and the p99 of ITL, of the closed loop.
+Several prompts may be prefilled in one gap."""
+DRAIN_SECONDS = 20.0
+"""How long to wait for requests after the last arrival."""
 LEAST_SECONDS = 1e-9
 """The deadline of a request that is sent after it: the service refuses it."""
 MAX_ERROR_CHARS = 300
@@ -214,3 +236,82 @@ class EngineClient:
             outcome.status, outcome.error = "failed", f"{error!s:.{MAX_ERROR_CHARS}}"
         else:
             outcome.status = "missed" if reason == "deadline" else "completed"
+
+
+def measure(run: BenchmarkRun) -> None:
+    """Measure each case at each rate, and write the document after each."""
+    options = run.options
+    entries = run.document["serve"] = []
+    engines = ((kind.model, config) for kind in run.kinds for config in kind.configs)
+    for (model, config), rows, input_len, output_len, max_itl_ms in itertools.product(
+        engines,
+        options.batch_size,
+        options.input_len,
+        options.output_len,
+        options.max_itl_ms or [None],
+    ):
+        config = replace(
+            config,
+            freeze_gc=True,
+            max_num_seqs=rows,
+            max_model_len=input_len + output_len,
+            max_itl_ms=max_itl_ms,
+        )
+        resolve_engine(model, config)  # refuses before weights are read
+        sizes = {"batch_size": rows, "input_len": input_len, "output_len": output_len}
+        for entry in _measure_load(run, model, config, sizes | {"max_itl_ms": max_itl_ms}):
+            entries.append(entry)
+            run.write()
+
+
+def _measure_load(
+    run: BenchmarkRun, model: str, config: EngineConfig, case: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield an entry for each rate."""
+    options, seconds, output_len = run.options, run.options.duration, case["output_len"]
+    engines: list[Engine] = []
+
+    def start() -> Engine:
+        engines.append(run.start(model, config, "requests arrive at random"))
+        return engines[-1]
+
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        service = AsyncEngine(start, ServiceConfig(switch_interval=SWITCH_INTERVAL))
+        stack.enter_context(service)
+        (engine,) = engines
+        prompts = random_prompts(engine.model_config, NUM_PROMPTS, case["input_len"], options.seed)
+        client = EngineClient(service, prompts, output_len)
+        run.say("capacity")
+        tokens, closed = runner.run(
+            closed_loop(client.send, concurrency=case["batch_size"], seconds=seconds)
+        )
+        if not tokens:
+            errors = (outcome.error for outcome in closed if outcome.error)
+            raise StepgraphError(next(errors, "no request got a token"))
+        capacity = tokens / output_len
+        first = Summary.of(o.ttft_ms for o in closed if o.ttft_ms is not None)
+        gaps = Summary.of(gap for outcome in closed for gap in outcome.itl_ms)
+        slo = {
+            "slo_ttft_ms": options.slo_ttft or SLO_FACTOR * (first.p90 or first.max),
+            "slo_itl_ms": options.slo_itl or SLO_FACTOR * (gaps.p99 or gaps.max),
+        }
+        client.slo_ttft_ms = slo["slo_ttft_ms"]
+        for fraction in options.rates:
+            rate = fraction * capacity
+            run.say(f"{rate:.2f} requests/s ({fraction:g} of capacity)")
+            times = arrival_times(rate, seconds, options.seed)
+            read_again = watch(run.monitor)
+            outcomes = runner.run(open_loop(client.send, times, drain_seconds=DRAIN_SECONDS))
+            yield {
+                **describe_engine(engine, model),
+                **case,
+                "capacity": capacity,
+                "fraction": fraction,
+                "rate": rate,
+                "seconds": seconds,
+                **slo,
+                **summarize(outcomes, seconds=seconds, **slo),
+                "device_state": read_again(),
+            }

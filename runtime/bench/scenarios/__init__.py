@@ -1,1 +1,0 @@
-"""The measurements of `stepgraph bench`, one file each."""
