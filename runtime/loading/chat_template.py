@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import datetime
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ..errors import RequestError
@@ -20,6 +24,7 @@ from ..prompt_ids import type_name
 if TYPE_CHECKING:
     from jinja2 import Environment, Template, nodes
     from jinja2.parser import Parser
+    from jinja2.runtime import Context
 
 __all__ = ["ChatPrompt", "ChatTemplates", "Message", "chat_prompts", "is_batch"]
 
@@ -31,11 +36,38 @@ def _sandbox() -> Environment:
         ImportError: jinja2 is missing, or older than 3.1.6, whose sandbox templates could escape.
     """
     import jinja2
+    from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     if tuple(map(int, jinja2.__version__.split(".")[:3])) < (3, 1, 6):
         raise ImportError(f"jinja2 {jinja2.__version__} is older than 3.1.6")
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Refuses single operations that would take minutes or gigabytes."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+            length = 0
+            if isinstance(left, int) and isinstance(right, int):
+                length = left.bit_length() * (abs(right) if operator == "**" else 2)
+            elif isinstance(left, Sized) or isinstance(right, Sized):
+                counts = [len(x) if isinstance(x, Sized) else int(x) for x in (left, right)]
+                length = counts[0] * counts[1]
+            if length > MAX_CHARS:
+                raise SecurityError(f"the result of {operator} is too large")
+            return super().call_binop(context, operator, left, right)
+
+        @staticmethod
+        def concat(parts: Iterable[str]) -> str:
+            left, joined = MAX_CHARS, []
+            for part in parts:
+                left -= len(part)
+                if left < 0:
+                    raise SecurityError(f"it writes more than {MAX_CHARS} characters")
+                joined.append(part)
+            return "".join(joined)
 
     class Generation(Extension):
         """The block `{% generation %}` around an assistant's text, rendered as its content."""
@@ -53,8 +85,12 @@ def _sandbox() -> Environment:
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    # The optimizer would evaluate constants while it compiles.
+    sandbox = Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, loopcontrols],
+        optimized=False,
     )
     sandbox.filters["tojson"] = tojson  # jinja2's own escapes HTML
     sandbox.globals["raise_exception"] = raise_exception
@@ -139,6 +175,10 @@ def _is_text(part: object) -> bool:
 
 Message = Mapping[str, Any]
 """`role`, `content` (a text or a list of parts) and other fields that the template reads."""
+RENDER_SECONDS = 2.0
+COMPILE_SECONDS = 10.0
+MAX_CHARS = 1 << 26
+"""Of what a template writes; also the largest length that it multiplies to."""
 MAX_DEPTH = 64
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -181,7 +221,7 @@ class ChatTemplates:
 
         Raises:
             RequestError: there is no such template; jinja2 is missing; messages, tools or
-                variables have a wrong type; or the template fails.
+                variables have a wrong type; the template fails, or takes longer than 2 s.
         """
         name = self._name(prompt)
         messages = _messages(prompt.messages)
@@ -240,14 +280,17 @@ class ChatTemplates:
                         field="messages",
                     ) from error
             if name not in self._compiled:
-                template = _run(name, self._sandbox.from_string, self.sources[name])
+                template = _run(
+                    name, COMPILE_SECONDS, self._sandbox.from_string, self.sources[name]
+                )
                 more = {"add_generation_prompt": False}
                 forms = ContentForms(lambda m: self._render(name, template, {"messages": m} | more))
                 self._compiled[name] = template, forms
             return self._compiled[name]
 
     def _render(self, name: str, template: Template, variables: dict[str, Any]) -> str:
-        text: str = _run(name, template.render, self._special_tokens | variables)
+        variables = self._special_tokens | variables
+        text: str = _run(name, RENDER_SECONDS, template.render, variables)
         return text
 
 
@@ -270,11 +313,34 @@ def is_batch(messages: object) -> bool:
     return isinstance(first, list | tuple)
 
 
-def _run(name: str, work: Callable[[Any], Any], argument: object) -> Any:
-    """Return `work(argument)`; raise `RequestError` for what the template raises or does wrong."""
+class _LateError(BaseException):
+    """A template ran too long. Not an `Exception`, so that no filter catches it."""
+
+
+def _run(name: str, seconds: float, work: Callable[[Any], Any], argument: object) -> Any:
+    """Return `work(argument)`, which runs in a thread whose trace function ends it when it is late.
+
+    Raises `RequestError` for whatever the template raises or does wrong.
+    """
+    deadline, late = time.monotonic() + seconds, _LateError(f"it ran for more than {seconds:g} s")
+    ended: Future[Any] = Future()
+
+    def trace(frame: FrameType, event: str, value: object) -> Any:
+        if time.monotonic() > deadline:
+            raise late
+        return trace
+
+    def body() -> None:
+        sys.settrace(trace)  # of this thread
+        try:
+            ended.set_result(work(argument))
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=body, name="stepgraph-template", daemon=True).start()
     try:
-        return work(argument)
-    except Exception as error:
+        return ended.result()
+    except (Exception, _LateError) as error:
         shown = f"{type_name(error)}: {error}"[:_MAX_SHOWN_CHARS]
         raise RequestError(
             f"the chat template {name!r} failed: {shown}", field="messages"

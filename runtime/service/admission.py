@@ -588,5 +588,3 @@ def _copy(error: Exception) -> Exception:
     copied = copy.copy(error)
     copied.__cause__ = error.__cause__
     return copied
-
-

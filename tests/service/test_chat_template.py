@@ -1,16 +1,18 @@
-"""Conversations to prompts, against transformers; the form of messages."""
+"""Conversations to prompts, against transformers; the form of messages; templates that do harm."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from stepgraph.runtime import ChatPrompt, RequestError
+from stepgraph.runtime.loading import chat_template as module
 from stepgraph.runtime.loading.chat_template import ChatTemplates
 from stepgraph.runtime.loading.tokenizer import TextTokenizer, load_tokenizer
 from stepgraph.runtime.service.http.requests import template_messages
@@ -121,6 +123,32 @@ def test_where_templates_are_found(directory: Path) -> None:
     assert same(chat_template="more") == "more"
     with pytest.raises(RequestError):
         load(directory).apply_chat_template(SAID, chat_template="{{ 1 }}")
+
+
+HARMFUL = {
+    "endless": "{% for i in r %}{% for j in r %}{% for k in r %}{% endfor %}{% endfor %}"
+    "{% endfor %}",
+    "endless_output": "{% for i in r %}{% for j in r %}{{ 'a' * 1000 }}{% endfor %}{% endfor %}",
+    "range": "{% for i in range(10**9) %}{% endfor %}",
+    "power": "{{ 10 ** (10 ** 10) }}",
+    "times": "{{ 'a' * 10**9 }}",
+    "times_list": "{{ ([1] * 10**9) | length }}",
+    "squared": "{% set n = namespace(x=3) %}{% for i in r %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "macro": "{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}",
+    "block": "{% set x %}{% for i in r %}{% for j in range(9) %}{{ 'a' * 999 }}{% endfor %}"
+    "{% endfor %}{% endset %}",
+}
+
+
+@pytest.mark.parametrize("kind", HARMFUL)
+def test_harm_is_ended(directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RENDER_SECONDS", 0.05)
+    tokenizer = load(save(directory, "{% set r = range(99999) | list %}" + HARMFUL[kind]))
+    began = time.perf_counter()
+    with pytest.raises(RequestError) as caught:
+        tokenizer.apply_chat_template(SAID)
+    assert time.perf_counter() - began < 8, "a third of a second on an idle machine"
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize(
